@@ -1,0 +1,32 @@
+# Everything that a new machine needs is Python, make and a network to the package registry.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: help test lint types suite demo clean
+
+help:  ## what can be made
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+test: lint types suite  ## lint, format, types and the whole suite
+
+lint: $(VENV)/.installed  ## ruff: lint and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed  ## mypy, strict
+	$(BIN)/mypy
+
+suite: $(VENV)/.installed  ## the tests
+	$(BIN)/python -m pytest
+
+demo: $(VENV)/.installed  ## train on real data with 4 workers: DDP and every topology; table, plot and JSON under runs/
+	$(BIN)/python -m examples.compare
+
+clean:  ## removes the environment and what runs have written
+	rm -rf $(VENV) runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,49 @@
+"""The exceptions of the house.
+
+Each is also the built-in kind that a user would expect to catch:
+
+    Exception
+    ├── ValueError
+    │   └── DisagreementError      the workers were given different models, settings or topologies
+    └── RuntimeError
+        ├── PeerError              an exchange could not be finished because of another worker
+        │   ├── PeerLostError      its connection is closed: it raised, exited or was killed
+        │   └── PeerTimeoutError   it is connected but sent nothing within the process group's timeout
+        ├── WireError              a message arrived that is not the one that was due
+        └── OutOfStepError         the workers have made different numbers of updates
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "DisagreementError",
+    "OutOfStepError",
+    "PeerError",
+    "PeerLostError",
+    "PeerTimeoutError",
+    "WireError",
+]
+
+
+class DisagreementError(ValueError):
+    """The workers were given different models, settings or topologies; the message names the first difference."""
+
+
+class PeerError(RuntimeError):
+    """An exchange could not be finished because of another worker; the message names its rank."""
+
+
+class PeerLostError(PeerError):
+    """A worker's connection is closed: it raised, exited or was killed."""
+
+
+class PeerTimeoutError(PeerError):
+    """A worker is connected but sent nothing within the process group's timeout."""
+
+
+class WireError(RuntimeError):
+    """A message arrived that is not the one that was due (another round, bucket or length)."""
+
+
+class OutOfStepError(RuntimeError):
+    """The workers have made different numbers of updates."""
