@@ -1,0 +1,119 @@
+"""How workers agree: what fails on one of them is raised on all, in the same words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from decent_dp import errors
+from decent_dp.bucket import TensorSpec
+from decent_dp.transport import Control
+
+__all__ = ["agree", "agree_on_signature", "model_signature", "share"]
+
+T = TypeVar("T")
+
+# What an error of another worker is raised as here; every other kind becomes a RuntimeError that names its own.
+_KINDS: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (ValueError, TypeError, RuntimeError, *(getattr(errors, name) for name in errors.__all__))
+}
+
+
+def agree(control: Control, attempt: Callable[[], T]) -> T:
+    """Calls ``attempt`` on every worker and returns its value, or raises the same error on all if one of them failed."""
+    value, failure = _try(attempt)
+    _settle(control, failure)
+    assert value is not None
+    return value[0]
+
+
+def agree_on_signature(control: Control, rank: int, attempt: Callable[[], tuple[T, dict[str, Any]]]) -> T:
+    """As ``agree``, for an attempt that also returns a signature (anything that JSON can hold) all workers must share.
+
+    Raises:
+        DisagreementError: on all workers; names the first difference from worker 0.
+    """
+    found, failure = _try(attempt)
+    reference = share(control, rank, found[0][1] if found is not None else None)
+    if found is not None and reference is not None:
+        _, failure = _try(lambda: _compare(reference, json.loads(json.dumps(found[0][1])), rank))
+    _settle(control, failure)
+    assert found is not None
+    return found[0][0]
+
+
+def share(control: Control, rank: int, message: Any) -> Any:
+    """Worker 0's ``message`` (anything that JSON can hold), on all workers."""
+    text = json.dumps(message).encode() if rank == 0 else b""
+    size = torch.tensor([len(text)])
+    control.broadcast(size)
+    raw = torch.zeros(int(size), dtype=torch.uint8)
+    if rank == 0:
+        raw.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    control.broadcast(raw)
+    return json.loads(bytes(raw.numpy()))
+
+
+def model_signature(model: nn.Module) -> list[list[Any]]:
+    """One entry a tensor of the model: everything in which replicas must be alike for their bytes to mean the same."""
+    entries: list[list[Any]] = []
+    for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in tensors:
+            spec = TensorSpec.of(name, tensor)
+            trained = "trained" if tensor.requires_grad else "frozen"
+            entries.append([kind, name, list(spec.shape), str(spec.dtype), list(spec.stride), trained])
+    return entries
+
+
+def _try(attempt: Callable[[], T]) -> tuple[tuple[T] | None, Exception | None]:
+    try:
+        return (attempt(),), None
+    except errors.PeerError:
+        raise  # nobody is left to agree with
+    except Exception as error:
+        return None, error
+
+
+def _settle(control: Control, failure: Exception | None) -> None:
+    own = None if failure is None else [type(failure).__name__, str(failure)]
+    outcomes = control.gather(own)
+    failed = [(rank, outcome) for rank, outcome in enumerate(outcomes) if outcome is not None]
+    if not failed:
+        return
+    rank, (kind, text) = failed[0]
+    if failure is not None and all(outcome == own for outcome in outcomes):
+        raise failure
+    raise _KINDS.get(kind, RuntimeError)(f"worker {rank}: {text if kind in _KINDS else f'{kind}: {text}'}") from failure
+
+
+def _compare(reference: dict[str, Any], own: dict[str, Any], rank: int) -> None:
+    for i, (theirs, ours) in enumerate(_pairs(reference["model"], own["model"])):
+        if theirs != ours:
+            raise errors.DisagreementError(
+                f"the models differ between workers, first in tensor {i}: worker 0 has {_describe(theirs)}, worker {rank} "
+                f"has {_describe(ours)}. Build the same model on every worker."
+            )
+    for part in ("topology", "settings"):
+        for key in sorted({*reference[part], *own[part]}):
+            theirs, ours = reference[part].get(key), own[part].get(key)
+            if theirs != ours:
+                raise errors.DisagreementError(
+                    f"the {part} differ{'s' if part == 'topology' else ''} between workers: {key} is {theirs!r} on "
+                    f"worker 0 and {ours!r} on worker {rank}. Pass the same arguments on every worker."
+                )
+
+
+def _pairs(theirs: Sequence[Any], ours: Sequence[Any]) -> list[tuple[Any, Any]]:
+    size = max(len(theirs), len(ours))
+    return [(theirs[i] if i < len(theirs) else None, ours[i] if i < len(ours) else None) for i in range(size)]
+
+
+def _describe(entry: list[Any] | None) -> str:
+    if entry is None:
+        return "none"
+    kind, name, shape, dtype, stride, trained = entry
+    return f"{kind} '{name}' {tuple(shape)} {dtype.removeprefix('torch.')}, {trained}, strides {tuple(stride)}"

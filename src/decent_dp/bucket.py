@@ -1,0 +1,199 @@
+"""Flat storage: a pure plan of which parameter lies where, and the block that carries it out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+__all__ = ["MIB", "Block", "BucketPlan", "Envelope", "Slot", "TensorSpec", "dense_stride", "plan_buckets"]
+
+MIB = 2**20
+
+
+def dense_stride(tensor: Tensor) -> tuple[int, ...]:
+    """The strides of ``tensor`` in a dense block: its own where it is dense (channels_last, transposed), else contiguous ones."""
+    return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a layout must know of a tensor. ``stride`` is that of a dense tensor, in elements."""
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> TensorSpec:
+        return cls(name, tuple(tensor.shape), dense_stride(tensor), tensor.dtype, tensor.device)
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A tensor's place in a block: ``index`` into the specs, ``offset`` in elements."""
+
+    index: int
+    offset: int
+    spec: TensorSpec
+
+    def view(self, flat: Tensor) -> Tensor:
+        """The tensor's view of ``flat`` (1-D, at least ``offset + numel`` long), with its own strides."""
+        return flat.as_strided(self.spec.shape, self.spec.stride, flat.storage_offset() + self.offset)
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """Tensors of one dtype and device, one after another in a flat block of ``numel`` elements."""
+
+    slots: tuple[Slot, ...]
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+def plan_buckets(specs: Sequence[TensorSpec], order: Sequence[int], limit_bytes: float) -> list[BucketPlan]:
+    """Deals tensors out to buckets.
+
+    Args:
+        specs: the tensors.
+        order: a permutation of ``range(len(specs))``; tensors are dealt in this order.
+        limit_bytes: upper size of a bucket in bytes. A tensor is never split: one that is larger has a bucket of its own.
+
+    Returns:
+        Buckets of one dtype and device each, in the order in which their last tensor comes in ``order``, so that a bucket
+        is complete no later than the next.
+    """
+    if sorted(order) != list(range(len(specs))):
+        raise ValueError(f"order must be a permutation of 0..{len(specs) - 1}, got {list(order)!r}")
+    filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    filled: dict[tuple[torch.dtype, torch.device], int] = {}
+    groups: list[list[int]] = []
+
+    for index in order:
+        spec = specs[index]
+        kind = (spec.dtype, spec.device)
+        size = spec.numel * spec.dtype.itemsize
+        if kind not in filling or filled[kind] + size > limit_bytes:
+            filling[kind], filled[kind] = [], 0
+            groups.append(filling[kind])
+        filling[kind].append(index)
+        filled[kind] += size
+
+    position = {index: place for place, index in enumerate(order)}
+    groups.sort(key=lambda group: position[group[-1]])
+    return [_lay_out(group, specs) for group in groups]
+
+
+def _lay_out(group: Iterable[int], specs: Sequence[TensorSpec]) -> BucketPlan:
+    slots, offset = [], 0
+    for index in group:
+        slots.append(Slot(index, offset, specs[index]))
+        offset += specs[index].numel
+    return BucketPlan(tuple(slots), offset, slots[0].spec.dtype, slots[0].spec.device)
+
+
+class Envelope:
+    """A flat payload with room for a header in front, so that both travel as one message.
+
+    Attributes:
+        raw: uint8, ``HEADER_BYTES + numel · itemsize`` long.
+        payload: the 1-D view of ``raw`` behind the header, of the bucket's dtype.
+    """
+
+    # A multiple of every float type's size, so that the payload is aligned and a header can be read in any of them.
+    HEADER_BYTES = 64
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.raw = torch.empty(self.HEADER_BYTES + numel * dtype.itemsize, dtype=torch.uint8, device=device)
+        self.payload = self.raw[self.HEADER_BYTES :].view(dtype)
+
+    @property
+    def whole(self) -> Tensor:
+        """Header and payload as elements of the payload's dtype."""
+        return self.raw.view(self.payload.dtype)
+
+
+class Block:
+    """The parameters of a bucket, and the two messages of its exchange.
+
+    With ``as_view`` the parameters become views of one flat tensor; without, they stay separate tensors. Either way the
+    lists ``own``, ``sent`` and ``others`` agree item by item, and the numbers are the same.
+    """
+
+    def __init__(self, plan: BucketPlan, params: Sequence[Parameter], *, as_view: bool) -> None:
+        self.plan = plan
+        self.params = [params[slot.index] for slot in plan.slots]
+        self.names = [slot.spec.name for slot in plan.slots]
+        self.flat = torch.empty(plan.numel, dtype=plan.dtype, device=plan.device) if as_view else None
+        # Made at the first exchange: a worker that never has one (n = 1) pays nothing.
+        self._envelopes: tuple[Envelope, Envelope] | None = None
+        self._addresses = [-1] * len(self.params)
+        self.adopt()
+
+    def adopt(self) -> None:
+        """Takes parameters whose storage was replaced since the last call back into the block, with their new values.
+
+        Raises:
+            RuntimeError: a parameter no longer has the shape, dtype or device that it had at construction.
+        """
+        for i, (slot, param) in enumerate(zip(self.plan.slots, self.params, strict=True)):
+            spec = slot.spec
+            if param.data_ptr() == self._addresses[i] and param.shape == spec.shape and param.dtype == spec.dtype:
+                continue
+            if (tuple(param.shape), param.dtype, param.device) != (spec.shape, spec.dtype, spec.device):
+                raise RuntimeError(
+                    f"parameter '{spec.name}' was {tuple(spec.shape)} {spec.dtype} on {spec.device} when the model was "
+                    f"wrapped and is {tuple(param.shape)} {param.dtype} on {param.device} now: convert or move the model "
+                    "before wrapping it, and wrap it again after a change."
+                )
+            if self.flat is not None:
+                view = slot.view(self.flat)
+                view.copy_(param.detach())
+                param.data = view
+            self._addresses[i] = param.data_ptr()
+
+    @property
+    def own(self) -> list[Tensor]:
+        """The parameters' values: one flat tensor, or one a parameter."""
+        return [self.flat] if self.flat is not None else [param.detach() for param in self.params]
+
+    @property
+    def sent(self) -> list[Tensor]:
+        return self._items(self.envelopes[0])
+
+    @property
+    def others(self) -> list[Tensor]:
+        return self._items(self.envelopes[1])
+
+    @property
+    def envelopes(self) -> tuple[Envelope, Envelope]:
+        """What is sent and what is received."""
+        if self._envelopes is None:
+            plan = self.plan
+            self._envelopes = (
+                Envelope(plan.numel, plan.dtype, plan.device),
+                Envelope(plan.numel, plan.dtype, plan.device),
+            )
+        return self._envelopes
+
+    def views(self, envelope: Envelope) -> list[Tensor]:
+        """One view of the envelope's payload a parameter, in the parameter's shape and strides."""
+        return [slot.view(envelope.payload) for slot in self.plan.slots]
+
+    def written(self) -> None:
+        """Tells autograd that the parameters were written to, so that its own check for stale saved tensors works."""
+        if self.flat is not None:
+            torch.autograd.graph.increment_version(self.params)
+
+    def _items(self, envelope: Envelope) -> list[Tensor]:
+        return [envelope.payload] if self.flat is not None else self.views(envelope)

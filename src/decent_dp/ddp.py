@@ -1,0 +1,503 @@
+"""The wrapper: a replica that trains on its own and mixes with its neighbours."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.util import Finalize
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from decent_dp import consensus
+from decent_dp.agree import agree, agree_on_signature, model_signature, share
+from decent_dp.bucket import MIB, TensorSpec, plan_buckets
+from decent_dp.engine import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, Bucket, Engine, make_bucket
+from decent_dp.errors import OutOfStepError
+from decent_dp.guard import Guard, strip_prefix
+from decent_dp.schedule import Policy, Schedule
+from decent_dp.settings import (
+    Settings,
+    check_callable,
+    check_model,
+    check_scaler,
+    local_world_size,
+    refuse_ddp_keywords,
+)
+from decent_dp.states import check_optim_state, collect_optim_state, load_optim_state
+from decent_dp.topo import Topology, make_topology
+from decent_dp.transport import InProcessTransport, ProcessGroupTransport, Transport
+
+__all__ = ["LR_SCHEDULER_FN_TYPE", "OPTIM_FN_TYPE", "DecentralizedDataParallel", "Stats"]
+
+_log = logging.getLogger(__name__)
+
+# Rounds whose groups are connected at construction; a topology without a period connects as it goes.
+_PREPARED_ROUNDS = 64
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a replica has done so far.
+
+    Attributes:
+        updates: optimizer steps taken.
+        rounds: rounds made; more than ``updates`` where a scaler skipped a step or ``join`` went on without one.
+        bytes_sent: put on the wire by this worker for exchanges, headers included. An edge of more than two is counted as
+            a ring all-reduce.
+        grad_norm: of the last update, before clipping; None without ``grad_clip_norm``.
+    """
+
+    updates: int
+    rounds: int
+    bytes_sent: int
+    grad_norm: float | None
+
+
+class DecentralizedDataParallel(nn.Module):
+    """Trains a replica of ``model`` on each worker and mixes parameters with the neighbours of a topology.
+
+    Every backward is one update: gradients are applied by the optimizer of ``optim_fn`` to parameters that were mixed with
+    what the neighbours sent an update ago, and the new parameters are sent while the next forward and backward run. After
+    an update ``p.grad`` is None. Replicas differ after each step: evaluate their mean (``averaged``).
+
+    Args:
+        model: the replica, already on its device; it stays there. Parameters and buffers become those of rank 0.
+        optim_fn: makes an optimizer from (name, parameter) pairs; called once a bucket, at the first update.
+        lr_scheduler_fn: makes a scheduler for an optimizer; stepped once an optimizer step. None for none.
+        topology: a registered name or a ``Topology``: who mixes with whom in each round.
+        scaler: the ``torch.GradScaler`` that the caller scales the loss with; this wrapper unscales, steps and updates.
+        grad_clip_norm: the norm over all of the replica's gradients is clipped to this, as
+            ``torch.nn.utils.clip_grad_norm_`` does; 0.0 for no clipping.
+        param_as_bucket_view: parameters are views of one flat block a bucket; otherwise they stay separate tensors, with
+            the same numbers.
+        sync_buffer_in_global_avg: floating-point buffers (BatchNorm statistics) take part in ``global_avg``.
+        bucket_size_in_mb: upper size of a bucket, in MiB.
+        _local_world_size: workers a node; None for the launcher's ``LOCAL_WORLD_SIZE``, else 1.
+        overlap: exchange during the next forward and backward. False: step, exchange and mix before the backward returns.
+        process_group: whose workers mix; None for the default group. Ranks of a topology are ranks in it.
+        transport: how bytes move, for workers that are no processes (``InProcessTransport``); None for torch.distributed.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong, or the workers were given different models, settings or topologies.
+            The same error on all workers.
+        RuntimeError: there is no process group.
+    """
+
+    FLOAT_DTYPES = consensus.FLOAT_DTYPES
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optim_fn: OPTIM_FN_TYPE,
+        lr_scheduler_fn: LR_SCHEDULER_FN_TYPE | None = None,
+        topology: str | Topology = "complete",
+        scaler: torch.amp.GradScaler | None = None,
+        grad_clip_norm: float = 0.0,
+        param_as_bucket_view: bool = True,
+        sync_buffer_in_global_avg: bool = False,
+        bucket_size_in_mb: float = 25,
+        _local_world_size: int | None = None,
+        *,
+        overlap: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        transport: Transport | None = None,
+        **unknown: Any,
+    ) -> None:
+        super().__init__()
+        transport = transport if transport is not None else _transport_of(process_group)
+
+        def check() -> tuple[tuple[Settings, Topology], dict[str, Any]]:
+            refuse_ddp_keywords(unknown)
+            if isinstance(model, DecentralizedDataParallel):
+                raise TypeError("model is already wrapped in DecentralizedDataParallel: pass its .module")
+            check_model(model)
+            check_callable("optim_fn", optim_fn, "a list of (name, parameter) pairs that returns an optimizer")
+            if lr_scheduler_fn is not None:
+                check_callable("lr_scheduler_fn", lr_scheduler_fn, "an optimizer that returns a scheduler")
+            scaled = check_scaler(scaler) is not None
+            settings = Settings(grad_clip_norm, bucket_size_in_mb, bool(overlap), bool(sync_buffer_in_global_avg), scaled)
+            made = make_topology(
+                topology,
+                local_world_size=local_world_size(_local_world_size),
+                world_size=transport.world_size,
+                rank=transport.rank,
+            )
+            shared = {
+                "model": model_signature(model),
+                "topology": made.fingerprint(),
+                "settings": {**settings.signature(), "scheduled": lr_scheduler_fn is not None},
+            }
+            return (settings, made), shared
+
+        settings, made_topology = agree_on_signature(transport.control, transport.rank, check)
+        with torch.no_grad():
+            consensus.broadcast_(transport.control, [*model.parameters(), *model.buffers()])
+        transport.prepare([made_topology.get_edge(t) for t in range(min(made_topology.period or 0, _PREPARED_ROUNDS))])
+
+        self.module = model
+        self.training = model.training
+        self._settings = settings
+        self._topology = made_topology
+        self._transport = transport
+        self._as_view = bool(param_as_bucket_view)
+        self._optim_fn, self._lr_scheduler_fn = optim_fn, lr_scheduler_fn
+        self._optims: list[Optimizer] = []
+        self._lr_schedulers: list[LRScheduler | None] = []
+        self._unapplied_optim_state: dict[str, Any] | None = None
+        self._backup: list[Tensor] | None = None
+        self._guard = Guard(model, before=self._settle, loaded=self._forget)
+        self._engine = Engine(transport, made_topology)
+        self._policy = Policy(self._guard.params, check_scaler(scaler), settings.grad_clip_norm)
+        self._schedule = Schedule(
+            self._guard.params,
+            self._engine,
+            self._policy,
+            transport,
+            build=self._make_buckets,
+            began=self._drop_backup,
+            overlap=settings.overlap,
+        )
+        self.register_load_state_dict_pre_hook(_insert_module)  # type: ignore[no-untyped-call]
+        # Also at exit, and in workers that multiprocessing has started, where atexit is not run.
+        self._finalizer = Finalize(self, _leave, args=(self._engine, transport), exitpriority=100)
+
+    # -- the model ----------------------------------------------------------------------------------------------------
+
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator,no-untyped-call]
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        if torch._C._current_graph_task_id() != -1:
+            # Recomputed by checkpointing around the wrapper: we are in the outer backward here, and can hear its end.
+            self._schedule.enter_backward()
+            return self.module(*args, **kwargs)
+        if not self.module.training:
+            self._settle()
+        self._schedule.recover()
+        if torch.is_grad_enabled() and not self._schedule.closed:
+            self._schedule.check()
+            self._guard.check()
+            for bucket in self._engine.buckets:
+                bucket.block.adopt()
+        try:
+            output = self.module(*args, **kwargs)
+        except Exception as error:
+            self._transport.report(f"{type(error).__name__} in its forward of round {self._engine.round}: {error}")
+            raise
+        if torch.is_grad_enabled():
+            self._schedule.watch(output)
+        return output
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The model's."""
+        self._settle()
+        return self.module.parameters(recurse)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The model's, with the model's names."""
+        self._settle()
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
+        """The model's."""
+        return self.module.buffers(recurse)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The model's, with the model's names."""
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's, with its own keys; the values are copies."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Loads into the model; keys may start with ``_model.`` or ``module.``.
+
+        The exchange under way belongs to the old values: it is finished, and its difference is dropped.
+
+        Raises:
+            ValueError: with ``assign=True``.
+        """
+        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears gradients; an owed update is made first. Needed nowhere: an update leaves none behind."""
+        self._settle()
+        self.module.zero_grad(set_to_none)
+        self._schedule.discarded()
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise TypeError("the wrapper holds connections and cannot be copied: copy.deepcopy(model.module) copies the model.")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError("the wrapper holds connections and cannot be pickled: save model.state_dict(), or model.module.")
+
+    # -- updates ------------------------------------------------------------------------------------------------------
+
+    def set_accumulate_grad(self, enable: bool = True) -> None:
+        """Whether gradients are kept for a later backward. ``False`` leaves the window owed: see the documents."""
+        self._schedule.set_accumulate(bool(enable))
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside accumulate; the next one after it updates."""
+        with self._schedule.pause():
+            yield
+
+    def update(self) -> None:
+        """Applies the gradients that are there now, also those set by hand, as one update and one round.
+
+        Called by all workers. A worker without gradients takes part in the round and does not move its parameters.
+        """
+        self._schedule.update()
+
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        """For uneven inputs: a worker that has run out goes on mixing, without steps, until all have.
+
+        Put the loop over the batches in it, on every worker. A worker may have no batch at all.
+        """
+        schedule = self._schedule
+        if schedule.joining:
+            raise RuntimeError("join() was entered inside join(): one is enough, around the loop.")
+        self._settle()
+        schedule.joining = True
+        try:
+            yield
+            self._settle()
+            while schedule.anybody_active():
+                schedule.mix_only()
+        finally:
+            schedule.joining = False
+
+    def set_adaptive_factor(self, factor: float) -> None:
+        """How far a mix goes, from 0 (none) to 1 (full); the same on all workers.
+
+        Raises:
+            ValueError: outside [0, 1].
+        """
+        if not 0.0 <= factor <= 1.0:
+            raise ValueError(f"the adaptive factor must be in [0, 1], got {factor!r}")
+        self._engine.factor = float(factor)
+
+    def close(self) -> None:
+        """Finishes what is on the wire and gives connections back; parameters stay as they are. May be called again."""
+        if self._schedule.closed:
+            return
+        try:
+            self._settle()
+            self._engine.wait_all()
+        finally:
+            self._schedule.closed = True
+            self._transport.close()
+
+    # -- the mean -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def global_avg(self, will_revert: bool = True, return_d2c: bool = False) -> float | None:
+        """Every replica becomes the mean of all.
+
+        Args:
+            will_revert: keep a copy of this replica for ``revert_global_avg``.
+            return_d2c: return this replica's L2 distance to the mean, as it was before.
+
+        Raises:
+            OutOfStepError: the workers have made different numbers of updates; on all of them.
+        """
+        self._meet("global_avg")
+        params = [param.detach() for param in self._guard.params]
+        tensors = params + self._float_buffers()
+        if not will_revert:
+            self._forget(self._guard.params)
+        elif self._backup is None:
+            self._backup = [tensor.clone() for tensor in tensors]
+        distances = consensus.average_(self._transport.control, tensors)
+        return float(sum(float(d) for d in distances[: len(params)]) ** 0.5) if return_d2c else None
+
+    @torch.no_grad()
+    def revert_global_avg(self) -> None:
+        """Undoes ``global_avg``: parameters and buffers.
+
+        Raises:
+            RuntimeError: there is no backup, because none was asked for or an update or a load came in between.
+        """
+        if self._backup is None:
+            raise RuntimeError(
+                "there is nothing to revert: call global_avg() (with will_revert=True) first. An update or a load after it "
+                "drops the backup."
+            )
+        params = [param.detach() for param in self._guard.params]
+        for tensor, saved in zip(params + self._float_buffers(), self._backup, strict=True):
+            tensor.copy_(saved)
+        self._backup = None
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, every replica is the mean of all; each has its own values back after it."""
+        nested = self._backup is not None
+        self.global_avg()
+        try:
+            yield
+        finally:
+            if self._backup is not None and not nested:
+                self.revert_global_avg()
+
+    @torch.no_grad()
+    def consensus_distance(self) -> float:
+        """Root mean square over workers of the replicas' L2 distance to their mean. Called by all workers.
+
+        Raises:
+            OutOfStepError: the workers have made different numbers of updates; on all of them.
+        """
+        self._meet("consensus_distance")
+        own = consensus.squared_distance(self._transport.control, [param.detach() for param in self._guard.params])
+        squares = self._transport.control.gather(own)
+        return float((sum(squares) / len(squares)) ** 0.5)
+
+    # -- optimizers ---------------------------------------------------------------------------------------------------
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """One a bucket; empty before the first update."""
+        return self._optims
+
+    @property
+    def lr_schedulers(self) -> list[LRScheduler]:
+        """One a bucket; empty before the first update and without ``lr_scheduler_fn``."""
+        return [scheduler for scheduler in self._lr_schedulers if scheduler is not None]
+
+    def get_lr(self) -> float:
+        """The current learning rate of the first bucket's first group; 0.0 before the first update."""
+        if not self._optims:
+            return 0.0
+        return float(self._optims[0].param_groups[0]["lr"])
+
+    def optim_state_dict(self) -> dict[str, Any]:
+        """The optimizers' state by parameter name, with schedulers and scaler: it fits whatever buckets it is loaded into."""
+        self._settle()
+        if self._unapplied_optim_state is not None:
+            return self._unapplied_optim_state
+        return collect_optim_state(self._engine.buckets, self._policy.scaler)
+
+    def load_optim_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what ``optim_state_dict`` returned; before the first update it is kept and applied when there are buckets.
+
+        Raises:
+            ValueError: it was saved from other parameters; names the first.
+        """
+        self._settle()
+        check_optim_state(state_dict, self._guard.names)
+        if self._engine.buckets:
+            load_optim_state(self._engine.buckets, self._policy.scaler, state_dict)
+        else:
+            self._unapplied_optim_state = state_dict
+
+    def stats(self) -> Stats:
+        """Counters of this worker, cheap enough to read at every step."""
+        norm = self._policy.last_norm
+        engine = self._engine
+        return Stats(engine.steps, engine.round, engine.bytes_sent, None if norm is None else float(norm))
+
+    def extra_repr(self) -> str:
+        return f"rank={self._transport.rank}, topology={self._topology!r}, overlap={self._settings.overlap}"
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _model(self) -> nn.Module:
+        return self.module
+
+    def _settle(self) -> None:
+        self._schedule.settle()
+
+    def _forget(self, params: Sequence[nn.Parameter]) -> None:
+        """The values of ``params`` are about to be replaced from outside."""
+        self._backup = None
+        self._engine.disown(params)
+
+    def _drop_backup(self) -> None:
+        """A round begins: if the replicas still are the mean, they stay it."""
+        if self._backup is not None:
+            self._forget(self._guard.params)
+
+    def _float_buffers(self) -> list[Tensor]:
+        if not self._settings.sync_buffer_in_global_avg:
+            return []
+        return [buffer for buffer in self.module.buffers() if buffer.dtype in self.FLOAT_DTYPES]
+
+    def _meet(self, what: str) -> None:
+        """Before a collective of the user's: all must be at the same update."""
+        if self._schedule.joining:
+            raise RuntimeError(
+                f"{what} was called inside join(), where some workers have run out: call it after the with-block."
+            )
+        self._settle()
+        self._schedule.check()
+        rounds = self._transport.control.gather(self._engine.round)
+        if len(set(rounds)) > 1:
+            counts = ", ".join(f"worker {rank}: {count}" for rank, count in enumerate(rounds))
+            raise OutOfStepError(
+                f"{what} needs all workers at the same update, and they have made different numbers ({counts}). Uneven numbers "
+                "of batches need `with model.join():` around the loop."
+            )
+
+    def _make_buckets(self, order: Sequence[int]) -> list[Bucket]:
+        """The first update: all workers lay out the same buckets, in worker 0's order of gradients."""
+        guard, control, rank = self._guard, self._transport.control, self._transport.rank
+        first: list[int] = share(control, rank, list(order) if rank == 0 else None)
+        order = [*first, *(i for i in range(len(guard.params)) if i not in set(first))]
+
+        def make() -> list[Bucket]:
+            specs = [TensorSpec.of(name, param) for name, param in zip(guard.names, guard.params, strict=True)]
+            plans = plan_buckets(specs, order, self._settings.bucket_size_in_mb * MIB)
+            buckets = [
+                make_bucket(i, plan, guard.params, self._optim_fn, self._lr_scheduler_fn, as_view=self._as_view)
+                for i, plan in enumerate(plans)
+            ]
+            if self._unapplied_optim_state is not None:
+                load_optim_state(buckets, self._policy.scaler, self._unapplied_optim_state)
+            return buckets
+
+        buckets = agree(control, make)
+        self._unapplied_optim_state = None
+        self._optims.extend(bucket.optimizer for bucket in buckets)
+        self._lr_schedulers.extend(bucket.scheduler for bucket in buckets)
+        return buckets
+
+
+def _transport_of(process_group: dist.ProcessGroup | None) -> Transport:
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "there is no process group. Call decent_dp.utils.initialize_dist() (or torch.distributed.init_process_group) "
+            "before wrapping the model, and start the script with torchrun for more than one worker."
+        )
+    if dist.get_rank(process_group) < 0:
+        raise ValueError("this worker is not a member of process_group: wrap the model on its members only.")
+    if dist.get_world_size(process_group) == 1:
+        return InProcessTransport()
+    return ProcessGroupTransport(process_group)
+
+
+def _insert_module(wrapper: DecentralizedDataParallel, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """As a part of a larger module: the model's own keys are found where torch looks for the child ``module``."""
+    expected = {name for name, _ in (*wrapper.module.named_parameters(), *wrapper.module.named_buffers())}
+    strip_prefix(state, prefix, expected, insert="module.")
+
+
+def _leave(engine: Engine, transport: Transport) -> None:
+    """A worker that goes must not break the exchange that its neighbours are still in."""
+    try:
+        engine.wait_all()
+    except Exception as error:
+        _log.debug("what was on the wire could not be finished: %s", error)
+    transport.close()

@@ -1,0 +1,158 @@
+"""The process group and the device, from the launcher's environment."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+__all__ = ["Launch", "initialize_dist", "read_environment"]
+
+# Below the range that Linux gives to outgoing connections, spread by the job's number.
+_SLURM_PORTS = range(20000, 30000)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launcher has said.
+
+    Attributes:
+        launcher: 'torchrun', 'slurm' or 'none'.
+        address, port: where worker 0's store is; None without a launcher.
+    """
+
+    launcher: str
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    address: str | None
+    port: int | None
+
+
+def read_environment(environ: Mapping[str, str]) -> Launch:
+    """Which worker of how many this is: under torchrun (or anything with its variables), under Slurm's ``srun``, or alone.
+
+    Raises:
+        RuntimeError: a variable is missing or no number; the message names it.
+    """
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+        local_rank = _number(environ, "LOCAL_RANK", 0 if world_size == 1 else None)
+        local_world_size = _number(environ, "LOCAL_WORLD_SIZE", 1)
+        if "MASTER_ADDR" not in environ or "MASTER_PORT" not in environ:
+            raise RuntimeError(
+                "RANK and WORLD_SIZE are set but MASTER_ADDR or MASTER_PORT is not. Start the script with torchrun, or set both "
+                "to an address and a free port of worker 0."
+            )
+        return Launch(
+            "torchrun",
+            rank,
+            world_size,
+            local_rank,
+            local_world_size,
+            environ["MASTER_ADDR"],
+            _number(environ, "MASTER_PORT"),
+        )
+    if "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ:
+        return _read_slurm(environ)
+    return Launch("none", 0, 1, 0, 1, None, None)
+
+
+def _read_slurm(environ: Mapping[str, str]) -> Launch:
+    world_size = _number(environ, "SLURM_STEP_NUM_TASKS", _number(environ, "SLURM_NTASKS", 1))
+    nodes = _number(environ, "SLURM_STEP_NUM_NODES", _number(environ, "SLURM_NNODES", 1))
+    # "4(x2),3": four tasks on each of two nodes, then three. Our own count is at our node's place.
+    counts: list[int] = []
+    for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", "")):
+        counts += [int(count)] * int(repeat or 1)
+    node = _number(environ, "SLURM_NODEID", 0)
+    local_world_size = counts[node] if node < len(counts) else max(1, world_size // nodes)
+    port = _number(environ, "MASTER_PORT", _SLURM_PORTS[_number(environ, "SLURM_JOB_ID", 0) % len(_SLURM_PORTS)])
+    address = environ.get("MASTER_ADDR") or _first_host(
+        environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "127.0.0.1"
+    )
+    return Launch(
+        "slurm",
+        _number(environ, "SLURM_PROCID"),
+        world_size,
+        _number(environ, "SLURM_LOCALID", 0),
+        local_world_size,
+        address if nodes > 1 else environ.get("MASTER_ADDR", "127.0.0.1"),
+        port,
+    )
+
+
+def _first_host(nodes: str) -> str:
+    """The first of Slurm's short list: 'gpu[03-05,9],cpu1' is 'gpu03'."""
+    match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?", nodes)
+    if match is None:
+        raise RuntimeError(f"the list of nodes {nodes!r} names no host: set MASTER_ADDR to the address of worker 0.")
+    return "".join(part for part in match.groups() if part)
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name)
+    if text is None:
+        if default is None:
+            raise RuntimeError(f"the environment variable {name} is missing: start the script with torchrun or srun.")
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise RuntimeError(f"the environment variable {name} must be a whole number, got {text!r}") from None
+
+
+def initialize_dist() -> tuple[int, int]:
+    """Sets the default process group up from the launcher's environment: torchrun, Slurm's ``srun``, or none (one worker).
+
+    Where every worker of this node has a GPU of its own the backend is NCCL and the current device ``cuda:LOCAL_RANK``;
+    else it is gloo. A process group that is there already is kept.
+
+    Returns:
+        (rank, world_size).
+
+    Raises:
+        RuntimeError: the environment is incomplete, or the port of worker 0's store is taken.
+    """
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    launch = read_environment(os.environ)
+    backend = "gloo"
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        index = _own_gpu(launch, torch.cuda.device_count(), os.environ)
+        if index is not None:
+            torch.cuda.set_device(index)
+            backend = "nccl"
+    # What node-aware topologies read.
+    os.environ.setdefault("LOCAL_WORLD_SIZE", str(launch.local_world_size))
+    if launch.address is None:
+        # Alone: no port is opened.
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        return 0, 1
+    os.environ.setdefault("MASTER_ADDR", launch.address)
+    os.environ.setdefault("MASTER_PORT", str(launch.port))
+    try:
+        dist.init_process_group(backend, rank=launch.rank, world_size=launch.world_size)
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
+            raise
+        raise RuntimeError(
+            f"port {launch.port} of {launch.address} is taken (MASTER_PORT): another run is using it. Set MASTER_PORT to a "
+            "free port, or start with `torchrun --standalone`, which picks one."
+        ) from error
+    return dist.get_rank(), dist.get_world_size()
+
+
+def _own_gpu(launch: Launch, visible: int, environ: Mapping[str, str]) -> int | None:
+    """The index of this worker's own GPU among the visible ones; None when it has to share or has none."""
+    if visible >= launch.local_world_size:
+        return launch.local_rank
+    # A launcher that shows each task its own GPU alone: all tasks see one, and not the same.
+    alone = visible == 1 and launch.launcher == "slurm"
+    return 0 if alone and (environ.get("SLURM_GPUS_PER_TASK") or environ.get("SLURM_GPU_BIND")) else None

@@ -1,0 +1,58 @@
+"""The law of mixing, on plain tensors: what the wrapper and the simulator share.
+
+Let ``x`` be a replica's parameters, ``q`` what it put on the wire and ``r`` the mean of what the other members of its edge
+put there. An edge with self-weight ``w`` and adaptive factor ``γ`` moves the replica by
+
+    x  <-  x + γ · (1 - w) · (r - q)
+
+which is ``x + γ · Σ_j w_ij (q_j - q_i)`` with ``w_ij = (1 - w)/(m - 1)`` for the other ``m - 1`` members. Only differences
+of what was sent are added. So the mean over workers stays whatever the wire's precision, a replica keeps its own detail,
+and an edit of ``x`` made while the exchange was under way survives.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["Gossip", "MixRule"]
+
+
+class MixRule(ABC):
+    """What to propose to the neighbours, and what to make of what came.
+
+    The tensors come as lists that agree item by item in shape, dtype and device. How a bucket is cut into items (one flat
+    tensor, or one a parameter) does not change the numbers.
+    """
+
+    @abstractmethod
+    def propose(self, own: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
+        """Writes into ``sent`` what goes on the wire for the replica ``own``."""
+
+    @abstractmethod
+    def mix(self, own: Sequence[Tensor], sent: Sequence[Tensor], others: Sequence[Tensor], pull: float) -> None:
+        """Updates ``own`` in place.
+
+        Args:
+            own: the replica as it is now.
+            sent: what this replica had put on the wire.
+            others: the mean of what the other members had put there; used as scratch.
+            pull: ``γ · (1 - w)``, in [0, 1].
+        """
+
+
+class Gossip(MixRule):
+    """Plain gossip: proposes the parameters and moves towards the neighbours' by their difference."""
+
+    def propose(self, own: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
+        torch._foreach_copy_(list(sent), list(own))
+
+    def mix(self, own: Sequence[Tensor], sent: Sequence[Tensor], others: Sequence[Tensor], pull: float) -> None:
+        # A pull of zero must not turn a neighbour's infinity into NaN (0 · inf).
+        if pull == 0.0:
+            return
+        torch._foreach_sub_(list(others), list(sent))
+        torch._foreach_add_(list(own), list(others), alpha=pull)

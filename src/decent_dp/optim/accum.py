@@ -1,0 +1,481 @@
+"""AccumAdam and AccumAdamW: Adam whose moments are refreshed once in a window of s updates.
+
+With s = accum_iter, k = ceil(step / s), M and V the moments as of the window's start and a the window's mean gradient:
+
+    g  <- g + wd·x  (AccumAdam: decay in the gradient)     x <- x·(1 - lr·wd)  (AccumAdamW: decoupled)
+    a  <- a + g/s
+    m   = β1·M + (1-β1)·g          v = β2·V + (1-β2)·g²          used for this update only
+    x  <- x - lr/(1-β1^k) · m / (sqrt(v)/sqrt(1-β2^k) + ε)
+    at the end of a window:  M <- β1·M + (1-β1)·a;  V <- β2·V + (1-β2)·a²;  a <- 0
+
+What is stored is ``exp_avg`` = β1·M and ``exp_avg_sq`` = β2·V, so that between two window ends nothing changes but
+``accum_grad`` = a and ``step``. With s = 1 this is Adam(W). Source: arXiv 2410.11998 (ICLR 2025).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NamedTuple, overload
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
+
+__all__ = ["AccumAdam", "AccumAdamW", "accum_adam_foreach", "accum_adamw_foreach"]
+
+_MOMENTS = ("exp_avg", "exp_avg_sq", "accum_grad")
+_OPTIONS = ("lr", "betas", "eps", "weight_decay", "accum_iter")
+
+
+@dataclass(frozen=True)
+class _Hyper:
+    """What one update of one parameter group needs to know, as plain numbers."""
+
+    beta1: float
+    beta2: float
+    lr: float
+    weight_decay: float
+    eps: float
+    accum_iter: int
+    decoupled: bool  # True: AccumAdamW, the decay shrinks x; False: AccumAdam, the decay joins the gradient
+
+    def window(self, step: int) -> int:
+        """k, the number of the window (from 1) in which update number ``step`` (from 1) lies."""
+        return -(-step // self.accum_iter)
+
+    def ends_window(self, step: int) -> bool:
+        return step % self.accum_iter == 0
+
+
+class _Lists(NamedTuple):
+    """What one update works on, a column for each role; row i belongs to parameter i."""
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    exp_avgs: list[Tensor]
+    exp_avg_sqs: list[Tensor]
+    accum_grads: list[Tensor]
+    state_steps: list[Tensor]
+
+    @classmethod
+    def empty(cls) -> _Lists:
+        return cls([], [], [], [], [], [])
+
+    def append(self, *row: Tensor) -> None:
+        for column, tensor in zip(self, row, strict=True):
+            column.append(tensor)
+
+
+def _state_dtype(param: Tensor) -> torch.dtype:
+    """The dtype of a parameter's state and arithmetic: its own, but at least float32."""
+    return torch.float64 if param.dtype == torch.float64 else torch.float32
+
+
+# ----------------------------------------------------------------------------------------------------------- the update
+
+
+def _single_tensor_accum_adam(lists: _Lists, hyper: _Hyper) -> None:
+    """The formula, one parameter at a time: the readable twin of `_multi_tensor_accum_adam`."""
+    beta1, beta2, lr, wd = hyper.beta1, hyper.beta2, hyper.lr, hyper.weight_decay
+    for param, grad, exp_avg, exp_avg_sq, accum_grad, state_step in zip(*lists, strict=True):
+        state_step += 1
+        step = int(state_step.item())
+        k = hyper.window(step)
+        x, g = param.to(_state_dtype(param)), grad.to(_state_dtype(param))
+
+        if hyper.decoupled:
+            x = x * (1 - lr * wd)
+        else:
+            g = g + wd * x
+        accum_grad += g / hyper.accum_iter
+
+        m = exp_avg + (1 - beta1) * g
+        v = exp_avg_sq + (1 - beta2) * g * g
+        denom = v.sqrt() / math.sqrt(1 - beta2**k) + hyper.eps
+        param.copy_(x - lr / (1 - beta1**k) * m / denom)  # rounds once where the parameter is narrower than float32
+
+        if hyper.ends_window(step):
+            exp_avg.add_((1 - beta1) * accum_grad).mul_(beta1)
+            exp_avg_sq.add_((1 - beta2) * accum_grad * accum_grad).mul_(beta2)
+            accum_grad.zero_()
+
+
+def _multi_tensor_accum_adam(lists: _Lists, hyper: _Hyper) -> None:
+    """The same with one call for many tensors: those of one device, dtype and step are updated together."""
+    if not lists.params:
+        return
+    torch._foreach_add_(lists.state_steps, 1)
+    cohorts: dict[tuple[torch.device, torch.dtype, int], _Lists] = {}
+    for row in zip(*lists, strict=True):
+        param, state_step = row[0], row[-1]
+        key = (param.device, param.dtype, int(state_step.item()))
+        if key not in cohorts:
+            cohorts[key] = _Lists.empty()
+        cohorts[key].append(*row)
+    for (_, _, step), cohort in cohorts.items():
+        _update_cohort(cohort, step, hyper)
+
+
+def _update_cohort(lists: _Lists, step: int, hyper: _Hyper) -> None:
+    """Update number ``step`` of tensors that share device, dtype and step. Two temporaries of the parameters' size
+    (three where decay joins the gradient, and copies in float32 of narrower parameters and gradients)."""
+    params, grads, exp_avgs, exp_avg_sqs, accum_grads, _ = lists
+    beta1, beta2, lr, wd = hyper.beta1, hyper.beta2, hyper.lr, hyper.weight_decay
+    k = hyper.window(step)
+    dtype = _state_dtype(params[0])
+    narrow = params[0].dtype != dtype
+    xs = [p.to(dtype) for p in params] if narrow else params
+    gs = [g if g.dtype == dtype else g.to(dtype) for g in grads]
+
+    if wd != 0 and hyper.decoupled:
+        torch._foreach_mul_(xs, 1 - lr * wd)
+    elif wd != 0:
+        gs = list(torch._foreach_add(gs, xs, alpha=wd))  # a new list: the gradients are the user's
+    torch._foreach_add_(accum_grads, gs, alpha=1 / hyper.accum_iter)
+
+    # m / (sqrt(v)/c + ε) = c·m / (sqrt(v) + c·ε): the division by c goes into two scalars, not over memory.
+    c = math.sqrt(1 - beta2**k)
+    m = torch._foreach_add(exp_avgs, gs, alpha=1 - beta1)
+    denom = torch._foreach_addcmul(exp_avg_sqs, gs, gs, value=1 - beta2)
+    torch._foreach_sqrt_(denom)
+    torch._foreach_add_(denom, c * hyper.eps)
+    torch._foreach_addcdiv_(xs, m, denom, value=-lr * c / (1 - beta1**k))
+    if narrow:
+        torch._foreach_copy_(params, xs)
+
+    if hyper.ends_window(step):
+        torch._foreach_add_(exp_avgs, accum_grads, alpha=1 - beta1)
+        torch._foreach_mul_(exp_avgs, beta1)
+        torch._foreach_addcmul_(exp_avg_sqs, accum_grads, accum_grads, value=1 - beta2)
+        torch._foreach_mul_(exp_avg_sqs, beta2)
+        torch._foreach_zero_(accum_grads)
+
+
+# ---------------------------------------------------------------------------------------------------- functional forms
+
+
+def accum_adamw_foreach(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    accum_grads: list[Tensor],
+    state_steps: list[Tensor],
+    beta1: float,
+    beta2: float,
+    lr: float,
+    weight_decay: float,
+    eps: float,
+    accum_iter: int,
+) -> None:
+    """One update of AccumAdamW (decoupled decay) on plain lists of tensors, in place.
+
+    Args:
+        params: what is optimized; real floating point, any shapes, devices and dtypes.
+        grads: their gradients, of the same shapes. Never modified.
+        exp_avgs: β1·M. Like the next two of the parameter's shape and device, float32 (float64 for float64 parameters).
+        exp_avg_sqs: β2·V.
+        accum_grads: a, the window's gradients so far, each divided by ``accum_iter``.
+        state_steps: updates made so far, one CPU float32 scalar a parameter. Incremented here.
+        beta1, beta2, lr, weight_decay, eps: as in AdamW.
+        accum_iter: s, the updates in a window.
+
+    Raises:
+        ValueError: lists of different lengths, or a state tensor of another dtype. Nothing is modified then.
+    """
+    lists = _Lists(params, grads, exp_avgs, exp_avg_sqs, accum_grads, state_steps)
+    _check_lists(lists)
+    with torch.no_grad():
+        _multi_tensor_accum_adam(lists, _Hyper(beta1, beta2, lr, weight_decay, eps, accum_iter, decoupled=True))
+
+
+def accum_adam_foreach(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    accum_grads: list[Tensor],
+    state_steps: list[Tensor],
+    beta1: float,
+    beta2: float,
+    lr: float,
+    weight_decay: float,
+    eps: float,
+    accum_iter: int,
+) -> None:
+    """One update of AccumAdam (decay in the gradient); arguments and errors as in `accum_adamw_foreach`."""
+    lists = _Lists(params, grads, exp_avgs, exp_avg_sqs, accum_grads, state_steps)
+    _check_lists(lists)
+    with torch.no_grad():
+        _multi_tensor_accum_adam(lists, _Hyper(beta1, beta2, lr, weight_decay, eps, accum_iter, decoupled=False))
+
+
+def _check_lists(lists: _Lists) -> None:
+    lengths = {name: len(column) for name, column in lists._asdict().items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"the lists must be equally long, but their lengths are {lengths}")
+    for name in ("exp_avgs", "exp_avg_sqs", "accum_grads"):
+        for i, (param, moment) in enumerate(zip(lists.params, getattr(lists, name), strict=True)):
+            if moment.dtype != _state_dtype(param):
+                raise ValueError(
+                    f"{name}[{i}] is {moment.dtype}, but the state of a parameter of {param.dtype} must be "
+                    f"{_state_dtype(param)}: small gradients would be lost in it"
+                )
+
+
+# --------------------------------------------------------------------------------------------------------- optimizers
+
+
+class _AccumAdamBase(Optimizer):
+    """All of AccumAdam and AccumAdamW but where the decay goes."""
+
+    _decoupled: bool
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        accum_iter: int,
+        foreach: bool | None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "accum_iter": accum_iter,
+            "foreach": foreach,
+        }
+        _check_options(defaults)
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch, and the group's own options are validated; a refused group is not added."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            _check_options(group)
+            for i, param in enumerate(group["params"]):
+                if param.is_complex():
+                    raise TypeError(
+                        f"{type(self).__name__} does not support complex parameters, but {_label(group, i)} is "
+                        f"{param.dtype}; optimize torch.view_as_real of it instead"
+                    )
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.defaults.setdefault("foreach", None)
+        for group in self.param_groups:
+            group.setdefault("foreach", None)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` gave, without loss and without sharing memory with it.
+
+        torch casts state to the parameter's dtype on the way in, which would round the moments of bfloat16 parameters,
+        and shares the tensors that need no cast, so that two optimizers would step on one another's state. So the
+        state is taken once more from the dict that was given (after the user's own pre-hooks, before their post-hooks).
+
+        Raises:
+            ValueError: the dict is not of an AccumAdam(W), or its shapes are not those of the parameters.
+        """
+        loaded: list[dict[str, Any]] = []
+
+        def check(_: Optimizer, given: dict[str, Any]) -> None:
+            self._check_loadable(given)
+            loaded.append(given)
+
+        def restore(_: Optimizer) -> None:
+            for _key, param, state in _pairs(self.param_groups, loaded[0]):
+                kept = {entry: _moment_like(param, state[entry]) for entry in _MOMENTS}
+                self.state[param].update(kept, step=_new_step(float(state["step"])))
+
+        hooks = (
+            self.register_load_state_dict_pre_hook(check),
+            self.register_load_state_dict_post_hook(restore, prepend=True),
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _check_loadable(self, given: dict[str, Any]) -> None:
+        name = type(self).__name__
+        for i, group in enumerate(given["param_groups"]):
+            missing = [option for option in _OPTIONS if option not in group]
+            if missing:
+                raise ValueError(f"{name} cannot load this state dict: its param group {i} has no {', '.join(missing)}")
+        for key, param, state in _pairs(self.param_groups, given):
+            missing = [entry for entry in ("step", *_MOMENTS) if entry not in state]
+            if missing:
+                raise ValueError(f"{name} cannot load this state dict: its state {key} has no {', '.join(missing)}")
+            for entry in _MOMENTS:
+                if state[entry].shape != param.shape:
+                    raise ValueError(
+                        f"{name} cannot load this state dict: {entry} of its state {key} has shape "
+                        f"{tuple(state[entry].shape)}, but the parameter has {tuple(param.shape)}"
+                    )
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter that has a gradient; the steps of the others do not count.
+
+        Args:
+            closure: computes the gradients anew and returns the loss, which is returned.
+
+        Raises:
+            RuntimeError: a gradient is sparse. No parameter is updated then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group, lists in [(group, self._gather(group)) for group in self.param_groups]:
+            beta1, beta2 = group["betas"]
+            hyper = _Hyper(
+                beta1,
+                beta2,
+                float(group["lr"]),
+                group["weight_decay"],
+                group["eps"],
+                group["accum_iter"],
+                self._decoupled,
+            )
+            fast = group["foreach"] is None or group["foreach"]
+            (_multi_tensor_accum_adam if fast else _single_tensor_accum_adam)(lists, hyper)
+        return loss
+
+    def _gather(self, group: dict[str, Any]) -> _Lists:
+        """The rows of the parameters that have a gradient; makes state that is not there."""
+        lists = _Lists.empty()
+        for i, param in enumerate(group["params"]):
+            grad = param.grad
+            if grad is None:
+                continue
+            if grad.layout != torch.strided:
+                raise RuntimeError(
+                    f"{type(self).__name__} does not support sparse gradients, but {_label(group, i)} has one "
+                    f"({grad.layout}); make it dense (nn.Embedding(..., sparse=False)) or use torch.optim.SparseAdam"
+                )
+            state = self.state[param]
+            if not state:
+                state["step"] = _new_step()
+                for key in _MOMENTS:
+                    state[key] = torch.zeros_like(param, dtype=_state_dtype(param), memory_format=torch.preserve_format)
+            lists.append(param, grad, *(state[key] for key in _MOMENTS), state["step"])
+        return lists
+
+
+class AccumAdamW(_AccumAdamBase):
+    """AdamW whose moments are refreshed once in ``accum_iter`` updates, with decoupled weight decay.
+
+    The formula is at the top of this module. State is of the parameter's dtype but at least float32: narrower
+    parameters are computed in float32 and rounded once.
+
+    Args:
+        params: parameters, named parameters ``(name, parameter)`` or param groups; real and dense.
+        lr: learning rate, a number or a 1-element tensor.
+        betas: (β1, β2), each in [0, 1).
+        eps: ε, added to the root of the second moment.
+        weight_decay: every update first shrinks x by the factor 1 - lr·weight_decay.
+        accum_iter: s, the updates in a window; 1 is AdamW. Every parameter counts its own.
+        foreach: None or True for the fast form, False for the readable one; equal up to rounding.
+
+    Raises:
+        ValueError: an option out of its range.
+        TypeError: a complex parameter.
+    """
+
+    _decoupled = True
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        accum_iter: int = 4,
+        *,
+        foreach: bool | None = None,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, accum_iter, foreach)
+
+
+class AccumAdam(_AccumAdamBase):
+    """Adam whose moments are refreshed once in ``accum_iter`` updates, with weight decay in the gradient (L2).
+
+    Arguments, state and errors as in `AccumAdamW`, except:
+
+    Args:
+        weight_decay: every update first adds weight_decay·x to the gradient (a copy: ``p.grad`` stays).
+    """
+
+    _decoupled = False
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        accum_iter: int = 4,
+        *,
+        foreach: bool | None = None,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, accum_iter, foreach)
+
+
+# ------------------------------------------------------------------------------------------------------------- helpers
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    lr, betas, accum_iter = options["lr"], options["betas"], options["accum_iter"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"lr as a tensor must have 1 element, but has shape {tuple(lr.shape)}")
+    for name, value in (("lr", lr), ("eps", options["eps"]), ("weight_decay", options["weight_decay"])):
+        if not value >= 0:  # so that NaN is refused
+            raise ValueError(f"{name} must be >= 0, but is {value}")
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas must be two numbers in [0, 1), but is {betas}")
+    if not isinstance(accum_iter, int) or isinstance(accum_iter, bool) or accum_iter < 1:
+        raise ValueError(f"accum_iter must be an int >= 1, but is {accum_iter!r}")
+
+
+def _label(group: dict[str, Any], i: int) -> str:
+    """The i-th parameter of a group, as an error message should call it."""
+    name = f"{group['param_names'][i]!r}, " if "param_names" in group else ""
+    return f"parameter {i} ({name}shape {tuple(group['params'][i].shape)})"
+
+
+def _new_step(step: float = 0.0) -> Tensor:
+    return torch.tensor(step, dtype=torch.float32, device="cpu")
+
+
+def _moment_like(param: Tensor, value: Tensor) -> Tensor:
+    """A copy of ``value`` where the parameter is, in the dtype of its state."""
+    return value.detach().to(device=param.device, dtype=_state_dtype(param), copy=True)
+
+
+def _pairs(groups: list[dict[str, Any]], given: dict[str, Any]) -> Iterable[tuple[int, Tensor, dict[str, Any]]]:
+    """(key, parameter, state) of each parameter that has state in the given dict, matched by position as in torch."""
+    keys = chain.from_iterable(group["params"] for group in given["param_groups"])
+    params = chain.from_iterable(group["params"] for group in groups)
+    states = given["state"]  # of another number of parameters: torch raises
+    return [(key, param, states[key]) for key, param in zip(keys, params, strict=False) if key in states]

@@ -1,0 +1,402 @@
+"""WHEN: from autograd's events to updates.
+
+Every backward is one update, unless gradients are being accumulated. A bucket is updated in one of two moments, by the same
+code. Streamed: at the first gradient that comes after its own were complete, while the rest of the backward goes on, so that
+hooks of the user's on its last parameter still see the gradient. Deferred: when the backward has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import threading
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from decent_dp.engine import Bucket, Engine
+from decent_dp.transport import Handle, Transport
+
+__all__ = ["Policy", "Schedule", "Window"]
+
+# How many of join's flags may be under way: it bounds how far one worker can run ahead of the slowest there.
+_FLAGS_UNDER_WAY = 32
+
+
+class Window(enum.Enum):
+    """What the gradients that are there are waiting for."""
+
+    # Nothing is there. -> OPEN: a backward ends while gradients are accumulated.
+    IDLE = "idle"
+    # More may come. -> OWED: set_accumulate_grad(False). -> IDLE: the next backward without accumulation updates; zero_grad.
+    OPEN = "open"
+    # The window is complete. -> IDLE: the next backward joins it and updates, or whoever would observe it updates first.
+    OWED = "owed"
+
+
+class Policy:
+    """What is done to a replica's gradients before its optimizers step.
+
+    Args:
+        params: the replica's trainable parameters.
+        scaler: unscales them and says whether the step is taken; None without one.
+        max_norm: of all of them together; 0 for no clipping.
+    """
+
+    def __init__(self, params: Sequence[Parameter], scaler: torch.amp.GradScaler | None, max_norm: float) -> None:
+        self._params, self._max_norm = params, max_norm
+        self.scaler = scaler
+        self._verdict: Any = _Verdict(params)
+        self.last_norm: Tensor | None = None
+
+    @property
+    def needs_all(self) -> bool:
+        """Every gradient must be there before any bucket may step."""
+        return self.scaler is not None or self._max_norm > 0
+
+    def allows_step(self) -> bool:
+        """Prepares the gradients in place; False when the scaler skips this step."""
+        if not any(param.grad is not None for param in self._params):
+            return True
+        if self.scaler is not None:
+            self.scaler.unscale_(self._verdict)
+        if self._max_norm > 0:
+            self.last_norm = torch.nn.utils.clip_grad_norm_(self._params, self._max_norm)
+        if self.scaler is None:
+            return True
+        self._verdict.taken = False
+        self.scaler.step(self._verdict)
+        self.scaler.update()
+        return bool(self._verdict.taken)
+
+
+class _Verdict:
+    """Stands for all of a replica's optimizers before a GradScaler: one inf in any of them skips all.
+
+    Its step only notes that the scaler would have stepped; the buckets' optimizers step after their exchanges.
+    """
+
+    def __init__(self, params: Sequence[Parameter]) -> None:
+        self.param_groups = [{"params": list(params)}]
+        self.taken = False
+
+    def step(self) -> None:
+        self.taken = True
+
+
+class Schedule:
+    """Turns the gradients of one replica into rounds.
+
+    Args:
+        params: the trainable parameters, in registration order.
+        engine: carries the buckets' updates out.
+        policy: what happens to gradients before the step.
+        build: makes the buckets, from the order in which the gradients came; called once, at the first update.
+        began: called when a round begins, before any bucket is touched.
+        overlap: mix with what was sent an update ago (True), or with this update's values (False).
+
+    Attributes:
+        window: see ``Window``.
+        accumulate: gradients are kept for a later backward (``set_accumulate_grad``).
+        paused: how many ``no_sync`` contexts are open.
+        joining: inside ``join``: every round tells the others that this worker is active.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Parameter],
+        engine: Engine,
+        policy: Policy,
+        transport: Transport,
+        build: Callable[[Sequence[int]], list[Bucket]],
+        began: Callable[[], None],
+        *,
+        overlap: bool,
+    ) -> None:
+        self._params = params
+        self._engine = engine
+        self._policy = policy
+        self._transport = transport
+        self._build, self._began = build, began
+        self._overlap = overlap
+        self.window = Window.IDLE
+        self.accumulate = False
+        self.paused = 0
+        self.joining = False
+        self.closed = False
+        self._flags: deque[Handle] = deque()
+        self._fault: BaseException | None = None
+        # On a GPU, hooks of CPU and CUDA parameters run in different threads.
+        self._lock = threading.RLock()
+
+        # The backward that is under way: autograd's number for it, and the parameters whose gradients came in it.
+        self._task: int | None = None
+        self._arrived: dict[int, None] = {}
+        # Gradients have come from a backward inside a backward (reentrant checkpointing): their order says nothing.
+        self._nested = False
+        # The first backward's order, until the buckets are made from it.
+        self._order: dict[int, None] = {}
+        # The round that is under way: buckets before this one are updated.
+        self._next = 0
+        self._bucket_of: dict[int, int] = {}
+        self._missing: list[int] = []
+
+        me = weakref.ref(self)
+        hooked: Any  # torch does not type its hooks
+        for index, hooked in enumerate(params):
+            hooked.register_post_accumulate_grad_hook(_gradient_hook(me, index))
+
+    # -- what autograd tells ------------------------------------------------------------------------------------------
+
+    def watch(self, output: Any) -> None:
+        """Hooks the tensors of a forward's output, whose backward then tells its beginning from outside any inner one."""
+        me = weakref.ref(self)
+
+        def hook(_: Tensor) -> None:
+            schedule = me()
+            if schedule is not None:
+                schedule.enter_backward(from_output=True)
+
+        tensor: Any
+        for tensor in _tensors(output):
+            # A leaf would keep the hook for good.
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(hook)
+
+    def enter_backward(self, *, from_output: bool = False) -> None:
+        """Notes that a backward is running; its end is told by a callback of the engine's."""
+        with self._lock:
+            task = torch._C._current_graph_task_id()
+            if self._task is not None and self._task != task and from_output:
+                self._complete_broken()  # the one before it never ended
+            if self._task is None:
+                self._task = task
+                self._arrived.clear()
+                self._missing = [len(bucket.block.params) for bucket in self._engine.buckets]
+                engine: Any = Variable._execution_engine
+                engine.queue_callback(self._end_backward)
+
+    def gradient(self, index: int) -> None:
+        """A parameter's gradient has been accumulated."""
+        with self._lock:
+            self.check()
+            self.enter_backward()
+            self._nested |= torch._C._current_graph_task_id() != self._task
+            if not self._engine.buckets:
+                self._order.setdefault(index)
+            elif not self.accumulating:
+                if not (self._nested or self._policy.needs_all):
+                    self._advance()
+                bucket = self._bucket_of[index]
+                if index not in self._arrived:
+                    self._missing[bucket] -= 1
+                if bucket < self._next:
+                    warnings.warn(
+                        "a gradient came after its bucket was updated, from a backward inside the backward: it joins the next "
+                        "update. From now on updates wait for the end of the backward.",
+                        stacklevel=2,
+                    )
+            self._arrived.setdefault(index)
+
+    def _end_backward(self) -> None:
+        with self._lock:
+            arrived, self._task = bool(self._arrived), None
+            self._arrived.clear()
+            if not arrived:
+                return  # autograd.grad, or a loss that no parameter takes part in
+            if self.accumulating:
+                self.window = Window.OPEN
+            else:
+                self._update(step=True)
+
+    # -- windows ------------------------------------------------------------------------------------------------------
+
+    @property
+    def accumulating(self) -> bool:
+        return self.accumulate or self.paused > 0
+
+    def set_accumulate(self, enable: bool) -> None:
+        self.settle()
+        self.accumulate = enable
+        held = any(param.grad is not None for param in self._params)
+        if not self.accumulating and self.window is Window.OPEN and held:
+            self.window = Window.OWED
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        self.settle()
+        self.paused += 1
+        try:
+            yield
+        finally:
+            self.paused -= 1
+
+    def settle(self) -> None:
+        """Does what is due before anybody looks: the rest of a round whose backward raised, and an owed update.
+
+        Inside a backward nothing is due yet.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            return
+        with self._lock:
+            self.recover()
+            if self.window is Window.OWED:
+                self._update(step=True)
+
+    def recover(self) -> None:
+        """Outside a backward: if the last one raised half-way, the rest of its round is made."""
+        with self._lock:
+            if self._task is not None:
+                self._complete_broken()
+
+    def discarded(self) -> None:
+        """The caller has cleared the gradients."""
+        if self.window is Window.OPEN:
+            self.window = Window.IDLE
+
+    def update(self) -> None:
+        """One update with the gradients that are there now."""
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError("update() was called inside a backward: call it after the backward has returned.")
+        with self._lock:
+            self.recover()
+            self._update(step=True)
+
+    # -- rounds -------------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises RuntimeError when no update can be made any more."""
+        if self.closed:
+            raise RuntimeError("the wrapper was closed: train before close(), or use model.module on its own.")
+        if self._fault is not None:
+            raise RuntimeError(
+                f"an update failed earlier ({type(self._fault).__name__}: {self._fault}), and this replica is out of step with "
+                "the others: start the workers again."
+            ) from self._fault
+
+    def mix_only(self) -> None:
+        """One round without a step; gradients that are there stay."""
+        with self._lock:
+            self._update(step=False, keep=True)
+
+    def anybody_active(self) -> bool:
+        """In ``join``, for a worker that has run out: whether any other makes the coming update."""
+        flag = torch.zeros(1)
+        self._transport.control.mean(flag).wait()
+        # Flags are summed in order: all of ours are in.
+        while self._flags:
+            self._flags.popleft().wait()
+        return bool(flag.item() > 0)
+
+    def _complete_broken(self) -> None:
+        """A backward that raised half-way: the others have made this round, so the rest of it is made here, without a step."""
+        arrived, self._task = bool(self._arrived), None
+        self._arrived.clear()
+        if self.accumulating:
+            self.window = Window.OPEN if arrived else self.window
+        elif arrived or self._next:
+            self._update(step=False)
+
+    def _advance(self) -> None:
+        """Updates the buckets that are complete, in the order that is the same on all workers."""
+        with self._faults():
+            while self._next < len(self._missing) and self._missing[self._next] == 0:
+                self._update_bucket(step=True, keep=False)
+
+    def _update(self, *, step: bool, keep: bool = False) -> None:
+        """Makes the rest of a round: all buckets that were not updated while the gradients came."""
+        self.check()
+        with self._faults():
+            if not self._engine.buckets:
+                self._make_buckets()
+            step = step and self._policy.allows_step()
+            while self._next < len(self._engine.buckets):
+                self._update_bucket(step=step, keep=keep)
+            if not self._overlap:
+                for bucket in self._engine.buckets:
+                    self._engine.finish(bucket)
+            self._next = 0
+            self._engine.round += 1
+            self._engine.steps += step
+        if not keep:
+            self.window = Window.IDLE
+
+    def _update_bucket(self, *, step: bool, keep: bool) -> None:
+        if self._next == 0:
+            self._begin_round(active=not keep)
+        bucket = self._engine.buckets[self._next]
+        if self._overlap:
+            self._engine.finish(bucket)
+        if step:
+            self._engine.step(bucket)
+        if not keep:
+            for param in bucket.block.params:
+                param.grad = None
+        self._engine.start(bucket)
+        self._next += 1
+
+    def _begin_round(self, *, active: bool) -> None:
+        self._began()
+        for bucket in self._engine.buckets:
+            bucket.block.adopt()
+        if self.joining and active:
+            self._flags.append(self._transport.control.mean(torch.ones(1)))
+            if len(self._flags) > _FLAGS_UNDER_WAY:
+                self._flags.popleft().wait()
+
+    def _make_buckets(self) -> None:
+        self._engine.buckets = self._build(list(self._order))
+        position = {id(param): index for index, param in enumerate(self._params)}
+        for bucket in self._engine.buckets:
+            self._bucket_of.update((position[id(param)], bucket.index) for param in bucket.block.params)
+
+    @contextlib.contextmanager
+    def _faults(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._fault = error
+            self._transport.report(f"{type(error).__name__}: {error}")
+            raise
+
+
+def _gradient_hook(schedule: weakref.ref[Schedule], index: int) -> Callable[[Tensor], None]:
+    def hook(_: Tensor) -> None:
+        target = schedule()
+        if target is not None:
+            target.gradient(index)
+
+    return hook
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """The tensors in a model's output: containers, dataclasses and plain objects, whatever the nesting."""
+    seen: set[int] = set()
+    stack = [output]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, Tensor):
+            yield item
+        elif (
+            item is None or isinstance(item, (str, bytes, int, float, complex, torch.nn.Module, Optimizer)) or id(item) in seen
+        ):
+            continue
+        else:
+            seen.add(id(item))
+            if isinstance(item, Mapping):
+                stack.extend(item.values())
+            elif isinstance(item, (Sequence, Set)):
+                stack.extend(item)
+            elif is_dataclass(item) and not isinstance(item, type):
+                stack.extend(getattr(item, field.name) for field in fields(item))
+            else:
+                stack.extend(getattr(item, "__dict__", {}).values())

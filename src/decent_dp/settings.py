@@ -1,0 +1,128 @@
+"""What the wrapper is told once, checked once."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import UninitializedParameter
+
+from decent_dp.consensus import FLOAT_DTYPES
+
+__all__ = ["Settings", "check_model", "local_world_size", "refuse_ddp_keywords"]
+
+# What users of PyTorch DDP pass, and what to do instead.
+_DDP_KEYWORDS = {
+    "device_ids": "leave it out and move the model to its device before wrapping it; it stays there",
+    "output_device": "leave it out: outputs stay on the model's device",
+    "dim": "leave it out: each worker feeds its own batch",
+    "broadcast_buffers": "leave it out: buffers are local; sync_buffer_in_global_avg=True averages them in global_avg",
+    "init_sync": "leave it out: parameters and buffers are broadcast from rank 0 once, at construction",
+    "bucket_cap_mb": "pass bucket_size_in_mb",
+    "find_unused_parameters": "leave it out: parameters may be unused at any time",
+    "check_reduction": "leave it out",
+    "gradient_as_bucket_view": "pass param_as_bucket_view: here parameters are views of buckets",
+    "static_graph": "leave it out: graphs may change at any time",
+    "delay_all_reduce_named_params": "leave it out: gradients are not reduced",
+    "param_to_hook_all_reduce": "leave it out: gradients are not reduced",
+    "mixed_precision": "leave it out and use torch.autocast and scaler=",
+    "device_mesh": "pass process_group",
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings in which workers must be alike. Raises ValueError or TypeError naming the argument and its value."""
+
+    grad_clip_norm: float
+    bucket_size_in_mb: float
+    overlap: bool
+    sync_buffer_in_global_avg: bool
+    scaled: bool
+
+    def __post_init__(self) -> None:
+        _check_number("grad_clip_norm", self.grad_clip_norm, "0.0 (no clipping) or a positive norm", least=0.0)
+        _check_number("bucket_size_in_mb", self.bucket_size_in_mb, "a positive number of MiB", above=0.0)
+
+    def signature(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def _check_number(name: str, value: Any, want: str, least: float = -math.inf, above: float = -math.inf) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number:
+        raise TypeError(f"{name} must be {want}, got {value!r}")
+    if not (math.isfinite(value) and value >= least and value > above):
+        raise ValueError(f"{name} must be {want}, got {value!r}")
+
+
+def check_model(model: Any) -> None:
+    """Looks whether a model can be wrapped.
+
+    Raises:
+        TypeError: it is no module, or a wrapper.
+        ValueError: nothing in it trains, or something in it cannot be mixed; names the parameter.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, DistributedDataParallel):
+        raise TypeError("model is already wrapped in DistributedDataParallel: pass its .module")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if isinstance(tensor, UninitializedParameter) or tensor.is_meta:
+            raise ValueError(
+                f"'{name}' has no values yet (lazy or on the meta device): initialise the model before wrapping it"
+            )
+    trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    if not trained:
+        raise ValueError(
+            "model has no trainable parameters (none with requires_grad=True): nothing would train or mix. Unfreeze what is "
+            "to train before wrapping the model."
+        )
+    for name, param in trained:
+        if param.dtype not in FLOAT_DTYPES:
+            raise ValueError(f"parameter '{name}' is {param.dtype}: trainable parameters must be of {FLOAT_DTYPES}")
+
+
+def check_callable(name: str, value: Any, argument: str) -> None:
+    if not callable(value):
+        raise TypeError(f"{name} must be a function of {argument}, got {value!r}")
+
+
+def check_scaler(scaler: Any) -> torch.amp.GradScaler | None:
+    """The scaler, or None for none or a disabled one."""
+    if scaler is None:
+        return None
+    if not isinstance(scaler, torch.amp.GradScaler):
+        raise TypeError(f"scaler must be a torch.GradScaler or None, got {scaler!r}")
+    return scaler if scaler.is_enabled() else None
+
+
+def local_world_size(given: Any) -> int:
+    """Workers a node: as given, else from the launcher's environment, else 1."""
+    source, value = "_local_world_size", given
+    if value is None:
+        source, value = "the environment variable LOCAL_WORLD_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1")
+    try:
+        if isinstance(value, (bool, float)):
+            raise ValueError
+        number = int(value)
+    except (TypeError, ValueError):
+        number = 0
+    if number < 1:
+        raise ValueError(f"{source} must be a whole number of workers a node, at least 1, got {value!r}")
+    return number
+
+
+def refuse_ddp_keywords(unknown: Mapping[str, Any]) -> None:
+    """Raises TypeError for arguments that this wrapper does not have, with what to do instead."""
+    for name in unknown:
+        advice = _DDP_KEYWORDS.get(name)
+        if advice is not None:
+            raise TypeError(f"{name} is an argument of PyTorch DDP, not of DecentralizedDataParallel: {advice}.")
+        raise TypeError(f"DecentralizedDataParallel got an unexpected keyword argument {name!r}")

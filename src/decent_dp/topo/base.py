@@ -1,0 +1,363 @@
+"""Edges, rounds and the base class of all topologies.
+
+A topology answers one question: who mixes with whom at update t? Its answer is a *round*: a partition of the workers
+into edges. Whatever the edges are, the mixing matrix of a round is block diagonal, symmetric and doubly stochastic, so
+that mixing never moves the mean over the workers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from abc import ABCMeta
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .registry import TopologyReg
+
+__all__ = ["Edge", "Topology", "worker_scope"]
+
+FINGERPRINT_ROUNDS = 64
+_SHOWN_ROUNDS, _SHOWN_EDGES, _SHOWN_RANKS = 16, 16, 16
+
+
+@dataclass
+class Edge:
+    """A group of workers that mix in one round.
+
+    Each member keeps ``weight`` of its own value and takes :attr:`peer_weight` of each other member's. One rank alone,
+    with weight 1, sits the round out. Values are checked by the topology, which can name the round.
+
+    Args:
+        ranks: the members, as ranks of the process group; each at most once, in any order.
+        weight: what a member keeps of its own, in [0, 1]. ``1 / len(ranks)`` averages the group.
+        group: free for whoever moves the bytes; it takes no part in comparisons.
+    """
+
+    ranks: list[int]
+    weight: float
+    group: Any = field(default=None, compare=False, repr=False)
+
+    @property
+    def peer_weight(self) -> float:
+        """What a member takes of each other member: ``(1 - weight) / (len(ranks) - 1)``; 0.0 for one rank alone."""
+        return (1.0 - self.weight) / (len(self.ranks) - 1) if len(self.ranks) > 1 else 0.0
+
+
+_scope: ContextVar[tuple[int, int] | None] = ContextVar("decent_dp_worker", default=None)
+
+
+@contextmanager
+def worker_scope(world_size: int, rank: int) -> Iterator[None]:
+    """Topologies made inside take ``world_size`` and ``rank`` from here instead of from the default process group.
+
+    So a subclass whose ``__init__`` knows only ``local_world_size`` works with any process group.
+    """
+    token = _scope.set((world_size, rank))
+    try:
+        yield
+    finally:
+        _scope.reset(token)
+
+
+def _worker_here(name: str) -> tuple[int, int]:
+    """``(world_size, rank)`` of the open :func:`worker_scope`, else of the default process group."""
+    scoped = _scope.get()
+    if scoped is not None:
+        return scoped
+    import torch.distributed as dist  # not at the top: a topology can be made, printed and studied without torch
+
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            f"{name} does not know the workers, as there is no process group: "
+            "pass world_size= and rank=, or call decent_dp.utils.initialize_dist() first"
+        )
+    return dist.get_world_size(), dist.get_rank()
+
+
+def _integer(what: str, value: object, least: int) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{what} must be an integer, got {value!r} ({type(value).__name__})") from None
+    if number < least:
+        raise ValueError(f"{what} must be at least {least}, got {number}")
+    return number
+
+
+def _few(ranks: Iterable[int]) -> str:
+    """Ranks in words, the first few of them when they are many."""
+    ranks = list(ranks)
+    words = " ".join(map(str, ranks[:_SHOWN_RANKS]))
+    return words if len(ranks) <= _SHOWN_RANKS else f"{words} … ({len(ranks)} in all)"
+
+
+def _words(edges: list[Edge]) -> str:
+    """Edges in words, the first few of them when they are many: ``(0 1) 0.5  (2) idle``."""
+    words = [
+        f"({_few(edge.ranks)}) " + ("idle" if len(edge.ranks) == 1 else f"{edge.weight:.4g}") for edge in edges[:_SHOWN_EDGES]
+    ]
+    return "  ".join(words + [f"… ({len(edges)} edges in all)"] * (len(edges) > _SHOWN_EDGES))
+
+
+def _checked_edge(edge: Any, where: str) -> Edge:
+    """The edge in its normal form: a list of ints and a float. What it cannot see alone is checked by the round."""
+    if not isinstance(edge, Edge):
+        raise ValueError(f"{where} holds {edge!r}, which is no Edge: write Edge(ranks=[...], weight=...)")
+    try:
+        ranks = [operator.index(rank) for rank in edge.ranks]
+    except TypeError:
+        raise ValueError(f"{where}: the ranks of an edge must be a list of integers, got {edge.ranks!r}") from None
+    if not ranks:
+        raise ValueError(f"{where}: an edge needs at least one rank, got {edge}; leave it out")
+    weight: Any = edge.weight
+    if isinstance(weight, bool) or not isinstance(weight, Real) or not 0 <= float(weight) <= 1:  # nan is not
+        raise ValueError(
+            f"{where}, edge ({_few(ranks)}): weight must be a number in [0, 1], got {weight!r}; "
+            f"1 / len(ranks) = {1 / len(ranks):.6g} averages the group"
+        )
+    if len(ranks) == 1 and weight != 1:
+        raise ValueError(
+            f"{where}: rank {ranks[0]} is alone in its edge with weight {weight!r}; "
+            "nobody is there to give the rest, so use weight=1 to sit the round out"
+        )
+    return Edge(ranks, float(weight), edge.group)
+
+
+def _checked_round(edges: object, world_size: int, where: str) -> list[Edge]:
+    """The round in its normal form.
+
+    Raises:
+        ValueError: it is no partition of ``range(world_size)`` into valid edges; the message starts with ``where``.
+    """
+    if isinstance(edges, Edge) or not isinstance(edges, Iterable):
+        raise ValueError(f"{where} is {edges!r}, not a list of edges: a round is written [Edge(...), Edge(...), ...]")
+    checked = [_checked_edge(edge, where) for edge in edges]
+    seen: dict[int, Edge] = {}
+    for edge in checked:
+        for rank in edge.ranks:
+            if not 0 <= rank < world_size:
+                raise ValueError(
+                    f"{where}, edge ({_few(edge.ranks)}): rank {rank} is out of range; "
+                    f"the ranks of the {world_size} workers are 0 to {world_size - 1}"
+                )
+            if rank in seen:
+                raise ValueError(
+                    f"{where}: rank {rank} appears twice, in edge ({_few(seen[rank].ranks)}) "
+                    f"and in edge ({_few(edge.ranks)}); each rank belongs to exactly one edge of a round"
+                )
+            seen[rank] = edge
+    if len(seen) < world_size:
+        missing = [rank for rank in range(world_size) if rank not in seen]
+        raise ValueError(
+            f"{where}: missing from all edges: rank {_few(missing)}; each rank belongs to exactly one edge of a round, "
+            f"and Edge([{missing[0]}], 1.0) lets rank {missing[0]} sit it out"
+        )
+    return checked
+
+
+def _names_that_fit(world_size: int, local_world_size: int) -> str:
+    names = [
+        repr(name)
+        for name, maker in TopologyReg.registry.items()
+        if isinstance(maker, type) and issubclass(maker, Topology) and maker.unfit(world_size, local_world_size) is None
+    ]
+    return ", ".join(names) or "none"
+
+
+class TopologyMeta(ABCMeta):
+    """Checks the rounds once the whole ``__init__`` of a subclass has run, wherever in it ``super()`` is called."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls.round is Topology.round and cls._get_topo_edges is Topology._get_topo_edges:  # type: ignore[attr-defined]
+            raise TypeError(
+                f"{cls.__name__} does not say who mixes with whom: implement _get_topo_edges(self) -> list[list[Edge]] "
+                "(one list a round), or round(self, t) -> list[Edge] if the rounds do not repeat"
+            )
+        topology = super().__call__(*args, **kwargs)
+        if isinstance(topology, Topology):
+            topology._check()
+        return topology
+
+
+class Topology(metaclass=TopologyMeta):
+    """Who mixes with whom, at each round.
+
+    A subclass implements either the periodic form :meth:`_get_topo_edges`, from ``self._world_size``,
+    ``self._local_world_size`` and ``self._n_nodes``, or :meth:`round` when the rounds do not repeat. All rounds of the
+    period (of an aperiodic topology, round 0 here and the others when they are looked up) are checked when the object
+    is made, after the whole ``__init__`` of the subclass.
+
+    Args:
+        local_world_size: workers a node; ranks ``[0, local_world_size)`` are the first node, and so on.
+        world_size: number of workers n. Not given: that of the process group.
+        rank: this worker. Not given: that of the process group, or 0 when ``world_size`` is given.
+
+    Raises:
+        TypeError: an argument is not an integer, or a subclass implements neither method.
+        ValueError: an argument is out of range, the topology does not serve this number of workers, or a round is no
+            partition of the workers into valid edges.
+        RuntimeError: ``world_size`` is not given and there is no process group.
+    """
+
+    def __init__(self, local_world_size: int = 1, *, world_size: int | None = None, rank: int | None = None) -> None:
+        name = type(self).__name__
+        if world_size is None:
+            world_size, here = _worker_here(name)
+        else:
+            scoped = _scope.get()
+            here = scoped[1] if scoped is not None and scoped[0] == world_size else 0
+        self._local_world_size = _integer(f"{name}: local_world_size", local_world_size, 1)
+        self._world_size = _integer(f"{name}: world_size", world_size, 1)
+        self._rank = _integer(f"{name}: rank", here if rank is None else rank, 0)
+        if self._rank >= self._world_size:
+            raise ValueError(f"{name}: rank must be below world_size={self._world_size}, got {self._rank}")
+        self._n_nodes = max(1, self._world_size // self._local_world_size)
+        self._periodic_rounds: list[list[Edge]] | None = None
+        self._periodic_edges: list[Edge] = []  # of this rank, one a round
+        self._last_looked_up: tuple[int, list[Edge]] | None = None
+        reason = type(self).unfit(self._world_size, self._local_world_size)
+        if reason is not None:
+            raise ValueError(
+                f"{name} {reason}; registered topologies that fit world_size={self._world_size} with "
+                f"local_world_size={self._local_world_size}: "
+                f"{_names_that_fit(self._world_size, self._local_world_size)}"
+            )
+
+    @classmethod
+    def unfit(cls, world_size: int, local_world_size: int) -> str | None:
+        """Why this topology cannot serve ``world_size`` workers, ``local_world_size`` a node; None: it can.
+
+        The text goes on from the topology's name ('needs a power of two workers, got 6').
+        """
+        return None
+
+    # --- the two forms: a subclass implements one of them
+
+    def _get_topo_edges(self) -> list[list[Edge]]:
+        """All rounds of the period, one list of edges a round. Called once, when the rounds are first needed."""
+        raise NotImplementedError(f"{type(self).__name__} has no periodic form")
+
+    def round(self, t: int) -> list[Edge]:
+        """The edges of round ``t`` ≥ 0; every rank is in exactly one of them.
+
+        It must depend on ``t`` alone, and give the same on every worker: a random topology draws with a generator made
+        from a seed and ``t``.
+        """
+        rounds = self._checked_period()
+        return list(rounds[_integer("round", t, 0) % len(rounds)])
+
+    # --- looking up
+
+    @property
+    def period(self) -> int | None:
+        """Number of rounds after which they repeat; None for a topology that overrides :meth:`round`."""
+        return None if self._is_aperiodic() else len(self._checked_period())
+
+    def get_edge(self, step: int) -> Edge:
+        """This rank's edge of round ``step`` ≥ 0.
+
+        Raises:
+            ValueError: ``step`` is negative, or an overridden :meth:`round` gave an invalid round.
+        """
+        if self._is_aperiodic():
+            return next(edge for edge in self._checked(step) if self._rank in edge.ranks)
+        self._checked_period()
+        return self._periodic_edges[_integer("step", step, 0) % len(self._periodic_edges)]
+
+    def mixing_matrix(self, t: int) -> npt.NDArray[np.float64]:
+        """The mixing matrix of round ``t``, of shape (n, n) and dtype float64.
+
+        Entry ``[i, j]`` is the weight with which worker i takes the value of worker j. It is symmetric and its rows and
+        columns sum to 1.
+        """
+        W = np.zeros((self._world_size, self._world_size))
+        for edge in self._checked(t):
+            W[np.ix_(edge.ranks, edge.ranks)] = edge.peer_weight
+            W[edge.ranks, edge.ranks] = edge.weight
+        return W
+
+    def fingerprint(self) -> dict[str, str | int]:
+        """What workers compare to know that they were given the same topology.
+
+        Returns:
+            ``name``: the class; ``n``: the number of workers; ``rounds``: 16 hex digits of the SHA-256 of the period's
+            length and the first rounds (the whole period, at most 64), whatever the order of edges and of their ranks.
+        """
+        period = self.period
+        digest = hashlib.sha256(f"period {period}".encode())
+        for t in range(min(period or FINGERPRINT_ROUNDS, FINGERPRINT_ROUNDS)):
+            digest.update(repr(sorted((sorted(edge.ranks), edge.weight) for edge in self._checked(t))).encode())
+        return {"name": type(self).__name__, "n": self._world_size, "rounds": digest.hexdigest()[:16]}
+
+    def __repr__(self) -> str:
+        sizes = f"{self._local_world_size}, world_size={self._world_size}, rank={self._rank}"
+        return f"{type(self).__name__}({sizes})"
+
+    def __str__(self) -> str:
+        """A table of the rounds: one line a round, the ranks of each edge in parentheses with its weight."""
+        period = self.period
+        shown = _SHOWN_ROUNDS // 4 if period is None else min(period, _SHOWN_ROUNDS)
+        repeats = "rounds do not repeat" if period is None else f"{period} round{'s' * (period > 1)} a period"
+        lines = [f"{type(self).__name__}: {self._world_size} worker{'s' * (self._world_size > 1)}, {repeats}"]
+        for t in range(shown):
+            lines.append(f"  round {t}: {_words(self._checked(t))}")
+        if period is None or period > shown:
+            lines.append("  …")
+        return "\n".join(lines)
+
+    # --- checks
+
+    def _is_aperiodic(self) -> bool:
+        return type(self).round is not Topology.round
+
+    def _check(self) -> None:
+        """Called by the metaclass when the subclass's ``__init__`` has returned."""
+        if "_last_looked_up" not in vars(self):
+            raise TypeError(f"{type(self).__name__}.__init__ must call super().__init__(local_world_size)")
+        if not self._is_aperiodic():
+            self._checked_period()
+            return
+        first, again = self._checked(0), _checked_round(self.round(0), self._world_size, self._where(0))
+        if first != again:
+            raise ValueError(
+                f"{self._where(0)}, asked for twice, was {_words(first)} and then {_words(again)}: "
+                "round(t) must depend on t alone; "
+                "draw with a generator made from a seed and t, such as numpy.random.default_rng([seed, t])"
+            )
+
+    def _where(self, t: int) -> str:
+        return f"{type(self).__name__}, round {t}"
+
+    def _checked(self, t: int) -> list[Edge]:
+        """Round ``t``, checked; of an overridden :meth:`round` the last one looked up is kept."""
+        t = _integer("round", t, 0)
+        if not self._is_aperiodic():
+            rounds = self._checked_period()
+            return rounds[t % len(rounds)]
+        if self._last_looked_up is None or self._last_looked_up[0] != t:
+            self._last_looked_up = (t, _checked_round(self.round(t), self._world_size, self._where(t)))
+        return self._last_looked_up[1]
+
+    def _checked_period(self) -> list[list[Edge]]:
+        """All rounds of the period, made and checked at the first call."""
+        if self._periodic_rounds is None:
+            rounds: object = self._get_topo_edges()
+            name = type(self).__name__
+            if not isinstance(rounds, Iterable):
+                raise ValueError(f"{name}._get_topo_edges() returned {rounds!r}: return a list of rounds, [[Edge(...)]]")
+            checked = [_checked_round(edges, self._world_size, self._where(t)) for t, edges in enumerate(rounds)]
+            if not checked:
+                raise ValueError(f"{name} has no rounds: _get_topo_edges() must return at least one list of edges")
+            self._periodic_edges = [next(e for e in edges if self._rank in e.ranks) for edges in checked]
+            self._periodic_rounds = checked
+        return self._periodic_rounds

@@ -1,0 +1,19 @@
+"""How bytes move: one contract (``base``), and its implementations."""
+
+from __future__ import annotations
+
+from decent_dp.transport.base import Control, Exchange, Handle, Label, Transport
+from decent_dp.transport.inprocess import InProcessTransport, LocalHub, run_replicas
+from decent_dp.transport.process_group import ProcessGroupTransport
+
+__all__ = [
+    "Control",
+    "Exchange",
+    "Handle",
+    "InProcessTransport",
+    "Label",
+    "LocalHub",
+    "ProcessGroupTransport",
+    "Transport",
+    "run_replicas",
+]

@@ -1,0 +1,147 @@
+"""Communicators of our own on the store of a process group, and what their errors mean.
+
+``dist.new_group`` must be called by every worker of the world and forgets the parent's timeout. So a wrapper meets on a
+prefix of the store whose name rank 0 draws and shares over the process group, and only the members of a communicator take
+part in making it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, default_pg_timeout
+
+from decent_dp.errors import PeerError, PeerLostError, PeerTimeoutError
+
+# torch's stubs leave out what its communicators can do (send, recv, allreduce, … on lists of tensors).
+Communicator: TypeAlias = Any
+
+__all__ = ["Communicator", "Notes", "Rendezvous", "peer_error"]
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the communicators of one wrapper are made.
+
+    Attributes:
+        store: the process group's store, under a prefix of this wrapper's own.
+        rank, world_size: in the process group.
+        timeout: the process group's.
+        loopback: all workers share one network stack, so that nothing needs to listen beyond it.
+        nccl: the process group moves CUDA tensors by NCCL.
+    """
+
+    store: Store
+    rank: int
+    world_size: int
+    timeout: timedelta
+    loopback: bool
+    nccl: bool
+
+    @classmethod
+    def meet(cls, process_group: dist.ProcessGroup | None) -> Rendezvous:
+        """Called by all workers of ``process_group`` (None: the default group) together."""
+        group = process_group if process_group is not None else dist.group.WORLD
+        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+        cards: list[Any] = [None] * world_size
+        dist.all_gather_object(cards, (uuid.uuid4().hex, _network_stack()), group=group)
+        stacks = {stack for _, stack in cards}
+        store = PrefixStore(f"decent_dp/{cards[0][0]}", _get_default_store())
+        return cls(
+            store,
+            rank,
+            world_size,
+            _timeout_of(group),
+            loopback=len(stacks) == 1 and None not in stacks,
+            nccl="nccl" in str(dist.get_backend(group)),
+        )
+
+    def gloo(self, name: str, ranks: Sequence[int]) -> Communicator:
+        """A gloo communicator of ``ranks``; called by its members alone."""
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._timeout = self.timeout
+        options._threads = 1
+        options._devices = [self._device()]
+        store = PrefixStore(name, self.store)
+        return gloo(store, list(ranks).index(self.rank), len(ranks), options)
+
+    def nccl_communicator(self, name: str, ranks: Sequence[int]) -> Communicator:
+        """An NCCL communicator of ``ranks`` on the current CUDA device; called by its members alone."""
+        options: Any = dist.ProcessGroupNCCL.Options()
+        options._timeout = self.timeout
+        store = PrefixStore(name, self.store)
+        return dist.ProcessGroupNCCL(store, list(ranks).index(self.rank), len(ranks), options)
+
+    def _device(self) -> Any:
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+        if interface:
+            return dist.ProcessGroupGloo.create_device(interface=interface)
+        if self.loopback:
+            return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+        return dist.ProcessGroupGloo.create_default_device()
+
+
+def _network_stack() -> str | None:
+    """Names the network stack that this process is on: equal names share a loopback interface. None: cannot tell."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return None
+
+
+def _timeout_of(group: dist.ProcessGroup | None) -> timedelta:
+    for device in ("cpu", "cuda"):
+        with contextlib.suppress(RuntimeError, AttributeError):
+            backend: Any = group._get_backend(torch.device(device))  # type: ignore[union-attr]
+            return timedelta(seconds=backend.options._timeout.total_seconds())
+    return default_pg_timeout
+
+
+class Notes:
+    """Words that a worker leaves in the store when something goes wrong there, for those who lose it to quote."""
+
+    def __init__(self, store: Store, rank: int) -> None:
+        self._store, self._rank = store, rank
+
+    def write(self, text: str) -> None:
+        # The store may be gone with the worker that kept it. A note is help, not a duty.
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"note/{self._rank}", text[:2000])
+
+    def read(self, ranks: Iterable[int]) -> str:
+        """The notes of ``ranks``, as sentences; empty when there are none."""
+        said = []
+        with contextlib.suppress(RuntimeError):
+            for rank in ranks:
+                if rank != self._rank and self._store.check([f"note/{rank}"]):
+                    said.append(f" Worker {rank} reported: {self._store.get(f'note/{rank}').decode(errors='replace')}")
+        return "".join(said)
+
+
+def peer_error(error: RuntimeError, ranks: Sequence[int], what: str, notes: Notes, timeout: timedelta) -> PeerError:
+    """Says in the house's words what a communicator's error means.
+
+    Args:
+        error: as torch raised it. It carries an address where we want a rank.
+        ranks: who else took part.
+        what: was under way.
+    """
+    who = f"worker {ranks[0]}" if len(ranks) == 1 else f"one of the workers {list(ranks)}"
+    said = notes.read(ranks)
+    if "timed out" in str(error).lower():
+        return PeerTimeoutError(
+            f"{who} sent nothing for {what} within the process group's timeout of {timeout.total_seconds():g} s. It is "
+            "slower than that, or it has made fewer updates: uneven numbers of batches need `with model.join():`."
+            f"{said}"
+        )
+    return PeerLostError(f"{who} is gone (raised, exited or was killed), and {what} needed it.{said}")

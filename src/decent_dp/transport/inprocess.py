@@ -1,0 +1,197 @@
+"""All workers in one process, one thread a replica: for tests, and for a single worker."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from decent_dp.bucket import Envelope
+from decent_dp.errors import PeerLostError, PeerTimeoutError, WireError
+from decent_dp.topo import Edge
+from decent_dp.transport.base import Control, Exchange, Handle, Label, Later, Transport
+
+__all__ = ["InProcessTransport", "LocalHub", "run_replicas"]
+
+T = TypeVar("T")
+
+
+class LocalHub:
+    """Where the threads of one process meet.
+
+    Args:
+        world_size: how many of them.
+        timeout: how long one waits for another, in seconds.
+    """
+
+    def __init__(self, world_size: int, timeout: float = 60.0) -> None:
+        self.world_size = world_size
+        self.timeout = timeout
+        self._changed = threading.Condition()
+        self._meetings: dict[Hashable, dict[int, Any]] = {}
+        self._left: dict[Hashable, int] = {}
+        self._lost: set[int] = set()
+        self.causes: dict[int, str] = {}
+
+    def transport(self, rank: int) -> InProcessTransport:
+        return InProcessTransport(rank, self)
+
+    def lose(self, rank: int) -> None:
+        """Worker ``rank`` is gone: whoever waits for it is told."""
+        with self._changed:
+            self._lost.add(rank)
+            self._changed.notify_all()
+
+    def bring(self, key: Hashable, rank: int, value: object) -> None:
+        """Lays ``value`` down at the meeting ``key``."""
+        with self._changed:
+            self._meetings.setdefault(key, {})[rank] = value
+            self._changed.notify_all()
+
+    def meet(self, key: Hashable, ranks: list[int], what: str) -> dict[int, Any]:
+        """Waits until all ``ranks`` have brought something to ``key``; what they brought, by rank."""
+        with self._changed:
+            found = self._meetings[key]
+
+            def missing() -> list[int]:
+                return [rank for rank in ranks if rank not in found]
+
+            self._changed.wait_for(lambda: not missing() or any(r in self._lost for r in missing()), self.timeout)
+            if missing():
+                gone = [rank for rank in missing() if rank in self._lost]
+                said = "".join(f" Worker {r} had reported: {self.causes[r]}" for r in missing() if r in self.causes)
+                if gone:
+                    raise PeerLostError(f"worker {gone[0]} is gone; it was needed for {what}.{said}")
+                raise PeerTimeoutError(f"worker {missing()[0]} sent nothing for {what} within {self.timeout} s.{said}")
+            result = dict(found)
+            self._left[key] = self._left.get(key, 0) + 1
+            if self._left[key] == len(ranks):
+                del self._meetings[key], self._left[key]
+            return result
+
+
+class InProcessTransport(Transport):
+    """A worker that is a thread, or the only worker there is.
+
+    Args:
+        rank: this worker's.
+        hub: where it meets the others; a hub of its own when it is alone.
+    """
+
+    def __init__(self, rank: int = 0, hub: LocalHub | None = None) -> None:
+        hub = hub or LocalHub(1)
+        super().__init__(rank, hub.world_size)
+        self._hub = hub
+        self._exchange = _LocalExchange(rank, hub)
+        self._control = _LocalControl(rank, hub)
+
+    @property
+    def exchange(self) -> Exchange:
+        return self._exchange
+
+    @property
+    def control(self) -> Control:
+        return self._control
+
+    def prepare(self, edges: list[Edge]) -> None:
+        return
+
+    def report(self, cause: str) -> None:
+        self._hub.causes[self.rank] = cause
+
+    def close(self) -> None:
+        return
+
+
+class _LocalExchange(Exchange):
+    def __init__(self, rank: int, hub: LocalHub) -> None:
+        self._rank, self._hub = rank, hub
+
+    def start(self, edge: Edge, sent: Envelope, received: Envelope, label: Label) -> Handle:
+        # A copy, as a wire would make it: the sender may write to its side while a slower member still reads.
+        key = ("exchange", tuple(sorted(edge.ranks)), label)
+        self._hub.bring(key, self._rank, sent.payload.clone())
+
+        def finish() -> None:
+            found = self._hub.meet(key, edge.ranks, str(label))
+            theirs = [found[rank] for rank in sorted(found) if rank != self._rank]
+            if any(other.shape != received.payload.shape for other in theirs):
+                raise WireError(f"{label}: payloads of {sorted(o.numel() for o in theirs)} elements met")
+            if len(theirs) == 1:
+                received.payload.copy_(theirs[0])
+            else:
+                total = torch.stack(theirs).to(_sum_dtype(received.payload.dtype)).sum(0)
+                received.payload.copy_(total.div_(len(theirs)))
+
+        return Later(finish, sent.payload.nbytes * (len(edge.ranks) - 1))
+
+
+class _LocalControl(Control):
+    def __init__(self, rank: int, hub: LocalHub) -> None:
+        self._rank, self._hub = rank, hub
+        self._calls = 0
+
+    def broadcast(self, tensor: Tensor) -> None:
+        tensor.copy_(self._meet(tensor.clone() if self._rank == 0 else None, "a broadcast")()[0])
+
+    def gather(self, message: Any) -> list[Any]:
+        return [json.loads(text) for text in self._meet(json.dumps(message), "a gather")()]
+
+    def mean(self, tensor: Tensor) -> Handle:
+        collect = self._meet(tensor.clone(), "a mean over workers")
+
+        def finish() -> None:
+            total = torch.stack(collect()).to(_sum_dtype(tensor.dtype)).sum(0)
+            tensor.copy_(total.div_(self._hub.world_size))
+
+        return Later(finish)
+
+    def _meet(self, value: object, what: str) -> Callable[[], list[Any]]:
+        key = ("control", self._calls)
+        self._calls += 1
+        self._hub.bring(key, self._rank, value)
+        ranks = list(range(self._hub.world_size))
+
+        def collect() -> list[Any]:
+            found = self._hub.meet(key, ranks, what)
+            return [found[rank] for rank in ranks]
+
+        return collect
+
+
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def run_replicas(world_size: int, work: Callable[[InProcessTransport], T], timeout: float = 60.0) -> list[T]:
+    """Runs ``work`` once a worker, each in a thread of its own, with transports that meet in this process.
+
+    Returns:
+        What each returned, by rank.
+
+    Raises:
+        BaseException: the first error of the lowest rank that was not the consequence of another's.
+    """
+    hub = LocalHub(world_size, timeout)
+    results: dict[int, T] = {}
+    errors: dict[int, BaseException] = {}
+
+    def body(rank: int) -> None:
+        try:
+            results[rank] = work(hub.transport(rank))
+        except BaseException as error:
+            errors[rank] = error
+            hub.lose(rank)
+
+    threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise next((e for _, e in sorted(errors.items()) if not isinstance(e, PeerLostError)), errors[min(errors)])
+    return [results[rank] for rank in range(world_size)]

@@ -1,0 +1,47 @@
+"""A thread that waits, so that the training thread need not."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+__all__ = ["Waiter"]
+
+
+class Waiter:
+    """Carries jobs out one after another, in the order in which they were given.
+
+    The thread starts with the first job and is a daemon: an interpreter that exits does not wait for a silent peer.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, job: Callable[[], None]) -> Future[None]:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        future: Future[None] = Future()
+        self._jobs.put((job, future))
+        return future
+
+    def close(self) -> None:
+        """Ends the thread after the jobs that it has."""
+        if self._thread is not None:
+            self._jobs.put(None)
+
+    def _run(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            job, future = item
+            try:
+                job()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+            # The job holds tensors: do not keep them until the next one comes.
+            del item, job, future

@@ -1,0 +1,130 @@
+"""Real workers for tests: processes from a fork server that has torch loaded, with a process group over loopback.
+
+``spawn`` would take ten seconds a test, and plain ``fork`` hangs once autograd has run in the parent.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import count
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "numpy", "pytest", "hypothesis", "decent_dp.ddp", "decent_dp.optim", "tests.workers"])
+_LAUNCHES = count()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a worker ended: with a value, with an error, or without a word (killed)."""
+
+    value: Any = None
+    error: str = ""
+    message: str = ""
+    trace: str = ""
+    seconds: float = 0.0
+    exitcode: int | None = 0
+
+
+class Workers:
+    """Starts workers and collects what they return. One store serves every launch of a test session."""
+
+    def __init__(self) -> None:
+        import torch.distributed as dist
+
+        # Kept by the parent, as torchrun's agent does: it outlives every worker.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def __call__(
+        self, n: int, body: Callable[..., Any], *args: Any, timeout: float = 40, group_timeout: float = 20
+    ) -> list[Any]:
+        """Runs ``body(rank, n, *args)`` on n workers; what each returned. Any failure fails the test with its traceback."""
+        outcomes = self.outcomes(n, body, *args, timeout=timeout, group_timeout=group_timeout)
+        for rank, outcome in enumerate(outcomes):
+            if outcome.error or outcome.exitcode != 0:
+                traces = "\n".join(f"--- worker {r}: {o.trace or o.error or o.exitcode}" for r, o in enumerate(outcomes))
+                raise AssertionError(f"worker {rank} failed: {outcome.error}: {outcome.message}\n{traces}")
+        return [outcome.value for outcome in outcomes]
+
+    def outcomes(
+        self, n: int, body: Callable[..., Any], *args: Any, timeout: float = 40, group_timeout: float = 20
+    ) -> list[Outcome]:
+        """As a call, but failures are returned; a worker that still runs after ``timeout`` seconds is killed and fails."""
+        key = f"launch{next(_LAUNCHES)}"
+        pipes, processes = [], []
+        for rank in range(n):
+            ours, theirs = _CONTEXT.Pipe(duplex=False)
+            process = _CONTEXT.Process(
+                target=_worker, args=(theirs, self._store.port, key, rank, n, group_timeout, body, args), daemon=True
+            )
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        try:
+            return _collect(pipes, processes, timeout)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+
+
+def _collect(pipes: list[Connection], processes: list[Any], timeout: float) -> list[Outcome]:
+    deadline = time.monotonic() + timeout
+    found: dict[int, Outcome] = {}
+    waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        for pipe in wait(list(waiting), left):
+            rank = waiting.pop(pipe)
+            try:
+                found[rank] = pipe.recv()
+            except EOFError:
+                processes[rank].join(5)
+                found[rank] = Outcome(error="Gone", exitcode=processes[rank].exitcode)
+    # A worker that has answered must also be able to leave.
+    stuck = []
+    for rank, process in enumerate(processes):
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.exitcode is None:
+            stuck.append(rank)
+    if stuck:
+        traces = "\n".join(f"--- worker {r}: {o.trace}" for r, o in found.items() if o.error)
+        raise AssertionError(f"workers {stuck} still ran after {timeout} s\n{traces}")
+    return [found[rank] for rank in range(len(processes))]
+
+
+def _worker(pipe: Connection, port: int, key: str, rank: int, n: int, group_timeout: float, body: Any, args: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    torch.manual_seed(1000 + rank)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    began = time.monotonic()
+    try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        dist.init_process_group(
+            "gloo", store=dist.PrefixStore(key, store), rank=rank, world_size=n, timeout=timedelta(seconds=group_timeout)
+        )
+        began = time.monotonic()
+        outcome = Outcome(value=body(rank, n, *args), seconds=time.monotonic() - began)
+    except BaseException as error:
+        outcome = Outcome(
+            error=type(error).__name__,
+            message=str(error),
+            trace=traceback.format_exc(),
+            seconds=time.monotonic() - began,
+        )
+    pipe.send(outcome)
+    pipe.close()
