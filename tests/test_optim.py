@@ -21,6 +21,7 @@ import decent_dp.optim as room
 from decent_dp.optim import (
     AccumAdam,
     AccumAdamW,
+    accum,
     accum_adam_foreach,
     accum_adamw_foreach,
     lr_scheduler_fn_cosine_with_warmup,
@@ -339,6 +340,15 @@ def test_closure_and_schedulers() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.05
 
 
+@pytest.mark.parametrize(("foreach", "fast"), [(None, 1), (True, 1), (False, 0)])
+def test_foreach_chooses_the_form(foreach: bool | None, fast: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    update = accum._multi_tensor_accum_adam
+    monkeypatch.setattr(accum, "_multi_tensor_accum_adam", lambda *a: (calls.append(1), update(*a)))
+    feed(AccumAdam(parameters(), foreach=foreach), gradients(1))
+    assert len(calls) == fast
+
+
 def test_named_parameters() -> None:
     model = nn.Linear(3, 2)
     optimizer = AccumAdamW(model.named_parameters())
@@ -349,7 +359,8 @@ def test_named_parameters() -> None:
 @both_forms
 def test_sparse_gradients_are_refused_before_anything_moves(foreach: bool) -> None:
     dense, table = nn.Parameter(torch.ones(2)), nn.Embedding(4, 2, sparse=True)
-    optimizer = AccumAdam([("dense", dense), ("table", table.weight)], foreach=foreach)
+    groups = [{"params": [("dense", dense)]}, {"params": [("table", table.weight)]}]
+    optimizer = AccumAdam(groups, foreach=foreach)
     (table(torch.tensor([1])).sum() + dense.sum()).backward()
     with pytest.raises(RuntimeError, match=r"sparse.*'table'.*SparseAdam"):
         optimizer.step()

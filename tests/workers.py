@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import time
 import traceback
 import warnings
@@ -86,7 +87,7 @@ def _collect(pipes: list[Connection], processes: list[Any], timeout: float) -> l
         for pipe in wait(list(waiting), left):
             rank = waiting.pop(pipe)
             try:
-                found[rank] = pipe.recv()
+                found[rank] = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 processes[rank].join(5)
                 found[rank] = Outcome(error="Gone", exitcode=processes[rank].exitcode)
@@ -126,5 +127,6 @@ def _worker(pipe: Connection, port: int, key: str, rank: int, n: int, group_time
             trace=traceback.format_exc(),
             seconds=time.monotonic() - began,
         )
-    pipe.send(outcome)
+    # Plain pickle: multiprocessing's own would share tensors' memory, which ends with the worker.
+    pipe.send_bytes(pickle.dumps(outcome))
     pipe.close()

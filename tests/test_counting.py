@@ -1,0 +1,451 @@
+"""CASES 1-6: what counts as an update."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from decent_dp.ddp import DecentralizedDataParallel, Stats
+from tests.helpers import SGD, alone, assert_same, batch, loss, net, plain, values
+
+BOTH = pytest.mark.parametrize("bucket_size_in_mb", [25, 1e-6], ids=["one-bucket", "many-buckets"])
+
+
+def counts(model: DecentralizedDataParallel) -> tuple[int, int]:
+    return model.stats().updates, model.stats().rounds
+
+
+# -- 1 -------------------------------------------------------------------------------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize("where", ["before", "between", "after", "never", "optimizers"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_anywhere(bucket_size_in_mb, where, set_to_none):
+    model = alone(net(), bucket_size_in_mb=bucket_size_in_mb)
+    expected = plain(net(), [[t] for t in range(4)])
+    for t in range(4):
+        if where == "before":
+            model.zero_grad(set_to_none)
+        value = loss(model, t)
+        if where == "between":
+            model.zero_grad(set_to_none)
+        if where == "optimizers":
+            for optimizer in model.optimizers:
+                optimizer.zero_grad(set_to_none)
+        value.backward()
+        if where == "after":
+            model.zero_grad(set_to_none)
+        assert counts(model) == (t + 1, t + 1)
+        assert all(p.grad is None for p in model.parameters())
+    assert_same(model, expected)
+
+
+# -- 2, 3 ----------------------------------------------------------------------------------------------------------------
+
+
+@BOTH
+def test_several_forwards_before_one_backward(bucket_size_in_mb):
+    model, twin = alone(net(), bucket_size_in_mb=bucket_size_in_mb), net()
+    optimizer = SGD(list(twin.named_parameters()))
+    with torch.no_grad():
+        model(batch(99)[0])
+    for t in range(3):
+        for m in (model, twin):
+            a, b = m(batch(t)[0]), m(batch(t + 50)[0])
+            optimizer.zero_grad()
+            (a - b - batch(t)[1]).square().mean().backward()
+        optimizer.step()
+        assert counts(model) == (t + 1, t + 1)
+    assert_same(model, twin)
+
+
+def test_forward_without_backward(workers):
+    for same in workers(2, skipped_batches):
+        assert same
+
+
+def skipped_batches(rank: int, n: int) -> bool:
+    model = DecentralizedDataParallel(net(), SGD, topology="ring")
+    for t in range(6):
+        value = loss(model, t, rank)
+        if t % 2:
+            before = values(model)
+            del value
+            assert_same(model, before)
+            continue
+        value.backward()
+    assert counts(model) == (3, 3)
+    reference = DecentralizedDataParallel(net(), SGD, topology="ring")
+    for t in (0, 2, 4):
+        loss(reference, t, rank).backward()
+    assert_same(model, reference)
+    return True
+
+
+# -- 4: accumulation -----------------------------------------------------------------------------------------------------
+
+WINDOWS = [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+
+
+def documents_loop(model: Any) -> None:
+    for window in WINDOWS:
+        model.set_accumulate_grad(True)
+        for t in window:
+            (loss(model, t) / len(window)).backward()
+        model.set_accumulate_grad(False)
+
+
+def scripts_loop(model: Any) -> None:
+    for window in WINDOWS:
+        for i, t in enumerate(window):
+            model.set_accumulate_grad(i < len(window) - 1)
+            (loss(model, t) / len(window)).backward()
+
+
+def ddp_loop(model: Any) -> None:
+    for window in WINDOWS:
+        with model.no_sync():
+            for t in window[:-1]:
+                (loss(model, t) / len(window)).backward()
+        (loss(model, window[-1]) / len(window)).backward()
+
+
+@BOTH
+@pytest.mark.parametrize("loop", [documents_loop, scripts_loop, ddp_loop])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_three_accumulation_loops(loop, bucket_size_in_mb, overlap):
+    model = alone(net(), bucket_size_in_mb=bucket_size_in_mb, overlap=overlap)
+    loop(model)
+    assert_same(dict(model.named_parameters()), values(plain(net(), WINDOWS, scale=float)))
+    assert counts(model) == (3, 3)
+
+
+
+def enter(context: Any) -> None:
+    with context:
+        pass
+
+
+OBSERVERS = {
+    "set_accumulate_grad": lambda m: m.set_accumulate_grad(True),
+    "no_sync": lambda m: enter(m.no_sync()),
+    "state_dict": lambda m: m.state_dict(),
+    "module.state_dict": lambda m: m.module.state_dict(),
+    "optim_state_dict": lambda m: m.optim_state_dict(),
+    "global_avg": lambda m: m.global_avg(),
+    "averaged": lambda m: enter(m.averaged()),
+    "consensus_distance": lambda m: m.consensus_distance(),
+    "parameters": lambda m: list(m.parameters()),
+    "named_parameters": lambda m: list(m.named_parameters()),
+    "zero_grad": lambda m: m.zero_grad(),
+    "load": lambda m: m.load_state_dict(copy.deepcopy(m.module).state_dict()),
+    "close": lambda m: m.close(),
+}
+
+
+@pytest.mark.parametrize("observer", OBSERVERS)
+def test_owed_window_is_updated_by_whoever_looks(observer):
+    model = alone(net())
+    model.set_accumulate_grad(True)
+    loss(model, 0).backward()
+    loss(model, 1).backward()
+    model.set_accumulate_grad(False)
+    before = {name: p.detach().clone() for name, p in model.module.named_parameters()}
+    assert counts(model) == (0, 0)
+    assert_same({n: p.detach() for n, p in model.module.named_parameters()}, before)
+    OBSERVERS[observer](model)
+    assert counts(model) == (1, 1)
+    if observer != "load":
+        assert_same(model.module, plain(net(), [[0, 1]]))
+
+
+def test_owed_window_and_an_evaluation():
+    model = alone(net())
+    model.set_accumulate_grad(True)
+    loss(model, 0).backward()
+    model.set_accumulate_grad(False)
+    model.eval()
+    with torch.no_grad():
+        output = model(batch(5)[0])
+    assert torch.equal(output, plain(net(), [[0]])(batch(5)[0]))
+    assert counts(model) == (1, 1)
+
+
+def test_owed_window_is_joined_by_the_next_backward():
+    model = alone(net())
+    model.set_accumulate_grad(True)
+    loss(model, 0).backward()
+    model.set_accumulate_grad(False)
+    loss(model, 1).backward()
+    assert counts(model) == (1, 1)
+    assert_same(model, plain(net(), [[0, 1]]))
+
+
+@pytest.mark.parametrize(
+    "observer", [o for o in OBSERVERS if o not in ("zero_grad", "close", "load", "no_sync", "set_accumulate_grad")]
+)
+def test_open_window_stays_open(observer):
+    model = alone(net())
+    with model.no_sync():
+        loss(model, 0).backward()
+    OBSERVERS[observer](model)
+    model.eval()
+    model(batch(0)[0])
+    model.train()
+    assert counts(model) == (0, 0)
+    if observer == "global_avg":
+        model.revert_global_avg()
+    loss(model, 1).backward()
+    assert counts(model) == (1, 1)
+    assert_same(model, plain(net(), [[0, 1]]))
+
+
+def test_zero_grad_discards_an_open_window():
+    model = alone(net())
+    with model.no_sync():
+        loss(model, 0).backward()
+        model.zero_grad()
+        loss(model, 1).backward()
+    loss(model, 2).backward()
+    assert counts(model) == (1, 1)
+    assert_same(model, plain(net(), [[1, 2]]))
+
+
+def test_set_accumulate_grad_without_gradients_owes_nothing():
+    model = alone(net())
+    for flag in (True, False, True, False):
+        model.set_accumulate_grad(flag)
+    model.state_dict()
+    assert counts(model) == (0, 0)
+    model.set_accumulate_grad(True)
+    loss(model, 0).backward()
+    for p in model.module.parameters():
+        p.grad = None
+    model.set_accumulate_grad(False)
+    model.state_dict()
+    assert counts(model) == (0, 0)
+
+
+def test_no_sync_nests_and_keeps_set_accumulate_grad():
+    model = alone(net())
+    model.set_accumulate_grad(True)
+    with model.no_sync(), model.no_sync():
+        loss(model, 0).backward()
+    loss(model, 1).backward()
+    assert counts(model) == (0, 0)
+    model.set_accumulate_grad(False)
+    loss(model, 2).backward()
+    assert_same(model, plain(net(), [[0, 1, 2]]))
+
+
+def test_no_sync_is_left_by_an_exception():
+    model = alone(net())
+    with pytest.raises(KeyError), model.no_sync():
+        raise KeyError
+    loss(model, 0).backward()
+    assert counts(model) == (1, 1)
+
+
+def accumulation_on_workers(rank: int, n: int) -> list[Any]:
+    results = []
+    for loop in (documents_loop, scripts_loop, ddp_loop):
+        model = DecentralizedDataParallel(net(), SGD, topology="complete", overlap=False, bucket_size_in_mb=1e-6)
+        loop(model)
+        if rank == 1:  # an evaluation on one worker only
+            model.eval()
+            model(batch(0)[0])
+        results.append((values(model), counts(model)))
+        model.close()
+    return results
+
+
+def test_accumulation_keeps_the_rounds_in_step(workers):
+    first, second = workers(2, accumulation_on_workers)
+    for (a, count_a), (b, count_b) in zip(first, second, strict=True):
+        assert count_a == count_b == (3, 3)
+        assert_same(a, b, 1e-6)
+        assert_same(a, values(plain(net(), WINDOWS, scale=float)), 1e-6)
+
+
+# -- 5 -------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_of_one_step_and_observing_before_it(workers):
+    for result in workers(2, one_step):
+        assert result
+
+
+def one_step(rank: int, n: int) -> bool:
+    model = DecentralizedDataParallel(net(seed=rank), SGD, topology="one-peer-exp")
+    assert model.get_lr() == 0.0
+    assert model.optimizers == model._optims == model._lr_schedulers == []
+    assert model.consensus_distance() == 0.0
+    assert model.global_avg(return_d2c=True) == 0.0
+    model.revert_global_avg()
+    with model.averaged():
+        model.eval()
+        model(batch(0)[0])
+    model.train()
+    assert model.stats() == Stats(0, 0, 0, None)
+    loss(model, 0, rank).backward()
+    assert counts(model) == (1, 1)
+    assert model.get_lr() == 0.1
+    assert_same(model, plain(net(0), [[0]]) if rank == 0 else model)
+    assert model.consensus_distance() > 0
+    return True
+
+
+# -- 6 -------------------------------------------------------------------------------------------------------------------
+
+
+def test_schedulers_step_once_an_optimizer_step():
+    schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
+    model = alone(net(), lr_scheduler_fn=schedule, bucket_size_in_mb=1e-6)
+    twin = net()
+    optimizer = SGD(list(twin.named_parameters()))
+    scheduler = schedule(optimizer)
+    for t in range(7):
+        loss(twin, t).backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        loss(model, t).backward()
+        assert model.get_lr() == optimizer.param_groups[0]["lr"]
+        assert len(model._optims) == len(model._lr_schedulers) > 1
+        for one, other in zip(model._lr_schedulers, model._optims, strict=True):
+            assert one.get_last_lr()[0] == other.param_groups[0]["lr"] == scheduler.get_last_lr()[0]
+    assert_same(model, twin)
+
+
+def test_without_a_factory_the_list_of_schedulers_holds_none():
+    model = alone(net())
+    loss(model, 0).backward()
+    assert model._lr_schedulers == [None]
+    assert model.lr_schedulers == []
+
+
+def test_a_skipped_step_counts_as_a_round_only():
+    scaler = torch.GradScaler("cpu", init_scale=8.0)
+    schedule = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
+    model = alone(net(), scaler=scaler, lr_scheduler_fn=schedule)
+    scaler.scale(loss(model, 0)).backward()
+    before = values(model)
+    scaler.scale(loss(model, 1) * float("inf")).backward()
+    assert counts(model) == (1, 2)
+    assert model.get_lr() == 0.05
+    assert scaler.get_scale() == 4.0
+    assert_same(model, before)
+
+
+@BOTH
+def test_several_backwards_are_several_updates(bucket_size_in_mb):
+    model = alone(net(), bucket_size_in_mb=bucket_size_in_mb)
+    loss(model, 0).backward()
+    loss(model, 1).backward()
+    assert counts(model) == (2, 2)
+    with model.no_sync():
+        loss(model, 2).backward()
+    loss(model, 3).backward()
+    assert counts(model) == (3, 3)
+    assert_same(model, plain(net(), [[0], [1], [2, 3]]))
+
+
+def test_autograd_grad_is_no_update():
+    model = alone(net())
+    x = batch(0)[0].requires_grad_()
+    output = model(x).sum()
+    torch.autograd.grad(output, [x, *model.parameters()], retain_graph=True)
+    torch.autograd.grad(output, x)
+    assert counts(model) == (0, 0)
+    loss(model, 0).backward()
+    assert counts(model) == (1, 1)
+    assert_same(model, plain(net(), [[0]]))
+
+
+def test_a_backward_without_parameters_is_no_update():
+    model = alone(net())
+    x = batch(0)[0].requires_grad_()
+    model(x).sum().backward(inputs=[x])
+    (x * 2).sum().backward()
+    assert counts(model) == (0, 0)
+
+
+def test_update_applies_gradients_set_by_hand():
+    model = alone(net())
+    twin = net()
+    optimizer = SGD(list(twin.named_parameters()))
+    for _ in range(3):
+        for m in (model.module, twin):
+            for i, p in enumerate(m.parameters()):
+                p.grad = torch.full_like(p, 0.1 * (i + 1))
+        optimizer.step()
+        model.update()
+    assert counts(model) == (3, 3)
+    assert_same(model, twin)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_update_closes_a_window():
+    model = alone(net())
+    with model.no_sync():
+        loss(model, 0).backward()
+        loss(model, 1).backward()
+    model.update()
+    assert counts(model) == (1, 1)
+    assert_same(model, plain(net(), [[0, 1]]))
+
+
+def test_update_inside_a_backward_is_refused():
+    model = alone(net())
+    x = batch(0)[0].requires_grad_()
+    x.register_hook(lambda _: model.update())
+    with pytest.raises(RuntimeError, match="inside a backward"):
+        model(x).sum().backward()
+
+
+def test_gan_discriminator_under_no_sync():
+    """The generator's loss flows through the discriminator: its gradients there are discarded, as in DDP's scripts."""
+    generator, critic = alone(net(1)), alone(nn.Linear(3, 1))
+    twin_g, twin_c = net(1), copy.deepcopy(critic.module)
+    og, oc = SGD(list(twin_g.named_parameters())), SGD(list(twin_c.named_parameters()))
+    for t in range(3):
+        x, real = batch(t)
+        oc.zero_grad()
+        (twin_c(twin_g(x).detach()) - twin_c(real)).mean().backward()
+        oc.step()
+        og.zero_grad()
+        (-twin_c(twin_g(x))).mean().backward()
+        og.step()
+        (critic(generator(x).detach()) - critic(real)).mean().backward()
+        with critic.no_sync():
+            (-critic(generator(x))).mean().backward()
+        critic.zero_grad()
+    assert counts(generator) == counts(critic) == (3, 3)
+    assert_same(generator, twin_g)
+    assert_same(critic, twin_c)
+
+
+def test_double_backward():
+    model, twin = alone(net(), bucket_size_in_mb=1e-6), net()
+    optimizer = SGD(list(twin.named_parameters()))
+    for t in range(3):
+        for m in (model, twin):
+            x = batch(t)[0].requires_grad_()
+            output = m(x).square().sum()
+            (penalty,) = torch.autograd.grad(output, x, create_graph=True)
+            optimizer.zero_grad()
+            (output + penalty.square().sum()).backward()
+        optimizer.step()
+    assert counts(model) == (3, 3)
+    assert_same(model, twin, 1e-6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loss(model, 9).backward(create_graph=True)
+    assert counts(model) == (4, 4)
