@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -170,13 +171,28 @@ class DecentralizedDataParallel(nn.Module):
 
     # -- the model ----------------------------------------------------------------------------------------------------
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator,no-untyped-call]
+    # Only the model is for torch.compile; our bookkeeping before and after it is not. (torch.compiler.disable would load the
+    # compiler at import; this form, which torch's optimizers use, loads it at the first call.)
+    @_disable_dynamo(recursive=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
+        inner = self._before_forward()
+        try:
+            output = self.module(*args, **kwargs)
+        except Exception as error:
+            self._transport.report(f"{type(error).__name__} in its forward of round {self._engine.round}: {error}")
+            raise
+        if not inner and torch.is_grad_enabled():
+            self._after_forward(output)
+        return output
+
+    @_disable_dynamo
+    def _before_forward(self) -> bool:
+        """Does what is due and looks after the parameters; True inside a backward."""
         if torch._C._current_graph_task_id() != -1:
             # Recomputed by checkpointing around the wrapper: we are in the outer backward here, and can hear its end.
             self._schedule.enter_backward()
-            return self.module(*args, **kwargs)
+            return True
         if not self.module.training:
             self._settle()
         self._schedule.recover()
@@ -185,14 +201,11 @@ class DecentralizedDataParallel(nn.Module):
             self._guard.check()
             for bucket in self._engine.buckets:
                 bucket.block.adopt()
-        try:
-            output = self.module(*args, **kwargs)
-        except Exception as error:
-            self._transport.report(f"{type(error).__name__} in its forward of round {self._engine.round}: {error}")
-            raise
-        if torch.is_grad_enabled():
-            self._schedule.watch(output)
-        return output
+        return False
+
+    @_disable_dynamo
+    def _after_forward(self, output: Any) -> None:
+        self._schedule.watch(output)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The model's."""

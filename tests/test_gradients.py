@@ -1,0 +1,577 @@
+"""CASES 7-13: gradients in every shape that ordinary scripts give them."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from decent_dp.ddp import DecentralizedDataParallel
+from tests.helpers import SGD, alone, assert_same, batch, loss, net, plain, values
+
+TINY = 1e-6  # MiB: a bucket a parameter
+SIZES = pytest.mark.parametrize("bucket_size_in_mb", [25, 0.0005, TINY], ids=["one", "some", "each"])
+
+
+def beside(model: nn.Module, step: Any, optim_fn: Any = SGD, steps: int = 4, tolerance: float = 0.0, **options: Any) -> Any:
+    """Runs ``step(model, t) -> loss`` in the wrapper and in plain PyTorch; parameters must agree after every step."""
+    twin = copy.deepcopy(model)
+    optimizer = optim_fn(list(twin.named_parameters()))
+    wrapper = alone(model, optim_fn, **options)
+    for t in range(steps):
+        optimizer.zero_grad()
+        step(twin, t).backward()
+        optimizer.step()
+        step(wrapper, t).backward()
+        assert wrapper.stats().rounds == t + 1
+        assert_same(wrapper, twin, tolerance)
+    return wrapper
+
+
+# -- 7: unused parameters ------------------------------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 3), nn.Linear(6, 3)
+        self.never = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor, branch: str) -> Tensor:
+        result: Tensor = getattr(self, branch)(torch.tanh(self.trunk(x)))
+        return result
+
+
+@SIZES
+@pytest.mark.parametrize("pattern", ["aabb", "bbaa", "abab", "aaab"])
+def test_parameters_used_now_and_then(bucket_size_in_mb, pattern):
+    torch.manual_seed(0)
+    adam = partial(torch.optim.AdamW, lr=0.05)
+    beside(
+        Branches(),
+        lambda m, t: (m(batch(t)[0], pattern[t]) - batch(t)[1]).square().mean(),
+        adam,
+        bucket_size_in_mb=bucket_size_in_mb,
+    )
+
+
+def branches_on_workers(rank: int, n: int) -> list[Any]:
+    """Each worker takes branches of its own: 'a' on worker 0 only, and so on; what has no gradient still mixes."""
+    found = []
+    for topology in ("complete", "one-peer-exp", "ring"):
+        for overlap in (True, False):
+            torch.manual_seed(0)
+            model = DecentralizedDataParallel(Branches(), SGD, topology=topology, overlap=overlap, bucket_size_in_mb=TINY)
+            for t in range(6):
+                branch = "a" if rank == 0 or (rank == 1 and t == 3) else "b"
+                x, y = batch(t, rank)
+                (model(x, branch) - y).square().mean().backward()
+            found.append((values(model), model.stats().rounds, model.consensus_distance()))
+            model.close()
+    return found
+
+
+def test_branches_chosen_by_data_on_each_worker(workers):
+    results = workers(4, branches_on_workers)
+    start = values(branches_at_start())
+    for case in zip(*results, strict=True):
+        assert [rounds for _, rounds, _ in case] == [6] * 4
+        mean_a = sum(v["a.weight"] for v, _, _ in case) / 4
+        assert not torch.allclose(mean_a, start["a.weight"])  # trained on one worker …
+        assert all(not torch.equal(v["a.weight"], start["a.weight"]) for v, _, _ in case)  # … and mixed to all
+        assert all(torch.allclose(v["never.weight"], start["never.weight"], atol=1e-6) for v, _, _ in case)
+
+
+def branches_at_start() -> Branches:
+    torch.manual_seed(0)
+    return Branches()
+
+
+# -- 8: tied weights, checkpointing, compile -----------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 6)
+        self.body = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        result: Tensor = self.head(torch.tanh(self.body(self.embed(tokens))))
+        return result
+
+
+@SIZES
+def test_tied_weights(bucket_size_in_mb):
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 7, (4, 9), generator=torch.Generator().manual_seed(0))
+    wrapper = beside(
+        Tied(), lambda m, t: nn.functional.cross_entropy(m(tokens[t]), tokens[t]), bucket_size_in_mb=bucket_size_in_mb
+    )
+    assert wrapper.module.head.weight is wrapper.module.embed.weight
+    assert {"embed.weight", "head.weight"} <= wrapper.state_dict().keys()
+    assert [name for name, _ in wrapper.named_parameters()] == ["embed.weight", "body.weight", "body.bias"]
+
+
+class Checkpointed(nn.Module):
+    """Blocks under checkpointing between an ordinary first and last layer; ``shared`` is used inside and outside."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
+        result: Tensor = self.last(x)
+        return result
+
+
+@SIZES
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing(bucket_size_in_mb, use_reentrant):
+    torch.manual_seed(0)
+    beside(Checkpointed(use_reentrant), loss, bucket_size_in_mb=bucket_size_in_mb)
+
+
+class CheckpointedTwice(Checkpointed):
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):  # the same block in two inner backwards: its hooks fire twice in one outer one
+            x = checkpoint(self.blocks[0], self.first(x), use_reentrant=self.use_reentrant)
+        result: Tensor = self.last(x)
+        return result
+
+
+@SIZES
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing_a_shared_block(bucket_size_in_mb, use_reentrant):
+    torch.manual_seed(0)
+    beside(CheckpointedTwice(use_reentrant), loss, bucket_size_in_mb=bucket_size_in_mb)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("calls", [1, 2])
+def test_checkpointing_around_the_wrapper(use_reentrant, calls):
+    def step(m: Any, t: int) -> Tensor:
+        x = batch(t)[0].requires_grad_()
+        outputs = [checkpoint(m, x * (i + 1), use_reentrant=use_reentrant) for i in range(calls)]
+        return (sum(outputs) - batch(t)[1]).square().mean()
+
+    beside(net(), step, bucket_size_in_mb=TINY)
+
+
+@dataclass
+class Output:
+    hidden: dict[str, Any]
+    logits: list[Tensor]
+
+
+class Opaque:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+@pytest.mark.parametrize("kind", ["dataclass", "opaque", "tuple"])
+def test_outputs_of_any_structure(kind):
+    """The end of the outer backward is heard through the outputs, wherever the tensors are in them."""
+
+    class Wrapped(Checkpointed):
+        def forward(self, x: Tensor) -> Any:
+            y = super().forward(x)
+            return {"dataclass": Output({"none": None, "y": y}, [y]), "opaque": Opaque(y), "tuple": (1, (y, "text"))}[kind]
+
+    def step(m: Any, t: int) -> Tensor:
+        output = m(batch(t)[0])
+        tensor = {"dataclass": lambda o: o.hidden["y"], "opaque": lambda o: o.tensor, "tuple": lambda o: o[1][0]}[kind](output)
+        return (tensor - batch(t)[1]).square().mean()
+
+    torch.manual_seed(0)
+    beside(Wrapped(use_reentrant=True), step, bucket_size_in_mb=TINY)
+
+
+def test_compile_of_the_model_and_of_the_wrapper():
+    beside(net(), lambda m, t: loss(m, t), steps=3)
+    compiled = torch.compile(net(), backend="aot_eager")
+    wrapper = alone(compiled, bucket_size_in_mb=TINY)
+    outer = alone(net(), bucket_size_in_mb=TINY)
+    compiled_outer = torch.compile(outer, backend="aot_eager")
+    for t in range(3):
+        loss(wrapper, t).backward()
+        loss(compiled_outer, t).backward()
+    expected = plain(net(), [[0], [1], [2]])
+    assert outer.stats().rounds == wrapper.stats().rounds == 3
+    assert_same(outer, expected, 1e-6)
+    assert_same({n.removeprefix("_orig_mod."): v for n, v in values(wrapper).items()}, values(expected), 1e-6)
+
+
+# -- 9: clipping ---------------------------------------------------------------------------------------------------------
+
+
+@SIZES
+@pytest.mark.parametrize("max_norm", [0.05, 100.0])
+def test_clipping_is_over_all_gradients(bucket_size_in_mb, max_norm):
+    twin = net()
+    optimizer = SGD(list(twin.named_parameters()))
+    wrapper = alone(net(), grad_clip_norm=max_norm, bucket_size_in_mb=bucket_size_in_mb)
+    for t in range(4):
+        optimizer.zero_grad()
+        loss(twin, t).backward()
+        norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), max_norm)
+        optimizer.step()
+        loss(wrapper, t).backward()
+        assert wrapper.stats().grad_norm == float(norm)
+    assert_same(wrapper, twin)
+
+
+def test_clipping_an_accumulated_window():
+    twin, wrapper = net(), alone(net(), grad_clip_norm=0.05, bucket_size_in_mb=TINY)
+    optimizer = SGD(list(twin.named_parameters()))
+    loss(twin, 0).backward()
+    loss(twin, 1).backward()
+    torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.05)
+    optimizer.step()
+    with wrapper.no_sync():
+        loss(wrapper, 0).backward()
+    loss(wrapper, 1).backward()
+    assert_same(wrapper, twin)
+
+
+# -- 10: GradScaler ------------------------------------------------------------------------------------------------------
+
+
+@SIZES
+@pytest.mark.parametrize("max_norm", [0.0, 0.05])
+def test_scaler_beside_plain_pytorch(bucket_size_in_mb, max_norm):
+    options = {"init_scale": 1024.0, "growth_interval": 2}
+    ours, theirs = torch.GradScaler("cpu", **options), torch.GradScaler("cpu", **options)
+    twin = net()
+    optimizer = SGD(list(twin.named_parameters()))
+    wrapper = alone(net(), scaler=ours, grad_clip_norm=max_norm, bucket_size_in_mb=bucket_size_in_mb)
+    for t in range(8):
+        # The infinity is in one parameter's gradient alone.
+        spoil = torch.tensor(float("inf") if t in (2, 5) else 0.0)
+        for m, scaler in ((twin, theirs), (wrapper, ours)):
+            inner = m.module if m is wrapper else m
+            handle = inner[0].bias.register_hook(lambda g, spoil=spoil: g + spoil)
+            scaler.scale(loss(m, t)).backward()
+            handle.remove()
+        theirs.unscale_(optimizer)
+        if max_norm:
+            torch.nn.utils.clip_grad_norm_(twin.parameters(), max_norm)
+        theirs.step(optimizer)
+        theirs.update()
+        optimizer.zero_grad()
+        assert ours.get_scale() == theirs.get_scale()
+        assert_same(wrapper, twin)
+    assert (wrapper.stats().updates, wrapper.stats().rounds) == (6, 8)
+
+
+def scaler_on_workers(rank: int, n: int) -> list[Any]:
+    scaler = torch.GradScaler("cpu", init_scale=2.0)
+    model = DecentralizedDataParallel(net(), SGD, topology="complete", scaler=scaler, bucket_size_in_mb=TINY)
+    found = []
+    for t in range(4):
+        factor = float("nan") if (rank == 1 and t == 2) else 1.0
+        scaler.scale(loss(model, t, rank) * factor).backward()
+        found.append(values(model))
+    model.close()
+    return [found, model.stats().updates, model.stats().rounds]
+
+
+def test_a_skipped_step_still_mixes(workers):
+    """Worker 1 skips update 2: it takes no step, and the others' exchange with it goes on."""
+    (first, *_), (second, updates, rounds) = workers(2, scaler_on_workers)
+    assert (updates, rounds) == (3, 4)
+    # What worker 1 has after the skipped update is the mix of what was sent at update 1, and nothing else.
+    for name, value in second[2].items():
+        torch.testing.assert_close(value, (first[1][name] + second[1][name]) / 2, rtol=1e-5, atol=1e-6)
+    assert all(torch.isfinite(v).all() for v in [*first[3].values(), *second[3].values()])
+
+
+def test_scaler_and_buckets_without_gradients():
+    torch.manual_seed(0)
+    scaler = torch.GradScaler("cpu", init_scale=2.0)
+    model = alone(Branches(), scaler=scaler, bucket_size_in_mb=TINY)
+    for t, branch in enumerate("abab"):
+        scaler.scale((model(batch(t)[0], branch) - batch(t)[1]).square().mean()).backward()
+    assert (model.stats().updates, model.stats().rounds) == (4, 4)
+    model.update()
+    assert model.stats().rounds == 5
+
+
+def test_a_disabled_scaler_counts_as_none():
+    scaler = torch.GradScaler("cpu", enabled=False)
+    model = alone(net(), scaler=scaler)
+    scaler.scale(loss(model, 0)).backward()
+    assert_same(model, plain(net(), [[0]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast(dtype):
+    def step(m: Any, t: int) -> Tensor:
+        with torch.autocast("cpu", dtype=dtype):
+            output = m(batch(t)[0])
+        return (output.float() - batch(t)[1]).square().mean()
+
+    beside(net(), step, bucket_size_in_mb=TINY)
+
+
+# -- 11: dtypes, strides, shapes -----------------------------------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.low = nn.Linear(6, 6).to(torch.bfloat16)
+        self.wide = nn.Linear(6, 6).double()
+        self.single = nn.Linear(6, 3)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.empty(0, 4))
+        self.conv = nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)
+        self.turned = nn.Parameter(torch.randn(3, 6).t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.wide(self.low(x.bfloat16()).double()).float()
+        image = self.conv(x[:, None, :, None].expand(-1, 2, -1, 6)).mean(dim=(1, 2, 3))
+        result: Tensor = self.single(x) * self.scale + self.empty.sum() + image[:, None] + x @ self.turned
+        return result
+
+
+@SIZES
+@pytest.mark.parametrize("view", [True, False])
+def test_mixed_dtypes_and_strides(bucket_size_in_mb, view):
+    torch.manual_seed(0)
+    strides = {name: p.stride() for name, p in Mixed().named_parameters()}
+    torch.manual_seed(0)
+    wrapper = beside(Mixed(), loss, bucket_size_in_mb=bucket_size_in_mb, param_as_bucket_view=view)
+    assert {name: p.stride() for name, p in wrapper.named_parameters()} == strides
+    assert wrapper.module.conv.weight.is_contiguous(memory_format=torch.channels_last)
+    kinds = [{p.dtype for p in optimizer.param_groups[0]["params"]} for optimizer in wrapper.optimizers]
+    assert all(len(kind) == 1 for kind in kinds)
+
+
+def mixed_on_workers(rank: int, n: int) -> Any:
+    found = []
+    for topology in ("complete", "ring"):
+        torch.manual_seed(0)
+        model = DecentralizedDataParallel(Mixed(), SGD, topology=topology, bucket_size_in_mb=0.0005)
+        for t in range(3):
+            loss(model, t, rank).backward()
+        before = model.consensus_distance()
+        with model.averaged():
+            found.append((values(model), before, model.consensus_distance()))
+        model.close()
+    return found
+
+
+def test_mixed_dtypes_on_workers(workers):
+    results = workers(3, mixed_on_workers)
+    for case in zip(*results, strict=True):
+        assert case[0][1] > 0
+        for value, _, after in case:
+            assert_same(value, case[0][0])
+            assert after < 1e-2 * case[0][1]
+
+
+# -- 13: the rest --------------------------------------------------------------------------------------------------------
+
+
+def test_sparse_embedding():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(20, 6, sparse=True), nn.Linear(6, 3))
+    tokens = torch.randint(0, 20, (4, 5), generator=torch.Generator().manual_seed(0))
+    beside(
+        model,
+        lambda m, t: (m(tokens[t]) - batch(t)[1]).square().mean(),
+        partial(torch.optim.SGD, lr=0.1),
+        bucket_size_in_mb=TINY,
+    )
+
+
+def sync_batchnorm(rank: int, n: int) -> bool:
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)))
+    wrapper = DecentralizedDataParallel(model, SGD, topology="ring")
+    wrapper.eval()
+    return bool(torch.isfinite(wrapper(batch(0)[0])).all())
+
+
+def test_sync_batchnorm_is_constructed_and_evaluated(workers):
+    assert all(workers(2, sync_batchnorm))
+
+
+@pytest.mark.parametrize("bucket_size_in_mb", [25, TINY])
+def test_hooks_of_the_users_see_every_gradient(bucket_size_in_mb):
+    seen: list[str] = []
+    model = net()
+
+    def watch(name: str) -> Any:
+        def hook(param: Tensor) -> None:
+            assert param.grad is not None, name
+            seen.append(name)
+
+        return hook
+
+    for name, param in model.named_parameters():
+        param.register_post_accumulate_grad_hook(watch(f"before {name}"))
+        param.register_hook(lambda g: g * 2)
+    wrapper = alone(model, bucket_size_in_mb=bucket_size_in_mb)
+    for name, param in wrapper.named_parameters():
+        param.register_post_accumulate_grad_hook(watch(f"after {name}"))
+    for t in range(3):
+        loss(wrapper, t).backward()
+    assert len(seen) == 3 * 2 * 6
+    twin = net()
+    optimizer = SGD(list(twin.named_parameters()))
+    for t in range(3):
+        (2 * loss(twin, t)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(wrapper, twin, 1e-6)
+
+
+class Breaks(torch.autograd.Function):
+    armed = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        if Breaks.armed:
+            raise MemoryError("out of memory")
+        return grad
+
+
+class Fragile(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.lower, self.upper = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.upper(Breaks.apply(self.lower(x)))
+        return result
+
+
+def broken_backward(rank: int, n: int, overlap: bool, clip: float, watcher: str) -> Any:
+    model = DecentralizedDataParallel(
+        Fragile(), SGD, topology="complete", overlap=overlap, grad_clip_norm=clip, bucket_size_in_mb=TINY
+    )
+    for t in range(6):
+        Breaks.armed = rank == 1 and t == 3
+        try:
+            loss(model, t, rank).backward()
+        except MemoryError:
+            assert Breaks.armed
+            if watcher == "zero_grad":
+                model.zero_grad()
+    result = model.stats().updates, model.stats().rounds, values(model), model.consensus_distance()
+    model.close()
+    return result
+
+
+@pytest.mark.parametrize(("overlap", "clip", "watcher"), [(True, 0.0, ""), (False, 0.0, "zero_grad"), (True, 1.0, "")])
+def test_a_backward_that_raises_half_way(workers, overlap, clip, watcher):
+    """Worker 1 runs out of memory at update 3 and goes on: the rounds stay in step, and nothing hangs."""
+    results = workers(2, broken_backward, overlap, clip, watcher)
+    assert [(updates, rounds) for updates, rounds, *_ in results] == [(6, 6), (5, 6)]
+    assert all(torch.isfinite(v).all() for _, _, value, _ in results for v in value.values())
+    if not overlap:
+        assert results[0][3] < 1e-6
+
+
+def test_a_broken_backward_leaves_no_gradients_behind():
+    model = alone(Fragile(), bucket_size_in_mb=TINY)
+    loss(model, 0).backward()
+    Breaks.armed = True
+    with pytest.raises(MemoryError):
+        loss(model, 1).backward()
+    Breaks.armed = False
+    loss(model, 2).backward()
+    assert (model.stats().updates, model.stats().rounds) == (2, 3)
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("view", [True, False])
+def test_a_saved_tensor_made_stale_by_the_update_is_torchs_error(view):
+    model = alone(net(), bucket_size_in_mb=TINY, param_as_bucket_view=view)
+    loss(model, 0).backward()
+    value = loss(model, 1)
+    value.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        value.backward()
+
+
+def stale_by_mixing(rank: int, n: int) -> str:
+    """No gradient for the later layers: their values move by mixing alone, which must count as a write, too."""
+    model = DecentralizedDataParallel(net(), SGD, topology="complete", bucket_size_in_mb=25)
+    for t in range(3):
+        loss(model, t, rank).backward()
+    value = loss(model, 3, rank)
+    model.update()
+    try:
+        value.backward()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_mixing_makes_saved_tensors_stale(workers):
+    assert all("modified by an inplace operation" in message for message in workers(2, stale_by_mixing))
+
+
+class LateCheckpoint(nn.Module):
+    """``last`` is used in the outer graph and, once ``inner`` is set, in a checkpointed one, whose backward comes later."""
+
+    inner = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        again = checkpoint(lambda z: self.last(z), y, use_reentrant=True) if self.inner else 0
+        result: Tensor = self.last(self.middle(y)) + again
+        return result
+
+
+def test_a_late_gradient_is_kept_with_a_word():
+    torch.manual_seed(0)
+    wrapper = alone(LateCheckpoint(), bucket_size_in_mb=TINY)
+    for t in range(2):
+        loss(wrapper, t).backward()
+    wrapper.module.inner = True
+    with pytest.warns(UserWarning, match="joins the next update"):
+        loss(wrapper, 2).backward()
+    assert any(p.grad is not None for p in wrapper.parameters())
+    twin = copy.deepcopy(wrapper.module)
+    optimizer = SGD(list(twin.named_parameters()))
+    optimizer.load_state_dict(_as_torch(wrapper, optimizer))
+    for theirs, ours in zip(twin.parameters(), wrapper.parameters(), strict=True):
+        theirs.grad = None if ours.grad is None else ours.grad.clone()
+    for t in (3, 4):
+        loss(wrapper, t).backward()
+        loss(twin, t).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert wrapper.stats().rounds == 5
+    assert_same(wrapper, twin)
+
+
+def _as_torch(wrapper: DecentralizedDataParallel, optimizer: torch.optim.Optimizer) -> Any:
+    state = wrapper.optim_state_dict()["state"]
+    names = [name for name, _ in wrapper.named_parameters()]
+    return {**optimizer.state_dict(), "state": {i: copy.deepcopy(state[name]) for i, name in enumerate(names)}}
