@@ -76,11 +76,12 @@ def _check_taken(optimizer: Optimizer, block: Block) -> None:
     """An optimizer must take each of its bucket's parameters once, and no other."""
     counts = Counter(id(param) for group in optimizer.param_groups for param in group["params"])
     for param, name in zip(block.params, block.names, strict=True):
-        if counts.pop(id(param), 0) == 0:
+        count = counts.pop(id(param), 0)
+        if count != 1:
             raise ValueError(
-                f"optim_fn leaves out parameter '{name}': each of the (name, parameter) pairs that it is given must be in "
-                "exactly one parameter group. Freeze parameters that are not to train (requires_grad_(False)) before "
-                "wrapping the model."
+                f"optim_fn {'takes parameter' if count else 'leaves out parameter'} '{name}'{' twice' if count else ''}: each of "
+                "the (name, parameter) pairs that it is given must be in exactly one parameter group. Freeze parameters that "
+                "are not to train (requires_grad_(False)) before wrapping the model."
             )
     if counts:
         raise ValueError(

@@ -145,7 +145,8 @@ class Schedule:
         self._nested = False
         # The first backward's order, until the buckets are made from it.
         self._order: dict[int, None] = {}
-        # The round that is under way: buckets before this one are updated.
+        # The round that is under way: whether it has begun, and which bucket is next to be updated.
+        self._begun = False
         self._next = 0
         self._bucket_of: dict[int, int] = {}
         self._missing: list[int] = []
@@ -303,36 +304,34 @@ class Schedule:
         self._arrived.clear()
         if self.accumulating:
             self.window = Window.OPEN if arrived else self.window
-        elif arrived or self._next:
+        elif arrived or self._begun:
             self._update(step=False)
 
     def _advance(self) -> None:
         """Updates the buckets that are complete, in the order that is the same on all workers."""
         with self._faults():
             while self._next < len(self._missing) and self._missing[self._next] == 0:
+                self._begin_round(active=True)
                 self._update_bucket(step=True, keep=False)
 
     def _update(self, *, step: bool, keep: bool = False) -> None:
         """Makes the rest of a round: all buckets that were not updated while the gradients came."""
         self.check()
         with self._faults():
-            if not self._engine.buckets:
-                self._make_buckets()
+            self._begin_round(active=not keep)
             step = step and self._policy.allows_step()
             while self._next < len(self._engine.buckets):
                 self._update_bucket(step=step, keep=keep)
             if not self._overlap:
                 for bucket in self._engine.buckets:
                     self._engine.finish(bucket)
-            self._next = 0
+            self._next, self._begun = 0, False
             self._engine.round += 1
             self._engine.steps += step
         if not keep:
             self.window = Window.IDLE
 
     def _update_bucket(self, *, step: bool, keep: bool) -> None:
-        if self._next == 0:
-            self._begin_round(active=not keep)
         bucket = self._engine.buckets[self._next]
         if self._overlap:
             self._engine.finish(bucket)
@@ -345,13 +344,19 @@ class Schedule:
         self._next += 1
 
     def _begin_round(self, *, active: bool) -> None:
-        self._began()
-        for bucket in self._engine.buckets:
-            bucket.block.adopt()
+        if self._begun:
+            return
+        self._begun = True
         if self.joining and active:
+            # Before any other collective of this round: who has run out is waiting for it.
             self._flags.append(self._transport.control.mean(torch.ones(1)))
             if len(self._flags) > _FLAGS_UNDER_WAY:
                 self._flags.popleft().wait()
+        if not self._engine.buckets:
+            self._make_buckets()
+        self._began()
+        for bucket in self._engine.buckets:
+            bucket.block.adopt()
 
     def _make_buckets(self) -> None:
         self._engine.buckets = self._build(list(self._order))

@@ -17,8 +17,8 @@ from decent_dp.transport.waiter import Waiter
 
 __all__ = ["Groups"]
 
-# Elements of a piece where the sum cannot be taken in place. It bounds the extra memory.
-_PIECE = 2**20
+# Elements of a piece where the sum cannot be taken in place: half a MiB of float32, which bounds the extra memory.
+_PIECE = 2**17
 
 # Round and bucket are summed along with the payload, modulo this, so that sums of any group stay exact in float32.
 _MODULUS = 4096
@@ -91,11 +91,12 @@ def _sum_in_pieces(
 ) -> None:
     # A payload without elements still makes its call: every member counts calls alike.
     for piece, into in zip(torch.split(sent, _PIECE), torch.split(received, _PIECE), strict=True):
-        own = piece.to(device, dtype)
-        total = torch.cat([_mark(label, own), own])
+        total = torch.empty(2 + piece.numel(), dtype=dtype, device=device)
+        total[:2] = _mark(label, total)
+        total[2:].copy_(piece)
         communicator.allreduce([total]).wait()
         _check(total[:2], size, label)
-        into.copy_(total[2:].sub_(own).div_(size - 1))
+        into.copy_(total[2:].sub_(piece.to(device)).div_(size - 1))
 
 
 def _mark(label: Label, like: Tensor) -> Tensor:

@@ -1,0 +1,1 @@
+"""Scripts to copy from. ``digits.py`` is the one to start with."""

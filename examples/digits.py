@@ -1,0 +1,224 @@
+"""Trains a small network on handwritten digits, decentralized. Copy this file as a start.
+
+    torchrun --nproc-per-node 4 examples/digits.py --topology one-peer-exp
+    python examples/digits.py                          # one worker
+
+``--method ddp`` trains the same with PyTorch DDP, to compare; all of it that is only there for this is marked "DDP".
+Needs scikit-learn, which brings the data along: pip install 'decent-dp[demo]'
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from decent_dp.ddp import DecentralizedDataParallel
+from decent_dp.optim import lr_scheduler_fn_cosine_with_warmup, optim_fn_accum_adamw, optim_fn_adamw
+from decent_dp.utils import initialize_dist
+
+OPTIMIZERS = {"adamw": optim_fn_adamw, "accum-adamw": optim_fn_accum_adamw}
+WARM_UP_STEPS = 10  # also left out of the time of a step
+
+
+@dataclass(frozen=True)
+class Config:
+    method: str = "decent_dp"  # or "ddp"
+    topology: str = "one-peer-exp"
+    optimizer: str = "adamw"
+    epochs: int = 30
+    batch_size: int = 32  # of each worker
+    lr: float = 2e-3
+    seed: int = 0
+    local_world_size: int | None = None  # workers a node; None: what the launcher says
+    save: str | None = None  # where the mean model goes
+
+
+def load_data() -> tuple[TensorDataset, Tensor, Tensor]:
+    """1437 images to train on, and 360 images and labels to validate with: the same on every worker and for every seed."""
+    images, labels = load_digits(return_X_y=True)
+    split = train_test_split(images / 16, labels, test_size=360, stratify=labels, random_state=0)
+    x, x_val = (torch.tensor(part, dtype=torch.float32) for part in split[:2])
+    y, y_val = (torch.tensor(part) for part in split[2:])
+    return TensorDataset(x, y), x_val, y_val
+
+
+def make_model(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+
+
+def wrap(model: nn.Module, config: Config, steps: int) -> Any:
+    """The model, ready to be trained for so many steps."""
+    # Factories, because decent_dp makes one optimizer a bucket, with the scheduler that belongs to it.
+    optim_fn = partial(OPTIMIZERS[config.optimizer], lr=config.lr, weight_decay=0.1)
+    lr_scheduler_fn = partial(
+        lr_scheduler_fn_cosine_with_warmup, t_warmup=WARM_UP_STEPS, t_max=max(1, steps - WARM_UP_STEPS)
+    )
+    if config.method == "ddp":
+        return DDP(model, optim_fn, lr_scheduler_fn)
+    return DecentralizedDataParallel(
+        model, optim_fn, lr_scheduler_fn, topology=config.topology, _local_world_size=config.local_world_size
+    )
+
+
+def train(config: Config, report: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+    """Trains one model. Called by all workers; returns what happened, the same on all of them."""
+    dataset, x_val, y_val = load_data()
+    # Every worker sees its own share of the images: a different one each epoch (set_epoch, below).
+    sampler: DistributedSampler[Any] = DistributedSampler(dataset, shuffle=True, seed=config.seed, drop_last=True)
+    loader = DataLoader(dataset, batch_size=config.batch_size, sampler=sampler, drop_last=True)
+    model = wrap(make_model(config.seed), config, steps=config.epochs * len(loader))
+    criterion = nn.CrossEntropyLoss()
+
+    history: list[dict[str, float | None]] = []
+    seconds: list[float] = []
+    for epoch in range(config.epochs):
+        sampler.set_epoch(epoch)
+        losses = []
+        for images, labels in loader:
+            began = time.perf_counter()
+            loss = criterion(model(images), labels)
+            loss.backward()  # and that is all: it mixes with the neighbours, steps the optimizer and the scheduler
+            if config.method == "ddp":
+                model.step()
+            seconds.append(time.perf_counter() - began)
+            losses.append(loss.detach())
+
+        # The mean of a metric over workers: one all-reduce an epoch is enough for all its steps.
+        mean_losses = mean_over_workers(torch.stack(losses)).tolist()
+        distance = model.consensus_distance()
+        first = epoch * len(loader) + 1
+        history += [{"step": first + i, "loss": value, "consensus_distance": None} for i, value in enumerate(mean_losses)]
+        history[-1]["consensus_distance"] = distance
+        if (epoch + 1) % 5 == 0 or epoch + 1 == config.epochs:
+            loss_now = statistics.fmean(mean_losses)
+            report(f"epoch {epoch + 1:3d}: loss {loss_now:.4f}, replicas are {distance:.2e} away from their mean")
+
+    # Replicas differ: what counts is their mean, and that is what is saved. A single one is looked at to see the difference.
+    worst = -max_over_workers(-accuracy(model, x_val, y_val))
+    with model.averaged():
+        of_mean = accuracy(model, x_val, y_val)
+        if config.save and dist.get_rank() == 0:
+            Path(config.save).parent.mkdir(parents=True, exist_ok=True)
+            torch.save(model.state_dict(), config.save)  # plain keys: it loads into make_model(...)
+    result = {
+        "config": asdict(config),
+        "workers": dist.get_world_size(),
+        "steps": len(seconds),
+        "accuracy": of_mean,
+        "worst_accuracy": worst,
+        "consensus_distance": model.consensus_distance(),
+        "bytes_a_step": bytes_a_step(model),
+        "ms_a_step": 1e3 * float(mean_over_workers(torch.tensor(statistics.median(seconds[WARM_UP_STEPS:] or seconds)))),
+        "history": history,
+    }
+    model.close()
+    return result
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
+    model.eval()
+    right = (model(images).argmax(dim=1) == labels).float().mean()
+    model.train()
+    return float(right)
+
+
+def mean_over_workers(values: Tensor) -> Tensor:
+    values = values.clone()
+    dist.all_reduce(values)
+    return values / dist.get_world_size()
+
+
+def max_over_workers(value: float) -> float:
+    tensor = torch.tensor(value)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return float(tensor)
+
+
+def bytes_a_step(model: Any) -> float:
+    """What a worker sends for an update, on average over workers: as counted, or, for DDP, what a ring all-reduce sends."""
+    if isinstance(model, DDP):
+        n = dist.get_world_size()
+        return 2 * (n - 1) / n * sum(p.numel() * p.element_size() for p in model.parameters())
+    stats = model.stats()
+    return float(mean_over_workers(torch.tensor(stats.bytes_sent / max(1, stats.rounds))))
+
+
+class DDP(DistributedDataParallel):
+    """DDP: PyTorch's, with the calls that the loop above makes. Replicas are equal, so each of them is the mean."""
+
+    def __init__(self, model: nn.Module, optim_fn: Any, lr_scheduler_fn: Any) -> None:
+        super().__init__(model)
+        self.optimizer = optim_fn(list(model.named_parameters()))
+        self.scheduler = lr_scheduler_fn(self.optimizer)
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def consensus_distance(self) -> float:
+        return 0.0
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+    def close(self) -> None:
+        pass
+
+
+def main() -> None:
+    default = Config()
+    parser = argparse.ArgumentParser(description="Decentralized training on handwritten digits.")
+    parser.add_argument("--method", choices=["decent_dp", "ddp"], default=default.method)
+    parser.add_argument("--topology", default=default.topology, help="complete, ring, one-peer-exp or alternating-exp-ring")
+    parser.add_argument("--optimizer", choices=sorted(OPTIMIZERS), default=default.optimizer)
+    parser.add_argument("--epochs", type=int, default=default.epochs)
+    parser.add_argument("--batch-size", type=int, default=default.batch_size, help="of each worker")
+    parser.add_argument("--lr", type=float, default=default.lr)
+    parser.add_argument("--seed", type=int, default=default.seed, help="of the weights and of the order of the images")
+    parser.add_argument("--local-world-size", type=int, help="workers a node, for alternating-exp-ring; else the launcher's")
+    parser.add_argument("--save", metavar="FILE", help="where the mean model's state dict goes")
+    parser.add_argument("--out", metavar="FILE", help="where the results go, as JSON")
+    options = vars(parser.parse_args())
+    out = options.pop("out")
+
+    torch.set_num_threads(1)  # workers share this machine's cores
+    rank, world_size = initialize_dist()
+
+    def report(line: str) -> None:
+        if rank == 0:
+            print(line, flush=True)
+
+    result = train(Config(**options), report)
+    report(f"{world_size} workers, {result['steps']} steps of {result['ms_a_step']:.2f} ms, "
+           f"{result['bytes_a_step'] / 1e3:.1f} kB sent by a worker a step")
+    report(f"validation accuracy of the mean model {result['accuracy']:.2%}, of the worst replica {result['worst_accuracy']:.2%}")
+    if out and rank == 0:
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
+        Path(out).write_text(json.dumps(result, indent=1) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,408 @@
+"""The rooms of DESIGN §2 as the imports tell them, and the public contract of API.md as ``inspect`` does."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import decent_dp
+import decent_dp.ddp
+import decent_dp.errors
+import decent_dp.optim
+import decent_dp.topo
+import decent_dp.utils
+
+SOURCE = Path(decent_dp.__file__).parent
+FILES = sorted(SOURCE.rglob("*.py"))
+
+# -- the ladder ------------------------------------------------------------------------------------------------------------
+
+# A room is a top-level module or package; these modules are one room with ddp.
+DDP = {"ddp", "agree", "consensus", "engine", "guard", "schedule", "settings", "states"}
+# Rooms that a room may import (its own modules always). A new room has to be placed here.
+BELOW: dict[str, set[str]] = {"errors": set(), "optim": set(), "plots": set(), "launch": {"errors"}, "utils": {"launch"}}
+BELOW["topo"] = {"errors"}
+for _room in ("mixing", "wire", "bucket", "planner"):
+    BELOW[_room] = {"errors", "topo"}
+BELOW["transport"] = {"errors", "topo", "mixing", "wire", "bucket", "planner"}
+BELOW["ddp"] = BELOW["transport"] | {"transport"}
+BELOW["checkpoint"] = BELOW["ddp"] | {"ddp"}
+BELOW["cli"] = BELOW["checkpoint"] | {"checkpoint", "sim", "optim", "launch", "plots", "utils"}
+BELOW["sim"] = {"errors", "topo", "mixing", "wire", "optim"}
+BELOW["__init__"] = set()  # names are looked up lazily
+
+MAY_IMPORT_DISTRIBUTED = {"transport", "launch", "checkpoint"}
+ONLY_IN = {"matplotlib": {"plots"}, "typer": {"cli"}, "rich": {"cli"}}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module. ``kind``: 'top' (runs at import), 'inside' (a function) or 'types' (TYPE_CHECKING only)."""
+
+    file: str
+    line: int
+    target: str
+    kind: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} imports {self.target}"
+
+
+def room_of(module: str) -> str:
+    """'transport.group' -> 'transport', 'agree' -> 'ddp'."""
+    first = module.partition(".")[0]
+    return "ddp" if first in DDP else first
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+def imports_of(path: Path) -> list[Import]:
+    name = str(path.relative_to(SOURCE))
+    package = ["decent_dp", *path.relative_to(SOURCE).parts[:-1]]
+    found: list[Import] = []
+
+    def visit(node: ast.AST, kind: str) -> None:
+        if isinstance(node, ast.Import):
+            found.extend(Import(name, node.lineno, alias.name, kind) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            target = ".".join(base + ([node.module] if node.module else []))
+            # 'from decent_dp import errors' and 'from torch import distributed' import a module.
+            found.extend(Import(name, node.lineno, f"{target}.{alias.name}", kind) for alias in node.names)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
+            found.append(Import(name, node.lineno, "torch.distributed", kind))
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            kind = "types"
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and kind == "top":
+            kind = "inside"
+        for child in ast.iter_child_nodes(node):
+            visit(child, kind)
+
+    visit(ast.parse(path.read_text()), "top")
+    return found
+
+
+ALL_IMPORTS = [(module_of(path), found) for path in FILES for found in imports_of(path)]
+
+
+def own_imports() -> Iterator[tuple[str, str, Import]]:
+    """(importing module, imported module of ours, where), TYPE_CHECKING aside."""
+    known = {module_of(path) for path in FILES}
+    for module, found in ALL_IMPORTS:
+        if found.target.split(".")[0] == "decent_dp" and found.kind != "types":
+            target = found.target.removeprefix("decent_dp").lstrip(".")
+            while target and target not in known:
+                target = target.rpartition(".")[0]
+            yield module, target or "__init__", found
+
+
+def test_every_module_has_a_room():
+    assert {room_of(module_of(path)) for path in FILES} <= BELOW.keys()
+
+
+def test_rooms_import_only_what_is_below_them():
+    wrong = [str(f) for module, target, f in own_imports() if room_of(target) not in BELOW[room_of(module)] | {room_of(module)}]
+    assert wrong == []
+
+
+def test_the_ladder_itself_goes_one_way():
+    for room, below in BELOW.items():
+        assert room not in below
+        for lower in below:
+            assert BELOW[lower] <= below | {lower}, f"{room} reaches {BELOW[lower] - below} through {lower}"
+
+
+def test_no_module_imports_itself_through_others():
+    graph: dict[str, set[str]] = {}
+    packages = {module_of(path) for path in FILES if path.name == "__init__.py"}
+    for module, target, _ in own_imports():
+        # A package's __init__ gathers its modules, which may name their siblings.
+        if module not in packages and target not in packages:
+            graph.setdefault(module, set()).add(target)
+    done: set[str] = set()
+
+    def walk(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join((*path, module))
+        if module not in done:
+            for target in graph.get(module, ()):
+                walk(target, (*path, module))
+            done.add(module)
+
+    for module in graph:
+        walk(module, ())
+
+
+def test_only_the_rooms_that_talk_import_torch_distributed():
+    found = [f for _, f in ALL_IMPORTS if f.target.startswith("torch.distributed") and f.kind != "types"]
+    wrong = []
+    for f in found:
+        room = room_of(f.file.removesuffix(".py").replace("/", "."))
+        # A topology looks the group up when rank and world_size are not given.
+        looks_up = f.file == "topo/base.py" and f.kind == "inside"
+        if room not in MAY_IMPORT_DISTRIBUTED and not looks_up and f.file != "ddp.py":
+            wrong.append(str(f))
+    assert wrong == []
+    # ddp.py names the type of a process group and asks whether there is one; it moves no bytes.
+    uses = set(re.findall(r"\bdist\.\w+", (SOURCE / "ddp.py").read_text()))
+    assert uses <= {"dist.ProcessGroup", "dist.is_available", "dist.is_initialized", "dist.get_rank", "dist.get_world_size"}
+
+
+@pytest.mark.parametrize("package", ONLY_IN)
+def test_extras_are_imported_in_one_room(package):
+    wrong = [
+        str(f) for module, f in ALL_IMPORTS if f.target.split(".")[0] == package and room_of(module) not in ONLY_IN[package]
+    ]
+    assert wrong == []
+
+
+def test_the_core_needs_torch_and_numpy_alone():
+    allowed = {"decent_dp", "torch", "numpy", "matplotlib", "typer", "rich", *sys.stdlib_module_names}
+    assert [str(f) for _, f in ALL_IMPORTS if f.target.split(".")[0] not in allowed] == []
+    for room in ("topo", "errors"):
+        torch_at_top = [
+            str(f) for m, f in ALL_IMPORTS if room_of(m) == room and f.target.split(".")[0] == "torch" and f.kind == "top"
+        ]
+        assert torch_at_top == []
+
+
+# -- sizes -----------------------------------------------------------------------------------------------------------------
+
+
+def test_files_have_at_most_600_lines():
+    assert {p.name: n for p in FILES if (n := len(p.read_text().splitlines())) > 600} == {}
+
+
+def test_functions_have_at_most_80_lines():
+    long = {}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                end = node.end_lineno
+                assert end is not None
+                if end - node.lineno + 1 > 80:
+                    long[f"{path.name}:{node.name}"] = end - node.lineno + 1
+    assert long == {}
+
+
+# -- what import does ------------------------------------------------------------------------------------------------------
+
+_PROBE = """
+import sys, warnings
+warnings.simplefilter("error")
+import decent_dp, decent_dp.topo, decent_dp.errors
+topology = decent_dp.topo.RingTopology(1, world_size=4, rank=0)
+assert topology.get_edge(0).ranks == [0, 1], topology
+assert "torch" not in sys.modules, "torch came in"
+assert decent_dp.Topology is decent_dp.topo.Topology
+assert "torch" not in sys.modules, "torch came in with Topology"
+import logging
+before = list(logging.root.handlers)
+for name in decent_dp.__all__:
+    assert getattr(decent_dp, name).__name__ == name, name
+assert set(decent_dp.__all__) <= set(dir(decent_dp))
+try:
+    decent_dp.nothing
+except AttributeError as error:
+    assert "nothing" in str(error)
+else:
+    raise AssertionError("decent_dp.nothing")
+import torch.distributed, decent_dp.utils
+assert not torch.distributed.is_initialized()
+assert logging.root.handlers == before
+ours = {n: l for n, l in logging.root.manager.loggerDict.items() if n.startswith("decent_dp")}
+for name, logger in ours.items():
+    assert not getattr(logger, "handlers", []), name
+    assert getattr(logger, "level", 0) == 0 and getattr(logger, "propagate", True), name
+for extra in ("matplotlib", "typer", "rich", "sklearn"):
+    assert extra not in sys.modules, extra
+print("fine")
+"""
+
+
+def test_import_is_lazy_and_quiet():
+    done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "fine\n", "")
+
+
+def test_types_ship():
+    assert (SOURCE / "py.typed").is_file()
+
+
+def test_no_code_prints_or_configures_logging():
+    for path in FILES:
+        if room_of(module_of(path)) == "cli":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                assert called not in {"print", "logging.basicConfig"}, f"{path.name}:{node.lineno}"
+                assert not called.endswith(".addHandler"), f"{path.name}:{node.lineno}"
+
+
+def test_the_tree_of_errors_is_true():
+    text = decent_dp.errors.__doc__ or ""
+    drawn: dict[str, str] = {}
+    above: list[str] = []
+    for line in text.splitlines():
+        match = re.match(r"    ([│├└─ ]*)(\w+)(?:  |$)", line)
+        if match:
+            depth = len(match[1]) // 4
+            above = [*above[:depth], match[2]]
+            if depth:
+                drawn[match[2]] = above[depth - 1]
+    true = {name: getattr(decent_dp.errors, name).__bases__[0].__name__ for name in decent_dp.errors.__all__}
+    assert {name: parent for name, parent in drawn.items() if name in true} == true
+    assert drawn.keys() - true.keys() == {"ValueError", "RuntimeError"}
+    defined = {
+        name for name, kind in vars(decent_dp.errors).items() if isinstance(kind, type) and issubclass(kind, BaseException)
+    }
+    assert defined == set(true)
+
+
+# -- the public contract ---------------------------------------------------------------------------------------------------
+
+
+def shape(callable_: Any) -> str:
+    """Argument names, order and defaults, without annotations and without ``self``."""
+    signature = inspect.signature(callable_)
+    parameters = [p.replace(annotation=p.empty) for p in signature.parameters.values() if p.name != "self"]
+    return str(inspect.Signature(parameters))
+
+
+def test_public_names():
+    assert decent_dp.__all__ == [
+        "AccumAdam",
+        "AccumAdamW",
+        "DecentralizedDataParallel",
+        "Edge",
+        "Topology",
+        "TopologyReg",
+        "initialize_dist",
+    ]
+    assert {"LR_SCHEDULER_FN_TYPE", "OPTIM_FN_TYPE", "DecentralizedDataParallel"} <= set(decent_dp.ddp.__all__)
+    assert decent_dp.optim.__all__ == [
+        "AccumAdam",
+        "AccumAdamW",
+        "accum_adam_foreach",
+        "accum_adamw_foreach",
+        "lr_scheduler_fn_cosine_with_warmup",
+        "optim_fn_accum_adam",
+        "optim_fn_accum_adamw",
+        "optim_fn_adam",
+        "optim_fn_adamw",
+    ]
+    assert set(decent_dp.topo.__all__) >= {
+        "AlternatingExpRingTopology",
+        "CompleteTopology",
+        "Edge",
+        "OnePeerExpTopology",
+        "RingTopology",
+        "Topology",
+        "TopologyReg",
+    }
+    assert decent_dp.utils.__all__ == ["initialize_dist"]
+    for module in (decent_dp.ddp, decent_dp.optim, decent_dp.topo, decent_dp.utils, decent_dp.errors):
+        assert all(hasattr(module, name) for name in module.__all__)
+
+
+def test_the_wrappers_arguments():
+    # What is new comes after the star, so that old positional calls hold.
+    documented = (
+        "model, optim_fn, lr_scheduler_fn=None, topology='complete', scaler=None, grad_clip_norm=0.0, "
+        "param_as_bucket_view=True, sync_buffer_in_global_avg=False, bucket_size_in_mb=25, _local_world_size=None, *"
+    )
+    positional, _, rest = shape(decent_dp.DecentralizedDataParallel.__init__).partition(", *")
+    assert positional + ", *" == "(" + documented
+    keywords = rest.removeprefix(", ").removesuffix(", **unknown)").split(", ")
+    assert keywords == ["overlap=True", "process_group=None", "transport=None"]
+
+
+METHODS = {
+    "forward": "(*args, **kwargs)",
+    "train": "(mode=True)",
+    "eval": "()",
+    "parameters": "(recurse=True)",
+    "named_parameters": "(prefix='', recurse=True, remove_duplicate=True)",
+    "buffers": "(recurse=True)",
+    "named_buffers": "(prefix='', recurse=True, remove_duplicate=True)",
+    "set_accumulate_grad": "(enable=True)",
+    "no_sync": "()",
+    "update": "()",
+    "zero_grad": "(set_to_none=True)",
+    "global_avg": "(will_revert=True, return_d2c=False)",
+    "revert_global_avg": "()",
+    "averaged": "()",
+    "consensus_distance": "()",
+    "get_lr": "()",
+    "set_adaptive_factor": "(factor)",
+    "optim_state_dict": "()",
+    "load_optim_state_dict": "(state_dict)",
+    "load_state_dict": "(state_dict, strict=True, assign=False)",
+    "join": "()",
+    "close": "()",
+}
+
+
+def test_the_wrappers_methods():
+    wrapper = decent_dp.DecentralizedDataParallel
+    assert {name: shape(getattr(wrapper, name)) for name in METHODS} == METHODS
+    assert isinstance(inspect.getattr_static(wrapper, "optimizers"), property)
+    assert isinstance(inspect.getattr_static(wrapper, "lr_schedulers"), property)
+    assert "FLOAT_DTYPES" in vars(wrapper)
+
+
+FUNCTIONAL = (
+    "(params, grads, exp_avgs, exp_avg_sqs, accum_grads, state_steps, beta1, beta2, lr, weight_decay, eps, accum_iter)"
+)
+OPTIM = {
+    "AccumAdamW": "(params, lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0, accum_iter=4)",
+    "AccumAdam": "(params, lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.0, accum_iter=4)",
+    "optim_fn_adam": f"(params, lr=0.001, beta1=0.9, beta2=0.999, weight_decay={1 / 32768}, eps=1e-08)",
+    "optim_fn_adamw": "(params, lr=0.001, beta1=0.9, beta2=0.999, weight_decay=0.1, eps=1e-08)",
+    "optim_fn_accum_adam": f"(params, lr=0.001, beta1=0.9, beta2=0.999, eps=1e-08, weight_decay={1 / 32768}, accum_iter=4)",
+    "optim_fn_accum_adamw": "(params, lr=0.001, beta1=0.9, beta2=0.999, eps=1e-08, weight_decay=0.1, accum_iter=4)",
+    "lr_scheduler_fn_cosine_with_warmup": "(optimizer, t_max, t_warmup, cosine_eta_min=1e-06, warmup_decay=0.01)",
+    "accum_adamw_foreach": FUNCTIONAL,
+    "accum_adam_foreach": FUNCTIONAL,
+}
+
+
+def test_optim_signatures():
+    # A default of 0 and one of 0.0 are the same default.
+    found = {name: shape(getattr(decent_dp.optim, name)) for name in OPTIM}
+    assert {k: v.replace("weight_decay=0.0,", "weight_decay=0,") for k, v in found.items()} == {
+        k: v.replace("weight_decay=0.0,", "weight_decay=0,") for k, v in OPTIM.items()
+    }
+
+
+def test_topo_and_utils_signatures():
+    topo = decent_dp.topo
+    assert shape(topo.Edge.__init__) == "(ranks, weight, group=None)"
+    assert shape(topo.Topology.__init__).startswith("(local_world_size")
+    assert {"world_size", "rank"} <= inspect.signature(topo.Topology.__init__).parameters.keys()
+    assert shape(topo.Topology.round) == "(t)"
+    assert shape(topo.Topology.get_edge) == "(step)"
+    assert shape(topo.Topology._get_topo_edges) == "()"
+    assert shape(topo.TopologyReg.register) == "(name)"
+    assert isinstance(topo.TopologyReg.registry, dict)
+    assert {name: topo.TopologyReg.registry[name] for name in ("complete", "ring", "one-peer-exp", "alternating-exp-ring")} == {
+        "complete": topo.CompleteTopology,
+        "ring": topo.RingTopology,
+        "one-peer-exp": topo.OnePeerExpTopology,
+        "alternating-exp-ring": topo.AlternatingExpRingTopology,
+    }
+    assert shape(decent_dp.utils.initialize_dist) == "()"
+    edge = topo.Edge([1, 0], 0.5)
+    assert (edge.ranks, edge.weight, edge.group) == ([1, 0], 0.5, None)

@@ -1,0 +1,310 @@
+"""Layouts: every parameter in exactly one place, and views that are the parameter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from decent_dp.bucket import MIB, Block, Envelope, TensorSpec, dense_stride, plan_buckets
+
+CPU = torch.device("cpu")
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+# -- plans -----------------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def layouts(draw):
+    shapes = draw(st.lists(st.lists(st.integers(0, 5), max_size=4).map(tuple), min_size=1, max_size=12))
+    specs = []
+    for i, shape in enumerate(shapes):
+        dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
+        # The plan looks at nothing but the device's name.
+        device = draw(st.sampled_from([CPU, CPU, torch.device("meta")]))
+        specs.append(TensorSpec(f"p{i}", shape, torch.empty(shape).stride(), dtype, device))
+    order = draw(st.permutations(range(len(specs))))
+    limit = draw(st.one_of(st.integers(0, 600), st.floats(0.5, 600)))
+    return specs, order, limit
+
+
+@settings(deadline=None, max_examples=200)
+@given(layouts())
+def test_plans(layout):
+    specs, order, limit = layout
+    plans = plan_buckets(specs, order, limit)
+    place = {index: at for at, index in enumerate(order)}
+
+    assert sorted(slot.index for plan in plans for slot in plan.slots) == list(range(len(specs)))
+    for plan in plans:
+        end = 0
+        for slot in plan.slots:
+            assert slot.spec is specs[slot.index]
+            assert (slot.spec.dtype, slot.spec.device) == (plan.dtype, plan.device)
+            assert slot.offset == end  # no overlap, and nothing between
+            end += slot.spec.numel
+        assert plan.numel == end
+        assert len(plan.slots) == 1 or sum(s.spec.numel for s in plan.slots) * plan.dtype.itemsize <= limit
+
+    # Inside a kind the order is kept, from bucket to bucket too.
+    for kind in {(s.dtype, s.device) for s in specs}:
+        dealt = [slot.index for plan in plans if (plan.dtype, plan.device) == kind for slot in plan.slots]
+        assert dealt == [i for i in order if (specs[i].dtype, specs[i].device) == kind]
+        # Greedy: a bucket ends only where the next tensor would not have fitted.
+        of_kind = [plan for plan in plans if (plan.dtype, plan.device) == kind]
+        for plan, following in zip(of_kind, of_kind[1:], strict=False):
+            assert (plan.numel + following.slots[0].spec.numel) * plan.dtype.itemsize > limit
+
+    lasts = [max(place[slot.index] for slot in plan.slots) for plan in plans]
+    assert lasts == sorted(lasts)
+
+
+@pytest.mark.parametrize("order", [[0], [0, 0], [0, 2], [1, 0, 2], [-1, 0]])
+def test_an_order_that_is_no_permutation(order):
+    specs = [TensorSpec.of(f"p{i}", torch.zeros(2)) for i in range(2)]
+    with pytest.raises(ValueError, match="permutation"):
+        plan_buckets(specs, order, 100)
+
+
+def test_nothing_to_plan():
+    assert plan_buckets([], [], 1.0) == []
+
+
+def test_mib():
+    assert MIB == 1024 * 1024
+
+
+# -- memory formats --------------------------------------------------------------------------------------------------------
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64).to(dtype)
+
+
+# name -> (a tensor, whether it is dense, so that its strides are kept)
+FORMATS = {
+    "contiguous": (lambda: randn(3, 4), True),
+    "scalar": (lambda: randn(), True),
+    "one": (lambda: randn(1), True),
+    "empty": (lambda: randn(0), True),
+    "empty-2d": (lambda: randn(3, 0, 2), True),
+    "channels-last": (lambda: randn(2, 3, 4, 5).to(memory_format=torch.channels_last), True),
+    "channels-last-3d": (lambda: randn(2, 3, 4, 5, 2).to(memory_format=torch.channels_last_3d), True),
+    "channels-last-one-channel": (lambda: randn(2, 1, 4, 5).to(memory_format=torch.channels_last), True),
+    "transposed": (lambda: randn(3, 4).t(), True),
+    "permuted": (lambda: randn(2, 3, 4).permute(2, 0, 1), True),
+    "offset": (lambda: randn(10)[3:7], True),
+    "expanded": (lambda: randn(4, 1).expand(4, 3), False),
+    "strided": (lambda: randn(6, 8)[::2, ::2], False),
+    "overlapping": (lambda: randn(6).as_strided((3, 3), (1, 1)), False),
+}
+
+
+def is_dense(t: Tensor) -> bool:
+    """Fills its range of memory without gaps or overlaps, by counting addresses."""
+    offsets = {0}
+    for size, stride in zip(t.shape, t.stride(), strict=True):
+        offsets = {o + k * stride for o in offsets for k in range(size)}
+    return offsets == set(range(t.numel()))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_dense_stride(name):
+    make, dense = FORMATS[name]
+    tensor = make()
+    assert is_dense(tensor) == dense
+    stride = dense_stride(tensor)
+    assert is_dense(torch.empty_strided(tensor.shape, stride))
+    if dense:
+        assert stride == tensor.stride()
+
+
+def block_of(tensors: list[Tensor], *, as_view: bool, limit: float = 1e9) -> tuple[Block, list[Parameter]]:
+    params = [Parameter(t) for t in tensors]
+    specs = [TensorSpec.of(f"p{i}", p) for i, p in enumerate(params)]
+    [plan] = plan_buckets(specs, range(len(specs)), limit)
+    return Block(plan, params, as_view=as_view), params
+
+
+@pytest.mark.parametrize("as_view", [True, False])
+def test_wrapping_keeps_values_and_strides(as_view):
+    tensors = [make() for make, _ in FORMATS.values()]
+    expected = [t.clone() for t in tensors]
+    block, params = block_of(tensors, as_view=as_view)
+    for (name, (_, dense)), param, tensor, value in zip(FORMATS.items(), params, tensors, expected, strict=True):
+        assert torch.equal(param.detach(), value), name
+        assert param.shape == value.shape, name
+        if dense or not as_view:
+            assert param.stride() == tensor.stride(), name
+        assert param.requires_grad, name
+        assert param.is_leaf, name
+    assert block.names == [f"p{i}" for i in range(len(params))]
+    if as_view:
+        assert block.flat is not None
+        assert block.flat.numel() == sum(p.numel() for p in params)
+        start, size = block.flat.data_ptr(), block.flat.nbytes
+        assert all(start <= p.data_ptr() < start + size for p in params if p.numel())
+        # The flat tensor and the parameters are one memory.
+        block.flat.fill_(7.0)
+        assert all(torch.equal(p.detach(), torch.full_like(p, 7.0)) for p in params)
+    else:
+        assert block.flat is None
+        assert [p.data_ptr() for p in params] == [t.data_ptr() for t in tensors]
+
+
+def test_channels_last_computes_alike_after_wrapping():
+    torch.manual_seed(0)
+    conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    x = torch.randn(2, 3, 8, 8)
+    before = conv(x)
+    specs = [TensorSpec.of(n, p) for n, p in conv.named_parameters()]
+    [plan] = plan_buckets(specs, [1, 0], 1e9)
+    Block(plan, list(conv.parameters()), as_view=True)
+    assert conv.weight.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(conv(x), before)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_both_settings_agree_item_by_item(dtype):
+    """own, sent and others agree; the same numbers go out, whichever way parameters are stored."""
+    payloads = {}
+    for as_view in (True, False):
+        tensors = [randn(2, 3, 4, 5, dtype=dtype).to(memory_format=torch.channels_last), randn(3, 4, dtype=dtype).t(), randn(dtype=dtype)]
+        tensors += [randn(0, dtype=dtype)]
+        block, params = block_of(tensors, as_view=as_view)
+        for a, b, c in zip(block.own, block.sent, block.others, strict=True):
+            assert a.shape == b.shape == c.shape
+            assert a.dtype == b.dtype == c.dtype == dtype
+        torch._foreach_copy_(block.sent, block.own)
+        sent, received = block.envelopes
+        for view, param in zip(block.views(sent), params, strict=True):
+            assert torch.equal(view, param)
+            assert view.stride() == param.stride()
+        received.payload.copy_(torch.arange(received.payload.numel()))
+        torch._foreach_add_(block.own, block.others)
+        payloads[as_view] = (sent.payload.clone(), [p.detach().clone() for p in params])
+        assert block.envelopes[0] is sent
+    assert torch.equal(payloads[True][0], payloads[False][0])
+    for a, b in zip(payloads[True][1], payloads[False][1], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_slot_views_a_payload_with_an_offset():
+    spec = TensorSpec.of("w", randn(3, 4).t())
+    [plan] = plan_buckets([TensorSpec.of("a", torch.zeros(5)), spec], [0, 1], 1e9)
+    flat = torch.arange(100.0)[30:]
+    view = plan.slots[1].view(flat)
+    assert view.shape == (4, 3)
+    assert view.stride() == (1, 4)
+    assert view[0, 0].item() == 35.0
+    assert view[1, 2].item() == 35.0 + 1 + 8
+
+
+# -- adoption --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("as_view", [True, False])
+def test_replaced_storage_is_adopted(as_view):
+    block, params = block_of([randn(2, 3), randn(4), randn(0)], as_view=as_view)
+    new = [torch.full((2, 3), 5.0), torch.arange(8.0)[::2], torch.empty(0)]
+    for param, value in zip(params, new, strict=True):
+        param.data = value
+    block.adopt()
+    for param, value in zip(params, new, strict=True):
+        assert torch.equal(param.detach(), value)
+    assert torch.equal(torch.cat([t.reshape(-1) for t in block.own]), torch.cat([t.reshape(-1) for t in new]))
+    if as_view:
+        assert block.flat is not None
+        assert params[0].data_ptr() == block.flat.data_ptr()
+    # What goes into the block reaches the parameters again.
+    for t in block.own:
+        t.add_(1)
+    assert torch.equal(params[0].detach(), torch.full((2, 3), 6.0))
+    # A second call finds nothing to do.
+    addresses = [p.data_ptr() for p in params]
+    block.adopt()
+    assert [p.data_ptr() for p in params] == addresses
+    # Only one of them replaced: the others stay.
+    params[1].data = torch.full((4,), -1.0)
+    block.adopt()
+    assert params[0].data_ptr() == addresses[0]
+    assert torch.equal(params[1].detach(), torch.full((4,), -1.0))
+    assert torch.equal(params[0].detach(), torch.full((2, 3), 6.0))
+
+
+@pytest.mark.parametrize("as_view", [True, False])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda p: p.double(), "torch.float64"),
+        (lambda p: p.half(), "torch.float16"),
+        (lambda p: torch.zeros(3, 2), r"\(3, 2\)"),
+        (lambda p: p.reshape(-1), r"\(6,\)"),  # same memory
+        (lambda p: torch.zeros(2, 3, device="meta"), "on meta"),
+        (lambda p: p.view(torch.int32), "torch.int32"),  # same memory
+    ],
+    ids=["double", "half", "shape", "flattened", "device", "reinterpreted"],
+)
+def test_what_does_not_fit_is_refused(as_view, change, words):
+    block, params = block_of([randn(4), randn(2, 3)], as_view=as_view)
+    if "meta" in words or "int32" in words:
+        params[1].requires_grad_(False)
+    params[1].data = change(params[1].data)
+    with pytest.raises(RuntimeError, match=f"parameter 'p1' was .*{words}"):
+        block.adopt()
+
+
+def test_a_plan_refuses_a_model_that_changed_since():
+    spec = TensorSpec.of("w", torch.zeros(2))
+    [plan] = plan_buckets([spec], [0], 1e9)
+    with pytest.raises(RuntimeError, match="'w'"):
+        Block(plan, [Parameter(torch.zeros(3))], as_view=True)
+
+
+# -- envelopes and versions ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int8, torch.uint8], ids=str)
+@pytest.mark.parametrize("numel", [0, 1, 7])
+def test_envelopes(dtype, numel):
+    envelope = Envelope(numel, dtype, CPU)
+    assert envelope.payload.shape == (numel,)
+    assert envelope.payload.dtype == dtype
+    assert envelope.raw.dtype == torch.uint8
+    assert envelope.raw.numel() == Envelope.HEADER_BYTES + numel * dtype.itemsize
+    assert Envelope.HEADER_BYTES % 16 == 0
+    if numel:
+        assert envelope.payload.data_ptr() - envelope.raw.data_ptr() == Envelope.HEADER_BYTES
+        assert envelope.payload.data_ptr() % dtype.itemsize == 0
+    assert envelope.whole.dtype == dtype
+    assert envelope.whole.numel() == numel + Envelope.HEADER_BYTES // dtype.itemsize
+    # The header can be written without touching the payload, and the other way round.
+    envelope.raw[: Envelope.HEADER_BYTES].fill_(1)
+    envelope.payload.fill_(3)
+    assert (envelope.raw[: Envelope.HEADER_BYTES] == 1).all()
+    assert torch.equal(envelope.whole[Envelope.HEADER_BYTES // dtype.itemsize :], envelope.payload)
+
+
+def test_envelopes_are_made_at_the_first_exchange():
+    block, _ = block_of([randn(4)], as_view=True)
+    assert block._envelopes is None
+    sent, received = block.envelopes
+    assert sent.raw.data_ptr() != received.raw.data_ptr()
+
+
+@pytest.mark.parametrize("as_view", [True, False])
+def test_written_makes_saved_tensors_stale(as_view):
+    block, [weight] = block_of([randn(3)], as_view=as_view)
+    product = (weight * weight).sum()
+    before = weight._version
+    with torch.no_grad():
+        for t in block.own:
+            t.add_(1.0)
+        block.written()
+    assert weight._version > before
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()

@@ -1,0 +1,128 @@
+"""The law of mixing against NumPy in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from decent_dp.mixing import Gossip, MixRule
+
+RULE = Gossip()
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+def mix(own: list[Tensor], sent: list[Tensor], others: list[Tensor], pull: float) -> list[Tensor]:
+    own = [t.clone() for t in own]
+    RULE.mix(own, [t.clone() for t in sent], [t.clone() for t in others], pull)
+    return own
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    x=st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=8),
+    seed=st.integers(0, 2**16),
+    weight=st.floats(0, 1),
+    factor=st.floats(0, 1),
+)
+def test_the_law(x, seed, weight, factor):
+    rng = np.random.default_rng(seed)
+    own, sent, others = np.array(x), rng.normal(size=len(x)), rng.normal(size=len(x))
+    expected = own + factor * (1 - weight) * (others - sent)
+    [mixed] = mix([torch.tensor(own)], [torch.tensor(sent)], [torch.tensor(others)], factor * (1 - weight))
+    np.testing.assert_allclose(mixed.numpy(), expected, rtol=1e-14, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_law_in_every_dtype(dtype):
+    own, sent, others = (randn(200, seed=s).to(dtype) for s in range(3))
+    for pull in (0.25, 2 / 3, 1.0):
+        expected = own.double() + pull * (others.double() - sent.double())
+        [mixed] = mix([own], [sent], [others], pull)
+        assert mixed.dtype == dtype
+        # Three roundings of numbers below 16.
+        assert (mixed.double() - expected).abs().max() <= 16 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("lossy", [False, True])
+def test_the_mean_over_workers_stays(dtype, lossy):
+    n, weight, factor = 4, 0.4, 0.7
+    replicas = [randn(300, seed=s).to(dtype) for s in range(n)]
+    # What travels may be anything: only differences of what was sent are added.
+    sent = [(r * 8).round() / 8 if lossy else r.clone() for r in replicas]
+    after = []
+    for i in range(n):
+        others = (sum(sent[j].double() for j in range(n) if j != i) / (n - 1)).to(dtype)
+        after += mix([replicas[i]], [sent[i]], [others], factor * (1 - weight))
+    moved = torch.stack([a.double() for a in after]).mean(0) - torch.stack([r.double() for r in replicas]).mean(0)
+    assert moved.abs().max() <= 16 * torch.finfo(dtype).eps
+    assert not torch.equal(after[0], replicas[0])
+
+
+def test_two_workers_with_weight_one_half_meet_in_the_middle():
+    a, b = randn(5, seed=1), randn(5, seed=2)
+    [left], [right] = mix([a], [a], [b], 0.5), mix([b], [b], [a], 0.5)
+    torch.testing.assert_close(left, (a + b) / 2)
+    torch.testing.assert_close(left, right)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_a_pull_of_zero_takes_nothing(bad):
+    own = randn(4)
+    for sent, others in ((own, torch.full_like(own, bad)), (torch.full_like(own, bad), own)):
+        [mixed] = mix([own], [sent], [others], 0.0)
+        assert torch.equal(mixed, own)
+
+
+@settings(deadline=None, max_examples=40)
+@given(sizes=st.lists(st.integers(0, 9), min_size=1, max_size=6), pull=st.floats(0, 1), dtype=st.sampled_from(DTYPES))
+def test_how_the_list_is_cut_does_not_matter(sizes, pull, dtype):
+    own, sent, others = (randn(sum(sizes), seed=s).to(dtype) for s in range(3))
+    cut = mix(*(list(t.split(sizes)) for t in (own, sent, others)), pull)
+    [whole] = mix([own], [sent], [others], pull)
+    assert torch.equal(torch.cat(cut), whole)
+
+
+def test_an_edit_in_between_survives():
+    before, others = randn(6, seed=1), randn(6, seed=2)
+    sent = before.clone()
+    edited = before.clamp(-0.1, 0.1)
+    [mixed] = mix([edited], [sent], [others], 0.5)
+    torch.testing.assert_close(mixed, edited + 0.5 * (others - before))
+
+
+def test_propose_copies_and_mix_writes_in_place():
+    own = [randn(3), randn(2, 2, seed=1).t()]
+    kept = [t.clone() for t in own]
+    sent = [torch.empty(3, dtype=torch.float64), torch.empty(2, 2, dtype=torch.float64)]
+    addresses = [t.data_ptr() for t in own]
+    RULE.propose(own, sent)
+    for o, s, k in zip(own, sent, kept, strict=True):
+        assert torch.equal(s, k)
+        assert s.data_ptr() != o.data_ptr()
+    untouched = [t.clone() for t in sent]
+    RULE.mix(own, sent, [t + 1 for t in kept], 0.5)
+    assert [t.data_ptr() for t in own] == addresses
+    for o, s, u, k in zip(own, sent, untouched, kept, strict=True):
+        torch.testing.assert_close(o, k + 0.5)
+        assert torch.equal(s, u)
+
+
+def test_scalars_and_nothing():
+    RULE.mix([], [], [], 0.5)
+    [a, b] = mix([torch.tensor(1.0), torch.empty(0)], [torch.tensor(1.0), torch.empty(0)], [torch.tensor(3.0), torch.empty(0)], 0.5)
+    assert (a.item(), b.numel()) == (2.0, 0)
+
+
+def test_the_rule_is_abstract_or_final():
+    with pytest.raises(TypeError, match="abstract"):
+        MixRule()
+    assert isinstance(RULE, MixRule)

@@ -1,0 +1,523 @@
+"""CASES 12 and 14-17: what users do to parameters, state dicts and the mean."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from decent_dp.ddp import DecentralizedDataParallel
+from tests.helpers import SGD, alone, assert_same, batch, loss, net, plain, values
+
+ADAMW = partial(torch.optim.AdamW, lr=0.05)
+VIEWS = pytest.mark.parametrize("view", [True, False], ids=["view", "no-view"])
+
+
+# -- 12: equal at the start, and frozen ----------------------------------------------------------------------------------
+
+
+class WithBuffers(nn.Module):
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(6)
+        self.norm.running_mean.normal_()
+        self.norm.num_batches_tracked.fill_(seed)
+        self.out = nn.Linear(6, 3)
+        self.register_buffer("mask", torch.rand(6) > 0.5)
+        self.register_buffer("phase", torch.randn(3, dtype=torch.complex64))
+        self.register_buffer("hidden", torch.randn(4).to(torch.float16), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.out(self.norm(self.frozen(x)))
+        return result
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    return {n: t.detach().clone() for n, t in (*model.named_parameters(), *model.named_buffers())}
+
+
+def construct(rank: int, n: int) -> Any:
+    model = DecentralizedDataParallel(WithBuffers(seed=rank), SGD, topology="ring")
+    return tensors_of(model.module)
+
+
+def test_everything_is_worker_0s_after_construction(workers):
+    for found in workers(3, construct):
+        assert_same(found, tensors_of(WithBuffers(seed=0)))
+
+
+def test_frozen_parameters_stay_and_unfreezing_is_refused():
+    model = alone(WithBuffers())
+    before = values(model)
+    loss(model, 0).backward()
+    assert torch.equal(model.module.frozen.weight, before["frozen.weight"])
+    model.module.frozen.weight.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"'frozen\.weight' was frozen .* wrap the model again"):
+        loss(model, 1)
+    with torch.no_grad():
+        model(batch(0)[0])  # evaluation goes on
+    model.module.frozen.weight.requires_grad_(False)
+    loss(model, 1).backward()
+
+
+def test_freezing_a_layer_later():
+    model = alone(net(), ADAMW)
+    loss(model, 0).backward()
+    model.module[0].requires_grad_(False)
+    before = values(model)
+    loss(model, 1).backward()
+    assert torch.equal(model.module[0].weight, before["0.weight"])
+    assert not torch.equal(model.module[2].weight, before["2.weight"])
+    model.module[0].requires_grad_(True)
+    loss(model, 2).backward()
+    assert not torch.equal(model.module[0].weight, before["0.weight"])
+
+
+@pytest.mark.parametrize("change", ["module", "parameter", "added", "removed"])
+def test_a_replaced_parameter_is_refused(change):
+    model = alone(net())
+    loss(model, 0).backward()
+    inner = model.module
+    if change == "module":
+        inner[0] = nn.Linear(6, 12)
+    elif change == "parameter":
+        inner[0].weight = nn.Parameter(inner[0].weight.detach().clone())
+    elif change == "added":
+        inner.append(nn.Linear(3, 3))
+    else:
+        inner[0].bias = None
+    name = {"module": r"0\.weight", "parameter": r"0\.weight", "added": r"5\.weight", "removed": r"0\.bias"}[change]
+    with pytest.raises(RuntimeError, match=rf"'{name}' was added, removed or replaced"):
+        loss(model, 1)
+
+
+# -- 14: loads and edits -------------------------------------------------------------------------------------------------
+
+
+LOADS = {
+    "wrapper": lambda m, sd: m.load_state_dict(sd),
+    "model": lambda m, sd: m.module.load_state_dict(sd),
+    "_model.": lambda m, sd: m.load_state_dict({f"_model.{k}": v for k, v in sd.items()}),
+    "module.": lambda m, sd: m.module.load_state_dict({f"module.{k}": v for k, v in sd.items()}),
+    "global_avg": lambda m, sd: m.global_avg(will_revert=False),
+}
+
+
+def load_midway(rank: int, n: int, how: str, overlap: bool, view: bool) -> Any:
+    model = DecentralizedDataParallel(
+        net(), ADAMW, topology="complete", overlap=overlap, bucket_size_in_mb=1e-6, param_as_bucket_view=view
+    )
+    for t in range(3):
+        loss(model, t, rank).backward()
+    LOADS[how](model, {k: v + 1 for k, v in net(9).state_dict().items()})
+    loaded = values(model)
+    # With no gradient the update can only finish the exchange under way: exactly the loaded values go on.
+    model.update()
+    after = values(model)
+    loss(model, 5, rank).backward()
+    model.close()
+    return loaded, after, values(model.module)
+
+
+@VIEWS
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("how", LOADS)
+def test_load_in_the_middle_of_a_run(workers, how, overlap, view):
+    results = workers(2, load_midway, how, overlap, view)
+    for loaded, after, later in results:
+        assert_same(loaded, results[0][0])
+        if how != "global_avg":
+            assert_same(loaded, {k: v + 1 for k, v in values(net(9)).items()})
+        assert_same(after, loaded)
+        assert all(torch.isfinite(v).all() for v in later.values())
+
+
+def partial_load(rank: int, n: int) -> Any:
+    """Only the first layer is loaded: the others' differences are still added, and their mean stays."""
+    model = DecentralizedDataParallel(net(), SGD, topology="complete")
+    for t in range(3):
+        loss(model, t, rank).backward()
+    before = values(model)
+    model.module[0].load_state_dict(net(9)[0].state_dict())
+    model.update()
+    return before, values(model)
+
+
+def test_loading_a_part_drops_that_parts_difference_alone(workers):
+    results = workers(2, partial_load)
+    fresh = values(net(9))
+    for before, after in results:
+        for name, value in after.items():
+            if name.startswith("0."):
+                assert torch.equal(value, fresh[name])
+            else:
+                mean = (results[0][0][name] + results[1][0][name]) / 2
+                torch.testing.assert_close(value, mean)
+                assert not torch.equal(value, before[name])
+
+
+def edit_midway(rank: int, n: int, view: bool) -> Any:
+    found = []
+    for edited in (False, True):
+        model = DecentralizedDataParallel(net(), SGD, topology="complete", param_as_bucket_view=view)
+        for t in range(2):
+            loss(model, t, rank).backward()
+        if edited and rank == 0:
+            with torch.no_grad():
+                model.module[0].weight.add_(0.25)
+                model.module[2].weight.copy_(torch.full_like(model.module[2].weight, 0.5))
+        base = values(model)
+        model.update()
+        found.append((base, values(model)))
+    return found
+
+
+@VIEWS
+def test_edits_in_place_live_and_the_difference_is_added(workers, view):
+    for rank, ((base, after), (edited_base, edited_after)) in enumerate(workers(2, edit_midway, view)):
+        for name in base:
+            torch.testing.assert_close(edited_after[name] - edited_base[name], after[name] - base[name], rtol=1e-4, atol=1e-6)
+        assert torch.equal(edited_base["2.weight"], base["2.weight"]) == (rank == 1)
+
+
+@VIEWS
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_replaced_storage_is_adopted(view, when):
+    model, twin = alone(net(), param_as_bucket_view=view), net()
+    optimizer = SGD(list(twin.named_parameters()))
+    if when == "after":
+        loss(model, 0).backward()
+    else:
+        for m in (model.module, twin):
+            nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(m.parameters()).detach() * 1.5, m.parameters())
+        loss(model, 0).backward()
+    loss(twin, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert_same(model, twin)
+    for m in (model.module, twin):
+        nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(m.parameters()).detach() * 2, m.parameters())
+        m.to("cpu")
+        m.to(memory_format=torch.channels_last)
+    for t in range(1, 4):
+        loss(model, t).backward()
+        loss(twin, t).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert_same(model, twin)
+
+
+def adopted_on_workers(rank: int, n: int) -> Any:
+    model = DecentralizedDataParallel(net(), SGD, topology="complete", overlap=False)
+    for t in range(4):
+        loss(model, t, rank).backward()
+        vector = nn.utils.parameters_to_vector(model.parameters()).detach()
+        nn.utils.vector_to_parameters(vector.clone(), model.parameters())
+    return values(model)
+
+
+def test_adopted_parameters_go_on_mixing(workers):
+    first, second = workers(2, adopted_on_workers)
+    assert_same(first, second, 1e-6)
+
+
+@VIEWS
+def test_another_dtype_is_refused(view):
+    model = alone(net(), param_as_bucket_view=view)
+    loss(model, 0).backward()
+    model.double()
+    with pytest.raises(RuntimeError, match=r"parameter '.*' was .*float32 .* and is .*float64"):
+        model(batch(0)[0].double())
+
+
+def test_assign_is_refused():
+    model = alone(net())
+    before = values(model)
+    for load in (model.load_state_dict, model.module.load_state_dict):
+        with pytest.raises(ValueError, match="assign=True"):
+            load(net(5).state_dict(), assign=True)
+    assert_same(model, before)
+
+
+# -- 15: state dicts -----------------------------------------------------------------------------------------------------
+
+
+@VIEWS
+def test_state_dict_is_the_plain_models(view):
+    model = alone(net(), param_as_bucket_view=view)
+    loss(model, 0).backward()
+    state = model.state_dict()
+    assert list(state) == list(net().state_dict())
+    kept = copy.deepcopy(state)
+    loss(model, 1).backward()
+    for name, value in state.items():
+        assert torch.equal(value, kept[name])
+        assert value.untyped_storage().nbytes() == value.nbytes
+    buffer = io.BytesIO()
+    torch.save(model.module.state_dict(), buffer)
+    buffer.seek(0)
+    fresh = net(3)
+    fresh.load_state_dict(torch.load(buffer, weights_only=True))
+    assert_same(fresh, values(model))
+    assert model.state_dict(keep_vars=True)["0.weight"] is model.module[0].weight
+
+
+def test_as_a_part_of_a_larger_module():
+    class Larger(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.net = inner
+            self.extra = nn.Linear(2, 2)
+
+    model = alone(WithBuffers())
+    larger, bare = Larger(model), Larger(WithBuffers(seed=4))
+    loss(model, 0).backward()
+    assert larger.state_dict().keys() == bare.state_dict().keys()
+    larger.load_state_dict(bare.state_dict())
+    assert_same(model.state_dict(), dict(bare.net.state_dict()))
+    for prefix in ("module.", "_model."):
+        other = Larger(WithBuffers(seed=5)).state_dict()
+        larger.load_state_dict({k.replace("net.", f"net.{prefix}"): v for k, v in other.items()})
+        assert_same(model.state_dict(), dict(Larger(WithBuffers(seed=5)).net.state_dict()))
+    with pytest.raises(RuntimeError, match="Missing key"):
+        larger.load_state_dict({k: v for k, v in other.items() if "out" not in k})
+
+
+def test_a_model_with_a_child_called_module():
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.module = nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.module(x)
+            return result
+
+    model = alone(Odd())
+    assert list(model.state_dict()) == ["module.weight", "module.bias"]
+    model.load_state_dict({k: torch.zeros_like(v) for k, v in model.state_dict().items()})
+    assert not model.module.module.weight.any()
+    assert [name for name, _ in model.named_parameters()] == ["module.weight", "module.bias"]
+
+
+def test_strict_loading_still_reports():
+    model = alone(net())
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        model.load_state_dict({**net().state_dict(), "other": torch.zeros(1)})
+    missing = model.load_state_dict({"0.bias": torch.zeros(12)}, strict=False).missing_keys
+    assert "0.weight" in missing
+
+
+def test_names_and_modes_are_the_models():
+    model = alone(WithBuffers())
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in WithBuffers().named_parameters()]
+    assert next(n for n, _ in model.named_parameters(prefix="x")) == "x.frozen.weight"
+    assert [n for n, _ in model.named_buffers()] == [n for n, _ in WithBuffers().named_buffers()]
+    assert len(list(model.parameters())) == 6
+    assert len(list(model.buffers())) == 6
+    assert model.module is model._model
+    assert model.training
+    model.eval()
+    assert not model.training
+    assert not model.module.norm.training
+    model.train()
+    assert model.module.norm.training
+    model.train(False)
+    assert not model.training
+    assert not alone(WithBuffers().eval()).training
+
+
+def test_copies_and_pickles():
+    model = alone(net())
+    loss(model, 0).backward()
+    for make in (copy.deepcopy, pickle.dumps, copy.copy):
+        with pytest.raises(TypeError, match=r"model\.module|model\.state_dict"):
+            make(model)
+    twin = copy.deepcopy(model.module)
+    again = pickle.loads(pickle.dumps(model.module))
+    averaged = torch.optim.swa_utils.AveragedModel(model.module)
+    rounds = model.stats().rounds
+    for other in (twin, again, averaged.module):
+        assert_same(other, values(model))
+        loss(other, 0).backward()
+        other.load_state_dict(net(2).state_dict())
+        other.state_dict()
+    assert model.stats().rounds == rounds
+    assert_same(model, plain(net(), [[0]]))
+
+
+# -- 16: the mean --------------------------------------------------------------------------------------------------------
+
+
+def averaging(rank: int, n: int, view: bool) -> Any:
+    model = DecentralizedDataParallel(
+        WithBuffers(), ADAMW, topology="ring", param_as_bucket_view=view, sync_buffer_in_global_avg=True
+    )
+    undisturbed = DecentralizedDataParallel(WithBuffers(), ADAMW, topology="ring")
+    found = []
+    for t in range(6):
+        for m in (model, undisturbed):
+            loss(m, t, rank).backward()
+        before = tensors_of(model.module)
+        distance = model.consensus_distance()
+        for _ in range(2):
+            to_mean = model.global_avg(return_d2c=True)
+            found.append((before, tensors_of(model.module), to_mean, distance, model.consensus_distance()))
+            model.revert_global_avg()
+            assert_same(tensors_of(model.module), before)
+        with model.averaged():
+            with model.averaged():
+                pass
+            assert_same(tensors_of(model.module), found[-1][1])
+        assert_same(tensors_of(model.module), before)
+        assert_same(tensors_of(undisturbed.module), before)
+    return found
+
+
+@VIEWS
+def test_global_avg_and_back_in_the_middle_of_exchanges(workers, view):
+    results = workers(3, averaging, view)
+    for case in zip(*results, strict=True):
+        names = [name for name in case[0][0] if not name.startswith("frozen") and case[0][0][name].is_floating_point()]
+        parameters = [name for name in names if name.startswith(("norm.weight", "norm.bias", "out"))]
+        for name in names:
+            mean = sum(before[name].double() for before, *_ in case) / 3
+            for _, averaged, *_ in case:
+                torch.testing.assert_close(averaged[name].double(), mean, rtol=1e-3 if "hidden" in name else 1e-5, atol=1e-6)
+        squares = []
+        for before, averaged, to_mean, _, after in case:
+            square = sum(float((before[n].double() - averaged[n].double()).square().sum()) for n in parameters)
+            assert to_mean == pytest.approx(square**0.5, rel=1e-4)
+            assert after < 1e-6
+            squares.append(square)
+        assert case[0][3] == pytest.approx((sum(squares) / 3) ** 0.5, rel=1e-4)
+
+
+def test_reverting_without_a_backup():
+    model = alone(net())
+    with pytest.raises(RuntimeError, match="nothing to revert"):
+        model.revert_global_avg()
+    model.global_avg(will_revert=False)
+    with pytest.raises(RuntimeError, match="nothing to revert"):
+        model.revert_global_avg()
+    model.global_avg()
+    model.load_state_dict(net(1).state_dict())
+    with pytest.raises(RuntimeError, match="nothing to revert"):
+        model.revert_global_avg()
+    model.global_avg()
+    loss(model, 0).backward()
+    with pytest.raises(RuntimeError, match="nothing to revert"):
+        model.revert_global_avg()
+    with model.averaged():
+        model.load_state_dict(net(1).state_dict())
+    assert_same(model, net(1))
+
+
+def test_averaged_reverts_after_an_error():
+    model = alone(net())
+    with pytest.raises(KeyError), model.averaged():
+        raise KeyError
+    with pytest.raises(RuntimeError, match="nothing to revert"):
+        model.revert_global_avg()
+
+
+def average_and_go_on(rank: int, n: int) -> Any:
+    model = DecentralizedDataParallel(net(), SGD, topology="complete")
+    for t in range(3):
+        loss(model, t, rank).backward()
+    model.global_avg()
+    mean = values(model)
+    model.update()  # no gradient: only the exchange under way could move it
+    return mean, values(model)
+
+
+def test_an_update_after_an_average_that_was_not_reverted(workers):
+    for mean, after in workers(2, average_and_go_on):
+        assert_same(mean, after)
+
+
+def test_buffers_are_left_alone_unless_asked():
+    model = alone(WithBuffers())
+    loss(model, 0).backward()
+    model.global_avg()
+    model.module.norm.running_mean.fill_(3.0)
+    model.revert_global_avg()
+    assert (model.module.norm.running_mean == 3.0).all()
+
+
+# -- 17 ------------------------------------------------------------------------------------------------------------------
+
+
+def evaluate_on_one(rank: int, n: int) -> int:
+    model = DecentralizedDataParallel(net(), SGD, topology="one-peer-exp")
+    for t in range(4):
+        loss(model, t, rank).backward()
+        if rank == 1:
+            model.eval()
+            with torch.no_grad():
+                for _ in range(3):
+                    model(batch(t)[0])
+            model.state_dict()
+            model.train()
+    model.close()
+    return model.stats().rounds
+
+
+def test_an_evaluation_on_one_worker_blocks_nobody(workers):
+    assert workers(2, evaluate_on_one) == [4, 4]
+
+
+# -- memory --------------------------------------------------------------------------------------------------------------
+
+
+def memory(rank: int, n: int, view: bool, topology: str, dtype: torch.dtype) -> Any:
+    import gc
+
+    torch.manual_seed(0)
+    # Large enough for the five per cent to hold a piece of a sum.
+    model = nn.Sequential(nn.Linear(512, 4096), nn.Tanh(), nn.Linear(4096, 1536)).to(dtype)
+    size = sum(p.nbytes for p in model.parameters())
+    wrapper = DecentralizedDataParallel(
+        model, partial(torch.optim.SGD, lr=0.1), topology=topology, param_as_bucket_view=view, bucket_size_in_mb=2
+    )
+    for _ in range(3):
+        wrapper(torch.randn(2, 512, dtype=dtype)).square().mean().backward()
+
+    def held() -> int:
+        gc.collect()
+        storages = {}
+        for item in gc.get_objects():
+            if type(item) in (Tensor, nn.Parameter):
+                storages[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
+        return sum(storages.values())
+
+    plain_size = held() - size
+    wrapper.global_avg()
+    backup_size = held() - size
+    wrapper.revert_global_avg()
+    return plain_size / size, backup_size / size, wrapper.stats().rounds
+
+
+@pytest.mark.parametrize(
+    ("view", "topology", "dtype"),
+    [
+        (True, "one-peer-exp", torch.float32),
+        (False, "one-peer-exp", torch.float32),
+        (True, "complete", torch.float32),
+        (True, "complete", torch.bfloat16),
+    ],
+)
+def test_memory_beyond_parameters(workers, view, topology, dtype):
+    for plain_size, backup_size, rounds in workers(4, memory, view, topology, dtype):
+        assert 1.9 < plain_size <= 2.05
+        assert backup_size <= 3.05
+        assert rounds == 3

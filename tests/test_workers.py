@@ -1,0 +1,640 @@
+"""CASES 18-24: how many workers, which topologies, and what happens when they differ, run out or die."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from decent_dp.ddp import DecentralizedDataParallel
+from decent_dp.errors import OutOfStepError, PeerLostError, PeerTimeoutError
+from decent_dp.topo import Edge, Topology, TopologyReg
+from tests.helpers import SGD, assert_same, batch, loss, net, values
+
+NAMES = ["complete", "ring", "one-peer-exp", "alternating-exp-ring"]
+
+
+# -- 18 ------------------------------------------------------------------------------------------------------------------
+
+
+def every_topology(rank: int, n: int) -> Any:
+    found = {}
+    for name in NAMES:
+        for local in {1, 2, n}:
+            try:
+                model = DecentralizedDataParallel(net(rank), SGD, topology=name, _local_world_size=local)
+            except ValueError as error:
+                found[name, local] = str(error)
+                continue
+            for t in range(4):
+                loss(model, t, rank).backward()
+            with model.averaged():
+                found[name, local] = (values(model), model.consensus_distance())
+            model.close()
+    return found
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 6, 8])
+def test_every_topology_runs_or_refuses(workers, n):
+    results = workers(n, every_topology)
+    for key in results[0]:
+        name, local = key
+        power = n & (n - 1) == 0
+        nodes = n // local
+        fits = {
+            "complete": True,
+            "ring": True,
+            "one-peer-exp": power,
+            "alternating-exp-ring": n % local == 0 and nodes & (nodes - 1) == 0,
+        }[name]
+        for found in results:
+            if fits:
+                assert found[key][1] < 1e-6
+                assert_same(found[key][0], results[0][key][0])
+            else:
+                assert found[key] == results[0][key]
+                assert "ring" in found[key], found[key]
+                assert "complete" in found[key], found[key]
+
+
+# -- 19 ------------------------------------------------------------------------------------------------------------------
+
+
+class Idle(Topology):
+    def _get_topo_edges(self) -> list[list[Edge]]:
+        return [[Edge([i], 1.0) for i in range(self._world_size)]]
+
+
+class Seeded(Topology):
+    """Without a period: a fresh matching each round, of unequal weight."""
+
+    def round(self, t: int) -> list[Edge]:
+        generator = torch.Generator().manual_seed(t)
+        order = torch.randperm(self._world_size, generator=generator).tolist()
+        weight = 0.3 + 0.1 * (t % 5)
+        edges = [Edge(order[i : i + 2], weight) for i in range(0, len(order) - 1, 2)]
+        return edges + ([Edge([order[-1]], 1.0)] if len(order) % 2 else [])
+
+
+def custom_topologies(rank: int, n: int) -> Any:
+    TopologyReg.register("seeded")(Seeded)
+    TopologyReg.registry["idle"] = Idle
+    found = []
+    for topology in ("idle", "seeded", Seeded(), lambda: None):
+        if not isinstance(topology, (str, Topology)):
+            continue
+        model = DecentralizedDataParallel(net(), SGD, topology=topology)
+        twin = net()
+        optimizer = SGD(list(twin.named_parameters()))
+        for t in range(5):
+            loss(model, t, rank).backward()
+            loss(twin, t, rank).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if topology == "idle":
+            assert_same(model, twin)
+            assert model.stats().bytes_sent == 0
+        found.append((model.stats().bytes_sent, model.consensus_distance(), model.stats().rounds))
+        model.close()
+    return found
+
+
+def test_custom_and_idle_topologies(workers):
+    for idle, named, instance in workers(3, custom_topologies):
+        assert idle[1] > named[1] > 0
+        assert named[1:] == instance[1:]
+        assert named[2] == 5
+    assert sum(found[1][0] for found in workers(3, custom_topologies)) > 0
+
+
+class Hooked(torch.optim.SGD):
+    """Notes what it is told before each mix."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.calls: list[Any] = []
+
+    def pre_average_hook(self, edge: Edge, weight: float) -> None:
+        params = [p for group in self.param_groups for p in group["params"]]
+        self.calls.append((list(edge.ranks), weight, [p.comm_buffer.clone() for p in params]))
+        assert all(p.comm_buffer.shape == p.shape for p in params)
+
+
+class Sometimes(Topology):
+    def _get_topo_edges(self) -> list[list[Edge]]:
+        return [[Edge([0, 1], 0.75), Edge([2], 1.0)], [Edge([0, 1, 2], 0.5)]]
+
+
+def pre_average_hooks(rank: int, n: int) -> Any:
+    model = DecentralizedDataParallel(net(), lambda p: Hooked(p), topology=Sometimes(), bucket_size_in_mb=1e-6)
+    sent, names = [], []
+    for t in range(4):
+        loss(model, t, rank).backward()
+        sent.append(values(model))
+        if t == 0:
+            assert all(not optimizer.calls for optimizer in model.optimizers)
+    names = [o.param_groups[0]["param_names"] for o in model.optimizers]
+    assert not any(hasattr(p, "comm_buffer") for p in model.parameters())
+    return sent, [(name, optimizer.calls) for name, optimizer in zip(names, model.optimizers, strict=True)]
+
+
+def test_pre_average_hook(workers):
+    results = workers(3, pre_average_hooks)
+    for rank, (_, hooks) in enumerate(results):
+        for (name,), calls in hooks:
+            edges = [(t, [0, 1] if t % 2 == 0 else [0, 1, 2]) for t in range(3)]
+            due = [(t, ranks) for t, ranks in edges if rank in ranks]
+            assert [ranks for ranks, *_ in calls] == [ranks for _, ranks in due]
+            for (t, ranks), (_, weight, (buffer,)) in zip(due, calls, strict=True):
+                assert weight == (0.75 if len(ranks) == 2 else 0.5)
+                others = [results[j][0][t][name] for j in ranks if j != rank]
+                expected = sum((1 - weight) / (len(ranks) - 1) * q for q in others)
+                torch.testing.assert_close(buffer, expected, rtol=1e-5, atol=1e-6)
+
+
+# -- 20, 21, 25: what is refused, on all workers, in the same words --------------------------------------------------------
+
+
+def edges_topology(rounds: Any) -> Any:
+    class Made(Topology):
+        def _get_topo_edges(self) -> list[list[Edge]]:
+            return [[Edge(list(ranks), weight) for ranks, weight in edges] for edges in rounds]
+
+    return lambda local: Made(local)
+
+
+class Different(nn.Module):
+    def __init__(self, **changes: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        width = changes.get("width", 6)
+        self.first = nn.Linear(6, width)
+        if "extra" in changes:
+            self.between = nn.Linear(6, 6)
+        setattr(self, changes.get("name", "last"), nn.Linear(width, 3).to(changes.get("dtype", torch.float32)))
+        if "buffer" in changes:
+            self.register_buffer("b", torch.zeros(2))
+        if "frozen" in changes:
+            self.first.requires_grad_(False)
+        if "strides" in changes:
+            self.first.weight = nn.Parameter(self.first.weight.detach().t().contiguous().t())
+
+
+def model_of(**changes: Any) -> Any:
+    return lambda rank: {"model": Different(**changes) if rank == 1 else Different()}
+
+
+def both(**arguments: Any) -> Any:
+    return lambda rank: arguments
+
+
+def one(**arguments: Any) -> Any:
+    return lambda rank: arguments if rank == 1 else {}
+
+
+REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
+    # 20
+    "rank twice": (both(topology=edges_topology([[([0, 1], 0.5), ([1, 2], 0.5)]])), ValueError, "1"),
+    "rank missing": (both(topology=edges_topology([[([0, 1], 0.5)]])), ValueError, "2"),
+    "rank out of range": (both(topology=edges_topology([[([0, 1], 0.5), ([2, 7], 0.5)]])), ValueError, "7"),
+    "weight": (both(topology=edges_topology([[([0, 1], 1.5), ([2], 1.0)]])), ValueError, "1.5"),
+    "weight on one": (one(topology=edges_topology([[([0, 1], -1.0), ([2], 1.0)]])), ValueError, "-1.0"),
+    "another topology": (one(topology="ring"), ValueError, "topology"),
+    "another weight": (
+        lambda rank: {"topology": edges_topology([[([0, 1], 0.5 + 0.1 * (rank == 1)), ([2], 1.0)]])},
+        ValueError,
+        "rounds",
+    ),
+    "unfit": (both(topology="one-peer-exp"), ValueError, "complete"),
+    "no topology": (both(topology=3), TypeError, "3"),
+    "unknown name": (both(topology="rings"), ValueError, "did you mean 'ring'"),
+    # 21
+    "another width": (model_of(width=5), ValueError, r"'first.weight' \(6, 6\).*\(5, 6\)"),
+    "a layer more": (model_of(extra=True), ValueError, "'between.weight'"),
+    "a buffer more at the end": (model_of(buffer=True), ValueError, "none.*buffer 'b'"),
+    "another dtype": (model_of(dtype=torch.float64), ValueError, "'last.weight'.*float32.*float64"),
+    "another name": (model_of(name="final"), ValueError, "'last.weight'.*'final.weight'"),
+    "frozen on one": (model_of(frozen=True), ValueError, "trained.*frozen"),
+    "other strides": (model_of(strides=True), ValueError, "strides"),
+    # 25
+    "bucket size 0": (both(bucket_size_in_mb=0), ValueError, "bucket_size_in_mb.*0"),
+    "bucket size negative": (both(bucket_size_in_mb=-1.5), ValueError, "-1.5"),
+    "bucket size text": (both(bucket_size_in_mb="25"), TypeError, "'25'"),
+    "bucket size nan": (both(bucket_size_in_mb=float("nan")), ValueError, "nan"),
+    "bucket size on one": (one(bucket_size_in_mb=1), ValueError, "bucket_size_in_mb is 25 on worker 0 and 1 on worker 1"),
+    "clip norm": (both(grad_clip_norm=-1.0), ValueError, "grad_clip_norm.*-1.0"),
+    "clip on one": (one(grad_clip_norm=1.0), ValueError, "grad_clip_norm"),
+    "overlap on one": (one(overlap=False), ValueError, "overlap"),
+    "nothing trains": (both(model=nn.Linear(2, 2).requires_grad_(False)), ValueError, "no trainable parameters"),
+    "nothing trains on one": (one(model=nn.Linear(2, 2).requires_grad_(False)), ValueError, "worker 1.*no trainable"),
+    "no module": (both(model=3), TypeError, "torch.nn.Module"),
+    "lazy": (both(model=nn.LazyLinear(3)), ValueError, "no values yet"),
+    "complex": (both(model=nn.Linear(2, 2, dtype=torch.complex64)), ValueError, "complex64"),
+    "optim_fn": (both(optim_fn=None), TypeError, "optim_fn"),
+    "scheduler_fn": (both(lr_scheduler_fn=3), TypeError, "lr_scheduler_fn"),
+    "scaler": (both(scaler=True), TypeError, "GradScaler"),
+    "local size": (both(_local_world_size=0), ValueError, "_local_world_size.*0"),
+    "local size text": (both(_local_world_size="x"), ValueError, "'x'"),
+    "alternating": (both(topology="alternating-exp-ring", _local_world_size=2), ValueError, "complete"),
+    "device_ids": (both(device_ids=[0]), TypeError, "device_ids.*PyTorch DDP.*leave it out"),
+    "find_unused_parameters": (both(find_unused_parameters=True), TypeError, "unused at any time"),
+    "bucket_cap_mb": (both(bucket_cap_mb=3), TypeError, "bucket_size_in_mb"),
+    "unknown keyword": (both(colour=3), TypeError, "colour"),
+}
+
+
+def refused(rank: int, n: int) -> Any:
+    found = {}
+    for name, (make, _, _) in REFUSED.items():
+        arguments = {"model": Different(), "optim_fn": SGD, **make(rank)}
+        topology = arguments.get("topology")
+        if callable(topology):
+            TopologyReg.registry["made"] = topology
+            arguments["topology"] = "made"
+        model = arguments["model"]
+        before = values(model) if isinstance(model, nn.Module) and name != "lazy" else {}
+        try:
+            DecentralizedDataParallel(**arguments)
+            found[name] = ("accepted", "")
+        except Exception as error:
+            found[name] = (type(error), str(error))
+        if before:
+            assert_same(model, before)
+    # After all that, these workers can still train together.
+    model = DecentralizedDataParallel(Different(), SGD, topology="ring")
+    x, y = batch(0, rank)
+    (model.module.last(model.module.first(x)) - y).square().mean().backward()
+    assert model.stats().rounds == 1
+    return found
+
+
+def test_what_is_refused_is_refused_on_all_workers_alike(workers):
+    began = time.monotonic()
+    results = workers(3, refused)
+    assert time.monotonic() - began < 20
+    for name, (_, kind, pattern) in REFUSED.items():
+        found = results[0][name]
+        assert found[0] != "accepted", name
+        assert issubclass(found[0], kind), (name, found)
+        import re
+
+        assert re.search(pattern, found[1]), (name, found[1])
+        for other in results[1:]:
+            assert other[name] == found, name
+
+
+class Scrambled(Topology):
+    """Raises on one worker only, and later than the constructor."""
+
+    def round(self, t: int) -> list[Edge]:
+        if t == 0 and self._rank == 2:
+            raise ArithmeticError("this worker cannot count")
+        return [Edge(list(range(self._world_size)), 1 / self._world_size)]
+
+
+def fails_on_one(rank: int, n: int) -> str:
+    TopologyReg.registry["scrambled"] = Scrambled
+    try:
+        DecentralizedDataParallel(net(), SGD, topology="scrambled")
+    except RuntimeError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_a_topology_that_fails_on_one_worker(workers):
+    results = workers(3, fails_on_one)
+    assert set(results) == {"worker 2: ArithmeticError: this worker cannot count"}
+
+
+def wrong_instance(rank: int, n: int) -> str:
+    from decent_dp.topo import RingTopology
+
+    with pytest.raises(ValueError, match="world_size=5") as caught:
+        DecentralizedDataParallel(net(), SGD, topology=RingTopology(world_size=5, rank=rank))
+    return str(caught.value)
+
+
+def test_an_instance_made_for_other_workers(workers):
+    workers(2, wrong_instance)
+
+
+def other_order(rank: int, n: int) -> Any:
+    """Workers whose first backward goes through the layers in other orders, or not through all."""
+
+    class Ordered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+            self.out = nn.Linear(6, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in [[self.a, self.b, self.c], [self.c, self.a], [self.b, self.c, self.a]][rank]:
+                x = torch.tanh(layer(x))
+            result: torch.Tensor = self.out(x)
+            return result
+
+    found = []
+    for topology in ("ring", "complete"):
+        model = DecentralizedDataParallel(Ordered(), SGD, topology=topology, overlap=False, bucket_size_in_mb=1e-6)
+        for t in range(4):
+            loss(model, t, rank).backward()
+        names = [o.param_groups[0]["param_names"] for o in model.optimizers]
+        found.append((names, model.consensus_distance(), model.stats().rounds))
+    return found
+
+
+def test_another_order_of_first_use_is_no_error(workers):
+    results = workers(3, other_order)
+    for found in results:
+        assert [names for names, *_ in found] == [names for names, *_ in results[0]]
+        assert found[1][1] < 1e-6
+        assert found[0][2] == found[1][2] == 4
+    assert results[0][0][0][0][0].startswith("out.")  # worker 0's first gradients
+
+
+# -- 22: uneven inputs ---------------------------------------------------------------------------------------------------
+
+
+def uneven(rank: int, n: int, batches: list[int], topology: str, overlap: bool) -> Any:
+    model = DecentralizedDataParallel(net(), SGD, topology=topology, overlap=overlap, bucket_size_in_mb=1e-6)
+    found = []
+    for _ in range(2):
+        with model.join():
+            for t in range(batches[rank]):
+                loss(model, t, rank).backward()
+        distance = model.consensus_distance()
+        with model.averaged():
+            found.append((values(model), distance, model.stats().updates, model.stats().rounds))
+    model.close()
+    return found
+
+
+@pytest.mark.parametrize("topology", ["complete", "ring"])
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("batches", [[3, 5, 0], [0, 0, 2], [0, 0, 0], [40, 3, 3]])
+def test_join(workers, batches, topology, overlap):
+    for rank, found in enumerate(workers(3, uneven, batches, topology, overlap)):
+        for epoch, (_, _, updates, rounds) in enumerate(found, start=1):
+            assert updates == epoch * batches[rank]
+            assert rounds == epoch * max(batches)
+        if topology == "complete" and not overlap:
+            assert found[-1][1] < 1e-5
+
+
+def join_with_windows(rank: int, n: int) -> Any:
+    model = DecentralizedDataParallel(net(), SGD, topology="ring", grad_clip_norm=1.0)
+    with model.join():
+        for i in range(6 + 2 * rank):
+            model.set_accumulate_grad(i % 2 == 0)
+            loss(model, i, rank).backward()
+        with pytest.raises(RuntimeError, match=r"inside join\(\)"):
+            model.consensus_distance()
+        with pytest.raises(RuntimeError, match="inside join"), model.join():
+            pass
+    with contextlib.suppress(KeyError), model.join():
+        raise KeyError
+    return model.stats().updates, model.stats().rounds
+
+
+def test_join_with_accumulation(workers):
+    assert workers(2, join_with_windows) == [(3, 4), (4, 4)]
+
+
+def out_of_step(rank: int, n: int) -> Any:
+    model = DecentralizedDataParallel(net(), SGD, topology="ring")
+    for t in range(3 + (rank == 0)):
+        loss(model, t, rank).backward()
+    messages = []
+    for call in (model.global_avg, model.consensus_distance, lambda: model.averaged().__enter__()):
+        with pytest.raises(OutOfStepError, match=r"worker 0: 4, worker 1: 3.*model\.join") as caught:
+            call()
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_other_numbers_of_updates_are_named_on_all(workers):
+    first, second = workers(2, out_of_step)
+    assert first == second
+
+
+def missing_peer(rank: int, n: int) -> Any:
+    model = DecentralizedDataParallel(net(), SGD, topology="ring")
+    for t in range(3):
+        loss(model, t, rank).backward()
+    if rank == 1:
+        time.sleep(4)  # alive, with nothing more to do
+        os._exit(0)
+    for t in range(3):
+        loss(model, t, rank).backward()
+
+
+def test_a_missing_peer_is_named_within_the_timeout(workers):
+    outcome = workers.outcomes(2, missing_peer, group_timeout=2)[0]
+    assert outcome.error == PeerTimeoutError.__name__
+    assert "worker 1" in outcome.message
+    assert "model.join()" in outcome.message
+    assert outcome.seconds < 15
+
+
+# -- 23: process groups --------------------------------------------------------------------------------------------------
+
+
+def groups(rank: int, n: int) -> Any:
+    before = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    # The members in another order than in the world: edges speak of ranks in the group.
+    group = dist.new_group([1, 3])
+    found = None
+    if rank in (1, 3):
+        model = DecentralizedDataParallel(net(rank), SGD, topology="ring", overlap=False, process_group=group)
+        for t in range(3):
+            loss(model, t, rank).backward()
+        found = values(model), model.consensus_distance()
+    else:
+        with pytest.raises(ValueError, match="not a member"):
+            DecentralizedDataParallel(net(), SGD, process_group=group)
+    after = dist.new_group([0, 1, 2, 3])
+    total = torch.ones(1)
+    dist.all_reduce(total, group=after)
+    dist.all_reduce(total, group=before[rank // 2])
+    everybody = DecentralizedDataParallel(net(), SGD, topology="complete", overlap=False)
+    loss(everybody, 0, rank).backward()
+    return found, float(total), everybody.consensus_distance()
+
+
+def test_process_groups_beside_each_other(workers):
+    results = workers(4, groups)
+    assert [total for _, total, _ in results] == [8.0] * 4
+    assert all(distance < 1e-6 for *_, distance in results)
+    assert results[1][0][1] < 1e-6
+    assert_same(results[1][0][0], results[3][0][0], 1e-6)
+
+
+# -- 24: workers that fail -----------------------------------------------------------------------------------------------
+
+
+def failing(rank: int, n: int, how: str, topology: str) -> Any:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = net()
+            self.calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            if rank == 2 and self.calls == 4:
+                if how == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise ValueError("a bad batch in shard 17")
+            result: torch.Tensor = self.body(x)
+            return result
+
+    model = DecentralizedDataParallel(Model(), SGD, topology=topology)
+    for t in range(12):
+        loss(model, t, rank).backward()
+    model.close()
+
+
+@pytest.mark.parametrize("topology", ["ring", "complete"])
+@pytest.mark.parametrize("how", ["raise", "kill"])
+def test_a_worker_that_fails_is_named(workers, how, topology):
+    outcomes = workers.outcomes(4, failing, how, topology, group_timeout=10, timeout=25)
+    assert outcomes[2].error == ("ValueError" if how == "raise" else "Gone")
+    for rank in (0, 1, 3):
+        outcome = outcomes[rank]
+        assert outcome.error == PeerLostError.__name__, outcome
+        # In a ring, worker 0 hears of it from a neighbour that quotes its own loss.
+        assert "worker 2" in outcome.message or "2" in outcome.message.split("workers", 1)[-1], outcome.message
+        if how == "raise":
+            assert "shard 17" in outcome.message
+        assert outcome.seconds < 9
+
+
+def last_exchange(rank: int, n: int, closes: bool) -> Any:
+    found = []
+    for topology in ("ring", "complete"):
+        model = DecentralizedDataParallel(net(), SGD, topology=topology, bucket_size_in_mb=1e-6)
+        for t in range(3):
+            time.sleep(0.02 * rank)
+            loss(model, t, rank).backward()
+        if closes:
+            before = values(model)
+            model.close()
+            model.close()
+            assert_same(model.module, before)
+        found.append(model)
+    return values(found[0].module)
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_worker_that_finishes_first_breaks_nobody(workers, closes):
+    for _ in range(3):
+        assert all(workers(3, last_exchange, closes))
+
+
+def closed(rank: int, n: int) -> Any:
+    model = DecentralizedDataParallel(net(), SGD, topology="ring")
+    loss(model, 0, rank).backward()
+    model.close()
+    model.eval()
+    with torch.no_grad():
+        model(batch(0)[0])
+    with pytest.raises(RuntimeError, match="closed"):
+        loss(model, 1, rank).backward()
+    with pytest.raises(RuntimeError, match="closed"):
+        model.global_avg()
+    return model.state_dict()
+
+
+def test_after_close(workers):
+    workers(2, closed)
+
+
+# -- 25: factories, at the first update ----------------------------------------------------------------------------------
+
+
+def leaves_out(params: Any) -> Any:
+    return torch.optim.SGD(params[1:], lr=0.1)
+
+
+def twice(params: Any) -> Any:
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    optimizer.param_groups.append({**optimizer.param_groups[0], "params": [params[0][1]]})
+    return optimizer
+
+
+def foreign(params: Any) -> Any:
+    return torch.optim.SGD([*(p for _, p in params), nn.Parameter(torch.zeros(1))], lr=0.1)
+
+
+FACTORIES: dict[str, tuple[Any, type[Exception], str]] = {
+    "returns nothing": ({"optim_fn": lambda p: None}, TypeError, "optim_fn must return.*None"),
+    "leaves out": ({"optim_fn": leaves_out}, ValueError, "leaves out parameter '4.weight'|leaves out parameter '4.bias'"),
+    "takes twice": ({"optim_fn": twice}, ValueError, "twice"),
+    "takes another": ({"optim_fn": foreign}, ValueError, "was not given"),
+    "raises": ({"optim_fn": lambda p: torch.optim.SGD(p, lr=-1.0)}, ValueError, "Invalid learning rate"),
+    "no scheduler": ({"lr_scheduler_fn": lambda o: None}, TypeError, "lr_scheduler_fn must return.*None"),
+    "plateau": ({"lr_scheduler_fn": torch.optim.lr_scheduler.ReduceLROnPlateau}, TypeError, "ReduceLROnPlateau"),
+}
+
+
+def bad_factories(rank: int, n: int, only_on: int | None) -> Any:
+    found = {}
+    for name, (arguments, _, _) in FACTORIES.items():
+        good = {"optim_fn": SGD}
+        chosen = {**good, **arguments} if only_on in (None, rank) else {**good, "lr_scheduler_fn": None}
+        if "lr_scheduler_fn" in arguments and only_on not in (None, rank):
+            chosen["lr_scheduler_fn"] = partial(torch.optim.lr_scheduler.StepLR, step_size=1)
+        model = DecentralizedDataParallel(net(), topology="ring", **chosen)
+        before = values(model)
+        try:
+            loss(model, 0, rank).backward()
+            found[name] = ("accepted", "")
+        except Exception as error:
+            found[name] = (type(error), str(error))
+        assert_same(model.module, before)
+        with pytest.raises(RuntimeError, match="an update failed earlier"):
+            loss(model, 1, rank).backward()
+    return found
+
+
+@pytest.mark.parametrize("only_on", [None, 1])
+def test_bad_factories_are_refused_on_all_workers(workers, only_on):
+    import re
+
+    results = workers(2, bad_factories, only_on)
+    for name, (_, kind, pattern) in FACTORIES.items():
+        found = results[0][name]
+        assert found == results[1][name]
+        assert issubclass(found[0], kind), (name, found)
+        assert re.search(pattern, found[1]), (name, found)
+        assert found[1].startswith("worker 1: ") == (only_on == 1)
+
+
+def test_no_process_group():
+    with pytest.raises(RuntimeError, match=r"no process group.*initialize_dist"):
+        DecentralizedDataParallel(net(), SGD)
+
+
+def test_adaptive_factor_out_of_range():
+    from tests.helpers import alone
+
+    model = alone(net())
+    for factor in (-0.1, 1.1, float("nan")):
+        with pytest.raises(ValueError, match="adaptive factor"):
+            model.set_adaptive_factor(factor)
+
+
+def test_wrapping_twice():
+    from tests.helpers import alone
+
+    with pytest.raises(TypeError, match="already wrapped"):
+        alone(alone(net()))
