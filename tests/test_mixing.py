@@ -116,9 +116,9 @@ def test_propose_copies_and_mix_writes_in_place():
         assert torch.equal(s, u)
 
 
-def test_scalars_and_nothing():
-    RULE.mix([], [], [], 0.5)
-    [a, b] = mix([torch.tensor(1.0), torch.empty(0)], [torch.tensor(1.0), torch.empty(0)], [torch.tensor(3.0), torch.empty(0)], 0.5)
+def test_scalars_and_empty_tensors():
+    nothing = torch.empty(0)
+    [a, b] = mix([torch.tensor(1.0), nothing], [torch.tensor(1.0), nothing], [torch.tensor(3.0), nothing], 0.5)
     assert (a.item(), b.numel()) == (2.0, 0)
 
 

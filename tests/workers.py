@@ -19,7 +19,10 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "numpy", "pytest", "hypothesis", "decent_dp.ddp", "decent_dp.optim", "tests.workers"])
+# torch._dynamo: a second of import that torch's optimizers ask for when the first one is made.
+_CONTEXT.set_forkserver_preload(
+    ["torch", "torch._dynamo", "numpy", "pytest", "hypothesis", "decent_dp.ddp", "decent_dp.optim", "tests.workers"]
+)
 _LAUNCHES = count()
 
 
