@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -56,7 +58,7 @@ def test_plans(layout):
         assert dealt == [i for i in order if (specs[i].dtype, specs[i].device) == kind]
         # Greedy: a bucket ends only where the next tensor would not have fitted.
         of_kind = [plan for plan in plans if (plan.dtype, plan.device) == kind]
-        for plan, following in zip(of_kind, of_kind[1:], strict=False):
+        for plan, following in itertools.pairwise(of_kind):
             assert (plan.numel + following.slots[0].spec.numel) * plan.dtype.itemsize > limit
 
     lasts = [max(place[slot.index] for slot in plan.slots) for plan in plans]

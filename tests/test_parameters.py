@@ -230,9 +230,11 @@ def test_adopted_parameters_go_on_mixing(workers):
 
 
 @VIEWS
-def test_another_dtype_is_refused(view):
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_another_dtype_is_refused(view, when):
     model = alone(net(), param_as_bucket_view=view)
-    loss(model, 0).backward()
+    if when == "after":
+        loss(model, 0).backward()
     model.double()
     with pytest.raises(RuntimeError, match=r"parameter '.*' was .*float32 .* and is .*float64"):
         model(batch(0)[0].double())

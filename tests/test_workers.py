@@ -547,8 +547,13 @@ def closed(rank: int, n: int) -> Any:
     model.eval()
     with torch.no_grad():
         model(batch(0)[0])
+    loss(model, 1, rank).backward()  # in eval mode: gradients, and no update
+    assert all(p.grad is not None for p in model.parameters())
+    model.train()
     with pytest.raises(RuntimeError, match="closed"):
-        loss(model, 1, rank).backward()
+        loss(model, 1, rank)
+    loss(model.module, 1, rank).backward()
+    assert model.stats().rounds == 1
     with pytest.raises(RuntimeError, match="closed"):
         model.global_avg()
     return model.state_dict()
@@ -638,3 +643,15 @@ def test_wrapping_twice():
 
     with pytest.raises(TypeError, match="already wrapped"):
         alone(alone(net()))
+    shared = net()
+    first = alone(shared)
+    with pytest.raises(ValueError, match=r"'1\.weight' is trained by another .*close\(\)"):
+        alone(nn.Sequential(nn.Linear(6, 6), *shared)[1:])
+    loss(first, 0).backward()
+    first = alone(net())  # dropped, as when a notebook's cell is run again
+    second = alone(shared)
+    loss(second, 1).backward()
+    second.close()
+    third = alone(shared)
+    loss(third, 2).backward()
+    assert (second.stats().rounds, third.stats().rounds) == (1, 1)

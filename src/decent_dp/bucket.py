@@ -15,7 +15,7 @@ MIB = 2**20
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
-    """The strides of ``tensor`` in a dense block: its own where it is dense (channels_last, transposed), else contiguous ones."""
+    """The strides of ``tensor`` in a dense block: its own where it is dense (channels_last, transposed), else contiguous."""
     return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
 
 
@@ -36,6 +36,15 @@ class TensorSpec:
     @property
     def numel(self) -> int:
         return torch.Size(self.shape).numel()
+
+    def check(self, tensor: Tensor) -> None:
+        """Raises RuntimeError when ``tensor`` has another shape, dtype or device; strides may differ."""
+        if tensor.shape != self.shape or tensor.dtype != self.dtype or tensor.device != self.device:
+            raise RuntimeError(
+                f"parameter '{self.name}' was {self.shape} {self.dtype} on {self.device} when the model was wrapped and is "
+                f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device} now: convert or move the model before wrapping it, "
+                "and wrap it again after a change."
+            )
 
 
 @dataclass(frozen=True)
@@ -150,12 +159,7 @@ class Block:
             spec = slot.spec
             if param.data_ptr() == self._addresses[i] and param.shape == spec.shape and param.dtype == spec.dtype:
                 continue
-            if (tuple(param.shape), param.dtype, param.device) != (spec.shape, spec.dtype, spec.device):
-                raise RuntimeError(
-                    f"parameter '{spec.name}' was {tuple(spec.shape)} {spec.dtype} on {spec.device} when the model was "
-                    f"wrapped and is {tuple(param.shape)} {param.dtype} on {param.device} now: convert or move the model "
-                    "before wrapping it, and wrap it again after a change."
-                )
+            spec.check(param)
             if self.flat is not None:
                 view = slot.view(self.flat)
                 view.copy_(param.detach())

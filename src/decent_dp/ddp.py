@@ -18,11 +18,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from decent_dp import consensus
 from decent_dp.agree import agree, agree_on_signature, model_signature, share
-from decent_dp.bucket import MIB, TensorSpec, plan_buckets
+from decent_dp.bucket import MIB, plan_buckets
 from decent_dp.engine import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, Bucket, Engine, make_bucket
 from decent_dp.errors import OutOfStepError
 from decent_dp.guard import Guard, strip_prefix
-from decent_dp.schedule import Policy, Schedule
+from decent_dp.schedule import Policy, Schedule, refuse_trained_elsewhere
 from decent_dp.settings import (
     Settings,
     check_callable,
@@ -119,6 +119,7 @@ class DecentralizedDataParallel(nn.Module):
             if isinstance(model, DecentralizedDataParallel):
                 raise TypeError("model is already wrapped in DecentralizedDataParallel: pass its .module")
             check_model(model)
+            refuse_trained_elsewhere(model)
             check_callable("optim_fn", optim_fn, "a list of (name, parameter) pairs that returns an optimizer")
             if lr_scheduler_fn is not None:
                 check_callable("lr_scheduler_fn", lr_scheduler_fn, "an optimizer that returns a scheduler")
@@ -182,7 +183,7 @@ class DecentralizedDataParallel(nn.Module):
         except Exception as error:
             self._transport.report(f"{type(error).__name__} in its forward of round {self._engine.round}: {error}")
             raise
-        if not inner and torch.is_grad_enabled():
+        if not inner and torch.is_grad_enabled() and not self._schedule.closed:
             self._after_forward(output)
         return output
 
@@ -196,7 +197,7 @@ class DecentralizedDataParallel(nn.Module):
         if not self.module.training:
             self._settle()
         self._schedule.recover()
-        if torch.is_grad_enabled() and not self._schedule.closed:
+        if torch.is_grad_enabled() and (self.module.training or not self._schedule.closed):
             self._schedule.check()
             self._guard.check()
             for bucket in self._engine.buckets:
@@ -304,14 +305,17 @@ class DecentralizedDataParallel(nn.Module):
         self._engine.factor = float(factor)
 
     def close(self) -> None:
-        """Finishes what is on the wire and gives connections back; parameters stay as they are. May be called again."""
+        """Finishes what is on the wire and gives connections back; parameters stay as they are.
+
+        May be called again. The model is on its own after it: its backwards only leave gradients.
+        """
         if self._schedule.closed:
             return
         try:
             self._settle()
             self._engine.wait_all()
         finally:
-            self._schedule.closed = True
+            self._schedule.close()
             self._transport.close()
 
     # -- the mean -----------------------------------------------------------------------------------------------------
@@ -471,8 +475,7 @@ class DecentralizedDataParallel(nn.Module):
         order = [*first, *(i for i in range(len(guard.params)) if i not in set(first))]
 
         def make() -> list[Bucket]:
-            specs = [TensorSpec.of(name, param) for name, param in zip(guard.names, guard.params, strict=True)]
-            plans = plan_buckets(specs, order, self._settings.bucket_size_in_mb * MIB)
+            plans = plan_buckets(guard.specs, order, self._settings.bucket_size_in_mb * MIB)
             buckets = [
                 make_bucket(i, plan, guard.params, self._optim_fn, self._lr_scheduler_fn, as_view=self._as_view)
                 for i, plan in enumerate(plans)

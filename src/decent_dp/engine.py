@@ -79,9 +79,9 @@ def _check_taken(optimizer: Optimizer, block: Block) -> None:
         count = counts.pop(id(param), 0)
         if count != 1:
             raise ValueError(
-                f"optim_fn {'takes parameter' if count else 'leaves out parameter'} '{name}'{' twice' if count else ''}: each of "
-                "the (name, parameter) pairs that it is given must be in exactly one parameter group. Freeze parameters that "
-                "are not to train (requires_grad_(False)) before wrapping the model."
+                f"optim_fn {'takes twice' if count else 'leaves out'} parameter '{name}': each of the (name, parameter) pairs "
+                "that it is given must be in exactly one parameter group. Freeze parameters that are not to train "
+                "(requires_grad_(False)) before wrapping the model."
             )
     if counts:
         raise ValueError(

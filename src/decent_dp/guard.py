@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from decent_dp.bucket import TensorSpec
+
 __all__ = ["Guard", "strip_prefix"]
 
 # What wrappers put before the names of a model: an earlier decent_dp, and PyTorch DDP.
@@ -25,6 +27,7 @@ class Guard:
     Attributes:
         names: of the trainable parameters, in registration order; one name for a tied parameter.
         params: these parameters.
+        specs: what they were like at construction; all workers agreed on it.
     """
 
     def __init__(self, model: nn.Module, before: Callable[[], None], loaded: Callable[[list[nn.Parameter]], None]) -> None:
@@ -34,6 +37,7 @@ class Guard:
         trained = [(name, param) for name, param in self._at_construction.items() if param.requires_grad]
         self.names = [name for name, _ in trained]
         self.params = [param for _, param in trained]
+        self.specs = [TensorSpec.of(name, param) for name, param in trained]
         self._frozen = [param for param in self._at_construction.values() if not param.requires_grad]
         self._present = list(_parameters(model))
         self._hook()
@@ -42,8 +46,10 @@ class Guard:
         """Looks whether the model still has the parameters that were wrapped.
 
         Raises:
-            RuntimeError: a parameter was unfrozen, replaced, added or removed since; the message names it.
+            RuntimeError: a parameter was unfrozen, converted, replaced, added or removed since; the message names it.
         """
+        for spec, param in zip(self.specs, self.params, strict=True):
+            spec.check(param)
         for param in self._frozen:
             if param.requires_grad:
                 raise RuntimeError(
@@ -97,16 +103,16 @@ class Guard:
                 state[key] = copy
 
     def _before_load(self, module: nn.Module, state: dict[str, Any], prefix: str, local: Any, *_: Any) -> None:
-        if module is self._model:
-            if (local or {}).get("assign_to_params_buffers"):
-                raise ValueError(
-                    "load_state_dict(assign=True) would put other tensors in the place of the wrapped parameters. Load "
-                    "with assign=False: the values are copied into them."
-                )
-            self._before()
-            strip_prefix(state, prefix, set(_state_names(module)))
-        elif id(module) not in self._hooked:
+        if id(module) not in self._hooked:
             return  # a copy of the model, which copied our hooks
+        if (local or {}).get("assign_to_params_buffers"):
+            raise ValueError(
+                "load_state_dict(assign=True) would put other tensors in the place of the wrapped parameters. Load with "
+                "assign=False: the values are copied into them."
+            )
+        self._before()
+        if module is self._model:
+            strip_prefix(state, prefix, set(_state_names(module)))
         own = [p for name, p in module._parameters.items() if p is not None and prefix + name in state]
         if own:
             self._loaded(own)

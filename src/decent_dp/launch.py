@@ -47,8 +47,8 @@ def read_environment(environ: Mapping[str, str]) -> Launch:
         local_world_size = _number(environ, "LOCAL_WORLD_SIZE", 1)
         if "MASTER_ADDR" not in environ or "MASTER_PORT" not in environ:
             raise RuntimeError(
-                "RANK and WORLD_SIZE are set but MASTER_ADDR or MASTER_PORT is not. Start the script with torchrun, or set both "
-                "to an address and a free port of worker 0."
+                "RANK and WORLD_SIZE are set but MASTER_ADDR or MASTER_PORT is not. Start the script with torchrun, or set "
+                "both to an address and a free port of worker 0."
             )
         return Launch(
             "torchrun",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import gc
 import threading
 import warnings
 import weakref
@@ -18,7 +19,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -26,10 +27,14 @@ from torch.optim import Optimizer
 from decent_dp.engine import Bucket, Engine
 from decent_dp.transport import Handle, Transport
 
-__all__ = ["Policy", "Schedule", "Window"]
+__all__ = ["Policy", "Schedule", "Window", "refuse_trained_elsewhere"]
 
 # How many of join's flags may be under way: it bounds how far one worker can run ahead of the slowest there.
 _FLAGS_UNDER_WAY = 32
+
+
+# Every schedule that is there: two on one parameter would step it twice.
+_LIVING: weakref.WeakSet[Schedule] = weakref.WeakSet()
 
 
 class Window(enum.Enum):
@@ -152,9 +157,9 @@ class Schedule:
         self._missing: list[int] = []
 
         me = weakref.ref(self)
-        hooked: Any  # torch does not type its hooks
-        for index, hooked in enumerate(params):
-            hooked.register_post_accumulate_grad_hook(_gradient_hook(me, index))
+        untyped: Sequence[Any] = params  # torch does not type its hooks
+        self._hooks = [p.register_post_accumulate_grad_hook(_gradient_hook(me, i)) for i, p in enumerate(untyped)]
+        _LIVING.add(self)
 
     # -- what autograd tells ------------------------------------------------------------------------------------------
 
@@ -284,6 +289,16 @@ class Schedule:
                 "the others: start the workers again."
             ) from self._fault
 
+    def close(self) -> None:
+        """Lets go of the parameters."""
+        self.closed = True
+        for hook in self._hooks:
+            hook.remove()
+
+    def trains(self, param: Parameter) -> bool:
+        """Whether this schedule updates ``param``."""
+        return not self.closed and any(param is own for own in self._params)
+
     def mix_only(self) -> None:
         """One round without a step; gradients that are there stay."""
         with self._lock:
@@ -372,6 +387,24 @@ class Schedule:
             self._fault = error
             self._transport.report(f"{type(error).__name__}: {error}")
             raise
+
+
+def refuse_trained_elsewhere(model: nn.Module) -> None:
+    """Raises ValueError when another wrapper, which was neither closed nor dropped, trains a parameter of ``model``."""
+
+    def shared() -> str | None:
+        named = model.named_parameters()
+        return next((name for name, param in named if any(schedule.trains(param) for schedule in list(_LIVING))), None)
+
+    if shared() is None:
+        return
+    gc.collect()  # a wrapper that was dropped is in a cycle
+    name = shared()
+    if name is not None:
+        raise ValueError(
+            f"parameter '{name}' is trained by another DecentralizedDataParallel, and two would step it twice: close() the "
+            "other one first."
+        )
 
 
 def _gradient_hook(schedule: weakref.ref[Schedule], index: int) -> Callable[[Tensor], None]:

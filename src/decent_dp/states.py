@@ -60,8 +60,8 @@ def check_optim_state(state_dict: dict[str, Any], names: Sequence[str]) -> None:
     """
     if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
         raise ValueError(
-            "load_optim_state_dict takes what optim_state_dict() returned (a dict with 'state' and 'param_groups' by "
-            f"parameter name), got {type(state_dict).__name__} with {list(state_dict)[:4] if isinstance(state_dict, dict) else ''}"
+            "load_optim_state_dict takes what optim_state_dict() returned, a dict with 'state' and 'param_groups' by parameter "
+            f"name, got a {type(state_dict).__name__}. The state of one optimizer goes to model.optimizers[i].load_state_dict."
         )
     known = state_dict["param_groups"]
     if not known:

@@ -144,4 +144,7 @@ def peer_error(error: RuntimeError, ranks: Sequence[int], what: str, notes: Note
             "slower than that, or it has made fewer updates: uneven numbers of batches need `with model.join():`."
             f"{said}"
         )
-    return PeerLostError(f"{who} is gone (raised, exited or was killed), and {what} needed it.{said}")
+    return PeerLostError(
+        f"{who} is gone, and {what} needed it: it raised, was killed, or had fewer batches (then use `with model.join():`)."
+        f"{said}"
+    )

@@ -52,6 +52,8 @@ class ProcessGroupTransport(Transport):
 
     @property
     def control(self) -> Control:
+        if not self._communicators:
+            raise RuntimeError("the transport was closed")
         return self._control
 
     def prepare(self, edges: list[Edge]) -> None:
@@ -67,6 +69,9 @@ class ProcessGroupTransport(Transport):
     def close(self) -> None:
         self._waiter.close()
         self._communicators.clear()
+        # With the last reference the connections go.
+        for name in ("_control", "_pairs", "_staged"):
+            self.__dict__.pop(name, None)
 
     def choose(self, edge: Edge, sent: Envelope) -> Exchange:
         """Who moves this message: by the size of its edge and by where the tensors are."""

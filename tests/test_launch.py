@@ -1,0 +1,369 @@
+"""initialize_dist: CASES 26."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from decent_dp.launch import Launch, initialize_dist, read_environment
+from tests.test_transport import listening
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29400",
+}
+SLURM = {
+    "SLURM_JOB_ID": "123456",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_NTASKS": "8",
+    "SLURM_NNODES": "2",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_STEP_NODELIST": "gpu[03-04]",
+}
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_one_worker():
+    assert read_environment({}) == Launch("none", 0, 1, 0, 1, None, None)
+    # The batch script itself, and a shell on a login node, are no tasks of a step.
+    assert read_environment({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}).launcher == "none"
+
+
+def test_torchruns_variables():
+    assert read_environment(TORCHRUN) == Launch("torchrun", 3, 8, 1, 2, "node0", 29400)
+
+
+def test_torchrun_inside_a_slurm_step_counts():
+    assert read_environment({**SLURM, **TORCHRUN}).launcher == "torchrun"
+
+
+def test_one_worker_needs_no_local_rank():
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1234"}
+    assert read_environment(alone) == Launch("torchrun", 0, 1, 0, 1, "localhost", 1234)
+
+
+def test_slurms_variables():
+    port = 20000 + 123456 % 10000
+    assert read_environment(SLURM) == Launch("slurm", 5, 8, 1, 4, "gpu03", port)
+    assert read_environment({**SLURM, "MASTER_PORT": "77", "MASTER_ADDR": "10.0.0.1"}) == Launch(
+        "slurm", 5, 8, 1, 4, "10.0.0.1", 77
+    )
+
+
+def test_two_jobs_on_one_node_use_different_ports():
+    ports = [read_environment({**SLURM, "SLURM_JOB_ID": str(job)}).port for job in (100, 101, 9_999_999_999)]
+    assert len(set(ports)) == 3
+    # Not among the ports that Linux gives to outgoing connections, and not a system's.
+    assert all(port is not None and 1024 <= port < 32768 for port in ports)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gpu01", "gpu01"),
+        ("gpu[03-05,9],cpu1", "gpu03"),
+        ("gpu[7]", "gpu7"),
+        ("gpu[010,012-014]", "gpu010"),
+        ("n1,n2,n[5-6]", "n1"),
+        ("node-a[2-3]-ib", "node-a2-ib"),
+        ("a.b.example.org,c.d", "a.b.example.org"),
+        ("rack[1-2]node[03-04]", "rack1node03"),
+        ("rack[1-2]-node[03,05]-ib,x", "rack1-node03-ib"),
+    ],
+)
+def test_the_first_node(nodes, first):
+    assert read_environment({**SLURM, "SLURM_STEP_NODELIST": nodes}).address == first
+
+
+def test_the_jobs_nodes_where_the_steps_are_not_said():
+    environ = {k: v for k, v in SLURM.items() if not k.startswith("SLURM_STEP_N")} | {"SLURM_JOB_NODELIST": "job[1-2]"}
+    found = read_environment(environ)
+    assert (found.address, found.world_size) == ("job1", 8)
+
+
+def test_one_node_talks_over_loopback():
+    one = {**SLURM, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "gpu03", "SLURM_STEP_TASKS_PER_NODE": "8"}
+    assert read_environment(one).address == "127.0.0.1"
+    assert read_environment({**one, "MASTER_ADDR": "10.1.1.1"}).address == "10.1.1.1"
+
+
+@pytest.mark.parametrize(
+    ("counts", "node", "expected"),
+    [
+        ("4", 0, 4),
+        ("4(x2)", 1, 4),
+        ("4(x2),3", 0, 4),
+        ("4(x2),3", 1, 4),
+        ("4(x2),3", 2, 3),
+        ("2,1(x3),5", 3, 1),
+        ("2,1(x3),5", 4, 5),
+        (None, 0, 4),  # said by nobody: eight tasks on two nodes
+    ],
+)
+def test_tasks_per_node(counts, node, expected):
+    environ = {**SLURM, "SLURM_NODEID": str(node), "SLURM_STEP_TASKS_PER_NODE": counts}
+    assert read_environment({k: v for k, v in environ.items() if v is not None}).local_world_size == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "change", "words"),
+    [
+        (TORCHRUN, {"MASTER_ADDR": None}, "MASTER_ADDR or MASTER_PORT is not"),
+        (TORCHRUN, {"MASTER_PORT": None}, "MASTER_ADDR or MASTER_PORT is not"),
+        (TORCHRUN, {"LOCAL_RANK": None}, "LOCAL_RANK is missing"),
+        # Every worker would train alone, without a word.
+        (TORCHRUN, {"RANK": None}, "RANK"),
+        (TORCHRUN, {"WORLD_SIZE": None}, "WORLD_SIZE"),
+        (TORCHRUN, {"RANK": "zero"}, "RANK must be a whole number, got 'zero'"),
+        (TORCHRUN, {"WORLD_SIZE": "8.0"}, "WORLD_SIZE must be a whole number, got '8.0'"),
+        (TORCHRUN, {"LOCAL_RANK": ""}, "LOCAL_RANK must be a whole number, got ''"),
+        (TORCHRUN, {"LOCAL_WORLD_SIZE": "x"}, "LOCAL_WORLD_SIZE must be"),
+        (TORCHRUN, {"MASTER_PORT": "http"}, "MASTER_PORT must be a whole number, got 'http'"),
+        (SLURM, {"SLURM_PROCID": "?"}, "SLURM_PROCID must be"),
+        (SLURM, {"SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS must be"),
+        (SLURM, {"MASTER_PORT": "http"}, "MASTER_PORT must be"),
+        (SLURM, {"SLURM_STEP_NODELIST": "[1-2]"}, r"'\[1-2\]' names no host: set MASTER_ADDR"),
+    ],
+)
+def test_what_is_missing_or_no_number(environ, change, words):
+    changed = {k: v for k, v in {**environ, **change}.items() if v is not None}
+    with pytest.raises(RuntimeError, match=words):
+        read_environment(changed)
+
+
+def test_slurm_counts_where_a_script_has_exported_the_world_size():
+    found = read_environment({**SLURM, "WORLD_SIZE": "8", "MASTER_PORT": "29500"})
+    assert (found.launcher, found.rank, found.world_size, found.port) == ("slurm", 5, 8, 29500)
+
+
+# -- backend and device ----------------------------------------------------------------------------------------------------
+
+
+class Machine:
+    """Stands for torch.distributed and the GPUs: notes what is asked for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+        self.backend, self.options, self.device = None, {}, None
+        self.raises: Exception | None = None
+        self.environ: dict[str, str] = {}
+        monkeypatch.setattr(dist, "init_process_group", self._init)
+        monkeypatch.setattr(dist, "get_rank", lambda *_: self.options["rank"])
+        monkeypatch.setattr(dist, "get_world_size", lambda *_: self.options["world_size"])
+        self.gpus(0)
+
+    def _init(self, backend: str, **options: Any) -> None:
+        if self.raises is not None:
+            raise self.raises
+        self.backend, self.options = backend, options
+
+    def _set_device(self, index: int) -> None:
+        assert self.backend is None, "the device must be current before NCCL is made"
+        self.device = index
+
+    def gpus(self, count: int, *, nccl: bool = True) -> None:
+        self._monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        self._monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        self._monkeypatch.setattr(torch.cuda, "set_device", self._set_device)
+        self._monkeypatch.setattr(dist, "is_nccl_available", lambda: nccl)
+
+    def start(self, environ: dict[str, str]) -> tuple[int, int]:
+        self.environ = dict(environ)
+        self._monkeypatch.setattr(os, "environ", self.environ)
+        return initialize_dist()
+
+
+@pytest.fixture
+def machine(monkeypatch) -> Machine:
+    return Machine(monkeypatch)
+
+
+@pytest.mark.parametrize(("gpus", "backend", "device"), [(0, "gloo", None), (1, "gloo", None), (2, "nccl", 1), (8, "nccl", 1)])
+def test_torchrun_and_gpus(machine, gpus, backend, device):
+    """Two workers on this node."""
+    machine.gpus(gpus)
+    assert machine.start(TORCHRUN) == (3, 8)
+    assert (machine.backend, machine.device) == (backend, device)
+    assert (machine.options["rank"], machine.options["world_size"]) == (3, 8)
+    # What torch's env:// reads.
+    assert machine.environ["MASTER_ADDR"] == "node0"
+    assert machine.environ["MASTER_PORT"] == "29400"
+
+
+def test_torch_without_nccl(machine):
+    machine.gpus(4, nccl=False)
+    machine.start(TORCHRUN)
+    assert (machine.backend, machine.device) == ("gloo", None)
+
+
+def test_a_launcher_that_does_not_say_how_many_workers_a_node_has(machine):
+    """Local rank 3 of two visible GPUs: no GPU of its own."""
+    machine.gpus(2)
+    environ = {k: v for k, v in TORCHRUN.items() if k != "LOCAL_WORLD_SIZE"} | {"LOCAL_RANK": "3"}
+    machine.start(environ)
+    assert (machine.backend, machine.device) == ("gloo", None)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "extra", "backend", "device"),
+    [
+        (4, {}, "nccl", 1),
+        (8, {"SLURM_GPUS_PER_TASK": "1"}, "nccl", 1),
+        # Each task sees its own GPU alone.
+        (1, {"SLURM_GPUS_PER_TASK": "1"}, "nccl", 0),
+        (1, {"SLURM_GPU_BIND": "single:1"}, "nccl", 0),
+        # Four tasks share what they see.
+        (1, {}, "gloo", None),
+        (1, {"SLURM_GPU_BIND": "none"}, "gloo", None),
+        (1, {"SLURM_GPU_BIND": "single:4"}, "gloo", None),
+        (3, {}, "gloo", None),
+        (0, {"SLURM_GPUS_PER_TASK": "1"}, "gloo", None),
+    ],
+)
+def test_slurm_and_gpus(machine, gpus, extra, backend, device):
+    machine.gpus(gpus)
+    assert machine.start({**SLURM, **extra}) == (5, 8)
+    assert (machine.backend, machine.device) == (backend, device)
+    assert machine.environ["MASTER_ADDR"] == "gpu03"
+    assert machine.environ["MASTER_PORT"] == "23456"
+    assert machine.environ["LOCAL_WORLD_SIZE"] == "4"
+
+
+def test_what_the_user_has_set_stays(machine):
+    machine.start({**SLURM, "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "555"})
+    assert machine.environ["LOCAL_WORLD_SIZE"] == "2"
+    assert machine.environ["MASTER_PORT"] == "555"
+    assert machine.environ["MASTER_ADDR"] == "gpu03"
+
+
+def test_alone_with_a_gpu(machine):
+    machine.gpus(3)
+    assert machine.start({}) == (0, 1)
+    assert (machine.backend, machine.device) == ("nccl", 0)
+    assert machine.environ == {"LOCAL_WORLD_SIZE": "1"}
+
+
+def test_other_network_errors_stay_themselves(machine):
+    machine.raises = dist.DistNetworkError("the name node0 does not resolve")
+    with pytest.raises(dist.DistNetworkError, match="node0"):
+        machine.start(TORCHRUN)
+
+
+def test_a_taken_port(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        environ = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        monkeypatch.setattr(os, "environ", {**os.environ, **environ})
+        with pytest.raises(RuntimeError, match=rf"port {port} of 127.0.0.1 is taken \(MASTER_PORT\).*--standalone") as caught:
+            initialize_dist()
+        assert type(caught.value) is RuntimeError
+    assert not dist.is_initialized()
+
+
+# -- for real --------------------------------------------------------------------------------------------------------------
+
+
+def launch_alone(rank: int, n: int) -> list[Any]:
+    from decent_dp.ddp import DecentralizedDataParallel
+
+    dist.destroy_process_group()
+    for name in list(os.environ):
+        if name.startswith(("SLURM_", "MASTER_", "RANK", "WORLD", "LOCAL_")):
+            del os.environ[name]
+    before = listening()
+    found: list[Any] = [initialize_dist(), dist.get_backend(), initialize_dist()]
+    model = DecentralizedDataParallel(torch.nn.Linear(2, 1), lambda params: torch.optim.SGD(params, lr=0.1))
+    model(torch.ones(1, 2)).sum().backward()
+    found += [model.stats().updates, listening() - before]
+    model.close()
+    return found
+
+
+def test_alone_for_real(workers):
+    assert workers(1, launch_alone) == [[(0, 1), "gloo", (0, 1), 1, set()]]
+
+
+def launch_by_slurm(rank: int, n: int, port: int) -> list[Any]:
+    dist.destroy_process_group()
+    environ = {
+        "SLURM_JOB_ID": str(port - 20000),
+        "SLURM_STEP_ID": "2",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "SLURM_NODEID": "0",
+        "SLURM_NTASKS": "16",  # of the job; the step is smaller
+        "SLURM_NNODES": "4",
+        "SLURM_STEP_NUM_TASKS": str(n),
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_TASKS_PER_NODE": str(n),
+        "SLURM_STEP_NODELIST": "nowhere07",
+    }
+    os.environ.update(environ)
+    first, again = initialize_dist(), initialize_dist()
+    total = torch.tensor([rank + 1.0])
+    dist.all_reduce(total)
+    return [first, again, float(total), os.environ["LOCAL_WORLD_SIZE"]]
+
+
+def free_port(ports: range) -> int:
+    for port in ports:
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise AssertionError("no port is free")
+
+
+def test_slurm_for_real(workers):
+    port = free_port(range(20000 + os.getpid() % 9000, 30000))
+    assert workers(2, launch_by_slurm, port) == [[(0, 2), (0, 2), 3.0, "2"], [(1, 2), (1, 2), 3.0, "2"]]
+
+
+SCRIPT = """
+import os, torch, torch.distributed as dist
+from decent_dp.utils import initialize_dist
+rank, world_size = initialize_dist()
+assert (rank, world_size) == (dist.get_rank(), dist.get_world_size()) == initialize_dist()
+total = torch.tensor([rank + 1.0])
+dist.all_reduce(total)
+print(f"[{rank} of {world_size}: {total.item()} {dist.get_backend()} {os.environ['LOCAL_WORLD_SIZE']}]", flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_torchrun_for_real(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "MASTER_", "RANK", "WORLD", "LOCAL_"))}
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "[0 of 2: 3.0 gloo 2]" in done.stdout
+    assert "[1 of 2: 3.0 gloo 2]" in done.stdout
