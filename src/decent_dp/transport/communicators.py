@@ -112,19 +112,28 @@ class Notes:
 
     def __init__(self, store: Store, rank: int) -> None:
         self._store, self._rank = store, rank
+        # Once it does not answer it is not asked again: torch prints a stack at each try.
+        self._gone = False
 
     def write(self, text: str) -> None:
-        # The store may be gone with the worker that kept it. A note is help, not a duty.
-        with contextlib.suppress(RuntimeError):
-            self._store.set(f"note/{self._rank}", text[:2000])
+        """A note is help, not a duty: without a store nothing happens."""
+        if not self._gone:
+            try:
+                self._store.set(f"note/{self._rank}", text[:2000])
+            except RuntimeError:
+                self._gone = True
 
     def read(self, ranks: Iterable[int]) -> str:
         """The notes of ``ranks``, as sentences; empty when there are none."""
         said = []
-        with contextlib.suppress(RuntimeError):
-            for rank in ranks:
+        try:
+            for rank in () if self._gone else ranks:
                 if rank != self._rank and self._store.check([f"note/{rank}"]):
                     said.append(f" Worker {rank} reported: {self._store.get(f'note/{rank}').decode(errors='replace')}")
+        except RuntimeError:
+            self._gone = True
+        if self._gone:
+            said.append(" The store does not answer either. Where no launcher keeps it worker 0 does: look there first.")
         return "".join(said)
 
 
