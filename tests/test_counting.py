@@ -127,7 +127,6 @@ def test_three_accumulation_loops(loop, bucket_size_in_mb, overlap):
     assert counts(model) == (3, 3)
 
 
-
 def enter(context: Any) -> None:
     with context:
         pass
@@ -216,6 +215,18 @@ def test_zero_grad_discards_an_open_window():
     loss(model, 2).backward()
     assert counts(model) == (1, 1)
     assert_same(model, plain(net(), [[1, 2]]))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_discarded_window_is_not_owed(set_to_none):
+    model = alone(net())
+    loss(model, 0).backward()  # momentum: an update with zeros would move
+    model.set_accumulate_grad(True)
+    loss(model, 1).backward()
+    model.zero_grad(set_to_none)
+    model.set_accumulate_grad(False)
+    model.state_dict()
+    assert counts(model) == (1, 1)
 
 
 def test_set_accumulate_grad_without_gradients_owes_nothing():

@@ -215,12 +215,37 @@ def test_replaced_storage_is_adopted(view, when):
         assert_same(model, twin)
 
 
+@VIEWS
+def test_replaced_storage_is_adopted_without_a_forward(view):
+    model, twin = alone(net(), param_as_bucket_view=view), net()
+    optimizer = SGD(list(twin.named_parameters()))
+    loss(model, 0).backward()
+    loss(twin, 0).backward()
+    optimizer.step()
+    for m in (model.module, twin):
+        nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(m.parameters()).detach() * 2, m.parameters())
+        for p in m.parameters():
+            p.grad = torch.ones_like(p)
+    optimizer.step()
+    model.update()
+    assert_same(model, twin)
+    loss(model, 1).backward()
+    optimizer.zero_grad()
+    loss(twin, 1).backward()
+    optimizer.step()
+    assert_same(model, twin)
+
+
 def adopted_on_workers(rank: int, n: int) -> Any:
     model = DecentralizedDataParallel(net(), SGD, topology="complete", overlap=False)
     for t in range(4):
-        loss(model, t, rank).backward()
+        value = loss(model, t, rank)
+        if t % 2:  # between forward and backward, and after it
+            value.backward()
         vector = nn.utils.parameters_to_vector(model.parameters()).detach()
         nn.utils.vector_to_parameters(vector.clone(), model.parameters())
+        if t % 2 == 0:
+            value.backward()
     return values(model)
 
 
