@@ -10,7 +10,7 @@ import json
 import platform
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,14 @@ def events(seeds: list[int], epochs: int, rounds: int, steps: int) -> Iterator[d
         "machine": machine(),
         "torch": torch.__version__,
         "workers": dist.get_world_size(),
-        "settings": {**asdict(Config(epochs=epochs)), "seeds": seeds, "timing_rounds": rounds, "timed_steps": steps},
+        "settings": {
+            "epochs": epochs,
+            "batch_size": Config.batch_size,
+            "lr": Config.lr,
+            "seeds": seeds,
+            "timing_rounds": rounds,
+            "timed_steps": steps,
+        },
     }
     for seed in seeds:
         for contender in field:

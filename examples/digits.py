@@ -17,7 +17,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ class Config:
     save: str | None = None  # where the mean model goes
 
 
+@cache
 def load_data() -> tuple[TensorDataset, Tensor, Tensor]:
     """1437 images to train on, and 360 images and labels to validate with: the same on every worker and for every seed."""
     images, labels = load_digits(return_X_y=True)
@@ -68,9 +69,7 @@ def wrap(model: nn.Module, config: Config, steps: int) -> Any:
     """The model, ready to be trained for so many steps."""
     # Factories, because decent_dp makes one optimizer a bucket, with the scheduler that belongs to it.
     optim_fn = partial(OPTIMIZERS[config.optimizer], lr=config.lr, weight_decay=0.1)
-    lr_scheduler_fn = partial(
-        lr_scheduler_fn_cosine_with_warmup, t_warmup=WARM_UP_STEPS, t_max=max(1, steps - WARM_UP_STEPS)
-    )
+    lr_scheduler_fn = partial(lr_scheduler_fn_cosine_with_warmup, t_warmup=WARM_UP_STEPS, t_max=max(1, steps - WARM_UP_STEPS))
     if config.method == "ddp":
         return DDP(model, optim_fn, lr_scheduler_fn)
     return DecentralizedDataParallel(
@@ -217,9 +216,13 @@ def main() -> None:
             print(line, flush=True)
 
     result = train(Config(**options), report)
-    report(f"{world_size} workers, {result['steps']} steps of {result['ms_a_step']:.2f} ms, "
-           f"{result['bytes_a_step'] / 1e3:.1f} kB sent by a worker a step")
-    report(f"validation accuracy of the mean model {result['accuracy']:.2%}, of the worst replica {result['worst_accuracy']:.2%}")
+    report(
+        f"{world_size} workers, {result['steps']} steps of {result['ms_a_step']:.2f} ms, "
+        f"{result['bytes_a_step'] / 1e3:.1f} kB sent by a worker a step"
+    )
+    report(
+        f"validation accuracy of the mean model {result['accuracy']:.2%}, of the worst replica {result['worst_accuracy']:.2%}"
+    )
     if out and rank == 0:
         Path(out).parent.mkdir(parents=True, exist_ok=True)
         Path(out).write_text(json.dumps(result, indent=1) + "\n")

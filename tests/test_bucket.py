@@ -238,6 +238,16 @@ def test_replaced_storage_is_adopted(as_view):
     assert torch.equal(params[0].detach(), torch.full((2, 3), 6.0))
 
 
+def test_a_parameter_that_was_turned_in_place_is_adopted():
+    """The same memory, size and shape, but other strides: its block would mix other elements than its neighbours' do."""
+    block, [param] = block_of([randn(3, 3)], as_view=True)
+    turned = param.data.t().clone()
+    param.data = param.data.t()
+    block.adopt()
+    assert torch.equal(param.detach(), turned)
+    assert torch.equal(block.own[0], turned.reshape(-1))
+
+
 @pytest.mark.parametrize("as_view", [True, False])
 @pytest.mark.parametrize(
     ("change", "words"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -84,6 +84,8 @@ def test_a_pull_of_zero_takes_nothing(bad):
 
 @settings(deadline=None, max_examples=40)
 @given(sizes=st.lists(st.integers(0, 9), min_size=1, max_size=6), pull=st.floats(0, 1), dtype=st.sampled_from(DTYPES))
+@example(sizes=[5, 9, 9, 9], pull=0.1875, dtype=torch.bfloat16)
+@example(sizes=[5, 9, 9, 9], pull=0.1875, dtype=torch.float16)
 def test_how_the_list_is_cut_does_not_matter(sizes, pull, dtype):
     own, sent, others = (randn(sum(sizes), seed=s).to(dtype) for s in range(3))
     cut = mix(*(list(t.split(sizes)) for t in (own, sent, others)), pull)

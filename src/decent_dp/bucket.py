@@ -157,12 +157,15 @@ class Block:
         """
         for i, (slot, param) in enumerate(zip(self.plan.slots, self.params, strict=True)):
             spec = slot.spec
-            if param.data_ptr() == self._addresses[i] and param.shape == spec.shape and param.dtype == spec.dtype:
+            same = param.data_ptr() == self._addresses[i]
+            turned = self.flat is not None and param.stride() != spec.stride
+            if same and not turned and param.shape == spec.shape and param.dtype == spec.dtype:
                 continue
             spec.check(param)
             if self.flat is not None:
                 view = slot.view(self.flat)
-                view.copy_(param.detach())
+                # A copy first where it lies on its own place in other strides.
+                view.copy_(param.detach().clone() if same else param.detach())
                 param.data = view
             self._addresses[i] = param.data_ptr()
 

@@ -402,9 +402,8 @@ class DecentralizedDataParallel(nn.Module):
     def optim_state_dict(self) -> dict[str, Any]:
         """The optimizers' state by parameter name, with schedulers and scaler: it fits whatever buckets it is loaded into."""
         self._settle()
-        if self._unapplied_optim_state is not None:
-            return self._unapplied_optim_state
-        return collect_optim_state(self._engine.buckets, self._policy.scaler)
+        found = collect_optim_state(self._engine.buckets, self._policy.scaler)
+        return found if self._unapplied_optim_state is None else {**self._unapplied_optim_state, "scaler": found["scaler"]}
 
     def load_optim_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what ``optim_state_dict`` returned; before the first update it is kept and applied when there are buckets.
@@ -414,8 +413,11 @@ class DecentralizedDataParallel(nn.Module):
         """
         self._settle()
         check_optim_state(state_dict, self._guard.names)
+        scaler = self._policy.scaler
+        if scaler is not None and state_dict.get("scaler"):
+            scaler.load_state_dict(state_dict["scaler"])  # at once: the caller scales the next loss with it
         if self._engine.buckets:
-            load_optim_state(self._engine.buckets, self._policy.scaler, state_dict)
+            load_optim_state(self._engine.buckets, state_dict)
         else:
             self._unapplied_optim_state = state_dict
 
@@ -481,7 +483,7 @@ class DecentralizedDataParallel(nn.Module):
                 for i, plan in enumerate(plans)
             ]
             if self._unapplied_optim_state is not None:
-                load_optim_state(buckets, self._policy.scaler, self._unapplied_optim_state)
+                load_optim_state(buckets, self._unapplied_optim_state)
             return buckets
 
         buckets = agree(control, make)

@@ -61,6 +61,10 @@ def read_environment(environ: Mapping[str, str]) -> Launch:
         )
     if "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ:
         return _read_slurm(environ)
+    if "RANK" in environ or environ.get("WORLD_SIZE", "1") != "1":
+        # Half an environment: every worker would train alone, without a word.
+        missing = "WORLD_SIZE" if "RANK" in environ else "RANK"
+        raise RuntimeError(f"the environment variable {missing} is missing: start the script with torchrun or srun.")
     return Launch("none", 0, 1, 0, 1, None, None)
 
 
@@ -90,10 +94,11 @@ def _read_slurm(environ: Mapping[str, str]) -> Launch:
 
 def _first_host(nodes: str) -> str:
     """The first of Slurm's short list: 'gpu[03-05,9],cpu1' is 'gpu03'."""
-    match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?", nodes)
-    if match is None:
+    # Each bracket by its first number, then up to the first comma.
+    host = re.sub(r"\[(\d+)[^\]]*\]", r"\1", nodes).split(",")[0]
+    if not host or nodes.startswith("["):
         raise RuntimeError(f"the list of nodes {nodes!r} names no host: set MASTER_ADDR to the address of worker 0.")
-    return "".join(part for part in match.groups() if part)
+    return host
 
 
 def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -151,8 +156,9 @@ def initialize_dist() -> tuple[int, int]:
 
 def _own_gpu(launch: Launch, visible: int, environ: Mapping[str, str]) -> int | None:
     """The index of this worker's own GPU among the visible ones; None when it has to share or has none."""
-    if visible >= launch.local_world_size:
+    # A launcher need not say how many workers a node has; the local rank tells that there are at least so many.
+    if visible >= max(launch.local_world_size, launch.local_rank + 1):
         return launch.local_rank
-    # A launcher that shows each task its own GPU alone: all tasks see one, and not the same.
-    alone = visible == 1 and launch.launcher == "slurm"
-    return 0 if alone and (environ.get("SLURM_GPUS_PER_TASK") or environ.get("SLURM_GPU_BIND")) else None
+    # Slurm can show each task its own GPU alone: all tasks see one, and not the same.
+    own = environ.get("SLURM_GPUS_PER_TASK") == "1" or environ.get("SLURM_GPU_BIND") in ("single:1", "per_task:1")
+    return 0 if launch.launcher == "slurm" and visible == 1 and own else None

@@ -54,5 +54,10 @@ class Gossip(MixRule):
         # A pull of zero must not turn a neighbour's infinity into NaN (0 · inf).
         if pull == 0.0:
             return
-        torch._foreach_sub_(list(others), list(sent))
-        torch._foreach_add_(list(own), list(others), alpha=pull)
+        difference = list(others)
+        torch._foreach_sub_(difference, list(sent))
+        # Scaled in a pass of its own: an add with alpha is fused in vectors and not in their tails, so that numbers would
+        # depend on where a tensor is cut.
+        if pull != 1.0:
+            torch._foreach_mul_(difference, pull)
+        torch._foreach_add_(list(own), difference)

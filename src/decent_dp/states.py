@@ -74,7 +74,7 @@ def check_optim_state(state_dict: dict[str, Any], names: Sequence[str]) -> None:
             raise ValueError(f"the optimizer state holds '{name}', which is no trainable parameter of this model")
 
 
-def load_optim_state(buckets: Sequence[Bucket], scaler: torch.amp.GradScaler | None, state_dict: dict[str, Any]) -> None:
+def load_optim_state(buckets: Sequence[Bucket], state_dict: dict[str, Any]) -> None:
     """Puts a checked dict into the buckets' optimizers and schedulers."""
     if not state_dict["param_groups"]:
         return
@@ -86,8 +86,6 @@ def load_optim_state(buckets: Sequence[Bucket], scaler: torch.amp.GradScaler | N
             firsts = [names[id(group["params"][0])] for group in bucket.optimizer.param_groups if group["params"]]
             by_group = [saved["by_name"][name] for name in firsts]
             bucket.scheduler.load_state_dict(_join({k: v for k, v in saved.items() if k != "by_name"}, by_group))
-    if scaler is not None and state_dict.get("scaler"):
-        scaler.load_state_dict(state_dict["scaler"])
 
 
 def _load_optimizer(optimizer: Optimizer, names: dict[int, str], state_dict: dict[str, Any]) -> None:

@@ -185,7 +185,8 @@ def run_replicas(world_size: int, work: Callable[[InProcessTransport], T], timeo
             results[rank] = work(hub.transport(rank))
         except BaseException as error:
             errors[rank] = error
-            hub.lose(rank)
+        finally:
+            hub.lose(rank)  # whoever waits for more of it is told; what it has brought stays
 
     threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(world_size)]
     for thread in threads:

@@ -1,0 +1,297 @@
+"""Compares PyTorch DDP with decent_dp on every topology, on 4 workers of this machine: what ``make demo`` runs.
+
+    python -m examples.compare                                    # one seed, below two minutes on two cores: make demo
+    python -m examples.compare --seeds 0 1 2 --out runs/accuracy  # the numbers of the documents: make accuracy
+
+Prints a table, and writes it as digits.json and digits.md, every step as digits_rows.json and a plot as digits.png.
+The training itself is in ``digits.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypedDict
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from decent_dp.plots import TrainingRow, plot_training
+
+ROOT = Path(__file__).resolve().parents[1]
+BASELINE = "PyTorch DDP"
+# What the project promises: see the README.
+MAX_ACCURACY_GAP, MAX_TIME_RATIO = 0.015, 1.05
+
+
+class Line(TypedDict):
+    """A contender in the table.
+
+    Accuracies and the distance are means over seeds. The time is the median over rounds, and so is its ratio to DDP's time
+    with the same optimizer in the same round.
+    """
+
+    contender: str
+    optimizer: str
+    accuracy: float
+    worst_accuracy: float
+    consensus_distance: float
+    bytes_a_step: float
+    ms_a_step: float
+    ratio_to_ddp: float
+    accuracy_by_seed: list[float]
+    ms_by_round: list[float]
+
+
+# -- from events to results -------------------------------------------------------------------------------------------
+
+
+def make_lines(events: Iterable[dict[str, Any]]) -> list[Line]:
+    """The table, in the order in which contenders were trained."""
+    trained: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    times: dict[tuple[str, str], list[float]] = {}
+    for event in events:
+        if event["event"] == "trained":
+            trained.setdefault((event["name"], event["optimizer"]), []).append(event["result"])
+        elif event["event"] == "timed":
+            times.setdefault((event["name"], event["optimizer"]), []).append(event["ms"])
+
+    def mean(results: list[dict[str, Any]], key: str) -> float:
+        return statistics.fmean(result[key] for result in results)
+
+    return [
+        Line(
+            contender=name,
+            optimizer=optimizer,
+            accuracy=mean(results, "accuracy"),
+            worst_accuracy=mean(results, "worst_accuracy"),
+            consensus_distance=mean(results, "consensus_distance"),
+            bytes_a_step=mean(results, "bytes_a_step"),
+            ms_a_step=statistics.median(times[name, optimizer]),
+            ratio_to_ddp=statistics.median(
+                own / base for own, base in zip(times[name, optimizer], times[BASELINE, optimizer], strict=True)
+            ),
+            accuracy_by_seed=[result["accuracy"] for result in results],
+            ms_by_round=times[name, optimizer],
+        )
+        for (name, optimizer), results in trained.items()
+    ]
+
+
+def make_rows(events: Iterable[dict[str, Any]]) -> list[TrainingRow]:
+    """Every step of every run of the first seed."""
+    trained = [event for event in events if event["event"] == "trained"]
+    return [
+        TrainingRow(panel=event["optimizer"], run=event["name"], **step)
+        for event in trained
+        if event["seed"] == trained[0]["seed"]
+        for step in event["result"]["history"]
+    ]
+
+
+HEADINGS = [
+    "contender",
+    "optimizer",
+    "accuracy\nof mean\nmodel",
+    "of worst\nreplica",
+    "consensus\ndistance",
+    "kB sent\na step",
+    "ms\na step",
+    "vs\nDDP",
+]
+
+
+def cells(line: Line) -> list[str]:
+    return [
+        line["contender"],
+        line["optimizer"],
+        f"{line['accuracy']:.2%}",
+        f"{line['worst_accuracy']:.2%}",
+        f"{line['consensus_distance']:.1e}" if line["consensus_distance"] else "0",
+        f"{line['bytes_a_step'] / 1e3:.0f}",
+        f"{line['ms_a_step']:.2f}",
+        f"{line['ratio_to_ddp']:.2f}",
+    ]
+
+
+def make_table(lines: list[Line]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+    for index, heading in enumerate(HEADINGS):
+        table.add_column(heading, justify="left" if index < 2 else "right", no_wrap=True)
+    for before, line in zip([None, *lines], lines, strict=False):
+        if before is not None and before["optimizer"] != line["optimizer"]:
+            table.add_section()
+        table.add_row(*cells(line), style="bold" if line["contender"] == BASELINE else None)
+    return table
+
+
+def make_markdown(lines: list[Line]) -> str:
+    heads = [heading.replace("\n", " ") for heading in HEADINGS]
+    marks = ["---", "---", *["---:"] * (len(heads) - 2)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [heads, marks, *map(cells, lines)]) + "\n"
+
+
+def verdict(lines: list[Line]) -> list[str]:
+    """What the table says about the two promises, in words."""
+    baseline = {line["optimizer"]: line for line in lines if line["contender"] == BASELINE}
+    others = [line for line in lines if line["contender"] != BASELINE]
+
+    def gap(line: Line) -> float:
+        return baseline[line["optimizer"]]["accuracy"] - line["accuracy"]
+
+    lowest, slowest = max(others, key=gap), max(others, key=lambda line: line["ratio_to_ddp"])
+    points = 100 * gap(lowest)
+    where = f"at the lowest {abs(points):.2f} points {'below' if points > 0 else 'above'} DDP ({name_of(lowest)})"
+    return [
+        f"Accuracy: {where}; promised: at most {100 * MAX_ACCURACY_GAP:.1f} below. "
+        f"{'Kept.' if gap(lowest) <= MAX_ACCURACY_GAP else 'NOT KEPT.'}",
+        f"Time: at the slowest {slowest['ratio_to_ddp']:.2f} of DDP's ({name_of(slowest)}); "
+        f"promised: at most {MAX_TIME_RATIO}. "
+        f"{'Kept.' if slowest['ratio_to_ddp'] <= MAX_TIME_RATIO else 'NOT KEPT: is the machine busy with something else?'}",
+    ]
+
+
+def name_of(line: Line) -> str:
+    return f"{line['contender']}, {line['optimizer']}"
+
+
+def write_results(events: list[dict[str, Any]], out: Path) -> list[Line]:
+    """Writes all files, and returns the table's lines."""
+    plan = {key: value for key, value in events[0].items() if key not in ("event", "runs")}
+    lines, rows = make_lines(events), make_rows(events)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "digits.json").write_text(json.dumps({**plan, "table": lines}, indent=1) + "\n")
+    (out / "digits.md").write_text(make_markdown(lines))
+    (out / "digits_rows.json").write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
+    # A window of an epoch: the loss of single batches is noise.
+    measured = [row["step"] for row in rows if row["consensus_distance"] is not None]
+    plot_training(rows, out / "digits.png", title=f"Digits on {plan['workers']} workers", window=min(measured, default=1))
+    return lines
+
+
+# -- the workers ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def workers(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """Runs a command that starts workers; whatever happens here, none of them is left behind.
+
+    What they write to stderr is shown when they have ended by themselves.
+    """
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryFile("w+", errors="replace") as said:
+        # In a session of their own: a Ctrl-C then reaches only us, and we end the workers in order.
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=said, text=True, start_new_session=True
+        )
+        try:
+            yield process
+        finally:
+            ended = process.poll() is not None
+            if not ended:
+                process.terminate()  # torchrun ends its workers, then itself
+                try:
+                    process.wait(20)
+                except subprocess.TimeoutExpired:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+            if ended:
+                said.seek(0)
+                sys.stderr.write(said.read())
+
+
+def read_events(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
+    assert process.stdout is not None
+    for text in process.stdout:
+        if text.startswith("{"):
+            yield json.loads(text)
+        else:
+            print(text, end="", file=sys.stderr)  # somebody else's words
+    if process.wait() != 0:
+        raise SystemExit(f"The workers failed with exit code {process.returncode}: what they said is above.")
+
+
+def describe(event: dict[str, Any]) -> str:
+    who = f"{event['name']}, {event['optimizer']}"
+    if event["event"] == "trained":
+        return f"trained {who}, seed {event['seed']}: {event['result']['accuracy']:.2%}"
+    return f"timed {who}, round {event['round'] + 1}: {event['ms']:.2f} ms a step"
+
+
+def follow(process: subprocess.Popen[str], console: Console) -> list[dict[str, Any]]:
+    """All events, with a progress bar on a terminal and a line each elsewhere."""
+    events = []
+    columns = (BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("starting the workers", total=None)
+        for event in read_events(process):
+            events.append(event)
+            if event["event"] == "plan":
+                progress.update(task, total=event["runs"], description="training")
+                continue
+            progress.update(task, advance=1, description=describe(event))
+            if not console.is_terminal:
+                print(describe(event), flush=True)
+    return events
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--workers", type=int, default=4, help="processes; alternating-exp-ring takes them as nodes of 2")
+    parser.add_argument("--epochs", type=int, default=25)
+    parser.add_argument("--rounds", type=int, default=5, help="in which all contenders are timed in turns")
+    parser.add_argument("--steps", type=int, default=50, help="that are timed in a round, for each contender")
+    parser.add_argument("--out", type=Path, default=Path("runs"), help="a folder")
+    options = parser.parse_args()
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=110)  # a file has no width: do not cut the table for it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the workers are ended then, too
+    began = time.monotonic()
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.workers)]
+    command += ["-m", "examples.contenders", "--epochs", str(options.epochs), "--rounds", str(options.rounds)]
+    command += ["--steps", str(options.steps), "--seeds", *map(str, options.seeds)]
+    print(f"Training on {options.workers} workers: PyTorch DDP, and decent_dp on each topology.", flush=True)
+    try:
+        with workers(command) as process:
+            events = follow(process, console)
+    except KeyboardInterrupt:
+        raise SystemExit("Stopped; nothing was written.") from None
+    lines = write_results(events, options.out)
+
+    plan = events[0]
+    steps = next(event["result"]["steps"] for event in events if event["event"] == "trained")
+    print()
+    console.print(make_table(lines))
+    print()
+    print(
+        f"{steps} steps each, seeds {options.seeds}; times are medians of {options.rounds} interleaved rounds of "
+        f"{options.steps} steps."
+    )
+    print("kB sent: by a worker, as counted; for DDP and for groups of more than two, what a ring all-reduce sends.")
+    print(f"Machine: {plan['machine']}, torch {plan['torch']}.")
+    print(*verdict(lines), sep="\n")
+    print(
+        f"Plot, rows and table: {options.out}/digits.png, digits_rows.json, digits.json "
+        f"({time.monotonic() - began:.0f} s in all)"
+    )
+
+
+if __name__ == "__main__":
+    main()

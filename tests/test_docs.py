@@ -1,0 +1,374 @@
+"""The documents: every code block runs, every path, link, command and message that they name exists.
+
+A page's ```python blocks run from top to bottom in one namespace, in a fresh worker without a launcher and in an empty
+directory, with warnings as errors. What they print is on the page, as lines ``# > ...`` (``…`` stands for anything); nothing else
+may be printed. A ```diff block is a whole script before and after a change, and both sides run on two workers.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import decent_dp
+from decent_dp.ddp import DecentralizedDataParallel, Stats
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
+
+# Blocks that are shown but not run, as page: how many. They say so themselves: ```python no-run
+NOT_RUN = {"CONTRIBUTING.md": 1}
+# The reader's own files, which no command of ours has to find.
+THEIRS = {"train.py", "model.pt", "test.sbatch"}
+
+
+def page_id(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=page_id)
+each_text = pytest.mark.parametrize("page", TEXTS, ids=page_id)
+
+
+@dataclass(frozen=True)
+class Block:
+    info: str  # what stands after the opening fence
+    line: int  # of its first line of code in the page, from 1
+    code: str
+
+
+def blocks_of(page: Path) -> list[Block]:
+    lines = page.read_text(encoding="utf-8").splitlines(keepends=True)
+    found, start, info = [], None, ""
+    for i, line in enumerate(lines):
+        if not line.startswith("```"):
+            continue
+        if start is None:
+            start, info = i + 1, line[3:].strip()
+        else:
+            found.append(Block(info, start + 1, "".join(lines[start:i])))
+            start = None
+    assert start is None, f"{page.name}: the block that begins before line {start} has no end"
+    return found
+
+
+def blocks(page: Path, *infos: str) -> list[Block]:
+    return [block for block in blocks_of(page) if block.info in infos]
+
+
+def prose(page: Path) -> str:
+    """The page without its code blocks and comments."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+
+
+@each_text
+def test_blocks_are_of_a_known_kind(page):
+    kinds = {"python", "python no-run", "diff", "bash", "text"}
+    assert {b.info for b in blocks_of(page)} <= kinds, "a block of another kind would be neither run nor checked"
+    assert len(blocks(page, "python no-run")) == NOT_RUN.get(page_id(page), 0)
+
+
+# -- python ----------------------------------------------------------------------------------------------------------------
+
+
+def run_page(rank: int, n: int, name: str, found: list[Block]) -> list[tuple[int, str]]:
+    """Runs a page's blocks; what each printed, with its line."""
+    import torch.distributed as dist
+
+    dist.destroy_process_group()  # the reader has none either
+    # A page that registers something does so for itself: this process ends with it.
+    names: dict[str, Any] = {"__name__": "__main__"}
+    printed = []
+    with tempfile.TemporaryDirectory() as directory:
+        os.chdir(directory)
+        for block in found:
+            output = io.StringIO()
+            with contextlib.redirect_stdout(output):
+                # Moved down, so that a traceback shows the page's own lines.
+                exec(compile("\n" * (block.line - 1) + block.code, name, "exec"), names)
+            printed.append((block.line, output.getvalue()))
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        os.chdir("/")
+    return printed
+
+
+def shown_by(code: str) -> list[str]:
+    return [match[1].rstrip() for line in code.splitlines() if (match := re.match(r"\s*# ?>(?: (.*))?$", line)) is not None]
+
+
+def compare(where: str, code: str, output: str) -> None:
+    shown, printed = [line or "" for line in shown_by(code)], [line.rstrip() for line in output.splitlines()]
+    fits = len(shown) == len(printed) and all(
+        re.fullmatch(re.escape(want).replace("…", ".*"), got) for want, got in zip(shown, printed, strict=True)
+    )
+    assert fits, f"{where} shows\n" + "\n".join(shown) + "\n\nand prints\n" + "\n".join(printed)
+
+
+@each_page
+def test_python_blocks_run_and_print_what_they_show(workers, page):
+    found = blocks(page, "python")
+    if not found:
+        return
+    (printed,) = workers(1, run_page, page_id(page), found)
+    for block, (line, output) in zip(found, printed, strict=True):
+        compare(f"{page_id(page)}:{line}", block.code, output)
+
+
+def test_the_pages_have_blocks():
+    counts = {page_id(page): len(blocks(page, "python")) for page in PAGES}
+    least = {
+        "README.md": 1,
+        "docs/getting-started.md": 4,
+        "docs/coming-from-ddp.md": 4,
+        "docs/wrapper.md": 8,
+        "docs/topologies.md": 7,
+        "docs/custom-optimizers.md": 6,
+    }
+    assert {name: count for name, count in counts.items() if count < least.get(name, 0)} == {}
+    assert least.keys() <= counts.keys()
+
+
+def test_the_quick_start_runs_under_torchrun(tmp_path):
+    first = blocks(ROOT / "README.md", "python")[0]
+    (tmp_path / "train.py").write_text(first.code)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    # What the page shows is one worker's; the words are the same.
+    compare("under torchrun, README.md", first.code.replace("# > 1 worker:", "# > 2 workers:"), done.stdout)
+    assert (tmp_path / "model.pt").is_file()
+
+
+# -- before and after -------------------------------------------------------------------------------------------------------
+
+
+def side(diff: str, mark: str) -> str:
+    """One of the two files that a diff of a whole file holds."""
+    return "".join(line[1:] or "\n" for line in diff.splitlines(keepends=True) if line[:1] in (mark, " ", "\n"))
+
+
+def run_launched(_: int, __: int, rank: int, n: int, port: int, attempt: str, name: str, code: str) -> str:
+    """Runs a script with torchrun's environment; the store is the parent's, as it is torchrun's agent's."""
+    import torch.distributed as dist
+
+    dist.destroy_process_group()  # this worker alone; the script makes the one of all
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(n),
+        LOCAL_WORLD_SIZE=str(n),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_RESTART_COUNT=attempt,
+    )
+    output = io.StringIO()
+    with tempfile.TemporaryDirectory() as directory:
+        os.chdir(directory)
+        with contextlib.redirect_stdout(output):
+            exec(compile(code, name, "exec"), {"__name__": "__main__"})
+        assert (rank == 0) == Path("model.pt").exists(), "worker 0 saves the model"
+        os.chdir("/")
+    return output.getvalue()
+
+
+@pytest.fixture(scope="module")
+def store() -> Any:
+    import torch.distributed as dist
+
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.mark.parametrize("mark", ["-", "+"], ids=["before", "after"])
+def test_both_sides_of_the_diff_run(workers, store, mark):
+    page = ROOT / "docs" / "coming-from-ddp.md"
+    (diff,) = blocks(page, "diff")
+    code = side(diff.code, mark)
+    assert ("DistributedDataParallel(" if mark == "-" else "DecentralizedDataParallel(") in code
+
+    def launch(rank: int) -> str:
+        (output,) = workers(1, run_launched, rank, 2, store.port, str(ord(mark)), f"{page.name} {mark}", code)
+        return output
+
+    with ThreadPoolExecutor() as pool:
+        first, second = pool.map(launch, range(2))
+    compare(f"{page.name} ({mark})", code, first)
+    assert second == ""
+
+
+# -- shell -----------------------------------------------------------------------------------------------------------------
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    for block in blocks(page, "bash"):
+        for line in block.code.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+                words = words[1:]  # variables before a command
+            if words:
+                yield words
+
+
+def targets() -> set[str]:
+    return set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+
+
+def extras() -> set[str]:
+    text = (ROOT / "pyproject.toml").read_text()
+    section = text.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    return set(re.findall(r"^(\w+) = \[", section, flags=re.MULTILINE))
+
+
+@each_text
+def test_commands_name_what_is_there(page):
+    from torch.distributed.run import get_args_parser
+
+    known = {"make", "pip", "python", "torchrun", "srun", "git", "cd", "source", ".venv/bin/python", ".venv/bin/pre-commit"}
+    for words in commands(page):
+        assert words[0] in known, words
+        rest = words[1:]
+        if words[0] == "make":
+            assert {word for word in rest if "=" not in word} <= targets(), words
+        if words[0] == "pip":
+            for word in rest:
+                named = re.search(r"\[(.*)\]", word)
+                assert named is None or set(named[1].split(",")) <= extras(), words
+        if words[0] == "torchrun":
+            options = get_args_parser().parse_args(rest)  # an unknown option exits
+            assert options.training_script in THEIRS or (ROOT / options.training_script).is_file(), words
+        check_script(rest)
+        if "pytest" in words:
+            check_tests(rest)
+
+
+def check_script(words: list[str]) -> None:
+    """Scripts and other files are there, and take the options that they are given."""
+    for i, word in enumerate(words):
+        path = word.partition("::")[0]
+        if re.search(r"\.(py|md|toml|txt|json)$", path) and path not in THEIRS and not path.startswith("runs/"):
+            assert (ROOT / path).is_file(), words
+            if path.startswith("examples/"):
+                source = (ROOT / path).read_text()
+                for option in (w for w in words[i + 1 :] if w.startswith("--")):
+                    assert f'"{option}"' in source, f"{path} takes no {option}"
+    if "-m" in words and words[words.index("-m") + 1].startswith("examples."):
+        assert (ROOT / (words[words.index("-m") + 1].replace(".", "/") + ".py")).is_file(), words
+
+
+def check_tests(words: list[str]) -> None:
+    for word in words:
+        path, _, test = word.partition("::")
+        if test:
+            assert f"def {test}(" in (ROOT / path).read_text(), word
+
+
+@each_text
+def test_targets_in_the_text_are_there(page):
+    assert set(re.findall(r"`make ([a-z]+)`", prose(page))) <= targets()
+
+
+# -- links and paths ---------------------------------------------------------------------------------------------------------
+
+
+def anchors(page: Path) -> set[str]:
+    """What the headings of a page are linked by, as GitHub makes it of their text."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@each_text
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        assert there.exists(), target
+        assert not anchor or anchor in anchors(there), target
+
+
+@each_text
+def test_files_that_are_named_exist(page):
+    for name in re.findall(r"`([\w./-]+\.(?:py|md|toml|txt|png))`", prose(page)):
+        places = [ROOT / name, page.parent / name, ROOT / "src" / "decent_dp" / name]
+        assert name in THEIRS or name.startswith("runs/") or any(place.exists() for place in places), name
+
+
+def test_the_map_of_files_is_whole():
+    (tree,) = [block.code for block in blocks(ROOT / "README.md", "text") if "src/decent_dp/" in block.code]
+    named, above = set(), ""
+    for line in tree.splitlines():
+        indent, path = re.match(r"( *)(\S+)", line).groups()
+        above = path if not indent else above
+        named.add(path if not indent else above + path)
+    assert {path for path in named if not (ROOT / path).exists()} == set()
+    rooms = [p for p in (ROOT / "src" / "decent_dp").iterdir() if p.suffix == ".py" or (p.is_dir() and any(p.glob("*.py")))]
+    inside = {f"src/decent_dp/{p.name}{'/' if p.is_dir() else ''}" for p in rooms}
+    inside |= {f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md")}
+    inside |= {f"examples/{p.name}" for p in (ROOT / "examples").glob("*.py") if p.name != "__init__.py"}
+    assert inside - named == set()
+
+
+# -- what the pages say about the code -----------------------------------------------------------------------------------------
+
+
+def test_every_argument_and_method_is_on_the_wrappers_page():
+    text = (ROOT / "docs" / "wrapper.md").read_text(encoding="utf-8")
+    for name, parameter in inspect.signature(DecentralizedDataParallel).parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            continue
+        (row,) = re.findall(rf"^\| `{name}` \|.*$", text, flags=re.MULTILINE)
+        if parameter.default is not parameter.empty:
+            assert f"`{parameter.default!r}`" in row, row
+    methods = {name for name in vars(DecentralizedDataParallel) if not name.startswith("_")} - {"extra_repr", "forward"}
+    assert {name for name in methods if f"`{name}" not in text and f"`model.{name}" not in text} == set()
+    assert {name for name in Stats.__dataclass_fields__ if f"`{name}`" not in text} == set()
+    assert {name for name in decent_dp.errors.__all__ if f"`{name}`" not in text} == set()
+
+
+def messages() -> list[str]:
+    """The texts in the source; what is filled in stands as …"""
+    found = []
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(str(v.value) if isinstance(v, ast.Constant) else "…" for v in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def test_messages_in_the_pages_are_those_of_the_code():
+    texts = messages()
+    page = ROOT / "docs" / "getting-started.md"
+    table = page.read_text(encoding="utf-8").partition("## When something goes wrong")[2]
+    rows = re.findall(r"^\| `([^`]+)` \|", table, flags=re.MULTILINE)
+    assert len(rows) >= 10
+    for message in rows:
+        pattern = re.compile(".*".join(map(re.escape, message.split("…"))), re.DOTALL)
+        theirs = message.startswith("one of the variables")  # torch's
+        assert theirs or any(pattern.search(text) for text in texts), message
+
+
+def test_the_changelog_knows_this_version():
+    assert f"## [{decent_dp.__version__}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")

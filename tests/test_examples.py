@@ -1,0 +1,186 @@
+"""The example and the demonstration, started as a user starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from examples import compare, digits
+
+ROOT = Path(__file__).resolve().parents[1]
+# Warnings are errors in the workers' own code, too; torch and scikit-learn are loaded before that would matter to them.
+ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def start(*command: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=ENVIRON, capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+def torchrun(n: int, *command: str) -> subprocess.CompletedProcess[str]:
+    return start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n), *command)
+
+
+def saved_model_is_as_accurate_as_said(folder: Path) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    model = digits.make_model(seed=99)
+    model.load_state_dict(torch.load(folder / "model.pt", weights_only=True), strict=True)
+    _, images, labels = digits.load_data()
+    assert digits.accuracy(model, images, labels) == pytest.approx(result["accuracy"], abs=1e-6)
+    return result
+
+
+@pytest.mark.timeout(90)
+def test_the_script_under_torchrun(tmp_path: Path) -> None:
+    files = ["--out", str(tmp_path / "result.json"), "--save", str(tmp_path / "model.pt")]
+    done = torchrun(2, "examples/digits.py", "--topology", "ring", "--epochs", "3", *files)
+    assert done.returncode == 0, done.stderr
+    assert "2 workers, 66 steps" in done.stdout
+    assert done.stdout.count("validation accuracy") == 1  # one worker speaks
+    result = saved_model_is_as_accurate_as_said(tmp_path)
+    assert result["accuracy"] > 0.8
+    assert result["worst_accuracy"] <= result["accuracy"] + 0.05
+    assert 0 < result["consensus_distance"] < 1
+    payload = 4 * sum(p.numel() for p in digits.make_model(0).parameters())
+    assert payload <= result["bytes_a_step"] < 1.01 * payload
+    assert [step["step"] for step in result["history"]] == list(range(1, 67))
+    assert [step["step"] for step in result["history"] if step["consensus_distance"] is not None] == [22, 44, 66]
+    assert result["history"][-1]["loss"] < result["history"][0]["loss"]
+
+
+@pytest.mark.timeout(90)
+def test_the_script_alone(tmp_path: Path) -> None:
+    files = ["--out", str(tmp_path / "result.json"), "--save", str(tmp_path / "model.pt")]
+    done = start("examples/digits.py", "--epochs", "2", "--optimizer", "accum-adamw", *files)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    result = saved_model_is_as_accurate_as_said(tmp_path)
+    assert result["workers"] == 1
+    assert result["accuracy"] == result["worst_accuracy"] > 0.8
+    assert result["consensus_distance"] == result["bytes_a_step"] == 0
+
+
+@pytest.mark.timeout(90)
+def test_the_demonstration_from_end_to_end(tmp_path: Path) -> None:
+    short = ["--workers", "2", "--epochs", "1", "--rounds", "1", "--steps", "2", "--out", str(tmp_path)]
+    done = start("-m", "examples.compare", *short, timeout=80)
+    assert done.returncode == 0, done.stderr
+    for name in ("PyTorch DDP", "complete", "ring", "one-peer-exp", "alternating-exp-ring"):
+        assert f"\n{name} " in done.stdout  # in the table
+    results = json.loads((tmp_path / "digits.json").read_text())
+    assert len(results["table"]) == 10
+    assert results["workers"] == 2
+    lines = {(line["contender"], line["optimizer"]): line for line in results["table"]}
+    # The same model, data, seed and number of steps.
+    assert {len(line["accuracy_by_seed"]) for line in lines.values()} == {1}
+    assert lines["PyTorch DDP", "AdamW"]["ratio_to_ddp"] == 1
+    rows = json.loads((tmp_path / "digits_rows.json").read_text())
+    assert len(rows) == 10 * 22
+    first = {row["run"]: row["loss"] for row in rows if row["step"] == 1}
+    assert len({round(loss, 5) for loss in first.values()}) == 1
+    assert (tmp_path / "digits.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.timeout(60)
+def test_workers_that_fail_are_told_about() -> None:
+    code = "print('{\"event\": \"plan\"}', flush=True); import sys; sys.exit('the reason')"
+    seen = []
+    with pytest.raises(SystemExit, match="exit code 1"), compare.workers([sys.executable, "-c", code]) as process:
+        seen += compare.read_events(process)
+    assert process.poll() is not None
+
+
+@pytest.mark.timeout(60)
+def test_workers_are_ended_when_we_are_stopped() -> None:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        compare.workers([sys.executable, "-c", "import time; time.sleep(50)"]) as process,
+    ):
+        raise KeyboardInterrupt
+    assert process.poll() is not None
+
+
+def event(name: str, optimizer: str, seed: int, accuracy: float, distance: float = 0.01) -> dict[str, Any]:
+    history = [{"step": 1, "loss": 2.0, "consensus_distance": None}, {"step": 2, "loss": 1.0, "consensus_distance": distance}]
+    result = {
+        "accuracy": accuracy,
+        "worst_accuracy": accuracy - 0.01,
+        "consensus_distance": distance,
+        "bytes_a_step": 2000.0,
+        "history": history,
+    }
+    return {"event": "trained", "name": name, "optimizer": optimizer, "seed": seed, "result": result}
+
+
+def timed(name: str, optimizer: str, *times: float) -> list[dict[str, Any]]:
+    return [{"event": "timed", "name": name, "optimizer": optimizer, "round": turn, "ms": ms} for turn, ms in enumerate(times)]
+
+
+EVENTS = [
+    {"event": "plan", "runs": 8, "workers": 4},
+    event("PyTorch DDP", "AdamW", 0, 0.96, distance=0.0),
+    event("ring", "AdamW", 0, 0.94),
+    event("PyTorch DDP", "AdamW", 1, 0.98, distance=0.0),
+    event("ring", "AdamW", 1, 0.96),
+    *timed("PyTorch DDP", "AdamW", 2.0, 4.0, 9.0),
+    *timed("ring", "AdamW", 1.0, 4.4, 9.9),
+]
+
+
+def test_the_table() -> None:
+    ddp, ring = compare.make_lines(EVENTS)
+    assert (ddp["contender"], ring["contender"]) == ("PyTorch DDP", "ring")
+    assert ring["accuracy"] == pytest.approx(0.95)
+    assert ring["accuracy_by_seed"] == [0.94, 0.96]
+    assert (ddp["ms_a_step"], ring["ms_a_step"]) == (4.0, 4.4)
+    assert ring["ratio_to_ddp"] == pytest.approx(1.1)
+    table = compare.make_table([ddp, ring])
+    console = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    with console.file:
+        console.print(table)
+    text = console.export_text()
+    assert "…" not in text
+    assert "ring" in text
+    assert "95.00%" in text
+    assert compare.make_markdown([ring]).splitlines()[2] == ("| ring | AdamW | 95.00% | 94.00% | 1.0e-02 | 2 | 4.40 | 1.10 |")
+
+
+def test_the_whole_table_fits_a_terminal() -> None:
+    line = compare.Line(
+        contender="alternating-exp-ring",
+        optimizer="AccumAdamW",
+        accuracy=1.0,
+        worst_accuracy=1.0,
+        consensus_distance=1.2e-5,
+        bytes_a_step=510e3,
+        ms_a_step=123.45,
+        ratio_to_ddp=1.05,
+        accuracy_by_seed=[],
+        ms_by_round=[],
+    )
+    assert Console(width=200).measure(compare.make_table([line])).minimum <= 80
+
+
+def test_the_verdict_says_whether_the_promises_are_kept() -> None:
+    accuracy, time = compare.verdict(compare.make_lines(EVENTS))
+    assert "2.00 points below DDP (ring, AdamW)" in accuracy
+    assert "NOT KEPT" in accuracy
+    assert "1.10" in time
+    assert "NOT KEPT" in time
+    better = [*EVENTS[:1], event("PyTorch DDP", "AdamW", 0, 0.9), event("ring", "AdamW", 0, 0.95), *EVENTS[5:]]
+    assert "5.00 points above DDP" in compare.verdict(compare.make_lines(better))[0]
+
+
+def test_rows_are_those_of_the_first_seed() -> None:
+    rows = compare.make_rows(EVENTS)
+    assert len(rows) == 4
+    assert rows[3] == {"panel": "AdamW", "run": "ring", "step": 2, "loss": 1.0, "consensus_distance": 0.01}

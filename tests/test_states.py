@@ -1,0 +1,401 @@
+"""Optimizer state by parameter name: it fits other buckets, and going on is as if nothing had happened."""
+
+from __future__ import annotations
+
+import copy
+import io
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+from decent_dp.ddp import DecentralizedDataParallel
+from decent_dp.optim import AccumAdamW, lr_scheduler_fn_cosine_with_warmup, optim_fn_accum_adamw, optim_fn_adamw
+from tests.helpers import SGD, alone, assert_same, batch, loss, net, values
+
+ONE, MANY, SOME = 25, 1e-6, 500 / 2**20  # of net(): one bucket, one a parameter, and in between
+
+
+def sequential(optimizer: Any) -> Any:
+    parts = [lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 3), lr_scheduler.CosineAnnealingLR(optimizer, 6)]
+    return lr_scheduler.SequentialLR(optimizer, parts, [3])
+
+
+def nested(optimizer: Any) -> Any:
+    parts = [lr_scheduler.ConstantLR(optimizer, 0.3, 4), lr_scheduler.StepLR(optimizer, 2, 0.5)]
+    return lr_scheduler.ChainedScheduler(
+        [lr_scheduler.SequentialLR(optimizer, parts, [4]), lr_scheduler.ExponentialLR(optimizer, 0.9)]
+    )
+
+
+def two_rates(params: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
+    """Groups by layer, so that a bucket may hold either or both, in either order."""
+    first = [p for name, p in params if name.startswith("0.")]
+    rest = [p for name, p in params if not name.startswith("0.")]
+    groups = [{"params": rest}, {"params": first, "lr": 0.02, "momentum": 0.5}]
+    return torch.optim.SGD([g for g in groups if g["params"]], lr=0.1, momentum=0.9)
+
+
+SETUPS: dict[str, dict[str, Any]] = {
+    "sgd": {"optim_fn": SGD},
+    "adam": {"optim_fn": partial(torch.optim.Adam, lr=0.01, amsgrad=True)},
+    "accum-adamw": {"optim_fn": partial(AccumAdamW, lr=0.01, accum_iter=3)},
+    "factory": {"optim_fn": partial(optim_fn_accum_adamw, lr=0.01, accum_iter=2)},
+    "two-rates": {"optim_fn": two_rates},
+    "lambda": {
+        "optim_fn": two_rates,
+        "lr_scheduler_fn": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda t: 1 / (1 + t)),
+    },
+    "cosine": {"optim_fn": two_rates, "lr_scheduler_fn": partial(lr_scheduler.CosineAnnealingLR, T_max=8)},
+    "warm-up": {
+        "optim_fn": partial(optim_fn_adamw, lr=0.01),
+        "lr_scheduler_fn": partial(lr_scheduler_fn_cosine_with_warmup, t_max=6, t_warmup=3),
+    },
+    "sequential": {"optim_fn": two_rates, "lr_scheduler_fn": sequential},
+    "nested": {"optim_fn": two_rates, "lr_scheduler_fn": nested},
+    "one-cycle": {
+        "optim_fn": partial(torch.optim.AdamW, lr=0.01),
+        "lr_scheduler_fn": partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=20),
+    },
+}
+
+
+def train(model: DecentralizedDataParallel, steps: range) -> list[list[float]]:
+    """The learning rates that each step left behind, by parameter."""
+    rates = []
+    for t in steps:
+        loss(model, t).backward()
+        rates.append(rates_of(model))
+    return rates
+
+
+def rates_of(model: DecentralizedDataParallel) -> list[float]:
+    # A frozen parameter has none.
+    rate = {id(p): float(group["lr"]) for o in model.optimizers for group in o.param_groups for p in group["params"]}
+    return [rate[id(p)] for p in model.module.parameters() if id(p) in rate]
+
+
+def restarted(saved: tuple[Any, Any], setup: dict[str, Any], size: float, *, early: bool) -> DecentralizedDataParallel:
+    """A new run that goes on from ``saved``, loaded before or after its first update."""
+    model = alone(net(seed=9), bucket_size_in_mb=size, **setup)
+    if not early:
+        train(model, range(50, 52))  # something else has been here
+    model.load_state_dict(saved[0])
+    model.load_optim_state_dict(saved[1])
+    return model
+
+
+def through_a_file(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.parametrize("sizes", [(ONE, MANY), (MANY, ONE), (SOME, SOME), (SOME, MANY)], ids=["1-n", "n-1", "2-2", "2-n"])
+def test_going_on(name, sizes):
+    setup = SETUPS[name]
+    reference = alone(net(), bucket_size_in_mb=sizes[0], **setup)
+    rates = train(reference, range(5))
+    saved = through_a_file((reference.state_dict(), reference.optim_state_dict()))
+    rates += train(reference, range(5, 10))
+    assert len({tuple(r) for r in rates}) > 3 or "lr_scheduler_fn" not in setup, "the schedule does not show"
+
+    for early in (True, False):
+        model = restarted(copy.deepcopy(saved), setup, sizes[1], early=early)
+        assert len(model.optimizers) == 0 or not early
+        assert train(model, range(5, 10)) == rates[5:], early
+        assert_same(model.module, reference.module)
+        if "lr_scheduler_fn" in setup and name != "nested":  # it does not count
+            assert [s.last_epoch for s in model.lr_schedulers] == [10] * len(model.optimizers)
+
+
+def other_rates(params: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
+    """As ``two_rates``, after somebody has edited the script."""
+    optimizer = two_rates(params)
+    for group in optimizer.param_groups:
+        group["lr"] *= 3
+    return optimizer
+
+
+@pytest.mark.parametrize("name", ["two-rates", "lambda", "cosine", "sequential", "nested"])
+@pytest.mark.parametrize("early", [True, False])
+def test_the_saved_rates_count(name, early):
+    """As in torch: the rates that a schedule starts from are part of its state, those of schedules inside it included."""
+    setup = SETUPS[name]
+    reference = alone(net(), bucket_size_in_mb=ONE, **setup)
+    train(reference, range(2))
+    saved = through_a_file((reference.state_dict(), reference.optim_state_dict()))
+    model = restarted(saved, {**setup, "optim_fn": other_rates}, SOME, early=early)
+    assert train(model, range(2, 8)) == train(reference, range(2, 8))
+    assert_same(model.module, reference.module)
+
+
+def test_buckets_differ_as_meant():
+    sizes = {}
+    for size in (ONE, SOME, MANY):
+        model = alone(net(), SGD, bucket_size_in_mb=size)
+        train(model, range(1))
+        sizes[size] = len(model.optimizers)
+    assert sizes[ONE] == 1
+    assert sizes[MANY] == 6
+    assert 1 < sizes[SOME] < 6
+
+
+@pytest.mark.parametrize("as_view", [True, False])
+def test_a_chain_of_restarts(as_view):
+    """Saved and loaded again and again, also when nothing was done in between."""
+    setup = SETUPS["sequential"]
+    reference = alone(net(), bucket_size_in_mb=ONE, **setup)
+    train(reference, range(8))
+    model = alone(net(), bucket_size_in_mb=ONE, param_as_bucket_view=as_view, **setup)
+    train(model, range(2))
+    for t, size in ((2, MANY), (4, SOME), (6, ONE)):
+        weights = model.state_dict()
+        once = through_a_file(model.optim_state_dict())
+        unused = alone(net(seed=3), bucket_size_in_mb=size, **setup)
+        unused.load_optim_state_dict(once)
+        # Before its first update it hands on what it was given.
+        model = alone(net(seed=4), bucket_size_in_mb=size, param_as_bucket_view=as_view, **setup)
+        model.load_optim_state_dict(through_a_file(unused.optim_state_dict()))
+        model.load_state_dict(weights)
+        train(model, range(t, t + 2))
+    assert_same(model.module, reference.module)
+
+
+def test_the_keys_are_names():
+    model = alone(net(), bucket_size_in_mb=SOME, **SETUPS["sequential"])
+    assert model.optim_state_dict() == {"state": {}, "param_groups": {}, "schedulers": None, "scaler": None}
+    train(model, range(3))
+    found = model.optim_state_dict()
+    names = [name for name, _ in net().named_parameters()]
+    assert found.keys() == {"state", "param_groups", "schedulers", "scaler"}
+    assert sorted(found["state"]) == sorted(found["param_groups"]) == sorted(names)
+    assert all(found["state"][name]["momentum_buffer"].shape == param.shape for name, param in net().named_parameters())
+    assert {found["param_groups"][name]["momentum"] for name in names if name.startswith("0.")} == {0.5}
+    assert {found["param_groups"][name]["momentum"] for name in names if not name.startswith("0.")} == {0.9}
+    assert all("params" not in options for options in found["param_groups"].values())
+    assert sorted(found["schedulers"]["by_name"]) == sorted(names)
+    assert found["schedulers"]["last_epoch"] == 3
+
+
+def test_a_window_that_is_owed_is_in_what_is_saved():
+    model = alone(net(), SGD)
+    train(model, range(1))
+    model.set_accumulate_grad(True)
+    loss(model, 1).backward()
+    model.set_accumulate_grad(False)
+    found = copy.deepcopy(model.optim_state_dict())
+    assert model.stats().updates == 2
+    twin = alone(net(), SGD)
+    train(twin, range(2))
+    for name, state in twin.optim_state_dict()["state"].items():
+        assert torch.equal(found["state"][name]["momentum_buffer"], state["momentum_buffer"])
+
+
+def test_parameters_without_state():
+    """A layer that was never used has options and no state; it gets none by going through a file."""
+    model = alone(net(), SGD, bucket_size_in_mb=MANY)
+
+    def step(model: DecentralizedDataParallel, t: int) -> None:
+        model.module[2](torch.tanh(model.module[0](batch(t)[0]))).square().mean().backward()
+        model.update()
+
+    for t in range(2):
+        model.set_accumulate_grad(True)
+        step(model, t)
+        model.set_accumulate_grad(False)
+    found = through_a_file(model.optim_state_dict())
+    used = {name for name, _ in net().named_parameters() if name[0] in "02"}
+    assert {name for name, state in found["state"].items() if state.get("momentum_buffer") is not None} == used
+    other = alone(net(), SGD, bucket_size_in_mb=ONE)
+    other.load_state_dict(model.state_dict())
+    other.load_optim_state_dict(found)
+    for m in (model, other):
+        train(m, range(2, 4))
+    assert_same(model.module, other.module)
+
+
+def test_mixed_dtypes_keep_their_state():
+    def mixed(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(6, 8).bfloat16(), nn.Linear(6, 3).double(), nn.Linear(6, 3))
+
+    def step(model: DecentralizedDataParallel, t: int) -> None:
+        x = batch(t)[0]
+        parts = [layer(x.to(layer.weight.dtype)).square().mean().double() for layer in model.module]
+        model.set_accumulate_grad(True)
+        sum(parts).backward()
+        model.set_accumulate_grad(False)
+        model.update()
+
+    fn = partial(AccumAdamW, lr=0.01, accum_iter=3)
+    reference = alone(mixed(0), fn)
+    for t in range(4):
+        step(reference, t)
+    saved = through_a_file((reference.state_dict(), reference.optim_state_dict()))
+    states = saved[1]["state"]
+    assert states["0.weight"]["exp_avg"].dtype == torch.float32
+    assert states["1.weight"]["exp_avg"].dtype == torch.float64
+    model = alone(mixed(5), fn, bucket_size_in_mb=MANY)
+    model.load_state_dict(saved[0])
+    model.load_optim_state_dict(saved[1])
+    for m in (reference, model):
+        for t in range(4, 8):
+            step(m, t)
+    assert_same(reference.module, model.module)
+
+
+# -- the scaler ------------------------------------------------------------------------------------------------------------
+
+
+def scaled(size: float, start: float, seed: int = 0) -> tuple[DecentralizedDataParallel, torch.amp.GradScaler]:
+    scaler = torch.amp.GradScaler("cpu", init_scale=start, growth_interval=2)
+    return alone(net(seed), SGD, scaler=scaler, bucket_size_in_mb=size), scaler
+
+
+def step_scaled(model: DecentralizedDataParallel, scaler: torch.amp.GradScaler, steps: range) -> list[float]:
+    scales = []
+    for t in steps:
+        # One overflow, which the scaler answers with a skipped step and half the scale.
+        scaler.scale(loss(model, t) * (float("inf") if t == 4 else 1.0)).backward()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("cut", [2, 5])
+def test_the_scaler_goes_on(early, cut):
+    """Its scale is known before the first loss of the new run is scaled, or its gradients would be divided by another."""
+    reference, scaler = scaled(ONE, 1024.0)
+    scales = step_scaled(reference, scaler, range(cut))
+    saved = through_a_file((reference.state_dict(), reference.optim_state_dict()))
+    scales += step_scaled(reference, scaler, range(cut, 10))
+    assert len(set(scales)) > 2
+
+    model, other = scaled(MANY, 2.0**16, seed=7)
+    if not early:
+        step_scaled(model, other, range(20, 22))
+    model.load_state_dict(saved[0])
+    model.load_optim_state_dict(saved[1])
+    assert step_scaled(model, other, range(cut, 10)) == scales[cut:]
+    assert_same(model.module, reference.module)
+
+
+def test_a_scaler_on_one_side_only():
+    reference, scaler = scaled(ONE, 1024.0)
+    step_scaled(reference, scaler, range(1))
+    saved = through_a_file(reference.optim_state_dict())
+    assert saved["scaler"]["scale"] == 1024.0
+    without = alone(net(), SGD)
+    without.load_optim_state_dict(saved)
+    train(without, range(2))
+    plain = through_a_file(without.optim_state_dict())
+    assert plain["scaler"] is None
+    model, scaler = scaled(ONE, 64.0)
+    model.load_optim_state_dict(plain)
+    step_scaled(model, scaler, range(1))
+    assert scaler.get_scale() == 64.0
+
+
+def test_a_scaler_saved_before_the_first_update():
+    """What was scaled down already stays so, though no optimizer has anything to save."""
+    model, scaler = scaled(ONE, 1024.0)
+    scaler.scale(torch.ones(()))
+    saved = through_a_file(model.optim_state_dict())
+    other, restored = scaled(ONE, 64.0)
+    other.load_optim_state_dict(saved)
+    step_scaled(other, restored, range(1))
+    assert restored.get_scale() == 1024.0
+
+
+# -- what does not fit -----------------------------------------------------------------------------------------------------
+
+
+def saved_state() -> dict[str, Any]:
+    model = alone(net(), SGD)
+    train(model, range(2))
+    return copy.deepcopy(model.optim_state_dict())
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_what_was_saved_from_another_model(early):
+    saved = saved_state()
+    model = alone(net(), SGD, bucket_size_in_mb=SOME)
+    if not early:
+        train(model, range(1))
+    before = copy.deepcopy(model.optim_state_dict())
+    less = copy.deepcopy(saved)
+    del less["param_groups"]["2.bias"]
+    with pytest.raises(ValueError, match=r"holds nothing for parameter '2\.bias'"):
+        model.load_optim_state_dict(less)
+    more = copy.deepcopy(saved)
+    more["param_groups"]["head.weight"] = more["param_groups"]["0.weight"]
+    with pytest.raises(ValueError, match=r"holds 'head\.weight', which is no trainable parameter"):
+        model.load_optim_state_dict(more)
+    for wrong in ({}, {"state": {}}, [], None, torch.optim.SGD(net().parameters()).state_dict()):
+        with pytest.raises(ValueError, match=r"optim_state_dict|no trainable|holds nothing"):
+            model.load_optim_state_dict(wrong)
+    # What is refused leaves nothing behind.
+    after = model.optim_state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    for name, state in before["state"].items():
+        assert torch.equal(after["state"][name]["momentum_buffer"], state["momentum_buffer"])
+    model.load_optim_state_dict(saved)
+
+
+def test_frozen_parameters_have_no_state():
+    def frozen() -> nn.Module:
+        model = net()
+        model[0].requires_grad_(False)
+        return model
+
+    model = alone(frozen(), SGD)
+    train(model, range(2))
+    saved = through_a_file(model.optim_state_dict())
+    assert "0.weight" not in saved["param_groups"]
+    alone(frozen(), SGD).load_optim_state_dict(saved)
+    with pytest.raises(ValueError, match=r"'0\.weight'"):
+        alone(net(), SGD).load_optim_state_dict(saved)
+
+
+def test_saved_before_the_first_update():
+    saved = through_a_file(alone(net(), SGD).optim_state_dict())
+    reference = alone(net(), SGD)
+    train(reference, range(3))
+    model = alone(net(), SGD)
+    model.load_optim_state_dict(saved)
+    train(model, range(2))
+    model.load_optim_state_dict(saved)  # says nothing, changes nothing
+    train(model, range(2, 3))
+    assert_same(model.module, reference.module)
+
+
+def test_a_schedule_on_one_side_only():
+    saved = saved_state()
+    model = alone(net(), **SETUPS["cosine"])
+    model.load_optim_state_dict(saved)
+    train(model, range(2))
+    assert [s.last_epoch for s in model.lr_schedulers] == [2]
+    scheduled = through_a_file(model.optim_state_dict())
+    plain = alone(net(), two_rates)
+    plain.load_optim_state_dict(scheduled)
+    assert train(plain, range(2))[1] == rates_of(model)
+
+
+def test_what_is_loaded_last_counts():
+    first, second = alone(net(), SGD), alone(net(), SGD)
+    train(first, range(2))
+    train(second, range(4))
+    model = alone(net(), SGD)
+    model.load_optim_state_dict(copy.deepcopy(first.optim_state_dict()))
+    model.load_optim_state_dict(copy.deepcopy(second.optim_state_dict()))
+    model.load_state_dict(second.state_dict())
+    for m in (second, model):
+        train(m, range(4, 6))
+    assert_same(model.module, second.module)
+    assert values(model)
