@@ -23,10 +23,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypedDict
 
-from rich import box
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+try:
+    from rich import box
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Table
+except ImportError:
+    raise SystemExit("The comparison needs rich and scikit-learn: pip install 'decent-dp[demo]'") from None
 
 from decent_dp.plots import TrainingRow, plot_training
 

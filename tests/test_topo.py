@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import math
 import random
 import re
@@ -14,7 +13,6 @@ import time
 from abc import ABC
 from collections.abc import Iterator
 from functools import reduce
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -722,19 +720,3 @@ def test_public_names() -> None:
         "TopologyReg",
         "make_topology",
     ]
-
-
-# --- the page
-
-
-def test_documentation_runs_and_tells_the_truth() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "topologies.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
-    assert len(blocks) >= 5
-    names: dict[str, Any] = {"__name__": "page"}
-    for block in blocks:
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(compile(block, "docs/topologies.md", "exec"), names)
-        shown = [line[3:].rstrip() for line in block.splitlines() if line.startswith("#> ")]
-        assert [line.rstrip() for line in printed.getvalue().splitlines()] == shown

@@ -449,7 +449,7 @@ def leavers(rank: int, n: int, size: int, abruptly: bool) -> str:
     edge = next(Edge(list(range(a, a + size)), 0.5) for a in range(0, n, size) if a <= rank < a + size)
     transport = ProcessGroupTransport()
     transport.prepare([edge])
-    numel = 500_000
+    numel = 4_000_000  # more than the sockets hold: a send that is not waited for would be cut off
     sent, received = envelopes(numel)
     transport.exchange.start(edge, sent, received, Label(0, 0)).wait()
     handles = [transport.exchange.start(edge, sent, received, Label(1, 0))]

@@ -141,6 +141,10 @@ def pre_average_hooks(rank: int, n: int) -> Any:
         sent.append(values(model))
         if t == 0:
             assert all(not optimizer.calls for optimizer in model.optimizers)
+    plain = DecentralizedDataParallel(net(), partial(torch.optim.SGD, lr=0.1), topology=Sometimes())
+    for t in range(4):
+        loss(plain, t, rank).backward()
+    assert_same(model, plain, 1e-6)  # a hook that only looks changes nothing
     names = [o.param_groups[0]["param_names"] for o in model.optimizers]
     assert not any(hasattr(p, "comm_buffer") for p in model.parameters())
     return sent, [(name, optimizer.calls) for name, optimizer in zip(names, model.optimizers, strict=True)]
@@ -518,14 +522,14 @@ def test_a_worker_that_fails_is_named(workers, how, topology):
         assert outcome.seconds < 9
 
 
-def last_exchange(rank: int, n: int, closes: bool) -> Any:
+def last_exchange(rank: int, n: int, closes: list[bool]) -> Any:
     found = []
     for topology in ("ring", "complete"):
         model = DecentralizedDataParallel(net(), SGD, topology=topology, bucket_size_in_mb=1e-6)
         for t in range(3):
             time.sleep(0.02 * rank)
             loss(model, t, rank).backward()
-        if closes:
+        if closes[rank]:
             before = values(model)
             model.close()
             model.close()
@@ -534,7 +538,7 @@ def last_exchange(rank: int, n: int, closes: bool) -> Any:
     return values(found[0].module)
 
 
-@pytest.mark.parametrize("closes", [True, False])
+@pytest.mark.parametrize("closes", [[True] * 3, [False] * 3, [False, True, True], [False, False, True]])
 def test_a_worker_that_finishes_first_breaks_nobody(workers, closes):
     for _ in range(3):
         assert all(workers(3, last_exchange, closes))

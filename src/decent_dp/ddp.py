@@ -50,8 +50,8 @@ class Stats:
     Attributes:
         updates: optimizer steps taken.
         rounds: rounds made; more than ``updates`` where a scaler skipped a step or ``join`` went on without one.
-        bytes_sent: put on the wire by this worker for exchanges, headers included. An edge of more than two is counted as
-            a ring all-reduce.
+        bytes_sent: put on the wire by this worker for exchanges. A pair's messages are counted with their headers, an edge
+            of more than two as a ring all-reduce of its payload.
         grad_norm: of the last update, before clipping; None without ``grad_clip_norm``.
     """
 
