@@ -26,9 +26,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 # -- the ladder ------------------------------------------------------------------------------------------------------------
 
-# A room is a top-level module or package; these modules are one room with ddp.
-DDP = {"ddp", "agree", "consensus", "engine", "guard", "schedule", "settings", "states"}
-# Rooms that a room may import (its own modules always). A new room has to be placed here.
+# A room is a top-level module or package. Rooms that a room may import (its own modules always); a new one is placed here.
 BELOW: dict[str, set[str]] = {
     "errors": set(),
     "optim": set(),
@@ -40,7 +38,8 @@ BELOW["topo"] = {"errors"}
 for _room in ("mixing", "wire", "bucket", "planner"):
     BELOW[_room] = {"errors", "topo"}
 BELOW["transport"] = {"errors", "topo", "mixing", "wire", "bucket", "planner"}
-BELOW["ddp"] = BELOW["transport"] | {"transport"}
+BELOW["replica"] = BELOW["transport"] | {"transport"}
+BELOW["ddp"] = BELOW["replica"] | {"replica"}
 BELOW["checkpoint"] = BELOW["ddp"] | {"ddp"}
 BELOW["cli"] = BELOW["checkpoint"] | {"checkpoint", "sim", "optim", "launch", "plots", "utils"}
 BELOW["sim"] = {"errors", "topo", "mixing", "wire", "optim"}
@@ -64,9 +63,8 @@ class Import:
 
 
 def room_of(module: str) -> str:
-    """'transport.group' -> 'transport', 'agree' -> 'ddp'."""
-    first = module.partition(".")[0]
-    return "ddp" if first in DDP else first
+    """'transport.group' -> 'transport'."""
+    return module.partition(".")[0]
 
 
 def module_of(path: Path) -> str:
@@ -157,12 +155,9 @@ def test_only_the_rooms_that_talk_import_torch_distributed():
         room = room_of(f.file.removesuffix(".py").replace("/", "."))
         # A topology looks the group up when rank and world_size are not given.
         looks_up = f.file == "topo/base.py" and f.kind == "inside"
-        if room not in MAY_IMPORT_DISTRIBUTED and not looks_up and f.file != "ddp.py":
+        if room not in MAY_IMPORT_DISTRIBUTED and not looks_up:
             wrong.append(str(f))
     assert wrong == []
-    # ddp.py names the type of a process group and asks whether there is one; it moves no bytes.
-    uses = set(re.findall(r"\bdist\.\w+", (SOURCE / "ddp.py").read_text()))
-    assert uses <= {"dist.ProcessGroup", "dist.is_available", "dist.is_initialized", "dist.get_rank", "dist.get_world_size"}
 
 
 @pytest.mark.parametrize("package", ONLY_IN)

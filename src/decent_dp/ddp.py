@@ -7,23 +7,22 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from decent_dp import consensus
-from decent_dp.agree import agree, agree_on_signature, model_signature, share
 from decent_dp.bucket import MIB, plan_buckets
-from decent_dp.engine import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, Bucket, Engine, make_bucket
 from decent_dp.errors import OutOfStepError
-from decent_dp.guard import Guard, strip_prefix
-from decent_dp.schedule import Policy, Schedule, refuse_trained_elsewhere
-from decent_dp.settings import (
+from decent_dp.replica import consensus
+from decent_dp.replica.agree import agree, agree_on_signature, model_signature, share
+from decent_dp.replica.engine import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, Bucket, Engine, make_bucket
+from decent_dp.replica.guard import Guard, strip_prefix
+from decent_dp.replica.schedule import Policy, Schedule, refuse_trained_elsewhere
+from decent_dp.replica.settings import (
     Settings,
     check_callable,
     check_model,
@@ -31,9 +30,12 @@ from decent_dp.settings import (
     local_world_size,
     refuse_ddp_keywords,
 )
-from decent_dp.states import check_optim_state, collect_optim_state, load_optim_state
+from decent_dp.replica.states import check_optim_state, collect_optim_state, load_optim_state
 from decent_dp.topo import Topology, make_topology
-from decent_dp.transport import InProcessTransport, ProcessGroupTransport, Transport
+from decent_dp.transport import Transport, connect
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["LR_SCHEDULER_FN_TYPE", "OPTIM_FN_TYPE", "DecentralizedDataParallel", "Stats"]
 
@@ -107,12 +109,12 @@ class DecentralizedDataParallel(nn.Module):
         _local_world_size: int | None = None,
         *,
         overlap: bool = True,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: ProcessGroup | None = None,
         transport: Transport | None = None,
         **unknown: Any,
     ) -> None:
         super().__init__()
-        transport = transport if transport is not None else _transport_of(process_group)
+        transport = transport if transport is not None else connect(process_group)
 
         def check() -> tuple[tuple[Settings, Topology], dict[str, Any]]:
             refuse_ddp_keywords(unknown)
@@ -491,19 +493,6 @@ class DecentralizedDataParallel(nn.Module):
         self._optims.extend(bucket.optimizer for bucket in buckets)
         self._lr_schedulers.extend(bucket.scheduler for bucket in buckets)
         return buckets
-
-
-def _transport_of(process_group: dist.ProcessGroup | None) -> Transport:
-    if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError(
-            "there is no process group. Call decent_dp.utils.initialize_dist() (or torch.distributed.init_process_group) "
-            "before wrapping the model, and start the script with torchrun for more than one worker."
-        )
-    if dist.get_rank(process_group) < 0:
-        raise ValueError("this worker is not a member of process_group: wrap the model on its members only.")
-    if dist.get_world_size(process_group) == 1:
-        return InProcessTransport()
-    return ProcessGroupTransport(process_group)
 
 
 def _insert_module(wrapper: DecentralizedDataParallel, state: dict[str, Any], prefix: str, *_: Any) -> None:

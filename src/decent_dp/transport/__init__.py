@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from decent_dp.transport.base import Control, Exchange, Handle, Label, Transport
 from decent_dp.transport.inprocess import InProcessTransport, LocalHub, run_replicas
-from decent_dp.transport.process_group import ProcessGroupTransport
+from decent_dp.transport.process_group import ProcessGroupTransport, connect
 
 __all__ = [
     "Control",
@@ -15,5 +15,6 @@ __all__ = [
     "LocalHub",
     "ProcessGroupTransport",
     "Transport",
+    "connect",
     "run_replicas",
 ]

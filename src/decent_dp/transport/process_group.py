@@ -15,10 +15,30 @@ from decent_dp.topo import Edge
 from decent_dp.transport.base import Control, Exchange, Handle, Label, Later, Transport
 from decent_dp.transport.communicators import Communicator, Notes, Rendezvous, peer_error
 from decent_dp.transport.group import Groups
+from decent_dp.transport.inprocess import InProcessTransport
 from decent_dp.transport.pairwise import NcclPairs, Pairs, StagedPairs
 from decent_dp.transport.waiter import Waiter
 
-__all__ = ["ProcessGroupTransport"]
+__all__ = ["ProcessGroupTransport", "connect"]
+
+
+def connect(process_group: dist.ProcessGroup | None) -> Transport:
+    """The transport of this worker in ``process_group`` (None: the default group); called by all its workers together.
+
+    Raises:
+        RuntimeError: there is no process group.
+        ValueError: this worker is not in it.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "there is no process group. Call decent_dp.utils.initialize_dist() (or torch.distributed.init_process_group) "
+            "before wrapping the model, and start the script with torchrun for more than one worker."
+        )
+    if dist.get_rank(process_group) < 0:
+        raise ValueError("this worker is not a member of process_group: wrap the model on its members only.")
+    if dist.get_world_size(process_group) == 1:
+        return InProcessTransport()
+    return ProcessGroupTransport(process_group)
 
 
 class ProcessGroupTransport(Transport):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
-from decent_dp.consensus import FLOAT_DTYPES
+from decent_dp.replica.consensus import FLOAT_DTYPES
 
 __all__ = ["Settings", "check_model", "local_world_size", "refuse_ddp_keywords"]
 

@@ -17,7 +17,7 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from decent_dp.engine import Bucket
+from decent_dp.replica.engine import Bucket
 
 __all__ = ["check_optim_state", "collect_optim_state", "load_optim_state"]
 

@@ -24,7 +24,7 @@ from torch.autograd import Variable
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from decent_dp.engine import Bucket, Engine
+from decent_dp.replica.engine import Bucket, Engine
 from decent_dp.transport import Handle, Transport
 
 __all__ = ["Policy", "Schedule", "Window", "refuse_trained_elsewhere"]
