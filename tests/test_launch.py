@@ -229,6 +229,7 @@ def test_a_launcher_that_does_not_say_how_many_workers_a_node_has(machine):
         (8, {"SLURM_GPUS_PER_TASK": "1"}, "nccl", 1),
         # Each task sees its own GPU alone.
         (1, {"SLURM_GPUS_PER_TASK": "1"}, "nccl", 0),
+        (1, {"SLURM_GPUS_PER_TASK": "a100:1"}, "nccl", 0),
         (1, {"SLURM_GPU_BIND": "single:1"}, "nccl", 0),
         # Four tasks share what they see.
         (1, {}, "gloo", None),

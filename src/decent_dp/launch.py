@@ -137,7 +137,7 @@ def initialize_dist() -> tuple[int, int]:
     # What node-aware topologies read.
     os.environ.setdefault("LOCAL_WORLD_SIZE", str(launch.local_world_size))
     if launch.address is None:
-        # Alone: no port is opened.
+        # Alone: no store, and no port for one.
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         return 0, 1
     os.environ.setdefault("MASTER_ADDR", launch.address)
@@ -160,5 +160,6 @@ def _own_gpu(launch: Launch, visible: int, environ: Mapping[str, str]) -> int | 
     if visible >= max(launch.local_world_size, launch.local_rank + 1):
         return launch.local_rank
     # Slurm can show each task its own GPU alone: all tasks see one, and not the same.
-    own = environ.get("SLURM_GPUS_PER_TASK") == "1" or environ.get("SLURM_GPU_BIND") in ("single:1", "per_task:1")
+    one = re.fullmatch(r"(?:.*:)?1", environ.get("SLURM_GPUS_PER_TASK", ""))  # "1" or "a100:1"
+    own = one is not None or environ.get("SLURM_GPU_BIND") in ("single:1", "per_task:1")
     return 0 if launch.launcher == "slurm" and visible == 1 and own else None

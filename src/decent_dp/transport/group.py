@@ -20,8 +20,10 @@ __all__ = ["Groups"]
 # Elements of a piece where the sum cannot be taken in place: half a MiB of float32, which bounds the extra memory.
 _PIECE = 2**17
 
-# Round and bucket are summed along with the payload, modulo this, so that sums of any group stay exact in float32.
+# Round, bucket and the round's square are summed along with the payload, modulo this, so that sums of any group stay exact
+# in float32. The square is for the member whose round happens to be the mean of the others'.
 _MODULUS = 4096
+_MARKS = 3
 
 
 class Groups(Exchange):
@@ -74,9 +76,9 @@ def _sum_in_place(communicator: Communicator, sent: Envelope, received: Envelope
     received.payload.copy_(sent.payload)
     header = received.whole[: received.HEADER_BYTES // received.payload.dtype.itemsize]
     header.zero_()
-    header[:2] = _mark(label, header)
+    header[:_MARKS] = _mark(label, header)
     communicator.allreduce([received.whole]).wait()
-    _check(header[:2], size, label)
+    _check(header[:_MARKS], size, label)
     received.payload.sub_(sent.payload).div_(size - 1)
 
 
@@ -91,16 +93,16 @@ def _sum_in_pieces(
 ) -> None:
     # A payload without elements still makes its call: every member counts calls alike.
     for piece, into in zip(torch.split(sent, _PIECE), torch.split(received, _PIECE), strict=True):
-        total = torch.empty(2 + piece.numel(), dtype=dtype, device=device)
-        total[:2] = _mark(label, total)
-        total[2:].copy_(piece)
+        total = torch.empty(_MARKS + piece.numel(), dtype=dtype, device=device)
+        total[:_MARKS] = _mark(label, total)
+        total[_MARKS:].copy_(piece)
         communicator.allreduce([total]).wait()
-        _check(total[:2], size, label)
-        into.copy_(total[2:].sub_(piece.to(device)).div_(size - 1))
+        _check(total[:_MARKS], size, label)
+        into.copy_(total[_MARKS:].sub_(piece.to(device)).div_(size - 1))
 
 
 def _mark(label: Label, like: Tensor) -> Tensor:
-    return like.new_tensor([label.round % _MODULUS, label.bucket % _MODULUS])
+    return like.new_tensor([label.round % _MODULUS, label.bucket % _MODULUS, label.round**2 % _MODULUS])
 
 
 def _check(total: Tensor, size: int, label: Label) -> None:

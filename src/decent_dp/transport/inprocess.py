@@ -66,7 +66,10 @@ class LocalHub:
                 said = "".join(f" Worker {r} had reported: {self.causes[r]}" for r in missing() if r in self.causes)
                 if gone:
                     raise PeerLostError(f"worker {gone[0]} is gone; it was needed for {what}.{said}")
-                raise PeerTimeoutError(f"worker {missing()[0]} sent nothing for {what} within {self.timeout} s.{said}")
+                raise PeerTimeoutError(
+                    f"worker {missing()[0]} sent nothing for {what} within {self.timeout:g} s. It is slower than that, or it "
+                    f"has made fewer updates: uneven numbers of batches need `with model.join():`.{said}"
+                )
             result = dict(found)
             self._left[key] = self._left.get(key, 0) + 1
             if self._left[key] == len(ranks):
