@@ -29,7 +29,7 @@ try:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     from rich.table import Table
 except ImportError:
-    raise SystemExit("The comparison needs rich and scikit-learn: pip install 'decent-dp[demo]'") from None
+    raise SystemExit("The comparison needs rich and scikit-learn; in the clone: pip install -e '.[demo]'") from None
 
 from decent_dp.plots import TrainingRow, plot_training
 
@@ -287,6 +287,7 @@ def main() -> None:
         f"{steps} steps each, seeds {options.seeds}; times are medians of {options.rounds} interleaved rounds of "
         f"{options.steps} steps."
     )
+    print("vs DDP: the median of the ratios within a round, not the ratio of the medians; the README says more.")
     print("kB sent: by a worker, as counted; for DDP and for groups of more than two, what a ring all-reduce sends.")
     print(f"Machine: {plan['machine']}, torch {plan['torch']}.")
     print(*verdict(lines), sep="\n")

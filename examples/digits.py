@@ -4,7 +4,7 @@
     python examples/digits.py                          # one worker
 
 ``--method ddp`` trains the same with PyTorch DDP, to compare; all of it that is only there for this is marked "DDP".
-Needs scikit-learn, which brings the data along: pip install 'decent-dp[demo]'
+Needs scikit-learn, which brings the data along: pip install -e '.[demo]'
 """
 
 from __future__ import annotations

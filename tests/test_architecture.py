@@ -1,4 +1,4 @@
-"""The rooms of DESIGN §2 as the imports tell them, and the public contract of API.md as ``inspect`` does."""
+"""The house rules as the imports tell them, and the public contract as ``inspect`` does."""
 
 from __future__ import annotations
 

@@ -11,9 +11,11 @@ import ast
 import contextlib
 import inspect
 import io
+import json
 import os
 import re
 import shlex
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -333,6 +335,30 @@ def test_the_committed_results_are_what_the_readme_shows():
         assert "|" not in shown[1], "a table without a result that it comes from"
 
 
+def test_the_committed_results_keep_the_promises():
+    from examples import compare
+
+    results = json.loads((ROOT / "docs" / "results" / "digits.json").read_text(encoding="utf-8"))
+    assert results["workers"] == 4
+    assert results["settings"]["seeds"] == [0, 1, 2]
+    lines = {(line["contender"], line["optimizer"]): line for line in results["table"]}
+    optimizers = {optimizer for _, optimizer in lines}
+    topologies = {"complete", "ring", "one-peer-exp", "alternating-exp-ring"}
+    assert topologies <= decent_dp.TopologyReg.registry.keys()
+    assert lines.keys() == {(name, o) for name in {compare.BASELINE, *topologies} for o in optimizers}
+    assert optimizers == {"AdamW", "AccumAdamW"}
+    for (name, optimizer), line in lines.items():
+        assert len(line["accuracy_by_seed"]) == 3
+        assert line["accuracy"] == pytest.approx(sum(line["accuracy_by_seed"]) / 3)
+        baseline = lines[compare.BASELINE, optimizer]
+        assert line["accuracy"] >= baseline["accuracy"] - 0.015, (name, optimizer)
+        ratios = [own / base for own, base in zip(line["ms_by_round"], baseline["ms_by_round"], strict=True)]
+        assert line["ratio_to_ddp"] == pytest.approx(statistics.median(ratios))
+        assert line["ratio_to_ddp"] <= 1.05, (name, optimizer)
+    assert (compare.MAX_ACCURACY_GAP, compare.MAX_TIME_RATIO) == (0.015, 1.05)
+    assert compare.make_markdown(results["table"]) == (ROOT / "docs" / "results" / "digits.md").read_text(encoding="utf-8")
+
+
 def messages() -> list[str]:
     """The texts in the source; what is filled in stands as …"""
     found = []
@@ -355,6 +381,11 @@ def test_messages_in_the_pages_are_those_of_the_code():
         pattern = re.compile(".*".join(map(re.escape, message.split("…"))), re.DOTALL)
         theirs = message.startswith("one of the variables")  # torch's
         assert theirs or any(pattern.search(text) for text in texts), message
+
+
+def test_the_version_is_the_packages():
+    (version,) = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert version == decent_dp.__version__
 
 
 def test_the_changelog_knows_this_version():

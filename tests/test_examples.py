@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -184,3 +186,19 @@ def test_rows_are_those_of_the_first_seed() -> None:
     rows = compare.make_rows(EVENTS)
     assert len(rows) == 4
     assert rows[3] == {"panel": "AdamW", "run": "ring", "step": 2, "loss": 1.0, "consensus_distance": 0.01}
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_progress_bar_on_a_terminal_and_lines_elsewhere(terminal: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    events = [{"event": "plan", "runs": 2, "workers": 4}, event("ring", "AdamW", 0, 0.94), *timed("ring", "AdamW", 2.0)]
+    process: Any = SimpleNamespace(stdout=[json.dumps(e) + "\n" for e in events], wait=lambda: 0)
+    written = io.StringIO()
+    assert compare.follow(process, Console(file=written, force_terminal=terminal, width=100)) == events
+    printed = capsys.readouterr().out
+    if terminal:
+        assert "2/2" in written.getvalue()
+        assert "timed ring, AdamW, round 1: 2.00 ms a step" in written.getvalue()
+        assert printed == ""
+    else:
+        assert written.getvalue() == ""
+        assert printed.splitlines() == [compare.describe(e) for e in events[1:]]

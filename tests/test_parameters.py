@@ -363,6 +363,23 @@ def test_names_and_modes_are_the_models():
     assert not alone(WithBuffers().eval()).training
 
 
+def test_both_names_of_a_tied_parameter():
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6, bias=False)
+            self.last.weight = self.first.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.last(self.first(x))
+            return result
+
+    model = alone(Tied())
+    assert [n for n, _ in model.named_parameters()] == ["first.weight", "first.bias"]
+    names = [n for n, _ in model.named_parameters(remove_duplicate=False)]
+    assert names == ["first.weight", "first.bias", "last.weight"]
+
+
 def test_copies_and_pickles():
     model = alone(net())
     loss(model, 0).backward()

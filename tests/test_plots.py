@@ -63,5 +63,5 @@ def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
     for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"pip install 'decent-dp\[plots\]'"):
+    with pytest.raises(ImportError, match=r"pip install -e '\.\[plots\]'"):
         plot_training(rows("ring"))

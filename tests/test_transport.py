@@ -22,7 +22,7 @@ from decent_dp.topo import Edge
 from decent_dp.transport import Exchange, Handle, InProcessTransport, Label, ProcessGroupTransport, Transport, run_replicas
 from decent_dp.transport.base import Later
 from decent_dp.transport.communicators import Notes, peer_error
-from decent_dp.transport.group import Groups
+from decent_dp.transport.group import Groups, NcclGroups
 from decent_dp.transport.inprocess import LocalHub
 from decent_dp.transport.pairwise import NcclPairs
 from decent_dp.transport.waiter import Waiter
@@ -739,12 +739,10 @@ def test_groups_on_the_device(dtype):
         asked.append(ranks)
         return noting
 
-    waiter = Waiter("test")
-    exchange = Groups(1, connect, waiter, explain, on_device=True)
+    exchange = NcclGroups(1, connect, explain)
     sent, received = envelopes(9, dtype)
     sent.payload.copy_(torch.arange(9))
     exchange.start(Edge([4, 1, 2], 0.5), sent, received, Label(1, 2)).wait()
-    waiter.close()
     assert asked == [(1, 2, 4)]
     # All three had the same: the mean of the others is what was sent.
     assert torch.equal(received.payload, sent.payload)
@@ -754,13 +752,19 @@ def test_groups_on_the_device(dtype):
 
 
 def test_a_group_that_fails_names_the_others():
+    for where in ("allreduce", "wait"):
+        exchange = NcclGroups(1, lambda ranks, where=where: Noting(where), explain)
+        with pytest.raises(PeerLostError, match=r"\[2, 4\] round 1, bucket 3: NCCL error"):
+            exchange.start(Edge([4, 1, 2], 0.5), *envelopes(), Label(1, 3)).wait()
     waiter = Waiter("test")
-    exchange = Groups(1, lambda ranks: Noting("allreduce"), waiter, explain, on_device=True)
-    handles = [exchange.start(Edge([4, 1, 2], 0.5), *envelopes(), Label(1, bucket)) for bucket in range(2)]
+    groups = Groups(1, lambda ranks: Noting("allreduce"), waiter, explain)
+    handles = [groups.start(Edge([4, 1, 2], 0.5), *envelopes(), Label(1, bucket)) for bucket in range(2)]
     for bucket, handle in enumerate(handles):
         with pytest.raises(PeerLostError, match=rf"\[2, 4\] round 1, bucket {bucket}: NCCL error"):
             handle.wait()
     waiter.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        groups.start(Edge([4, 1, 2], 0.5), *envelopes(), Label(2, 0))
 
 
 # -- small parts -----------------------------------------------------------------------------------------------------------
@@ -772,7 +776,6 @@ def test_the_waiter_keeps_order_and_outlives_errors():
     def fail() -> None:
         raise ZeroDivisionError("mine")
 
-    waiter.close()  # nothing has started
     futures = [waiter.submit(lambda i=i: (time.sleep(0.01 * (3 - i)), done.append(i))) for i in range(3)]
     failed = waiter.submit(fail)
     last = waiter.submit(lambda: done.append("last"))

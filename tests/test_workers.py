@@ -192,6 +192,12 @@ class Different(nn.Module):
             self.first.weight = nn.Parameter(self.first.weight.detach().t().contiguous().t())
 
 
+class SparseBuffer(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("b", torch.zeros(2).to_sparse())
+
+
 def model_of(**changes: Any) -> Any:
     return lambda rank: {"model": Different(**changes) if rank == 1 else Different()}
 
@@ -233,7 +239,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "bucket size negative": (both(bucket_size_in_mb=-1.5), ValueError, "-1.5"),
     "bucket size text": (both(bucket_size_in_mb="25"), TypeError, "'25'"),
     "bucket size nan": (both(bucket_size_in_mb=float("nan")), ValueError, "nan"),
-    "bucket size on one": (one(bucket_size_in_mb=1), ValueError, "bucket_size_in_mb is 25 on worker 0 and 1 on worker 1"),
+    "bucket size on one": (one(bucket_size_in_mb=1), ValueError, "bucket_size_in_mb is 25.0 on worker 0 and 1.0 on worker 1"),
     "clip norm": (both(grad_clip_norm=-1.0), ValueError, "grad_clip_norm.*-1.0"),
     "clip on one": (one(grad_clip_norm=1.0), ValueError, "grad_clip_norm"),
     "overlap on one": (one(overlap=False), ValueError, "overlap"),
@@ -243,6 +249,13 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "lazy": (both(model=nn.LazyLinear(3)), ValueError, "no values yet"),
     "complex": (both(model=nn.Linear(2, 2, dtype=torch.complex64)), ValueError, "complex64"),
     "optim_fn": (both(optim_fn=None), TypeError, "optim_fn"),
+    "an optimizer": (
+        lambda rank: {"optim_fn": torch.optim.SGD([torch.zeros(1)], lr=0.1)},
+        TypeError,
+        r"is one, SGD: .*partial\(torch.optim.SGD",
+    ),
+    "sparse buffer": (both(model=SparseBuffer()), ValueError, "'b' is a sparse tensor"),
+    "wrapped by DDP": (lambda rank: {"model": nn.parallel.DistributedDataParallel(nn.Linear(2, 2))}, TypeError, r"\.module"),
     "scheduler_fn": (both(lr_scheduler_fn=3), TypeError, "lr_scheduler_fn"),
     "scaler": (both(scaler=True), TypeError, "GradScaler"),
     "local size": (both(_local_world_size=0), ValueError, "_local_world_size.*0"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from decent_dp.bucket import MIB, plan_buckets
-from decent_dp.errors import OutOfStepError
+from decent_dp.errors import OutOfStepError, PeerTimeoutError
 from decent_dp.replica import consensus
 from decent_dp.replica.agree import agree, agree_on_signature, model_signature, share
 from decent_dp.replica.engine import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, Bucket, Engine, make_bucket
@@ -293,6 +294,9 @@ class DecentralizedDataParallel(nn.Module):
             self._settle()
             while schedule.anybody_active():
                 schedule.mix_only()
+        except Exception as error:
+            self._transport.report(f"{type(error).__name__} in round {self._engine.round}: {error}")
+            raise
         finally:
             schedule.joining = False
 
@@ -316,8 +320,14 @@ class DecentralizedDataParallel(nn.Module):
         try:
             self._settle()
             self._engine.wait_all()
+        except Exception as error:
+            if not self._schedule.failed:
+                raise
+            # It has been raised once, by the update that failed; do not hide that one in the caller's `finally`.
+            _log.warning("closed after a failed update: %s", error)
         finally:
             self._schedule.close()
+            self._guard.close()
             self._transport.close()
 
     # -- the mean -----------------------------------------------------------------------------------------------------
@@ -334,14 +344,8 @@ class DecentralizedDataParallel(nn.Module):
             OutOfStepError: the workers have made different numbers of updates; on all of them.
         """
         self._meet("global_avg")
-        params = [param.detach() for param in self._guard.params]
-        tensors = params + self._float_buffers()
-        if not will_revert:
-            self._forget(self._guard.params)
-        elif self._backup is None:
-            self._backup = [tensor.clone() for tensor in tensors]
-        distances = consensus.average_(self._transport.control, tensors)
-        return float(sum(float(d) for d in distances[: len(params)]) ** 0.5) if return_d2c else None
+        distances = self._average(will_revert)
+        return float(sum(float(d) for d in distances) ** 0.5) if return_d2c else None
 
     @torch.no_grad()
     def revert_global_avg(self) -> None:
@@ -364,7 +368,8 @@ class DecentralizedDataParallel(nn.Module):
     def averaged(self) -> Iterator[None]:
         """Inside, every replica is the mean of all; each has its own values back after it."""
         nested = self._backup is not None
-        self.global_avg()
+        self._meet("averaged")
+        self._average(will_revert=True)
         try:
             yield
         finally:
@@ -456,15 +461,32 @@ class DecentralizedDataParallel(nn.Module):
             return []
         return [buffer for buffer in self.module.buffers() if buffer.dtype in self.FLOAT_DTYPES]
 
+    @torch.no_grad()
+    def _average(self, will_revert: bool) -> list[Tensor]:
+        """Each parameter's squared distance to the mean that it is now."""
+        params = [param.detach() for param in self._guard.params]
+        tensors = params + self._float_buffers()
+        if not will_revert:
+            self._forget(self._guard.params)
+        elif self._backup is None:
+            self._backup = [tensor.clone() for tensor in tensors]
+        return consensus.average_(self._transport.control, tensors)[: len(params)]
+
     def _meet(self, what: str) -> None:
-        """Before a collective of the user's: all must be at the same update."""
+        """Before a collective of the user's: all must be there, and at the same update."""
         if self._schedule.joining:
             raise RuntimeError(
                 f"{what} was called inside join(), where some workers have run out: call it after the with-block."
             )
         self._settle()
         self._schedule.check()
-        rounds = self._transport.control.gather(self._engine.round)
+        try:
+            rounds = self._transport.control.gather(self._engine.round)
+        except PeerTimeoutError as error:
+            raise PeerTimeoutError(
+                f"not all workers came to {what}: every worker must call it, also where only one uses the result (put "
+                f"`if rank == 0:` inside `with model.averaged():`, not around it). {error}"
+            ) from error
         if len(set(rounds)) > 1:
             counts = ", ".join(f"worker {rank}: {count}" for rank, count in enumerate(rounds))
             raise OutOfStepError(
@@ -503,8 +525,12 @@ def _insert_module(wrapper: DecentralizedDataParallel, state: dict[str, Any], pr
 
 def _leave(engine: Engine, transport: Transport) -> None:
     """A worker that goes must not break the exchange that its neighbours are still in."""
+    error = getattr(sys, "last_value", None)  # what ends this interpreter, if something does
+    if error is not None:
+        transport.report(f"{type(error).__name__} in round {engine.round}: {error}")
     try:
         engine.wait_all()
-    except Exception as error:
-        _log.debug("what was on the wire could not be finished: %s", error)
+    except Exception as lost:
+        if error is None:
+            _log.warning("the last exchange could not be finished: %s", lost)
     transport.close()

@@ -1,4 +1,4 @@
-"""Rows in, figure out. Needs matplotlib, which is imported when a figure is made: ``pip install 'decent-dp[plots]'``."""
+"""Rows in, figure out. Needs matplotlib, which is imported when a figure is made: ``pip install -e '.[plots]'``."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def plot_training(rows: Sequence[TrainingRow], path: str | Path | None = None, *
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'decent-dp[plots]'") from error
+        raise ImportError("plots need matplotlib; in the clone: pip install -e '.[plots]'") from error
 
     panels = list(dict.fromkeys(row["panel"] for row in rows))
     runs = list(dict.fromkeys(row["run"] for row in rows))

@@ -49,9 +49,9 @@ def agree_on_signature(control: Control, rank: int, attempt: Callable[[], tuple[
 def share(control: Control, rank: int, message: Any) -> Any:
     """Worker 0's ``message`` (anything that JSON can hold), on all workers."""
     text = json.dumps(message).encode() if rank == 0 else b""
-    size = torch.tensor([len(text)])
+    size = torch.tensor([len(text)], device="cpu")
     control.broadcast(size)
-    raw = torch.zeros(int(size), dtype=torch.uint8)
+    raw = torch.zeros(int(size), dtype=torch.uint8, device="cpu")
     if rank == 0:
         raw.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
     control.broadcast(raw)

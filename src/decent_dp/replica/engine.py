@@ -165,8 +165,14 @@ class Engine:
     def wait_all(self) -> None:
         """Finishes what is on the wire and drops it."""
         self.disown()
+        errors = []
         for bucket in self.buckets:
-            self.finish(bucket)
+            try:
+                self.finish(bucket)
+            except Exception as error:
+                errors.append(error)  # the others still have to be waited for
+        if errors:
+            raise errors[0]
 
     def _mix(self, bucket: Bucket, edge: Edge, disowned: set[int]) -> None:
         block = bucket.block

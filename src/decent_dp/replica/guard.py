@@ -75,30 +75,36 @@ class Guard:
 
     def _hook(self) -> None:
         me = weakref.ref(self)
-        # torch does not type these.
-        model: Any = self._model
-        modules: list[Any] = list(self._model.modules())
+        modules: list[Any] = list(self._model.modules())  # torch does not type the hooks
         self._hooked = {id(module) for module in modules}
-        model.register_state_dict_pre_hook(_ModelHook(me, "_before_save"))
-        model.register_state_dict_post_hook(_ModelHook(me, "_after_save"))
+        self._hooks: list[Any] = []
         for module in modules:
-            module.register_load_state_dict_pre_hook(_ModelHook(me, "_before_load"))
+            self._hooks += [
+                module.register_state_dict_pre_hook(_ModelHook(me, "_before_save")),
+                module.register_state_dict_post_hook(_ModelHook(me, "_after_save")),
+                module.register_load_state_dict_pre_hook(_ModelHook(me, "_before_load")),
+            ]
+
+    def close(self) -> None:
+        """Lets go of the model."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _before_save(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if module is self._model:
+        if id(module) in self._hooked:
             self._before()
 
     def _after_save(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         """Makes the dict hold copies: a view of a bucket would change with the next step and be saved with all of it."""
-        if module is not self._model:
-            return
+        if module is not self._model and (prefix or id(module) not in self._hooked):
+            return  # the one that was asked does it for all below it
         copies: dict[int, Tensor] = {}
         for key, value in state.items():
             # Under keep_vars the values are the parameters themselves, which the caller asked for.
             if key.startswith(prefix) and isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
                 identity = value.data_ptr() if value.numel() else id(value)
                 copy = copies.get(identity)
-                if copy is None or copy.shape != value.shape or copy.dtype != value.dtype:
+                if copy is None or (copy.shape, copy.stride(), copy.dtype) != (value.shape, value.stride(), value.dtype):
                     copy = copies[identity] = value.detach().clone()
                 state[key] = copy
 

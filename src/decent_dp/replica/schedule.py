@@ -14,8 +14,8 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ _FLAGS_UNDER_WAY = 32
 
 # Every schedule that is there: two on one parameter would step it twice.
 _LIVING: weakref.WeakSet[Schedule] = weakref.WeakSet()
+_LIVING_LOCK = threading.Lock()
 
 
 class Window(enum.Enum):
@@ -46,6 +47,45 @@ class Window(enum.Enum):
     OPEN = "open"
     # The window is complete. -> IDLE: the next backward joins it and updates, or whoever would observe it updates first.
     OWED = "owed"
+
+
+class _End:
+    """The callback by which autograd's engine tells that a backward has ended.
+
+    The engine holds it as long as the backward lives. So when it is gone without a call, the backward has raised.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = weakref.ref(schedule)
+
+    def __call__(self) -> None:
+        schedule = self._schedule()
+        if schedule is not None:
+            schedule.end_backward()
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """A backward that is under way.
+
+    Attributes:
+        task: autograd's number for it; that of a backward inside it differs.
+        end: dead once the engine has let go of it.
+        accumulating: as it was when the backward began: it may end, or raise, after ``no_sync`` was left.
+        expected: it reaches parameters, so that it is an update even if it raises before the first gradient.
+        arrived: the parameters whose gradients came in it.
+    """
+
+    task: int
+    end: weakref.ref[_End]
+    accumulating: bool
+    expected: bool
+    arrived: set[int]
+
+    @property
+    def lost(self) -> bool:
+        """It raised: the engine has let go of it without telling its end."""
+        return self.end() is None
 
 
 class Policy:
@@ -69,9 +109,9 @@ class Policy:
         return self.scaler is not None or self._max_norm > 0
 
     def allows_step(self) -> bool:
-        """Prepares the gradients in place; False when the scaler skips this step."""
+        """Prepares the gradients in place; False when there are none, or the scaler skips this step."""
         if not any(param.grad is not None for param in self._params):
-            return True
+            return False
         if self.scaler is not None:
             self.scaler.unscale_(self._verdict)
         if self._max_norm > 0:
@@ -143,9 +183,7 @@ class Schedule:
         # On a GPU, hooks of CPU and CUDA parameters run in different threads.
         self._lock = threading.RLock()
 
-        # The backward that is under way: autograd's number for it, and the parameters whose gradients came in it.
-        self._task: int | None = None
-        self._arrived: dict[int, None] = {}
+        self._backward: _Backward | None = None
         # Gradients have come from a backward inside a backward (reentrant checkpointing): their order says nothing.
         self._nested = False
         # The first backward's order, until the buckets are made from it.
@@ -159,7 +197,8 @@ class Schedule:
         me = weakref.ref(self)
         untyped: Sequence[Any] = params  # torch does not type its hooks
         self._hooks = [p.register_post_accumulate_grad_hook(_gradient_hook(me, i)) for i, p in enumerate(untyped)]
-        _LIVING.add(self)
+        with _LIVING_LOCK:
+            _LIVING.add(self)
 
     # -- what autograd tells ------------------------------------------------------------------------------------------
 
@@ -170,7 +209,7 @@ class Schedule:
         def hook(_: Tensor) -> None:
             schedule = me()
             if schedule is not None:
-                schedule.enter_backward(from_output=True)
+                schedule.enter_backward()
 
         tensor: Any
         for tensor in _tensors(output):
@@ -178,32 +217,41 @@ class Schedule:
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(hook)
 
-    def enter_backward(self, *, from_output: bool = False) -> None:
+    def enter_backward(self) -> _Backward:
         """Notes that a backward is running; its end is told by a callback of the engine's."""
         with self._lock:
-            task = torch._C._current_graph_task_id()
-            if self._task is not None and self._task != task and from_output:
-                self._complete_broken()  # the one before it never ended
-            if self._task is None:
-                self._task = task
-                self._arrived.clear()
-                self._missing = [len(bucket.block.params) for bucket in self._engine.buckets]
+            self.recover()
+            if self._backward is None:
+                end = _End(self)
                 engine: Any = Variable._execution_engine
-                engine.queue_callback(self._end_backward)
+                engine.queue_callback(end)
+                self._backward = _Backward(
+                    torch._C._current_graph_task_id(), weakref.ref(end), self.accumulating, self._reaches_parameters(), set()
+                )
+                self._missing = [len(bucket.block.params) for bucket in self._engine.buckets]
+            return self._backward
+
+    def _reaches_parameters(self) -> bool:
+        """Whether the backward that is running accumulates gradients in parameters (torch.autograd.grad does not)."""
+        edges = (torch.autograd.graph.get_gradient_edge(param) for param in self._params if param.requires_grad)
+        try:
+            return any(torch._C._will_engine_execute_node(edge.node) for edge in edges)
+        except RuntimeError:
+            return False  # so torch answers for a leaf that torch.autograd.grad was asked for
 
     def gradient(self, index: int) -> None:
         """A parameter's gradient has been accumulated."""
         with self._lock:
             self.check()
-            self.enter_backward()
-            self._nested |= torch._C._current_graph_task_id() != self._task
+            backward = self.enter_backward()
+            self._nested |= torch._C._current_graph_task_id() != backward.task
             if not self._engine.buckets:
                 self._order.setdefault(index)
-            elif not self.accumulating:
+            elif not backward.accumulating:
                 if not (self._nested or self._policy.needs_all):
                     self._advance()
                 bucket = self._bucket_of[index]
-                if index not in self._arrived:
+                if index not in backward.arrived:
                     self._missing[bucket] -= 1
                 if bucket < self._next:
                     warnings.warn(
@@ -211,15 +259,15 @@ class Schedule:
                         "update. From now on updates wait for the end of the backward.",
                         stacklevel=2,
                     )
-            self._arrived.setdefault(index)
+            backward.arrived.add(index)
 
-    def _end_backward(self) -> None:
+    def end_backward(self) -> None:
+        """The outermost backward has ended, without an error."""
         with self._lock:
-            arrived, self._task = bool(self._arrived), None
-            self._arrived.clear()
-            if not arrived:
+            backward, self._backward = self._backward, None
+            if backward is None or not backward.arrived:
                 return  # autograd.grad, or a loss that no parameter takes part in
-            if self.accumulating:
+            if backward.accumulating:
                 self.window = Window.OPEN
             else:
                 self._update(step=True)
@@ -255,14 +303,20 @@ class Schedule:
             return
         with self._lock:
             self.recover()
-            if self.window is Window.OWED:
+            if self.window is Window.OWED and not self.failed:
                 self._update(step=True)
 
     def recover(self) -> None:
-        """Outside a backward: if the last one raised half-way, the rest of its round is made."""
+        """If the last backward raised half-way, makes the rest of its round: the others have made it, too. No step."""
         with self._lock:
-            if self._task is not None:
-                self._complete_broken()
+            backward = self._backward
+            if backward is None or not backward.lost:
+                return
+            self._backward = None
+            if backward.accumulating:
+                self.window = Window.OPEN if backward.arrived else self.window
+            elif (backward.arrived or backward.expected or self._begun) and not self.failed:
+                self._update(step=False)
 
     def discarded(self) -> None:
         """The caller has cleared the gradients."""
@@ -278,6 +332,11 @@ class Schedule:
             self._update(step=True)
 
     # -- rounds -------------------------------------------------------------------------------------------------------
+
+    @property
+    def failed(self) -> bool:
+        """An update has failed, and no other can be made; what is there can still be looked at and saved."""
+        return self._fault is not None
 
     def check(self) -> None:
         """Raises RuntimeError when no update can be made any more."""
@@ -306,21 +365,12 @@ class Schedule:
 
     def anybody_active(self) -> bool:
         """In ``join``, for a worker that has run out: whether any other makes the coming update."""
-        flag = torch.zeros(1)
+        flag = torch.zeros(1, device="cpu")
         self._transport.control.mean(flag).wait()
         # Flags are summed in order: all of ours are in.
         while self._flags:
             self._flags.popleft().wait()
         return bool(flag.item() > 0)
-
-    def _complete_broken(self) -> None:
-        """A backward that raised half-way: the others have made this round, so the rest of it is made here, without a step."""
-        arrived, self._task = bool(self._arrived), None
-        self._arrived.clear()
-        if self.accumulating:
-            self.window = Window.OPEN if arrived else self.window
-        elif arrived or self._begun:
-            self._update(step=False)
 
     def _advance(self) -> None:
         """Updates the buckets that are complete, in the order that is the same on all workers."""
@@ -332,7 +382,8 @@ class Schedule:
     def _update(self, *, step: bool, keep: bool = False) -> None:
         """Makes the rest of a round: all buckets that were not updated while the gradients came."""
         self.check()
-        with self._faults():
+        # An owed update may be made from inside an evaluation: what it allocates has to train later.
+        with self._faults(), torch.inference_mode(False):
             self._begin_round(active=not keep)
             step = step and self._policy.allows_step()
             while self._next < len(self._engine.buckets):
@@ -345,6 +396,7 @@ class Schedule:
             self._engine.steps += step
         if not keep:
             self.window = Window.IDLE
+        self._transport.report("")  # what went wrong before did not end the run
 
     def _update_bucket(self, *, step: bool, keep: bool) -> None:
         bucket = self._engine.buckets[self._next]
@@ -364,7 +416,7 @@ class Schedule:
         self._begun = True
         if self.joining and active:
             # Before any other collective of this round: who has run out is waiting for it.
-            self._flags.append(self._transport.control.mean(torch.ones(1)))
+            self._flags.append(self._transport.control.mean(torch.ones(1, device="cpu")))
             if len(self._flags) > _FLAGS_UNDER_WAY:
                 self._flags.popleft().wait()
         if not self._engine.buckets:
@@ -394,7 +446,9 @@ def refuse_trained_elsewhere(model: nn.Module) -> None:
 
     def shared() -> str | None:
         named = model.named_parameters()
-        return next((name for name, param in named if any(schedule.trains(param) for schedule in list(_LIVING))), None)
+        with _LIVING_LOCK:
+            living = list(_LIVING)
+        return next((name for name, param in named if any(schedule.trains(param) for schedule in living)), None)
 
     if shared() is None:
         return
@@ -424,17 +478,11 @@ def _tensors(output: Any) -> Iterator[Tensor]:
         item = stack.pop()
         if isinstance(item, Tensor):
             yield item
-        elif (
-            item is None or isinstance(item, (str, bytes, int, float, complex, torch.nn.Module, Optimizer)) or id(item) in seen
-        ):
-            continue
-        else:
+        elif id(item) not in seen:
             seen.add(id(item))
             if isinstance(item, Mapping):
                 stack.extend(item.values())
-            elif isinstance(item, (Sequence, Set)):
+            elif isinstance(item, (list, tuple, set, frozenset, deque)):
                 stack.extend(item)
-            elif is_dataclass(item) and not isinstance(item, type):
-                stack.extend(getattr(item, field.name) for field in fields(item))
-            else:
+            elif not isinstance(item, (type, nn.Module, Optimizer)):
                 stack.extend(getattr(item, "__dict__", {}).values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -51,11 +52,11 @@ class Settings:
         _check_number("bucket_size_in_mb", self.bucket_size_in_mb, "a positive number of MiB", above=0.0)
 
     def signature(self) -> dict[str, Any]:
-        return asdict(self)
+        return {k: v if isinstance(v, bool) else float(v) for k, v in asdict(self).items()}
 
 
 def _check_number(name: str, value: Any, want: str, least: float = -math.inf, above: float = -math.inf) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not number:
         raise TypeError(f"{name} must be {want}, got {value!r}")
     if not (math.isfinite(value) and value >= least and value > above):
@@ -74,6 +75,10 @@ def check_model(model: Any) -> None:
     if isinstance(model, DistributedDataParallel):
         raise TypeError("model is already wrapped in DistributedDataParallel: pass its .module")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.layout != torch.strided:
+            raise ValueError(
+                f"'{name}' is a sparse tensor: make it dense, or keep it outside the model's parameters and buffers"
+            )
         if isinstance(tensor, UninitializedParameter) or tensor.is_meta:
             raise ValueError(
                 f"'{name}' has no values yet (lazy or on the meta device): initialise the model before wrapping it"
@@ -90,6 +95,12 @@ def check_model(model: Any) -> None:
 
 
 def check_callable(name: str, value: Any, argument: str) -> None:
+    if isinstance(value, torch.optim.Optimizer):
+        kind = type(value).__name__
+        raise TypeError(
+            f"{name} must make an optimizer and is one, {kind}: pass a function of {argument}, such as "
+            f"functools.partial(torch.optim.{kind}, lr=...)."
+        )
     if not callable(value):
         raise TypeError(f"{name} must be a function of {argument}, got {value!r}")
 

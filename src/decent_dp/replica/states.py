@@ -22,7 +22,7 @@ from decent_dp.replica.engine import Bucket
 __all__ = ["check_optim_state", "collect_optim_state", "load_optim_state"]
 
 # What a scheduler keeps as one entry a parameter group.
-_BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas")
+_BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "base_momentums", "max_momentums")
 
 
 def collect_optim_state(buckets: Sequence[Bucket], scaler: torch.amp.GradScaler | None) -> dict[str, Any]:
@@ -41,6 +41,12 @@ def collect_optim_state(buckets: Sequence[Bucket], scaler: torch.amp.GradScaler 
         if bucket.scheduler is not None:
             common, by_group = _split(bucket.scheduler.state_dict())
             schedulers = schedulers or {**common, "by_name": {}}
+            for key, value in common.items():
+                if isinstance(value, list) and value != schedulers[key]:
+                    raise ValueError(
+                        f"{type(bucket.scheduler).__name__} keeps '{key}' by parameter group, and how to save that by name "
+                        "is not known: save model.lr_schedulers' own state dicts, and load them with the same buckets."
+                    )
             for group, own in zip(bucket.optimizer.param_groups, by_group, strict=False):
                 for param in group["params"]:
                     schedulers["by_name"][names[id(param)]] = own
@@ -63,6 +69,11 @@ def check_optim_state(state_dict: dict[str, Any], names: Sequence[str]) -> None:
             "load_optim_state_dict takes what optim_state_dict() returned, a dict with 'state' and 'param_groups' by parameter "
             f"name, got a {type(state_dict).__name__}. The state of one optimizer goes to model.optimizers[i].load_state_dict."
         )
+    if isinstance(state_dict["param_groups"], list):
+        raise ValueError(
+            "this is the state dict of one torch optimizer, by parameter number, and here it is kept by parameter name. An "
+            "optimizer state of PyTorch DDP cannot be continued: start with a fresh one."
+        )
     known = state_dict["param_groups"]
     if not known:
         return  # saved before the first update
@@ -82,9 +93,10 @@ def load_optim_state(buckets: Sequence[Bucket], state_dict: dict[str, Any]) -> N
         _load_optimizer(bucket.optimizer, _names(bucket), state_dict)
         saved = state_dict.get("schedulers")
         if bucket.scheduler is not None and saved is not None:
-            names = _names(bucket)
-            firsts = [names[id(group["params"][0])] for group in bucket.optimizer.param_groups if group["params"]]
-            by_group = [saved["by_name"][name] for name in firsts]
+            names, (_, by_group) = _names(bucket), _split(bucket.scheduler.state_dict())
+            for own, group in zip(by_group, bucket.optimizer.param_groups, strict=False):
+                if group["params"]:  # an empty one keeps what it has
+                    own.update(saved["by_name"][names[id(group["params"][0])]])
             bucket.scheduler.load_state_dict(_join({k: v for k, v in saved.items() if k != "by_name"}, by_group))
 
 
@@ -94,10 +106,9 @@ def _load_optimizer(optimizer: Optimizer, names: dict[int, str], state_dict: dic
     number = 0
     for group in optimizer.param_groups:
         members: list[Parameter] = group["params"]
-        options = dict(state_dict["param_groups"][names[id(members[0])]]) if members else {}
-        groups.append({**options, "params": list(range(number, number + len(members)))})
-        if "param_names" in group:
-            groups[-1]["param_names"] = group["param_names"]
+        # What is saved, over what the group has: an empty one keeps its own.
+        saved = state_dict["param_groups"][names[id(members[0])]] if members else {}
+        groups.append({**group, **saved, "params": list(range(number, number + len(members)))})
         for param in members:
             if names[id(param)] in state_dict["state"]:
                 state[number] = state_dict["state"][names[id(param)]]

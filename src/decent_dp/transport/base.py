@@ -114,7 +114,7 @@ class Transport(ABC):
 
     @abstractmethod
     def report(self, cause: str) -> None:
-        """Leaves word of what went wrong here, for the others to quote if they lose this worker."""
+        """Leaves word of what went wrong here, for the others to quote if they lose this worker; '' takes it back."""
 
     @abstractmethod
     def close(self) -> None:

@@ -114,12 +114,15 @@ class Notes:
         self._store, self._rank = store, rank
         # Once it does not answer it is not asked again: torch prints a stack at each try.
         self._gone = False
+        self._written = ""
 
     def write(self, text: str) -> None:
-        """A note is help, not a duty: without a store nothing happens."""
-        if not self._gone:
+        """Replaces this worker's note; an empty one takes it back. A note is help, not a duty: it fails silently."""
+        text = text[:2000]
+        if text != self._written and not self._gone:
             try:
-                self._store.set(f"note/{self._rank}", text[:2000])
+                self._store.set(f"note/{self._rank}", text)
+                self._written = text
             except RuntimeError:
                 self._gone = True
 
@@ -129,7 +132,8 @@ class Notes:
         try:
             for rank in () if self._gone else ranks:
                 if rank != self._rank and self._store.check([f"note/{rank}"]):
-                    said.append(f" Worker {rank} reported: {self._store.get(f'note/{rank}').decode(errors='replace')}")
+                    text = self._store.get(f"note/{rank}").decode(errors="replace")
+                    said += [f" Worker {rank} reported: {text}"] if text else []
         except RuntimeError:
             self._gone = True
         if self._gone:
@@ -147,7 +151,7 @@ def peer_error(error: RuntimeError, ranks: Sequence[int], what: str, notes: Note
     """
     who = f"worker {ranks[0]}" if len(ranks) == 1 else f"one of the workers {list(ranks)}"
     said = notes.read(ranks)
-    if "timed out" in str(error).lower():
+    if "timed out" in str(error).lower() or "timeout" in str(error).lower():
         return PeerTimeoutError(
             f"{who} sent nothing for {what} within the process group's timeout of {timeout.total_seconds():g} s. It is "
             "slower than that, or it has made fewer updates: uneven numbers of batches need `with model.join():`."

@@ -104,7 +104,10 @@ class InProcessTransport(Transport):
         return
 
     def report(self, cause: str) -> None:
-        self._hub.causes[self.rank] = cause
+        if cause:
+            self._hub.causes[self.rank] = cause
+        else:
+            self._hub.causes.pop(self.rank, None)
 
     def close(self) -> None:
         return

@@ -36,7 +36,7 @@ def _header(raw: Tensor) -> Tensor:
 
 
 def _stamp(raw: Tensor, rank: int, label: Label) -> None:
-    _header(raw).copy_(torch.tensor([_MAGIC, label.round, label.bucket, rank, raw.numel()]))
+    _header(raw).copy_(torch.tensor([_MAGIC, label.round, label.bucket, rank, raw.numel()], device="cpu"))
 
 
 def _check(raw: Tensor, peer: int, label: Label) -> None:
@@ -88,8 +88,8 @@ class StagedPairs(Exchange):
     def start(self, edge: Edge, sent: Envelope, received: Envelope, label: Label) -> Handle:
         peer = _peer(edge, self._rank)
         pin = sent.raw.is_cuda
-        out = torch.empty(sent.raw.shape, dtype=torch.uint8, pin_memory=pin)
-        into = torch.empty(sent.raw.shape, dtype=torch.uint8, pin_memory=pin)
+        out = torch.empty(sent.raw.shape, dtype=torch.uint8, device="cpu", pin_memory=pin)
+        into = torch.empty(sent.raw.shape, dtype=torch.uint8, device="cpu", pin_memory=pin)
         ready = written(sent.raw)
 
         def move() -> None:

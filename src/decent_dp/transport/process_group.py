@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from decent_dp.bucket import Envelope
 from decent_dp.topo import Edge
 from decent_dp.transport.base import Control, Exchange, Handle, Label, Later, Transport
 from decent_dp.transport.communicators import Communicator, Notes, Rendezvous, peer_error
-from decent_dp.transport.group import Groups
+from decent_dp.transport.group import Groups, NcclGroups
 from decent_dp.transport.inprocess import InProcessTransport
 from decent_dp.transport.pairwise import NcclPairs, Pairs, StagedPairs
 from decent_dp.transport.waiter import Waiter
@@ -58,13 +58,13 @@ class ProcessGroupTransport(Transport):
         self._notes = Notes(meeting.store, meeting.rank)
         self._waiter = Waiter("decent_dp-groups")
         self._communicators: dict[str, Communicator] = {}
-        everybody = meeting.gloo("all", range(meeting.world_size))
-        self._communicators["all"] = everybody
+        ranks = range(meeting.world_size)
+        everybody = self._made("all", ranks, lambda: meeting.gloo("all", ranks))
         self._control = _GlooControl(everybody, self._explain_all)
         self._exchange = _ByEdge(self)
         self._pairs = Pairs(everybody, meeting.rank, self._explain)
         self._staged = StagedPairs(self._pairs, meeting.rank, self._waiter, self._explain)
-        self._groups = Groups(meeting.rank, self._gloo_group, self._waiter, self._explain, on_device=False)
+        self._groups = Groups(meeting.rank, self._gloo_group, self._waiter, self._explain)
 
     @property
     def exchange(self) -> Exchange:
@@ -104,23 +104,28 @@ class ProcessGroupTransport(Transport):
 
     def _nccl_pairs(self) -> Exchange:
         everybody = range(self._meeting.world_size)
-        communicator = self._made("nccl", lambda: self._meeting.nccl_communicator("nccl", everybody))
+        communicator = self._made("nccl", everybody, lambda: self._meeting.nccl_communicator("nccl", everybody))
         return NcclPairs(communicator, self.rank, self._explain)
 
     def _nccl_groups(self) -> Exchange:
-        return Groups(self.rank, self._nccl_group, self._waiter, self._explain, on_device=True)
+        return NcclGroups(self.rank, self._nccl_group, self._explain)
 
     def _gloo_group(self, ranks: tuple[int, ...]) -> Communicator:
         name = f"group/{ranks}"
-        return self._made(name, lambda: self._meeting.gloo(name, ranks))
+        return self._made(name, ranks, lambda: self._meeting.gloo(name, ranks))
 
     def _nccl_group(self, ranks: tuple[int, ...]) -> Communicator:
         name = f"nccl/{ranks}"
-        return self._made(name, lambda: self._meeting.nccl_communicator(name, ranks))
+        return self._made(name, ranks, lambda: self._meeting.nccl_communicator(name, ranks))
 
-    def _made(self, name: str, make: Callable[[], Communicator]) -> Communicator:
+    def _made(self, name: str, ranks: Iterable[int], make: Callable[[], Communicator]) -> Communicator:
         if name not in self._communicators:
-            self._communicators[name] = make()
+            try:
+                self._communicators[name] = make()
+            except RuntimeError as error:
+                others = [rank for rank in ranks if rank != self.rank]
+                what = "a communicator"
+                raise peer_error(error, others, what, self._notes, self._meeting.timeout) from error
         return self._communicators[name]
 
     def _explain(self, error: RuntimeError, ranks: list[int], label: Label) -> RuntimeError:
@@ -153,11 +158,11 @@ class _GlooControl(Control):
 
     def gather(self, message: Any) -> list[Any]:
         text = json.dumps(message).encode()
-        size, n = torch.tensor([len(text)]), self._communicator.size()
+        size, n = torch.tensor([len(text)], device="cpu"), self._communicator.size()
         sizes = [torch.zeros_like(size) for _ in range(n)]
         self._wait(lambda: self._communicator.allgather([sizes], [size]), "a gather")
         # Messages are padded to the longest: gloo gathers tensors of one shape.
-        padded = torch.zeros(max(int(s) for s in sizes), dtype=torch.uint8)
+        padded = torch.zeros(max(int(s) for s in sizes), dtype=torch.uint8, device="cpu")
         padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         texts = [torch.empty_like(padded) for _ in range(n)]
         self._wait(lambda: self._communicator.allgather([texts], [padded]), "a gather")

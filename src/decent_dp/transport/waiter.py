@@ -20,8 +20,11 @@ class Waiter:
         self._name = name
         self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._closed = False
 
     def submit(self, job: Callable[[], None]) -> Future[None]:
+        if self._closed:
+            raise RuntimeError("the transport was closed")
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
@@ -31,6 +34,7 @@ class Waiter:
 
     def close(self) -> None:
         """Ends the thread after the jobs that it has."""
+        self._closed = True
         if self._thread is not None:
             self._jobs.put(None)
 
