@@ -177,6 +177,26 @@ def test_owed_window_and_an_evaluation():
     assert counts(model) == (1, 1)
 
 
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("adam", [True, False])
+def test_owed_window_and_an_evaluation_in_inference_mode(first, adam):
+    """The update allocates buckets, messages and state that have to train later."""
+    optim_fn = partial(torch.optim.AdamW, lr=0.01) if adam else SGD
+    model = alone(net(), optim_fn)
+    steps = [[0]] if first else [[7], [0]]
+    if not first:
+        loss(model, 7).backward()
+    model.set_accumulate_grad(True)
+    loss(model, 0).backward()
+    model.set_accumulate_grad(False)
+    model.eval()
+    with torch.inference_mode(), model.averaged():
+        model(batch(5)[0])
+    model.train()
+    loss(model, 1).backward()
+    assert_same(model, plain(net(), [*steps, [1]], optim_fn))
+
+
 def test_owed_window_is_joined_by_the_next_backward():
     model = alone(net())
     model.set_accumulate_grad(True)
@@ -401,6 +421,17 @@ def test_update_applies_gradients_set_by_hand():
     assert counts(model) == (3, 3)
     assert_same(model, twin)
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_update_without_gradients_is_a_round_and_no_step():
+    schedule = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
+    model = alone(net(), lr_scheduler_fn=schedule)
+    loss(model, 0).backward()
+    before = values(model)
+    model.update()
+    assert counts(model) == (1, 2)
+    assert model.get_lr() == 0.05
+    assert_same(model, before)
 
 
 def test_update_closes_a_window():

@@ -226,12 +226,17 @@ def test_compile_of_the_model_and_of_the_wrapper():
 # -- 9: clipping ---------------------------------------------------------------------------------------------------------
 
 
+def deep() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer for _ in range(24) for layer in (nn.Linear(6, 6), nn.Tanh())), nn.Linear(6, 3))
+
+
 @SIZES
 @pytest.mark.parametrize("max_norm", [0.05, 100.0])
 def test_clipping_is_over_all_gradients(bucket_size_in_mb, max_norm):
-    twin = net()
+    twin = deep()
     optimizer = SGD(list(twin.named_parameters()))
-    wrapper = alone(net(), grad_clip_norm=max_norm, bucket_size_in_mb=bucket_size_in_mb)
+    wrapper = alone(deep(), grad_clip_norm=max_norm, bucket_size_in_mb=bucket_size_in_mb)
     for t in range(4):
         optimizer.zero_grad()
         loss(twin, t).backward()
@@ -240,6 +245,7 @@ def test_clipping_is_over_all_gradients(bucket_size_in_mb, max_norm):
         loss(wrapper, t).backward()
         assert wrapper.stats().grad_norm == float(norm)
     assert_same(wrapper, twin)
+    assert len(wrapper.optimizers) == 50 or bucket_size_in_mb > TINY
 
 
 def test_clipping_an_accumulated_window():
@@ -498,6 +504,62 @@ def test_a_backward_that_raises_half_way(workers, overlap, clip, watcher):
     assert all(torch.isfinite(v).all() for _, _, value, _ in results for v in value.values())
     if not overlap:
         assert results[0][3] < 1e-6
+
+
+def broken_elsewhere(rank: int, n: int, where: str) -> Any:
+    """Worker 1's third backward raises before any gradient, inside no_sync, or in a run that bypasses the wrapper's forward."""
+    model = DecentralizedDataParallel(Fragile(), SGD, topology="complete", bucket_size_in_mb=TINY)
+    forward = model.module if where == "bypassed" else model
+
+    def fail(_: Tensor) -> None:
+        raise MemoryError
+
+    for t in range(6):
+        broken = rank == 1 and t == 2
+        try:
+            if where == "first":
+                output = forward(batch(t, rank)[0])
+                if broken:
+                    output.register_hook(fail)
+                output.square().mean().backward()
+            elif where == "no_sync":
+                Breaks.armed = broken
+                with model.no_sync():
+                    loss(forward, t, rank).backward()
+                Breaks.armed = False
+                loss(forward, t + 100, rank).backward()
+            else:
+                Breaks.armed = broken
+                loss(forward, t, rank).backward()
+        except MemoryError:
+            assert broken
+            Breaks.armed = False
+            if where == "no_sync":
+                loss(forward, t + 100, rank).backward()
+    result = model.stats().rounds, model.consensus_distance(), model.stats().updates
+    model.close()
+    return result
+
+
+@pytest.mark.parametrize("where", ["first", "no_sync", "bypassed"])
+def test_a_backward_that_raises_anywhere_keeps_the_rounds_in_step(workers, where):
+    first, second = workers(2, broken_elsewhere, where)
+    assert first[0] == second[0] == 6
+    assert first[2] == 6
+    assert second[2] == (6 if where == "no_sync" else 5)
+
+
+def test_a_broken_gradient_computation_is_no_round():
+    """torch.autograd.grad that raises: it would have been no update, and is none."""
+    model = alone(Fragile(), bucket_size_in_mb=TINY)
+    loss(model, 0).backward()
+    Breaks.armed = True
+    x = batch(1)[0].requires_grad_()
+    with pytest.raises(MemoryError):
+        torch.autograd.grad(model(x).sum(), x)
+    Breaks.armed = False
+    loss(model, 2).backward()
+    assert (model.stats().updates, model.stats().rounds) == (2, 2)
 
 
 def test_a_broken_backward_leaves_no_gradients_behind():

@@ -297,6 +297,53 @@ def test_state_dict_is_the_plain_models(view):
     assert model.state_dict(keep_vars=True)["0.weight"] is model.module[0].weight
 
 
+def test_state_dict_keeps_tensors_that_share_memory_apart():
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.a = nn.Linear(6, 6, bias=False)
+            self.b = nn.Linear(6, 6, bias=False)
+            self.b.weight = nn.Parameter(self.a.weight.detach().t())  # the same memory, turned
+            square = torch.randn(3, 3)
+            self.register_buffer("s", square)
+            self.register_buffer("t", square.t())
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.b(self.a(x))
+            return result
+
+    model, plain_state = alone(Shared()), Shared().state_dict()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, plain_state[name]), name
+    model(batch(0)[0]).sum().backward()
+    assert not torch.equal(model.state_dict()["a.weight"], model.state_dict()["b.weight"])
+
+
+def test_a_submodules_state_dict_settles_and_copies_too():
+    model = alone(net())
+    loss(model, 0).backward()
+    model.set_accumulate_grad(True)
+    loss(model, 1).backward()
+    model.set_accumulate_grad(False)
+    part = model.module[0].state_dict()
+    assert model.stats().updates == 2
+    kept = part["weight"].clone()
+    loss(model, 2).backward()
+    model.state_dict()
+    assert torch.equal(part["weight"], kept)
+    assert part["weight"].untyped_storage().nbytes() == part["weight"].nbytes
+
+
+def test_the_model_is_free_after_close():
+    model = alone(net())
+    loss(model, 0).backward()
+    model.close()
+    model.module.load_state_dict(net(3).state_dict(), assign=True)
+    loss(model.module, 1).backward()
+    assert all(p.grad is not None for p in model.module.parameters())
+
+
 def test_as_a_part_of_a_larger_module():
     class Larger(nn.Module):
         def __init__(self, inner: nn.Module) -> None:

@@ -399,3 +399,39 @@ def test_what_is_loaded_last_counts():
         train(m, range(4, 6))
     assert_same(model.module, second.module)
     assert values(model)
+
+
+# -- groups that are empty, and schedulers that keep more by group -------------------------------------------------------
+
+
+def decay_apart(params: list[tuple[str, torch.Tensor]]) -> torch.optim.Optimizer:
+    """The usual two groups: in a bucket of one parameter one of them is empty."""
+    weights = [p for _, p in params if p.ndim > 1]
+    rest = [p for _, p in params if p.ndim <= 1]
+    return torch.optim.AdamW([{"params": weights}, {"params": rest, "weight_decay": 0.0}], lr=0.01)
+
+
+def cyclic(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    sizes = [sum(p.numel() for p in group["params"]) for group in optimizer.param_groups]
+    return torch.optim.lr_scheduler.CyclicLR(
+        optimizer,
+        base_lr=[1e-4 * (1 + size) for size in sizes],
+        max_lr=[1e-3 * (1 + size) for size in sizes],
+        step_size_up=3,
+        cycle_momentum=False,
+    )
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("schedule", [None, cyclic])
+def test_empty_groups_and_cyclic_schedules(early, schedule):
+    reference = alone(net(), decay_apart, lr_scheduler_fn=schedule, bucket_size_in_mb=MANY)
+    train(reference, range(4))
+    saved = through_a_file((reference.state_dict(), reference.optim_state_dict()))
+    model = alone(net(5), decay_apart, lr_scheduler_fn=schedule, bucket_size_in_mb=MANY)
+    if not early:
+        train(model, range(9))
+    model.load_state_dict(saved[0])
+    model.load_optim_state_dict(saved[1])
+    assert train(model, range(4, 8))[1] == train(reference, range(4, 8))[1]
+    assert_same(model.module, reference.module)

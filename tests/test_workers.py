@@ -535,6 +535,127 @@ def test_a_worker_that_fails_is_named(workers, how, topology):
         assert outcome.seconds < 9
 
 
+def save_what_is_left(rank: int, n: int) -> Any:
+    """What a script does when its peer is gone: save, close, and let the first error through."""
+    model = DecentralizedDataParallel(net(), SGD, topology="ring", bucket_size_in_mb=1e-6)
+    for t in range(3):
+        loss(model, t, rank).backward()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def go_on() -> None:
+        for t in range(5):
+            loss(model, t, rank).backward()
+
+    with pytest.raises(PeerLostError, match="worker 1"):
+        go_on()
+    state, optimizer = model.state_dict(), model.optim_state_dict()
+    with pytest.raises(RuntimeError, match=r"an update failed earlier.*worker 1"):
+        loss(model, 9, rank)
+    model.eval()
+    with torch.no_grad():
+        model(batch(0)[0])
+    model.close()
+    return len(state), len(optimizer["state"])
+
+
+def test_after_a_failure_what_is_there_can_be_saved(workers):
+    outcomes = workers.outcomes(2, save_what_is_left, group_timeout=10)
+    assert outcomes[0].value == (6, 6), outcomes[0]
+
+
+def alone_in_a_collective(rank: int, n: int) -> Any:
+    model = DecentralizedDataParallel(net(), SGD, topology="ring")
+    loss(model, 0, rank).backward()
+    if rank == 0:  # a habit of DDP's scripts
+        with (
+            pytest.raises(PeerTimeoutError, match=r"not all workers came to averaged: .*`if rank == 0:` inside"),
+            model.averaged(),
+        ):
+            pass
+        return True
+    time.sleep(6)
+    return True
+
+
+def test_a_collective_on_one_worker_only(workers):
+    outcomes = workers.outcomes(2, alone_in_a_collective, group_timeout=1.5)
+    assert outcomes[0].value is True, outcomes[0]
+
+
+class Late(Topology):
+    """Without a period, and a group from round 1 on: it is connected when it is first used."""
+
+    def round(self, t: int) -> list[Edge]:
+        everybody = list(range(self._world_size))
+        return [Edge(everybody, 1 / len(everybody))] if t else [Edge([rank], 1.0) for rank in everybody]
+
+
+def missing_in_a_late_group(rank: int, n: int) -> Any:
+    model = DecentralizedDataParallel(net(), SGD, topology=Late())
+    loss(model, 0, rank).backward()
+    if rank == 2:
+        time.sleep(6)
+        return "slept"
+    try:
+        loss(model, 1, rank).backward()
+        loss(model, 2, rank).backward()
+    except (PeerTimeoutError, PeerLostError) as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_group_that_cannot_be_connected_names_its_ranks(workers):
+    found = [outcome.value for outcome in workers.outcomes(3, missing_in_a_late_group, group_timeout=2)]
+    assert "[1, 2]" in found[0], found
+    assert "[0, 2]" in found[1], found
+
+
+def default_device(rank: int, n: int) -> Any:
+    model = net()
+    torch.set_default_device("meta")  # as cuda would be: what we make ourselves belongs on the CPU
+    wrapper = DecentralizedDataParallel(model, SGD, topology="complete")
+    with wrapper.join():
+        for t in range(2 + rank):
+            (wrapper(torch.ones(2, 6, device="cpu")) + t).square().mean().backward()
+    return wrapper.consensus_distance(), wrapper.stats().rounds
+
+
+def test_a_default_device(workers):
+    for distance, rounds in workers(3, default_device):
+        assert rounds == 4
+        assert distance < 1
+
+
+def ports(rank: int, n: int) -> Any:
+    from tests.test_transport import listening
+
+    found = []
+    for how in ("close", "drop"):
+        before = listening()
+        model = DecentralizedDataParallel(net(), SGD, topology="complete")
+        loss(model, 0, rank).backward()
+        loss(model, 1, rank).backward()
+        opened = listening() - before
+        if how == "close":
+            model.close()
+        dist.barrier()
+        if how == "drop":
+            del model
+        import gc
+
+        gc.collect()
+        found.append((len(opened), len(listening() - before)))
+    return found
+
+
+def test_no_port_is_kept(workers):
+    for found in workers(3, ports):
+        for opened, left in found:
+            assert opened > 0
+            assert left == 0
+
+
 def last_exchange(rank: int, n: int, closes: list[bool]) -> Any:
     found = []
     for topology in ("ring", "complete"):
