@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import time
 from functools import partial
 from typing import Any
@@ -533,6 +535,32 @@ def test_a_worker_that_fails_is_named(workers, how, topology):
         if how == "raise":
             assert "shard 17" in outcome.message
         assert outcome.seconds < 9
+
+
+BETWEEN = """
+import torch
+from decent_dp.ddp import DecentralizedDataParallel
+from decent_dp.utils import initialize_dist
+
+rank, n = initialize_dist()
+model = DecentralizedDataParallel(torch.nn.Linear(4, 4), lambda p: torch.optim.SGD(p, lr=0.1), topology="complete")
+for t in range(9):
+    if t == 5 and rank == 1:
+        raise KeyError("shard 17 is missing")
+    model(torch.randn(3, 4)).sum().backward()
+"""
+
+
+def test_an_error_between_updates_is_quoted(tmp_path):
+    """In the loader or the loop, where the wrapper does not see it: the cause is told on the way out."""
+    script = tmp_path / "between.py"
+    script.write_text(BETWEEN)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environ)
+    assert done.returncode != 0
+    assert "worker 1 is gone" in done.stderr
+    assert "Worker 1 reported: KeyError in round 5: 'shard 17 is missing'" in done.stderr
 
 
 def save_what_is_left(rank: int, n: int) -> Any:
