@@ -1,4 +1,4 @@
-"""CASES 7-13: gradients in every shape that ordinary scripts give them."""
+"""Gradients in every shape that ordinary scripts give them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def beside(model: nn.Module, step: Any, optim_fn: Any = SGD, steps: int = 4, tol
     return wrapper
 
 
-# -- 7: unused parameters ------------------------------------------------------------------------------------------------
+# -- unused parameters -------------------------------------------------------------------------------------------------
 
 
 class Branches(nn.Module):
@@ -93,7 +93,7 @@ def branches_at_start() -> Branches:
     return Branches()
 
 
-# -- 8: tied weights, checkpointing, compile -----------------------------------------------------------------------------
+# -- tied weights, checkpointing, compile ------------------------------------------------------------------------------
 
 
 class Tied(nn.Module):
@@ -223,7 +223,7 @@ def test_compile_of_the_model_and_of_the_wrapper():
     assert_same({n.removeprefix("_orig_mod."): v for n, v in values(wrapper).items()}, values(expected), 1e-6)
 
 
-# -- 9: clipping ---------------------------------------------------------------------------------------------------------
+# -- clipping ----------------------------------------------------------------------------------------------------------
 
 
 def deep() -> nn.Module:
@@ -261,7 +261,7 @@ def test_clipping_an_accumulated_window():
     assert_same(wrapper, twin)
 
 
-# -- 10: GradScaler ------------------------------------------------------------------------------------------------------
+# -- GradScaler --------------------------------------------------------------------------------------------------------
 
 
 @SIZES
@@ -341,7 +341,7 @@ def test_autocast(dtype):
     beside(net(), step, bucket_size_in_mb=TINY)
 
 
-# -- 11: dtypes, strides, shapes -----------------------------------------------------------------------------------------
+# -- dtypes, strides, shapes -------------------------------------------------------------------------------------------
 
 
 class Mixed(nn.Module):
@@ -398,7 +398,7 @@ def test_mixed_dtypes_on_workers(workers):
             assert after < 1e-2 * case[0][1]
 
 
-# -- 13: the rest --------------------------------------------------------------------------------------------------------
+# -- the rest ----------------------------------------------------------------------------------------------------------
 
 
 def test_sparse_embedding():

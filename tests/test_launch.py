@@ -1,4 +1,4 @@
-"""initialize_dist: CASES 26."""
+"""initialize_dist: under each launcher and under none, with GPUs and without."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The law of DESIGN §1, computed independently: NumPy in float64, PyTorch DDP, and the threads of one process."""
+"""The law of mixing, computed independently: NumPy in float64, PyTorch DDP, and the threads of one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CASES 12 and 14-17: what users do to parameters, state dicts and the mean."""
+"""What users do to parameters, state dicts and the mean."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ADAMW = partial(torch.optim.AdamW, lr=0.05)
 VIEWS = pytest.mark.parametrize("view", [True, False], ids=["view", "no-view"])
 
 
-# -- 12: equal at the start, and frozen ----------------------------------------------------------------------------------
+# -- equal at the start, and frozen ------------------------------------------------------------------------------------
 
 
 class WithBuffers(nn.Module):
@@ -99,7 +99,7 @@ def test_a_replaced_parameter_is_refused(change):
         loss(model, 1)
 
 
-# -- 14: loads and edits -------------------------------------------------------------------------------------------------
+# -- loads and edits ---------------------------------------------------------------------------------------------------
 
 
 LOADS = {
@@ -274,7 +274,7 @@ def test_assign_is_refused():
     assert_same(model, before)
 
 
-# -- 15: state dicts -----------------------------------------------------------------------------------------------------
+# -- state dicts -------------------------------------------------------------------------------------------------------
 
 
 @VIEWS
@@ -446,7 +446,7 @@ def test_copies_and_pickles():
     assert_same(model, plain(net(), [[0]]))
 
 
-# -- 16: the mean --------------------------------------------------------------------------------------------------------
+# -- the mean ----------------------------------------------------------------------------------------------------------
 
 
 def averaging(rank: int, n: int, view: bool) -> Any:
@@ -545,7 +545,7 @@ def test_buffers_are_left_alone_unless_asked():
     assert (model.module.norm.running_mean == 3.0).all()
 
 
-# -- 17 ------------------------------------------------------------------------------------------------------------------
+# -- evaluation on one worker ------------------------------------------------------------------------------------------
 
 
 def evaluate_on_one(rank: int, n: int) -> int:

@@ -1,4 +1,4 @@
-"""CASES 18-24: how many workers, which topologies, and what happens when they differ, run out or die."""
+"""How many workers, which topologies, and what happens when they differ, run out or die."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.helpers import SGD, assert_same, batch, loss, net, values
 NAMES = ["complete", "ring", "one-peer-exp", "alternating-exp-ring"]
 
 
-# -- 18 ------------------------------------------------------------------------------------------------------------------
+# -- every number of workers -------------------------------------------------------------------------------------------
 
 
 def every_topology(rank: int, n: int) -> Any:
@@ -67,7 +67,7 @@ def test_every_topology_runs_or_refuses(workers, n):
                 assert "complete" in found[key], found[key]
 
 
-# -- 19 ------------------------------------------------------------------------------------------------------------------
+# -- custom topologies -------------------------------------------------------------------------------------------------
 
 
 class Idle(Topology):
@@ -166,7 +166,7 @@ def test_pre_average_hook(workers):
                 torch.testing.assert_close(buffer, expected, rtol=1e-5, atol=1e-6)
 
 
-# -- 20, 21, 25: what is refused, on all workers, in the same words --------------------------------------------------------
+# -- what is refused, on all workers, in the same words ----------------------------------------------------------------
 
 
 def edges_topology(rounds: Any) -> Any:
@@ -213,7 +213,6 @@ def one(**arguments: Any) -> Any:
 
 
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
-    # 20
     "rank twice": (both(topology=edges_topology([[([0, 1], 0.5), ([1, 2], 0.5)]])), ValueError, "1"),
     "rank missing": (both(topology=edges_topology([[([0, 1], 0.5)]])), ValueError, "2"),
     "rank out of range": (both(topology=edges_topology([[([0, 1], 0.5), ([2, 7], 0.5)]])), ValueError, "7"),
@@ -228,7 +227,6 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "unfit": (both(topology="one-peer-exp"), ValueError, "complete"),
     "no topology": (both(topology=3), TypeError, "3"),
     "unknown name": (both(topology="rings"), ValueError, "did you mean 'ring'"),
-    # 21
     "another width": (model_of(width=5), ValueError, r"'first.weight' \(6, 6\).*\(5, 6\)"),
     "a layer more": (model_of(extra=True), ValueError, "'between.weight'"),
     "a buffer more at the end": (model_of(buffer=True), ValueError, "none.*buffer 'b'"),
@@ -236,7 +234,6 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "another name": (model_of(name="final"), ValueError, "'last.weight'.*'final.weight'"),
     "frozen on one": (model_of(frozen=True), ValueError, "trained.*frozen"),
     "other strides": (model_of(strides=True), ValueError, "strides"),
-    # 25
     "bucket size 0": (both(bucket_size_in_mb=0), ValueError, "bucket_size_in_mb.*0"),
     "bucket size negative": (both(bucket_size_in_mb=-1.5), ValueError, "-1.5"),
     "bucket size text": (both(bucket_size_in_mb="25"), TypeError, "'25'"),
@@ -380,7 +377,7 @@ def test_another_order_of_first_use_is_no_error(workers):
     assert results[0][0][0][0][0].startswith("out.")  # worker 0's first gradients
 
 
-# -- 22: uneven inputs ---------------------------------------------------------------------------------------------------
+# -- uneven inputs -----------------------------------------------------------------------------------------------------
 
 
 def uneven(rank: int, n: int, batches: list[int], topology: str, overlap: bool) -> Any:
@@ -464,7 +461,7 @@ def test_a_missing_peer_is_named_within_the_timeout(workers):
     assert outcome.seconds < 15
 
 
-# -- 23: process groups --------------------------------------------------------------------------------------------------
+# -- process groups ----------------------------------------------------------------------------------------------------
 
 
 def groups(rank: int, n: int) -> Any:
@@ -497,7 +494,7 @@ def test_process_groups_beside_each_other(workers):
     assert_same(results[1][0][0], results[3][0][0], 1e-6)
 
 
-# -- 24: workers that fail -----------------------------------------------------------------------------------------------
+# -- workers that fail -------------------------------------------------------------------------------------------------
 
 
 def failing(rank: int, n: int, how: str, topology: str) -> Any:
@@ -729,7 +726,7 @@ def test_after_close(workers):
     workers(2, closed)
 
 
-# -- 25: factories, at the first update ----------------------------------------------------------------------------------
+# -- factories, at the first update ------------------------------------------------------------------------------------
 
 
 def leaves_out(params: Any) -> Any:
