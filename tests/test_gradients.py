@@ -549,14 +549,15 @@ def test_a_backward_that_raises_anywhere_keeps_the_rounds_in_step(workers, where
     assert second[2] == (6 if where == "no_sync" else 5)
 
 
-def test_a_broken_gradient_computation_is_no_round():
+@pytest.mark.parametrize("of", ["input", "parameters"])
+def test_a_broken_gradient_computation_is_no_round(of):
     """torch.autograd.grad that raises: it would have been no update, and is none."""
     model = alone(Fragile(), bucket_size_in_mb=TINY)
     loss(model, 0).backward()
     Breaks.armed = True
     x = batch(1)[0].requires_grad_()
     with pytest.raises(MemoryError):
-        torch.autograd.grad(model(x).sum(), x)
+        torch.autograd.grad(model(x).sum(), x if of == "input" else list(model.module.parameters()))
     Breaks.armed = False
     loss(model, 2).backward()
     assert (model.stats().updates, model.stats().rounds) == (2, 2)
