@@ -563,8 +563,9 @@ def test_a_broken_gradient_computation_is_no_round(of):
     assert (model.stats().updates, model.stats().rounds) == (2, 2)
 
 
-def test_a_broken_backward_leaves_no_gradients_behind():
-    model = alone(Fragile(), bucket_size_in_mb=TINY)
+def test_a_broken_backward_leaves_no_gradients_behind_and_one_rate_for_all():
+    schedule = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
+    model = alone(Fragile(), lr_scheduler_fn=schedule, bucket_size_in_mb=TINY)
     loss(model, 0).backward()
     Breaks.armed = True
     with pytest.raises(MemoryError):
@@ -573,6 +574,7 @@ def test_a_broken_backward_leaves_no_gradients_behind():
     loss(model, 2).backward()
     assert (model.stats().updates, model.stats().rounds) == (2, 3)
     assert all(p.grad is None for p in model.parameters())
+    assert len({scheduler.get_last_lr()[0] for scheduler in model.lr_schedulers}) == 1
 
 
 @pytest.mark.parametrize("view", [True, False])

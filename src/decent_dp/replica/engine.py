@@ -147,6 +147,10 @@ class Engine:
     def step(self, bucket: Bucket) -> None:
         """The optimizer's step and the scheduler's; parameters without a gradient stay as they are."""
         bucket.optimizer.step()
+        self.pass_step(bucket)
+
+    def pass_step(self, bucket: Bucket) -> None:
+        """The scheduler's step alone: the replica has taken a step in which this bucket could not take part."""
         if bucket.scheduler is not None:
             bucket.scheduler.step()
 

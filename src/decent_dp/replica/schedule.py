@@ -190,6 +190,7 @@ class Schedule:
         self._order: dict[int, None] = {}
         # The round that is under way: whether it has begun, and which bucket is next to be updated.
         self._begun = False
+        self._stepped = False
         self._next = 0
         self._bucket_of: dict[int, int] = {}
         self._missing: list[int] = []
@@ -404,6 +405,9 @@ class Schedule:
             self._engine.finish(bucket)
         if step:
             self._engine.step(bucket)
+            self._stepped = True
+        elif self._stepped:
+            self._engine.pass_step(bucket)  # buckets before it had stepped when the backward raised: one rate for all
         if not keep:
             for param in bucket.block.params:
                 param.grad = None
@@ -413,7 +417,7 @@ class Schedule:
     def _begin_round(self, *, active: bool) -> None:
         if self._begun:
             return
-        self._begun = True
+        self._begun, self._stepped = True, False
         if self.joining and active:
             # Before any other collective of this round: who has run out is waiting for it.
             self._flags.append(self._transport.control.mean(torch.ones(1, device="cpu")))
