@@ -223,6 +223,23 @@ def test_compile_of_the_model_and_of_the_wrapper():
     assert_same({n.removeprefix("_orig_mod."): v for n, v in values(wrapper).items()}, values(expected), 1e-6)
 
 
+def compiled_on_workers(rank: int, n: int) -> Any:
+    found = []
+    for compiled in (False, True):
+        model = DecentralizedDataParallel(net(), SGD, topology="complete", bucket_size_in_mb=TINY)
+        run = torch.compile(model, backend="aot_eager") if compiled else model
+        for t in range(3):
+            loss(run, t, rank).backward()
+        assert model.stats().rounds == 3
+        found.append(values(model))
+    return found
+
+
+def test_compile_on_workers(workers):
+    for plain_values, compiled_values in workers(2, compiled_on_workers):
+        assert_same(plain_values, compiled_values, 1e-6)
+
+
 # -- clipping ----------------------------------------------------------------------------------------------------------
 
 

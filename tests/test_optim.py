@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import decent_dp.optim as room
 from decent_dp.optim import (
     AccumAdam,
     AccumAdamW,
@@ -655,17 +654,3 @@ def test_schedule_with_tensor_rates_and_our_optimizer() -> None:
 def test_schedule_arguments_are_validated(arguments: tuple[Any, ...], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         lr_scheduler_fn_cosine_with_warmup(two_groups(), *arguments)
-
-
-def test_public_names() -> None:
-    assert sorted(room.__all__) == [
-        "AccumAdam",
-        "AccumAdamW",
-        "accum_adam_foreach",
-        "accum_adamw_foreach",
-        "lr_scheduler_fn_cosine_with_warmup",
-        "optim_fn_accum_adam",
-        "optim_fn_accum_adamw",
-        "optim_fn_adam",
-        "optim_fn_adamw",
-    ]

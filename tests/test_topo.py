@@ -20,7 +20,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import decent_dp.topo as topo
 from decent_dp.topo import (
     AlternatingExpRingTopology,
     CompleteTopology,
@@ -707,16 +706,3 @@ def test_printing() -> None:
     assert long.count("\n") == 17
     assert "… (151 edges in all)" in long
     assert "(0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 … (99 in all)) 0.0101" in str(CompleteTopology(world_size=99))
-
-
-def test_public_names() -> None:
-    assert topo.__all__ == [
-        "AlternatingExpRingTopology",
-        "CompleteTopology",
-        "Edge",
-        "OnePeerExpTopology",
-        "RingTopology",
-        "Topology",
-        "TopologyReg",
-        "make_topology",
-    ]

@@ -229,6 +229,11 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "unknown name": (both(topology="rings"), ValueError, "did you mean 'ring'"),
     "another width": (model_of(width=5), ValueError, r"'first.weight' \(6, 6\).*\(5, 6\)"),
     "a layer more": (model_of(extra=True), ValueError, "'between.weight'"),
+    "a layer less": (
+        lambda rank: {"model": Different() if rank == 1 else Different(extra=True)},
+        ValueError,
+        r"'between.weight'.*'last.weight'",
+    ),
     "a buffer more at the end": (model_of(buffer=True), ValueError, "none.*buffer 'b'"),
     "another dtype": (model_of(dtype=torch.float64), ValueError, "'last.weight'.*float32.*float64"),
     "another name": (model_of(name="final"), ValueError, "'last.weight'.*'final.weight'"),
@@ -442,8 +447,8 @@ def test_other_numbers_of_updates_are_named_on_all(workers):
     assert first == second
 
 
-def missing_peer(rank: int, n: int) -> Any:
-    model = DecentralizedDataParallel(net(), SGD, topology="ring")
+def missing_peer(rank: int, n: int, topology: str) -> Any:
+    model = DecentralizedDataParallel(net(), SGD, topology=topology)
     for t in range(3):
         loss(model, t, rank).backward()
     if rank == 1:
@@ -453,10 +458,11 @@ def missing_peer(rank: int, n: int) -> Any:
         loss(model, t, rank).backward()
 
 
-def test_a_missing_peer_is_named_within_the_timeout(workers):
-    outcome = workers.outcomes(2, missing_peer, group_timeout=2)[0]
+@pytest.mark.parametrize(("topology", "n", "named"), [("ring", 2, "worker 1"), ("complete", 3, "[1, 2]")])
+def test_a_missing_peer_is_named_within_the_timeout(workers, topology, n, named):
+    outcome = workers.outcomes(n, missing_peer, topology, group_timeout=2)[0]
     assert outcome.error == PeerTimeoutError.__name__
-    assert "worker 1" in outcome.message
+    assert named in outcome.message
     assert "model.join()" in outcome.message
     assert outcome.seconds < 15
 

@@ -237,12 +237,13 @@ class _AccumAdamBase(Optimizer):
     def __init__(
         self,
         params: ParamsT,
-        lr: float | Tensor,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
-        accum_iter: int,
-        foreach: bool | None,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        accum_iter: int = 4,
+        *,
+        foreach: bool | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -403,19 +404,6 @@ class AccumAdamW(_AccumAdamBase):
 
     _decoupled = True
 
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0,
-        accum_iter: int = 4,
-        *,
-        foreach: bool | None = None,
-    ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, accum_iter, foreach)
-
 
 class AccumAdam(_AccumAdamBase):
     """Adam whose moments are refreshed once in ``accum_iter`` updates, with weight decay in the gradient (L2).
@@ -427,19 +415,6 @@ class AccumAdam(_AccumAdamBase):
     """
 
     _decoupled = False
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        accum_iter: int = 4,
-        *,
-        foreach: bool | None = None,
-    ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, accum_iter, foreach)
 
 
 # ------------------------------------------------------------------------------------------------------------- helpers
