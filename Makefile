@@ -3,10 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help test lint types suite demo accuracy clean
+.PHONY: help test lint types suite demo accuracy bench-net bench-net-long clean
 
 help:  ## what can be made
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -32,6 +32,12 @@ accuracy: $(VENV)/.installed  ## the demo with three seeds; its table is what th
 	$(BIN)/python -m examples.compare --seeds 0 1 2 --out runs/accuracy
 	mkdir -p docs/results
 	cp runs/accuracy/digits.json runs/accuracy/digits.md runs/accuracy/digits.png docs/results/
+
+bench-net: $(VENV)/.installed  ## training steps over slow links (root, iproute2): table, chart and JSON under benchmarks/results/
+	$(BIN)/python -m benchmarks.net
+
+bench-net-long: $(VENV)/.installed  ## the same three times in rotating order, medians: what the documents quote
+	$(BIN)/python -m benchmarks.net --repeat 3
 
 clean:  ## removes the environment and what runs have written
 	rm -rf $(VENV) runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

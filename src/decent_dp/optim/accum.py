@@ -14,144 +14,25 @@ What is stored is ``exp_avg`` = β1·M and ``exp_avg_sq`` = β2·V, so that betw
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from .compiled import compiled_accum_adam
+from .update import Hyper as _Hyper
+from .update import Lists as _Lists
+from .update import multi_tensor_accum_adam as _multi_tensor_accum_adam
+from .update import single_tensor_accum_adam as _single_tensor_accum_adam
+from .update import state_dtype as _state_dtype
+
 __all__ = ["AccumAdam", "AccumAdamW", "accum_adam_foreach", "accum_adamw_foreach"]
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "accum_grad")
 _OPTIONS = ("lr", "betas", "eps", "weight_decay", "accum_iter")
-
-
-@dataclass(frozen=True)
-class _Hyper:
-    """What one update of one parameter group needs to know, as plain numbers."""
-
-    beta1: float
-    beta2: float
-    lr: float
-    weight_decay: float
-    eps: float
-    accum_iter: int
-    decoupled: bool  # True: AccumAdamW, the decay shrinks x; False: AccumAdam, the decay joins the gradient
-
-    def window(self, step: int) -> int:
-        """k, the number of the window (from 1) in which update number ``step`` (from 1) lies."""
-        return -(-step // self.accum_iter)
-
-    def ends_window(self, step: int) -> bool:
-        return step % self.accum_iter == 0
-
-
-class _Lists(NamedTuple):
-    """What one update works on, a column for each role; row i belongs to parameter i."""
-
-    params: list[Tensor]
-    grads: list[Tensor]
-    exp_avgs: list[Tensor]
-    exp_avg_sqs: list[Tensor]
-    accum_grads: list[Tensor]
-    state_steps: list[Tensor]
-
-    @classmethod
-    def empty(cls) -> _Lists:
-        return cls([], [], [], [], [], [])
-
-    def append(self, *row: Tensor) -> None:
-        for column, tensor in zip(self, row, strict=True):
-            column.append(tensor)
-
-
-def _state_dtype(param: Tensor) -> torch.dtype:
-    """The dtype of a parameter's state and arithmetic: its own, but at least float32."""
-    return torch.float64 if param.dtype == torch.float64 else torch.float32
-
-
-# ----------------------------------------------------------------------------------------------------------- the update
-
-
-def _single_tensor_accum_adam(lists: _Lists, hyper: _Hyper) -> None:
-    """The formula, one parameter at a time: the readable twin of `_multi_tensor_accum_adam`."""
-    beta1, beta2, lr, wd = hyper.beta1, hyper.beta2, hyper.lr, hyper.weight_decay
-    for param, grad, exp_avg, exp_avg_sq, accum_grad, state_step in zip(*lists, strict=True):
-        state_step += 1
-        step = int(state_step.item())
-        k = hyper.window(step)
-        x, g = param.to(_state_dtype(param)), grad.to(_state_dtype(param))
-
-        if hyper.decoupled:
-            x = x * (1 - lr * wd)
-        else:
-            g = g + wd * x
-        accum_grad += g / hyper.accum_iter
-
-        m = exp_avg + (1 - beta1) * g
-        v = exp_avg_sq + (1 - beta2) * g * g
-        denom = v.sqrt() / math.sqrt(1 - beta2**k) + hyper.eps
-        param.copy_(x - lr / (1 - beta1**k) * m / denom)  # rounds once where the parameter is narrower than float32
-
-        if hyper.ends_window(step):
-            exp_avg.add_((1 - beta1) * accum_grad).mul_(beta1)
-            exp_avg_sq.add_((1 - beta2) * accum_grad * accum_grad).mul_(beta2)
-            accum_grad.zero_()
-
-
-def _multi_tensor_accum_adam(lists: _Lists, hyper: _Hyper) -> None:
-    """The same with one call for many tensors: those of one device, dtype and step are updated together."""
-    if not lists.params:
-        return
-    torch._foreach_add_(lists.state_steps, 1)
-    cohorts: dict[tuple[torch.device, torch.dtype, int], _Lists] = {}
-    for row in zip(*lists, strict=True):
-        param, state_step = row[0], row[-1]
-        key = (param.device, param.dtype, int(state_step.item()))
-        if key not in cohorts:
-            cohorts[key] = _Lists.empty()
-        cohorts[key].append(*row)
-    for (_, _, step), cohort in cohorts.items():
-        _update_cohort(cohort, step, hyper)
-
-
-def _update_cohort(lists: _Lists, step: int, hyper: _Hyper) -> None:
-    """Update number ``step`` of tensors that share device, dtype and step. Two temporaries of the parameters' size
-    (three where decay joins the gradient, and copies in float32 of narrower parameters and gradients)."""
-    params, grads, exp_avgs, exp_avg_sqs, accum_grads, _ = lists
-    beta1, beta2, lr, wd = hyper.beta1, hyper.beta2, hyper.lr, hyper.weight_decay
-    k = hyper.window(step)
-    dtype = _state_dtype(params[0])
-    narrow = params[0].dtype != dtype
-    xs = [p.to(dtype) for p in params] if narrow else params
-    gs = [g if g.dtype == dtype else g.to(dtype) for g in grads]
-
-    if wd != 0 and hyper.decoupled:
-        torch._foreach_mul_(xs, 1 - lr * wd)
-    elif wd != 0:
-        gs = list(torch._foreach_add(gs, xs, alpha=wd))  # a new list: the gradients are the user's
-    torch._foreach_add_(accum_grads, gs, alpha=1 / hyper.accum_iter)
-
-    # m / (sqrt(v)/c + ε) = c·m / (sqrt(v) + c·ε): the division by c goes into two scalars, not over memory.
-    c = math.sqrt(1 - beta2**k)
-    m = torch._foreach_add(exp_avgs, gs, alpha=1 - beta1)
-    denom = torch._foreach_addcmul(exp_avg_sqs, gs, gs, value=1 - beta2)
-    torch._foreach_sqrt_(denom)
-    torch._foreach_add_(denom, c * hyper.eps)
-    torch._foreach_addcdiv_(xs, m, denom, value=-lr * c / (1 - beta1**k))
-    if narrow:
-        torch._foreach_copy_(params, xs)
-
-    if hyper.ends_window(step):
-        torch._foreach_add_(exp_avgs, accum_grads, alpha=1 - beta1)
-        torch._foreach_mul_(exp_avgs, beta1)
-        torch._foreach_addcmul_(exp_avg_sqs, accum_grads, accum_grads, value=1 - beta2)
-        torch._foreach_mul_(exp_avg_sqs, beta2)
-        torch._foreach_zero_(accum_grads)
 
 
 # ---------------------------------------------------------------------------------------------------- functional forms
@@ -244,6 +125,7 @@ class _AccumAdamBase(Optimizer):
         accum_iter: int = 4,
         *,
         foreach: bool | None = None,
+        compiled: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -252,6 +134,7 @@ class _AccumAdamBase(Optimizer):
             "weight_decay": weight_decay,
             "accum_iter": accum_iter,
             "foreach": foreach,
+            "compiled": compiled,
         }
         _check_options(defaults)
         super().__init__(params, defaults)
@@ -274,9 +157,9 @@ class _AccumAdamBase(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.defaults.setdefault("foreach", None)
-        for group in self.param_groups:
-            group.setdefault("foreach", None)
+        for options in (self.defaults, *self.param_groups):
+            options.setdefault("foreach", None)
+            options.setdefault("compiled", self.defaults.get("compiled", False))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave, without loss and without sharing memory with it.
@@ -357,8 +240,12 @@ class _AccumAdamBase(Optimizer):
                 group["accum_iter"],
                 self._decoupled,
             )
-            fast = group["foreach"] is None or group["foreach"]
-            (_multi_tensor_accum_adam if fast else _single_tensor_accum_adam)(lists, hyper)
+            if group["compiled"]:
+                compiled_accum_adam(lists, hyper)
+            elif group["foreach"] is None or group["foreach"]:
+                _multi_tensor_accum_adam(lists, hyper)
+            else:
+                _single_tensor_accum_adam(lists, hyper)
         return loss
 
     def _gather(self, group: dict[str, Any]) -> _Lists:
@@ -396,6 +283,9 @@ class AccumAdamW(_AccumAdamBase):
         weight_decay: every update first shrinks x by the factor 1 - lr·weight_decay.
         accum_iter: s, the updates in a window; 1 is AdamW. Every parameter counts its own.
         foreach: None or True for the fast form, False for the readable one; equal up to rounding.
+        compiled: True makes one pass over memory of the update with torch.compile, again equal up to rounding. It compiles
+            for many seconds at the first update and at the first end of a window, and is for runs whose parameters have a
+            gradient in every update. Without a compiler it warns and runs the fast form.
 
     Raises:
         ValueError: an option out of its range.
@@ -431,6 +321,8 @@ def _check_options(options: dict[str, Any]) -> None:
         raise ValueError(f"betas must be two numbers in [0, 1), but is {betas}")
     if not isinstance(accum_iter, int) or isinstance(accum_iter, bool) or accum_iter < 1:
         raise ValueError(f"accum_iter must be an int >= 1, but is {accum_iter!r}")
+    if options["compiled"] and options["foreach"] is False:
+        raise ValueError("compiled=True and foreach=False ask for two different forms of the update")
 
 
 def _label(group: dict[str, Any], i: int) -> str:

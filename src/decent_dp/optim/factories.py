@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,75 @@ def _param_groups(params: Iterable[tuple[str, Tensor]], weight_decay: float) -> 
     return [group for group in groups if group["params"]] or groups[:1]
 
 
+# ------------------------------------------------------------------------------------------------- torch's fused kernels
+
+_FUSED_DEVICES = ("cpu", "cuda")
+_FUSED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+_Adam = TypeVar("_Adam", bound=torch.optim.Adam)
+
+
+def _fusible(param: Tensor) -> bool:
+    """torch's kernel reads memory as if it had no gaps: a parameter that is a slice of something would be overrun."""
+    if type(param) not in (Tensor, torch.nn.Parameter) or param.layout != torch.strided:
+        return False
+    dense = torch.empty_like(param, device="meta").stride() == param.stride()
+    return dense and param.device.type in _FUSED_DEVICES and param.dtype in _FUSED_DTYPES
+
+
+def _with_fused_kernel(optimizer: _Adam) -> _Adam:
+    """The optimizer, just made, on torch's fused kernels in those groups whose parameters all allow it.
+
+    The kernel walks through memory and does not look at strides, which on the CPU gives wrong values without an error;
+    so what it is handed is laid out first. What was chosen here stays when a state dict is loaded. A GradScaler is not
+    told that the kernel can unscale (as torch's constructor would): it then treats all groups alike.
+    """
+    for group in optimizer.param_groups:
+        if all(_fusible(param) for param in group["params"]):
+            group["fused"] = True
+    optimizer.register_step_pre_hook(_lay_out)
+    optimizer.register_step_post_hook(_mark_changed)
+    optimizer.register_load_state_dict_pre_hook(_keep_choice)
+    return optimizer
+
+
+def _mark_changed(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """The kernel does not do it on the CPU, and autograd would not see that what it saved has changed."""
+    params = [param for group in optimizer.param_groups if group["fused"] for param in group["params"]]
+    torch.autograd.graph.increment_version([param for param in params if param.grad is not None])
+
+
+def _lay_out(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Gives gradients and moments the strides of their parameter; autograd makes them so, but users may not."""
+    for group in optimizer.param_groups:
+        for param in group["params"] if group["fused"] else ():
+            if param.grad is not None and _strays(param.grad, param):
+                param.grad = _like(param, param.grad)
+            for key, value in optimizer.state.get(param, {}).items():
+                if key != "step" and _strays(value, param):
+                    optimizer.state[param][key] = _like(param, value)
+
+
+def _strays(tensor: Tensor, param: Tensor) -> bool:
+    return tensor.layout == torch.strided and tensor.stride() != param.stride()
+
+
+def _like(param: Tensor, value: Tensor) -> Tensor:
+    return torch.empty_strided(value.shape, param.stride(), dtype=value.dtype, device=value.device).copy_(value)
+
+
+def _keep_choice(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A state dict from a run on another kernel brings that run's state, not its kernel."""
+    given, own = state_dict["param_groups"], optimizer.param_groups
+    if len(given) != len(own):
+        return state_dict  # torch refuses it
+    kept = [{**new, **{key: old[key] for key in ("fused", "foreach")}} for new, old in zip(given, own, strict=True)]
+    return {**state_dict, "param_groups": kept}
+
+
+# ------------------------------------------------------------------------------------------------------- the factories
+
+
 def optim_fn_adam(
     params: Iterable[tuple[str, Tensor]],
     lr: float = 1e-3,
@@ -42,8 +111,12 @@ def optim_fn_adam(
     weight_decay: float = 1 / 32768,
     eps: float = 1e-8,
 ) -> torch.optim.Adam:
-    """torch's Adam on named parameters; decay (L2, in the gradient) on weights only."""
-    return torch.optim.Adam(_param_groups(params, weight_decay), lr=lr, betas=(beta1, beta2), eps=eps)
+    """torch's Adam on named parameters; decay (L2, in the gradient) on weights only.
+
+    With torch's fused kernel for a group whose parameters are all dense, of float16 to float64, on the CPU or CUDA.
+    """
+    optimizer = torch.optim.Adam(_param_groups(params, weight_decay), lr=lr, betas=(beta1, beta2), eps=eps)
+    return _with_fused_kernel(optimizer)
 
 
 def optim_fn_adamw(
@@ -54,8 +127,9 @@ def optim_fn_adamw(
     weight_decay: float = 0.1,
     eps: float = 1e-8,
 ) -> torch.optim.AdamW:
-    """torch's AdamW on named parameters; decay (decoupled) on weights only."""
-    return torch.optim.AdamW(_param_groups(params, weight_decay), lr=lr, betas=(beta1, beta2), eps=eps)
+    """torch's AdamW on named parameters; decay (decoupled) on weights only, and kernels as in `optim_fn_adam`."""
+    optimizer = torch.optim.AdamW(_param_groups(params, weight_decay), lr=lr, betas=(beta1, beta2), eps=eps)
+    return _with_fused_kernel(optimizer)
 
 
 def optim_fn_accum_adam(

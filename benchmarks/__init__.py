@@ -1,0 +1,1 @@
+"""Measurements of whole training steps; not part of the package that is installed."""

@@ -1,0 +1,219 @@
+"""A network on one machine: nodes are network namespaces, joined by a bridge, each with a shaped link. Needs Linux and root.
+
+Everything has names that start with ``ddplab-`` and our process id. The bridge has a namespace of its own, too, so that
+the machine's own network is never touched.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+__all__ = ["INTERFACE", "Lab", "LabError", "missing", "namespaces"]
+
+PREFIX = "ddplab-"
+INTERFACE = "lab0"  # a node's link, within its namespace
+BURST, LATENCY = "256kb", "100ms"
+_CONGESTION_CONTROL = "/proc/sys/net/ipv4/tcp_congestion_control"
+_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+
+
+class LabError(RuntimeError):
+    """The lab could not be built."""
+
+
+def missing() -> str | None:
+    """What this machine lacks for a lab, in a line; None: nothing."""
+    if sys.platform != "linux":
+        return "the network lab needs Linux: its nodes are network namespaces"
+    tools = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if tools:
+        return f"the network lab needs iproute2 (no {' and no '.join(tools)} here): apt-get install iproute2"
+    if os.geteuid() != 0:
+        return "the network lab needs root, to make network namespaces: sudo make bench-net"
+    return None
+
+
+def _run(*command: str, seconds: float = 30) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+    if done.returncode:
+        raise LabError(f"`{' '.join(command)}` failed: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout
+
+
+def namespaces(pid: int | None = None) -> list[str]:
+    """The labs' namespaces that exist now; only those of process ``pid`` where one is given."""
+    names = re.findall(rf"^({PREFIX}\d+-\w+)", _run("ip", "netns", "list"), re.MULTILINE)
+    return [name for name in names if pid is None or name.startswith(f"{PREFIX}{pid}-")]
+
+
+def _remove(names: Sequence[str]) -> None:
+    """Ends whatever runs in these namespaces and deletes them; goes on where one is gone already."""
+    for name in names:
+        with contextlib.suppress(LabError):
+            for pid in _run("ip", "netns", "pids", name).split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+    for name in names:
+        with contextlib.suppress(LabError):
+            _run("ip", "netns", "delete", name)
+
+
+def _remove_stale() -> None:
+    """Removes what labs have left whose process was killed before it could clean up."""
+
+    def dead(name: str) -> bool:
+        return not Path(f"/proc/{name.removeprefix(PREFIX).partition('-')[0]}").exists()
+
+    _remove([name for name in namespaces() if dead(name)])
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Signals that would interrupt a clean-up wait until it is done."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class Lab:
+    """The nodes and their links, as a context; inside, :meth:`start` starts processes on them.
+
+    Args:
+        nodes: how many.
+        rate: of each link, in both directions, in Mbit/s; None for links that are not shaped.
+        congestion_control: how TCP shares the links; None for the machine's own choice. A namespace may have 'reno', and of
+            the others those that the machine allows it.
+
+    Raises:
+        LabError: a command of iproute2 failed.
+    """
+
+    def __init__(self, nodes: int, rate: float | None, congestion_control: str | None = None) -> None:
+        self._nodes, self._rate, self._congestion_control = nodes, rate, congestion_control
+        self._owner = os.getpid()
+        self._workers: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Lab:
+        _remove_stale()
+        atexit.register(self.close)
+        try:
+            self._build()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends all processes and removes all namespaces; may be called again."""
+        if os.getpid() != self._owner:  # a fork has inherited the atexit handler
+            return
+        with _undisturbed():
+            self.stop()
+            _remove(namespaces(self._owner))
+            atexit.unregister(self.close)
+
+    def _name(self, node: int | str) -> str:
+        return f"{PREFIX}{self._owner}-{node}"
+
+    def address(self, node: int) -> str:
+        """The node's IPv4 address."""
+        return f"10.77.0.{node + 1}"
+
+    def congestion_control(self) -> str:
+        """What TCP uses on the nodes."""
+        return _run("ip", "netns", "exec", self._name(0), "cat", _CONGESTION_CONTROL).strip()
+
+    def _build(self) -> None:
+        switch = self._name("sw")
+        _run("ip", "netns", "add", switch)
+        _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
+        _run("ip", "-n", switch, "link", "set", "bridge", "addrgenmode", "none", "up")
+        for node in range(self._nodes):
+            self._build_node(node, self._name(node), switch)
+
+    def _build_node(self, node: int, name: str, switch: str) -> None:
+        port = f"port{node}"
+        _run("ip", "netns", "add", name)
+        _run("ip", "-n", name, "link", "set", "lo", "up")
+        _run("ip", "link", "add", INTERFACE, "netns", name, "type", "veth", "peer", "name", port, "netns", switch)
+        # Without addresses of IPv6 the link is silent unless workers speak.
+        _run("ip", "-n", name, "link", "set", INTERFACE, "addrgenmode", "none")
+        _run("ip", "-n", name, "address", "add", f"{self.address(node)}/24", "dev", INTERFACE)
+        _run("ip", "-n", switch, "link", "set", port, "addrgenmode", "none", "master", "bridge")
+        if self._rate is not None:
+            # What a veth sends is shaped; so each direction is shaped at the end that sends.
+            for namespace, device in ((name, INTERFACE), (switch, port)):
+                shape = ["rate", f"{self._rate:g}mbit", "burst", BURST, "latency", LATENCY]
+                _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *shape)
+        _run("ip", "-n", switch, "link", "set", port, "up")
+        _run("ip", "-n", name, "link", "set", INTERFACE, "up")
+        if self._congestion_control is not None:
+            command = ["sh", "-c", f'echo "$0" > {_CONGESTION_CONTROL}', self._congestion_control]
+            try:
+                _run("ip", "netns", "exec", name, *command)
+            except LabError:
+                raise LabError(
+                    f"TCP may not use {self._congestion_control!r} in a network namespace here: only 'reno', and what "
+                    "`sysctl net.ipv4.tcp_allowed_congestion_control` names"
+                ) from None
+
+    def start(
+        self, node: int, command: Sequence[str], env: Mapping[str, str], log: IO[bytes], cwd: Path | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Starts ``command`` on a node, in a process group of its own, its output to ``log``."""
+        worker = subprocess.Popen(
+            ["ip", "netns", "exec", self._name(node), *command],
+            env=dict(env),
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._workers.append(worker)
+        return worker
+
+    def wait(self, seconds: float) -> int | None:
+        """Waits until all processes have ended well, or one has not.
+
+        Returns:
+            None: all well. Otherwise the index of the first process that ended otherwise.
+
+        Raises:
+            TimeoutError: some still run after ``seconds``.
+        """
+        end = time.monotonic() + seconds
+        while True:
+            codes = [worker.poll() for worker in self._workers]
+            failed = [index for index, code in enumerate(codes) if code]
+            if failed or all(code == 0 for code in codes):
+                return failed[0] if failed else None
+            if time.monotonic() > end:
+                raise TimeoutError(f"{codes.count(None)} of {len(codes)} workers still ran after {seconds:.0f} s")
+            time.sleep(0.05)
+
+    def stop(self) -> None:
+        """Kills all processes started here, with their groups, and waits for their end."""
+        for worker in self._workers:
+            if worker.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(worker.pid, signal.SIGKILL)
+        for worker in self._workers:
+            worker.wait()
+        self._workers.clear()

@@ -1,0 +1,46 @@
+"""The shortest step that a topology allows over given links, from the bytes of its rounds alone. Needs no torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from statistics import fmean
+
+__all__ = ["busiest_link", "step_limit"]
+
+
+def busiest_link(edges: Sequence[Sequence[int]], local: int, payload: float) -> float:
+    """Bytes of one round over the busiest link in its busier direction.
+
+    A pair's members send each other ``payload`` bytes. A larger group needs, in each direction, one copy at every node
+    that it has members in, if they are more than one.
+
+    Args:
+        edges: the round: the ranks of each group that mixes.
+        local: workers a node; ranks ``[0, local)`` are the first node, and so on.
+        payload: a worker's parameters on the wire, in bytes.
+    """
+    crossing: Counter[int] = Counter()
+    for ranks in edges:
+        nodes = {rank // local for rank in ranks}
+        if len(nodes) > 1:
+            crossing.update(nodes)
+    # A pair across two nodes is one copy a node and direction, too: both cases count alike, and so do both directions.
+    return payload * max(crossing.values(), default=0)
+
+
+def step_limit(
+    rounds: Sequence[Sequence[Sequence[int]]], local: int, payload: float, rate: float | None, compute_ms: float
+) -> float:
+    """Milliseconds a step: the mean over the rounds of a period of what takes longer, compute or the busiest link.
+
+    Args:
+        rounds: the groups of each round.
+        local: workers a node.
+        payload: a worker's parameters on the wire, in bytes.
+        rate: of a link and direction, in Mbit/s; None for links that do not limit.
+        compute_ms: a step without exchange.
+    """
+    if rate is None:
+        return compute_ms
+    return fmean(max(compute_ms, busiest_link(edges, local, payload) * 8 / (rate * 1e3)) for edges in rounds)

@@ -1,0 +1,232 @@
+"""From measurements to lines, and lines as a table, JSON and a chart."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, TypedDict
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.setups import PARAMETERS, PUBLISHED, Contender
+
+__all__ = ["Line", "Run", "machine", "make_console", "make_lines", "make_run", "print_table", "write_chart", "write_json"]
+
+
+class Run(TypedDict):
+    """One contender in one run; times in ms a step, bytes a step and node, peak memory in bytes for each worker."""
+
+    mean: float
+    median: float
+    worst: float
+    busy: float
+    sent: float
+    memory: list[int]
+
+
+class Line(TypedDict):
+    """A contender in the table; medians over its runs.
+
+    Attributes:
+        mean_ms: time of all timed steps / their number, the mean over workers.
+        median_ms: over all steps of all workers.
+        worst_ms: the longest step of any worker.
+        busy_ms: processor time a step of one worker, all its threads together; other programs disturb it little.
+        bytes_a_step: sent by a node, by the counters of its link, headers and all.
+        memory: peak above that of 'alone', of the worker where it is most, in units of the parameters' bytes.
+        limit_ms: the shortest step that links and compute allow to this topology and wire.
+        to_alone, to_ddp, to_published, to_limit: mean_ms divided by that of the other.
+        published: the contender that ``to_published`` is about: the same topology where it ran, else the fastest.
+        error: why there are no numbers.
+    """
+
+    contender: str
+    mean_ms: float | None
+    median_ms: float | None
+    worst_ms: float | None
+    busy_ms: float | None
+    bytes_a_step: float | None
+    memory: float | None
+    limit_ms: float | None
+    to_alone: float | None
+    to_ddp: float | None
+    to_published: float | None
+    to_limit: float | None
+    published: str | None
+    error: str | None
+
+
+def make_run(results: Sequence[Mapping[str, Any]], local: int) -> Run:
+    """Puts together what the workers wrote, in the order of their ranks; ``local`` of them share a node."""
+    every = [ms for result in results for ms in result["ms"]]
+    return Run(
+        mean=fmean(fmean(result["ms"]) for result in results),
+        median=median(every),
+        worst=max(every),
+        busy=fmean(result["busy"] / len(result["ms"]) for result in results),
+        # A node's workers read the same counter; the first of them speaks.
+        sent=fmean(result["bytes"] / len(result["ms"]) for result in results[::local]),
+        memory=[result["memory"] for result in results],
+    )
+
+
+def _ratio(value: float | None, base: float | None) -> float | None:
+    return value / base if value is not None and base else None
+
+
+def make_lines(
+    runs: Mapping[Contender, Sequence[Run]], limits: Mapping[Contender, float], errors: Mapping[Contender, str]
+) -> list[Line]:
+    """A line for each contender, in the order of ``runs``; a contender without runs has an error."""
+    means = {contender: median(run["mean"] for run in own) for contender, own in runs.items() if own}
+    alone = runs.get(Contender("alone"), [])
+    published = {contender: mean for contender, mean in means.items() if contender.kind == PUBLISHED}
+    fastest = min(published, key=published.__getitem__, default=None)
+
+    def middle(own: Sequence[Run], key: str) -> float | None:
+        return median(run[key] for run in own) if own else None  # type: ignore[literal-required]
+
+    lines = []
+    for contender, own in runs.items():
+        mean = means.get(contender)
+        same = Contender(PUBLISHED, contender.topology)
+        rival = same if same in published else fastest
+        extra = [
+            max(here - there for here, there in zip(run["memory"], base["memory"], strict=True)) / (4 * PARAMETERS)
+            for run, base in zip(own, alone, strict=False)
+        ]
+        lines.append(
+            Line(
+                contender=contender.name,
+                mean_ms=mean,
+                median_ms=middle(own, "median"),
+                worst_ms=middle(own, "worst"),
+                busy_ms=middle(own, "busy"),
+                bytes_a_step=middle(own, "sent"),
+                memory=median(extra) if extra else None,
+                limit_ms=limits.get(contender),
+                to_alone=_ratio(mean, means.get(Contender("alone"))),
+                to_ddp=_ratio(mean, means.get(Contender("ddp"))),
+                to_published=_ratio(mean, means[rival] if rival else None),
+                to_limit=_ratio(mean, limits.get(contender)),
+                published=rival.name if rival else None,
+                error=errors.get(contender),
+            )
+        )
+    return lines
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+WIDTH = 124  # columns
+HEADINGS = [
+    "contender",
+    "mean\nms",
+    "median\nms",
+    "worst\nms",
+    "processor\nms",
+    "MB a step\nand node",
+    "memory\nx params",
+    "limit\nms",
+    "vs\nalone",
+    "vs\nDDP",
+    "vs\n0.2.3",
+    "vs\nlimit",
+]
+
+
+def _cells(line: Line) -> list[str]:
+    if line["mean_ms"] is None:
+        return [line["contender"], "failed"]
+
+    def shown(value: float | None, form: str) -> str:
+        return "" if value is None else format(value, form)
+
+    return [
+        line["contender"],
+        *(shown(line[key], ".0f") for key in ("mean_ms", "median_ms", "worst_ms", "busy_ms")),
+        shown(line["bytes_a_step"] / 1e6 if line["bytes_a_step"] is not None else None, ".2f"),
+        shown(line["memory"], ".2f"),
+        shown(line["limit_ms"], ".0f"),
+        *(shown(line[key], ".3f") for key in ("to_alone", "to_ddp", "to_published", "to_limit")),
+    ]
+
+
+def make_console(**options: Any) -> Console:
+    """Wide enough for the table (a narrow terminal breaks its lines), and with names as they are: ':ring:' is a picture."""
+    return Console(**{"width": max(WIDTH, Console().width), "emoji": False, "markup": False, "highlight": False, **options})
+
+
+def print_table(console: Console, title: str, lines: Sequence[Line]) -> None:
+    """The table, and below it what failed and why."""
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", collapse_padding=True)
+    for heading in HEADINGS:
+        table.add_column(heading, justify="left" if heading == "contender" else "right", no_wrap=True)
+    for line in lines:
+        table.add_row(*_cells(line))
+    console.print(table)
+    for line in lines:
+        if line["error"] is not None:
+            console.print(f"{line['contender']} failed: {line['error']}", soft_wrap=True)
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers depend on, without names."""
+    try:
+        model = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        model = None
+    return {
+        "cores": os.cpu_count(),
+        "processor": model[1] if model else platform.machine(),
+        "kernel": platform.release().split("-")[0],
+        "python": platform.python_version(),
+        "torch": version("torch"),
+    }
+
+
+def write_json(path: Path, lines: Sequence[Line], settings: Mapping[str, Any]) -> None:
+    """The lines with the machine and the settings that they were measured with."""
+    rounded = [{key: round(value, 4) if isinstance(value, float) else value for key, value in line.items()} for line in lines]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**settings, "machine": machine(), "lines": rounded}, indent=2) + "\n")
+
+
+def write_chart(path: Path, title: str, lines: Sequence[Line]) -> None:
+    """A bar chart: the mean and the worst step of each contender, and a line across its bars at its limit."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    shown = [line for line in lines if line["mean_ms"] is not None]
+    figure, axes = plt.subplots(figsize=(9, 1.4 + 0.5 * len(shown)), layout="constrained")
+    labels = {"mean": "mean step", "worst": "worst step", "limit": "limit"}  # each in the legend once
+    for place, line in enumerate(shown):
+        mean, worst, limit = line["mean_ms"] or 0.0, line["worst_ms"] or 0.0, line["limit_ms"]
+        axes.barh(place - 0.16, mean, 0.32, color="#3b6fb6", label=labels.pop("mean", None))
+        axes.barh(place + 0.16, worst, 0.32, color="#b9c9e0", label=labels.pop("worst", None))
+        axes.text(mean, place - 0.16, f" {mean:.0f}", va="center", fontsize=8)
+        if limit is not None:
+            axes.plot([limit] * 2, [place - 0.36, place + 0.36], color="#c23b22", label=labels.pop("limit", None))
+    axes.set_yticks(range(len(shown)), [line["contender"] for line in shown])
+    axes.invert_yaxis()
+    axes.set_xlabel("ms")
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # No time and no version in the file: the same numbers give the same file.
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+    plt.close(figure)

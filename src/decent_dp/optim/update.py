@@ -1,0 +1,327 @@
+"""One update of AccumAdam(W) on lists of tensors. The formula is at the top of `accum`.
+
+Here are three forms (`compiled` has a fourth), equal up to rounding:
+
+* `single_tensor_accum_adam`: one parameter at a time, as the formula is written. The readable twin of the other two.
+* blocked, for parameters in memory of the CPU: through blocks that stay in the cache, with torch's fused Adam kernel.
+* foreach, for all others: one call for many tensors.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "Hyper",
+    "Lists",
+    "cohorts",
+    "multi_tensor_accum_adam",
+    "single_tensor_accum_adam",
+    "state_dtype",
+    "update_cohort",
+]
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """What one update of one parameter group needs to know, as plain numbers."""
+
+    beta1: float
+    beta2: float
+    lr: float
+    weight_decay: float
+    eps: float
+    accum_iter: int
+    decoupled: bool  # True: AccumAdamW, the decay shrinks x; False: AccumAdam, the decay joins the gradient
+
+    def window(self, step: int) -> int:
+        """k, the number of the window (from 1) in which update number ``step`` (from 1) lies."""
+        return -(-step // self.accum_iter)
+
+    def ends_window(self, step: int) -> bool:
+        return step % self.accum_iter == 0
+
+
+class Lists(NamedTuple):
+    """What one update works on, a column for each role; row i belongs to parameter i."""
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    exp_avgs: list[Tensor]
+    exp_avg_sqs: list[Tensor]
+    accum_grads: list[Tensor]
+    state_steps: list[Tensor]
+
+    @classmethod
+    def empty(cls) -> Lists:
+        return cls([], [], [], [], [], [])
+
+    def append(self, *row: Tensor) -> None:
+        for column, tensor in zip(self, row, strict=True):
+            column.append(tensor)
+
+
+def state_dtype(param: Tensor) -> torch.dtype:
+    """The dtype of a parameter's state and arithmetic: its own, but at least float32."""
+    return torch.float64 if param.dtype == torch.float64 else torch.float32
+
+
+# ----------------------------------------------------------------------------------------------------------- the update
+
+
+def single_tensor_accum_adam(lists: Lists, hyper: Hyper) -> None:
+    """The formula, one parameter at a time: the readable twin of `multi_tensor_accum_adam`."""
+    beta1, beta2, lr, wd = hyper.beta1, hyper.beta2, hyper.lr, hyper.weight_decay
+    for param, grad, exp_avg, exp_avg_sq, accum_grad, state_step in zip(*lists, strict=True):
+        state_step += 1
+        step = int(state_step.item())
+        k = hyper.window(step)
+        x, g = param.to(state_dtype(param)), grad.to(state_dtype(param))
+
+        if hyper.decoupled:
+            x = x * (1 - lr * wd)
+        else:
+            g = g + wd * x
+        accum_grad += g / hyper.accum_iter
+
+        m = exp_avg + (1 - beta1) * g
+        v = exp_avg_sq + (1 - beta2) * g * g
+        denom = v.sqrt() / math.sqrt(1 - beta2**k) + hyper.eps
+        param.copy_(x - lr / (1 - beta1**k) * m / denom)  # rounds once where the parameter is narrower than float32
+
+        if hyper.ends_window(step):
+            exp_avg.add_((1 - beta1) * accum_grad).mul_(beta1)
+            exp_avg_sq.add_((1 - beta2) * accum_grad * accum_grad).mul_(beta2)
+            accum_grad.zero_()
+
+
+def multi_tensor_accum_adam(lists: Lists, hyper: Hyper) -> None:
+    """The same for many tensors at a time. No element's result depends on which other tensors are in the lists."""
+    for step, cohort in cohorts(lists):
+        update_cohort(cohort, step, hyper)
+
+
+def cohorts(lists: Lists) -> Iterator[tuple[int, Lists]]:
+    """Counts the update, and parts the lists into tensors of one device, dtype and step, each with that step."""
+    if not lists.params:
+        return
+    torch._foreach_add_(lists.state_steps, 1)
+    found: dict[tuple[torch.device, torch.dtype, int], Lists] = {}
+    for row in zip(*lists, strict=True):
+        param, state_step = row[0], row[-1]
+        key = (param.device, param.dtype, int(state_step.item()))
+        if key not in found:
+            found[key] = Lists.empty()
+        found[key].append(*row)
+    for (_, _, step), cohort in found.items():
+        yield step, cohort
+
+
+def update_cohort(lists: Lists, step: int, hyper: Hyper) -> None:
+    """Update number ``step`` of tensors that share device, dtype and step."""
+    others = _update_blocked(lists, step, hyper) if lists.params[0].device.type == "cpu" else lists
+    if others.params:
+        _update_foreach(others, step, hyper)
+
+
+def _update_foreach(lists: Lists, step: int, hyper: Hyper) -> None:
+    """Update number ``step`` of tensors that share device, dtype and step. Two temporaries of the parameters' size
+    (three where decay joins the gradient, and copies in float32 of narrower parameters and gradients)."""
+    params, grads, exp_avgs, exp_avg_sqs, accum_grads, _ = lists
+    beta1, beta2, lr, wd = hyper.beta1, hyper.beta2, hyper.lr, hyper.weight_decay
+    k = hyper.window(step)
+    dtype = state_dtype(params[0])
+    narrow = params[0].dtype != dtype
+    xs = [p.to(dtype) for p in params] if narrow else params
+    gs = [g if g.dtype == dtype else g.to(dtype) for g in grads]
+
+    if wd != 0 and hyper.decoupled:
+        torch._foreach_mul_(xs, 1 - lr * wd)
+    elif wd != 0:
+        gs = list(torch._foreach_add(gs, xs, alpha=wd))  # a new list: the gradients are the user's
+    torch._foreach_add_(accum_grads, gs, alpha=1 / hyper.accum_iter)
+
+    # m / (sqrt(v)/c + ε) = c·m / (sqrt(v) + c·ε): the division by c goes into two scalars, not over memory.
+    c = math.sqrt(1 - beta2**k)
+    m = torch._foreach_add(exp_avgs, gs, alpha=1 - beta1)
+    denom = torch._foreach_addcmul(exp_avg_sqs, gs, gs, value=1 - beta2)
+    torch._foreach_sqrt_(denom)
+    torch._foreach_add_(denom, c * hyper.eps)
+    torch._foreach_addcdiv_(xs, m, denom, value=-lr * c / (1 - beta1**k))
+    if narrow:
+        torch._foreach_copy_(params, xs)
+
+    if hyper.ends_window(step):
+        _refresh_moments(exp_avgs, exp_avg_sqs, accum_grads, hyper)
+
+
+def _refresh_moments(exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor], accum_grads: list[Tensor], hyper: Hyper) -> None:
+    """What the end of a window does to the state."""
+    torch._foreach_add_(exp_avgs, accum_grads, alpha=1 - hyper.beta1)
+    torch._foreach_mul_(exp_avgs, hyper.beta1)
+    torch._foreach_addcmul_(exp_avg_sqs, accum_grads, accum_grads, value=1 - hyper.beta2)
+    torch._foreach_mul_(exp_avg_sqs, hyper.beta2)
+    torch._foreach_zero_(accum_grads)
+
+
+# ---------------------------------------------------------------------------------------------------- the blocked form
+
+_BLOCK = 256 * 1024  # elements: two to four blocks of scratch and as many of operands stay in a cache of some MiB
+_SCRATCH = threading.local()
+
+_PLAIN = (Tensor, torch.nn.Parameter)  # a subclass may hold its memory elsewhere
+_Row = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # param, grad, exp_avg, exp_avg_sq, accum_grad
+
+
+class _Kernel(NamedTuple):
+    """The update as torch's fused Adam kernel is to be told it.
+
+    From moments E, S the kernel makes B1·E + (1-B1)·g and B2·S + (1-B2)·g², divides them by 1 - B^step and then moves x.
+    The update needs m = β1·M + (1-β1)·g, where E = β1·M is what is stored. With B1 = 1/(2-β1) the kernel's value is
+    m/(2-β1), with step = 1 it is divided by 1 - B1 = (1-β1)/(2-β1), and m/(1-β1) results; likewise v/(1-β2). The rate
+    and ε absorb what is left.
+    """
+
+    beta1: float
+    beta2: float
+    lr: float
+    eps: float
+    weight_decay: float  # of the decoupled kind, which the kernel multiplies by its own lr
+
+    @classmethod
+    def of(cls, hyper: Hyper, step: int) -> _Kernel:
+        k = hyper.window(step)
+        scale1 = (1 - hyper.beta1) / (1 - hyper.beta1**k)
+        scale2 = math.sqrt((1 - hyper.beta2) / (1 - hyper.beta2**k))
+        return cls(
+            1 / (2 - hyper.beta1),
+            1 / (2 - hyper.beta2),
+            hyper.lr * scale1 / scale2,
+            hyper.eps / scale2,
+            hyper.weight_decay * scale2 / scale1 if hyper.decoupled else 0.0,
+        )
+
+
+def _update_blocked(lists: Lists, step: int, hyper: Hyper) -> Lists:
+    """Update number ``step`` of what tensors of one dtype and step on the CPU the fused kernel can take; the others.
+
+    The kernel would overwrite both moments, which must stay until the window ends: it is given copies of one block at a
+    time, in scratch memory of some blocks' size that every thread keeps.
+    """
+    others, rows, compiling = Lists.empty(), [], torch.compiler.is_compiling()
+    dtype = state_dtype(lists.params[0])
+    for row in zip(*lists, strict=True):
+        flat = None if compiling else _flat((row[0], row[1], row[2], row[3], row[4]))
+        if flat is None:
+            others.append(*row)
+        else:
+            rows.append(flat)
+    if rows:
+        kernel, scratch, one = _Kernel.of(hyper, step), _scratch(dtype), torch.ones((), device="cpu")
+        for block in _blocks(rows):
+            _update_block(block, scratch, one, kernel, hyper)
+            if hyper.ends_window(step):
+                _, _, exp_avgs, exp_avg_sqs, accum_grads = (list(column) for column in zip(*block, strict=True))
+                _refresh_moments(exp_avgs, exp_avg_sqs, accum_grads, hyper)
+        # The kernel does not do it, and autograd would not see that what it saved has changed.
+        torch.autograd.graph.increment_version([row[0] for row in rows])
+    return others
+
+
+def _flat(row: _Row) -> _Row | None:
+    """The row as 1-D views in one common order of memory; None if there is none, or the kernel cannot take the row.
+
+    The kernel walks through memory and looks at neither shapes nor strides: all of them must agree.
+    """
+    param, grad, exp_avg, exp_avg_sq, accum_grad = row
+    if type(param) not in _PLAIN or type(grad) not in _PLAIN or grad.layout != torch.strided or grad.device != param.device:
+        return None
+    if not grad.is_floating_point() or grad.is_neg() or param.is_neg():
+        return None
+    shape = param.shape
+    if not grad.shape == exp_avg.shape == exp_avg_sq.shape == accum_grad.shape == shape:
+        return None
+    if all(tensor.is_contiguous() for tensor in row):
+        flat = [tensor.view(-1) for tensor in row]
+    elif all(tensor.stride() == param.stride() for tensor in row):
+        strides = param.stride()
+        order = sorted(range(param.ndim), key=lambda axis: -strides[axis])
+        turned = [tensor.permute(order) for tensor in row]
+        if not turned[0].is_contiguous():
+            return None
+        flat = [tensor.view(-1) for tensor in turned]
+    else:
+        return None
+    return flat[0], flat[1], flat[2], flat[3], flat[4]
+
+
+def _blocks(rows: Iterable[_Row]) -> Iterator[list[_Row]]:
+    """Groups of at most `_BLOCK` elements. Where a row is cut depends on its own length alone: the kernel rounds its last,
+    incomplete vector a little differently."""
+    block: list[_Row] = []
+    room = _BLOCK
+    for row in sorted(rows, key=lambda row: row[0].numel()):  # the small ones share blocks
+        for piece in zip(*(torch.split(tensor, _BLOCK) for tensor in row), strict=True) if row[0].numel() > _BLOCK else (row,):
+            if piece[0].numel() > room:
+                yield block
+                block, room = [], _BLOCK
+            block.append(piece)
+            room -= piece[0].numel()
+    yield block
+
+
+def _scratch(dtype: torch.dtype) -> Tensor:
+    """This thread's scratch memory of four blocks; pages that are never used take no memory."""
+    kept: Tensor | None = getattr(_SCRATCH, str(dtype), None)
+    if kept is None or kept.numel() != 4 * _BLOCK:
+        with torch.inference_mode(False):  # a tensor made in inference mode could not be written outside it
+            kept = torch.empty(4 * _BLOCK, dtype=dtype, device="cpu")
+        setattr(_SCRATCH, str(dtype), kept)
+    return kept
+
+
+def _update_block(block: list[_Row], scratch: Tensor, one: Tensor, kernel: _Kernel, hyper: Hyper) -> None:
+    """All of one update but for the end of the window."""
+    params, grads, exp_avgs, exp_avg_sqs, accum_grads = (list(column) for column in zip(*block, strict=True))
+    sizes = [param.numel() for param in params]
+    n = sum(sizes)
+    moments, xs, gs = scratch[: 2 * n], params, grads
+    torch.cat(exp_avgs + exp_avg_sqs, out=moments)
+    copies = torch.split(moments, sizes + sizes)
+
+    narrow = params[0].dtype != scratch.dtype
+    decay = hyper.weight_decay != 0 and not hyper.decoupled
+    if narrow:
+        xs = list(torch.split(scratch[2 * n : 3 * n], sizes))
+        torch._foreach_copy_(xs, params)
+    if decay or any(grad.dtype != scratch.dtype for grad in grads):
+        gs = list(torch.split(scratch[3 * n : 4 * n], sizes))
+        torch._foreach_copy_(gs, grads)
+    if decay:
+        torch._foreach_add_(gs, xs, alpha=hyper.weight_decay)
+
+    torch._fused_adamw_(
+        xs,
+        gs,
+        copies[: len(sizes)],
+        copies[len(sizes) :],
+        [],
+        [one] * len(sizes),
+        lr=kernel.lr,
+        beta1=kernel.beta1,
+        beta2=kernel.beta2,
+        weight_decay=kernel.weight_decay,
+        eps=kernel.eps,
+        amsgrad=False,
+        maximize=False,
+    )
+    torch._foreach_add_(accum_grads, gs, alpha=1 / hyper.accum_iter)
+    if narrow:
+        torch._foreach_copy_(params, xs)
