@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypedDict
@@ -129,10 +129,16 @@ def cells(line: Line) -> list[str]:
     ]
 
 
-def make_table(lines: list[Line]) -> Table:
+def empty_table(headings: list[str]) -> Table:
+    """Two columns of words, then columns of numbers."""
     table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
-    for index, heading in enumerate(HEADINGS):
+    for index, heading in enumerate(headings):
         table.add_column(heading, justify="left" if index < 2 else "right", no_wrap=True)
+    return table
+
+
+def make_table(lines: list[Line]) -> Table:
+    table = empty_table(HEADINGS)
     for before, line in zip([None, *lines], lines, strict=False):
         if before is not None and before["optimizer"] != line["optimizer"]:
             table.add_section()
@@ -140,10 +146,10 @@ def make_table(lines: list[Line]) -> Table:
     return table
 
 
-def make_markdown(lines: list[Line]) -> str:
-    heads = [heading.replace("\n", " ") for heading in HEADINGS]
-    marks = ["---", "---", *["---:"] * (len(heads) - 2)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in [heads, marks, *map(cells, lines)]) + "\n"
+def make_markdown(headings: list[str], rows: Iterable[Sequence[str]]) -> str:
+    """Two columns of words, then columns of numbers; lines of a cell become one."""
+    marks = ["---", "---", *["---:"] * (len(headings) - 2)]
+    return "".join("| " + " | ".join(row).replace("\n", " ") + " |\n" for row in [headings, marks, *rows])
 
 
 def verdict(lines: list[Line]) -> list[str]:
@@ -176,7 +182,7 @@ def write_results(events: list[dict[str, Any]], out: Path) -> list[Line]:
     lines, rows = make_lines(events), make_rows(events)
     out.mkdir(parents=True, exist_ok=True)
     (out / "digits.json").write_text(json.dumps({**plan, "table": lines}, indent=1) + "\n")
-    (out / "digits.md").write_text(make_markdown(lines))
+    (out / "digits.md").write_text(make_markdown(HEADINGS, map(cells, lines)))
     (out / "digits_rows.json").write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
     # A window of an epoch: the loss of single batches is noise.
     measured = [row["step"] for row in rows if row["consensus_distance"] is not None]
@@ -235,7 +241,9 @@ def describe(event: dict[str, Any]) -> str:
     return f"timed {who}, round {event['round'] + 1}: {event['ms']:.2f} ms a step"
 
 
-def follow(process: subprocess.Popen[str], console: Console) -> list[dict[str, Any]]:
+def follow(
+    process: subprocess.Popen[str], console: Console, describe: Callable[[dict[str, Any]], str] = describe
+) -> list[dict[str, Any]]:
     """All events, with a progress bar on a terminal and a line each elsewhere."""
     events = []
     columns = (BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
@@ -252,6 +260,24 @@ def follow(process: subprocess.Popen[str], console: Console) -> list[dict[str, A
     return events
 
 
+def make_console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=110)  # a file has no width: do not cut the table for it
+
+
+def run_workers(
+    count: int, module: list[str], console: Console, describe: Callable[[dict[str, Any]], str] = describe
+) -> list[dict[str, Any]]:
+    """Runs a module with its arguments on so many workers; returns all events, when it has ended."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the workers are ended then, too
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count), "-m", *module]
+    try:
+        with workers(command) as process:
+            return follow(process, console, describe)
+    except KeyboardInterrupt:
+        raise SystemExit("Stopped; nothing was written.") from None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
@@ -262,20 +288,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs"), help="a folder")
     options = parser.parse_args()
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=110)  # a file has no width: do not cut the table for it
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the workers are ended then, too
-    began = time.monotonic()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.workers)]
-    command += ["-m", "examples.contenders", "--epochs", str(options.epochs), "--rounds", str(options.rounds)]
-    command += ["--steps", str(options.steps), "--seeds", *map(str, options.seeds)]
+    console, began = make_console(), time.monotonic()
+    module = ["examples.contenders", "--epochs", str(options.epochs), "--rounds", str(options.rounds)]
+    module += ["--steps", str(options.steps), "--seeds", *map(str, options.seeds)]
     print(f"Training on {options.workers} workers: PyTorch DDP, and decent_dp on each topology.", flush=True)
-    try:
-        with workers(command) as process:
-            events = follow(process, console)
-    except KeyboardInterrupt:
-        raise SystemExit("Stopped; nothing was written.") from None
+    events = run_workers(options.workers, module, console)
     lines = write_results(events, options.out)
 
     plan = events[0]

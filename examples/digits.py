@@ -41,6 +41,7 @@ WARM_UP_STEPS = 10  # also left out of the time of a step
 class Config:
     method: str = "decent_dp"  # or "ddp"
     topology: str = "one-peer-exp"
+    wire: str = "float32"
     optimizer: str = "adamw"
     epochs: int = 30
     batch_size: int = 32  # of each worker
@@ -73,7 +74,12 @@ def wrap(model: nn.Module, config: Config, steps: int) -> Any:
     if config.method == "ddp":
         return DDP(model, optim_fn, lr_scheduler_fn)
     return DecentralizedDataParallel(
-        model, optim_fn, lr_scheduler_fn, topology=config.topology, _local_world_size=config.local_world_size
+        model,
+        optim_fn,
+        lr_scheduler_fn,
+        topology=config.topology,
+        wire=config.wire,
+        _local_world_size=config.local_world_size,
     )
 
 
@@ -114,6 +120,8 @@ def train(config: Config, report: Callable[[str], None] = lambda line: None) -> 
     worst = -max_over_workers(-accuracy(model, x_val, y_val))
     with model.averaged():
         of_mean = accuracy(model, x_val, y_val)
+        with torch.no_grad():
+            loss_of_mean = float(criterion(model(x_val), y_val))
         if config.save and dist.get_rank() == 0:
             Path(config.save).parent.mkdir(parents=True, exist_ok=True)
             torch.save(model.state_dict(), config.save)  # plain keys: it loads into make_model(...)
@@ -123,6 +131,7 @@ def train(config: Config, report: Callable[[str], None] = lambda line: None) -> 
         "steps": len(seconds),
         "accuracy": of_mean,
         "worst_accuracy": worst,
+        "validation_loss": loss_of_mean,
         "consensus_distance": model.consensus_distance(),
         "bytes_a_step": bytes_a_step(model),
         "ms_a_step": 1e3 * float(mean_over_workers(torch.tensor(statistics.median(seconds[WARM_UP_STEPS:] or seconds)))),
@@ -197,6 +206,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Decentralized training on handwritten digits.")
     parser.add_argument("--method", choices=["decent_dp", "ddp"], default=default.method)
     parser.add_argument("--topology", default=default.topology, help="complete, ring, one-peer-exp or alternating-exp-ring")
+    parser.add_argument("--wire", default=default.wire, help="what is sent of a parameter: float32, bfloat16 or int8")
     parser.add_argument("--optimizer", choices=sorted(OPTIMIZERS), default=default.optimizer)
     parser.add_argument("--epochs", type=int, default=default.epochs)
     parser.add_argument("--batch-size", type=int, default=default.batch_size, help="of each worker")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from decent_dp.ddp import DecentralizedDataParallel
-from decent_dp.transport import InProcessTransport
+from decent_dp.transport import InProcessTransport, Label, Parcel
+from decent_dp.wire import Item, Lossless, Wire
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
@@ -61,3 +63,39 @@ def plain(
             (loss(twin, t) / (scale(len(window)) if scale else 1.0)).backward()
         optimizer.step()
     return twin
+
+
+def wire_of(values: Sequence[Tensor], kind: type[Wire] = Lossless) -> Wire:
+    """A wire for flat tensors, numbered as they stand."""
+    return kind([Item(i, value.numel()) for i, value in enumerate(values)], values[0].dtype, values[0].device)
+
+
+def parcel(values: Tensor, rank: int, label: Label, kind: type[Wire] = Lossless, wire: Wire | None = None) -> Parcel:
+    """One flat tensor, ready to be exchanged; what is to be received is all ones before it."""
+    wire = wire_of([values], kind) if wire is None else wire
+    sent, received = (torch.full((wire.nbytes,), 255, dtype=torch.uint8) for _ in range(2))
+    return Parcel(wire, [values], sent, received, wire.announcement([values]), rank, label)
+
+
+def came(parcel: Parcel) -> Tensor:
+    """What was received on a lossless wire with one item, as values."""
+    [item] = parcel.wire.items
+    return parcel.received.view(parcel.wire.dtype)[: item.numel]
+
+
+def listening() -> set[str]:
+    """'address:port', in the kernel's hexadecimal, on which this process listens."""
+    own = set()
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{entry}")
+        except OSError:
+            continue
+        if target.startswith("socket:["):
+            own.add(target[8:-1])
+    found = set()
+    for table in ("tcp", "tcp6"):
+        with open(f"/proc/net/{table}") as file:
+            rows = [line.split() for line in file.readlines()[1:]]
+        found |= {row[1] for row in rows if row[3] == "0A" and row[9] in own}
+    return found

@@ -63,7 +63,7 @@ class Import:
 
 
 def room_of(module: str) -> str:
-    """'transport.group' -> 'transport'."""
+    """'transport.links' -> 'transport'."""
     return module.partition(".")[0]
 
 
@@ -334,7 +334,7 @@ def test_the_wrappers_arguments():
     positional, _, rest = shape(decent_dp.DecentralizedDataParallel.__init__).partition(", *")
     assert positional + ", *" == "(" + documented
     keywords = rest.removeprefix(", ").removesuffix(", **unknown)").split(", ")
-    assert keywords == ["overlap=True", "process_group=None", "transport=None"]
+    assert keywords == ["overlap=True", "wire='float32'", "process_group=None", "transport=None"]
 
 
 METHODS = {

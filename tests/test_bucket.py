@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from decent_dp.bucket import MIB, Block, Envelope, TensorSpec, dense_stride, plan_buckets
+from decent_dp.bucket import MIB, Block, TensorSpec, dense_stride, plan_buckets
 
 CPU = torch.device("cpu")
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -140,8 +140,9 @@ def test_wrapping_keeps_values_and_strides(as_view):
     for (name, (_, dense)), param, tensor, value in zip(FORMATS.items(), params, tensors, expected, strict=True):
         assert torch.equal(param.detach(), value), name
         assert param.shape == value.shape, name
-        if dense or not as_view:
+        if dense:
             assert param.stride() == tensor.stride(), name
+        assert is_dense(param), name
         assert param.requires_grad, name
         assert param.is_leaf, name
     assert block.names == [f"p{i}" for i in range(len(params))]
@@ -155,7 +156,10 @@ def test_wrapping_keeps_values_and_strides(as_view):
         assert all(torch.equal(p.detach(), torch.full_like(p, 7.0)) for p in params)
     else:
         assert block.flat is None
-        assert [p.data_ptr() for p in params] == [t.data_ptr() for t in tensors]
+        stay = [dense for _, dense in FORMATS.values()]
+        assert [p.data_ptr() == t.data_ptr() for p, t in zip(params, tensors, strict=True) if p.numel()] == [
+            s for s, t in zip(stay, tensors, strict=True) if t.numel()
+        ]
 
 
 def test_channels_last_computes_alike_after_wrapping():
@@ -170,29 +174,35 @@ def test_channels_last_computes_alike_after_wrapping():
     assert torch.equal(conv(x), before)
 
 
+@pytest.mark.parametrize("by_parameter", [True, False])
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_both_settings_agree_item_by_item(dtype):
-    """own, sent and others agree; the same numbers go out, whichever way parameters are stored."""
-    payloads = {}
+def test_both_settings_agree(dtype, by_parameter):
+    """The same numbers in the same order, whichever way parameters are stored; in the order of their memory."""
+    found = {}
     for as_view in (True, False):
         tensors = [randn(2, 3, 4, 5, dtype=dtype).to(memory_format=torch.channels_last), randn(3, 4, dtype=dtype).t()]
-        tensors += [randn(dtype=dtype), randn(0, dtype=dtype)]
+        tensors += [randn(dtype=dtype), randn(0, dtype=dtype), randn(10, dtype=dtype)[3:7]]
+        expected = [t.permute(0, 2, 3, 1) if t.dim() == 4 else t.t() if t.dim() == 2 else t for t in tensors]
+        flat = torch.cat([t.reshape(-1) for t in expected])
         block, params = block_of(tensors, as_view=as_view)
-        for a, b, c in zip(block.own, block.sent, block.others, strict=True):
-            assert a.shape == b.shape == c.shape
-            assert a.dtype == b.dtype == c.dtype == dtype
-        torch._foreach_copy_(block.sent, block.own)
-        sent, received = block.envelopes
-        for view, param in zip(block.views(sent), params, strict=True):
+        values = block.flat_values(by_parameter=by_parameter)
+        one = as_view and not by_parameter
+        assert [v.shape for v in values] == [flat.shape] if one else [(t.numel(),) for t in tensors]
+        assert all(v.dtype == dtype and not v.requires_grad for v in values)
+        assert torch.equal(torch.cat(values), flat)
+        for view, param in zip(block.views(flat), params, strict=True):
             assert torch.equal(view, param)
             assert view.stride() == param.stride()
-        received.payload.copy_(torch.arange(received.payload.numel()))
-        torch._foreach_add_(block.own, block.others)
-        payloads[as_view] = (sent.payload.clone(), [p.detach().clone() for p in params])
-        assert block.envelopes[0] is sent
-    assert torch.equal(payloads[True][0], payloads[False][0])
-    for a, b in zip(payloads[True][1], payloads[False][1], strict=True):
-        assert torch.equal(a, b)
+        # They are the parameters, not copies.
+        for value in values:
+            value.add_(torch.arange(len(value)))
+        found[as_view] = [p.detach().clone() for p in params]
+        moved = torch.cat(block.flat_values(by_parameter=True))
+        assert torch.equal(moved, torch.cat(values))
+        assert not torch.equal(moved, flat)
+    if by_parameter:
+        for a, b in zip(found[True], found[False], strict=True):
+            assert torch.equal(a, b)
 
 
 def test_a_slot_views_a_payload_with_an_offset():
@@ -218,12 +228,12 @@ def test_replaced_storage_is_adopted(as_view):
     block.adopt()
     for param, value in zip(params, new, strict=True):
         assert torch.equal(param.detach(), value)
-    assert torch.equal(torch.cat([t.reshape(-1) for t in block.own]), torch.cat([t.reshape(-1) for t in new]))
+    assert torch.equal(torch.cat(block.flat_values(by_parameter=True)), torch.cat([t.reshape(-1) for t in new]))
     if as_view:
         assert block.flat is not None
         assert params[0].data_ptr() == block.flat.data_ptr()
     # What goes into the block reaches the parameters again.
-    for t in block.own:
+    for t in block.flat_values(by_parameter=False):
         t.add_(1)
     assert torch.equal(params[0].detach(), torch.full((2, 3), 6.0))
     # A second call finds nothing to do.
@@ -245,7 +255,7 @@ def test_a_parameter_that_was_turned_in_place_is_adopted():
     param.data = param.data.t()
     block.adopt()
     assert torch.equal(param.detach(), turned)
-    assert torch.equal(block.own[0], turned.reshape(-1))
+    assert torch.equal(block.flat_values(by_parameter=True)[0], turned.reshape(-1))
 
 
 @pytest.mark.parametrize("as_view", [True, False])
@@ -276,35 +286,7 @@ def test_a_plan_refuses_a_model_that_changed_since():
         Block(plan, [Parameter(torch.zeros(3))], as_view=True)
 
 
-# -- envelopes and versions ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [*FLOATS, torch.int8, torch.uint8], ids=str)
-@pytest.mark.parametrize("numel", [0, 1, 7])
-def test_envelopes(dtype, numel):
-    envelope = Envelope(numel, dtype, CPU)
-    assert envelope.payload.shape == (numel,)
-    assert envelope.payload.dtype == dtype
-    assert envelope.raw.dtype == torch.uint8
-    assert envelope.raw.numel() == Envelope.HEADER_BYTES + numel * dtype.itemsize
-    assert Envelope.HEADER_BYTES % 16 == 0
-    if numel:
-        assert envelope.payload.data_ptr() - envelope.raw.data_ptr() == Envelope.HEADER_BYTES
-        assert envelope.payload.data_ptr() % dtype.itemsize == 0
-    assert envelope.whole.dtype == dtype
-    assert envelope.whole.numel() == numel + Envelope.HEADER_BYTES // dtype.itemsize
-    # The header can be written without touching the payload, and the other way round.
-    envelope.raw[: Envelope.HEADER_BYTES].fill_(1)
-    envelope.payload.fill_(3)
-    assert (envelope.raw[: Envelope.HEADER_BYTES] == 1).all()
-    assert torch.equal(envelope.whole[Envelope.HEADER_BYTES // dtype.itemsize :], envelope.payload)
-
-
-def test_envelopes_are_made_at_the_first_exchange():
-    block, _ = block_of([randn(4)], as_view=True)
-    assert block._envelopes is None
-    sent, received = block.envelopes
-    assert sent.raw.data_ptr() != received.raw.data_ptr()
+# -- versions ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("as_view", [True, False])
@@ -313,7 +295,7 @@ def test_written_makes_saved_tensors_stale(as_view):
     product = (weight * weight).sum()
     before = weight._version
     with torch.no_grad():
-        for t in block.own:
+        for t in block.flat_values(by_parameter=False):
             t.add_(1.0)
         block.written()
     assert weight._version > before

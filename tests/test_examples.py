@@ -15,7 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from examples import compare, digits
+from examples import characters, compare, digits, wire_runs, wires
 
 ROOT = Path(__file__).resolve().parents[1]
 # Warnings are errors in the workers' own code, too; torch and scikit-learn are loaded before that would matter to them.
@@ -153,7 +153,8 @@ def test_the_table() -> None:
     assert "…" not in text
     assert "ring" in text
     assert "95.00%" in text
-    assert compare.make_markdown([ring]).splitlines()[2] == ("| ring | AdamW | 95.00% | 94.00% | 1.0e-02 | 2 | 4.40 | 1.10 |")
+    markdown = compare.make_markdown(compare.HEADINGS, [compare.cells(ring)])
+    assert markdown.splitlines()[2] == ("| ring | AdamW | 95.00% | 94.00% | 1.0e-02 | 2 | 4.40 | 1.10 |")
 
 
 def test_the_whole_table_fits_a_terminal() -> None:
@@ -202,3 +203,147 @@ def test_a_progress_bar_on_a_terminal_and_lines_elsewhere(terminal: bool, capsys
     else:
         assert written.getvalue() == ""
         assert printed.splitlines() == [compare.describe(e) for e in events[1:]]
+
+
+# -- wires ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_text_is_there_and_split_without_overlap() -> None:
+    train, validation = characters.load_text()
+    assert len(train) > 300_000
+    assert len(validation) > 30_000
+    assert 'The "if" statement' in train  # it is the help on the language
+    x, x_val, count = characters.load_data()
+    assert (len(x), len(x_val)) == (len(train), len(validation))
+    assert int(max(x.max(), x_val.max())) == count - 1
+    # The whole is one after the other, so no place of the text is in both; and training reads of its own part only.
+    text = "\n".join(text for _, text in sorted(characters.topics.items()))
+    assert train + validation == text
+    config = characters.Config(steps=3, batch_size=4)
+    places = torch.arange(100)
+    for seen, following in characters.batches(places, config, rank=1):
+        assert seen.shape == (4, characters.CONTEXT)
+        assert torch.equal(seen + 1, following)
+        assert int(following.max()) < 100
+
+
+def test_workers_and_seeds_read_different_places() -> None:
+    x = characters.load_data()[0]
+    first = {
+        tuple(next(characters.batches(x, characters.Config(seed=seed), rank))[0].flatten().tolist())
+        for seed in (0, 1)
+        for rank in (0, 1, 2, 3)
+    }
+    assert len(first) == 8
+
+
+def test_the_model_sees_only_what_came_before() -> None:
+    model = characters.make_model(seed=0)
+    x = torch.zeros(1, characters.CONTEXT, dtype=torch.long)
+    changed = x.clone()
+    changed[0, 40] = 7
+    same = (model(x) == model(changed)).all(dim=2)[0]
+    assert same[:40].all()
+    assert not same[40]
+
+
+@pytest.mark.timeout(90)
+def test_the_characters_alone(tmp_path: Path) -> None:
+    files = ["--out", str(tmp_path / "result.json"), "--save", str(tmp_path / "model.pt")]
+    done = start("examples/characters.py", "--steps", "12", "--wire", "int8", *files)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "1 workers, 12 steps" in done.stdout
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert [step["step"] for step in result["history"]] == list(range(1, 13))
+    assert result["history"][-1]["loss"] < result["history"][0]["loss"]
+    model = characters.make_model(seed=99)
+    model.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True), strict=True)
+    assert characters.loss_on(model, characters.load_data()[1]) == pytest.approx(result["validation_loss"], abs=1e-5)
+
+
+@pytest.mark.timeout(90)
+def test_every_wire_from_end_to_end(tmp_path: Path) -> None:
+    short = ["--workers", "2", "--seeds", "0", "--topologies", "one-peer-exp", "--epochs", "1", "--steps", "4"]
+    done = start("-m", "examples.wires", *short, "--out", str(tmp_path), timeout=80)
+    assert done.returncode == 0, done.stderr
+    assert "One seed says nothing about noise" in done.stdout
+    text = (tmp_path / "wires.json").read_text()
+    assert str(ROOT) not in text
+    results = json.loads(text)
+    assert results["workers"] == 2
+    assert len(results["table"]) == 4 + 3  # the characters have no accuracy
+    for line in results["table"]:
+        assert list(line["wires"]) == wire_runs.WIRES
+        values = {wire: cell["mean"] for wire, cell in line["wires"].items()}
+        if line["measure"] == "bytes_a_step":
+            assert values["bfloat16"] == pytest.approx(values["float32"] / 2, rel=0.02)
+            assert values["int8"] == pytest.approx(values["float32"] / 4, rel=0.04)
+        else:  # the wires are seen, but so short a training cannot go elsewhere
+            assert values["bfloat16"] == pytest.approx(values["float32"], rel=0.05)
+            assert values["int8"] == pytest.approx(values["float32"], rel=0.05)
+    assert "± " not in (tmp_path / "wires.md").read_text()
+    assert (tmp_path / "wires.png").read_bytes().startswith(b"\x89PNG")
+
+
+def wired(job: str, wire: str, seed: int, loss: float, size: float) -> dict[str, Any]:
+    result = {"training_loss": loss - 0.5, "validation_loss": loss, "bytes_a_step": size}
+    if job == "digits":
+        result["accuracy"] = 1 - loss / 10
+    run = {"job": job, "topology": "alternating-exp-ring", "wire": wire, "seed": seed}
+    return {"event": "trained", **run, "seconds": 1.0, "result": result}
+
+
+WIRED = [
+    {"event": "plan", "runs": 12, "workers": 4, "machine": "one of ours"},
+    *(
+        wired(job, wire, seed, loss + 0.1 * seed, size)
+        for seed in (0, 1, 2)
+        for job in ("digits", "characters")
+        for wire, loss, size in (("float32", 1.0, 400_000.0), ("int8", 1.04 if job == "digits" else 1.25, 100_000.0))
+    ),
+]
+
+
+def test_the_report_of_wires() -> None:
+    lines = wires.make_lines(WIRED)
+    assert [(line["job"], line["measure"]) for line in lines] == [
+        *(("digits", measure) for measure in wires.MEASURES),
+        *(("characters", measure) for measure in wires.MEASURES if measure != "accuracy"),
+    ]
+    line = lines[1]
+    assert line["noise"] == pytest.approx(0.1)
+    assert line["wires"]["float32"]["difference"] == 0
+    cell = line["wires"]["int8"]
+    assert (cell["mean"], cell["deviation"], cell["difference"]) == pytest.approx((1.14, 0.1, 0.04))
+    assert (cell["smallest"], cell["largest"]) == pytest.approx((1.04, 1.24))
+    assert cell["by_seed"] == pytest.approx([1.04, 1.14, 1.24])
+    markdown = compare.make_markdown(wires.headings(lines), map(wires.cells, lines)).splitlines()
+    assert markdown[0] == "| job | measure | float32 | int8 | int8 - float32 |"
+    assert markdown[3] == ("| digits, alternating-exp-ring | validation loss | 1.1000 ± 0.1000 | 1.1400 ± 0.1000 | +0.0400 |")
+    assert markdown[5] == "| digits, alternating-exp-ring | bytes a step | 400000 | 100000 | × 0.25 |"
+
+
+def test_the_verdict_on_wires_counts_what_is_within_noise() -> None:
+    (said,) = wires.verdict(wires.make_lines(WIRED))
+    assert said.startswith("int8: 3 of 5 means are within a standard deviation of float32's seeds. Not characters,")
+    assert said.count("0.2500 worse, beside a deviation of 0.1000") == 2
+    assert "One seed" in wires.verdict(wires.make_lines(WIRED[:5]))[0]
+
+
+def test_the_table_of_wires_fits_a_terminal() -> None:
+    three = [{**event, "wire": "bfloat16"} for event in WIRED[1:] if event["wire"] == "int8"]
+    assert Console(width=200).measure(wires.make_table(wires.make_lines([*WIRED, *three]))).maximum <= 80
+
+
+def test_the_results_of_wires_are_written(tmp_path: Path) -> None:
+    wires.write_results(WIRED, tmp_path / "new")
+    results = json.loads((tmp_path / "new" / "wires.json").read_text())
+    assert sorted(results) == ["machine", "table", "verdict", "workers"]
+    assert (tmp_path / "new" / "wires.png").stat().st_size > 10_000
+
+
+def test_the_final_loss_is_of_the_last_tenth() -> None:
+    history = [{"step": i, "loss": float(i)} for i in range(1, 31)]
+    assert wire_runs.final_loss(history) == 29
+    assert wire_runs.final_loss(history[:3]) == 3

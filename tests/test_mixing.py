@@ -16,8 +16,11 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 def mix(own: list[Tensor], sent: list[Tensor], others: list[Tensor], pull: float) -> list[Tensor]:
+    """With differences as a wire would find them: in float32 at least."""
     own = [t.clone() for t in own]
-    RULE.mix(own, [t.clone() for t in sent], [t.clone() for t in others], pull)
+    wider = [torch.promote_types(t.dtype, torch.float32) for t in own]
+    differences = [o.to(w) - s.to(w) for o, s, w in zip(others, sent, wider, strict=True)]
+    RULE.mix(own, differences, pull)
     return own
 
 
@@ -101,21 +104,34 @@ def test_an_edit_in_between_survives():
     torch.testing.assert_close(mixed, edited + 0.5 * (others - before))
 
 
-def test_propose_copies_and_mix_writes_in_place():
+def test_propose_changes_nothing_and_mix_writes_in_place():
     own = [randn(3), randn(2, 2, seed=1).t()]
     kept = [t.clone() for t in own]
-    sent = [torch.empty(3, dtype=torch.float64), torch.empty(2, 2, dtype=torch.float64)]
     addresses = [t.data_ptr() for t in own]
-    RULE.propose(own, sent)
-    for o, s, k in zip(own, sent, kept, strict=True):
-        assert torch.equal(s, k)
-        assert s.data_ptr() != o.data_ptr()
-    untouched = [t.clone() for t in sent]
-    RULE.mix(own, sent, [t + 1 for t in kept], 0.5)
+    for proposed, k in zip(RULE.propose(own), kept, strict=True):
+        assert torch.equal(proposed, k)
+    RULE.mix(own, [torch.ones_like(t) for t in own], 0.5)
     assert [t.data_ptr() for t in own] == addresses
-    for o, s, u, k in zip(own, sent, untouched, kept, strict=True):
+    for o, k in zip(own, kept, strict=True):
         torch.testing.assert_close(o, k + 0.5)
-        assert torch.equal(s, u)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_wider_differences_are_rounded_once(dtype):
+    """A difference that the replica's dtype could not hold beside a large value still counts in full."""
+    own, difference = torch.full((4,), 3.0, dtype=dtype), torch.full((4,), 1 / 3, dtype=torch.float64)
+    RULE.mix([own], [difference.clone()], 0.75)
+    assert torch.equal(own, torch.full((4,), 3.25, dtype=dtype))
+
+
+@pytest.mark.parametrize("size", [3, 4, 7])
+def test_the_mean_of_all_is_as_good_as_that_of_the_others(size):
+    """With the mean of all members for r and m/(m - 1) times the pull it is the same law."""
+    members, weight = [randn(50, seed=s) for s in range(size)], 0.3
+    others, everybody = torch.stack(members[1:]).mean(0), torch.stack(members).mean(0)
+    [a] = mix([members[0]], [members[0]], [others], 1 - weight)
+    [b] = mix([members[0]], [members[0]], [everybody], (1 - weight) * size / (size - 1))
+    torch.testing.assert_close(a, b)
 
 
 def test_scalars_and_empty_tensors():

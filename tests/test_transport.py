@@ -2,52 +2,85 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
-import re
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from decent_dp.bucket import Envelope
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import PeerError, PeerLostError, PeerTimeoutError, WireError
 from decent_dp.topo import Edge
-from decent_dp.transport import Exchange, Handle, InProcessTransport, Label, ProcessGroupTransport, Transport, run_replicas
-from decent_dp.transport.base import Later
-from decent_dp.transport.communicators import Notes, peer_error
-from decent_dp.transport.group import Groups, NcclGroups
+from decent_dp.transport import (
+    Exchange,
+    Handle,
+    InProcessTransport,
+    Label,
+    Parcel,
+    ProcessGroupTransport,
+    Transport,
+    run_replicas,
+)
 from decent_dp.transport.inprocess import LocalHub
-from decent_dp.transport.pairwise import NcclPairs
-from decent_dp.transport.waiter import Waiter
+from decent_dp.wire import BFloat16, Int8, Lossless
+from tests.helpers import came, parcel, wire_of
 
-CPU = torch.device("cpu")
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-SIZES = [33, 0, 1, 5000]  # of the payloads of the buckets of a round
+SIZES = [33, 0, 1, 5000, 2**16]  # of the buckets of a round; the last is more than one piece
+
+
+class OffHost(Tensor):
+    """On the CPU, and says that it is not."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("meta")
+
+
+class Passing(Exchange):
+    """Passes on."""
+
+    def __init__(self, inner: Exchange) -> None:
+        self.inner = inner
+
+    def announce(self, edge: Edge, label: Label, text: bytes) -> None:
+        self.inner.announce(edge, label, text)
+
+    def start(self, edge: Edge, parcel: Parcel) -> Handle:
+        return self.inner.start(edge, parcel)
+
+
+class Staging(Passing):
+    """Makes of every message one that sockets cannot read."""
+
+    def start(self, edge: Edge, parcel: Parcel) -> Handle:
+        sent, received = parcel.sent.as_subclass(OffHost), parcel.received.as_subclass(OffHost)
+        return self.inner.start(edge, dataclasses.replace(parcel, sent=sent, received=received))
 
 
 class Staged(ProcessGroupTransport):
-    """Pairs go as tensors on a GPU would over gloo."""
+    """Messages go as those on a GPU would."""
 
-    def choose(self, edge: Edge, sent: Envelope) -> Exchange:
-        return self._staged if len(edge.ranks) == 2 else super().choose(edge, sent)
+    @property
+    def exchange(self) -> Exchange:
+        return Staging(super().exchange)
 
 
-class Counted(Exchange):
+class Counted(Passing):
     """Passes on, and looks at what the wrapper asks for."""
 
     def __init__(self, inner: Exchange) -> None:
-        self.inner, self.asked = inner, []
+        super().__init__(inner)
+        self.asked: list[tuple[list[int], Label]] = []
 
-    def start(self, edge: Edge, sent: Envelope, received: Envelope, label: Label) -> Handle:
-        self.asked.append((list(edge.ranks), label))
-        return self.inner.start(edge, sent, received, label)
+    def start(self, edge: Edge, parcel: Parcel) -> Handle:
+        self.asked.append((list(edge.ranks), parcel.label))
+        return super().start(edge, parcel)
 
 
 # -- the contract: exchange ------------------------------------------------------------------------------------------------
@@ -81,30 +114,35 @@ def grouping(n: int) -> list[list[Edge]]:
 
 
 def exchanges(transport: Transport, rounds: list[list[Edge]], dtype: torch.dtype, first: int = 0) -> None:
-    """All buckets of two rounds are under way at any time; the two sets of envelopes take turns."""
+    """All buckets of two rounds are under way at any time; the two sets of messages take turns."""
     rank = transport.rank
     transport.prepare([next(e for e in edges if rank in e.ranks) for edges in rounds])
-    sets = [[(Envelope(n, dtype, CPU), Envelope(n, dtype, CPU)) for n in SIZES] for _ in range(2)]
-    flying: list[list[tuple[Edge, Label, Handle, Envelope, Envelope]]] = []
+    buckets = [wire_of([torch.empty(size, dtype=dtype)]) for size in SIZES]
+    flying: list[list[tuple[Edge, Handle, Parcel]]] = []
 
     def land() -> None:
-        for edge, label, handle, sent, received in flying.pop(0):
-            if rank == 0 and label.bucket == 0:
+        for edge, handle, own in flying.pop(0):
+            if rank == 0 and own.label.bucket == 0:
                 time.sleep(0.02)  # the others are ahead: what they write now is not for this round
             handle.wait()
-            check(edge, label, sent, received)
-            sent.payload.fill_(math.nan)
+            check(edge, own)
+            own.sent.fill_(255)
+            own.values[0].fill_(math.nan)
 
-    def check(edge: Edge, label: Label, sent: Envelope, received: Envelope) -> None:
-        numel = sent.payload.numel()
-        others = [payload(r, label, numel, dtype).double() for r in edge.ranks if r != rank]
-        mean = torch.stack(others).mean(0)
-        largest = max(float(o.abs().max()) if numel else 0.0 for o in [*others, sent.payload.double()])
-        # One rounding at the end, and where it is a sum those of sums in float32.
-        sums = 8 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps * largest if len(others) > 1 else 0.0
-        allowed = torch.finfo(dtype).eps * mean.abs() * (len(others) > 1) + sums
-        assert ((received.payload.double() - mean).abs() <= allowed).all(), (dtype, edge, label)
-        assert torch.equal(sent.payload, payload(rank, label, numel, dtype)), "what is sent was changed"
+    def check(edge: Edge, own: Parcel) -> None:
+        size = own.values[0].numel()
+        assert torch.equal(own.values[0], payload(rank, own.label, size, dtype)), "what is sent was changed"
+        ranks = edge.ranks if len(edge.ranks) > 2 else [r for r in edge.ranks if r != rank]
+        sent = [payload(r, own.label, size, dtype) for r in ranks]
+        expected = sent[0] if len(sent) == 1 else torch.stack([x.double() for x in sent]).mean(0)
+        found = came(own)
+        if len(sent) == 1:
+            assert torch.equal(found, expected), (dtype, edge, own.label)
+        else:
+            largest = max(float(x.abs().max()) if size else 0.0 for x in sent)
+            # One rounding at the end, after sums in float32 at least.
+            allowed = torch.finfo(dtype).eps * expected.abs() + 8 * sum_eps(dtype) * largest
+            assert ((found.double() - expected).abs() <= allowed).all(), (dtype, edge, own.label)
 
     for t in range(first, first + 2 * len(rounds)):
         edge = next(e for e in rounds[t % len(rounds)] if rank in e.ranks)
@@ -113,17 +151,61 @@ def exchanges(transport: Transport, rounds: list[list[Edge]], dtype: torch.dtype
         flying.append([])
         if len(edge.ranks) == 1:
             continue
-        for bucket, (sent, received) in enumerate(sets[t % 2]):
+        for bucket, wire in enumerate(buckets):
             label = Label(t, bucket)
-            sent.payload.copy_(payload(rank, label, sent.payload.numel(), dtype))
-            received.payload.fill_(math.nan)
-            handle = transport.exchange.start(edge, sent, received, label)
-            own = sent.payload.nbytes
-            assert own <= handle.bytes_sent or not isinstance(transport, ProcessGroupTransport) or len(edge.ranks) > 2
-            assert handle.bytes_sent <= 64 + 4 * own * (len(edge.ranks) - 1)
-            flying[-1].append((edge, label, handle, sent, received))
+            own = parcel(payload(rank, label, SIZES[bucket], dtype), rank, label, wire=wire)
+            handle = transport.exchange.start(edge, own)
+            assert len(edge.ranks) > 2 or handle.bytes_sent == wire.nbytes
+            assert handle.bytes_sent <= 2 * wire.nbytes * (len(edge.ranks) - 1)
+            flying[-1].append((edge, handle, own))
     while flying:
         land()
+
+
+def sum_eps(dtype: torch.dtype) -> float:
+    return torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+
+
+def announced_exchanges(transport: Transport, edges: list[list[Edge]]) -> None:
+    """A wire that waits for what the others announce, which may come long after the exchange has been started."""
+    rank, size = transport.rank, 70_000
+    for t, round_ in enumerate(edges):
+        edge = next(e for e in round_ if rank in e.ranks)
+        if len(edge.ranks) == 1:
+            continue
+
+        def own_of(r: int, label: Label) -> Parcel:
+            return parcel(torch.linspace(-1, 1, size) * (1 + r / 10), r, label, Int8)
+
+        labels = [Label(t, bucket) for bucket in range(2)]
+        handles = []
+        for bucket, label in enumerate(labels):
+            own = own_of(rank, label)
+            # The announcement for the second bucket follows its start, where a process serves it meanwhile.
+            late = bucket == 1 and rank == edge.ranks[0] and isinstance(transport, ProcessGroupTransport)
+            if not late:
+                transport.exchange.announce(edge, label, own.announced)
+            handles.append((own, transport.exchange.start(edge, own)))
+            if late:
+                time.sleep(0.05)
+                transport.exchange.announce(edge, label, own.announced)
+        for own, handle in handles:
+            handle.wait()
+            members = [own_of(r, own.label) for r in edge.ranks]
+            heard = [member.announced for member in members]
+            step = float(2.0 ** max(x - 256 if x > 127 else x for x in b"".join(heard)))
+            others = [m for m in members if m.rank != rank]
+            found = torch.cat([d * unit for _, d, unit in own.wire.differences(own.sent, own.received)])
+            if len(edge.ranks) == 2:
+                [other] = others
+                for _ in other.encode([own.announced]):
+                    pass
+                assert torch.equal(own.received, other.sent)
+                expected = other.values[0] - own.values[0]
+            else:
+                expected = torch.stack([m.values[0] for m in members]).mean(0) - own.values[0]
+            assert len(found) == size
+            assert (found - expected).abs().max() <= (2 + (len(edge.ranks) > 2)) * step
 
 
 # -- the contract: control -------------------------------------------------------------------------------------------------
@@ -210,24 +292,28 @@ def whole_contract(transport: Transport) -> str:
     n = transport.world_size
     control(transport)
     for i, dtype in enumerate(FLOATS):
-        # Rounds go on: large numbers too, as after days of training.
-        first = 12 * i if i % 2 else 12 * 10**6 * i
+        # Rounds go on: large numbers too, as after days of training. (No label comes twice.)
+        first = 24 * (i + 1) if i % 2 else 12 * 10**6 * (i + 1)
         if n != 3:
-            exchanges(transport, pairing(n), dtype, first)
+            exchanges(transport, pairing(n), dtype, first=first)
         if n > 2:
-            exchanges(transport, grouping(n), dtype, first)
+            exchanges(transport, grouping(n), dtype, first=first + 12)
+    announced_exchanges(transport, grouping(n) if n > 2 else pairing(n))
     transport.report("nothing")
     transport.close()
     return "held"
 
 
-def over_gloo(rank: int, n: int) -> list[str]:
-    return [whole_contract(kind()) for kind in (ProcessGroupTransport, Staged)]
+def between_processes(rank: int, n: int) -> list[str]:
+    transport = Staged()
+    found = [whole_contract(ProcessGroupTransport()), whole_contract(transport)]
+    assert transport._waiter._thread is not None, "nothing was staged"
+    return found
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_contract_over_gloo(workers, n):
-    assert workers(n, over_gloo) == [["held", "held"]] * n
+def test_contract_between_processes(workers, n):
+    assert workers(n, between_processes) == [["held", "held"]] * n
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
@@ -260,42 +346,41 @@ def test_idle_workers_are_left_alone():
 
 def sent_bytes(transport: Transport) -> list[int]:
     counts = []
-    for bucket, (ranks, dtype) in enumerate(
-        [([0, 1], torch.float32), ([0, 1], torch.bfloat16), ([0, 1, 2], torch.float32), ([0, 1, 2], torch.bfloat16)]
+    for bucket, (ranks, kind) in enumerate(
+        [([0, 1], Lossless), ([0, 1], BFloat16), ([0, 1, 2], Lossless), ([0, 1, 2], BFloat16)]
     ):
         if transport.rank in ranks:
-            sent, received = envelopes(300, dtype)
-            handle = transport.exchange.start(Edge(ranks, 0.5), sent, received, Label(0, bucket))
+            own = parcel(torch.ones(300), transport.rank, Label(0, bucket), kind)
+            handle = transport.exchange.start(Edge(ranks, 0.5), own)
             counts.append(handle.bytes_sent)
             handle.wait()
-    return counts
+    # Of many pieces every worker is the root of as many: a group moves 2 (m - 1)/m messages a worker.
+    own = parcel(torch.ones(9 * 2**15), transport.rank, Label(1, 0))
+    handle = transport.exchange.start(Edge([0, 1, 2], 0.5), own)
+    handle.wait()
+    return [*counts, handle.bytes_sent]
 
 
-def sent_over_gloo(rank: int, n: int) -> list[list[int]]:
+def sent_between_processes(rank: int, n: int) -> list[list[int]]:
     return [sent_bytes(kind()) for kind in (ProcessGroupTransport, Staged)]
 
 
 def test_bytes_sent(workers):
-    # A pair sends its message, 64 bytes of header included; a ring of three moves 4/3 of the (float32) payload.
-    gloo = [1264, 664, 1600, 1600]
-    assert workers(3, sent_over_gloo) == [[gloo] * 2, [gloo] * 2, [[1600, 1600]] * 2]
+    whole = 9 * 2**17 * 4 // 3
+    # A pair sends its message. Of a group of one piece the first is the root: it sends the mean to both others.
+    expected = [[1200, 600, 2400, 1200, whole], [1200, 600, 1200, 600, whole], [1200, 600, whole]]
+    assert workers(3, sent_between_processes) == [[counts] * 2 for counts in expected]
     # In a process every other member gets a copy.
-    assert run_replicas(3, sent_bytes, timeout=20)[1] == [1200, 600, 2400, 1200]
+    assert run_replicas(3, sent_bytes, timeout=20)[1] == [1200, 600, 2400, 1200, 9 * 2**18]
 
 
 # -- messages that were not due --------------------------------------------------------------------------------------------
 
 
-def envelopes(numel: int = 10, dtype: torch.dtype = torch.float32) -> tuple[Envelope, Envelope]:
-    sent, received = Envelope(numel, dtype, CPU), Envelope(numel, dtype, CPU)
-    sent.payload.fill_(1.0)
-    return sent, received
-
-
 def swap(transport: Transport, edge: Edge, label: Label, numel: int = 10, dtype: torch.dtype = torch.float32) -> None:
-    sent, received = envelopes(numel, dtype)
-    transport.exchange.start(edge, sent, received, label).wait()
-    assert torch.equal(received.payload, sent.payload)
+    own = parcel(torch.ones(numel, dtype=dtype), transport.rank, label)
+    transport.exchange.start(edge, own).wait()
+    assert torch.equal(came(own), own.values[0])
 
 
 def caught(attempt: Callable[..., object], *args: Any, **options: Any) -> tuple[str, str, float]:
@@ -312,56 +397,41 @@ def wrong_messages(rank: int, n: int) -> dict[str, tuple[str, str, float]]:
     found = {}
     pair, group = Edge([0, 1], 0.5), Edge([0, 1, 2], 1 / 3)
     for kind in (ProcessGroupTransport, Staged):
-        name, transport = kind.__name__, kind()
-        transport.prepare([group])
-        if rank < 2:
-            found[f"{name} round"] = caught(swap, transport, pair, Label(5 + rank, 0))
-            # A worker of another version or kind, by hand: another bucket, a shorter message, a foreign one.
-            for what, change in (("bucket", (2, 9)), ("rank", (3, 7)), ("magic", (0, 1)), ("bytes", (4, 99))):
-                if rank == 0:
-                    sent, _ = envelopes()
-                    header = [0x0DECE47D_00000001, 4, 0, 0, sent.raw.numel()]
-                    header[change[0]] = change[1]
-                    sent.raw[:40].view(torch.int64).copy_(torch.tensor(header))
-                    into = torch.empty_like(sent.raw)
-                    works = transport._pairs.post(1, sent.raw, into, Label(4, 0))
-                    for work in works:
-                        work.wait()
-                else:
-                    found[f"{name} {what}"] = caught(swap, transport, pair, Label(4, 0))
-            if rank == 0:
-                work = transport._communicators["all"].send([torch.zeros(40, dtype=torch.uint8)], 1, 0)
-                transport._communicators["all"].recv([torch.empty(104, dtype=torch.uint8)], 1, 0).wait()
-                work.wait()
-            else:
-                found[f"{name} shorter"] = caught(swap, transport, pair, Label(4, 0))
-        if kind is ProcessGroupTransport:
-            for dtype in FLOATS:
-                out_of_step = Label(5 + (rank == 2), 1)
-                found[f"group round {dtype}"] = caught(swap, transport, group, out_of_step, dtype=dtype)
-                other = Label(5, 1 + (rank == 0))
-                found[f"group bucket {dtype}"] = caught(swap, transport, group, other, dtype=dtype)
-            found["group round empty"] = caught(swap, transport, group, Label(int(rank == 1), 1), numel=0)
-        # The connection is whole: what is due still comes.
-        if rank < 2:
-            swap(transport, pair, Label(7, 0))
-        swap(transport, group, Label(8, 0))
-        transport.close()
+        for edge in (pair, group):
+            transport = kind()
+            transport.prepare([group])
+            others = [other for other in (Edge([0, 2], 0.5), Edge([1, 2], 0.5)) if rank in other.ranks]
+            if rank in edge.ranks:
+                label = Label(5, 1)
+                what = f"{kind.__name__} {len(edge.ranks)}"
+                found[what] = caught(swap, transport, edge, label, numel=10 if rank == 1 else 11 + rank)
+                # Nor does it come right again.
+                found[what + " again"] = caught(swap, transport, edge, Label(6, 0))
+                transport.report(found[what][1])
+            if len(edge.ranks) == 2:  # other connections are whole
+                for other in others:
+                    swap(transport, other, Label(7, 0))
+            transport.control.gather(None)
+            transport.close()
     return found
 
 
-def test_messages_that_were_not_due(workers):
+def test_messages_of_another_size(workers):
     found = workers(3, wrong_messages)
-    assert len(found[1]) > len(found[2]) >= 9
+    assert [len(outcomes) for outcomes in found] == [8, 8, 4]
+    kinds = {}
     for rank, outcomes in enumerate(found):
-        for what, (kind, message, _) in outcomes.items():
-            assert kind == "WireError", (rank, what)
-            if "group" in what:
-                assert re.search(r"round \d+, bucket \d+", message)
+        for what, (kind, message, seconds) in outcomes.items():
+            assert seconds < 5, (rank, what, seconds)
+            kinds.setdefault(what, []).append(kind)
+            if kind == "WireError":
+                assert "round 5, bucket 1" in message, message
+                assert " bytes where worker " in message, message
             else:
-                assert f"worker {1 - rank} sent" in message, what
-    assert "5, 0, 0, 104) where" in found[1]["ProcessGroupTransport round"][1]
-    assert "6, 0, 0, 104) was due" in found[1]["Staged round"][1]
+                assert kind == "PeerLostError", (rank, what, message)
+    for what, of_ranks in kinds.items():
+        # Who sees it first closes the connection, which may be all that the other gets to see.
+        assert "again" in what or "WireError" in of_ranks, (what, of_ranks)
 
 
 # -- workers that are gone, or silent --------------------------------------------------------------------------------------
@@ -382,13 +452,17 @@ def a_peer_that_is_gone(rank: int, n: int, staged: bool) -> Any:
     if rank == 0:
         found["pair"] = caught(swap, transport, last, Label(1, 0))
         found["pair again"] = caught(swap, transport, last, Label(2, 0))
-    else:
+    if rank == 1:
+        swap(transport, first, Label(1, 0))
         found["group"] = caught(swap, transport, group, Label(1, 0))
         found["group again"] = caught(swap, transport, group, Label(2, 0))
-    if rank < 2:
+        transport.report(found["group"][1])
+    if rank == 0:
         swap(transport, first, Label(1, 0))  # only what needs the lost one is lost
-    found["gather"] = caught(transport.control.gather, None)
-    transport.report("PeerLostError")
+        found["gather"] = caught(transport.control.gather, None)
+    if rank == 2:
+        # Its group's root is worker 1, which leaves when it has lost worker 3.
+        found["second hand"] = caught(swap, transport, group, Label(1, 0))
     transport.close()
     return found
 
@@ -399,49 +473,76 @@ def test_a_peer_that_is_gone(workers, staged):
     assert outcomes[3].exitcode == 3
     for rank, outcome in enumerate(outcomes[:3]):
         assert not outcome.error, outcome.trace
-        names = {"pair": "worker 3", "group": f"one of the workers {[r for r in (1, 2, 3) if r != rank]}"}
         for what, (kind, message, seconds) in outcome.value.items():
             assert (kind, seconds < 8) == ("PeerLostError", True), (rank, what, seconds, message)
             if what != "gather":
-                assert message.startswith(names[what.split()[0]]), message
-                assert "is gone" in message
+                assert message.startswith(f"worker {1 if what == 'second hand' else 3} is gone"), message
                 assert "round" in message
             assert "Worker 3 reported: ValueError: the cat ate my batch" in message
 
 
 def a_peer_that_is_silent(rank: int, n: int) -> Any:
     """The last worker is silent; each of the others waits for it in another way, on a transport that no other uses."""
-    plain, other, grouped, staged = ProcessGroupTransport(), ProcessGroupTransport(), ProcessGroupTransport(), Staged()
-    grouped.prepare([Edge([1, 2, 4], 1 / 3)] if rank in (1, 2, 4) else [])
+    plain, other, grouped, staged, announcing = (
+        ProcessGroupTransport(),
+        ProcessGroupTransport(),
+        ProcessGroupTransport(),
+        Staged(),
+        ProcessGroupTransport(),
+    )
+    grouped.prepare([Edge([1, 2, 5], 1 / 3)] if rank in (1, 2, 5) else [])
     other.control.gather(None)
     label, found = Label(3, 1), None
     if rank == 0:
-        found = caught(swap, plain, Edge([0, 4], 0.5), label)
+        found = caught(swap, plain, Edge([0, 5], 0.5), label)
     elif rank == 1:
-        found = caught(swap, grouped, Edge([1, 2, 4], 1 / 3), label)
+        found = caught(swap, grouped, Edge([1, 2, 5], 1 / 3), label)
     elif rank == 2:
-        found = caught(swap, staged, Edge([2, 4], 0.5), label)
+        found = caught(swap, staged, Edge([2, 5], 0.5), label)
     elif rank == 3:
         found = caught(other.control.gather, None)
+    elif rank == 4:
+        own = parcel(torch.ones(3), rank, label, Int8)
+        found = caught(lambda: announcing.exchange.start(Edge([4, 5], 0.5), own).wait())
     time.sleep(0.7 if found else 1.9)  # nobody leaves before the last has lost its patience
-    for transport in (plain, other, grouped, staged):
+    for transport in (plain, other, grouped, staged, announcing):
         transport.close()
     return found
 
 
 def test_a_peer_that_is_silent(workers):
     starts = [
-        "worker 4 sent nothing for round 3, bucket 1",
-        "one of the workers [2, 4] sent nothing for round 3, bucket 1",
-        "worker 4 sent nothing for round 3, bucket 1",
-        "one of the workers [0, 1, 2, 4] sent nothing for a gather",
+        "worker 5 sent nothing for round 3, bucket 1",
+        "one of the workers [2, 5] sent nothing for round 3, bucket 1",
+        "worker 5 sent nothing for round 3, bucket 1",
+        "one of the workers [0, 1, 2, 4, 5] sent nothing for a gather",
+        "worker 5 sent nothing for round 3, bucket 1",
     ]
-    found = workers(5, a_peer_that_is_silent, group_timeout=1.2)
+    found = workers(6, a_peer_that_is_silent, group_timeout=1.2)
     for start, (kind, message, seconds) in zip(starts, found, strict=False):
         assert kind == "PeerTimeoutError", message
         assert 1.0 < seconds < 1.9, seconds
         assert message.startswith(f"{start} within the process group's timeout of 1.2 s"), message
         assert "model.join()" in message
+
+
+def out_of_step(rank: int, n: int) -> Any:
+    transport = ProcessGroupTransport()
+    found = [caught(swap, transport, Edge([0, 1], 0.5), label) for label in (Label(5 + rank, 0), Label(9, 2 - rank))]
+    transport.control.gather(None)
+    # The connection is whole, and what is due still comes.
+    swap(transport, Edge([0, 1], 0.5), Label(10, 0))
+    transport.close()
+    return found
+
+
+def test_peers_in_other_rounds_wait_for_each_other(workers):
+    for rank, found in enumerate(workers(2, out_of_step, group_timeout=0.8)):
+        for (kind, message, _), label in zip(
+            found, (f"round {5 + rank}, bucket 0", f"round 9, bucket {2 - rank}"), strict=True
+        ):
+            assert kind == "PeerTimeoutError"
+            assert message.startswith(f"worker {1 - rank} sent nothing for {label} within"), message
 
 
 def leavers(rank: int, n: int, size: int, abruptly: bool) -> str:
@@ -450,16 +551,18 @@ def leavers(rank: int, n: int, size: int, abruptly: bool) -> str:
     transport = ProcessGroupTransport()
     transport.prepare([edge])
     numel = 4_000_000  # more than the sockets hold: a send that is not waited for would be cut off
-    sent, received = envelopes(numel)
-    transport.exchange.start(edge, sent, received, Label(0, 0)).wait()
-    handles = [transport.exchange.start(edge, sent, received, Label(1, 0))]
+    values = torch.ones(numel)
+    transport.exchange.start(edge, parcel(values, rank, Label(0, 0))).wait()
+    own = parcel(values, rank, Label(1, 0))
+    handle = transport.exchange.start(edge, own)
     if rank != edge.ranks[0]:
         time.sleep(0.1)
-    for handle in handles:
-        handle.wait()
-    if abruptly and rank == edge.ranks[0]:
-        os._exit(0)
-    assert torch.equal(received.payload, sent.payload)
+    handle.wait()
+    if rank == edge.ranks[0]:
+        if abruptly:
+            os._exit(0)
+        transport.close()
+    assert torch.equal(came(own), values)
     return "fine"
 
 
@@ -532,305 +635,7 @@ def test_a_silent_thread():
 
 def test_payloads_of_two_lengths_in_process():
     def work(transport: InProcessTransport) -> Any:
-        swap(transport, Edge([0, 1], 0.5), Label(0, 0), numel=3 + transport.rank)
+        swap(transport, Edge([0, 1], 0.5), Label(0, 0), numel=3 + 2 * transport.rank)
 
     with pytest.raises(WireError, match="round 0, bucket 0"):
         run_replicas(2, work, timeout=10)
-
-
-# -- communicators ---------------------------------------------------------------------------------------------------------
-
-
-def listening() -> set[str]:
-    """'address:port', in the kernel's hexadecimal, on which this process listens."""
-    own = set()
-    for entry in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{entry}")
-        except OSError:
-            continue
-        if target.startswith("socket:["):
-            own.add(target[8:-1])
-    found = set()
-    for table in ("tcp", "tcp6"):
-        with open(f"/proc/net/{table}") as file:
-            rows = [line.split() for line in file.readlines()[1:]]
-        found |= {row[1] for row in rows if row[3] == "0A" and row[9] in own}
-    return found
-
-
-def quiet_and_few(rank: int, n: int) -> tuple[int, set[str]]:
-    made, before = [], listening()
-    gloo = dist.ProcessGroupGloo
-
-    class Counting(gloo):  # type: ignore[misc, valid-type]
-        def __init__(self, *args: Any) -> None:
-            made.append(args[1:3])
-            super().__init__(*args)
-
-    dist.ProcessGroupGloo = Counting
-    torch.manual_seed(rank)
-    model = DecentralizedDataParallel(nn.Linear(3, 2), lambda p: torch.optim.SGD(p, lr=0.1), topology="one-peer-exp")
-    for _ in range(5):
-        model(torch.ones(1, 3)).sum().backward()
-    opened = listening() - before
-    model.close()
-    return len(made), {address.split(":")[0] for address in opened}
-
-
-def test_few_communicators_and_nothing_beyond_loopback(workers):
-    for made, addresses in workers(16, quiet_and_few, timeout=60):
-        assert 1 <= made <= 2
-        # 127.0.0.1, as the kernel prints it.
-        assert addresses <= {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
-
-
-def listens(rank: int, n: int) -> tuple[int, set[str]]:
-    def beyond() -> Any:
-        # Where the host's own name is a loopback address, what it listens on would not show it.
-        raise AssertionError("a device for other machines was made")
-
-    dist.ProcessGroupGloo.create_default_device = beyond
-    before = listening()
-    transport = ProcessGroupTransport()
-    transport.prepare([Edge([0, 1, 2], 1 / 3)])
-    opened = listening() - before
-    swap(transport, Edge([0, 1, 2], 1 / 3), Label(0, 0))
-    return len(opened), {address.split(":")[0] for address in opened | (listening() - before)}
-
-
-def test_a_group_listens_on_loopback_alone(workers):
-    for opened, addresses in workers(3, listens):
-        assert opened >= 1, "the test does not see our sockets"
-        assert addresses == {"0100007F"}
-
-
-def beside_user_groups(rank: int, n: int) -> list[Any]:
-    def total(group: Any) -> float | None:
-        if dist.get_rank(group) < 0:
-            return None
-        tensor = torch.tensor([float(rank)])
-        dist.all_reduce(tensor, group=group)
-        return float(tensor)
-
-    before = dist.new_group([0, 2])
-    members = dist.new_group([3, 1, 2])
-    found = [total(before)]
-    if rank in (1, 2, 3):
-        transport = ProcessGroupTransport(members)
-        assert (transport.rank, transport.world_size) == (dist.get_rank(members), 3)
-        # Only its members make it, and only they are counted: the rest is the contract again.
-        control(transport)
-        exchanges(transport, grouping(3), torch.float32)
-        torch.manual_seed(rank)
-        model = DecentralizedDataParallel(
-            nn.Linear(3, 1), lambda p: torch.optim.SGD(p, lr=0.0), topology="complete", process_group=members
-        )
-        for _ in range(3):
-            model(torch.ones(1, 3)).sum().backward()
-        found.append(model.consensus_distance() < 1e-6)
-    after = dist.new_group([0, 1])
-    everybody = ProcessGroupTransport()
-    control(everybody)
-    swap(everybody, Edge([0, 1, 2, 3], 0.25), Label(0, 0))
-    last = dist.new_group([0, 1, 2, 3])
-    found += [total(group) for group in (before, members, after, last, None)]
-    # Two wrappers side by side do not hear each other.
-    one, two = ProcessGroupTransport(), ProcessGroupTransport()
-    edge = Edge([0, 1], 0.5) if rank < 2 else Edge([2, 3], 0.5)
-    pairs = [envelopes() for _ in range(2)]
-    for i, (sent, _) in enumerate(pairs):
-        sent.payload.fill_(10.0 * rank + i)
-    order = [0, 1] if rank % 2 else [1, 0]
-    handles = {i: (one, two)[i].exchange.start(edge, *pairs[i], Label(0, 0)) for i in order}
-    for i in order:
-        handles[i].wait()
-        assert torch.equal(pairs[i][1].payload, torch.full((10,), 10.0 * (rank ^ 1) + i))
-    return found
-
-
-def test_beside_groups_of_the_users(workers):
-    found = workers(4, beside_user_groups)
-    assert found[0] == [2.0, 2.0, None, 1.0, 6.0, 6.0]
-    assert found[1] == [None, True, None, 6.0, 1.0, 6.0, 6.0]
-    assert found[2] == [2.0, True, 2.0, 6.0, None, 6.0, 6.0]
-    assert found[3] == [None, True, None, 6.0, None, 6.0, 6.0]
-
-
-def its_timeout(rank: int, n: int) -> tuple[float, float]:
-    short = dist.new_group([0, 1], timeout=timedelta(seconds=1.25))
-    return (
-        ProcessGroupTransport()._meeting.timeout.total_seconds(),
-        ProcessGroupTransport(short)._meeting.timeout.total_seconds(),
-    )
-
-
-def test_the_timeout_is_the_process_groups(workers):
-    assert workers(2, its_timeout, group_timeout=7.5) == [(7.5, 1.25)] * 2
-
-
-# -- NCCL, by a communicator that only notes what it is asked for ----------------------------------------------------------
-
-
-class Noting:
-    """Answers as ProcessGroupNCCL does, at once: a receive gets twos, a sum over three workers triples."""
-
-    def __init__(self, fail: str = "") -> None:
-        self.calls: list[Any] = []
-        self.fail = fail
-
-    def _note(self, *call: Any) -> Noting:
-        self.calls.append(call)
-        if call[0] == self.fail:
-            raise RuntimeError("NCCL error: remote process exited")
-        return self
-
-    def _start_coalescing(self) -> None:
-        self._note("start")
-
-    def _end_coalescing(self) -> Noting:
-        return self._note("end")
-
-    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Noting:
-        return self._note("send", peer, tensors[0].dtype, tensors[0].numel())
-
-    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Noting:
-        tensors[0].fill_(2.0)
-        return self._note("recv", peer, tensors[0].dtype, tensors[0].numel())
-
-    def allreduce(self, tensors: list[Tensor]) -> Noting:
-        tensors[0].mul_(3)
-        return self._note("allreduce", tensors[0].dtype, tensors[0].numel())
-
-    def wait(self) -> None:
-        self._note("wait")
-
-
-def explain(error: RuntimeError, ranks: list[int], label: Label) -> RuntimeError:
-    return PeerLostError(f"{ranks} {label}: {error}")
-
-
-def test_nccl_pairs_are_one_grouped_call():
-    noting = Noting()
-    exchange = NcclPairs(noting, 5, explain)
-    sent, received = envelopes(7, torch.bfloat16)
-    first = exchange.start(Edge([5, 2], 0.5), sent, received, Label(0, 0))
-    second = exchange.start(Edge([0, 5], 0.5), sent, received, Label(1, 0))
-    grouped = [("start",), ("send", 2, torch.bfloat16, 7), ("recv", 2, torch.bfloat16, 7), ("end",)]
-    assert noting.calls == grouped + [(c[0], 0, *c[2:]) if len(c) > 1 else c for c in grouped]
-    first.wait()
-    assert noting.calls[8:] == [("wait",)]
-    assert torch.equal(received.payload, torch.full((7,), 2.0, dtype=torch.bfloat16))
-    assert (first.bytes_sent, second.bytes_sent) == (14, 14)
-
-
-@pytest.mark.parametrize("where", ["start", "send", "recv", "end", "wait"])
-def test_nccl_pairs_name_the_peer(where):
-    exchange = NcclPairs(Noting(where), 0, explain)
-    with pytest.raises(PeerLostError, match=r"\[3\] round 2, bucket 1: NCCL error"):
-        exchange.start(Edge([0, 3], 0.5), *envelopes(), Label(2, 1)).wait()
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_groups_on_the_device(dtype):
-    noting, asked = Noting(), []
-
-    def connect(ranks: tuple[int, ...]) -> Noting:
-        asked.append(ranks)
-        return noting
-
-    exchange = NcclGroups(1, connect, explain)
-    sent, received = envelopes(9, dtype)
-    sent.payload.copy_(torch.arange(9))
-    exchange.start(Edge([4, 1, 2], 0.5), sent, received, Label(1, 2)).wait()
-    assert asked == [(1, 2, 4)]
-    # All three had the same: the mean of the others is what was sent.
-    assert torch.equal(received.payload, sent.payload)
-    [(_, reduced, _), *rest] = noting.calls
-    assert reduced == torch.promote_types(dtype, torch.float32)
-    assert rest == [("wait",)]
-
-
-def test_a_group_that_fails_names_the_others():
-    for where in ("allreduce", "wait"):
-        exchange = NcclGroups(1, lambda ranks, where=where: Noting(where), explain)
-        with pytest.raises(PeerLostError, match=r"\[2, 4\] round 1, bucket 3: NCCL error"):
-            exchange.start(Edge([4, 1, 2], 0.5), *envelopes(), Label(1, 3)).wait()
-    waiter = Waiter("test")
-    groups = Groups(1, lambda ranks: Noting("allreduce"), waiter, explain)
-    handles = [groups.start(Edge([4, 1, 2], 0.5), *envelopes(), Label(1, bucket)) for bucket in range(2)]
-    for bucket, handle in enumerate(handles):
-        with pytest.raises(PeerLostError, match=rf"\[2, 4\] round 1, bucket {bucket}: NCCL error"):
-            handle.wait()
-    waiter.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        groups.start(Edge([4, 1, 2], 0.5), *envelopes(), Label(2, 0))
-
-
-# -- small parts -----------------------------------------------------------------------------------------------------------
-
-
-def test_the_waiter_keeps_order_and_outlives_errors():
-    waiter, done = Waiter("test"), []
-
-    def fail() -> None:
-        raise ZeroDivisionError("mine")
-
-    futures = [waiter.submit(lambda i=i: (time.sleep(0.01 * (3 - i)), done.append(i))) for i in range(3)]
-    failed = waiter.submit(fail)
-    last = waiter.submit(lambda: done.append("last"))
-    for future in (*futures, last):
-        assert future.result(5) is None
-    with pytest.raises(ZeroDivisionError, match="mine"):
-        failed.result(5)
-    assert done == [0, 1, 2, "last"]
-    thread = waiter._thread
-    assert thread is not None
-    assert thread.daemon
-    waiter.close()
-    thread.join(5)
-    assert not thread.is_alive()
-
-
-def test_labels_and_handles():
-    assert str(Label(3, 1)) == "round 3, bucket 1"
-    calls = []
-    handle = Later(lambda: calls.append(1), 12)
-    assert (handle.bytes_sent, calls) == (12, [])
-    handle.wait()
-    assert calls == [1]
-
-
-class BrokenStore:
-    """A store whose keeper is gone."""
-
-    def set(self, *_: Any) -> None:
-        raise RuntimeError("connection was reset")
-
-    check = get = set
-
-
-def test_notes():
-    store = dist.HashStore()
-    mine, other = Notes(store, 0), Notes(store, 1)
-    assert mine.read([0, 1]) == ""
-    other.write("ValueError: größer\nthan " + "x" * 5000)
-    mine.write("my own")
-    said = mine.read([0, 1, 2])
-    assert said.startswith(" Worker 1 reported: ValueError: größer\nthan x")
-    assert "my own" not in said
-    assert len(said) < 2100
-    broken = Notes(BrokenStore(), 0)
-    broken.write("lost")
-    assert "store does not answer" in broken.read([1])
-
-
-def test_words_of_errors():
-    notes = Notes(dist.HashStore(), 0)
-    minute = timedelta(minutes=1)
-    gone = peer_error(RuntimeError("Connection closed by peer [127.0.0.1]:1"), [4], "round 1, bucket 0", notes, minute)
-    assert isinstance(gone, PeerLostError)
-    assert str(gone).startswith("worker 4 is gone")
-    silent = peer_error(RuntimeError("Timed out waiting 60000ms for recv"), [4, 5], "a gather", notes, minute)
-    assert isinstance(silent, PeerTimeoutError)
-    assert "one of the workers [4, 5] sent nothing for a gather within the process group's timeout of 60 s" in str(silent)

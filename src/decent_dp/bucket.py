@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-__all__ = ["MIB", "Block", "BucketPlan", "Envelope", "Slot", "TensorSpec", "dense_stride", "plan_buckets"]
+__all__ = ["MIB", "Block", "BucketPlan", "Slot", "TensorSpec", "choose_sizes", "dense_stride", "plan_buckets"]
 
 MIB = 2**20
+
+# How many buckets a model should have: each costs some Python a step, and the last one's exchange is what is not hidden.
+_BUCKETS = 8
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
@@ -70,13 +73,27 @@ class BucketPlan:
     device: torch.device
 
 
-def plan_buckets(specs: Sequence[TensorSpec], order: Sequence[int], limit_bytes: float) -> list[BucketPlan]:
+def choose_sizes(specs: Sequence[TensorSpec], limit_bytes: float) -> tuple[float, float]:
+    """Sizes of the first and of the other buckets, in bytes, of at most ``limit_bytes``.
+
+    Buckets are updated and sent one after another while the gradients come, so a model that is worth it has about
+    ``_BUCKETS`` of them, and a small one first: the wire has something to do early, and little is left at the end.
+    """
+    total = sum(spec.numel * spec.dtype.itemsize for spec in specs)
+    size = min(limit_bytes, max(MIB, total / _BUCKETS))
+    return (size / 4 if total > size else size), size
+
+
+def plan_buckets(
+    specs: Sequence[TensorSpec], order: Sequence[int], limit_bytes: float, first_bytes: float | None = None
+) -> list[BucketPlan]:
     """Deals tensors out to buckets.
 
     Args:
         specs: the tensors.
         order: a permutation of ``range(len(specs))``; tensors are dealt in this order.
         limit_bytes: upper size of a bucket in bytes. A tensor is never split: one that is larger has a bucket of its own.
+        first_bytes: that of the bucket of the first tensor; None: the same.
 
     Returns:
         Buckets of one dtype and device each, in the order in which their last tensor comes in ``order``, so that a bucket
@@ -92,7 +109,8 @@ def plan_buckets(specs: Sequence[TensorSpec], order: Sequence[int], limit_bytes:
         spec = specs[index]
         kind = (spec.dtype, spec.device)
         size = spec.numel * spec.dtype.itemsize
-        if kind not in filling or filled[kind] + size > limit_bytes:
+        limit = first_bytes if first_bytes is not None and groups and filling.get(kind) is groups[0] else limit_bytes
+        if kind not in filling or filled[kind] + size > limit:
             filling[kind], filled[kind] = [], 0
             groups.append(filling[kind])
         filling[kind].append(index)
@@ -111,32 +129,10 @@ def _lay_out(group: Iterable[int], specs: Sequence[TensorSpec]) -> BucketPlan:
     return BucketPlan(tuple(slots), offset, slots[0].spec.dtype, slots[0].spec.device)
 
 
-class Envelope:
-    """A flat payload with room for a header in front, so that both travel as one message.
-
-    Attributes:
-        raw: uint8, ``HEADER_BYTES + numel · itemsize`` long.
-        payload: the 1-D view of ``raw`` behind the header, of the bucket's dtype.
-    """
-
-    # A multiple of every float type's size, so that the payload is aligned and a header can be read in any of them.
-    HEADER_BYTES = 64
-
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.raw = torch.empty(self.HEADER_BYTES + numel * dtype.itemsize, dtype=torch.uint8, device=device)
-        self.payload = self.raw[self.HEADER_BYTES :].view(dtype)
-
-    @property
-    def whole(self) -> Tensor:
-        """Header and payload as elements of the payload's dtype."""
-        return self.raw.view(self.payload.dtype)
-
-
 class Block:
-    """The parameters of a bucket, and the two messages of its exchange.
+    """The parameters of a bucket.
 
-    With ``as_view`` the parameters become views of one flat tensor; without, they stay separate tensors. Either way the
-    lists ``own``, ``sent`` and ``others`` agree item by item, and the numbers are the same.
+    With ``as_view`` they become views of one flat tensor; without, they stay separate tensors, with the same numbers.
     """
 
     def __init__(self, plan: BucketPlan, params: Sequence[Parameter], *, as_view: bool) -> None:
@@ -144,8 +140,6 @@ class Block:
         self.params = [params[slot.index] for slot in plan.slots]
         self.names = [slot.spec.name for slot in plan.slots]
         self.flat = torch.empty(plan.numel, dtype=plan.dtype, device=plan.device) if as_view else None
-        # Made at the first exchange: a worker that never has one (n = 1) pays nothing.
-        self._envelopes: tuple[Envelope, Envelope] | None = None
         self._addresses = [-1] * len(self.params)
         self.adopt()
 
@@ -158,7 +152,7 @@ class Block:
         for i, (slot, param) in enumerate(zip(self.plan.slots, self.params, strict=True)):
             spec = slot.spec
             same = param.data_ptr() == self._addresses[i]
-            turned = self.flat is not None and param.stride() != spec.stride
+            turned = param.stride() != spec.stride
             if same and not turned and param.shape == spec.shape and param.dtype == spec.dtype:
                 continue
             spec.check(param)
@@ -167,40 +161,24 @@ class Block:
                 # A copy first where it lies on its own place in other strides.
                 view.copy_(param.detach().clone() if same else param.detach())
                 param.data = view
+            elif turned:
+                param.data = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device).copy_(param)
             self._addresses[i] = param.data_ptr()
 
-    @property
-    def own(self) -> list[Tensor]:
-        """The parameters' values: one flat tensor, or one a parameter."""
-        return [self.flat] if self.flat is not None else [param.detach() for param in self.params]
+    def flat_values(self, *, by_parameter: bool) -> list[Tensor]:
+        """The parameters' values as 1-D tensors, in the order of their memory: one of all where they lie in one block and
+        ``by_parameter`` does not forbid it, else one a parameter."""
+        if self.flat is None:
+            return [p.detach().as_strided((p.numel(),), (1,), p.storage_offset()) for p in self.params]
+        if not by_parameter:
+            return [self.flat]
+        return [self.flat[slot.offset : slot.offset + slot.spec.numel] for slot in self.plan.slots]
 
-    @property
-    def sent(self) -> list[Tensor]:
-        return self._items(self.envelopes[0])
-
-    @property
-    def others(self) -> list[Tensor]:
-        return self._items(self.envelopes[1])
-
-    @property
-    def envelopes(self) -> tuple[Envelope, Envelope]:
-        """What is sent and what is received."""
-        if self._envelopes is None:
-            plan = self.plan
-            self._envelopes = (
-                Envelope(plan.numel, plan.dtype, plan.device),
-                Envelope(plan.numel, plan.dtype, plan.device),
-            )
-        return self._envelopes
-
-    def views(self, envelope: Envelope) -> list[Tensor]:
-        """One view of the envelope's payload a parameter, in the parameter's shape and strides."""
-        return [slot.view(envelope.payload) for slot in self.plan.slots]
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """One view of ``flat`` (1-D, laid out as this block) a parameter, in the parameter's shape and strides."""
+        return [slot.view(flat) for slot in self.plan.slots]
 
     def written(self) -> None:
         """Tells autograd that the parameters were written to, so that its own check for stale saved tensors works."""
         if self.flat is not None:
             torch.autograd.graph.increment_version(self.params)
-
-    def _items(self, envelope: Envelope) -> list[Tensor]:
-        return [envelope.payload] if self.flat is not None else self.views(envelope)

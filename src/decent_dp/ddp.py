@@ -16,7 +16,7 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from decent_dp.bucket import MIB, plan_buckets
+from decent_dp.bucket import MIB, choose_sizes, plan_buckets
 from decent_dp.errors import OutOfStepError, PeerTimeoutError
 from decent_dp.replica import consensus
 from decent_dp.replica.agree import agree, agree_on_signature, model_signature, share
@@ -34,6 +34,7 @@ from decent_dp.replica.settings import (
 from decent_dp.replica.states import check_optim_state, collect_optim_state, load_optim_state
 from decent_dp.topo import Topology, make_topology
 from decent_dp.transport import Transport, connect
+from decent_dp.wire import WIRES, check_wire
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -85,6 +86,8 @@ class DecentralizedDataParallel(nn.Module):
         bucket_size_in_mb: upper size of a bucket, in MiB.
         _local_world_size: workers a node; None for the launcher's ``LOCAL_WORLD_SIZE``, else 1.
         overlap: exchange during the next forward and backward. False: step, exchange and mix before the backward returns.
+        wire: what is sent of a parameter: 'float32' (lossless: its own dtype), 'bfloat16', or 'int8' (a byte, relative to
+            the distance between replicas). A change of the mean over workers by rounding is ruled out on edges of two.
         process_group: whose workers mix; None for the default group. Ranks of a topology are ranks in it.
         transport: how bytes move, for workers that are no processes (``InProcessTransport``); None for torch.distributed.
 
@@ -110,6 +113,7 @@ class DecentralizedDataParallel(nn.Module):
         _local_world_size: int | None = None,
         *,
         overlap: bool = True,
+        wire: str = "float32",
         process_group: ProcessGroup | None = None,
         transport: Transport | None = None,
         **unknown: Any,
@@ -127,7 +131,9 @@ class DecentralizedDataParallel(nn.Module):
             if lr_scheduler_fn is not None:
                 check_callable("lr_scheduler_fn", lr_scheduler_fn, "an optimizer that returns a scheduler")
             scaled = check_scaler(scaler) is not None
-            settings = Settings(grad_clip_norm, bucket_size_in_mb, bool(overlap), bool(sync_buffer_in_global_avg), scaled)
+            check_wire(wire, [(name, p.dtype) for name, p in model.named_parameters() if p.requires_grad])
+            buffers = bool(sync_buffer_in_global_avg)
+            settings = Settings(grad_clip_norm, bucket_size_in_mb, bool(overlap), buffers, scaled, wire)
             made = make_topology(
                 topology,
                 local_world_size=local_world_size(_local_world_size),
@@ -497,13 +503,15 @@ class DecentralizedDataParallel(nn.Module):
     def _make_buckets(self, order: Sequence[int]) -> list[Bucket]:
         """The first update: all workers lay out the same buckets, in worker 0's order of gradients."""
         guard, control, rank = self._guard, self._transport.control, self._transport.rank
+        wire = WIRES[self._settings.wire]
         first: list[int] = share(control, rank, list(order) if rank == 0 else None)
         order = [*first, *(i for i in range(len(guard.params)) if i not in set(first))]
 
         def make() -> list[Bucket]:
-            plans = plan_buckets(guard.specs, order, self._settings.bucket_size_in_mb * MIB)
+            first, limit = choose_sizes(guard.specs, self._settings.bucket_size_in_mb * MIB)
+            plans = plan_buckets(guard.specs, order, limit, first)
             buckets = [
-                make_bucket(i, plan, guard.params, self._optim_fn, self._lr_scheduler_fn, as_view=self._as_view)
+                make_bucket(i, plan, guard.params, wire, self._optim_fn, self._lr_scheduler_fn, as_view=self._as_view)
                 for i, plan in enumerate(plans)
             ]
             if self._unapplied_optim_state is not None:

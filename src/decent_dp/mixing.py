@@ -5,9 +5,10 @@ put there. An edge with self-weight ``w`` and adaptive factor ``γ`` moves the r
 
     x  <-  x + γ · (1 - w) · (r - q)
 
-which is ``x + γ · Σ_j w_ij (q_j - q_i)`` with ``w_ij = (1 - w)/(m - 1)`` for the other ``m - 1`` members. Only differences
-of what was sent are added. So the mean over workers stays whatever the wire's precision, a replica keeps its own detail,
-and an edit of ``x`` made while the exchange was under way survives.
+which is ``x + γ · Σ_j w_ij (q_j - q_i)`` with ``w_ij = (1 - w)/(m - 1)`` for the other ``m - 1`` members. With the mean of all
+``m`` in the place of ``r`` it is the same with ``m/(m - 1)`` times the difference. Only differences of what was sent are
+added. So the mean over workers stays whatever the wire's precision, a replica keeps its own detail, and an edit of ``x`` made
+while the exchange was under way survives.
 """
 
 from __future__ import annotations
@@ -24,40 +25,38 @@ __all__ = ["Gossip", "MixRule"]
 class MixRule(ABC):
     """What to propose to the neighbours, and what to make of what came.
 
-    The tensors come as lists that agree item by item in shape, dtype and device. How a bucket is cut into items (one flat
-    tensor, or one a parameter) does not change the numbers.
+    The tensors come as lists that agree item by item in shape and device. How a bucket is cut into items does not change the
+    numbers.
     """
 
     @abstractmethod
-    def propose(self, own: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
-        """Writes into ``sent`` what goes on the wire for the replica ``own``."""
+    def propose(self, own: Sequence[Tensor]) -> Sequence[Tensor]:
+        """What goes on the wire for the replica ``own``; may be ``own`` itself. It is read until the exchange is finished."""
 
     @abstractmethod
-    def mix(self, own: Sequence[Tensor], sent: Sequence[Tensor], others: Sequence[Tensor], pull: float) -> None:
+    def mix(self, own: Sequence[Tensor], differences: Sequence[Tensor], pull: float) -> None:
         """Updates ``own`` in place.
 
         Args:
             own: the replica as it is now.
-            sent: what this replica had put on the wire.
-            others: the mean of what the other members had put there; used as scratch.
-            pull: ``γ · (1 - w)``, in [0, 1].
+            differences: ``r - q``, of the same dtype or a wider one; used as scratch.
+            pull: ``γ · (1 - w)``, in [0, 1] (times ``m/(m - 1)`` where ``r`` is the mean of all ``m`` members).
         """
 
 
 class Gossip(MixRule):
     """Plain gossip: proposes the parameters and moves towards the neighbours' by their difference."""
 
-    def propose(self, own: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
-        torch._foreach_copy_(list(sent), list(own))
+    def propose(self, own: Sequence[Tensor]) -> Sequence[Tensor]:
+        return own
 
-    def mix(self, own: Sequence[Tensor], sent: Sequence[Tensor], others: Sequence[Tensor], pull: float) -> None:
+    def mix(self, own: Sequence[Tensor], differences: Sequence[Tensor], pull: float) -> None:
         # A pull of zero must not turn a neighbour's infinity into NaN (0 · inf).
         if pull == 0.0:
             return
-        difference = list(others)
-        torch._foreach_sub_(difference, list(sent))
+        moves = list(differences)
         # Scaled in a pass of its own: an add with alpha is fused in vectors and not in their tails, so that numbers would
         # depend on where a tensor is cut.
         if pull != 1.0:
-            torch._foreach_mul_(difference, pull)
-        torch._foreach_add_(list(own), difference)
+            torch._foreach_mul_(moves, pull)
+        torch._foreach_add_(list(own), moves)

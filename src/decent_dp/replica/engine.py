@@ -6,6 +6,7 @@ finish), and so that a round can go by without a step.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -16,11 +17,13 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.profiler import record_function
 
 from decent_dp.bucket import Block, BucketPlan
 from decent_dp.mixing import Gossip, MixRule
 from decent_dp.topo import Edge, Topology
-from decent_dp.transport import Handle, Label, Transport
+from decent_dp.transport import Handle, Label, Parcel, Transport
+from decent_dp.wire import Item, Wire
 
 __all__ = ["LR_SCHEDULER_FN_TYPE", "OPTIM_FN_TYPE", "Bucket", "Engine", "make_bucket"]
 
@@ -37,23 +40,48 @@ class _UnderWay:
 
 
 class Bucket:
-    """A block of parameters with its optimizer and, maybe, an exchange under way."""
+    """A block of parameters with its wire, its optimizer and, maybe, an exchange under way."""
 
-    def __init__(self, index: int, block: Block, optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
+    def __init__(self, index: int, block: Block, wire: type[Wire], optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
         self.index = index
         self.block = block
         self.optimizer = optimizer
         self.scheduler = scheduler
+        slots, plan = block.plan.slots, block.plan
+        if wire.by_parameter or block.flat is None:
+            items = [Item(slot.index, slot.spec.numel) for slot in slots]
+        else:
+            items = [Item(slots[0].index, plan.numel)]
+        self.wire = wire(items, plan.dtype, plan.device)
+        # Made at the first exchange: a worker that never has one (n = 1) pays nothing.
+        self._messages: tuple[Tensor, Tensor] | None = None
+        # What this worker has told the members of its next edge.
+        self.announced: bytes | None = None
         self.under_way: _UnderWay | None = None
         # Parameters (by id) whose part of the difference under way belongs to values that are gone.
         self.disowned: set[int] = set()
         self.pre_average_hook: Callable[[Edge, float], object] | None = getattr(optimizer, "pre_average_hook", None)
+
+    @property
+    def values(self) -> list[Tensor]:
+        """The parameters' values as the wire's items."""
+        return self.block.flat_values(by_parameter=self.wire.by_parameter)
+
+    @property
+    def messages(self) -> tuple[Tensor, Tensor]:
+        """What is sent and what is received."""
+        if self._messages is None:
+            device, nbytes = self.block.plan.device, self.wire.nbytes
+            sent, received = (torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+            self._messages = sent, received
+        return self._messages
 
 
 def make_bucket(
     index: int,
     plan: BucketPlan,
     params: Sequence[Parameter],
+    wire: type[Wire],
     optim_fn: OPTIM_FN_TYPE,
     lr_scheduler_fn: LR_SCHEDULER_FN_TYPE | None,
     *,
@@ -69,7 +97,8 @@ def make_bucket(
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optim_fn must return a torch.optim.Optimizer, got {optimizer!r}. Is a `return` missing in it?")
     _check_taken(optimizer, block)
-    return Bucket(index, block, optimizer, None if lr_scheduler_fn is None else _make_scheduler(lr_scheduler_fn, optimizer))
+    scheduler = None if lr_scheduler_fn is None else _make_scheduler(lr_scheduler_fn, optimizer)
+    return Bucket(index, block, wire, optimizer, scheduler)
 
 
 def _check_taken(optimizer: Optimizer, block: Block) -> None:
@@ -112,7 +141,9 @@ class Engine:
         round: of the update that is under way or comes next; counts updates, also those that a scaler skipped.
         steps: optimizer steps taken.
         factor: the adaptive factor γ.
+        exchanges: finished, of single buckets.
         bytes_sent: put on the wire by this worker for exchanges.
+        waited: seconds that the training thread has waited for exchanges.
     """
 
     def __init__(self, transport: Transport, topology: Topology) -> None:
@@ -123,7 +154,9 @@ class Engine:
         self.round = 0
         self.steps = 0
         self.factor = 1.0
+        self.exchanges = 0
         self.bytes_sent = 0
+        self.waited = 0.0
 
     def disown(self, params: Iterable[Parameter] | None = None) -> None:
         """The values of ``params`` (None: of all) were replaced: the difference under way is not added to the new ones."""
@@ -139,14 +172,20 @@ class Engine:
         under_way, bucket.under_way = bucket.under_way, None
         if under_way is None:
             return
-        under_way.handle.wait()
+        before = time.perf_counter()
+        with record_function("decent_dp.wait"):
+            under_way.handle.wait()
+        self.waited += time.perf_counter() - before
+        self.exchanges += 1
         disowned, bucket.disowned = bucket.disowned, set()
         if len(disowned) < len(bucket.block.params):
-            self._mix(bucket, under_way.edge, disowned)
+            with record_function("decent_dp.mix"):
+                self._mix(bucket, under_way.edge, disowned)
 
     def step(self, bucket: Bucket) -> None:
         """The optimizer's step and the scheduler's; parameters without a gradient stay as they are."""
-        bucket.optimizer.step()
+        with record_function("decent_dp.step"):
+            bucket.optimizer.step()
         self.pass_step(bucket)
 
     def pass_step(self, bucket: Bucket) -> None:
@@ -157,14 +196,30 @@ class Engine:
     @torch.no_grad()
     def start(self, bucket: Bucket) -> None:
         """Puts the parameters on the wire for the current round."""
-        edge = self._topology.get_edge(self.round)
+        edge, label = self._topology.get_edge(self.round), Label(self.round, bucket.index)
+        announced = self._announce(bucket, edge, label) if bucket.wire.announces else b""
         if len(edge.ranks) == 1:
             return
-        self._rule.propose(bucket.block.own, bucket.block.sent)
-        sent, received = bucket.block.envelopes
-        handle = self._transport.exchange.start(edge, sent, received, Label(self.round, bucket.index))
+        sent, received = bucket.messages
+        values = self._rule.propose(bucket.values)
+        parcel = Parcel(bucket.wire, values, sent, received, announced, self._transport.rank, label)
+        handle = self._transport.exchange.start(edge, parcel)
         self.bytes_sent += handle.bytes_sent
         bucket.under_way = _UnderWay(edge, handle)
+
+    def _announce(self, bucket: Bucket, edge: Edge, label: Label) -> bytes:
+        """Tells the next edge what it must know, and returns what this one was told."""
+        exchange, values = self._transport.exchange, bucket.values
+        now = bucket.announced
+        if now is None:  # the first round: told just in time
+            now = bucket.wire.announcement(values)
+            if len(edge.ranks) > 1:
+                exchange.announce(edge, label, now)
+        bucket.announced = bucket.wire.announcement(values)
+        coming = self._topology.get_edge(self.round + 1)
+        if len(coming.ranks) > 1:
+            exchange.announce(coming, Label(self.round + 1, bucket.index), bucket.announced)
+        return now
 
     def wait_all(self) -> None:
         """Finishes what is on the wire and drops it."""
@@ -179,22 +234,39 @@ class Engine:
             raise errors[0]
 
     def _mix(self, bucket: Bucket, edge: Edge, disowned: set[int]) -> None:
-        block = bucket.block
-        sent, received = block.envelopes
-        if disowned:
-            for param, mine, theirs in zip(block.params, block.views(sent), block.views(received), strict=True):
-                if id(param) in disowned:
-                    theirs.copy_(mine)  # no difference: the new value stays
+        size, pull = len(edge.ranks), self.factor * (1.0 - edge.weight)
+        # Of a group the mean of all has come: the mean of the others is as much further away.
+        scale = 1.0 if size == 2 else size / (size - 1)
+        kept = [(param, param.detach().clone()) for param in bucket.block.params if id(param) in disowned]
+        values, wire = bucket.values, bucket.wire
         if bucket.pre_average_hook is not None:
-            self._call_hook(bucket, edge)
-        self._rule.mix(block.own, block.sent, block.others, self.factor * (1.0 - edge.weight))
-        block.written()
+            self._mix_with_hook(bucket, edge, scale)
+        else:
+            for run, difference, unit in wire.differences(*bucket.messages):
+                self._rule.mix([values[run.item][run.start : run.stop]], [difference], pull * scale * unit)
+        for param, value in kept:
+            param.copy_(value)
+        bucket.block.written()
 
-    def _call_hook(self, bucket: Bucket, edge: Edge) -> None:
-        """Lets the optimizer see, and change, the weighted sum over the others before it is mixed in."""
+    def _mix_with_hook(self, bucket: Bucket, edge: Edge, scale: float) -> None:
+        """As ``_mix``, and lets the optimizer see, and change, the weighted sum over the others before it is mixed in."""
         assert bucket.pre_average_hook is not None
-        others, pull = bucket.block.envelopes[1], 1.0 - edge.weight
-        others.payload.mul_(pull)
+        plan, values, pull = bucket.block.plan, bucket.values, 1.0 - edge.weight
+        others = torch.empty(plan.numel, dtype=plan.dtype, device=plan.device)
+        own = torch.empty_like(others)
+        firsts = [0]
+        for item in bucket.wire.items:
+            firsts.append(firsts[-1] + item.numel)
+
+        def place(flat: Tensor, item: int, start: int, stop: int) -> Tensor:
+            return flat[firsts[item] + start : firsts[item] + stop]
+
+        for run, proposal in bucket.wire.proposals(values, bucket.messages[0]):
+            for flat in (own, others):
+                place(flat, run.item, run.start, run.stop).copy_(proposal)
+        for run, difference, unit in bucket.wire.differences(*bucket.messages):
+            place(others, run.item, run.start, run.stop).add_(difference, alpha=scale * unit)
+        others.mul_(pull)
         params: list[Any] = list(bucket.block.params)
         try:
             for param, view in zip(params, bucket.block.views(others), strict=True):
@@ -204,4 +276,7 @@ class Engine:
             for param in params:
                 del param.comm_buffer
         if pull:
-            others.payload.div_(pull)
+            others.div_(pull)
+        for number, value in enumerate(values):
+            difference = place(others, number, 0, len(value)) - place(own, number, 0, len(value))
+            self._rule.mix([value], [difference], self.factor * pull)

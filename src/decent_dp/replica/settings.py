@@ -46,13 +46,14 @@ class Settings:
     overlap: bool
     sync_buffer_in_global_avg: bool
     scaled: bool
+    wire: str
 
     def __post_init__(self) -> None:
         _check_number("grad_clip_norm", self.grad_clip_norm, "0.0 (no clipping) or a positive norm", least=0.0)
         _check_number("bucket_size_in_mb", self.bucket_size_in_mb, "a positive number of MiB", above=0.0)
 
     def signature(self) -> dict[str, Any]:
-        return {k: v if isinstance(v, bool) else float(v) for k, v in asdict(self).items()}
+        return {k: v if isinstance(v, (bool, str)) else float(v) for k, v in asdict(self).items()}
 
 
 def _check_number(name: str, value: Any, want: str, least: float = -math.inf, above: float = -math.inf) -> None:

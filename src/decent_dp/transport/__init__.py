@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from decent_dp.transport.base import Control, Exchange, Handle, Label, Transport
+from decent_dp.transport.base import Control, Exchange, Handle, Label, Parcel, Transport
 from decent_dp.transport.inprocess import InProcessTransport, LocalHub, run_replicas
 from decent_dp.transport.process_group import ProcessGroupTransport, connect
 
@@ -13,6 +13,7 @@ __all__ = [
     "InProcessTransport",
     "Label",
     "LocalHub",
+    "Parcel",
     "ProcessGroupTransport",
     "Transport",
     "connect",

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from decent_dp.bucket import Envelope
 from decent_dp.topo import Edge
+from decent_dp.wire import Moment, Wire
 
-__all__ = ["Control", "Exchange", "Handle", "Label", "Later", "Transport"]
+__all__ = ["Control", "Exchange", "Handle", "Label", "Later", "Parcel", "Transport"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,38 @@ class Label:
 
     def __str__(self) -> str:
         return f"round {self.round}, bucket {self.bucket}"
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """One bucket's part in an exchange.
+
+    Attributes:
+        wire: how values become bytes.
+        values: what is coded, as the wire's items; not changed until the exchange has been waited for.
+        sent, received: messages, ``wire.nbytes`` long, where the bucket is.
+        announced: what this worker had announced for it (``Wire.announcement``).
+        rank, label: whose it is, and of which exchange.
+    """
+
+    wire: Wire
+    values: Sequence[Tensor]
+    sent: Tensor
+    received: Tensor
+    announced: bytes
+    rank: int
+    label: Label
+
+    def encode(self, heard: Sequence[bytes]) -> Iterator[int]:
+        """Writes ``sent`` front to back, given the others' announcements; yields how many bytes of it are final."""
+        with torch.no_grad():
+            moment = Moment(self.label.round, self.rank)
+            yield from self.wire.encode(self.values, self.sent, moment, [self.announced, *heard])
+
+    def combine(self, piece: int, messages: Sequence[Tensor], sizes: Sequence[int], out: Tensor, part: int) -> None:
+        """The mean of some workers' messages, for one piece: of all (``part`` 0), or of a part of them (from 1)."""
+        with torch.no_grad():
+            self.wire.combine(self.wire.pieces[piece], messages, sizes, out, Moment(self.label.round, -1 - part))
 
 
 class Handle(ABC):
@@ -60,12 +93,17 @@ class Exchange(ABC):
     """Moves messages along the edges of a topology, beside the computation."""
 
     @abstractmethod
-    def start(self, edge: Edge, sent: Envelope, received: Envelope, label: Label) -> Handle:
+    def announce(self, edge: Edge, label: Label, text: bytes) -> None:
+        """Tells the others of ``edge`` what they must know before they can code for the exchange ``label``."""
+
+    @abstractmethod
+    def start(self, edge: Edge, parcel: Parcel) -> Handle:
         """Begins the exchange of this worker with the others of ``edge`` (at least two ranks).
 
-        After the handle's ``wait``, ``received.payload`` holds the mean of the *other* members' ``sent.payload``, and
-        ``sent`` may be written again. Until then both belong to the transport. Every member starts its exchanges in the
-        same order of (round, bucket), with payloads of one length and dtype.
+        The parcel is encoded as soon as all announcements for it are there; at once for a wire that has none. After the
+        handle's ``wait``, ``received`` holds the other's message on an edge of two, and that of the mean of *all* members
+        on a larger one. Until then ``sent`` and ``received`` belong to the transport. Every member starts its exchanges in
+        the same order of (round, bucket), with messages of one length.
         """
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -35,16 +36,18 @@ class Rendezvous:
         store: the process group's store, under a prefix of this wrapper's own.
         rank, world_size: in the process group.
         timeout: the process group's.
-        loopback: all workers share one network stack, so that nothing needs to listen beyond it.
         nccl: the process group moves CUDA tensors by NCCL.
+        node_of: the name of each worker's network stack; workers of one name share a loopback interface.
+        token: known to these workers alone.
     """
 
     store: Store
     rank: int
     world_size: int
     timeout: timedelta
-    loopback: bool
     nccl: bool
+    node_of: tuple[str, ...]
+    token: bytes
 
     @classmethod
     def meet(cls, process_group: dist.ProcessGroup | None) -> Rendezvous:
@@ -52,17 +55,23 @@ class Rendezvous:
         group = process_group if process_group is not None else dist.group.WORLD
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         cards: list[Any] = [None] * world_size
-        dist.all_gather_object(cards, (uuid.uuid4().hex, _network_stack()), group=group)
-        stacks = {stack for _, stack in cards}
+        dist.all_gather_object(cards, (uuid.uuid4().hex, secrets.token_hex(16), _network_stack()), group=group)
         store = PrefixStore(f"decent_dp/{cards[0][0]}", _get_default_store())
         return cls(
             store,
             rank,
             world_size,
             _timeout_of(group),
-            loopback=len(stacks) == 1 and None not in stacks,
             nccl="nccl" in str(dist.get_backend(group)),
+            # Who cannot tell where it is shares its stack with nobody.
+            node_of=tuple(stack or f"worker {i}" for i, (_, _, stack) in enumerate(cards)),
+            token=bytes.fromhex(cards[0][1]),
         )
+
+    @property
+    def near(self) -> frozenset[int]:
+        """The other workers on this one's network stack."""
+        return frozenset(i for i, name in enumerate(self.node_of) if name == self.node_of[self.rank] and i != self.rank)
 
     def gloo(self, name: str, ranks: Sequence[int]) -> Communicator:
         """A gloo communicator of ``ranks``; called by its members alone."""
@@ -85,7 +94,7 @@ class Rendezvous:
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
         if interface:
             return dist.ProcessGroupGloo.create_device(interface=interface)
-        if self.loopback:
+        if len(self.near) == self.world_size - 1:  # nothing needs to listen beyond it
             return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
         return dist.ProcessGroupGloo.create_default_device()
 

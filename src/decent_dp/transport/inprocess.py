@@ -10,10 +10,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from decent_dp.bucket import Envelope
 from decent_dp.errors import PeerLostError, PeerTimeoutError, WireError
 from decent_dp.topo import Edge
-from decent_dp.transport.base import Control, Exchange, Handle, Label, Later, Transport
+from decent_dp.transport.base import Control, Exchange, Handle, Label, Later, Parcel, Transport
 
 __all__ = ["InProcessTransport", "LocalHub", "run_replicas"]
 
@@ -117,23 +116,38 @@ class _LocalExchange(Exchange):
     def __init__(self, rank: int, hub: LocalHub) -> None:
         self._rank, self._hub = rank, hub
 
-    def start(self, edge: Edge, sent: Envelope, received: Envelope, label: Label) -> Handle:
+    def announce(self, edge: Edge, label: Label, text: bytes) -> None:
+        self._hub.bring(("note", tuple(sorted(edge.ranks)), label), self._rank, text)
+
+    def start(self, edge: Edge, parcel: Parcel) -> Handle:
+        ranks, label = tuple(sorted(edge.ranks)), parcel.label
+        heard: list[bytes] = []
+        if parcel.wire.announces:
+            heard = list(self._hub.meet(("note", ranks, label), edge.ranks, str(label)).values())
+        for _ in parcel.encode(heard):
+            pass
         # A copy, as a wire would make it: the sender may write to its side while a slower member still reads.
-        key = ("exchange", tuple(sorted(edge.ranks)), label)
-        self._hub.bring(key, self._rank, sent.payload.clone())
+        key = ("exchange", ranks, label)
+        self._hub.bring(key, self._rank, parcel.sent.clone())
 
         def finish() -> None:
             found = self._hub.meet(key, edge.ranks, str(label))
-            theirs = [found[rank] for rank in sorted(found) if rank != self._rank]
-            if any(other.shape != received.payload.shape for other in theirs):
-                raise WireError(f"{label}: payloads of {sorted(o.numel() for o in theirs)} elements met")
-            if len(theirs) == 1:
-                received.payload.copy_(theirs[0])
+            if any(other.shape != parcel.received.shape for other in found.values()):
+                raise WireError(f"{label}: messages of {sorted({len(other) for other in found.values()})} bytes met")
+            if len(ranks) == 2:
+                parcel.received.copy_(next(found[rank] for rank in ranks if rank != self._rank))
             else:
-                total = torch.stack(theirs).to(_sum_dtype(received.payload.dtype)).sum(0)
-                received.payload.copy_(total.div_(len(theirs)))
+                self._combine(parcel, ranks, found)
 
-        return Later(finish, sent.payload.nbytes * (len(edge.ranks) - 1))
+        return Later(finish, parcel.wire.nbytes * (len(ranks) - 1))
+
+    def _combine(self, parcel: Parcel, ranks: tuple[int, ...], found: dict[int, Tensor]) -> None:
+        """As the roots of the trees would, if all workers were on one node."""
+        for number, piece in enumerate(parcel.wire.pieces):
+            root = ranks[number % len(ranks)]
+            there = slice(piece.start, piece.stop)
+            messages = [found[rank][there] for rank in (root, *(rank for rank in ranks if rank != root))]
+            parcel.combine(number, messages, [1] * len(ranks), parcel.received[there], 0)
 
 
 class _LocalControl(Control):

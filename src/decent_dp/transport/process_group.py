@@ -10,14 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from decent_dp.bucket import Envelope
 from decent_dp.topo import Edge
-from decent_dp.transport.base import Control, Exchange, Handle, Label, Later, Transport
+from decent_dp.transport.addresses import dial, listen
+from decent_dp.transport.base import Control, Exchange, Handle, Label, Later, Parcel, Transport
 from decent_dp.transport.communicators import Communicator, Notes, Rendezvous, peer_error
-from decent_dp.transport.group import Groups, NcclGroups
 from decent_dp.transport.inprocess import InProcessTransport
-from decent_dp.transport.pairwise import NcclPairs, Pairs, StagedPairs
+from decent_dp.transport.linked import LinkedExchange
+from decent_dp.transport.links import Links
+from decent_dp.transport.nccl import NcclGroups, NcclPairs
 from decent_dp.transport.waiter import Waiter
+from decent_dp.wire import Lossless
 
 __all__ = ["ProcessGroupTransport", "connect"]
 
@@ -44,8 +46,8 @@ def connect(process_group: dist.ProcessGroup | None) -> Transport:
 class ProcessGroupTransport(Transport):
     """Workers that are processes.
 
-    One gloo communicator of all workers serves the collectives and every pair; where the process group has NCCL, a second
-    one serves pairs of GPUs. A group of more than two has one of its own, made when it is first used.
+    A gloo communicator of all workers serves the collectives; exchanges have connections of their own, or go over NCCL
+    where the process group has it and the wire can.
 
     Args:
         process_group: whose workers, backend and timeout; None for the default group. All its workers call this together.
@@ -56,15 +58,16 @@ class ProcessGroupTransport(Transport):
         super().__init__(meeting.rank, meeting.world_size)
         self._meeting = meeting
         self._notes = Notes(meeting.store, meeting.rank)
-        self._waiter = Waiter("decent_dp-groups")
+        self._waiter = Waiter("decent_dp-staging")
         self._communicators: dict[str, Communicator] = {}
         ranks = range(meeting.world_size)
         everybody = self._made("all", ranks, lambda: meeting.gloo("all", ranks))
         self._control = _GlooControl(everybody, self._explain_all)
+        self._links = Links(meeting.rank, meeting.near, listen(meeting), lambda peer: dial(meeting, peer), meeting.token)
+        self._linked = LinkedExchange(
+            self._links, meeting.rank, meeting.node_of, self._waiter, meeting.timeout.total_seconds(), self._explain
+        )
         self._exchange = _ByEdge(self)
-        self._pairs = Pairs(everybody, meeting.rank, self._explain)
-        self._staged = StagedPairs(self._pairs, meeting.rank, self._waiter, self._explain)
-        self._groups = Groups(meeting.rank, self._gloo_group, self._waiter, self._explain)
 
     @property
     def exchange(self) -> Exchange:
@@ -77,30 +80,30 @@ class ProcessGroupTransport(Transport):
         return self._control
 
     def prepare(self, edges: list[Edge]) -> None:
-        if self._meeting.nccl:
-            return  # a communicator that is never used would still hold GPU memory: made at first use
-        for edge in edges:
-            if len(edge.ranks) > 2:
-                self._gloo_group(tuple(sorted(edge.ranks)))
+        for t, edge in enumerate(edges):
+            self._linked.connect(edge, Label(t, 0))
 
     def report(self, cause: str) -> None:
         self._notes.write(cause)
 
     def close(self) -> None:
         self._waiter.close()
+        self._links.close()
         self._communicators.clear()
-        # With the last reference the connections go.
-        for name in ("_control", "_pairs", "_staged"):
-            self.__dict__.pop(name, None)
+        # With the last reference the communicator goes.
+        self.__dict__.pop("_control", None)
 
-    def choose(self, edge: Edge, sent: Envelope) -> Exchange:
-        """Who moves this message: by the size of its edge and by where the tensors are."""
-        on_gpu = sent.raw.is_cuda
-        if len(edge.ranks) > 2:
-            return self._nccl_groups() if on_gpu and self._meeting.nccl else self._groups
-        if on_gpu and self._meeting.nccl:
+    def choose(self, edge: Edge, parcel: Parcel) -> Exchange:
+        """Who moves this parcel: by where it is, its wire and the size of its edge."""
+        lossless = isinstance(parcel.wire, Lossless)
+        if not (self._meeting.nccl and parcel.sent.is_cuda and lossless):
+            return self._linked
+        if len(edge.ranks) == 2:
             return self._nccl_pairs()
-        return self._pairs if sent.raw.device.type == "cpu" else self._staged
+        return self._nccl_groups() if parcel.wire.name == Lossless.name else self._linked
+
+    def announce(self, edge: Edge, label: Label, text: bytes) -> None:
+        self._linked.announce(edge, label, text)
 
     def _nccl_pairs(self) -> Exchange:
         everybody = range(self._meeting.world_size)
@@ -109,10 +112,6 @@ class ProcessGroupTransport(Transport):
 
     def _nccl_groups(self) -> Exchange:
         return NcclGroups(self.rank, self._nccl_group, self._explain)
-
-    def _gloo_group(self, ranks: tuple[int, ...]) -> Communicator:
-        name = f"group/{ranks}"
-        return self._made(name, ranks, lambda: self._meeting.gloo(name, ranks))
 
     def _nccl_group(self, ranks: tuple[int, ...]) -> Communicator:
         name = f"nccl/{ranks}"
@@ -140,8 +139,11 @@ class _ByEdge(Exchange):
     def __init__(self, transport: ProcessGroupTransport) -> None:
         self._transport = transport
 
-    def start(self, edge: Edge, sent: Envelope, received: Envelope, label: Label) -> Handle:
-        return self._transport.choose(edge, sent).start(edge, sent, received, label)
+    def announce(self, edge: Edge, label: Label, text: bytes) -> None:
+        self._transport.announce(edge, label, text)
+
+    def start(self, edge: Edge, parcel: Parcel) -> Handle:
+        return self._transport.choose(edge, parcel).start(edge, parcel)
 
 
 class _GlooControl(Control):

@@ -1,0 +1,322 @@
+"""Exchanges over links: pairs swap their messages, groups take the mean piece by piece."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decent_dp.errors import WireError
+from decent_dp.topo import Edge
+from decent_dp.transport.base import Exchange, Handle, Label, Parcel
+from decent_dp.transport.links import Links, Receiving, Sending
+from decent_dp.transport.tree import find_place, group_by_node
+from decent_dp.transport.waiter import Waiter
+
+__all__ = ["Explain", "LinkedExchange"]
+
+# Turns a broken connection, or a timeout, into an error that names the peer.
+Explain = Callable[[RuntimeError, list[int], Label], RuntimeError]
+
+# Slots of an exchange's messages: a pair's only one, and those of a group, which are numbered by the piece.
+_WHOLE, _NOTE, _FIRST = 0, 1, 2
+
+# Bytes that are coded between two looks of the links' thread.
+_STRIDE = 2**18
+
+
+class _Delivery(Handle):
+    """All messages of one exchange. Counted down in the links' thread."""
+
+    def __init__(self, parcel: Parcel, timeout: float, explain: Explain) -> None:
+        self._label, self._timeout, self._explain = parcel.label, timeout, explain
+        self._event = threading.Event()
+        self._open: Counter[int] = Counter()
+        self._error: BaseException | None = None
+        self._error_peer = -1
+        self._moved = 0
+        # Given by staged exchanges: brings what came to where it belongs.
+        self.land: Callable[[], None] = lambda: None
+
+    def expect(self, peer: int) -> None:
+        self._open[peer] += 1
+
+    def arrive(self, peer: int) -> None:
+        self._moved += 1
+        self._open[peer] -= 1
+        if not any(self._open.values()):
+            self._event.set()
+
+    def fail(self, peer: int, error: BaseException) -> None:
+        if self._error is None:
+            self._error, self._error_peer = error, peer
+        self._event.set()
+
+    def wait(self) -> None:
+        moved = -1
+        while not self._event.wait(self._timeout):
+            if self._moved == moved:
+                late = sorted(peer for peer, count in self._open.items() if count > 0)
+                raise self._explain(RuntimeError("timed out"), late, self._label)
+            moved = self._moved
+        error = self._error
+        if isinstance(error, (ConnectionError, OSError)):
+            raise self._explain(RuntimeError(str(error)), [self._error_peer], self._label) from error
+        if isinstance(error, WireError):
+            raise WireError(str(error)) from error
+        if error is not None:
+            raise RuntimeError(f"{self._label}: the exchange failed: {error}") from error
+        self.land()
+
+
+class LinkedExchange(Exchange):
+    """Pairs and groups over the connections of this worker.
+
+    Args:
+        links: the connections.
+        rank: this worker's.
+        node_of: the name of each worker's node.
+        waiter: waits for GPUs.
+        timeout: seconds without any progress after which a wait fails.
+    """
+
+    def __init__(
+        self, links: Links, rank: int, node_of: Sequence[str], waiter: Waiter, timeout: float, explain: Explain
+    ) -> None:
+        self._links, self._rank, self._node_of = links, rank, node_of
+        self._waiter, self._timeout, self._explain = waiter, timeout, explain
+
+    def connect(self, edge: Edge, label: Label) -> list[int]:
+        """Makes sure that there are connections to the other members; returns them."""
+        others = sorted(rank for rank in edge.ranks if rank != self._rank)
+        for peer in others:
+            try:
+                self._links.connect(peer)
+            except (OSError, RuntimeError) as error:
+                raise self._explain(RuntimeError(str(error)), [peer], label) from error
+        return others
+
+    def announce(self, edge: Edge, label: Label, text: bytes) -> None:
+        for peer in self.connect(edge, label):
+            self._links.note(peer, (label.round, label.bucket, _NOTE), text)
+
+    def start(self, edge: Edge, parcel: Parcel) -> Handle:
+        others = self.connect(edge, parcel.label)
+        delivery = _Delivery(parcel, self._timeout, self._explain)
+        on_host = parcel if parcel.sent.device.type == "cpu" else _stage(parcel, delivery)
+        travel: _Pair | _Group
+        if len(others) == 1:
+            travel = _Pair(self._links, on_host, delivery, others[0])
+        else:
+            nodes = group_by_node(edge.ranks, self._node_of)
+            travel = _Group(self._links, on_host, delivery, nodes, self._rank)
+        delivery.bytes_sent = travel.bytes_sent
+
+        def encode(heard: list[bytes]) -> None:
+            try:
+                last = 0
+                for ready in parcel.encode(heard):
+                    if on_host is parcel and ready - last >= _STRIDE:
+                        travel.encoded(ready)
+                        last = ready
+                if on_host is parcel:
+                    travel.encoded(parcel.wire.nbytes)
+                else:
+                    self._copy_to_host(parcel, on_host, travel.encoded, delivery)
+            except Exception as error:
+                delivery.fail(-1, error)  # raised by the wait, as this may run in the links' thread
+
+        if parcel.wire.announces:
+            label = parcel.label
+            self._links.listen(others, (label.round, label.bucket, _NOTE), encode)
+        else:
+            encode([])
+        return delivery
+
+    def _copy_to_host(self, parcel: Parcel, on_host: Parcel, encoded: Callable[[int], None], delivery: _Delivery) -> None:
+        ready = written(parcel.sent)
+
+        def copy() -> None:
+            try:
+                ready()
+                on_host.sent.copy_(parcel.sent)
+                encoded(parcel.wire.nbytes)
+            except Exception as error:
+                delivery.fail(-1, error)
+
+        self._waiter.submit(copy)
+
+
+def _stage(parcel: Parcel, delivery: _Delivery) -> Parcel:
+    """The same parcel with messages on the CPU, for tensors that sockets cannot read."""
+    pin = parcel.sent.is_cuda
+    sent, received = (torch.empty(parcel.wire.nbytes, dtype=torch.uint8, device="cpu", pin_memory=pin) for _ in range(2))
+
+    def land() -> None:
+        parcel.received.copy_(received, non_blocking=pin)
+
+    delivery.land = land
+    return _OnHost(parcel.wire, parcel.values, sent, received, parcel.announced, parcel.rank, parcel.label)
+
+
+class _OnHost(Parcel):
+    def combine(self, piece: int, messages: Sequence[Tensor], sizes: Sequence[int], out: Tensor, part: int) -> None:
+        device = self.wire.device
+        result = torch.empty(out.shape, dtype=torch.uint8, device=device)
+        super().combine(piece, [message.to(device) for message in messages], sizes, result, part)
+        out.copy_(result)
+
+
+class _Pair:
+    """Each gets the other's message."""
+
+    def __init__(self, links: Links, parcel: Parcel, delivery: _Delivery, peer: int) -> None:
+        self._links = links
+        key = (parcel.label.round, parcel.label.bucket, _WHOLE)
+        self.bytes_sent = parcel.wire.nbytes
+        delivery.expect(peer)
+        delivery.expect(peer)
+
+        def arrive() -> None:
+            delivery.arrive(peer)
+
+        def fail(error: BaseException) -> None:
+            delivery.fail(peer, error)
+
+        received, self._sending = parcel.received, Sending(peer, key, _bytes(parcel.sent), arrive, fail)
+        links.receive(Receiving(peer, key, parcel.wire.nbytes, lambda: _bytes(received), arrive, fail))
+        links.send(self._sending)
+
+    def encoded(self, ready: int) -> None:
+        self._links.advance(self._sending, ready)
+
+
+class _Group:
+    """All get the message of the mean. What is done with a piece is done in the links' thread."""
+
+    def __init__(self, links: Links, parcel: Parcel, delivery: _Delivery, nodes: list[list[int]], rank: int) -> None:
+        self._branches = [_Branch(links, parcel, delivery, nodes, rank, piece) for piece in range(len(parcel.wire.pieces))]
+        self._links, self._parcel, self._done = links, parcel, 0
+        self.bytes_sent = sum(branch.bytes_sent for branch in self._branches)
+        # One more than the pieces' messages, until all of this worker's own are coded.
+        delivery.expect(rank)
+        self._arrive: Callable[[], None] = lambda: delivery.arrive(rank)
+        for branch in self._branches:
+            links.call(branch.begin)
+
+    def encoded(self, ready: int) -> None:
+        self._links.call(lambda: self._go_on(ready))
+
+    def _go_on(self, ready: int) -> None:
+        while self._done < len(self._branches) and self._parcel.wire.pieces[self._done].stop <= ready:
+            self._branches[self._done].own_ready()
+            self._done += 1
+        if ready >= self._parcel.wire.nbytes:
+            self._arrive()
+
+
+class _Branch:
+    """This worker's part in the tree of one piece."""
+
+    def __init__(
+        self, links: Links, parcel: Parcel, delivery: _Delivery, nodes: list[list[int]], rank: int, number: int
+    ) -> None:
+        self._links, self._parcel, self._delivery, self._number = links, parcel, delivery, number
+        piece = parcel.wire.pieces[number]
+        self._range, self._size = slice(piece.start, piece.stop), piece.stop - piece.start
+        self._place = find_place(nodes, number, rank)
+        self._up = (parcel.label.round, parcel.label.bucket, _FIRST + 2 * number)
+        self._down = (parcel.label.round, parcel.label.bucket, _FIRST + 2 * number + 1)
+        self._sums: dict[int, Tensor] = {}
+        # What is still needed before the sum can be made: the children's, and this worker's own.
+        self._missing = len(self._place.children) + 1
+        self.bytes_sent = self._size * (len(self._place.children) + (self._place.parent is not None))
+        for peer in self._messages():
+            delivery.expect(peer)
+
+    def _messages(self) -> Iterator[int]:
+        """Whom messages come from or go to, one entry each."""
+        for peer, _ in self._place.children:
+            yield peer
+            yield peer
+        if self._place.parent is not None:
+            yield self._place.parent
+            yield self._place.parent
+
+    def begin(self) -> None:
+        for child, _ in self._place.children:
+            self._receive(child, self._up, lambda child=child: self._room(child), self._ready)  # type: ignore[misc]
+        if self._place.parent is not None:
+            self._receive(self._place.parent, self._down, lambda: self._parcel.received[self._range], self._spread)
+
+    def own_ready(self) -> None:
+        self._ready()
+
+    def _room(self, child: int) -> Tensor:
+        self._sums[child] = torch.empty(self._size, dtype=torch.uint8, device="cpu")
+        return self._sums[child]
+
+    def _ready(self) -> None:
+        self._missing -= 1
+        if self._missing:
+            return
+        parent, own = self._place.parent, self._parcel.sent[self._range]
+        if parent is None:
+            self._combine(own, self._parcel.received[self._range])
+            self._spread()
+        elif self._place.children:
+            total = torch.empty(self._size, dtype=torch.uint8, device="cpu")
+            self._combine(own, total)
+            self._send(parent, self._up, total)
+        else:
+            self._send(parent, self._up, own)
+
+    def _combine(self, own: Tensor, out: Tensor) -> None:
+        children = self._place.children
+        messages = [own, *(self._sums[child] for child, _ in children)]
+        self._parcel.combine(self._number, messages, [1, *(size for _, size in children)], out, self._place.part)
+        self._sums.clear()
+
+    def _spread(self) -> None:
+        for child, _ in self._place.children:
+            self._send(child, self._down, self._parcel.received[self._range])
+
+    def _receive(self, peer: int, key: tuple[int, int, int], into: Callable[[], Tensor], then: Callable[[], None]) -> None:
+        def done() -> None:
+            self._guarded(peer, then)
+
+        self._links.receive(Receiving(peer, key, self._size, lambda: _bytes(into()), done, self._failed(peer)))
+
+    def _send(self, peer: int, key: tuple[int, int, int], data: Tensor) -> None:
+        done = lambda: self._delivery.arrive(peer)  # noqa: E731
+        self._links.send(Sending(peer, key, _bytes(data), done, self._failed(peer), ready=self._size))
+
+    def _guarded(self, peer: int, then: Callable[[], None]) -> None:
+        """An error of ours must not end the links' thread."""
+        try:
+            then()
+        except Exception as error:
+            self._delivery.fail(peer, error)
+        self._delivery.arrive(peer)
+
+    def _failed(self, peer: int) -> Callable[[BaseException], None]:
+        return lambda error: self._delivery.fail(peer, error)
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    array: Any = tensor.numpy()
+    return memoryview(array)
+
+
+def written(tensor: Tensor) -> Callable[[], None]:
+    """A call that blocks until what is queued on the current stream has been written to ``tensor``."""
+    if not tensor.is_cuda:
+        return lambda: None
+    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(tensor.device))
+    wait: Callable[[], None] = event.synchronize
+    return wait

@@ -1,0 +1,540 @@
+"""Connections to other workers, and the thread that moves messages over them.
+
+What a link carries first decides when a bucket can be mixed. So messages are not handed to the kernel at once but in frames,
+in the order in which they are needed:
+
+- A sender writes frames of one message at a time, that of the earliest exchange first.
+- A receiver asks for bytes before they are sent (a grant), for the earliest exchange first, and never for more than a window
+  ahead. So a worker that is ahead does not fill its peer's link with its next round.
+- The kernel holds little that is not on the wire yet, so that grants and the next message's frames do not wait behind it.
+
+Links inside a node and links between nodes do not share a wire: each kind has its own order and window.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from decent_dp.errors import WireError
+from decent_dp.transport.connection import (
+    DATA,
+    GRANT,
+    HEADER,
+    HELLO,
+    NOTE,
+    VERSION,
+    Connection,
+    Key,
+    Lane,
+    Receiving,
+    Sending,
+)
+
+__all__ = ["Key", "Links", "Receiving", "Sending"]
+
+# Bytes of a frame: small enough for a grant not to wait long behind one on a slow link, large enough to be worth a call.
+_FRAME = 2**17
+# Bytes asked for and not there yet: more than a link holds in the time in which a grant takes effect, and little beside a
+# round.
+_WINDOW = 2**20
+# Bytes that the kernel holds of a connection and has not sent.
+_UNSENT = 2**17
+# Bytes read from one connection before the others get their turn.
+_TURN = 2**21
+# Seconds that leaving may take until all that was sent has reached the others.
+_LINGER = 10.0
+
+
+class Links:
+    """This worker's connections.
+
+    Args:
+        rank: this worker's.
+        near: the workers that share this one's network stack.
+        listener: where others connect; given with its hello (see ``hello``).
+        dial: connects to a worker of lower rank, blocking, and returns a stream socket.
+        token: what a hello must carry, so that nobody else is taken for a worker.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        near: frozenset[int],
+        listeners: list[socket.socket],
+        dial: Callable[[int], socket.socket],
+        token: bytes,
+    ) -> None:
+        self._rank, self._near, self._dial, self._token = rank, near, dial, token
+        self._listeners = listeners
+        self._lanes = {True: Lane(), False: Lane()}
+        self._connections: dict[int, Connection] = {}
+        self._dialled: set[int] = set()
+        self._order = itertools.count()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._notes: dict[tuple[int, Key], bytes] = {}
+        self._awaited: dict[tuple[int, Key], Callable[[], None]] = {}
+        self._notes_lock = threading.Lock()
+        self._selector = selectors.DefaultSelector()
+        self._bell, self._ring = socket.socketpair()
+        self._bell.setblocking(False)
+        self._ring.setblocking(False)
+        self._rung = False
+        self._closing: float | None = None
+        self._broken: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="decent_dp-links", daemon=True)
+        self._thread.start()
+
+    # -- called by others ---------------------------------------------------------------------------------------------
+
+    def connect(self, peer: int) -> None:
+        """Makes sure that there will be a connection: the worker of higher rank makes it.
+
+        Raises:
+            OSError, RuntimeError: the peer cannot be reached.
+        """
+        if peer < self._rank and peer not in self._dialled:
+            stream = self._dial(peer)
+            stream.sendall(HEADER.pack(HELLO, VERSION, len(self._token), self._rank, 0, 0, 0, 0) + self._token)
+            self._dialled.add(peer)
+            self.call(lambda: self._attach(peer, stream))
+
+    def send(self, sending: Sending) -> None:
+        self.call(lambda: self._add_sending(sending))
+
+    def advance(self, sending: Sending, ready: int) -> None:
+        """The first ``ready`` bytes of a message are final."""
+        sending.ready = ready
+        self.call(lambda: self._offer(sending))
+
+    def receive(self, receiving: Receiving) -> None:
+        self.call(lambda: self._add_receiving(receiving))
+
+    def note(self, peer: int, key: Key, text: bytes) -> None:
+        """Sends a few bytes without being asked. Lost without a word if the peer is gone."""
+        frame = HEADER.pack(NOTE, VERSION, len(text), *key, 0, len(text)) + text
+        self.call(lambda: self._connection(peer).control.append(frame))
+
+    def listen(self, peers: list[int], key: Key, then: Callable[[list[bytes]], None]) -> None:
+        """Calls ``then`` with the notes of ``peers``: at once if all are there, else in the links' thread."""
+        waiting: set[int] = set()
+
+        def arrived() -> None:  # called with the lock held by whoever brings the last one
+            if not any((peer, key) not in self._notes for peer in peers):
+                found.append([self._notes.pop((peer, key)) for peer in peers])
+
+        found: list[list[bytes]] = []
+        with self._notes_lock:
+            arrived()
+            if not found:
+                waiting.update(peer for peer in peers if (peer, key) not in self._notes)
+
+                def later() -> None:
+                    arrived()
+                    if found:
+                        self._commands.append(lambda: then(found[0]))
+
+                for peer in waiting:
+                    self._awaited[peer, key] = later
+        if found:
+            then(found[0])
+
+    def call(self, command: Callable[[], None]) -> None:
+        """Has the links' thread do something.
+
+        Raises:
+            RuntimeError: it has ended.
+        """
+        if not self._thread.is_alive():
+            raise RuntimeError("the transport was closed") from self._broken
+        self._commands.append(command)
+        if not self._rung and threading.current_thread() is not self._thread:
+            self._rung = True
+            with contextlib.suppress(BlockingIOError, OSError):
+                self._ring.send(b"!")
+
+    def close(self) -> None:
+        """Ends the thread once everything that was sent has arrived, or cannot any more."""
+        if self._closing is None:
+            self._closing = time.monotonic() + _LINGER
+            if self._thread.is_alive():
+                self.call(lambda: None)
+            self._thread.join(_LINGER + 1)
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._selector.register(self._bell, selectors.EVENT_READ, None)
+            for listener in self._listeners:
+                self._selector.register(listener, selectors.EVENT_READ, listener)
+            while self._closing is None or not self._drained():
+                self._turn()
+        except BaseException as error:
+            self._broken = error
+            for connection in list(self._connections.values()):
+                self._fail(connection, error)
+        finally:
+            self._tear_down()
+
+    def _turn(self) -> None:
+        for key, events in self._selector.select(None if self._closing is None else 0.01):
+            if key.fileobj is self._bell:
+                with contextlib.suppress(BlockingIOError):
+                    self._bell.recv(4096)
+                self._rung = False  # after it is read: who rings in between has its command done below
+            elif isinstance(key.data, Connection):
+                if events & selectors.EVENT_READ:
+                    self._read(key.data)
+                if events & selectors.EVENT_WRITE and key.data.socket is not None:
+                    self._write(key.data)
+            elif key.data in self._listeners:
+                self._accept(key.data)
+            else:
+                self._greet(key.data, key.fileobj)  # type: ignore[arg-type]
+        while True:
+            while self._commands:
+                self._commands.popleft()()
+            for lane in self._lanes.values():
+                self._ask(lane)
+            self._write_all()
+            if not self._commands:  # what was written may have been waited for
+                return
+
+    def _connection(self, peer: int) -> Connection:
+        if peer not in self._connections:
+            self._connections[peer] = Connection(peer, self._lanes[peer in self._near])
+        return self._connections[peer]
+
+    def _accept(self, listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            stream, _ = listener.accept()
+            stream.setblocking(False)
+            self._selector.register(stream, selectors.EVENT_READ, bytearray())
+
+    def _greet(self, seen: bytearray, stream: socket.socket) -> None:
+        """Reads a newcomer's hello; who has none, or a wrong one, is no worker of ours."""
+        wanted = HEADER.size + len(self._token)
+        try:
+            part = stream.recv(wanted - len(seen))
+        except BlockingIOError:
+            return
+        except OSError:
+            part = b""
+        seen += part
+        if part and len(seen) < wanted:
+            return
+        self._selector.unregister(stream)
+        kind, version, _, peer, *_ = HEADER.unpack(seen[: HEADER.size]) if len(seen) == wanted else (0,) * 8
+        if (kind, version) != (HELLO, VERSION) or seen[HEADER.size :] != self._token:
+            stream.close()
+            return
+        self._attach(peer, stream)
+
+    def _attach(self, peer: int, stream: socket.socket) -> None:
+        connection = self._connection(peer)
+        stream.setblocking(False)
+        if stream.family != getattr(socket, "AF_UNIX", None):
+            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with contextlib.suppress(OSError, AttributeError):
+                stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT)
+        connection.socket = stream
+        self._selector.register(stream, selectors.EVENT_READ, connection)
+
+    # -- asking -------------------------------------------------------------------------------------------------------
+
+    def _add_receiving(self, receiving: Receiving) -> None:
+        connection = self._connection(receiving.peer)
+        if receiving.size == 0:
+            receiving.done()
+        elif connection.lost is not None:
+            receiving.failed(ConnectionError(connection.lost))
+        else:
+            connection.receivings[receiving.key] = receiving
+            connection.lane.due.append(receiving)
+
+    def _ask(self, lane: Lane) -> None:
+        while lane.due:
+            receiving = lane.due[0]
+            left, room = receiving.size - receiving.granted, _WINDOW - lane.outstanding
+            if room < min(left, _WINDOW // 4):
+                return
+            amount = min(left, room)
+            receiving.granted += amount
+            lane.outstanding += amount
+            if receiving.memory is None:
+                receiving.memory = receiving.into()
+            frame = HEADER.pack(GRANT, VERSION, 0, *receiving.key, receiving.granted, receiving.size)
+            self._connection(receiving.peer).control.append(frame)
+            if receiving.granted == receiving.size:
+                lane.due.popleft()
+
+    def _granted(self, connection: Connection, key: Key, upto: int, size: int) -> None:
+        sending = connection.sendings.get(key)
+        if sending is None:
+            connection.early_grants[key] = (upto, size)
+            return
+        self._check_size(connection.peer, key, size, len(sending.data))
+        sending.granted = upto
+        self._offer(sending)
+
+    # -- sending ------------------------------------------------------------------------------------------------------
+
+    def _add_sending(self, sending: Sending) -> None:
+        connection = self._connection(sending.peer)
+        if len(sending.data) == 0:
+            sending.done()
+        elif connection.lost is not None:
+            sending.failed(ConnectionError(connection.lost))
+        else:
+            sending.order = next(self._order)
+            connection.sendings[sending.key] = sending
+            if sending.key in connection.early_grants:
+                try:
+                    self._granted(connection, sending.key, *connection.early_grants.pop(sending.key))
+                except WireError as error:
+                    self._fail(connection, error)
+
+    def _offer(self, sending: Sending) -> None:
+        """Queues a message of which there is something to send."""
+        if sending.sendable and sending.order >= 0 and not sending.queued:
+            sending.queued = True
+            heapq.heappush(self._connection(sending.peer).lane.heap, (sending.order, sending))
+
+    def _write_all(self) -> None:
+        for lane in self._lanes.values():
+            while (connection := self._next_of(lane)) is not None and self._write(connection):
+                pass
+        for connection in list(self._connections.values()):
+            if connection.socket is not None and (connection.out or connection.control) and not connection.writing:
+                self._write(connection)
+
+    def _next_of(self, lane: Lane) -> Connection | None:
+        """The connection whose turn it is to send data."""
+        if lane.busy is not None:
+            return lane.busy
+        while lane.heap:
+            sending = lane.heap[0][1]
+            connection = self._connections[sending.peer]
+            if sending.sendable and connection.lost is None and not connection.mute:
+                return connection if connection.socket is not None else None
+            heapq.heappop(lane.heap)
+            sending.queued = False
+        return None
+
+    def _write(self, connection: Connection) -> bool:
+        """Writes what may go to a peer now; False when the kernel takes no more."""
+        assert connection.socket is not None
+        while connection.out or self._take_frame(connection):
+            try:
+                count = connection.socket.sendmsg(connection.out)
+            except BlockingIOError:
+                self._watch_writing(connection, True)
+                return False
+            except OSError:
+                self._mute(connection)
+                return True
+            while connection.out and count >= len(connection.out[0]):
+                count -= len(connection.out.pop(0))
+            if connection.out:
+                connection.out[0] = connection.out[0][count:]
+            else:
+                self._frame_written(connection)
+        self._watch_writing(connection, False)
+        return True
+
+    def _mute(self, connection: Connection) -> None:
+        """Writing has failed. What the peer sent before it went is still to be read, and reading finds its end."""
+        self._watch_writing(connection, False)
+        connection.mute = True
+        connection.out, connection.current = [], None
+        connection.control.clear()
+        if connection.lane.busy is connection:
+            connection.lane.busy = None
+
+    def _take_frame(self, connection: Connection) -> bool:
+        if connection.mute:
+            connection.control.clear()
+            return False
+        if connection.control:
+            # All that wait go in one call.
+            connection.out = [memoryview(b"".join(connection.control))]
+            connection.control.clear()
+            return True
+        lane = connection.lane
+        if self._next_of(lane) is not connection or lane.busy is not None:
+            return False
+        sending = lane.heap[0][1]
+        stop = min(sending.ready, sending.granted, sending.written + _FRAME)
+        header = HEADER.pack(DATA, VERSION, stop - sending.written, *sending.key, sending.written, len(sending.data))
+        connection.out = [memoryview(header), sending.data[sending.written : stop]]
+        connection.current = (sending, stop)
+        lane.busy = connection
+        return True
+
+    def _frame_written(self, connection: Connection) -> None:
+        if connection.current is None:
+            return
+        (sending, stop), connection.current = connection.current, None
+        connection.lane.busy = None
+        sending.written = stop
+        if stop == len(sending.data):
+            del connection.sendings[sending.key]
+            sending.done()
+
+    def _watch_writing(self, connection: Connection, writing: bool) -> None:
+        if writing != connection.writing and connection.socket is not None:
+            connection.writing = writing
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if writing else 0)
+            self._selector.modify(connection.socket, events, connection)
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def _read(self, connection: Connection) -> None:
+        taken = 0
+        try:
+            while taken < _TURN and connection.socket is not None:
+                if connection.body is None:
+                    count = connection.socket.recv_into(memoryview(connection.header)[connection.have :])
+                else:
+                    count = connection.socket.recv_into(connection.body[connection.filled :])
+                if count == 0:
+                    self._lose(connection, "closed by the peer")
+                    return
+                taken += count
+                self._took(connection, count)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._lose(connection, str(error))
+        except WireError as error:
+            self._fail(connection, error)
+
+    def _took(self, connection: Connection, count: int) -> None:
+        if connection.body is None:
+            connection.have += count
+            if connection.have < HEADER.size:
+                return
+            connection.have = 0
+            self._open_frame(connection)
+        else:
+            connection.filled += count
+        if connection.body is not None and connection.filled == len(connection.body):
+            self._close_frame(connection)
+
+    def _open_frame(self, connection: Connection) -> None:
+        kind, version, length, round_, bucket, slot, offset, size = HEADER.unpack(connection.header)
+        key = (round_, bucket, slot)
+        if version != VERSION or kind not in (DATA, GRANT, NOTE):
+            raise WireError(
+                f"worker {connection.peer} sent a frame of kind {kind}, version {version}, where version {VERSION} was due. "
+                "Start all workers from one installation."
+            )
+        if kind == GRANT:
+            self._granted(connection, key, offset, size)
+            return
+        connection.frame, connection.filled = (kind, key, offset, length), 0
+        if kind == NOTE:
+            connection.body = memoryview(bytearray(length))
+            return
+        receiving = connection.receivings.get(key)
+        if receiving is None or receiving.memory is None or offset != receiving.received or offset + length > receiving.granted:
+            raise WireError(
+                f"worker {connection.peer} sent bytes {offset} to {offset + length} of round {round_}, bucket {bucket} (slot "
+                f"{slot}), which were not due. The workers have got out of step; start them together from one installation."
+            )
+        self._check_size(connection.peer, key, size, receiving.size)
+        connection.body = receiving.memory[offset : offset + length]
+
+    def _close_frame(self, connection: Connection) -> None:
+        assert connection.frame is not None
+        assert connection.body is not None
+        (kind, key, _, length), body = connection.frame, connection.body
+        connection.frame = connection.body = None
+        if kind == NOTE:
+            with self._notes_lock:
+                self._notes[connection.peer, key] = bytes(body)
+                awaited = self._awaited.pop((connection.peer, key), None)
+                if awaited is not None:
+                    awaited()
+            return
+        receiving = connection.receivings[key]
+        receiving.received += length
+        connection.lane.outstanding -= length
+        if receiving.received == receiving.size:
+            del connection.receivings[key]
+            receiving.done()
+
+    def _check_size(self, peer: int, key: Key, theirs: int, ours: int) -> None:
+        if theirs != ours:
+            raise WireError(
+                f"round {key[0]}, bucket {key[1]}: worker {peer} has a message of {theirs} bytes where worker {self._rank} has "
+                f"one of {ours}. The workers run different versions or have got out of step; start them together from one "
+                "installation."
+            )
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def _lose(self, connection: Connection, reason: str) -> None:
+        connection.lost = reason
+        self._fail(connection, ConnectionError(reason))
+
+    def _fail(self, connection: Connection, error: BaseException) -> None:
+        """A connection is of no use any more: tells everybody who waits for it."""
+        connection.lost = connection.lost or str(error)
+        if connection.socket is not None:
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(connection.socket)
+            connection.socket.close()
+            connection.socket = None
+        lane = connection.lane
+        if lane.busy is connection:
+            lane.busy = None
+        connection.current, connection.out = None, []
+        connection.control.clear()
+        for receiving in list(connection.receivings.values()):
+            lane.outstanding -= receiving.granted - receiving.received
+            with contextlib.suppress(ValueError):
+                lane.due.remove(receiving)
+            receiving.failed(error)
+        for sending in list(connection.sendings.values()):
+            sending.failed(error)
+        connection.receivings.clear()
+        connection.sendings.clear()
+
+    def _drained(self) -> bool:
+        """All that was to be sent has reached the others' kernels. (To close a connection earlier could break it off.)"""
+        assert self._closing is not None
+        if time.monotonic() > self._closing:
+            return True
+        living = [c for c in self._connections.values() if c.socket is not None]
+        return not self._commands and not any(c.out or c.control or _unacknowledged(c.socket) for c in living)
+
+    def _tear_down(self) -> None:
+        for connection in self._connections.values():
+            self._fail(connection, ConnectionError("the transport was closed"))
+        for key in list(self._selector.get_map().values()):
+            with contextlib.suppress(OSError, AttributeError):
+                key.fileobj.close()  # type: ignore[union-attr]
+        self._selector.close()
+        self._ring.close()
+
+
+def _unacknowledged(stream: socket.socket | None) -> int:
+    """Bytes that were written to ``stream`` and have not arrived; 0 where the system does not tell."""
+    try:
+        import fcntl
+        import termios
+
+        answer = fcntl.ioctl(stream.fileno(), termios.TIOCOUTQ, bytes(4))  # type: ignore[union-attr]
+        return int.from_bytes(answer, sys.byteorder)
+    except (ImportError, AttributeError, OSError):
+        return 0

@@ -1,0 +1,81 @@
+"""Edges of workers with a GPU each, over NCCL.
+
+Everything is launched from the training thread, in the order in which exchanges start, which is the same on all workers:
+NCCL pairs calls by their order alone. Nothing is read back on the CPU, so messages are not labelled. Only wires without
+announcements come here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from decent_dp.topo import Edge
+from decent_dp.transport.base import Exchange, Handle, Label, Later, Parcel
+from decent_dp.transport.communicators import Communicator
+from decent_dp.transport.linked import Explain
+
+__all__ = ["NcclGroups", "NcclPairs"]
+
+
+class NcclPairs(Exchange):
+    """Pairs: both directions as one grouped call."""
+
+    def __init__(self, communicator: Communicator, rank: int, explain: Explain) -> None:
+        self._communicator, self._rank, self._explain = communicator, rank, explain
+
+    def announce(self, edge: Edge, label: Label, text: bytes) -> None:
+        return  # wires with announcements do not come here
+
+    def start(self, edge: Edge, parcel: Parcel) -> Handle:
+        peer = next(rank for rank in edge.ranks if rank != self._rank)
+        for _ in parcel.encode([]):
+            pass
+        try:
+            self._communicator._start_coalescing()
+            self._communicator.send([parcel.sent], peer, 0)
+            self._communicator.recv([parcel.received], peer, 0)
+            work = self._communicator._end_coalescing()
+        except RuntimeError as error:
+            raise self._explain(error, [peer], parcel.label) from error
+        return Later(lambda: _wait(work, self._explain, [peer], parcel.label), parcel.wire.nbytes)
+
+
+class NcclGroups(Exchange):
+    """Groups, for lossless wires of one dtype: an all-reduce in float32 at least."""
+
+    def __init__(self, rank: int, connect: Callable[[tuple[int, ...]], Communicator], explain: Explain) -> None:
+        self._rank, self._connect, self._explain = rank, connect, explain
+
+    def announce(self, edge: Edge, label: Label, text: bytes) -> None:
+        return  # wires with announcements do not come here
+
+    def start(self, edge: Edge, parcel: Parcel) -> Handle:
+        ranks = tuple(sorted(edge.ranks))
+        others = [rank for rank in ranks if rank != self._rank]
+        communicator = self._connect(ranks)
+        for _ in parcel.encode([]):
+            pass
+        dtype, compute = parcel.wire.dtype, parcel.wire.compute
+        received = parcel.received.view(dtype)
+        total = received.copy_(parcel.sent.view(dtype)) if dtype == compute else parcel.sent.view(dtype).to(compute)
+        try:
+            work = communicator.allreduce([total])
+        except RuntimeError as error:
+            raise self._explain(error, others, parcel.label) from error
+
+        def finish() -> None:
+            _wait(work, self._explain, others, parcel.label)
+            total.div_(len(ranks))
+            if total is not received:
+                received.copy_(total)
+
+        # What a ring moves out of every worker: 2 (m - 1)/m of the payload, as it is summed.
+        return Later(finish, 2 * (len(ranks) - 1) * total.nbytes // len(ranks))
+
+
+def _wait(work: Any, explain: Explain, ranks: list[int], label: Label) -> None:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise explain(error, ranks, label) from error

@@ -1,0 +1,43 @@
+"""What goes on the wire: lossless, bfloat16, int8.
+
+A wire codes the values of a bucket into a message and says, from two messages alone, how far apart the two replicas are.
+Only such differences are mixed in (``decent_dp.mixing``), and both ends find the same with opposite signs, so the mean over
+workers stays whatever the rounding.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+import torch
+
+from decent_dp.wire.base import Item, Moment, Piece, Run, Wire
+from decent_dp.wire.modulo import Int8
+from decent_dp.wire.plain import BFloat16, Lossless
+
+__all__ = ["WIRES", "BFloat16", "Int8", "Item", "Lossless", "Moment", "Piece", "Run", "Wire", "check_wire"]
+
+WIRES: dict[str, type[Wire]] = {wire.name: wire for wire in (Lossless, BFloat16, Int8)}
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_wire(name: object, tensors: Iterable[tuple[str, torch.dtype]]) -> type[Wire]:
+    """The wire called ``name``, for parameters of these names and dtypes.
+
+    Raises:
+        ValueError: there is no such wire.
+        TypeError: a parameter's dtype is nothing that can be mixed.
+    """
+    if not isinstance(name, str) or name not in WIRES:
+        close = difflib.get_close_matches(str(name), WIRES, n=1, cutoff=0.4)
+        hint = f" Did you mean '{close[0]}'?" if close else ""
+        raise ValueError(f"wire must be one of {', '.join(map(repr, WIRES))}, got {name!r}.{hint}")
+    for parameter, dtype in tensors:
+        if dtype not in _FLOATS:
+            raise TypeError(
+                f"wire={name!r} cannot carry parameter '{parameter}' of {dtype}: trained parameters must be real floating "
+                "point (float16, bfloat16, float32 or float64)."
+            )
+    return WIRES[name]

@@ -1,0 +1,179 @@
+"""The seam: how the values of a bucket become bytes, and what two messages say about the difference of two replicas."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+__all__ = ["Item", "Moment", "Piece", "Run", "Wire"]
+
+# Elements that are worked on at once: on a CPU few enough for the temporaries to stay in its cache, on a GPU many enough
+# for a kernel to be worth its launch.
+_RUN_ON_CPU = 2**15
+_RUN_ON_GPU = 2**22
+
+# Pieces start at multiples of this, so that any dtype can be read in them.
+_ALIGNMENT = 8
+
+
+@dataclass(frozen=True)
+class Item:
+    """A flat tensor of a bucket: a parameter, or all of them where they lie one after another.
+
+    Attributes:
+        index: the parameter's number in the model; seeds its rounding. Of no meaning for all of them.
+        numel: its elements.
+    """
+
+    index: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """Elements ``[start, stop)`` of an item, coded together; ``at`` and ``record`` are byte offsets in the message."""
+
+    item: int
+    start: int
+    stop: int
+    at: int
+    record: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes ``[start, stop)`` of a message: runs that can be combined before the rest has come."""
+
+    start: int
+    stop: int
+    runs: tuple[Run, ...]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What a message belongs to; seeds its rounding."""
+
+    round: int
+    rank: int
+
+
+class Wire(ABC):
+    """Codes the values of one bucket. Messages are uint8 tensors of ``nbytes``, on the bucket's device.
+
+    One exchange at a time: ``encode``, maybe ``combine``, then ``differences``.
+
+    Args:
+        items: what the bucket holds.
+        dtype: the items'.
+        device: the items'.
+
+    Attributes:
+        name: what users call it.
+        by_parameter: every parameter has to be an item of its own.
+        announces: both ends must know, a round ahead, what the others expect (``announcement``).
+        nbytes: the length of a message, the same on all workers.
+        pieces: which bytes of it can be combined on their own.
+    """
+
+    name: ClassVar[str]
+    by_parameter: ClassVar[bool] = False
+    announces: ClassVar[bool] = False
+    # Bytes of a record in front of the codes, one a run.
+    _record: ClassVar[int] = 0
+
+    def __init__(self, items: Sequence[Item], dtype: torch.dtype, device: torch.device) -> None:
+        self.items = tuple(items)
+        self.dtype, self.device = dtype, device
+        # Arithmetic of the codec: the items' dtype, but at least float32.
+        self.compute = torch.promote_types(dtype, torch.float32)
+        self.run_elements = _RUN_ON_CPU if device.type == "cpu" or self.by_parameter else _RUN_ON_GPU
+        self.pieces = self._lay_out()
+        self.nbytes = self.pieces[-1].stop if self.pieces else 0
+
+    @property
+    @abstractmethod
+    def _itemsize(self) -> int:
+        """Bytes of a code."""
+
+    @abstractmethod
+    def encode(self, values: Sequence[Tensor], out: Tensor, moment: Moment, heard: Sequence[bytes]) -> Iterator[int]:
+        """Writes a message, front to back.
+
+        Args:
+            values: one flat tensor an item.
+            out: the message, to be written.
+            heard: announcements of all members of the edge, the own one included, where the wire has them.
+
+        Yields:
+            How many bytes of ``out`` are final.
+        """
+
+    @abstractmethod
+    def combine(self, piece: Piece, messages: Sequence[Tensor], sizes: Sequence[int], out: Tensor, moment: Moment) -> None:
+        """The message of a group's mean, for one piece.
+
+        Args:
+            messages: the bytes of ``piece``, as single workers or parts of the group sent them.
+            sizes: how many workers each stands for.
+            out: as long as each of them; may be one of them.
+            moment: the same on whoever combines this piece at this stage, with a negative rank.
+        """
+
+    @abstractmethod
+    def differences(self, sent: Tensor, received: Tensor) -> Iterator[tuple[Run, Tensor, float]]:
+        """What was received minus what was sent, run by run; nothing for a run that cannot be told.
+
+        Yields:
+            The run; a 1-D tensor of the dtype ``compute``, which is good until the next one; and what it is to be
+            multiplied by.
+        """
+
+    @abstractmethod
+    def proposals(self, values: Sequence[Tensor], sent: Tensor) -> Iterator[tuple[Run, Tensor]]:
+        """What ``sent`` stands for, run by run, given the values as they are now."""
+
+    def announcement(self, values: Sequence[Tensor]) -> bytes:
+        """What the members of a coming edge must know; empty where they need nothing."""
+        return b""
+
+    def _codes(self, message: Tensor, run: Run, dtype: torch.dtype, base: int = 0) -> Tensor:
+        """The codes of ``run`` in a message whose first byte is ``base`` of the whole."""
+        start = run.at - base
+        return message[start : start + run.numel * dtype.itemsize].view(dtype)
+
+    def _lay_out(self) -> tuple[Piece, ...]:
+        pieces: list[Piece] = []
+        pending: list[tuple[int, int, int]] = []
+        held = start = 0
+
+        def close() -> None:
+            nonlocal held, start
+            record, at = start, start + self._record * len(pending)
+            runs = []
+            for item, first, last in pending:
+                runs.append(Run(item, first, last, at, record))
+                record, at = record + self._record, at + (last - first) * self._itemsize
+            stop = -(-at // _ALIGNMENT) * _ALIGNMENT
+            pieces.append(Piece(start, stop, tuple(runs)))
+            pending.clear()
+            held, start = 0, stop
+
+        for number, item in enumerate(self.items):
+            for first in range(0, item.numel, self.run_elements):
+                last = min(first + self.run_elements, item.numel)
+                if pending and held + last - first > self.run_elements:
+                    close()
+                pending.append((number, first, last))
+                held += last - first
+        if pending:
+            close()
+        return tuple(pieces)

@@ -1,0 +1,340 @@
+"""One byte a value: what is sent is where a value lies on a lattice, modulo 256 steps.
+
+Replicas are close to each other, and a step that is small beside their distance is very small beside their values. So the
+lattice is made for the distance: with the same step on both ends, ``wrap(code_j - code_i) · step`` is the difference of
+the two rounded values as long as it is less than 128 steps, however large the values are (modulo quantisation, as in
+Moniqua, Lu and De Sa, ICML 2020). Rounding is stochastic, so that it is right in the mean.
+
+The step of a run is a power of two. Both ends must use the same, so a worker announces to the members of its next edge what
+distance it expects there, and the largest counts. It expects what it has seen lately, with a margin, and where it has seen
+nothing, twice the largest value, which is enough for any.
+
+A message has a record a run: two weighted sums of the lattice numbers (integers that a float64 holds exactly, so that both
+ends find the same), one by columns and one by rows, and how far the values that it stands for may lie from it. Wrapped
+differences must add up to the difference of the sums. Where they do not, the distance was more than expected, which both ends
+see alike: the run is not mixed in this round, and the next announcement expects the most.
+
+A run with an infinity or a NaN sends which values are infinite or NaN instead, and its finite values are not mixed.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from decent_dp.wire.base import Item, Moment, Piece, Run, Wire
+
+__all__ = ["Int8"]
+
+# Lattice numbers are below this, so that float32 holds them (and `_MAGIC` finds them), and weighted sums stay below 2^53:
+# 2^21 · 2^17 · 2^15 elements of a run.
+_LARGEST_NUMBER = 2**21
+_WEIGHTS = 2**17
+
+# Runs are summed as a matrix with so many columns. Numbers below `_SMALL` have exact sums of columns and rows in float32.
+_COLUMNS = 256
+_SMALL = 2**16
+
+# 1.5 · 2^23: a float32 of this size has no fraction, so that adding it rounds to the nearest integer, ties to even, and the
+# lowest byte of the sum is that integer modulo 256.
+_MAGIC = 12582912.0
+
+# How much more than what it has seen a worker expects, and how fast it forgets: partners change by the round, and the
+# distance to one that was not met for long is larger than to the others.
+_MARGIN = 2.0
+_MEMORY = 0.8
+
+# Records: two sums and a reach, in float64. In place of the first sum: a run of classes, or of nothing.
+_FIELDS = 3
+_CLASSES, _NOTHING = math.nan, math.inf
+# Classes of values in a run that is not finite; 0 is a finite value.
+_NAN, _INF, _NEGATIVE = 1, 2, 3
+
+_NOISE = 2**16
+
+FloatArray: TypeAlias = npt.NDArray[np.float64]
+
+
+class Int8(Wire):
+    """One byte a value, relative to the distance between replicas; the module's text says how.
+
+    Attributes:
+        rejected: runs whose distance was larger than expected, so far.
+    """
+
+    name = "int8"
+    by_parameter = True
+    announces = True
+    _record = 8 * _FIELDS
+
+    def __init__(self, items: Sequence[Item], dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(items, dtype, device)
+        self._runs = [run for piece in self.pieces for run in piece.runs]
+        # Where the records' fields are, in float64s.
+        self._rows = np.array([[run.record // 8 + i for i in range(_FIELDS)] for run in self._runs], dtype=np.int64)
+        self._rows = self._rows.reshape(-1, _FIELDS)
+        # What distance each run has lately seen; NaN: nothing, so the most is expected.
+        self._seen = np.full(len(self._runs), np.nan)
+        self._largest = np.zeros(len(self._runs))
+        self._steps = np.ones(len(self._runs))
+        self.rejected = 0
+
+    @property
+    def _itemsize(self) -> int:
+        return 1
+
+    # -- the range ----------------------------------------------------------------------------------------------------
+
+    def announcement(self, values: Sequence[Tensor]) -> bytes:
+        """The exponents of the steps that this worker asks for, a signed byte a run."""
+        for i in np.flatnonzero(np.isnan(self._seen) | (self._largest == 0)):
+            run = self._runs[i]
+            self._largest[i] = _largest(values[run.item][run.start : run.stop])
+        expected = np.where(np.isnan(self._seen), 2 * self._largest, _MARGIN * self._seen)
+        # A step below the values' own resolution would leave the numbers that can be summed.
+        step = np.maximum(np.maximum(expected / 127, 4 * self._largest / _LARGEST_NUMBER), 2.0**-126)
+        exponents = np.ceil(np.log2(np.where(np.isfinite(step), step, 1.0)))
+        return bytes(np.clip(exponents, -126, 127).astype(np.int8))
+
+    def _agree(self, heard: Sequence[bytes]) -> None:
+        exponents = np.stack([np.frombuffer(announced, dtype=np.int8) for announced in heard]).max(0)
+        self._steps = np.ldexp(1.0, exponents.astype(np.int32))
+
+    def _saw(self, place: int, steps: float) -> None:
+        """A run has been decoded, and the others were this many steps away."""
+        distance, before = max(steps, 1.0) * self._steps[place], self._seen[place]
+        self._seen[place] = distance if math.isnan(before) else max(distance, _MEMORY * before)
+
+    def _reject(self, place: int) -> None:
+        self.rejected += 1
+        self._seen[place] = math.nan
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    def encode(self, values: Sequence[Tensor], out: Tensor, moment: Moment, heard: Sequence[bytes]) -> Iterator[int]:
+        self._agree(heard)
+        scratch = _Scratch(self)
+        place = 0
+        for piece in self.pieces:
+            for run in piece.runs:
+                value = scratch.as_compute(values[run.item][run.start : run.stop])
+                record, codes = self._record_of(out, run), self._codes(out, run, torch.uint8)
+                numbers = scratch.numbers(value, 1.0 / self._steps[place], self._seed(moment, run), codes)
+                largest = _largest(numbers)
+                if largest < _LARGEST_NUMBER:  # so that NaN is none
+                    self._largest[place] = largest * self._steps[place]
+                    _write(record, [*scratch.sums(numbers, largest), 0.0])
+                elif bool(torch.isfinite(value).all()):
+                    self._largest[place] = _largest(value)
+                    _write(record, [_NOTHING] * _FIELDS)
+                else:
+                    _write(record, [_CLASSES] * _FIELDS)
+                    codes.copy_(_classes(value))
+                place += 1
+            yield piece.stop
+
+    def differences(self, sent: Tensor, received: Tensor) -> Iterator[tuple[Run, Tensor, float]]:
+        scratch = _Scratch(self)
+        ours, theirs = self._read(sent), self._read(received)
+        for place, run in enumerate(self._runs):
+            our_codes, their_codes = (self._codes(message, run, torch.uint8) for message in (sent, received))
+            if np.isnan(ours[place, 0]) or np.isnan(theirs[place, 0]):
+                values = [
+                    _values(codes, self.compute) if np.isnan(record[0]) else torch.zeros(run.numel, dtype=self.compute)
+                    for record, codes in ((theirs[place], their_codes), (ours[place], our_codes))
+                ]
+                yield run, values[0].to(self.device) - values[1].to(self.device), 1.0
+                continue
+            found = scratch.wrapped(ours[place], our_codes, theirs[place], their_codes)
+            if found is None:
+                self._reject(place)
+                continue
+            steps, largest = found
+            self._saw(place, max(theirs[place, 2], largest))
+            yield run, steps, float(self._steps[place])
+
+    def combine(self, piece: Piece, messages: Sequence[Tensor], sizes: Sequence[int], out: Tensor, moment: Moment) -> None:
+        scratch = _Scratch(self)
+        for run in piece.runs:
+            records = [_read(self._record_of(message, run, piece.start)) for message in messages]
+            parts = [self._codes(message, run, torch.uint8, piece.start) for message in messages]
+            record, codes = self._record_of(out, run, piece.start), self._codes(out, run, torch.uint8, piece.start)
+            if any(np.isnan(read[0]) for read in records):
+                flagged = [_values(part, self.compute) for read, part in zip(records, parts, strict=True) if np.isnan(read[0])]
+                codes.copy_(_classes(torch.stack(flagged).sum(0)))
+                _write(record, [_CLASSES] * _FIELDS)
+            elif not self._move(records, parts, sizes, record, codes, scratch, self._seed(moment, run)):
+                _write(record, [_NOTHING] * _FIELDS)
+
+    def _move(
+        self,
+        records: Sequence[FloatArray],
+        parts: Sequence[Tensor],
+        sizes: Sequence[int],
+        record: Tensor,
+        codes: Tensor,
+        scratch: _Scratch,
+        seed: int,
+    ) -> bool:
+        """Writes the mean of some messages as the first one's lattice numbers, moved by a few steps each; False where some
+        of the values that it stands for would be too far from it."""
+        total = torch.zeros(len(codes), dtype=self.compute, device=self.device)
+        reach = float(records[0][2])
+        for theirs, their_codes, size in zip(records[1:], parts[1:], sizes[1:], strict=True):
+            found = scratch.wrapped(records[0], parts[0], theirs, their_codes)
+            if found is None:
+                return False
+            steps, largest = found
+            reach = max(reach, largest + float(theirs[2]))
+            total.add_(steps, alpha=size)
+        moves = torch.empty_like(codes)
+        moved = scratch.numbers(total.div_(sum(sizes)), 1.0, seed, moves)
+        largest = _largest(moved)
+        if not reach + largest <= 127:
+            return False
+        sums = scratch.sums(moved, largest)
+        torch.add(parts[0], moves, out=codes)
+        _write(record, [records[0][0] + sums[0], records[0][1] + sums[1], reach + largest])
+        return True
+
+    def proposals(self, values: Sequence[Tensor], sent: Tensor) -> Iterator[tuple[Run, Tensor]]:
+        records = self._read(sent)
+        for place, run in enumerate(self._runs):
+            value = values[run.item][run.start : run.stop].to(self.compute)
+            if not np.isfinite(records[place, 0]):
+                yield run, value.clone()
+                continue
+            step, code = float(self._steps[place]), self._codes(sent, run, torch.int8).to(self.compute)
+            # Of the lattice numbers with this code, the one that is nearest to the value.
+            yield run, (code + 256 * torch.round((value / step - code) / 256)) * step
+
+    # -- runs ---------------------------------------------------------------------------------------------------------
+
+    def _record_of(self, message: Tensor, run: Run, base: int = 0) -> Tensor:
+        return message[run.record - base : run.record - base + self._record].view(torch.float64)
+
+    def _read(self, message: Tensor) -> FloatArray:
+        """All records of a message, one a row."""
+        array: FloatArray = message.cpu().numpy().view(np.float64)
+        return array[self._rows]
+
+    def _seed(self, moment: Moment, run: Run) -> int:
+        return _hash(moment.round, moment.rank, self.items[run.item].index, run.start) % _NOISE
+
+
+class _Scratch:
+    """Temporaries for one run, on the codec's device."""
+
+    def __init__(self, wire: Int8) -> None:
+        longest = min(wire.run_elements, max((run.numel for run in wire._runs), default=0))
+        size = -(-longest // _COLUMNS) * _COLUMNS
+        self._compute, self._device = wire.compute, wire.device
+        self._numbers = torch.empty(size, dtype=wire.compute, device=wire.device)
+        self._values = torch.empty(longest if wire.dtype != wire.compute else 0, dtype=wire.compute, device=wire.device)
+        self._bytes = torch.empty(longest, dtype=torch.uint8, device=wire.device)
+
+    def as_compute(self, value: Tensor) -> Tensor:
+        return value if value.dtype == self._compute else self._values[: value.numel()].copy_(value)
+
+    def numbers(self, value: Tensor, inverse_step: float, seed: int, codes: Tensor) -> Tensor:
+        """``value / step``, rounded up or down at random so that its mean is right; ``codes`` get their lowest bytes."""
+        size = value.numel()
+        numbers = self._numbers[:size]
+        # The step is a power of two: the product is exact, and one rounding is left, fused or not.
+        torch.add(_noise(self._compute, self._device)[seed : seed + size], value, alpha=inverse_step, out=numbers)
+        if self._compute == torch.float32:
+            numbers.add_(_MAGIC)
+            codes.copy_(numbers.view(torch.int32))
+            return numbers.sub_(_MAGIC)
+        codes.copy_(numbers.round_().nan_to_num(0, 0, 0).to(torch.int64))
+        return numbers
+
+    def sums(self, numbers: Tensor, largest: float) -> tuple[float, float]:
+        """Two weighted sums of integers, by columns and by rows: wrong ones that cancel in both are out of the question."""
+        size = numbers.numel()
+        rows = -(-size // _COLUMNS)
+        whole = self._numbers[: rows * _COLUMNS]
+        whole[size:] = 0
+        matrix = (whole if largest < _SMALL else whole.double()).view(rows, _COLUMNS)
+        weights = _weights()
+        by_column, by_row = (matrix.sum(dim).cpu().numpy().astype(np.float64) for dim in (0, 1))
+        return float(weights[0] @ by_column), float(weights[1, :rows] @ by_row)
+
+    def wrapped(
+        self, ours: FloatArray, our_codes: Tensor, theirs: FloatArray, their_codes: Tensor
+    ) -> tuple[Tensor, float] | None:
+        """Theirs less ours, in steps, and the largest of them; None where that cannot be told. Both ends find the same."""
+        if not (np.isfinite(ours[0]) and np.isfinite(theirs[0])):
+            return None
+        wrapped = self._bytes[: our_codes.numel()]
+        torch.sub(their_codes, our_codes, out=wrapped)
+        steps = self._numbers[: our_codes.numel()].copy_(wrapped.view(torch.int8))
+        largest = _largest(steps)
+        # -128 is the one difference that has the same sign on both ends.
+        if largest >= 128 or self.sums(steps, largest) != (theirs[0] - ours[0], theirs[1] - ours[1]):
+            return None
+        return steps, largest
+
+
+@functools.cache
+def _weights() -> FloatArray:
+    """Of the columns, and of the rows."""
+    return np.random.default_rng(20200713).integers(1, _WEIGHTS, (2, _COLUMNS)).astype(np.float64)
+
+
+@functools.cache
+def _noise(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Every multiple of 2^-16 in [-1/2, 1/2) once, in random order, and the beginning again for runs that start late.
+
+    A run reads it from a place that is drawn anew in every round: each of its values then meets each of these with the
+    same probability, so that the rounding is right in the mean.
+    """
+    drawn = (np.random.default_rng(20240607).permutation(_NOISE) + 0.5) / _NOISE - 0.5
+    return torch.from_numpy(np.concatenate([drawn, drawn[: 2**15]])).to(device=device, dtype=dtype)
+
+
+def _hash(*numbers: int) -> int:
+    """Mixes integers (the finaliser of SplitMix64, Steele et al. 2014, after each)."""
+    state = 0
+    for number in numbers:
+        state = (state + number + 0x9E3779B97F4A7C15) % 2**64
+        state = ((state ^ state >> 30) * 0xBF58476D1CE4E5B9) % 2**64
+        state = ((state ^ state >> 27) * 0x94D049BB133111EB) % 2**64
+        state ^= state >> 31
+    return state
+
+
+def _largest(value: Tensor) -> float:
+    if not value.numel():
+        return 0.0
+    low, high = torch.aminmax(value)
+    return max(-float(low), float(high))
+
+
+def _write(record: Tensor, fields: Sequence[float]) -> None:
+    record.copy_(torch.tensor(fields, dtype=torch.float64))
+
+
+def _read(record: Tensor) -> FloatArray:
+    fields: FloatArray = record.cpu().numpy().copy()
+    return fields
+
+
+def _classes(value: Tensor) -> Tensor:
+    classes = torch.zeros(value.shape, dtype=torch.uint8, device=value.device)
+    classes[value.isnan()] = _NAN
+    classes[value == math.inf] = _INF
+    classes[value == -math.inf] = _NEGATIVE
+    return classes
+
+
+def _values(classes: Tensor, dtype: torch.dtype) -> Tensor:
+    """What classes stand for, with zeros for finite values."""
+    return torch.tensor([0.0, math.nan, math.inf, -math.inf], dtype=dtype, device=classes.device)[classes.long()]

@@ -1,0 +1,201 @@
+"""Communicators and the small parts that transports are made of."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from decent_dp.ddp import DecentralizedDataParallel
+from decent_dp.errors import PeerLostError, PeerTimeoutError
+from decent_dp.topo import Edge
+from decent_dp.transport import Label, ProcessGroupTransport
+from decent_dp.transport.base import Later
+from decent_dp.transport.communicators import Notes, peer_error
+from decent_dp.transport.waiter import Waiter
+from tests.helpers import came, listening, parcel
+from tests.test_transport import control, exchanges, grouping, swap
+
+# -- communicators ---------------------------------------------------------------------------------------------------------
+
+
+def quiet_and_few(rank: int, n: int) -> tuple[int, set[str]]:
+    made, before = [], listening()
+    gloo = dist.ProcessGroupGloo
+
+    class Counting(gloo):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any) -> None:
+            made.append(args[1:3])
+            super().__init__(*args)
+
+    dist.ProcessGroupGloo = Counting
+    torch.manual_seed(rank)
+    model = DecentralizedDataParallel(nn.Linear(3, 2), lambda p: torch.optim.SGD(p, lr=0.1), topology="one-peer-exp")
+    for _ in range(5):
+        model(torch.ones(1, 3)).sum().backward()
+    opened = listening() - before
+    model.close()
+    return len(made), {address.split(":")[0] for address in opened}
+
+
+def test_few_communicators_and_nothing_beyond_loopback(workers):
+    for made, addresses in workers(16, quiet_and_few, timeout=60):
+        assert 1 <= made <= 2
+        # 127.0.0.1, as the kernel prints it.
+        assert addresses <= {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+
+
+def listens(rank: int, n: int) -> tuple[int, set[str]]:
+    def beyond() -> Any:
+        # Where the host's own name is a loopback address, what it listens on would not show it.
+        raise AssertionError("a device for other machines was made")
+
+    dist.ProcessGroupGloo.create_default_device = beyond
+    before = listening()
+    transport = ProcessGroupTransport()
+    transport.prepare([Edge([0, 1, 2], 1 / 3)])
+    opened = listening() - before
+    swap(transport, Edge([0, 1, 2], 1 / 3), Label(0, 0))
+    return len(opened), {address.split(":")[0] for address in opened | (listening() - before)}
+
+
+def test_a_group_listens_on_loopback_alone(workers):
+    for opened, addresses in workers(3, listens):
+        assert opened >= 1, "the test does not see our sockets"
+        assert addresses == {"0100007F"}
+
+
+def beside_user_groups(rank: int, n: int) -> list[Any]:
+    def total(group: Any) -> float | None:
+        if dist.get_rank(group) < 0:
+            return None
+        tensor = torch.tensor([float(rank)])
+        dist.all_reduce(tensor, group=group)
+        return float(tensor)
+
+    before = dist.new_group([0, 2])
+    members = dist.new_group([3, 1, 2])
+    found = [total(before)]
+    if rank in (1, 2, 3):
+        transport = ProcessGroupTransport(members)
+        assert (transport.rank, transport.world_size) == (dist.get_rank(members), 3)
+        # Only its members make it, and only they are counted: the rest is the contract again.
+        control(transport)
+        exchanges(transport, grouping(3), torch.float32)
+        torch.manual_seed(rank)
+        model = DecentralizedDataParallel(
+            nn.Linear(3, 1), lambda p: torch.optim.SGD(p, lr=0.0), topology="complete", process_group=members
+        )
+        for _ in range(3):
+            model(torch.ones(1, 3)).sum().backward()
+        found.append(model.consensus_distance() < 1e-6)
+    after = dist.new_group([0, 1])
+    everybody = ProcessGroupTransport()
+    control(everybody)
+    swap(everybody, Edge([0, 1, 2, 3], 0.25), Label(0, 0))
+    last = dist.new_group([0, 1, 2, 3])
+    found += [total(group) for group in (before, members, after, last, None)]
+    # Two wrappers side by side do not hear each other.
+    one, two = ProcessGroupTransport(), ProcessGroupTransport()
+    edge = Edge([0, 1], 0.5) if rank < 2 else Edge([2, 3], 0.5)
+    pairs = [parcel(torch.full((10,), 10.0 * rank + i), rank, Label(0, 0)) for i in range(2)]
+    order = [0, 1] if rank % 2 else [1, 0]
+    handles = {i: (one, two)[i].exchange.start(edge, pairs[i]) for i in order}
+    for i in order:
+        handles[i].wait()
+        assert torch.equal(came(pairs[i]), torch.full((10,), 10.0 * (rank ^ 1) + i))
+    return found
+
+
+def test_beside_groups_of_the_users(workers):
+    found = workers(4, beside_user_groups)
+    assert found[0] == [2.0, 2.0, None, 1.0, 6.0, 6.0]
+    assert found[1] == [None, True, None, 6.0, 1.0, 6.0, 6.0]
+    assert found[2] == [2.0, True, 2.0, 6.0, None, 6.0, 6.0]
+    assert found[3] == [None, True, None, 6.0, None, 6.0, 6.0]
+
+
+def its_timeout(rank: int, n: int) -> tuple[float, float]:
+    short = dist.new_group([0, 1], timeout=timedelta(seconds=1.25))
+    return (
+        ProcessGroupTransport()._meeting.timeout.total_seconds(),
+        ProcessGroupTransport(short)._meeting.timeout.total_seconds(),
+    )
+
+
+def test_the_timeout_is_the_process_groups(workers):
+    assert workers(2, its_timeout, group_timeout=7.5) == [(7.5, 1.25)] * 2
+
+
+# -- small parts -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_waiter_keeps_order_and_outlives_errors():
+    waiter, done = Waiter("test"), []
+
+    def fail() -> None:
+        raise ZeroDivisionError("mine")
+
+    futures = [waiter.submit(lambda i=i: (time.sleep(0.01 * (3 - i)), done.append(i))) for i in range(3)]
+    failed = waiter.submit(fail)
+    last = waiter.submit(lambda: done.append("last"))
+    for future in (*futures, last):
+        assert future.result(5) is None
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        failed.result(5)
+    assert done == [0, 1, 2, "last"]
+    thread = waiter._thread
+    assert thread is not None
+    assert thread.daemon
+    waiter.close()
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def test_labels_and_handles():
+    assert str(Label(3, 1)) == "round 3, bucket 1"
+    calls = []
+    handle = Later(lambda: calls.append(1), 12)
+    assert (handle.bytes_sent, calls) == (12, [])
+    handle.wait()
+    assert calls == [1]
+
+
+class BrokenStore:
+    """A store whose keeper is gone."""
+
+    def set(self, *_: Any) -> None:
+        raise RuntimeError("connection was reset")
+
+    check = get = set
+
+
+def test_notes():
+    store = dist.HashStore()
+    mine, other = Notes(store, 0), Notes(store, 1)
+    assert mine.read([0, 1]) == ""
+    other.write("ValueError: größer\nthan " + "x" * 5000)
+    mine.write("my own")
+    said = mine.read([0, 1, 2])
+    assert said.startswith(" Worker 1 reported: ValueError: größer\nthan x")
+    assert "my own" not in said
+    assert len(said) < 2100
+    broken = Notes(BrokenStore(), 0)
+    broken.write("lost")
+    assert "store does not answer" in broken.read([1])
+
+
+def test_words_of_errors():
+    notes = Notes(dist.HashStore(), 0)
+    minute = timedelta(minutes=1)
+    gone = peer_error(RuntimeError("Connection closed by peer [127.0.0.1]:1"), [4], "round 1, bucket 0", notes, minute)
+    assert isinstance(gone, PeerLostError)
+    assert str(gone).startswith("worker 4 is gone")
+    silent = peer_error(RuntimeError("Timed out waiting 60000ms for recv"), [4, 5], "a gather", notes, minute)
+    assert isinstance(silent, PeerTimeoutError)
+    assert "one of the workers [4, 5] sent nothing for a gather within the process group's timeout of 60 s" in str(silent)

@@ -1,0 +1,703 @@
+"""Wires: what two messages say about the distance of two replicas, against float64."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from decent_dp.wire import WIRES, BFloat16, Int8, Item, Lossless, Moment, Wire, check_wire
+from tests.helpers import wire_of
+
+CPU = torch.device("cpu")
+FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+RUN = 2**15
+
+
+def randn(size: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def encode(wire: Wire, values: Sequence[Tensor], heard: Sequence[bytes] = (), round_: int = 0, rank: int = 0) -> Tensor:
+    out = torch.full((wire.nbytes,), 255, dtype=torch.uint8)
+    for _ in wire.encode(values, out, Moment(round_, rank), heard):
+        pass
+    return out
+
+
+def decode(wire: Wire, sent: Tensor, received: Tensor) -> list[Tensor]:
+    """Differences by item, in float64; a run that is not told is filled with 12345."""
+    found = [torch.full((item.numel,), 12345.0, dtype=torch.float64) for item in wire.items]
+    for run, difference, unit in wire.differences(sent, received):
+        assert difference.shape == (run.numel,)
+        found[run.item][run.start : run.stop] = difference.double() * unit
+    return found
+
+
+class Pair:
+    """Two replicas that meet round after round."""
+
+    def __init__(self, a: Sequence[Tensor], b: Sequence[Tensor], kind: type[Wire] = Int8) -> None:
+        self.values = [list(a), list(b)]
+        self.wires = [wire_of(values, kind) for values in self.values]
+
+    def announce(self) -> list[bytes]:
+        return [wire.announcement(values) for wire, values in zip(self.wires, self.values, strict=True)]
+
+    def meet(self, round_: int = 0, heard: list[bytes] | None = None) -> tuple[list[Tensor], list[Tensor]]:
+        heard = self.announce() if heard is None else heard
+        messages = [encode(self.wires[i], self.values[i], heard, round_, i) for i in range(2)]
+        return decode(self.wires[0], *messages), decode(self.wires[1], *reversed(messages))
+
+    def step(self, run: int = 0) -> float:
+        steps = {wire._steps[run] for wire in self.wires}
+        assert len(steps) == 1
+        return float(steps.pop())
+
+    @property
+    def rejected(self) -> list[int]:
+        return [wire.rejected for wire in self.wires]
+
+
+# -- what all wires promise ------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def replicas(draw):
+    dtype = draw(st.sampled_from(FLOATS))
+    sizes = draw(st.lists(st.integers(0, 40), min_size=1, max_size=5))
+    scale, distance = 10.0 ** draw(st.integers(-3, 3)), 10.0 ** draw(st.integers(-4, 0))
+    seed = draw(st.integers(0, 2**16))
+    a = [(randn(size, seed + i, torch.float64) * scale).to(dtype) for i, size in enumerate(sizes)]
+    b = [(x.double() + randn(len(x), seed + 99 + i, torch.float64) * scale * distance).to(dtype) for i, x in enumerate(a)]
+    return dtype, a, b
+
+
+def allowed(kind: type[Wire], pair: Pair, a: Tensor, b: Tensor, run: int) -> Tensor:
+    """How far a difference may be off."""
+    compute = torch.finfo(torch.promote_types(a.dtype, torch.float32)).eps * (a.double().abs() + b.double().abs())
+    if kind is Int8:
+        return compute + 2 * pair.step(run)
+    if kind is BFloat16 and a.dtype.itemsize > 2:
+        return compute + 2.0**-8 * (a.double().abs() + b.double().abs()) + 1e-38
+    return compute
+
+
+@pytest.mark.parametrize("kind", WIRES.values(), ids=WIRES)
+@settings(deadline=None, max_examples=60)
+@given(case=replicas())
+def test_both_ends_find_opposite_differences(kind, case):
+    _, a, b = case
+    pair = Pair(a, b, kind)
+    runs = iter(range(len(a)))
+    for x, y, there, back in zip(a, b, *pair.meet(3), strict=True):
+        assert torch.equal(there, -back)
+        if len(x):
+            assert ((there - (y.double() - x.double())).abs() <= allowed(kind, pair, x, y, next(runs))).all()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_lossless_wire_is(dtype):
+    values = randn(2 * RUN + 5, 1, dtype)
+    values[:4] = torch.tensor([math.nan, math.inf, -math.inf, -0.0])
+    [there], [back] = Pair([torch.zeros_like(values)], [values], Lossless).meet()
+    assert torch.equal(there.nan_to_num(7.0), values.double().nan_to_num(7.0))
+    assert torch.equal(back.nan_to_num(7.0)[4:], -values.double()[4:])
+    wire = wire_of([values])
+    message = encode(wire, [values])
+    assert wire.nbytes - 7 <= len(values) * dtype.itemsize <= wire.nbytes
+    assert message[: values.nbytes].numpy().tobytes() == values.view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_bfloat16_wire_rounds_to_nearest(dtype):
+    values = randn(1000, 1, dtype)
+    wire = wire_of([values], BFloat16)
+    expected = values if dtype.itemsize == 2 else values.bfloat16()
+    assert wire.nbytes == 2000
+    assert torch.equal(encode(wire, [values]).view(expected.dtype), expected)
+    assert (expected.double() - values.double()).abs().max() <= 2.0**-8 * values.abs().max()
+
+
+@pytest.mark.parametrize("kind", WIRES.values(), ids=WIRES)
+def test_what_is_reported_ready_is_final(kind):
+    values = [randn(size, size) for size in (5, 3 * RUN + 7, 0, RUN, 1)]
+    wire = wire_of(values, kind)
+    out = torch.full((wire.nbytes,), 255, dtype=torch.uint8)
+    seen = []
+    for ready in wire.encode(values, out, Moment(0, 0), [wire.announcement(values)]):
+        seen.append((ready, out[:ready].clone()))
+    assert [ready for ready, _ in seen] == [piece.stop for piece in wire.pieces]
+    assert seen[-1][0] == wire.nbytes
+    assert all(torch.equal(early, out[:ready]) for ready, early in seen)
+
+
+@pytest.mark.parametrize("kind", WIRES.values(), ids=WIRES)
+@settings(deadline=None, max_examples=100)
+@given(sizes=st.lists(st.one_of(st.integers(0, 9), st.integers(0, 3 * RUN)), max_size=6), dtype=st.sampled_from(FLOATS))
+def test_pieces_hold_every_element_once(kind, sizes, dtype):
+    wire = kind([Item(i, size) for i, size in enumerate(sizes)], dtype, CPU)
+    runs = [run for piece in wire.pieces for run in piece.runs]
+    for i, size in enumerate(sizes):
+        own = [(run.start, run.stop) for run in runs if run.item == i]
+        assert [x for start, stop in own for x in (start, stop)] == [
+            x for start in range(0, size, RUN) for x in (start, min(start + RUN, size))
+        ]
+    end = 0
+    itemsize = wire._itemsize
+    for piece in wire.pieces:
+        assert piece.start == end
+        assert piece.start % 8 == 0
+        assert 0 < sum(run.numel for run in piece.runs) <= RUN
+        taken = sorted((start, stop) for run in piece.runs for start, stop in _bytes_of(run, itemsize, wire._record))
+        assert taken[0][0] == piece.start
+        assert all(one[1] <= other[0] for one, other in itertools.pairwise(taken))
+        assert taken[-1][1] <= piece.stop < taken[-1][1] + 8
+        end = piece.stop
+    assert wire.nbytes == end
+
+
+def _bytes_of(run, itemsize: int, record: int):
+    yield run.at, run.at + run.numel * itemsize
+    if record:
+        assert run.record % 8 == 0
+        yield run.record, run.record + record
+
+
+@pytest.mark.parametrize("kind", WIRES.values(), ids=WIRES)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_layout_does_not_change_the_numbers(kind, dtype):
+    """The same parameters in other buckets, in another order, and as one flat tensor where the wire allows that."""
+    sizes = [700, 1, 2 * RUN + 9, 0, 33]
+    a = [randn(size, i, dtype) for i, size in enumerate(sizes)]
+    b = [(x.double() + 0.01 * randn(len(x), 50 + i, torch.float64)).to(dtype) for i, x in enumerate(a)]
+
+    def differences(groups: list[list[int]]) -> dict[int, Tensor]:
+        found = {}
+        for group in groups:
+            wires = [kind([Item(i, sizes[i]) for i in group], dtype, CPU) for _ in range(2)]
+            for round_ in range(2):  # the second with the narrow range
+                own, other = [a[i] for i in group], [b[i] for i in group]
+                heard = [wires[0].announcement(own), wires[1].announcement(other)]
+                messages = [
+                    encode(wire, values, heard, round_, rank)
+                    for rank, (wire, values) in enumerate(zip(wires, (own, other), strict=True))
+                ]
+                for i, difference in zip(group, decode(wires[0], *messages), strict=True):
+                    decode(wires[1], *reversed(messages))
+                    found[i] = torch.cat([found.get(i, torch.empty(0, dtype=torch.float64)), difference])
+        return found
+
+    whole = differences([[0, 1, 2, 3, 4]])
+    for groups in ([[0], [1], [2], [3], [4]], [[4, 2], [3, 1, 0]], [[3, 2, 4, 1], [0]]):
+        assert {i: d.tolist() for i, d in differences(groups).items()} == {i: d.tolist() for i, d in whole.items()}
+    if not kind.by_parameter:
+        [flat], _ = Pair([torch.cat(a)], [torch.cat(b)], kind).meet()
+        assert torch.equal(flat, torch.cat([d[: sizes[i]] for i, d in sorted(whole.items())]))
+
+
+@pytest.mark.parametrize("kind", WIRES.values(), ids=WIRES)
+def test_empty_and_scalar_parameters(kind):
+    wire = kind([], torch.float32, CPU)
+    assert (wire.nbytes, wire.pieces) == (0, ())
+    wire = kind([Item(0, 0)], torch.float32, CPU)
+    assert (wire.nbytes, list(wire.differences(*[torch.empty(0, dtype=torch.uint8)] * 2))) == (0, [])
+    [there, nothing], [back, _] = Pair(
+        [torch.tensor([1.0]), torch.empty(0)], [torch.tensor([1.5]), torch.empty(0)], kind
+    ).meet()
+    assert abs(float(there) - 0.5) <= 0.1
+    assert float(there) == -float(back)
+    assert nothing.numel() == 0
+
+
+@pytest.mark.parametrize("kind", WIRES.values(), ids=WIRES)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_proposals_are_what_the_message_stands_for(kind, dtype):
+    a, b = [randn(RUN + 5, 1, dtype), randn(3, 2, dtype)], [randn(RUN + 5, 3, dtype), randn(3, 4, dtype)]
+    pair = Pair(a, b, kind)
+    heard = pair.announce()
+    messages = [encode(wire, values, heard, 0, i) for i, (wire, values) in enumerate(zip(pair.wires, pair.values, strict=True))]
+    stand_for = []
+    for i in range(2):
+        flat = [torch.zeros(len(x), dtype=torch.float64) for x in a]
+        for run, proposal in pair.wires[i].proposals(pair.values[i], messages[i]):
+            flat[run.item][run.start : run.stop] = proposal
+        stand_for.append(flat)
+    for x, y, difference in zip(*stand_for, decode(pair.wires[0], *messages), strict=True):
+        assert ((y - x) - difference).abs().max() <= 8 * torch.finfo(pair.wires[0].compute).eps
+
+
+# -- int8 ------------------------------------------------------------------------------------------------------------------
+
+
+def exponent(announced: bytes, run: int = 0) -> int:
+    return int(np.frombuffer(announced, dtype=np.int8)[run])
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_step_follows_the_distance(dtype):
+    a = randn(3000, 1, dtype)
+    b = (a.double() + 0.001 * randn(3000, 2, torch.float64)).to(dtype)
+    pair = Pair([a], [b])
+    largest = [float(x.abs().max()) for x in (a, b)]
+    heard = pair.announce()
+    # Twice the largest value is enough for any distance of two, and not much more than enough.
+    assert all(2 * x / 127 <= 2.0 ** exponent(h) < 32 * x / 127 for h, x in zip(heard, largest, strict=True))
+    pair.meet(0, heard)
+    assert pair.step() == 2.0 ** max(map(exponent, heard))
+    distance = float((b.double() - a.double()).abs().max())
+    for round_ in range(1, 30):
+        before = pair.step()
+        [there], _ = pair.meet(round_)
+        assert (there - (b.double() - a.double())).abs().max() <= 2 * before
+    # What is seen is off by two steps at most, and the margin is two: the step comes to rest where 127 of them hold that.
+    floor = 4 * max(largest) / 2**21
+    assert pair.step() <= 2 * max(2 * distance / (127 - 4), floor)
+    assert 127 * pair.step() >= 1.9 * distance
+    assert pair.rejected == [0, 0]
+
+
+def test_the_largest_announcement_counts_by_run():
+    a = [randn(10, 1), 1000 * randn(10, 2)]
+    b = [100 * randn(10, 3), randn(10, 4)]
+    pair = Pair(a, b)
+    pair.meet()
+    for run in range(2):
+        largest = max(float(a[run].abs().max()), float(b[run].abs().max()))
+        assert 2 * largest / 127 <= pair.step(run) < 32 * largest / 127
+
+
+def test_the_range_is_forgotten_slowly():
+    a = randn(500, 1)
+    pair = Pair([a], [a + 1.0])
+    for round_ in range(8):
+        pair.meet(round_)
+    far = pair.step()
+    pair.values[1] = [a.clone()]
+    pair.meet(8)
+    pair.meet(9)
+    assert pair.step() >= far / 2, "one close meeting is no reason to expect no other"
+    for round_ in range(10, 90):
+        pair.meet(round_)
+    assert pair.step() <= far / 64
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_int8_is_right_in_the_mean(dtype):
+    size, rounds = 300, 600
+    a, b = randn(size, 1, dtype), (randn(size, 1, torch.float64) + 0.05 * randn(size, 2, torch.float64)).to(dtype)
+    total = torch.zeros(size, dtype=torch.float64)
+    step = 0.0
+    for round_ in range(rounds):
+        pair = Pair([a], [b])  # anew, so that the step stays
+        total += pair.meet(round_)[0][0]
+        step = pair.step()
+    off = (total / rounds - (b.double() - a.double())) / step
+    # A rounded value varies by at most 1/4 step squared, their difference by 1/2.
+    error = math.sqrt(0.5 / rounds)
+    assert off.abs().max() <= 5.5 * error
+    assert abs(float(off.mean())) <= 5 * error / math.sqrt(size)
+    assert off.abs().max() > 0
+
+
+def test_rounding_is_drawn_by_round_rank_and_parameter():
+    values = randn(2 * RUN, 1)
+    heard = [wire_of([values], Int8).announcement([values])]
+
+    def codes(round_: int, rank: int, index: int) -> bytes:
+        wire = Int8([Item(index, len(values))], torch.float32, CPU)
+        return encode(wire, [values], heard, round_, rank).numpy().tobytes()
+
+    one = codes(3, 1, 5)
+    assert codes(3, 1, 5) == one
+    assert len({one, codes(4, 1, 5), codes(3, 2, 5), codes(3, 1, 6), codes(3 + 2**40, 1, 5)}) == 5
+    # Nor do two runs share it.
+    same = torch.full((2 * RUN,), 0.3)
+    wire = wire_of([same], Int8)
+    message = encode(wire, [same], [wire.announcement([same])])
+    first, second = (message[run.at : run.at + RUN] for piece in wire.pieces for run in piece.runs)
+    assert not torch.equal(first, second)
+
+
+def narrow(steps: float, size: int = 64, dtype: torch.dtype = torch.float32) -> Pair:
+    """Two replicas on one lattice, whose next exchange has a step of 1 whatever their distance, ``steps`` by element."""
+    a = torch.arange(size, dtype=torch.float64).to(dtype)
+    return Pair([a], [a + steps])
+
+
+ONE = [bytes(1)] * 2  # announcements of a step of 2^0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("steps", [0, 1, -1, 126, 127, -127])
+def test_distances_below_128_steps_are_found(steps, dtype):
+    pair = narrow(steps, dtype=dtype)
+    [there], [back] = pair.meet(0, ONE)
+    assert (there.unique().tolist(), pair.rejected) == ([steps], [0, 0])
+    assert torch.equal(there, -back)
+
+
+@pytest.mark.parametrize("steps", [128, -128, 129, 200, 256, -256, 257, 512, 1024, 2**16, 2**20])
+def test_larger_ones_are_detected_by_both_ends(steps):
+    for changed in ([0], [63], range(64)):
+        pair = narrow(0)
+        pair.values[1][0][list(changed)] += steps
+        [there], [back] = pair.meet(0, ONE)
+        assert (there == 12345).all()
+        assert (back == 12345).all()
+        assert pair.rejected == [1, 1]
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    turns=st.lists(st.tuples(st.integers(0, 63), st.integers(-3, 3)), min_size=1, max_size=8),
+    small=st.integers(-127, 127),
+)
+def test_turns_that_cancel_are_detected(turns, small):
+    """Multiples of 256 steps leave every code as it is, and may cancel in a plain sum."""
+    pair = narrow(small)
+    moved = torch.zeros(64)
+    for place, count in turns:
+        moved[place] += 256 * count
+        moved[(place + 17) % 64] -= 256 * count
+    pair.values[1][0] += moved
+    [there], [back] = pair.meet(0, ONE)
+    if moved.any():
+        assert (there == 12345).all()
+        assert (back == 12345).all()
+        assert pair.rejected == [1, 1]
+    else:
+        assert (there == small).all()
+
+
+@pytest.mark.parametrize("size", [1000, RUN])
+@pytest.mark.parametrize("pattern", ["pair", "neighbours", "row", "column", "rectangle", "alternating", "random"])
+def test_patterns_of_turns_are_detected(pattern, size):
+    moved = torch.zeros(size)
+    draw = torch.Generator().manual_seed(size)
+    if pattern == "pair":
+        moved[3], moved[size // 2] = 256, -256
+    elif pattern == "neighbours":
+        moved[7], moved[8] = 256, -256
+    elif pattern == "row":
+        moved[:256:2], moved[1:256:2] = 256, -256
+    elif pattern == "column":
+        moved[5], moved[5 + 256] = 256, -256
+    elif pattern == "rectangle":
+        moved[[5, 300]], moved[[5 + 39, 300 - 39]] = 256, -256
+        moved[[0, 257]], moved[[1, 256]] = 256, -256
+    elif pattern == "alternating":
+        moved[::2], moved[1::2] = 256, -256
+    else:
+        moved = 256 * torch.randint(-2, 3, (size,), generator=draw).float()
+        moved[0] -= moved.sum()
+    pair = narrow(3, size)
+    pair.values[1][0] += moved
+    [there], [back] = pair.meet(0, ONE)
+    assert pair.rejected == [1, 1]
+    assert (there == 12345).all()
+    assert (back == 12345).all()
+
+
+@settings(deadline=None, max_examples=100)
+@given(seed=st.integers(0, 2**16), spread=st.sampled_from([20.0, 60.0, 200.0, 2000.0]))
+def test_no_wrong_difference_is_ever_mixed(seed, spread):
+    """At random distances from well within the range to far beyond."""
+    a = 100 * randn(500, seed)
+    b = a + spread * randn(500, seed + 1)
+    pair = Pair([a], [b])
+    [there], [back] = pair.meet(seed, ONE)
+    if pair.rejected == [0, 0]:
+        assert (there - (b.double() - a.double())).abs().max() <= 2.001
+        assert torch.equal(there, -back)
+    else:
+        assert pair.rejected == [1, 1]
+        assert (there == 12345).all()
+        assert (back == 12345).all()
+    assert (pair.rejected == [0, 0]) == (float((b - a).abs().max()) < 128) or 126 < float((b - a).abs().max()) < 130
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_after_a_jump_the_next_exchange_is_wide_and_only_that_run_is_skipped(dtype):
+    a = [randn(2 * RUN, 1, dtype), randn(70, 2, dtype)]
+    b = [(x.double() + 0.001 * randn(len(x), 3, torch.float64)).to(dtype) for x in a]
+    pair = Pair(a, b)
+    for round_ in range(6):
+        pair.meet(round_)
+    assert pair.rejected == [0, 0]
+    b[0][RUN + 3] += 50.0
+    there, back = pair.meet(6)
+    for found in (there, back):
+        assert (found[0][RUN:] == 12345).all()
+        assert (found[0][:RUN] != 12345).all()
+        assert (found[1] != 12345).all()
+    assert pair.rejected == [1, 1]
+    there, _ = pair.meet(7)
+    assert pair.rejected == [1, 1]
+    assert abs(float(there[0][RUN + 3]) - 50.0) <= 2 * pair.step(1) + 0.1
+    assert pair.step(0) < 0.01 < pair.step(1)
+
+
+@pytest.mark.parametrize(("scale", "distance"), [(1e4, 1e-2), (1e8, 1.0), (1e30, 1e20), (1e-30, 1e-33), (1e-37, 1e-38)])
+def test_large_values_at_small_distances(scale, distance):
+    a = scale * (1 + 0.1 * randn(400, 1, torch.float64))
+    b = a + distance * randn(400, 2, torch.float64)
+    for dtype in (torch.float32, torch.float64):
+        x, y = a.to(dtype), b.to(dtype)
+        pair = Pair([x], [y])
+        for round_ in range(25):
+            [there], _ = pair.meet(round_)
+            assert (there - (y.double() - x.double())).abs().max() <= 2.001 * pair.step()
+        largest = float(torch.stack([x, y]).abs().max())
+        seen = float((y.double() - x.double()).abs().max())
+        assert pair.step() <= max(2 * max(2 * seen / 123, 4 * largest / 2**21), 2.0**-126)
+        assert pair.rejected == [0, 0]
+
+
+def test_the_largest_finite_values():
+    a = torch.tensor([3e38, -3e38, 0.0, 1.0])
+    pair = Pair([a], [-a])
+    for round_ in range(3):
+        [there], [back] = pair.meet(round_)
+        # Twice that is no float32: it is an infinity, or nothing is mixed. It is not a wrong number.
+        for found, expected in ((there, -2 * a.double()), (back, 2 * a.double())):
+            ok = (found == 12345) | ((found - expected).abs() <= 2 * pair.step()) | (found == expected.sign() * math.inf)
+            assert ok.all(), found
+
+
+@pytest.mark.parametrize("kind", WIRES.values(), ids=WIRES)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_what_is_not_finite_arrives(kind, dtype):
+    a = [randn(RUN + 100, 1, dtype), randn(5, 2, dtype)]
+    b = [x.clone() for x in a]
+    b[0][3], b[0][77], b[0][99] = math.nan, math.inf, -math.inf
+    pair = Pair(a, b, kind)
+    there, back = pair.meet()
+    assert there[0][3].isnan()
+    assert back[0][3].isnan()
+    assert there[0][[77, 99]].tolist() == [math.inf, -math.inf]
+    assert back[0][[77, 99]].tolist() == [-math.inf, math.inf]
+    finite = torch.ones(RUN, dtype=torch.bool)
+    finite[[3, 77, 99]] = False
+    for found in (there, back):
+        # Replicas are alike otherwise: nothing moves by more than rounding.
+        assert (found[0][:RUN][finite] == 0).all()
+        for run, part in ((1, found[0][RUN:]), (2, found[1])):
+            assert (part.abs() <= (2 * pair.step(run) if kind is Int8 else 0)).all()
+
+
+def test_a_run_that_was_not_finite_comes_back():
+    a = randn(50, 1)
+    pair = Pair([a], [a + 0.5])
+    pair.values[1][0][7] = math.nan
+    assert pair.meet(0)[0][0].isnan().sum() == 1
+    pair.values[1] = [a + 0.5]
+    [there], _ = pair.meet(1)
+    assert (there - 0.5).abs().max() <= 2 * pair.step()
+
+
+# -- groups ----------------------------------------------------------------------------------------------------------------
+
+
+def combine(wire: Wire, messages: Sequence[Tensor], sizes: Sequence[int], round_: int = 0, part: int = 0) -> Tensor:
+    out = torch.full((wire.nbytes,), 255, dtype=torch.uint8)
+    for piece in wire.pieces:
+        there = slice(piece.start, piece.stop)
+        wire.combine(piece, [m[there] for m in messages], sizes, out[there], Moment(round_, -1 - part))
+    return out
+
+
+class Group:
+    def __init__(self, members: Sequence[Sequence[Tensor]], kind: type[Wire]) -> None:
+        self.members = [list(m) for m in members]
+        self.wires = [wire_of(m, kind) for m in self.members]
+
+    def meet(self, round_: int = 0, heard: list[bytes] | None = None, tree: bool = False) -> list[list[Tensor]]:
+        """Each member's differences to the mean; with a tree the last two are combined first."""
+        heard = heard or [wire.announcement(m) for wire, m in zip(self.wires, self.members, strict=True)]
+        self.messages = [encode(w, m, heard, round_, i) for i, (w, m) in enumerate(zip(self.wires, self.members, strict=True))]
+        if tree:
+            part = combine(self.wires[-1], self.messages[-2:], [1, 1], round_, 1)
+            parts, sizes = [*self.messages[:-2], part], [1] * (len(self.members) - 2) + [2]
+        else:
+            parts, sizes = self.messages, [1] * len(self.members)
+        self.mean = combine(self.wires[0], parts, sizes, round_)
+        return [decode(wire, message, self.mean) for wire, message in zip(self.wires, self.messages, strict=True)]
+
+
+@pytest.mark.parametrize("kind", WIRES.values(), ids=WIRES)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(("size", "tree"), [(3, False), (4, True), (7, True)])
+def test_the_mean_of_a_group(kind, dtype, size, tree):
+    common = [randn(RUN + 11, 1, torch.float64), randn(9, 2, torch.float64), randn(0, 0, torch.float64)]
+    members = [[(x + 0.1 * randn(len(x), 3 + i, torch.float64)).to(dtype) for x in common] for i in range(size)]
+    group = Group(members, kind)
+    found = group.meet(5, tree=tree)
+    means = [np.mean([m[item].double().numpy() for m in members], axis=0) for item in range(3)]
+    coded = []
+    for wire, own, message, differences in zip(group.wires, members, group.messages, found, strict=True):
+        exact = [torch.zeros(len(x), dtype=torch.float64) for x in own]
+        for run, proposal in wire.proposals(own, message):
+            exact[run.item][run.start : run.stop] = proposal
+        coded.append([x + d for x, d in zip(exact, differences, strict=True)])
+    for item, mean in enumerate(means):
+        if not len(mean):
+            continue
+        if kind is Int8:
+            bound = (3.01 if tree else 2.01) * max(group.wires[0]._steps)
+        else:
+            bound = (
+                (4 if tree else 2) * 5 * torch.finfo(torch.bfloat16 if kind is BFloat16 and dtype.itemsize > 2 else dtype).eps
+            )
+        for of_member in coded:
+            assert np.abs(of_member[item].numpy() - mean).max() <= bound
+            # All decode one mean.
+            assert (of_member[item] - coded[0][item]).abs().max() <= 16 * torch.finfo(group.wires[0].compute).eps
+
+
+def test_sums_are_taken_in_float32_at_least():
+    values = [torch.tensor([60000.0, 1.0], dtype=torch.float16) for _ in range(4)]
+    group = Group([[v] for v in values], Lossless)
+    assert all((d[0] == 0).all() for d in group.meet())
+    small = [torch.tensor([256.0], dtype=torch.bfloat16), *(torch.tensor([1.0], dtype=torch.bfloat16) for _ in range(7))]
+    group = Group([[v] for v in small], Lossless)
+    group.meet()
+    assert float(group.mean[:2].view(torch.bfloat16)) == float(torch.tensor(263 / 8).bfloat16())
+
+
+def test_out_may_be_one_of_the_messages():
+    for kind in WIRES.values():
+        group = Group([[randn(100, i)] for i in range(3)], kind)
+        group.meet()
+        wire, [piece] = group.wires[0], group.wires[0].pieces
+        messages = [m.clone() for m in group.messages]
+        for place in range(3):
+            own = [m.clone() for m in messages]
+            wire.combine(piece, own, [1, 1, 1], own[place], Moment(0, -1))
+            assert torch.equal(own[place], group.mean), (kind, place)
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_a_group_on_int8_is_right_in_the_mean(tree):
+    size, rounds = 200, 500
+    members = [[randn(size, 7) + 0.1 * randn(size, i)] for i in range(4)]
+    mean = torch.stack([m[0].double() for m in members]).mean(0)
+    total, step = torch.zeros(size, dtype=torch.float64), 0.0
+    for round_ in range(rounds):
+        group = Group(members, Int8)
+        total += group.meet(round_, tree=tree)[0][0] + members[0][0].double()
+        step = float(group.wires[0]._steps[0])
+    off = (total / rounds - mean) / step
+    # The own rounding, which the difference does not have, and that of the mean (and of a part of it).
+    error = math.sqrt((0.25 + 0.25 / 4 + 0.25 * (2 if tree else 1)) / rounds)
+    assert off.abs().max() <= 5 * error
+    assert abs(float(off.mean())) <= 5 * error / math.sqrt(size)
+
+
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("who", range(4))
+def test_a_member_out_of_range_rejects_for_all(who, tree):
+    members = [[torch.arange(50.0), torch.arange(9.0)] for _ in range(4)]
+    members[who][0][5] += 512
+    group = Group(members, Int8)
+    for differences in group.meet(0, [bytes(2)] * 4, tree):
+        assert (differences[0] == 12345).all()
+        assert (differences[1].abs() <= 2).all()
+    assert [wire.rejected for wire in group.wires] == [1] * 4
+    for differences in group.meet(1, tree=tree):
+        assert (differences[0] != 12345).all()
+
+
+@settings(deadline=None, max_examples=100)
+@given(places=st.lists(st.integers(-130, 130), min_size=3, max_size=6), tree=st.booleans())
+def test_a_group_decodes_on_all_members_or_on_none(places, tree):
+    members = [[torch.zeros(20) + torch.arange(20.0) * 10 + place * (torch.arange(20) == 7)] for place in places]
+    group = Group(members, Int8)
+    found = group.meet(3, [bytes(1)] * len(places), tree)
+    skipped = {bool((d[0] == 12345).all()) for d in found}
+    assert len(skipped) == 1
+    if max(places) - min(places) < 30:
+        assert skipped == {False}
+    if not skipped.pop():
+        for place, [difference] in zip(places, found, strict=True):
+            assert abs(float(difference[7]) - (sum(places) / len(places) - place)) <= (2 if tree else 1)
+            assert (difference[torch.arange(20) != 7].abs() <= 1e-6).all()
+    else:
+        assert [wire.rejected for wire in group.wires] == [1] * len(places)
+
+
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("size", [3, 4, 7])
+@pytest.mark.parametrize("signs", [True, False])
+def test_a_group_at_any_distance_mixes_after_a_few_rounds(size, tree, signs):
+    """Also where replicas are as far from each other as from zero, as parameters that began as zeros are."""
+    members = [[0.94 * randn(2000, i).sign() if signs else randn(2000, i)] for i in range(size)]
+    group = Group(members, Int8)
+    for round_ in range(5):
+        found = group.meet(round_, tree=tree)
+        if (found[0][0] != 12345).all():
+            break
+    mean = torch.stack([m[0].double() for m in members]).mean(0)
+    for [own], [difference] in zip(members, found, strict=True):
+        assert (own.double() + difference - mean).abs().max() <= 4 * float(group.wires[0]._steps[0])
+
+
+@pytest.mark.parametrize("kind", WIRES.values(), ids=WIRES)
+@pytest.mark.parametrize("tree", [False, True])
+def test_what_is_not_finite_reaches_all_members(kind, tree):
+    members = [[randn(40, i)] for i in range(4)]
+    members[1][0][3], members[2][0][4], members[3][0][5] = math.nan, math.inf, -math.inf
+    members[3][0][6], members[2][0][6] = math.inf, -math.inf
+    group = Group(members, kind)
+    [there] = group.meet(tree=tree)[0]
+    assert there[3].isnan()
+    assert there[6].isnan()
+    assert there[[4, 5]].tolist() == [math.inf, -math.inf]
+    rest = there[[0, 1, 2, *range(7, 40)]]
+    assert rest.isfinite().all()
+    assert kind is not Int8 or (rest == 0).all()
+
+
+# -- names -----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_wires_names():
+    assert {"float32": Lossless, "bfloat16": BFloat16, "int8": Int8} == WIRES
+    for name, kind in WIRES.items():
+        assert check_wire(name, [(str(dtype), dtype) for dtype in FLOATS]) is kind
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("int", "'int8'"),
+        ("bf16", "'bfloat16'"),
+        ("Int8", "'int8'"),
+        ("float", "'float32'"),
+        ("fp32", "'float32'"),
+        ("morse", None),
+        (8, None),
+        (None, None),
+        (torch.int8, "'int8'"),
+        (["int8"], "'int8'"),
+    ],
+)
+def test_an_unknown_wire(name, hint):
+    with pytest.raises(ValueError, match="wire must be one of 'float32', 'bfloat16', 'int8', got") as caught:
+        check_wire(name, [])
+    assert repr(name) in str(caught.value)
+    if hint:
+        assert f"Did you mean {hint}?" in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.bool])
+def test_a_dtype_that_cannot_be_mixed(dtype):
+    with pytest.raises(TypeError, match=f"wire='int8' cannot carry parameter 'b' of {dtype}"):
+        check_wire("int8", [("a", torch.float32), ("b", dtype)])
