@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -602,6 +602,26 @@ def test_a_group_on_int8_is_right_in_the_mean(tree):
 
 
 @pytest.mark.parametrize("tree", [False, True])
+def test_a_group_on_bfloat16_keeps_what_one_member_has_learnt(tree):
+    """Less than half a bfloat16 apart, to nearest it would be lost in every round; it must come through in the mean."""
+    size, rounds = 200, 800
+    base = randn(size, 7).bfloat16().float()
+    members = [[base.clone()] for _ in range(4)]
+    members[0][0] *= 1 + 2.0**-6  # of whose mean with the others a quarter is left: half the distance of two bfloat16s or less
+    mean = torch.stack([m[0].bfloat16().double() for m in members]).mean(0)
+    total = torch.zeros(size, dtype=torch.float64)
+    for round_ in range(rounds):
+        group = Group(members, BFloat16)
+        group.meet(round_, tree=tree)
+        total += group.mean.view(torch.bfloat16)[:size].double()
+    unit = 2.0 ** torch.floor(torch.log2(base.abs().double())) * 2.0**-7
+    off = (total / rounds - mean) / unit
+    error = math.sqrt(0.25 * (2 if tree else 1) / rounds)
+    assert off.abs().max() <= 5 * error
+    assert abs(float(off.mean())) <= 5 * error / math.sqrt(size)
+
+
+@pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("who", range(4))
 def test_a_member_out_of_range_rejects_for_all(who, tree):
     members = [[torch.arange(50.0), torch.arange(9.0)] for _ in range(4)]
@@ -617,6 +637,7 @@ def test_a_member_out_of_range_rejects_for_all(who, tree):
 
 @settings(deadline=None, max_examples=100)
 @given(places=st.lists(st.integers(-130, 130), min_size=3, max_size=6), tree=st.booleans())
+@example(places=[100] * 18 + [26, -54], tree=True)  # the part's mean is near, one of its members is not
 def test_a_group_decodes_on_all_members_or_on_none(places, tree):
     members = [[torch.zeros(20) + torch.arange(20.0) * 10 + place * (torch.arange(20) == 7)] for place in places]
     group = Group(members, Int8)

@@ -61,12 +61,18 @@ class Receiving:
 
 @dataclass(eq=False)
 class Lane:
-    """What shares a wire: its sendings in the order of need, and the receivings that still have to be asked for."""
+    """What shares a wire: its sendings in the order of need, and the receivings that still have to be asked for.
 
+    Attributes:
+        near: within a node, where nothing is scarce.
+        outstanding: bytes asked for and not there yet.
+        busy: a connection in the middle of a frame of data; nothing else of this lane may go before.
+    """
+
+    near: bool
     heap: list[tuple[int, Sending]] = field(default_factory=list)
     due: deque[Receiving] = field(default_factory=deque)
     outstanding: int = 0
-    # A connection in the middle of a frame of data: nothing else of this lane may go before.
     busy: Connection | None = None
 
 
@@ -76,6 +82,15 @@ class Connection:
     def __init__(self, peer: int, lane: Lane) -> None:
         self.peer, self.lane = peer, lane
         self.socket: socket.socket | None = None
+        # Asked for and not there yet, in bytes; when (the first of) it was asked for; and what the link to the peer can do:
+        # bytes a second, and seconds from a grant to its first bytes.
+        self.outstanding = 0
+        self.asked: float | None = None
+        self.latency = 0.0
+        self.rate = 0.0
+        self.spell = 0.0
+        self.came = 0
+        self.low_water = 1  # bytes that have to be there before the socket counts as readable
         self.lost: str | None = None
         self.mute = False  # the peer takes nothing any more; what it has sent may still be read
         self.writing = False  # registered for it

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
+import math
 import selectors
 import socket
 import sys
@@ -42,14 +43,22 @@ from decent_dp.transport.connection import (
 __all__ = ["Key", "Links", "Receiving", "Sending"]
 
 # Bytes of a frame: small enough for a grant not to wait long behind one on a slow link, large enough to be worth a call.
-_FRAME = 2**17
-# Bytes asked for and not there yet: more than a link holds in the time in which a grant takes effect, and little beside a
-# round.
-_WINDOW = 2**20
+_FRAME = 2**16
+# Bytes asked for and not there yet: this, and from one peer alone twice what the link to it holds (its rate times the time
+# in which a grant takes effect), at most ``_MOST``. More would only queue up on the way, and what is needed next would come
+# late: two streams into one link take from each other.
+_WINDOW = 2**18
+_MOST = 2**25
+# Seconds over which a rate is taken.
+_SPELL = 0.05
+# Bytes that must be there before a read is worth it, on a slow link.
+_READ = 2**15
 # Bytes that the kernel holds of a connection and has not sent.
-_UNSENT = 2**17
+_UNSENT = 2**16
 # Bytes read from one connection before the others get their turn.
 _TURN = 2**21
+# The family of connections within a network stack.
+_LOCAL = getattr(socket, "AF_UNIX", None)
 # Seconds that leaving may take until all that was sent has reached the others.
 _LINGER = 10.0
 
@@ -75,7 +84,7 @@ class Links:
     ) -> None:
         self._rank, self._near, self._dial, self._token = rank, near, dial, token
         self._listeners = listeners
-        self._lanes = {True: Lane(), False: Lane()}
+        self._lanes = {near: Lane(near) for near in (True, False)}
         self._connections: dict[int, Connection] = {}
         self._dialled: set[int] = set()
         self._order = itertools.count()
@@ -242,7 +251,7 @@ class Links:
     def _attach(self, peer: int, stream: socket.socket) -> None:
         connection = self._connection(peer)
         stream.setblocking(False)
-        if stream.family != getattr(socket, "AF_UNIX", None):
+        if stream.family != _LOCAL:
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with contextlib.suppress(OSError, AttributeError):
                 stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT)
@@ -264,18 +273,43 @@ class Links:
     def _ask(self, lane: Lane) -> None:
         while lane.due:
             receiving = lane.due[0]
-            left, room = receiving.size - receiving.granted, _WINDOW - lane.outstanding
-            if room < min(left, _WINDOW // 4):
+            connection = self._connection(receiving.peer)
+            window = self._window(lane, connection)
+            left, room = receiving.size - receiving.granted, window - lane.outstanding
+            if room < min(left, window // 4):
                 return
             amount = min(left, room)
             receiving.granted += amount
+            if connection.outstanding == 0:
+                connection.asked = connection.spell = time.monotonic()
+                connection.came = 0
             lane.outstanding += amount
+            connection.outstanding += amount
             if receiving.memory is None:
                 receiving.memory = receiving.into()
             frame = HEADER.pack(GRANT, VERSION, 0, *receiving.key, receiving.granted, receiving.size)
-            self._connection(receiving.peer).control.append(frame)
+            connection.control.append(frame)
             if receiving.granted == receiving.size:
                 lane.due.popleft()
+
+    def _window(self, lane: Lane, connection: Connection) -> int:
+        if lane.near:
+            return 4 * _WINDOW
+        if lane.outstanding > connection.outstanding:
+            return _WINDOW
+        return max(_WINDOW, min(_MOST, int(2 * connection.rate * connection.latency)))
+
+    def _measure(self, connection: Connection, count: int) -> None:
+        """Bytes of messages have come that were asked for."""
+        now = time.monotonic()
+        if connection.asked is not None:
+            connection.latency = min(connection.latency or math.inf, now - connection.asked)
+            connection.asked = None
+        connection.came += count
+        if now - connection.spell >= _SPELL:
+            # Spells in which the peer had nothing to send say little: an old rate is given up slowly.
+            connection.rate = max(connection.came / (now - connection.spell), 0.9 * connection.rate)
+            connection.spell, connection.came = now, 0
 
     def _granted(self, connection: Connection, key: Key, upto: int, size: int) -> None:
         sending = connection.sendings.get(key)
@@ -412,11 +446,18 @@ class Links:
                 taken += count
                 self._took(connection, count)
         except BlockingIOError:
-            return
+            self._wait_for(connection)
         except OSError as error:
             self._lose(connection, str(error))
         except WireError as error:
             self._fail(connection, error)
+
+    def _wait_for(self, connection: Connection) -> None:
+        """On a slow link bytes come a packet at a time: the thread sleeps until there are some."""
+        left = 1 if connection.body is None else min(len(connection.body) - connection.filled, _READ)
+        if connection.socket is not None and left != connection.low_water and connection.socket.family != _LOCAL:
+            connection.low_water = left
+            connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, left)
 
     def _took(self, connection: Connection, count: int) -> None:
         if connection.body is None:
@@ -468,7 +509,9 @@ class Links:
             return
         receiving = connection.receivings[key]
         receiving.received += length
+        self._measure(connection, length)
         connection.lane.outstanding -= length
+        connection.outstanding -= length
         if receiving.received == receiving.size:
             del connection.receivings[key]
             receiving.done()
@@ -502,6 +545,7 @@ class Links:
         connection.control.clear()
         for receiving in list(connection.receivings.values()):
             lane.outstanding -= receiving.granted - receiving.received
+            connection.outstanding -= receiving.granted - receiving.received
             with contextlib.suppress(ValueError):
                 lane.due.remove(receiving)
             receiving.failed(error)

@@ -95,7 +95,7 @@ class Wire(ABC):
         self.dtype, self.device = dtype, device
         # Arithmetic of the codec: the items' dtype, but at least float32.
         self.compute = torch.promote_types(dtype, torch.float32)
-        self.run_elements = _RUN_ON_CPU if device.type == "cpu" or self.by_parameter else _RUN_ON_GPU
+        self.run_elements = _RUN_ON_CPU if device.type == "cpu" or self._record else _RUN_ON_GPU
         self.pieces = self._lay_out()
         self.nbytes = self.pieces[-1].stop if self.pieces else 0
 

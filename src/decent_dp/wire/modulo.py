@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from decent_dp.wire.base import Item, Moment, Piece, Run, Wire
+from decent_dp.wire.noise import noise_at
 
 __all__ = ["Int8"]
 
@@ -56,8 +57,6 @@ _FIELDS = 3
 _CLASSES, _NOTHING = math.nan, math.inf
 # Classes of values in a run that is not finite; 0 is a finite value.
 _NAN, _INF, _NEGATIVE = 1, 2, 3
-
-_NOISE = 2**16
 
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 
@@ -126,7 +125,7 @@ class Int8(Wire):
             for run in piece.runs:
                 value = scratch.as_compute(values[run.item][run.start : run.stop])
                 record, codes = self._record_of(out, run), self._codes(out, run, torch.uint8)
-                numbers = scratch.numbers(value, 1.0 / self._steps[place], self._seed(moment, run), codes)
+                numbers = scratch.numbers(value, 1.0 / self._steps[place], self._noise(moment, run), codes)
                 largest = _largest(numbers)
                 if largest < _LARGEST_NUMBER:  # so that NaN is none
                     self._largest[place] = largest * self._steps[place]
@@ -170,7 +169,7 @@ class Int8(Wire):
                 flagged = [_values(part, self.compute) for read, part in zip(records, parts, strict=True) if np.isnan(read[0])]
                 codes.copy_(_classes(torch.stack(flagged).sum(0)))
                 _write(record, [_CLASSES] * _FIELDS)
-            elif not self._move(records, parts, sizes, record, codes, scratch, self._seed(moment, run)):
+            elif not self._move(records, parts, sizes, record, codes, scratch, self._noise(moment, run)):
                 _write(record, [_NOTHING] * _FIELDS)
 
     def _move(
@@ -181,7 +180,7 @@ class Int8(Wire):
         record: Tensor,
         codes: Tensor,
         scratch: _Scratch,
-        seed: int,
+        noise: Tensor,
     ) -> bool:
         """Writes the mean of some messages as the first one's lattice numbers, moved by a few steps each; False where some
         of the values that it stands for would be too far from it."""
@@ -195,7 +194,7 @@ class Int8(Wire):
             reach = max(reach, largest + float(theirs[2]))
             total.add_(steps, alpha=size)
         moves = torch.empty_like(codes)
-        moved = scratch.numbers(total.div_(sum(sizes)), 1.0, seed, moves)
+        moved = scratch.numbers(total.div_(sum(sizes)), 1.0, noise, moves)
         largest = _largest(moved)
         if not reach + largest <= 127:
             return False
@@ -225,8 +224,9 @@ class Int8(Wire):
         array: FloatArray = message.cpu().numpy().view(np.float64)
         return array[self._rows]
 
-    def _seed(self, moment: Moment, run: Run) -> int:
-        return _hash(moment.round, moment.rank, self.items[run.item].index, run.start) % _NOISE
+    def _noise(self, moment: Moment, run: Run) -> Tensor:
+        index = self.items[run.item].index
+        return noise_at(run.numel, self.compute, self.device, moment.round, moment.rank, index, run.start)
 
 
 class _Scratch:
@@ -243,12 +243,12 @@ class _Scratch:
     def as_compute(self, value: Tensor) -> Tensor:
         return value if value.dtype == self._compute else self._values[: value.numel()].copy_(value)
 
-    def numbers(self, value: Tensor, inverse_step: float, seed: int, codes: Tensor) -> Tensor:
+    def numbers(self, value: Tensor, inverse_step: float, noise: Tensor, codes: Tensor) -> Tensor:
         """``value / step``, rounded up or down at random so that its mean is right; ``codes`` get their lowest bytes."""
         size = value.numel()
         numbers = self._numbers[:size]
         # The step is a power of two: the product is exact, and one rounding is left, fused or not.
-        torch.add(_noise(self._compute, self._device)[seed : seed + size], value, alpha=inverse_step, out=numbers)
+        torch.add(noise, value, alpha=inverse_step, out=numbers)
         if self._compute == torch.float32:
             numbers.add_(_MAGIC)
             codes.copy_(numbers.view(torch.int32))
@@ -287,28 +287,6 @@ class _Scratch:
 def _weights() -> FloatArray:
     """Of the columns, and of the rows."""
     return np.random.default_rng(20200713).integers(1, _WEIGHTS, (2, _COLUMNS)).astype(np.float64)
-
-
-@functools.cache
-def _noise(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Every multiple of 2^-16 in [-1/2, 1/2) once, in random order, and the beginning again for runs that start late.
-
-    A run reads it from a place that is drawn anew in every round: each of its values then meets each of these with the
-    same probability, so that the rounding is right in the mean.
-    """
-    drawn = (np.random.default_rng(20240607).permutation(_NOISE) + 0.5) / _NOISE - 0.5
-    return torch.from_numpy(np.concatenate([drawn, drawn[: 2**15]])).to(device=device, dtype=dtype)
-
-
-def _hash(*numbers: int) -> int:
-    """Mixes integers (the finaliser of SplitMix64, Steele et al. 2014, after each)."""
-    state = 0
-    for number in numbers:
-        state = (state + number + 0x9E3779B97F4A7C15) % 2**64
-        state = ((state ^ state >> 30) * 0xBF58476D1CE4E5B9) % 2**64
-        state = ((state ^ state >> 27) * 0x94D049BB133111EB) % 2**64
-        state ^= state >> 31
-    return state
 
 
 def _largest(value: Tensor) -> float:

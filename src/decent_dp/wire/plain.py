@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from decent_dp.wire.base import Moment, Piece, Run, Wire
+from decent_dp.wire.noise import NOISE_LENGTH, noise_at
 
 __all__ = ["BFloat16", "Lossless"]
 
@@ -40,7 +41,11 @@ class Lossless(Wire):
             total = torch.zeros(run.numel, dtype=self.compute, device=self.device)
             for code, size in zip(codes, sizes, strict=True):
                 total += code if size == 1 else code.to(self.compute) * size
-            self._codes(out, run, self._code, piece.start).copy_(total.div_(count))
+            self._round(total.div_(count), self._codes(out, run, self._code, piece.start), moment, run)
+
+    def _round(self, mean: Tensor, codes: Tensor, moment: Moment, run: Run) -> None:
+        """Writes the mean of a group as codes."""
+        codes.copy_(mean)
 
     def differences(self, sent: Tensor, received: Tensor) -> Iterator[tuple[Run, Tensor, float]]:
         scratch = torch.empty(2, self.run_elements, dtype=self.compute, device=self.device)
@@ -61,10 +66,29 @@ class Lossless(Wire):
 
 
 class BFloat16(Lossless):
-    """Every value rounded to the nearest bfloat16; values of two bytes as they are."""
+    """Every value rounded to the nearest bfloat16; values of two bytes as they are.
+
+    The mean of a group is rounded at random, up or down, so that it is right in the mean: to the nearest, all members of a
+    large group would step back to the values that they have, and what one of them has learnt would be lost.
+    """
 
     name = "bfloat16"
+    by_parameter = True
 
     @property
     def _code(self) -> torch.dtype:
         return torch.bfloat16 if self.dtype.itemsize > 2 else self.dtype
+
+    def _round(self, mean: Tensor, codes: Tensor, moment: Moment, run: Run) -> None:
+        if self._code == self.dtype:
+            codes.copy_(mean)
+            return
+        single = mean.to(torch.float32)
+        index = self.items[run.item].index
+        # A float32 whose lower half is zero is a bfloat16: noise below that half, then the half is cut off.
+        for start in range(0, run.numel, NOISE_LENGTH):
+            part = single[start : start + NOISE_LENGTH]
+            noise = noise_at(part.numel(), torch.float32, self.device, moment.round, moment.rank, index, run.start + start)
+            bits = part.view(torch.int32) + noise.add(0.5).mul_(2**16).to(torch.int32)
+            rounded = bits.bitwise_and_(-(2**16)).view(torch.float32)
+            codes[start : start + NOISE_LENGTH].copy_(torch.where(part.isfinite(), rounded, part))
