@@ -28,10 +28,11 @@ from decent_dp.transport import (
 )
 from decent_dp.transport.inprocess import LocalHub
 from decent_dp.wire import BFloat16, Int8, Lossless
+from decent_dp.wire.base import _RUN_ON_CPU
 from tests.helpers import came, parcel, wire_of
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-SIZES = [33, 0, 1, 5000, 2**16]  # of the buckets of a round; the last is more than one piece
+SIZES = [33, 0, 1, 5000, 2 * _RUN_ON_CPU]  # of the buckets of a round; the last is more than one piece
 
 
 class OffHost(Tensor):
@@ -168,7 +169,7 @@ def sum_eps(dtype: torch.dtype) -> float:
 
 def announced_exchanges(transport: Transport, edges: list[list[Edge]]) -> None:
     """A wire that waits for what the others announce, which may come long after the exchange has been started."""
-    rank, size = transport.rank, 70_000
+    rank, size = transport.rank, _RUN_ON_CPU + 4464
     for t, round_ in enumerate(edges):
         edge = next(e for e in round_ if rank in e.ranks)
         if len(edge.ranks) == 1:
@@ -355,7 +356,7 @@ def sent_bytes(transport: Transport) -> list[int]:
             counts.append(handle.bytes_sent)
             handle.wait()
     # Of many pieces every worker is the root of as many: a group moves 2 (m - 1)/m messages a worker.
-    own = parcel(torch.ones(9 * 2**15), transport.rank, Label(1, 0))
+    own = parcel(torch.ones(9 * _RUN_ON_CPU), transport.rank, Label(1, 0))
     handle = transport.exchange.start(Edge([0, 1, 2], 0.5), own)
     handle.wait()
     return [*counts, handle.bytes_sent]
@@ -366,12 +367,12 @@ def sent_between_processes(rank: int, n: int) -> list[list[int]]:
 
 
 def test_bytes_sent(workers):
-    whole = 9 * 2**17 * 4 // 3
+    whole = 9 * 4 * _RUN_ON_CPU * 4 // 3
     # A pair sends its message. Of a group of one piece the first is the root: it sends the mean to both others.
     expected = [[1200, 600, 2400, 1200, whole], [1200, 600, 1200, 600, whole], [1200, 600, whole]]
     assert workers(3, sent_between_processes) == [[counts] * 2 for counts in expected]
     # In a process every other member gets a copy.
-    assert run_replicas(3, sent_bytes, timeout=20)[1] == [1200, 600, 2400, 1200, 9 * 2**18]
+    assert run_replicas(3, sent_bytes, timeout=20)[1] == [1200, 600, 2400, 1200, 9 * 8 * _RUN_ON_CPU]
 
 
 # -- messages that were not due --------------------------------------------------------------------------------------------

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from decent_dp.wire import WIRES, BFloat16, Int8, Item, Lossless, Moment, Wire, check_wire
+from decent_dp.wire.base import _RUN_ON_CPU
 from tests.helpers import wire_of
 
 CPU = torch.device("cpu")
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-RUN = 2**15
+RUN = _RUN_ON_CPU
 
 
 def randn(size: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -221,6 +221,12 @@ class Engine:
             exchange.announce(coming, Label(self.round + 1, bucket.index), bucket.announced)
         return now
 
+    def let_go(self) -> None:
+        """Returns once the parameters may be written to by anybody: what is to be sent of them has been read."""
+        for bucket in self.buckets:
+            if bucket.under_way is not None:
+                bucket.under_way.handle.let_go()
+
     def wait_all(self) -> None:
         """Finishes what is on the wire and drops it."""
         self.disown()

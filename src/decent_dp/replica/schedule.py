@@ -392,6 +392,7 @@ class Schedule:
             if not self._overlap:
                 for bucket in self._engine.buckets:
                     self._engine.finish(bucket)
+            self._engine.let_go()
             self._next, self._begun = 0, False
             self._engine.round += 1
             self._engine.steps += step

@@ -68,6 +68,10 @@ class Handle(ABC):
 
     bytes_sent: int = 0
 
+    def let_go(self) -> None:
+        """Blocks until the values to send have been read, unless they wait for another worker's word."""
+        return
+
     @abstractmethod
     def wait(self) -> None:
         """Blocks until it is there. Called once.
@@ -100,10 +104,10 @@ class Exchange(ABC):
     def start(self, edge: Edge, parcel: Parcel) -> Handle:
         """Begins the exchange of this worker with the others of ``edge`` (at least two ranks).
 
-        The parcel is encoded as soon as all announcements for it are there; at once for a wire that has none. After the
-        handle's ``wait``, ``received`` holds the other's message on an edge of two, and that of the mean of *all* members
-        on a larger one. Until then ``sent`` and ``received`` belong to the transport. Every member starts its exchanges in
-        the same order of (round, bucket), with messages of one length.
+        The parcel is encoded, maybe by another thread, as soon as all announcements for it are there; at once for a wire
+        that has none. After the handle's ``wait``, ``received`` holds the other's message on an edge of two, and that of the
+        mean of *all* members on a larger one. Until then ``sent`` and ``received`` belong to the transport. Every member
+        starts its exchanges in the same order of (round, bucket), with messages of one length.
         """
 
 

@@ -18,8 +18,9 @@ __all__ = ["DATA", "GRANT", "HEADER", "HELLO", "NOTE", "VERSION", "Connection", 
 # (round, bucket, slot): what a message is. Slots number the messages of one exchange.
 Key: TypeAlias = tuple[int, int, int]
 
-# kind, version, length of what follows, round, bucket, slot, offset in the message, length of the message.
-HEADER = struct.Struct("<HHIqIIQQ")
+# kind, version, length of what follows, round, bucket, slot, offset in the message, length of the message, and, of the first
+# data after a grant, the microseconds since the grant came.
+HEADER = struct.Struct("<HHIqIIQQI")
 VERSION = 2
 DATA, GRANT, NOTE, HELLO = range(1, 5)
 
@@ -35,6 +36,7 @@ class Sending:
     failed: Callable[[BaseException], None]
     ready: int = 0
     granted: int = 0
+    granted_at: float = 0.0
     written: int = 0
     order: int = -1
     queued: bool = False

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from decent_dp.errors import WireError
 from decent_dp.topo import Edge
@@ -35,6 +36,9 @@ class _Delivery(Handle):
     def __init__(self, parcel: Parcel, timeout: float, explain: Explain) -> None:
         self._label, self._timeout, self._explain = parcel.label, timeout, explain
         self._event = threading.Event()
+        # Set while nothing is being read of the values.
+        self.idle = threading.Event()
+        self.idle.set()
         self._open: Counter[int] = Counter()
         self._error: BaseException | None = None
         self._error_peer = -1
@@ -55,6 +59,9 @@ class _Delivery(Handle):
         if self._error is None:
             self._error, self._error_peer = error, peer
         self._event.set()
+
+    def let_go(self) -> None:
+        self.idle.wait()
 
     def wait(self) -> None:
         moved = -1
@@ -118,23 +125,34 @@ class LinkedExchange(Exchange):
 
         def encode(heard: list[bytes]) -> None:
             try:
-                last = 0
-                for ready in parcel.encode(heard):
-                    if on_host is parcel and ready - last >= _STRIDE:
-                        travel.encoded(ready)
-                        last = ready
+                with record_function("decent_dp.encode"):
+                    last = 0
+                    for ready in parcel.encode(heard):
+                        if on_host is parcel and ready - last >= _STRIDE:
+                            travel.encoded(ready)
+                            last = ready
                 if on_host is parcel:
                     travel.encoded(parcel.wire.nbytes)
                 else:
                     self._copy_to_host(parcel, on_host, travel.encoded, delivery)
             except Exception as error:
                 delivery.fail(-1, error)  # raised by the wait, as this may run in the links' thread
+            finally:
+                delivery.idle.set()
+
+        def schedule(heard: list[bytes]) -> None:
+            delivery.idle.clear()
+            if on_host is parcel:
+                # Beside the backward, which goes on in the training thread.
+                self._links.call(lambda: encode(heard))
+            else:
+                encode(heard)  # only launches kernels, which must be in the stream of the training thread
 
         if parcel.wire.announces:
             label = parcel.label
-            self._links.listen(others, (label.round, label.bucket, _NOTE), encode)
+            self._links.listen(others, (label.round, label.bucket, _NOTE), schedule)
         else:
-            encode([])
+            schedule([])
         return delivery
 
     def _copy_to_host(self, parcel: Parcel, on_host: Parcel, encoded: Callable[[int], None], delivery: _Delivery) -> None:

@@ -112,7 +112,7 @@ class Links:
         """
         if peer < self._rank and peer not in self._dialled:
             stream = self._dial(peer)
-            stream.sendall(HEADER.pack(HELLO, VERSION, len(self._token), self._rank, 0, 0, 0, 0) + self._token)
+            stream.sendall(HEADER.pack(HELLO, VERSION, len(self._token), self._rank, 0, 0, 0, 0, 0) + self._token)
             self._dialled.add(peer)
             self.call(lambda: self._attach(peer, stream))
 
@@ -129,7 +129,7 @@ class Links:
 
     def note(self, peer: int, key: Key, text: bytes) -> None:
         """Sends a few bytes without being asked. Lost without a word if the peer is gone."""
-        frame = HEADER.pack(NOTE, VERSION, len(text), *key, 0, len(text)) + text
+        frame = HEADER.pack(NOTE, VERSION, len(text), *key, 0, len(text), 0) + text
         self.call(lambda: self._connection(peer).control.append(frame))
 
     def listen(self, peers: list[int], key: Key, then: Callable[[list[bytes]], None]) -> None:
@@ -242,7 +242,7 @@ class Links:
         if part and len(seen) < wanted:
             return
         self._selector.unregister(stream)
-        kind, version, _, peer, *_ = HEADER.unpack(seen[: HEADER.size]) if len(seen) == wanted else (0,) * 8
+        kind, version, _, peer, *_ = HEADER.unpack(seen[: HEADER.size]) if len(seen) == wanted else (0,) * 9
         if (kind, version) != (HELLO, VERSION) or seen[HEADER.size :] != self._token:
             stream.close()
             return
@@ -287,7 +287,7 @@ class Links:
             connection.outstanding += amount
             if receiving.memory is None:
                 receiving.memory = receiving.into()
-            frame = HEADER.pack(GRANT, VERSION, 0, *receiving.key, receiving.granted, receiving.size)
+            frame = HEADER.pack(GRANT, VERSION, 0, *receiving.key, receiving.granted, receiving.size, 0)
             connection.control.append(frame)
             if receiving.granted == receiving.size:
                 lane.due.popleft()
@@ -302,9 +302,6 @@ class Links:
     def _measure(self, connection: Connection, count: int) -> None:
         """Bytes of messages have come that were asked for."""
         now = time.monotonic()
-        if connection.asked is not None:
-            connection.latency = min(connection.latency or math.inf, now - connection.asked)
-            connection.asked = None
         connection.came += count
         if now - connection.spell >= _SPELL:
             # Spells in which the peer had nothing to send say little: an old rate is given up slowly.
@@ -317,7 +314,7 @@ class Links:
             connection.early_grants[key] = (upto, size)
             return
         self._check_size(connection.peer, key, size, len(sending.data))
-        sending.granted = upto
+        sending.granted, sending.granted_at = upto, time.monotonic()
         self._offer(sending)
 
     # -- sending ------------------------------------------------------------------------------------------------------
@@ -408,7 +405,8 @@ class Links:
             return False
         sending = lane.heap[0][1]
         stop = min(sending.ready, sending.granted, sending.written + _FRAME)
-        header = HEADER.pack(DATA, VERSION, stop - sending.written, *sending.key, sending.written, len(sending.data))
+        age = min(int(1e6 * (time.monotonic() - sending.granted_at)), 2**32 - 1)
+        header = HEADER.pack(DATA, VERSION, stop - sending.written, *sending.key, sending.written, len(sending.data), age)
         connection.out = [memoryview(header), sending.data[sending.written : stop]]
         connection.current = (sending, stop)
         lane.busy = connection
@@ -435,7 +433,10 @@ class Links:
     def _read(self, connection: Connection) -> None:
         taken = 0
         try:
-            while taken < _TURN and connection.socket is not None:
+            while connection.socket is not None:
+                if taken >= _TURN:
+                    self._wait_for(connection)
+                    return
                 if connection.body is None:
                     count = connection.socket.recv_into(memoryview(connection.header)[connection.have :])
                 else:
@@ -454,7 +455,7 @@ class Links:
 
     def _wait_for(self, connection: Connection) -> None:
         """On a slow link bytes come a packet at a time: the thread sleeps until there are some."""
-        left = 1 if connection.body is None else min(len(connection.body) - connection.filled, _READ)
+        left = 1 if connection.body is None or _READ == 0 else min(len(connection.body) - connection.filled, _READ)
         if connection.socket is not None and left != connection.low_water and connection.socket.family != _LOCAL:
             connection.low_water = left
             connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, left)
@@ -472,7 +473,7 @@ class Links:
             self._close_frame(connection)
 
     def _open_frame(self, connection: Connection) -> None:
-        kind, version, length, round_, bucket, slot, offset, size = HEADER.unpack(connection.header)
+        kind, version, length, round_, bucket, slot, offset, size, age = HEADER.unpack(connection.header)
         key = (round_, bucket, slot)
         if version != VERSION or kind not in (DATA, GRANT, NOTE):
             raise WireError(
@@ -493,6 +494,11 @@ class Links:
                 f"{slot}), which were not due. The workers have got out of step; start them together from one installation."
             )
         self._check_size(connection.peer, key, size, receiving.size)
+        if connection.asked is not None:
+            # From a grant to its first bytes, without the time that the peer took.
+            latency = max(time.monotonic() - connection.asked - 1e-6 * age, 0.0)
+            connection.latency = min(connection.latency or math.inf, latency)
+            connection.asked = None
         connection.body = receiving.memory[offset : offset + length]
 
     def _close_frame(self, connection: Connection) -> None:

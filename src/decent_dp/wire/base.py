@@ -14,7 +14,7 @@ __all__ = ["Item", "Moment", "Piece", "Run", "Wire"]
 
 # Elements that are worked on at once: on a CPU few enough for the temporaries to stay in its cache, on a GPU many enough
 # for a kernel to be worth its launch.
-_RUN_ON_CPU = 2**15
+_RUN_ON_CPU = 2**16
 _RUN_ON_GPU = 2**22
 
 # Pieces start at multiples of this, so that any dtype can be read in them.

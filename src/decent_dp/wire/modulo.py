@@ -35,11 +35,12 @@ from decent_dp.wire.noise import noise_at
 __all__ = ["Int8"]
 
 # Lattice numbers are below this, so that float32 holds them (and `_MAGIC` finds them), and weighted sums stay below 2^53:
-# 2^21 · 2^17 · 2^15 elements of a run.
+# 2^21 · 2^16 · 2^16 elements of a run.
 _LARGEST_NUMBER = 2**21
-_WEIGHTS = 2**17
+_WEIGHTS = 2**16
 
-# Runs are summed as a matrix with so many columns. Numbers below `_SMALL` have exact sums of columns and rows in float32.
+# Runs are summed as a matrix with so many columns, and at most as many rows. Of numbers below `_SMALL` the sums of columns
+# and of rows are exact in float32.
 _COLUMNS = 256
 _SMALL = 2**16
 

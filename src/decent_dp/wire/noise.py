@@ -1,0 +1,43 @@
+"""Noise for stochastic rounding: drawn once, and read from a place that a hash of what is rounded chooses."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["NOISE_LENGTH", "noise_at"]
+
+_SIZE = 2**16
+# The longest run that is rounded at once.
+NOISE_LENGTH = 2**16
+
+
+def noise_at(numel: int, dtype: torch.dtype, device: torch.device, *what: int) -> Tensor:
+    """``numel`` (at most ``NOISE_LENGTH``) values of [-1/2, 1/2), for the rounding of what these numbers name."""
+    start = _hash(*what) % _SIZE
+    return _table(dtype, device)[start : start + numel]
+
+
+@functools.cache
+def _table(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Every multiple of 2^-16 in [-1/2, 1/2) once (at its middle), in random order, and the beginning again.
+
+    Read from a place that is drawn anew in every round, each value meets each of them with the same probability: so the
+    rounding is right in the mean.
+    """
+    drawn = (np.random.default_rng(20240607).permutation(_SIZE) + 0.5) / _SIZE - 0.5
+    return torch.from_numpy(np.concatenate([drawn, drawn[:NOISE_LENGTH]])).to(device=device, dtype=dtype)
+
+
+def _hash(*numbers: int) -> int:
+    """Mixes integers (the finaliser of SplitMix64, Steele et al. 2014, after each)."""
+    state = 0
+    for number in numbers:
+        state = (state + number + 0x9E3779B97F4A7C15) % 2**64
+        state = ((state ^ state >> 30) * 0xBF58476D1CE4E5B9) % 2**64
+        state = ((state ^ state >> 27) * 0x94D049BB133111EB) % 2**64
+        state ^= state >> 31
+    return state

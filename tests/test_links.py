@@ -1,0 +1,517 @@
+"""Links by themselves: threads of one process that are connected, and peers made by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, wait
+from typing import Any
+
+import pytest
+
+from decent_dp.errors import WireError
+from decent_dp.transport import links as module
+from decent_dp.transport.connection import DATA, GRANT, HEADER, HELLO, NOTE, VERSION
+from decent_dp.transport.links import Key, Links, Receiving, Sending
+
+TOKEN = b"open sesame"
+SECONDS = 20
+
+
+def listener(local: bool) -> socket.socket:
+    made = socket.socket(socket.AF_UNIX if local else socket.AF_INET, socket.SOCK_STREAM)
+    made.bind("" if local else ("127.0.0.1", 0))
+    made.listen(16)
+    made.setblocking(False)
+    return made
+
+
+def reach(name: Any, buffer: int | None = None) -> socket.socket:
+    stream = socket.socket(socket.AF_UNIX if isinstance(name, bytes) else socket.AF_INET, socket.SOCK_STREAM)
+    stream.settimeout(SECONDS)
+    if buffer:
+        stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    stream.connect(name)
+    return stream
+
+
+class Net:
+    """Workers of one process."""
+
+    def __init__(self, n: int, *, near: bool = False) -> None:
+        listeners = [listener(near) for _ in range(n)]
+        self.names = [made.getsockname() for made in listeners]
+        others = [frozenset(set(range(n)) - {rank}) if near else frozenset() for rank in range(n)]
+        self.links = [
+            Links(rank, others[rank], [listeners[rank]], lambda peer: reach(self.names[peer]), TOKEN) for rank in range(n)
+        ]
+
+    def connect(self) -> None:
+        for rank, links in enumerate(self.links):
+            for peer in range(rank):
+                links.connect(peer)
+
+    def close(self) -> None:
+        closing = [threading.Thread(target=links.close) for links in self.links]
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            thread.join(SECONDS)
+            assert not thread.is_alive()
+
+
+@pytest.fixture(params=[False, True], ids=["tcp", "unix"])
+def net(request: pytest.FixtureRequest) -> Iterator[Net]:
+    made = Net(3, near=request.param)
+    made.connect()
+    yield made
+    made.close()
+
+
+def send(links: Links, peer: int, key: Key, data: bytes, ready: int | None = None) -> tuple[Sending, Future[None]]:
+    future: Future[None] = Future()
+    sending = Sending(
+        peer,
+        key,
+        memoryview(data),
+        lambda: future.set_result(None),
+        lambda error: future.set_exception(error),
+        ready=len(data) if ready is None else ready,
+    )
+    links.send(sending)
+    if ready is None:
+        links.advance(sending, len(data))
+    return sending, future
+
+
+def receive(links: Links, peer: int, key: Key, size: int) -> Future[bytes]:
+    future: Future[bytes] = Future()
+    memory = bytearray(size)
+
+    def fail(error: BaseException) -> None:
+        if not future.done():
+            future.set_exception(error)
+
+    links.receive(Receiving(peer, key, size, lambda: memoryview(memory), lambda: future.set_result(bytes(memory)), fail))
+    return future
+
+
+def content(seed: int, size: int) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+# -- messages --------------------------------------------------------------------------------------------------------------
+
+
+def test_messages_arrive_whatever_is_asked_for_first(net):
+    sizes = [1, 0, 100, 300_000, 5_000_000, 7, 0]
+    for first in ("send", "receive"):
+        asked, sent = {}, []
+        for what in (first, "receive" if first == "send" else "send"):
+            for number, size in enumerate(sizes):
+                for a in range(3):
+                    for b in {0, 1, 2} - {a}:
+                        key = (len(first), number, a)
+                        if what == "send":
+                            sent.append(send(net.links[a], b, key, content(100 * number + 10 * a + b, size))[1])
+                        else:
+                            asked[a, b, number] = receive(net.links[b], a, key, size)
+            time.sleep(0.05)
+        for (a, b, number), future in asked.items():
+            assert future.result(SECONDS) == content(100 * number + 10 * a + b, sizes[number])
+        for done in sent:
+            assert done.result(SECONDS) is None
+
+
+def test_only_what_is_ready_is_sent(net):
+    data = bytearray(400_000)
+    asked = receive(net.links[1], 0, (0, 0, 0), len(data))
+    sending, sent = send(net.links[0], 1, (0, 0, 0), data, ready=0)  # type: ignore[arg-type]
+    expected = content(1, len(data))
+    for stop in (1, 1000, 200_000, 399_999, 400_000):
+        time.sleep(0.02)
+        assert not asked.done()
+        data[:stop] = expected[:stop]
+        net.links[0].advance(sending, stop)
+    assert asked.result(SECONDS) == expected
+    sent.result(SECONDS)
+
+
+def test_notes(net):
+    heard: Future[list[bytes]] = Future()
+    net.links[0].note(2, (5, 1, 1), b"from 0")
+    time.sleep(0.05)
+    net.links[2].listen([0, 1], (5, 1, 1), heard.set_result)
+    net.links[0].note(2, (6, 1, 1), b"not this one")
+    time.sleep(0.05)
+    assert not heard.done()
+    net.links[1].note(2, (5, 1, 1), b"")
+    assert heard.result(SECONDS) == [b"from 0", b""]
+    later: Future[list[bytes]] = Future()
+    net.links[2].listen([0], (6, 1, 1), later.set_result)  # is there
+    assert later.result(SECONDS) == [b"not this one"]
+
+
+def test_many_rounds_with_random_delays():
+    """No wake-up is lost: every worker starts, asks and advances at times of its own."""
+    for near in (False, True):
+        net = Net(3, near=near)
+        net.connect()
+        errors: list[BaseException] = []
+
+        def work(rank: int, links: Links, errors: list[BaseException]) -> None:
+            draw = random.Random(rank)
+            try:
+                for round_ in range(250):
+                    peers = sorted({0, 1, 2} - {rank})
+                    size = 1 + 37 * round_ if round_ % 50 else 1_500_000
+                    heard: Future[list[bytes]] = Future()
+                    links.listen(peers, (round_, 0, 1), heard.set_result)
+                    waited = []
+                    for peer in peers:
+                        links.note(peer, (round_, 0, 1), b"%d" % rank)
+                        if draw.random() < 0.3:
+                            time.sleep(draw.random() * 0.003)
+                        sending, sent = send(links, peer, (round_, 0, 0), content(rank, size), ready=0)
+                        waited += [receive(links, peer, (round_, 0, 0), size), sent]
+                        if draw.random() < 0.3:
+                            links.advance(sending, size // 2)
+                            time.sleep(draw.random() * 0.003)
+                        links.advance(sending, size)
+                    assert heard.result(SECONDS) == [b"%d" % peer for peer in peers]
+                    for peer, future in zip(peers, waited[::2], strict=True):
+                        assert future.result(SECONDS) == content(peer, size)
+                    for future in waited:
+                        future.result(SECONDS)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(*item, errors), daemon=True) for item in enumerate(net.links)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(SECONDS)
+        assert not errors, errors
+        assert not any(thread.is_alive() for thread in threads)
+        net.close()
+
+
+def test_what_follows_from_a_message_is_not_forgotten(net):
+    """Each message is sent when the one before it has been written, in the links' own thread."""
+    count = 200
+    asked = [receive(net.links[1], 0, (number, 0, 0), 100) for number in range(count)]
+    time.sleep(0.1)
+
+    def follow(number: int) -> None:
+        if number < count:
+            data = memoryview(content(number, 100))
+            done = lambda: follow(number + 1)  # noqa: E731
+            net.links[0].send(Sending(1, (number, 0, 0), data, done, lambda error: None, ready=100))
+            net.links[0].call(lambda: None)
+
+    follow(0)
+    for number, future in enumerate(asked):
+        assert future.result(SECONDS) == content(number, 100)
+
+
+def test_leaving_at_once_loses_nothing(net):
+    data = content(3, 20_000_000)
+    asked = receive(net.links[1], 0, (0, 0, 0), len(data))
+    _, sent = send(net.links[0], 1, (0, 0, 0), data)
+    net.links[0].note(2, (0, 0, 1), b"good bye")
+    sent.result(SECONDS)
+    net.links[0].close()
+    assert asked.result(SECONDS) == data
+    heard: Future[list[bytes]] = Future()
+    net.links[2].listen([0], (0, 0, 1), heard.set_result)
+    assert heard.result(SECONDS) == [b"good bye"]
+    net.links[0].close()  # may be called again
+    with pytest.raises(RuntimeError, match="closed"):
+        net.links[0].note(1, (0, 0, 1), b"")
+
+
+def test_a_message_to_who_has_left_fails(net):
+    asked = receive(net.links[1], 0, (0, 0, 0), 10)
+    _, sent = send(net.links[1], 0, (0, 0, 0), bytes(10))
+    net.links[0].close()
+    for future in (asked, sent):
+        with pytest.raises(ConnectionError):
+            future.result(SECONDS)
+    # And what comes later fails at once; others go on.
+    with pytest.raises(ConnectionError):
+        receive(net.links[1], 0, (1, 0, 0), 10).result(SECONDS)
+    other = receive(net.links[1], 2, (1, 0, 0), 10)
+    send(net.links[2], 1, (1, 0, 0), bytes(10))
+    assert other.result(SECONDS) == bytes(10)
+
+
+# -- peers made by hand ----------------------------------------------------------------------------------------------------
+
+
+class ByHand:
+    """Worker 1 of two, frame by frame."""
+
+    def __init__(self, *, near: bool = False, rank: int = 1, token: bytes = TOKEN, buffer: int | None = None) -> None:
+        made = listener(False)
+        self.name = made.getsockname()
+        self.links = Links(0, frozenset({1} if near else ()), [made], reach, TOKEN)
+        self.stream = reach(self.name, buffer)
+        self.stream.sendall(HEADER.pack(HELLO, VERSION, len(token), rank, 0, 0, 0, 0) + token)
+
+    def frame(self, kind: int, key: Key, offset: int, size: int, body: bytes = b"", version: int = VERSION) -> None:
+        self.stream.sendall(HEADER.pack(kind, version, len(body), *key, offset, size) + body)
+
+    def grant(self, key: Key, upto: int, size: int) -> None:
+        self.frame(GRANT, key, upto, size)
+
+    def read(self) -> tuple[int, Key, int, int, bytes]:
+        kind, version, length, round_, bucket, slot, offset, size = HEADER.unpack(self._exactly(HEADER.size))
+        assert version == VERSION
+        return kind, (round_, bucket, slot), offset, size, self._exactly(length)
+
+    def _exactly(self, count: int) -> bytes:
+        parts = b""
+        while len(parts) < count:
+            part = self.stream.recv(count - len(parts))
+            if not part:
+                raise EOFError
+            parts += part
+        return parts
+
+    def quiet(self) -> bool:
+        """Nothing comes for a while."""
+        self.stream.settimeout(0.15)
+        try:
+            return not self.stream.recv(1, socket.MSG_PEEK)
+        except TimeoutError:
+            return True
+        finally:
+            self.stream.settimeout(SECONDS)
+
+
+@pytest.fixture
+def by_hand() -> Iterator[ByHand]:
+    made = ByHand()
+    yield made
+    made.stream.close()
+    made.links.close()
+
+
+def test_no_more_is_sent_than_was_asked_for(by_hand):
+    data = content(1, 3000)
+    _, sent = send(by_hand.links, 1, (0, 0, 0), data)
+    assert by_hand.quiet()
+    got = b""
+    for upto in (1, 1000, 2999, 3000):
+        by_hand.grant((0, 0, 0), upto, 3000)
+        kind, key, offset, size, body = by_hand.read()
+        assert (kind, key, offset, size) == (DATA, (0, 0, 0), len(got), 3000)
+        got += body
+        assert len(got) == upto
+        assert by_hand.quiet()
+    assert got == data
+    sent.result(SECONDS)
+
+
+@pytest.mark.parametrize("near", [False, True])
+def test_no_more_is_asked_for_than_the_window(near):
+    by_hand = ByHand(near=near)
+    sizes = [module._WINDOW * 12 + 12345, 100, module._WINDOW // 2, module._WINDOW]
+    window = module._WINDOW * (4 if near else 1)
+    asked = [receive(by_hand.links, 1, (0, bucket, 0), size) for bucket, size in enumerate(sizes)]
+    granted, given = dict.fromkeys(range(4), 0), dict.fromkeys(range(4), 0)
+    while any(given[bucket] < size for bucket, size in enumerate(sizes)):
+        if given == granted or not by_hand.quiet():
+            kind, (_, bucket, _), upto, size, _ = by_hand.read()
+            assert (kind, size) == (GRANT, sizes[bucket])
+            assert granted[bucket] < upto <= size
+            # In the order of need, and at least enough of it to be worth a frame.
+            assert all(granted[earlier] == sizes[earlier] for earlier in range(bucket))
+            assert upto == size or upto - granted[bucket] >= module._WINDOW // 4
+            granted[bucket] = upto
+            # A link of which nothing is known gets little; this one then turns out to be slow.
+            assert sum(granted.values()) - sum(given.values()) <= (8 * module._WINDOW if any(given.values()) else window)
+            continue
+        bucket = next(b for b in range(4) if given[b] < granted[b])
+        part = min(granted[bucket] - given[bucket], module._WINDOW)
+        by_hand.frame(DATA, (0, bucket, 0), given[bucket], sizes[bucket], bytes([bucket]) * part)
+        given[bucket] += part
+    for bucket, (future, size) in enumerate(zip(asked, sizes, strict=True)):
+        assert future.result(SECONDS) == bytes([bucket]) * size
+    by_hand.stream.close()
+    by_hand.links.close()
+
+
+def test_what_was_started_first_goes_first():
+    """An earlier message that becomes ready passes a later one whose frames wait for a slow wire."""
+    by_hand = ByHand(buffer=4096)
+    size = 4_000_000
+    early, _ = send(by_hand.links, 1, (0, 0, 0), bytes(size), ready=0)
+    late, _ = send(by_hand.links, 1, (0, 1, 0), bytes(size), ready=0)
+    for bucket in range(2):
+        by_hand.grant((0, bucket, 0), size, size)
+    by_hand.links.advance(late, size)
+    time.sleep(0.2)  # as much of it as the kernel takes
+    by_hand.links.advance(early, size)
+    time.sleep(0.05)
+    seen = []
+    while len(seen) < 2 or seen[-1][1] < size or sum(1 for _, stop in seen if stop == size) < 2:
+        _, (_, bucket, _), offset, _, body = by_hand.read()
+        seen.append((bucket, offset + len(body)))
+    first = next(i for i, (bucket, _) in enumerate(seen) if bucket == 0)
+    last = next(i for i, entry in enumerate(seen) if entry == (0, size))
+    assert {bucket for bucket, _ in seen[first : last + 1]} == {0}, "once it is ready nothing else goes before its end"
+    assert max(stop for bucket, stop in seen[:first] if bucket == 1) < size // 2
+    by_hand.stream.close()
+    by_hand.links.close()
+
+
+def test_leaving_waits_for_a_slow_reader():
+    """A connection that is closed while its peer still writes is broken off, and takes with it what has not arrived."""
+    by_hand = ByHand(buffer=4096)
+    size = 40_000  # what the kernel takes at once, and the reader's does not
+    data = content(5, size)
+    _, sent = send(by_hand.links, 1, (0, 0, 0), data)
+    by_hand.grant((0, 0, 0), size, size)
+    sent.result(SECONDS)
+    leaving = threading.Thread(target=by_hand.links.close)
+    leaving.start()
+    time.sleep(0.2)
+    with contextlib.suppress(ConnectionError):
+        for _ in range(3):
+            by_hand.frame(NOTE, (0, 0, 1), 0, 1, b"x")
+            time.sleep(0.05)
+    got = b""
+    while len(got) < size:
+        got += by_hand.read()[4]
+    assert got == data
+    leaving.join(SECONDS)
+    assert not leaving.is_alive()
+    by_hand.stream.close()
+
+
+def test_a_grant_does_not_wait_for_data(by_hand):
+    """Control frames pass messages that have not been written yet."""
+    size = 6_000_000
+    send(by_hand.links, 1, (0, 0, 0), bytes(size))
+    by_hand.grant((0, 0, 0), size, size)
+    time.sleep(0.1)
+    receive(by_hand.links, 1, (1, 0, 0), 10)
+    kinds, taken = [], 0
+    while GRANT not in kinds:
+        kind, _, _, _, body = by_hand.read()
+        kinds.append(kind)
+        taken += len(body)
+    assert taken < size
+
+
+BAD = {
+    "unasked": lambda peer: peer.frame(DATA, (9, 9, 0), 0, 10, bytes(10)),
+    "too early": lambda peer: peer.frame(DATA, (0, 0, 0), 5, 10, bytes(5)),
+    "too much": lambda peer: peer.frame(DATA, (0, 0, 0), 0, 10, bytes(11)),
+    "another size": lambda peer: peer.frame(DATA, (0, 0, 0), 0, 12, bytes(10)),
+    "old version": lambda peer: peer.frame(DATA, (0, 0, 0), 0, 10, bytes(10), version=VERSION - 1),
+    "unknown kind": lambda peer: peer.frame(77, (0, 0, 0), 0, 10, bytes(10)),
+    "hello again": lambda peer: peer.frame(HELLO, (1, 0, 0), 0, 0),
+    "wrong grant": lambda peer: peer.grant((0, 0, 0), 20, 20),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_what_was_not_due_is_refused_and_its_sender_named(by_hand, what):
+    asked = receive(by_hand.links, 1, (0, 0, 0), 10)
+    _, sent = send(by_hand.links, 1, (0, 0, 0), bytes(10), ready=0)
+    assert by_hand.read()[:4] == (GRANT, (0, 0, 0), 10, 10)
+    BAD[what](by_hand)
+    for future in (asked, sent):
+        with pytest.raises(WireError, match=r"worker 1 (sent|has)"):
+            future.result(SECONDS)
+    with pytest.raises((EOFError, ConnectionError)):
+        by_hand.read()
+    later = receive(by_hand.links, 1, (1, 0, 0), 10)
+    with pytest.raises(ConnectionError, match="worker 1"):
+        later.result(SECONDS)
+
+
+def test_a_grant_before_its_message_is_checked_too(by_hand):
+    by_hand.grant((0, 0, 0), 20, 20)
+    time.sleep(0.05)
+    _, sent = send(by_hand.links, 1, (0, 0, 0), bytes(10))
+    with pytest.raises(WireError, match="worker 1 has a message of 20 bytes where worker 0 has one of 10"):
+        sent.result(SECONDS)
+
+
+@pytest.mark.parametrize("how", ["token", "version", "kind", "half", "nothing"])
+def test_a_stranger_is_dropped_and_disturbs_nobody(by_hand, how):
+    with contextlib.closing(reach(by_hand.name)) as stranger:
+        hello = HEADER.pack(DATA if how == "kind" else HELLO, VERSION + (how == "version"), len(TOKEN), 1, 0, 0, 0, 0) + (
+            b"open barley" if how == "token" else TOKEN
+        )
+        if how == "half":
+            stranger.sendall(hello[:20])
+        elif how != "nothing":
+            stranger.sendall(hello)
+            assert stranger.recv(1) == b""
+        asked = receive(by_hand.links, 1, (0, 0, 0), 4)
+        assert by_hand.read()[0] == GRANT
+        if how == "half":
+            stranger.close()
+        by_hand.frame(DATA, (0, 0, 0), 0, 4, b"fine")
+        assert asked.result(SECONDS) == b"fine"
+
+
+def test_a_peer_that_dies_in_the_middle_of_a_message(by_hand):
+    asked = [receive(by_hand.links, 1, (0, bucket, 0), 1000) for bucket in range(2)]
+    by_hand.frame(NOTE, (0, 0, 1), 0, 2, b"hi")
+    by_hand.read()
+    by_hand.stream.sendall(HEADER.pack(DATA, VERSION, 1000, 0, 0, 0, 0, 1000) + bytes(300))
+    time.sleep(0.05)
+    began = time.monotonic()
+    by_hand.stream.close()
+    for future in asked:
+        with pytest.raises(OSError):  # noqa: PT011
+            future.result(SECONDS)
+    assert time.monotonic() - began < 2
+    # What had come before is still there.
+    heard: Future[list[bytes]] = Future()
+    by_hand.links.listen([1], (0, 0, 1), heard.set_result)
+    assert heard.result(SECONDS) == [b"hi"]
+
+
+def test_frames_in_crumbs(by_hand):
+    asked = receive(by_hand.links, 1, (0, 0, 0), 50)
+    data = content(1, 50)
+    raw = b""
+    for start, stop in ((0, 1), (1, 31), (31, 50)):
+        raw += HEADER.pack(DATA, VERSION, stop - start, 0, 0, 0, start, 50) + data[start:stop]
+    by_hand.read()
+    for i in range(0, len(raw), 3):
+        by_hand.stream.sendall(raw[i : i + 3])
+        if i % 30 == 0:
+            time.sleep(0.001)
+    assert asked.result(SECONDS) == data
+
+
+def test_a_slow_peer_does_not_hold_up_another():
+    """Workers on this node go past one beyond that takes nothing."""
+    net = Net(2, near=True)
+    made = listener(False)
+    links = Links(2, frozenset({0, 1}), [made], lambda peer: reach(net.names[peer]), TOKEN)
+    links.connect(0)
+    far = reach(made.getsockname(), 4096)
+    far.sendall(HEADER.pack(HELLO, VERSION, len(TOKEN), 3, 0, 0, 0, 0) + TOKEN)
+    send(links, 3, (0, 0, 0), bytes(8_000_000))
+    far.sendall(HEADER.pack(GRANT, VERSION, 0, 0, 0, 0, 8_000_000, 8_000_000))
+    time.sleep(0.1)
+    data = content(4, 3_000_000)
+    asked = receive(net.links[0], 2, (0, 1, 0), len(data))
+    send(links, 0, (0, 1, 0), data)
+    assert asked.result(5) == data
+    far.close()
+    links.close()
+    net.close()
+    assert wait([asked]).done
