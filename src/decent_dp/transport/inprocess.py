@@ -144,9 +144,8 @@ class _LocalExchange(Exchange):
     def _combine(self, parcel: Parcel, ranks: tuple[int, ...], found: dict[int, Tensor]) -> None:
         """As the roots of the trees would, if all workers were on one node."""
         for number, piece in enumerate(parcel.wire.pieces):
-            root = ranks[number % len(ranks)]
             there = slice(piece.start, piece.stop)
-            messages = [found[rank][there] for rank in (root, *(rank for rank in ranks if rank != root))]
+            messages = [found[rank][there] for rank in ranks]
             parcel.combine(number, messages, [1] * len(ranks), parcel.received[there], 0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -42,7 +43,7 @@ class _Delivery(Handle):
         self._open: Counter[int] = Counter()
         self._error: BaseException | None = None
         self._error_peer = -1
-        self._moved = 0
+        self._moved = 0.0  # when something last did
         # Given by staged exchanges: brings what came to where it belongs.
         self.land: Callable[[], None] = lambda: None
 
@@ -50,7 +51,7 @@ class _Delivery(Handle):
         self._open[peer] += 1
 
     def arrive(self, peer: int) -> None:
-        self._moved += 1
+        self._moved = time.monotonic()
         self._open[peer] -= 1
         if not any(self._open.values()):
             self._event.set()
@@ -64,12 +65,11 @@ class _Delivery(Handle):
         self.idle.wait()
 
     def wait(self) -> None:
-        moved = -1
-        while not self._event.wait(self._timeout):
-            if self._moved == moved:
+        self._moved = time.monotonic()
+        while not self._event.wait(max(0.0, self._moved + self._timeout - time.monotonic())):
+            if time.monotonic() >= self._moved + self._timeout:
                 late = sorted(peer for peer, count in self._open.items() if count > 0)
                 raise self._explain(RuntimeError("timed out"), late, self._label)
-            moved = self._moved
         error = self._error
         if isinstance(error, (ConnectionError, OSError)):
             raise self._explain(RuntimeError(str(error)), [self._error_peer], self._label) from error
@@ -128,7 +128,7 @@ class LinkedExchange(Exchange):
                 with record_function("decent_dp.encode"):
                     last = 0
                     for ready in parcel.encode(heard):
-                        if on_host is parcel and ready - last >= _STRIDE:
+                        if on_host is parcel and last + _STRIDE <= ready < parcel.wire.nbytes:
                             travel.encoded(ready)
                             last = ready
                 if on_host is parcel:
@@ -244,6 +244,7 @@ class _Branch:
         self, links: Links, parcel: Parcel, delivery: _Delivery, nodes: list[list[int]], rank: int, number: int
     ) -> None:
         self._links, self._parcel, self._delivery, self._number = links, parcel, delivery, number
+        self._rank = rank
         piece = parcel.wire.pieces[number]
         self._range, self._size = slice(piece.start, piece.stop), piece.stop - piece.start
         self._place = find_place(nodes, number, rank)
@@ -294,9 +295,11 @@ class _Branch:
             self._send(parent, self._up, own)
 
     def _combine(self, own: Tensor, out: Tensor) -> None:
-        children = self._place.children
-        messages = [own, *(self._sums[child] for child, _ in children)]
-        self._parcel.combine(self._number, messages, [1, *(size for _, size in children)], out, self._place.part)
+        # By rank, whoever is the root: so the numbers do not depend on how the bucket is cut into pieces.
+        parts = [(self._rank, 1, own), *((child, size, self._sums[child]) for child, size in self._place.children)]
+        parts.sort(key=lambda part: part[0])
+        messages, sizes = [message for _, _, message in parts], [size for _, size, _ in parts]
+        self._parcel.combine(self._number, messages, sizes, out, self._place.part)
         self._sums.clear()
 
     def _spread(self) -> None:

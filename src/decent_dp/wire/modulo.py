@@ -10,9 +10,9 @@ distance it expects there, and the largest counts. It expects what it has seen l
 nothing, twice the largest value, which is enough for any.
 
 A message has a record a run: two weighted sums of the lattice numbers (integers that a float64 holds exactly, so that both
-ends find the same), one by columns and one by rows, and how far the values that it stands for may lie from it. Wrapped
-differences must add up to the difference of the sums. Where they do not, the distance was more than expected, which both ends
-see alike: the run is not mixed in this round, and the next announcement expects the most.
+ends find the same), and how far the values that it stands for may lie from it. Wrapped differences must add up to the
+difference of the sums. Where they do not, the distance was more than expected, which both ends see alike: the run is not
+mixed in this round, and the next announcement expects the most.
 
 A run with an infinity or a NaN sends which values are infinite or NaN instead, and its finite values are not mixed.
 """
@@ -34,15 +34,17 @@ from decent_dp.wire.noise import noise_at
 
 __all__ = ["Int8"]
 
-# Lattice numbers are below this, so that float32 holds them (and `_MAGIC` finds them), and weighted sums stay below 2^53:
-# 2^21 · 2^16 · 2^16 elements of a run.
+# Lattice numbers are below this, so that float32 holds them and `_MAGIC` finds them.
 _LARGEST_NUMBER = 2**21
-_WEIGHTS = 2**16
 
-# Runs are summed as a matrix with so many columns, and at most as many rows. Of numbers below `_SMALL` the sums of columns
-# and of rows are exact in float32.
+# Runs are summed as a matrix with so many columns, and at most as many rows.
 _COLUMNS = 256
-_SMALL = 2**16
+# Weights of the columns' sums (21 + 16 + 16 bits: exact in float64); and of columns and rows in the sum of both, which is
+# taken modulo a prime (21 + 9 + 8 + 17 + 8 bits: exact in int64).
+_WEIGHTS, _BY_COLUMN, _BY_ROW = 2**16, 2**9, 2**17
+_PRIME = 2**31 - 1
+# Numbers below these have exact sums in float32: of columns, and of rows with weights.
+_SMALL, _TINY = 2**16, 2**7
 
 # 1.5 · 2^23: a float32 of this size has no fraction, so that adding it rounds to the nearest integer, ties to even, and the
 # lowest byte of the sum is that integer modulo 256.
@@ -85,6 +87,8 @@ class Int8(Wire):
         self._largest = np.zeros(len(self._runs))
         self._steps = np.ones(len(self._runs))
         self.rejected = 0
+        # How often each run was rejected since it was last mixed: a group's values may lie further apart than any two.
+        self._doubts = np.zeros(len(self._runs))
 
     @property
     def _itemsize(self) -> int:
@@ -97,7 +101,7 @@ class Int8(Wire):
         for i in np.flatnonzero(np.isnan(self._seen) | (self._largest == 0)):
             run = self._runs[i]
             self._largest[i] = _largest(values[run.item][run.start : run.stop])
-        expected = np.where(np.isnan(self._seen), 2 * self._largest, _MARGIN * self._seen)
+        expected = np.where(np.isnan(self._seen), 2 * self._largest * 2.0**self._doubts, _MARGIN * self._seen)
         # A step below the values' own resolution would leave the numbers that can be summed.
         step = np.maximum(np.maximum(expected / 127, 4 * self._largest / _LARGEST_NUMBER), 2.0**-126)
         exponents = np.ceil(np.log2(np.where(np.isfinite(step), step, 1.0)))
@@ -109,11 +113,13 @@ class Int8(Wire):
 
     def _saw(self, place: int, steps: float) -> None:
         """A run has been decoded, and the others were this many steps away."""
+        self._doubts[place] = 0
         distance, before = max(steps, 1.0) * self._steps[place], self._seen[place]
         self._seen[place] = distance if math.isnan(before) else max(distance, _MEMORY * before)
 
     def _reject(self, place: int) -> None:
         self.rejected += 1
+        self._doubts[place] = min(self._doubts[place] + 1, 8)
         self._seen[place] = math.nan
 
     # -- messages -----------------------------------------------------------------------------------------------------
@@ -201,7 +207,7 @@ class Int8(Wire):
             return False
         sums = scratch.sums(moved, largest)
         torch.add(parts[0], moves, out=codes)
-        _write(record, [records[0][0] + sums[0], records[0][1] + sums[1], reach + largest])
+        _write(record, [records[0][0] + sums[0], (records[0][1] + sums[1]) % _PRIME, reach + largest])
         return True
 
     def proposals(self, values: Sequence[Tensor], sent: Tensor) -> Iterator[tuple[Run, Tensor]]:
@@ -258,15 +264,17 @@ class _Scratch:
         return numbers
 
     def sums(self, numbers: Tensor, largest: float) -> tuple[float, float]:
-        """Two weighted sums of integers, by columns and by rows: wrong ones that cancel in both are out of the question."""
+        """Two weighted sums of integers. Wrong ones may cancel in the columns, but then hardly in columns and rows."""
         size = numbers.numel()
         rows = -(-size // _COLUMNS)
         whole = self._numbers[: rows * _COLUMNS]
         whole[size:] = 0
-        matrix = (whole if largest < _SMALL else whole.double()).view(rows, _COLUMNS)
-        weights = _weights()
-        by_column, by_row = (matrix.sum(dim).cpu().numpy().astype(np.float64) for dim in (0, 1))
-        return float(weights[0] @ by_column), float(weights[1, :rows] @ by_row)
+        matrix = whole.view(rows, _COLUMNS)
+        exact = matrix if largest < _TINY else matrix.double()
+        columns = (matrix if largest < _SMALL else exact).sum(0).cpu().numpy().astype(np.float64)
+        weights, by_column, by_row = _weights()
+        in_rows = torch.mv(exact, torch.from_numpy(by_column).to(exact)).cpu().numpy().astype(np.int64)
+        return float(weights @ columns), float(int(by_row[:rows] @ in_rows) % _PRIME)
 
     def wrapped(
         self, ours: FloatArray, our_codes: Tensor, theirs: FloatArray, their_codes: Tensor
@@ -279,15 +287,20 @@ class _Scratch:
         steps = self._numbers[: our_codes.numel()].copy_(wrapped.view(torch.int8))
         largest = _largest(steps)
         # -128 is the one difference that has the same sign on both ends.
-        if largest >= 128 or self.sums(steps, largest) != (theirs[0] - ours[0], theirs[1] - ours[1]):
+        if largest >= 128:
+            return None
+        columns, both = self.sums(steps, largest)
+        if columns != theirs[0] - ours[0] or (theirs[1] - ours[1] - both) % _PRIME:
             return None
         return steps, largest
 
 
 @functools.cache
-def _weights() -> FloatArray:
-    """Of the columns, and of the rows."""
-    return np.random.default_rng(20200713).integers(1, _WEIGHTS, (2, _COLUMNS)).astype(np.float64)
+def _weights() -> tuple[FloatArray, FloatArray, npt.NDArray[np.int64]]:
+    """Of the columns' sums; and of columns and of rows in the sum of both."""
+    draw = np.random.default_rng(20200713)
+    columns, by_column = (draw.integers(1, limit, _COLUMNS).astype(np.float64) for limit in (_WEIGHTS, _BY_COLUMN))
+    return columns, by_column, draw.integers(1, _BY_ROW, _COLUMNS)
 
 
 def _largest(value: Tensor) -> float:
