@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from decent_dp.launch import Launch, initialize_dist, read_environment
-from tests.test_transport import listening
+from tests.helpers import listening
 
 TORCHRUN = {
     "RANK": "3",

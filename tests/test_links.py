@@ -15,7 +15,7 @@ import pytest
 
 from decent_dp.errors import WireError
 from decent_dp.transport import links as module
-from decent_dp.transport.connection import DATA, GRANT, HEADER, HELLO, NOTE, VERSION
+from decent_dp.transport.connection import DATA, GRANT, HEADER, HELLO, NOTE, OFFER, VERSION
 from decent_dp.transport.links import Key, Links, Receiving, Sending
 
 TOKEN = b"open sesame"
@@ -260,16 +260,16 @@ class ByHand:
         self.name = made.getsockname()
         self.links = Links(0, frozenset({1} if near else ()), [made], reach, TOKEN)
         self.stream = reach(self.name, buffer)
-        self.stream.sendall(HEADER.pack(HELLO, VERSION, len(token), rank, 0, 0, 0, 0) + token)
+        self.stream.sendall(HEADER.pack(HELLO, VERSION, len(token), rank, 0, 0, 0, 0, 0) + token)
 
     def frame(self, kind: int, key: Key, offset: int, size: int, body: bytes = b"", version: int = VERSION) -> None:
-        self.stream.sendall(HEADER.pack(kind, version, len(body), *key, offset, size) + body)
+        self.stream.sendall(HEADER.pack(kind, version, len(body), *key, offset, size, 0) + body)
 
     def grant(self, key: Key, upto: int, size: int) -> None:
         self.frame(GRANT, key, upto, size)
 
     def read(self) -> tuple[int, Key, int, int, bytes]:
-        kind, version, length, round_, bucket, slot, offset, size = HEADER.unpack(self._exactly(HEADER.size))
+        kind, version, length, round_, bucket, slot, offset, size, _ = HEADER.unpack(self._exactly(HEADER.size))
         assert version == VERSION
         return kind, (round_, bucket, slot), offset, size, self._exactly(length)
 
@@ -320,9 +320,12 @@ def test_no_more_is_sent_than_was_asked_for(by_hand):
 @pytest.mark.parametrize("near", [False, True])
 def test_no_more_is_asked_for_than_the_window(near):
     by_hand = ByHand(near=near)
-    sizes = [module._WINDOW * 12 + 12345, 100, module._WINDOW // 2, module._WINDOW]
+    sizes = [module._WINDOW * 12 + 12345, module._SMALL + 1, module._WINDOW // 2, module._WINDOW]
     window = module._WINDOW * (4 if near else 1)
     asked = [receive(by_hand.links, 1, (0, bucket, 0), size) for bucket, size in enumerate(sizes)]
+    assert by_hand.quiet(), "nothing is asked for before it is offered"
+    for bucket, size in enumerate(sizes):
+        by_hand.frame(OFFER, (0, bucket, 0), 0, size)
     granted, given = dict.fromkeys(range(4), 0), dict.fromkeys(range(4), 0)
     while any(given[bucket] < size for bucket, size in enumerate(sizes)):
         if given == granted or not by_hand.quiet():
@@ -344,6 +347,21 @@ def test_no_more_is_asked_for_than_the_window(near):
         assert future.result(SECONDS) == bytes([bucket]) * size
     by_hand.stream.close()
     by_hand.links.close()
+
+
+def test_a_message_that_is_late_does_not_keep_a_later_one(by_hand):
+    """The link goes to what was offered; a small message is asked for at once."""
+    late, there = (receive(by_hand.links, 1, (0, bucket, 0), 10 * module._WINDOW) for bucket in (0, 1))
+    small = receive(by_hand.links, 1, (0, 2, 0), 100)
+    assert by_hand.read()[:3] == (GRANT, (0, 2, 0), 100)
+    by_hand.frame(OFFER, (0, 1, 0), 0, 10 * module._WINDOW)
+    kind, key, upto, _, _ = by_hand.read()
+    assert (kind, key) == (GRANT, (0, 1, 0))
+    assert 0 < upto < 10 * module._WINDOW
+    by_hand.frame(DATA, (0, 2, 0), 0, 100, bytes(100))
+    assert small.result(SECONDS) == bytes(100)
+    assert not late.done()
+    assert not there.done()
 
 
 def test_what_was_started_first_goes_first():
@@ -448,7 +466,7 @@ def test_a_grant_before_its_message_is_checked_too(by_hand):
 @pytest.mark.parametrize("how", ["token", "version", "kind", "half", "nothing"])
 def test_a_stranger_is_dropped_and_disturbs_nobody(by_hand, how):
     with contextlib.closing(reach(by_hand.name)) as stranger:
-        hello = HEADER.pack(DATA if how == "kind" else HELLO, VERSION + (how == "version"), len(TOKEN), 1, 0, 0, 0, 0) + (
+        hello = HEADER.pack(DATA if how == "kind" else HELLO, VERSION + (how == "version"), len(TOKEN), 1, 0, 0, 0, 0, 0) + (
             b"open barley" if how == "token" else TOKEN
         )
         if how == "half":
@@ -468,7 +486,7 @@ def test_a_peer_that_dies_in_the_middle_of_a_message(by_hand):
     asked = [receive(by_hand.links, 1, (0, bucket, 0), 1000) for bucket in range(2)]
     by_hand.frame(NOTE, (0, 0, 1), 0, 2, b"hi")
     by_hand.read()
-    by_hand.stream.sendall(HEADER.pack(DATA, VERSION, 1000, 0, 0, 0, 0, 1000) + bytes(300))
+    by_hand.stream.sendall(HEADER.pack(DATA, VERSION, 1000, 0, 0, 0, 0, 1000, 0) + bytes(300))
     time.sleep(0.05)
     began = time.monotonic()
     by_hand.stream.close()
@@ -487,7 +505,7 @@ def test_frames_in_crumbs(by_hand):
     data = content(1, 50)
     raw = b""
     for start, stop in ((0, 1), (1, 31), (31, 50)):
-        raw += HEADER.pack(DATA, VERSION, stop - start, 0, 0, 0, start, 50) + data[start:stop]
+        raw += HEADER.pack(DATA, VERSION, stop - start, 0, 0, 0, start, 50, 0) + data[start:stop]
     by_hand.read()
     for i in range(0, len(raw), 3):
         by_hand.stream.sendall(raw[i : i + 3])
@@ -503,9 +521,9 @@ def test_a_slow_peer_does_not_hold_up_another():
     links = Links(2, frozenset({0, 1}), [made], lambda peer: reach(net.names[peer]), TOKEN)
     links.connect(0)
     far = reach(made.getsockname(), 4096)
-    far.sendall(HEADER.pack(HELLO, VERSION, len(TOKEN), 3, 0, 0, 0, 0) + TOKEN)
+    far.sendall(HEADER.pack(HELLO, VERSION, len(TOKEN), 3, 0, 0, 0, 0, 0) + TOKEN)
     send(links, 3, (0, 0, 0), bytes(8_000_000))
-    far.sendall(HEADER.pack(GRANT, VERSION, 0, 0, 0, 0, 8_000_000, 8_000_000))
+    far.sendall(HEADER.pack(GRANT, VERSION, 0, 0, 0, 0, 8_000_000, 8_000_000, 0))
     time.sleep(0.1)
     data = content(4, 3_000_000)
     asked = receive(net.links[0], 2, (0, 1, 0), len(data))

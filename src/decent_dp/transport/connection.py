@@ -1,7 +1,7 @@
 """What the links know of one peer: what goes to it, what comes from it, and the frames in between.
 
-A frame is a header and a body. Data frames carry a part of a message, grants ask for one, notes carry a few bytes that
-nobody asked for, and a hello says who is there.
+A frame is a header and a body. Data frames carry a part of a message, offers say that there is one, grants ask for a part of
+it, notes carry a few bytes that nobody asked for, and a hello says who is there.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-__all__ = ["DATA", "GRANT", "HEADER", "HELLO", "NOTE", "VERSION", "Connection", "Key", "Lane", "Receiving", "Sending"]
+__all__ = ["DATA", "GRANT", "HEADER", "HELLO", "NOTE", "OFFER", "VERSION", "Connection", "Key", "Lane", "Receiving", "Sending"]
 
 # (round, bucket, slot): what a message is. Slots number the messages of one exchange.
 Key: TypeAlias = tuple[int, int, int]
@@ -21,8 +21,8 @@ Key: TypeAlias = tuple[int, int, int]
 # kind, version, length of what follows, round, bucket, slot, offset in the message, length of the message, and, of the first
 # data after a grant, the microseconds since the grant came.
 HEADER = struct.Struct("<HHIqIIQQI")
-VERSION = 2
-DATA, GRANT, NOTE, HELLO = range(1, 5)
+VERSION = 3
+DATA, OFFER, GRANT, NOTE, HELLO = range(1, 6)
 
 
 @dataclass(eq=False)
@@ -40,6 +40,7 @@ class Sending:
     written: int = 0
     order: int = -1
     queued: bool = False
+    offered: bool = False
 
     @property
     def sendable(self) -> bool:
@@ -58,12 +59,14 @@ class Receiving:
     failed: Callable[[BaseException], None]
     granted: int = 0
     received: int = 0
+    order: int = -1
     memory: memoryview | None = None
 
 
 @dataclass(eq=False)
 class Lane:
-    """What shares a wire: its sendings in the order of need, and the receivings that still have to be asked for.
+    """What shares a wire: its sendings in the order of need, and the receivings that were offered and still have to be
+    asked for.
 
     Attributes:
         near: within a node, where nothing is scarce.
@@ -73,7 +76,7 @@ class Lane:
 
     near: bool
     heap: list[tuple[int, Sending]] = field(default_factory=list)
-    due: deque[Receiving] = field(default_factory=deque)
+    due: list[tuple[int, Receiving]] = field(default_factory=list)
     outstanding: int = 0
     busy: Connection | None = None
 
@@ -103,6 +106,7 @@ class Connection:
         self.sendings: dict[Key, Sending] = {}
         self.receivings: dict[Key, Receiving] = {}
         self.early_grants: dict[Key, tuple[int, int]] = {}
+        self.early_offers: set[Key] = set()
         # What is being read.
         self.header = bytearray(HEADER.size)
         self.have = 0

@@ -4,8 +4,9 @@ What a link carries first decides when a bucket can be mixed. So messages are no
 in the order in which they are needed:
 
 - A sender writes frames of one message at a time, that of the earliest exchange first.
-- A receiver asks for bytes before they are sent (a grant), for the earliest exchange first, and never for more than a window
-  ahead. So a worker that is ahead does not fill its peer's link with its next round.
+- A receiver asks for bytes before they are sent (a grant), for the earliest exchange first of those that it was offered, and
+  never for more than a window ahead. So a worker that is ahead does not fill its peer's link with its next round, and one that
+  is behind does not keep it idle.
 - The kernel holds little that is not on the wire yet, so that grants and the next message's frames do not wait behind it.
 
 Links inside a node and links between nodes do not share a wire: each kind has its own order and window.
@@ -32,6 +33,7 @@ from decent_dp.transport.connection import (
     HEADER,
     HELLO,
     NOTE,
+    OFFER,
     VERSION,
     Connection,
     Key,
@@ -53,6 +55,8 @@ _MOST = 2**25
 _SPELL = 0.05
 # Bytes that must be there before a read is worth it, on a slow link.
 _READ = 2**15
+# Messages of at most so many bytes are asked for as soon as they are due: to wait for an offer would take longer than they.
+_SMALL = 2**14
 # Bytes that the kernel holds of a connection and has not sent.
 _UNSENT = 2**16
 # Bytes read from one connection before the others get their turn.
@@ -267,30 +271,44 @@ class Links:
         elif connection.lost is not None:
             receiving.failed(ConnectionError(connection.lost))
         else:
+            receiving.order = next(self._order)
             connection.receivings[receiving.key] = receiving
-            connection.lane.due.append(receiving)
+            if receiving.size <= _SMALL:
+                self._grant(connection, receiving, receiving.size)
+            elif receiving.key in connection.early_offers:
+                connection.early_offers.remove(receiving.key)
+                heapq.heappush(connection.lane.due, (receiving.order, receiving))
+
+    def _offered(self, connection: Connection, key: Key) -> None:
+        receiving = connection.receivings.get(key)
+        if receiving is None:
+            connection.early_offers.add(key)
+        else:
+            heapq.heappush(connection.lane.due, (receiving.order, receiving))
 
     def _ask(self, lane: Lane) -> None:
         while lane.due:
-            receiving = lane.due[0]
+            receiving = lane.due[0][1]
             connection = self._connection(receiving.peer)
             window = self._window(lane, connection)
             left, room = receiving.size - receiving.granted, window - lane.outstanding
             if room < min(left, window // 4):
                 return
-            amount = min(left, room)
-            receiving.granted += amount
-            if connection.outstanding == 0:
-                connection.asked = connection.spell = time.monotonic()
-                connection.came = 0
-            lane.outstanding += amount
-            connection.outstanding += amount
-            if receiving.memory is None:
-                receiving.memory = receiving.into()
-            frame = HEADER.pack(GRANT, VERSION, 0, *receiving.key, receiving.granted, receiving.size, 0)
-            connection.control.append(frame)
+            self._grant(connection, receiving, min(left, room))
             if receiving.granted == receiving.size:
-                lane.due.popleft()
+                heapq.heappop(lane.due)
+
+    def _grant(self, connection: Connection, receiving: Receiving, amount: int) -> None:
+        receiving.granted += amount
+        if connection.outstanding == 0:
+            connection.asked = connection.spell = time.monotonic()
+            connection.came = 0
+        if receiving.size > _SMALL:
+            connection.lane.outstanding += amount
+            connection.outstanding += amount
+        if receiving.memory is None:
+            receiving.memory = receiving.into()
+        connection.control.append(HEADER.pack(GRANT, VERSION, 0, *receiving.key, receiving.granted, receiving.size, 0))
 
     def _window(self, lane: Lane, connection: Connection) -> int:
         if lane.near:
@@ -333,9 +351,16 @@ class Links:
                     self._granted(connection, sending.key, *connection.early_grants.pop(sending.key))
                 except WireError as error:
                     self._fail(connection, error)
+            self._offer(sending)
 
     def _offer(self, sending: Sending) -> None:
-        """Queues a message of which there is something to send."""
+        """Queues a message of which there is something to send; says so to the peer, once, if it is worth asking for."""
+        if not sending.offered and sending.ready > 0 and sending.order >= 0:
+            sending.offered = True
+            if len(sending.data) > _SMALL:
+                self._connection(sending.peer).control.append(
+                    HEADER.pack(OFFER, VERSION, 0, *sending.key, 0, len(sending.data), 0)
+                )
         if sending.sendable and sending.order >= 0 and not sending.queued:
             sending.queued = True
             heapq.heappush(self._connection(sending.peer).lane.heap, (sending.order, sending))
@@ -475,13 +500,16 @@ class Links:
     def _open_frame(self, connection: Connection) -> None:
         kind, version, length, round_, bucket, slot, offset, size, age = HEADER.unpack(connection.header)
         key = (round_, bucket, slot)
-        if version != VERSION or kind not in (DATA, GRANT, NOTE):
+        if version != VERSION or kind not in (DATA, OFFER, GRANT, NOTE):
             raise WireError(
                 f"worker {connection.peer} sent a frame of kind {kind}, version {version}, where version {VERSION} was due. "
                 "Start all workers from one installation."
             )
         if kind == GRANT:
             self._granted(connection, key, offset, size)
+            return
+        if kind == OFFER:
+            self._offered(connection, key)
             return
         connection.frame, connection.filled = (kind, key, offset, length), 0
         if kind == NOTE:
@@ -516,8 +544,9 @@ class Links:
         receiving = connection.receivings[key]
         receiving.received += length
         self._measure(connection, length)
-        connection.lane.outstanding -= length
-        connection.outstanding -= length
+        if receiving.size > _SMALL:
+            connection.lane.outstanding -= length
+            connection.outstanding -= length
         if receiving.received == receiving.size:
             del connection.receivings[key]
             receiving.done()
@@ -550,13 +579,14 @@ class Links:
         connection.current, connection.out = None, []
         connection.control.clear()
         for receiving in list(connection.receivings.values()):
-            lane.outstanding -= receiving.granted - receiving.received
-            connection.outstanding -= receiving.granted - receiving.received
-            with contextlib.suppress(ValueError):
-                lane.due.remove(receiving)
+            if receiving.size > _SMALL:
+                lane.outstanding -= receiving.granted - receiving.received
             receiving.failed(error)
         for sending in list(connection.sendings.values()):
             sending.failed(error)
+        lane.due = [entry for entry in lane.due if entry[1].peer != connection.peer]
+        heapq.heapify(lane.due)
+        connection.outstanding = 0
         connection.receivings.clear()
         connection.sendings.clear()
 
