@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help test lint types suite demo accuracy bench-net bench-net-long clean
+.PHONY: help test lint types suite demo accuracy wires bench-net bench-net-long clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -32,6 +32,11 @@ accuracy: $(VENV)/.installed  ## the demo with three seeds; its table is what th
 	$(BIN)/python -m examples.compare --seeds 0 1 2 --out runs/accuracy
 	mkdir -p docs/results
 	cp runs/accuracy/digits.json runs/accuracy/digits.md runs/accuracy/digits.png docs/results/
+
+wires: $(VENV)/.installed  ## digits and characters with each wire, three seeds: table, plot and JSON
+	$(BIN)/python -m examples.wires --seeds 0 1 2 --out runs/wires
+	mkdir -p docs/results
+	cp runs/wires/wires.json runs/wires/wires.md runs/wires/wires.png docs/results/
 
 bench-net: $(VENV)/.installed  ## training steps over slow links (root, iproute2): table, chart and JSON under benchmarks/results/
 	$(BIN)/python -m benchmarks.net

@@ -54,15 +54,21 @@ class Stats:
     Attributes:
         updates: optimizer steps taken.
         rounds: rounds made; more than ``updates`` where a scaler skipped a step or ``join`` went on without one.
-        bytes_sent: put on the wire by this worker for exchanges. A pair's messages are counted with their headers, an edge
-            of more than two as a ring all-reduce of its payload.
+        bytes_sent: put on the wire by this worker for exchanges, without the headers of frames.
         grad_norm: of the last update, before clipping; None without ``grad_clip_norm``.
+        exchanges: finished, of single buckets.
+        waited_s: seconds that the training thread has waited for exchanges.
+        rejected: blocks of parameters that were not mixed in a round, as replicas were further apart than a lossy wire
+            could tell.
     """
 
     updates: int
     rounds: int
     bytes_sent: int
     grad_norm: float | None
+    exchanges: int = 0
+    waited_s: float = 0.0
+    rejected: int = 0
 
 
 class DecentralizedDataParallel(nn.Module):
@@ -438,7 +444,15 @@ class DecentralizedDataParallel(nn.Module):
         """Counters of this worker, cheap enough to read at every step."""
         norm = self._policy.last_norm
         engine = self._engine
-        return Stats(engine.steps, engine.round, engine.bytes_sent, None if norm is None else float(norm))
+        return Stats(
+            engine.steps,
+            engine.round,
+            engine.bytes_sent,
+            None if norm is None else float(norm),
+            engine.exchanges,
+            engine.waited,
+            sum(bucket.wire.rejected for bucket in engine.buckets),
+        )
 
     def extra_repr(self) -> str:
         return f"rank={self._transport.rank}, topology={self._topology!r}, overlap={self._settings.overlap}"

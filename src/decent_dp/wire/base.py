@@ -82,6 +82,7 @@ class Wire(ABC):
         announces: both ends must know, a round ahead, what the others expect (``announcement``).
         nbytes: the length of a message, the same on all workers.
         pieces: which bytes of it can be combined on their own.
+        rejected: runs whose difference could not be told, so far.
     """
 
     name: ClassVar[str]
@@ -92,6 +93,7 @@ class Wire(ABC):
 
     def __init__(self, items: Sequence[Item], dtype: torch.dtype, device: torch.device) -> None:
         self.items = tuple(items)
+        self.rejected = 0
         self.dtype, self.device = dtype, device
         # Arithmetic of the codec: the items' dtype, but at least float32.
         self.compute = torch.promote_types(dtype, torch.float32)

@@ -65,11 +65,7 @@ FloatArray: TypeAlias = npt.NDArray[np.float64]
 
 
 class Int8(Wire):
-    """One byte a value, relative to the distance between replicas; the module's text says how.
-
-    Attributes:
-        rejected: runs whose distance was larger than expected, so far.
-    """
+    """One byte a value, relative to the distance between replicas; the module's text says how."""
 
     name = "int8"
     by_parameter = True
@@ -86,7 +82,6 @@ class Int8(Wire):
         self._seen = np.full(len(self._runs), np.nan)
         self._largest = np.zeros(len(self._runs))
         self._steps = np.ones(len(self._runs))
-        self.rejected = 0
         # How often each run was rejected since it was last mixed: a group's values may lie further apart than any two.
         self._doubts = np.zeros(len(self._runs))
 
