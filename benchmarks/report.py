@@ -205,13 +205,11 @@ def write_json(path: Path, lines: Sequence[Line], settings: Mapping[str, Any]) -
 
 def write_chart(path: Path, title: str, lines: Sequence[Line]) -> None:
     """A bar chart: the mean and the worst step of each contender, and a line across its bars at its limit."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure
 
     shown = [line for line in lines if line["mean_ms"] is not None]
-    figure, axes = plt.subplots(figsize=(9, 1.4 + 0.5 * len(shown)), layout="constrained")
+    figure = Figure(figsize=(9, 1.4 + 0.5 * len(shown)), layout="constrained")
+    axes = figure.subplots()
     labels = {"mean": "mean step", "worst": "worst step", "limit": "limit"}  # each in the legend once
     for place, line in enumerate(shown):
         mean, worst, limit = line["mean_ms"] or 0.0, line["worst_ms"] or 0.0, line["limit_ms"]
@@ -229,4 +227,3 @@ def write_chart(path: Path, title: str, lines: Sequence[Line]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # No time and no version in the file: the same numbers give the same file.
     figure.savefig(path, dpi=120, metadata={"Software": None})
-    plt.close(figure)

@@ -15,7 +15,7 @@ import pytest
 
 from decent_dp.errors import WireError
 from decent_dp.transport import links as module
-from decent_dp.transport.connection import DATA, GRANT, HEADER, HELLO, NOTE, OFFER, VERSION
+from decent_dp.transport.connection import DATA, GRANT, HEADER, HELLO, NOTE, OFFER, VERSION, WINDOW
 from decent_dp.transport.links import Key, Links, Receiving, Sending
 
 TOKEN = b"open sesame"
@@ -320,8 +320,8 @@ def test_no_more_is_sent_than_was_asked_for(by_hand):
 @pytest.mark.parametrize("near", [False, True])
 def test_no_more_is_asked_for_than_the_window(near):
     by_hand = ByHand(near=near)
-    sizes = [module._WINDOW * 12 + 12345, module._SMALL + 1, module._WINDOW // 2, module._WINDOW]
-    window = module._WINDOW * (4 if near else 1)
+    sizes = [WINDOW * 12 + 12345, module._SMALL + 1, WINDOW // 2, WINDOW]
+    window = WINDOW * (4 if near else 1)
     asked = [receive(by_hand.links, 1, (0, bucket, 0), size) for bucket, size in enumerate(sizes)]
     assert by_hand.quiet(), "nothing is asked for before it is offered"
     for bucket, size in enumerate(sizes):
@@ -334,13 +334,13 @@ def test_no_more_is_asked_for_than_the_window(near):
             assert granted[bucket] < upto <= size
             # In the order of need, and at least enough of it to be worth a frame.
             assert all(granted[earlier] == sizes[earlier] for earlier in range(bucket))
-            assert upto == size or upto - granted[bucket] >= module._WINDOW // 4
+            assert upto == size or upto - granted[bucket] >= WINDOW // 4
             granted[bucket] = upto
             # A link of which nothing is known gets little; this one then turns out to be slow.
-            assert sum(granted.values()) - sum(given.values()) <= (8 * module._WINDOW if any(given.values()) else window)
+            assert sum(granted.values()) - sum(given.values()) <= (8 * WINDOW if any(given.values()) else window)
             continue
         bucket = next(b for b in range(4) if given[b] < granted[b])
-        part = min(granted[bucket] - given[bucket], module._WINDOW)
+        part = min(granted[bucket] - given[bucket], WINDOW)
         by_hand.frame(DATA, (0, bucket, 0), given[bucket], sizes[bucket], bytes([bucket]) * part)
         given[bucket] += part
     for bucket, (future, size) in enumerate(zip(asked, sizes, strict=True)):
@@ -351,13 +351,13 @@ def test_no_more_is_asked_for_than_the_window(near):
 
 def test_a_message_that_is_late_does_not_keep_a_later_one(by_hand):
     """The link goes to what was offered; a small message is asked for at once."""
-    late, there = (receive(by_hand.links, 1, (0, bucket, 0), 10 * module._WINDOW) for bucket in (0, 1))
+    late, there = (receive(by_hand.links, 1, (0, bucket, 0), 10 * WINDOW) for bucket in (0, 1))
     small = receive(by_hand.links, 1, (0, 2, 0), 100)
     assert by_hand.read()[:3] == (GRANT, (0, 2, 0), 100)
-    by_hand.frame(OFFER, (0, 1, 0), 0, 10 * module._WINDOW)
+    by_hand.frame(OFFER, (0, 1, 0), 0, 10 * WINDOW)
     kind, key, upto, _, _ = by_hand.read()
     assert (kind, key) == (GRANT, (0, 1, 0))
-    assert 0 < upto < 10 * module._WINDOW
+    assert 0 < upto < 10 * WINDOW
     by_hand.frame(DATA, (0, 2, 0), 0, 100, bytes(100))
     assert small.result(SECONDS) == bytes(100)
     assert not late.done()

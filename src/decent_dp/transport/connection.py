@@ -6,15 +6,40 @@ it, notes carry a few bytes that nobody asked for, and a hello says who is there
 
 from __future__ import annotations
 
+import math
 import socket
 import struct
+import sys
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-__all__ = ["DATA", "GRANT", "HEADER", "HELLO", "NOTE", "OFFER", "VERSION", "Connection", "Key", "Lane", "Receiving", "Sending"]
+__all__ = [
+    "DATA",
+    "GRANT",
+    "HEADER",
+    "HELLO",
+    "NOTE",
+    "OFFER",
+    "VERSION",
+    "WINDOW",
+    "Connection",
+    "Key",
+    "Lane",
+    "Receiving",
+    "Sending",
+    "unacknowledged",
+]
 
+# Bytes asked for and not there yet: this, and from one peer alone twice what the link to it holds (its rate times the time
+# in which a grant takes effect), at most ``_MOST``. More would only queue up on the way, and what is needed next would come
+# late: two streams into one link take from each other.
+WINDOW = 2**18
+_MOST = 2**25
+# Seconds over which a rate is taken.
+_SPELL = 0.05
 # (round, bucket, slot): what a message is. Slots number the messages of one exchange.
 Key: TypeAlias = tuple[int, int, int]
 
@@ -113,3 +138,39 @@ class Connection:
         self.frame: tuple[int, Key, int, int] | None = None
         self.body: memoryview | None = None
         self.filled = 0
+
+    def window(self) -> int:
+        """Bytes that may be asked for on this connection's lane and not be there yet."""
+        if self.lane.near:
+            return 4 * WINDOW
+        if self.lane.outstanding > self.outstanding:
+            return WINDOW
+        return max(WINDOW, min(_MOST, int(2 * self.rate * self.latency)))
+
+    def answered(self, age: int) -> None:
+        """Data have come; if they are the first after a grant, the peer took ``age`` microseconds for them."""
+        if self.asked is not None:
+            latency = max(time.monotonic() - self.asked - 1e-6 * age, 0.0)
+            self.latency = min(self.latency or math.inf, latency)
+            self.asked = None
+
+    def measure(self, count: int) -> None:
+        """Bytes of messages have come that were asked for."""
+        now = time.monotonic()
+        self.came += count
+        if now - self.spell >= _SPELL:
+            # Spells in which the peer had nothing to send say little: an old rate is given up slowly.
+            self.rate = max(self.came / (now - self.spell), 0.9 * self.rate)
+            self.spell, self.came = now, 0
+
+
+def unacknowledged(stream: socket.socket | None) -> int:
+    """Bytes that were written to ``stream`` and have not arrived; 0 where the system does not tell."""
+    try:
+        import fcntl
+        import termios
+
+        answer = fcntl.ioctl(stream.fileno(), termios.TIOCOUTQ, bytes(4))  # type: ignore[union-attr]
+        return int.from_bytes(answer, sys.byteorder)
+    except (ImportError, AttributeError, OSError):
+        return 0

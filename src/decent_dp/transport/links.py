@@ -17,10 +17,8 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
-import math
 import selectors
 import socket
-import sys
 import threading
 import time
 from collections import deque
@@ -40,19 +38,13 @@ from decent_dp.transport.connection import (
     Lane,
     Receiving,
     Sending,
+    unacknowledged,
 )
 
 __all__ = ["Key", "Links", "Receiving", "Sending"]
 
 # Bytes of a frame: small enough for a grant not to wait long behind one on a slow link, large enough to be worth a call.
 _FRAME = 2**16
-# Bytes asked for and not there yet: this, and from one peer alone twice what the link to it holds (its rate times the time
-# in which a grant takes effect), at most ``_MOST``. More would only queue up on the way, and what is needed next would come
-# late: two streams into one link take from each other.
-_WINDOW = 2**18
-_MOST = 2**25
-# Seconds over which a rate is taken.
-_SPELL = 0.05
 # Bytes that must be there before a read is worth it, on a slow link.
 _READ = 2**15
 # Messages of at most so many bytes are asked for as soon as they are due: to wait for an offer would take longer than they.
@@ -290,7 +282,7 @@ class Links:
         while lane.due:
             receiving = lane.due[0][1]
             connection = self._connection(receiving.peer)
-            window = self._window(lane, connection)
+            window = connection.window()
             left, room = receiving.size - receiving.granted, window - lane.outstanding
             if room < min(left, window // 4):
                 return
@@ -309,22 +301,6 @@ class Links:
         if receiving.memory is None:
             receiving.memory = receiving.into()
         connection.control.append(HEADER.pack(GRANT, VERSION, 0, *receiving.key, receiving.granted, receiving.size, 0))
-
-    def _window(self, lane: Lane, connection: Connection) -> int:
-        if lane.near:
-            return 4 * _WINDOW
-        if lane.outstanding > connection.outstanding:
-            return _WINDOW
-        return max(_WINDOW, min(_MOST, int(2 * connection.rate * connection.latency)))
-
-    def _measure(self, connection: Connection, count: int) -> None:
-        """Bytes of messages have come that were asked for."""
-        now = time.monotonic()
-        connection.came += count
-        if now - connection.spell >= _SPELL:
-            # Spells in which the peer had nothing to send say little: an old rate is given up slowly.
-            connection.rate = max(connection.came / (now - connection.spell), 0.9 * connection.rate)
-            connection.spell, connection.came = now, 0
 
     def _granted(self, connection: Connection, key: Key, upto: int, size: int) -> None:
         sending = connection.sendings.get(key)
@@ -522,11 +498,7 @@ class Links:
                 f"{slot}), which were not due. The workers have got out of step; start them together from one installation."
             )
         self._check_size(connection.peer, key, size, receiving.size)
-        if connection.asked is not None:
-            # From a grant to its first bytes, without the time that the peer took.
-            latency = max(time.monotonic() - connection.asked - 1e-6 * age, 0.0)
-            connection.latency = min(connection.latency or math.inf, latency)
-            connection.asked = None
+        connection.answered(age)
         connection.body = receiving.memory[offset : offset + length]
 
     def _close_frame(self, connection: Connection) -> None:
@@ -543,7 +515,7 @@ class Links:
             return
         receiving = connection.receivings[key]
         receiving.received += length
-        self._measure(connection, length)
+        connection.measure(length)
         if receiving.size > _SMALL:
             connection.lane.outstanding -= length
             connection.outstanding -= length
@@ -596,7 +568,7 @@ class Links:
         if time.monotonic() > self._closing:
             return True
         living = [c for c in self._connections.values() if c.socket is not None]
-        return not self._commands and not any(c.out or c.control or _unacknowledged(c.socket) for c in living)
+        return not self._commands and not any(c.out or c.control or unacknowledged(c.socket) for c in living)
 
     def _tear_down(self) -> None:
         for connection in self._connections.values():
@@ -606,15 +578,3 @@ class Links:
                 key.fileobj.close()  # type: ignore[union-attr]
         self._selector.close()
         self._ring.close()
-
-
-def _unacknowledged(stream: socket.socket | None) -> int:
-    """Bytes that were written to ``stream`` and have not arrived; 0 where the system does not tell."""
-    try:
-        import fcntl
-        import termios
-
-        answer = fcntl.ioctl(stream.fileno(), termios.TIOCOUTQ, bytes(4))  # type: ignore[union-attr]
-        return int.from_bytes(answer, sys.byteorder)
-    except (ImportError, AttributeError, OSError):
-        return 0
