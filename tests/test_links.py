@@ -451,7 +451,7 @@ def test_what_was_not_due_is_refused_and_its_sender_named(by_hand, what):
     with pytest.raises((EOFError, ConnectionError)):
         by_hand.read()
     later = receive(by_hand.links, 1, (1, 0, 0), 10)
-    with pytest.raises(ConnectionError, match="worker 1"):
+    with pytest.raises(WireError, match="worker 1"):
         later.result(SECONDS)
 
 

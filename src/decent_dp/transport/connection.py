@@ -122,6 +122,7 @@ class Connection:
         self.came = 0
         self.low_water = 1  # bytes that have to be there before the socket counts as readable
         self.lost: str | None = None
+        self.cause: BaseException | None = None
         self.mute = False  # the peer takes nothing any more; what it has sent may still be read
         self.writing = False  # registered for it
         # Frames that go before any data, and what is left of the one being written.

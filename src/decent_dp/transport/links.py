@@ -261,7 +261,7 @@ class Links:
         if receiving.size == 0:
             receiving.done()
         elif connection.lost is not None:
-            receiving.failed(ConnectionError(connection.lost))
+            receiving.failed(connection.cause or ConnectionError(connection.lost))
         else:
             receiving.order = next(self._order)
             connection.receivings[receiving.key] = receiving
@@ -318,7 +318,7 @@ class Links:
         if len(sending.data) == 0:
             sending.done()
         elif connection.lost is not None:
-            sending.failed(ConnectionError(connection.lost))
+            sending.failed(connection.cause or ConnectionError(connection.lost))
         else:
             sending.order = next(self._order)
             connection.sendings[sending.key] = sending
@@ -540,6 +540,7 @@ class Links:
     def _fail(self, connection: Connection, error: BaseException) -> None:
         """A connection is of no use any more: tells everybody who waits for it."""
         connection.lost = connection.lost or str(error)
+        connection.cause = connection.cause or error
         if connection.socket is not None:
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(connection.socket)
