@@ -6,6 +6,7 @@ it, notes carry a few bytes that nobody asked for, and a hello says who is there
 
 from __future__ import annotations
 
+import contextlib
 import math
 import socket
 import struct
@@ -21,6 +22,7 @@ __all__ = [
     "GRANT",
     "HEADER",
     "HELLO",
+    "LOCAL",
     "NOTE",
     "OFFER",
     "VERSION",
@@ -30,16 +32,23 @@ __all__ = [
     "Lane",
     "Receiving",
     "Sending",
+    "tune",
     "unacknowledged",
 ]
 
 # Bytes asked for and not there yet: this, and from one peer alone twice what the link to it holds (its rate times the time
-# in which a grant takes effect), at most ``_MOST``. More would only queue up on the way, and what is needed next would come
-# late: two streams into one link take from each other.
-WINDOW = 2**18
+# in which a grant takes effect), at most ``_MOST``. With less, a link starves while the next grant for it waits behind the
+# data of the other direction; with more, queues overflow, and two streams share a link for long at a change of rounds.
+WINDOW = 2**19
 _MOST = 2**25
 # Seconds over which a rate is taken.
 _SPELL = 0.05
+# Bytes that the kernel holds of a connection and has not sent.
+_UNSENT = 2**16
+# The family of connections within a network stack.
+LOCAL = getattr(socket, "AF_UNIX", None)
+# Below this first round trip two workers are at one site. (A busy machine takes some milliseconds to answer.)
+_SAME_SITE_US = 30_000
 # (round, bucket, slot): what a message is. Slots number the messages of one exchange.
 Key: TypeAlias = tuple[int, int, int]
 
@@ -136,7 +145,7 @@ class Connection:
         # What is being read.
         self.header = bytearray(HEADER.size)
         self.have = 0
-        self.frame: tuple[int, Key, int, int] | None = None
+        self.frame: tuple[int, Key, int] | None = None
         self.body: memoryview | None = None
         self.filled = 0
 
@@ -163,6 +172,30 @@ class Connection:
             # Spells in which the peer had nothing to send say little: an old rate is given up slowly.
             self.rate = max(self.came / (now - self.spell), 0.9 * self.rate)
             self.spell, self.came = now, 0
+
+
+def tune(stream: socket.socket) -> None:
+    """Sets what suits messages both ways at once over a link that they fill."""
+    if stream.family == LOCAL:
+        return
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with contextlib.suppress(OSError, AttributeError):
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT)
+        # BBR paces by the shortest round trip that it has seen. Within a site that is some microseconds, and tens of
+        # milliseconds once acknowledgements wait behind the data of the other direction: for seconds it then sends at a tenth
+        # of the rate. Far peers, and losses, are what it was made for: there it stays.
+        now = stream.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
+        if now == b"bbr" and _round_trip_us(stream) < _SAME_SITE_US:
+            for better in (b"cubic", b"reno"):
+                with contextlib.suppress(OSError):
+                    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, better)
+                    break
+
+
+def _round_trip_us(stream: socket.socket) -> int:
+    """The smoothed round trip of a connection, in microseconds, as Linux measures it from the handshake on."""
+    info = stream.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
+    return int(struct.unpack_from("=I", info, 68)[0])  # tcpi_rtt
 
 
 def unacknowledged(stream: socket.socket | None) -> int:

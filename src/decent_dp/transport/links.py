@@ -30,6 +30,7 @@ from decent_dp.transport.connection import (
     GRANT,
     HEADER,
     HELLO,
+    LOCAL,
     NOTE,
     OFFER,
     VERSION,
@@ -38,6 +39,7 @@ from decent_dp.transport.connection import (
     Lane,
     Receiving,
     Sending,
+    tune,
     unacknowledged,
 )
 
@@ -49,12 +51,8 @@ _FRAME = 2**16
 _READ = 2**15
 # Messages of at most so many bytes are asked for as soon as they are due: to wait for an offer would take longer than they.
 _SMALL = 2**14
-# Bytes that the kernel holds of a connection and has not sent.
-_UNSENT = 2**16
 # Bytes read from one connection before the others get their turn.
 _TURN = 2**21
-# The family of connections within a network stack.
-_LOCAL = getattr(socket, "AF_UNIX", None)
 # Seconds that leaving may take until all that was sent has reached the others.
 _LINGER = 10.0
 
@@ -247,10 +245,7 @@ class Links:
     def _attach(self, peer: int, stream: socket.socket) -> None:
         connection = self._connection(peer)
         stream.setblocking(False)
-        if stream.family != _LOCAL:
-            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            with contextlib.suppress(OSError, AttributeError):
-                stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT)
+        tune(stream)
         connection.socket = stream
         self._selector.register(stream, selectors.EVENT_READ, connection)
 
@@ -457,7 +452,7 @@ class Links:
     def _wait_for(self, connection: Connection) -> None:
         """On a slow link bytes come a packet at a time: the thread sleeps until there are some."""
         left = 1 if connection.body is None or _READ == 0 else min(len(connection.body) - connection.filled, _READ)
-        if connection.socket is not None and left != connection.low_water and connection.socket.family != _LOCAL:
+        if connection.socket is not None and left != connection.low_water and connection.socket.family != LOCAL:
             connection.low_water = left
             connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, left)
 
@@ -487,7 +482,7 @@ class Links:
         if kind == OFFER:
             self._offered(connection, key)
             return
-        connection.frame, connection.filled = (kind, key, offset, length), 0
+        connection.frame, connection.filled = (kind, key, length), 0
         if kind == NOTE:
             connection.body = memoryview(bytearray(length))
             return
@@ -504,7 +499,7 @@ class Links:
     def _close_frame(self, connection: Connection) -> None:
         assert connection.frame is not None
         assert connection.body is not None
-        (kind, key, _, length), body = connection.frame, connection.body
+        (kind, key, length), body = connection.frame, connection.body
         connection.frame = connection.body = None
         if kind == NOTE:
             with self._notes_lock:
