@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import pytest
 
 from decent_dp.errors import WireError
 from decent_dp.transport import links as module
-from decent_dp.transport.connection import DATA, GRANT, HEADER, HELLO, NOTE, OFFER, VERSION, WINDOW
+from decent_dp.transport.connection import DATA, GRANT, HEADER, HELLO, NOTE, OFFER, VERSION, WINDOW, round_trip_us, tune
 from decent_dp.transport.links import Key, Links, Receiving, Sending
 
 TOKEN = b"open sesame"
@@ -533,3 +534,48 @@ def test_a_slow_peer_does_not_hold_up_another():
     links.close()
     net.close()
     assert wait([asked]).done
+
+
+class Told:
+    """Says of itself what a TCP socket says of its connection, and keeps what it is told."""
+
+    family = socket.AF_INET
+
+    def __init__(self, algorithm: bytes, round_trip_us: int, allowed: tuple[bytes, ...]) -> None:
+        self.algorithm, self._allowed = algorithm, allowed
+        self._info = bytes(68) + round_trip_us.to_bytes(4, sys.byteorder) + bytes(32)
+
+    def getsockopt(self, level: int, name: int, size: int) -> bytes:
+        return {socket.TCP_CONGESTION: self.algorithm.ljust(size, b"\0"), socket.TCP_INFO: self._info}[name]
+
+    def setsockopt(self, level: int, name: int, value: Any) -> None:
+        if name == socket.TCP_CONGESTION:
+            if value not in self._allowed:
+                raise PermissionError("not in net.ipv4.tcp_allowed_congestion_control")
+            self.algorithm = value
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "round_trip_us", "allowed", "then"),
+    [
+        (b"bbr", 200, (b"reno", b"cubic"), b"cubic"),
+        (b"bbr", 14_000, (b"reno", b"bbr"), b"reno"),  # one site, and a busy machine
+        (b"bbr", 200, (b"bbr",), b"bbr"),
+        (b"bbr", 60_000, (b"reno", b"cubic"), b"bbr"),  # two sites
+        (b"dctcp", 200, (b"reno", b"cubic"), b"dctcp"),
+    ],
+)
+def test_no_bbr_within_a_site(algorithm, round_trip_us, allowed, then):
+    told: Any = Told(algorithm, round_trip_us, allowed)
+    tune(told)
+    assert told.algorithm == then
+
+
+def test_the_round_trip_is_that_of_the_system():
+    """What tune reads at a fixed place of the system's answer is a round trip: on loopback below a second, and not 0."""
+    made = listener(False)
+    stream = reach(made.getsockname())
+    other, _ = made.accept()
+    assert 0 < round_trip_us(stream) < 1_000_000
+    for end in (stream, other, made):
+        end.close()

@@ -32,6 +32,7 @@ __all__ = [
     "Lane",
     "Receiving",
     "Sending",
+    "round_trip_us",
     "tune",
     "unacknowledged",
 ]
@@ -185,14 +186,14 @@ def tune(stream: socket.socket) -> None:
         # milliseconds once acknowledgements wait behind the data of the other direction: for seconds it then sends at a tenth
         # of the rate. Far peers, and losses, are what it was made for: there it stays.
         now = stream.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
-        if now == b"bbr" and _round_trip_us(stream) < _SAME_SITE_US:
+        if now == b"bbr" and round_trip_us(stream) < _SAME_SITE_US:
             for better in (b"cubic", b"reno"):
                 with contextlib.suppress(OSError):
                     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, better)
                     break
 
 
-def _round_trip_us(stream: socket.socket) -> int:
+def round_trip_us(stream: socket.socket) -> int:
     """The smoothed round trip of a connection, in microseconds, as Linux measures it from the handshake on."""
     info = stream.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
     return int(struct.unpack_from("=I", info, 68)[0])  # tcpi_rtt
