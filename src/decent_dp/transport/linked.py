@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +16,7 @@ from decent_dp.errors import WireError
 from decent_dp.topo import Edge
 from decent_dp.transport.base import Exchange, Handle, Label, Parcel
 from decent_dp.transport.links import Links, Receiving, Sending
-from decent_dp.transport.tree import find_place, group_by_node
+from decent_dp.transport.tree import Place, find_place, group_by_node
 from decent_dp.transport.waiter import Waiter
 
 __all__ = ["Explain", "LinkedExchange"]
@@ -29,6 +29,9 @@ _WHOLE, _NOTE, _FIRST = 0, 1, 2
 
 # Bytes that are coded between two looks of the links' thread.
 _STRIDE = 2**18
+
+# Bytes of groups' messages that may wait to be combined. What a large group sends for one piece may be more.
+_ROOM = 2**22
 
 
 class _Delivery(Handle):
@@ -96,6 +99,7 @@ class LinkedExchange(Exchange):
     ) -> None:
         self._links, self._rank, self._node_of = links, rank, node_of
         self._waiter, self._timeout, self._explain = waiter, timeout, explain
+        self._room = _Room()
 
     def connect(self, edge: Edge, label: Label) -> list[int]:
         """Makes sure that there are connections to the other members; returns them."""
@@ -120,7 +124,7 @@ class LinkedExchange(Exchange):
             travel = _Pair(self._links, on_host, delivery, others[0])
         else:
             nodes = group_by_node(edge.ranks, self._node_of)
-            travel = _Group(self._links, on_host, delivery, nodes, self._rank)
+            travel = _Group(self._links, on_host, delivery, nodes, self._rank, self._room)
         delivery.bytes_sent = travel.bytes_sent
 
         def encode(heard: list[bytes]) -> None:
@@ -189,6 +193,27 @@ class _OnHost(Parcel):
         out.copy_(result)
 
 
+class _Room:
+    """Memory for what groups combine, handed out in the order of need. Without a bound, a worker that is late would hold what
+    all others have sent to it. Used by the links' thread alone."""
+
+    def __init__(self) -> None:
+        self._free = _ROOM
+        self._queue: deque[tuple[int, Callable[[], None]]] = deque()
+
+    def ask(self, size: int, then: Callable[[], None]) -> None:
+        """Calls ``then`` when ``size`` bytes may be taken."""
+        self._queue.append((size, then))
+        self.give_back(0)
+
+    def give_back(self, size: int) -> None:
+        self._free += size
+        while self._queue and (self._queue[0][0] <= self._free or self._free == _ROOM):
+            size, then = self._queue.popleft()
+            self._free -= size
+            then()
+
+
 class _Pair:
     """Each gets the other's message."""
 
@@ -216,8 +241,11 @@ class _Pair:
 class _Group:
     """All get the message of the mean. What is done with a piece is done in the links' thread."""
 
-    def __init__(self, links: Links, parcel: Parcel, delivery: _Delivery, nodes: list[list[int]], rank: int) -> None:
-        self._branches = [_Branch(links, parcel, delivery, nodes, rank, piece) for piece in range(len(parcel.wire.pieces))]
+    def __init__(
+        self, links: Links, parcel: Parcel, delivery: _Delivery, nodes: list[list[int]], rank: int, room: _Room
+    ) -> None:
+        pieces = range(len(parcel.wire.pieces))
+        self._branches = [_Branch(links, parcel, delivery, find_place(nodes, piece, rank), piece, room) for piece in pieces]
         self._links, self._parcel, self._done = links, parcel, 0
         self.bytes_sent = sum(branch.bytes_sent for branch in self._branches)
         # One more than the pieces' messages, until all of this worker's own are coded.
@@ -240,20 +268,19 @@ class _Group:
 class _Branch:
     """This worker's part in the tree of one piece."""
 
-    def __init__(
-        self, links: Links, parcel: Parcel, delivery: _Delivery, nodes: list[list[int]], rank: int, number: int
-    ) -> None:
-        self._links, self._parcel, self._delivery, self._number = links, parcel, delivery, number
-        self._rank = rank
+    def __init__(self, links: Links, parcel: Parcel, delivery: _Delivery, place: Place, number: int, room: _Room) -> None:
+        self._links, self._parcel, self._delivery = links, parcel, delivery
+        self._place, self._number, self._room = place, number, room
         piece = parcel.wire.pieces[number]
         self._range, self._size = slice(piece.start, piece.stop), piece.stop - piece.start
-        self._place = find_place(nodes, number, rank)
         self._up = (parcel.label.round, parcel.label.bucket, _FIRST + 2 * number)
         self._down = (parcel.label.round, parcel.label.bucket, _FIRST + 2 * number + 1)
         self._sums: dict[int, Tensor] = {}
+        # Bytes beside the parcel's own that the children's messages take, while they do.
+        self._needed, self._held = self._size * max(len(place.children) - 1, 0), 0
         # What is still needed before the sum can be made: the children's, and this worker's own.
-        self._missing = len(self._place.children) + 1
-        self.bytes_sent = self._size * (len(self._place.children) + (self._place.parent is not None))
+        self._missing = len(place.children) + 1
+        self.bytes_sent = self._size * (len(place.children) + (place.parent is not None))
         for peer in self._messages():
             delivery.expect(peer)
 
@@ -267,40 +294,57 @@ class _Branch:
             yield self._place.parent
 
     def begin(self) -> None:
-        for child, _ in self._place.children:
-            self._receive(child, self._up, lambda child=child: self._room(child), self._ready)  # type: ignore[misc]
+        if self._needed:
+            self._room.ask(self._needed, self._gather)
+        else:
+            self._gather()
         if self._place.parent is not None:
             self._receive(self._place.parent, self._down, lambda: self._parcel.received[self._range], self._spread)
 
     def own_ready(self) -> None:
         self._ready()
 
-    def _room(self, child: int) -> Tensor:
-        self._sums[child] = torch.empty(self._size, dtype=torch.uint8, device="cpu")
+    def _gather(self) -> None:
+        self._held = self._needed
+        for child, _ in self._place.children:
+            self._receive(child, self._up, lambda child=child: self._place_of(child), self._ready)  # type: ignore[misc]
+
+    def _place_of(self, child: int) -> Tensor:
+        # The first to come lies where the mean will be.
+        first = not self._sums
+        self._sums[child] = (
+            self._parcel.received[self._range] if first else torch.empty(self._size, dtype=torch.uint8, device="cpu")
+        )
         return self._sums[child]
 
     def _ready(self) -> None:
         self._missing -= 1
         if self._missing:
             return
-        parent, own = self._place.parent, self._parcel.sent[self._range]
-        if parent is None:
-            self._combine(own, self._parcel.received[self._range])
+        own, mine = self._parcel.sent[self._range], self._parcel.received[self._range]
+        if self._place.children:
+            try:
+                self._combine(own, mine)
+            finally:
+                self._give_back()
+        if self._place.parent is None:
             self._spread()
-        elif self._place.children:
-            total = torch.empty(self._size, dtype=torch.uint8, device="cpu")
-            self._combine(own, total)
-            self._send(parent, self._up, total)
         else:
-            self._send(parent, self._up, own)
+            # The mean comes to the same place, but not before the parent has all of this.
+            self._send(self._place.parent, self._up, mine if self._place.children else own)
+
+    def _give_back(self) -> None:
+        self._sums.clear()
+        held, self._held = self._held, 0
+        if held:
+            self._room.give_back(held)
 
     def _combine(self, own: Tensor, out: Tensor) -> None:
         # By rank, whoever is the root: so the numbers do not depend on how the bucket is cut into pieces.
-        parts = [(self._rank, 1, own), *((child, size, self._sums[child]) for child, size in self._place.children)]
+        parts = [(self._parcel.rank, 1, own), *((child, size, self._sums[child]) for child, size in self._place.children)]
         parts.sort(key=lambda part: part[0])
         messages, sizes = [message for _, _, message in parts], [size for _, size, _ in parts]
         self._parcel.combine(self._number, messages, sizes, out, self._place.part)
-        self._sums.clear()
 
     def _spread(self) -> None:
         for child, _ in self._place.children:
@@ -325,7 +369,11 @@ class _Branch:
         self._delivery.arrive(peer)
 
     def _failed(self, peer: int) -> Callable[[BaseException], None]:
-        return lambda error: self._delivery.fail(peer, error)
+        def fail(error: BaseException) -> None:
+            self._delivery.fail(peer, error)
+            self._give_back()  # the next in turn fails, too, and says so
+
+        return fail
 
 
 def _bytes(tensor: Tensor) -> memoryview:
