@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile
 
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.transport import InProcessTransport, run_replicas
@@ -293,3 +295,31 @@ def test_counters(workers):
             if "rejected" in stats:
                 assert stats["rejected"] >= 0
                 assert wire == "int8" or stats["rejected"] == 0
+
+
+def traced(rank: int, n: int) -> list[dict[str, set[int]]]:
+    """The names in a trace, each with the threads that it was seen in: of this thread alone, and of all."""
+    model = DecentralizedDataParallel(net(rank), SGD, topology="one-peer-exp", wire="int8")
+    loss(model, 0, rank).backward()
+    found = []
+    for everywhere in (False, True):
+        settings = _ExperimentalConfig(profile_all_threads=everywhere)
+        with profile(activities=[ProfilerActivity.CPU], experimental_config=settings) as trace:
+            for t in range(1, 4):
+                loss(model, t, rank).backward()
+            model.join()
+        names: dict[str, set[int]] = {}
+        for event in trace.events():
+            if event.name.startswith("decent_dp."):
+                names.setdefault(event.name.removeprefix("decent_dp."), set()).add(event.thread)
+        found.append(names)
+    model.close()
+    return found
+
+
+def test_names_in_a_trace(workers):
+    for own, every in workers(2, traced):
+        assert set(own) == {"wait", "mix", "step"}
+        assert set(every) == {"wait", "mix", "step", "encode", "send"}
+        assert every["encode"] == every["send"]  # the thread that moves the bytes,
+        assert not every["send"] & every["step"]  # beside training

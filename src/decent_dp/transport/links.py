@@ -24,6 +24,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from torch.autograd import profiler
+
 from decent_dp.errors import WireError
 from decent_dp.transport.connection import (
     DATA,
@@ -55,6 +57,7 @@ _SMALL = 2**14
 _TURN = 2**21
 # Seconds that leaving may take until all that was sent has reached the others.
 _LINGER = 10.0
+_NO_NAME = contextlib.nullcontext()
 
 
 class Links:
@@ -362,7 +365,9 @@ class Links:
         assert connection.socket is not None
         while connection.out or self._take_frame(connection):
             try:
-                count = connection.socket.sendmsg(connection.out)
+                # A name for the profiler costs as much as the call, so only while somebody looks.
+                with profiler.record_function("decent_dp.send") if profiler._is_profiler_enabled else _NO_NAME:
+                    count = connection.socket.sendmsg(connection.out)
             except BlockingIOError:
                 self._watch_writing(connection, True)
                 return False
@@ -451,7 +456,7 @@ class Links:
 
     def _wait_for(self, connection: Connection) -> None:
         """On a slow link bytes come a packet at a time: the thread sleeps until there are some."""
-        left = 1 if connection.body is None or _READ == 0 else min(len(connection.body) - connection.filled, _READ)
+        left = 1 if connection.body is None else min(len(connection.body) - connection.filled, _READ)
         if connection.socket is not None and left != connection.low_water and connection.socket.family != LOCAL:
             connection.low_water = left
             connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, left)
