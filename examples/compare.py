@@ -305,7 +305,7 @@ def main() -> None:
         f"{options.steps} steps."
     )
     print("vs DDP: the median of the ratios within a round, not the ratio of the medians; the README says more.")
-    print("kB sent: by a worker, as counted; for DDP and for groups of more than two, what a ring all-reduce sends.")
+    print("kB sent: by a worker, as counted; for DDP, what a ring all-reduce sends.")
     print(f"Machine: {plan['machine']}, torch {plan['torch']}.")
     print(*verdict(lines), sep="\n")
     print(
