@@ -4,7 +4,7 @@
     python -m benchmarks.net --setup 4x2-100 --contender alone 'ours:*'   # some
 
 Nodes are network namespaces (``lab.py``), workers run a training loop in them (``worker.py``). Prints a table, and writes
-it as SETUP.json and SETUP.png. Exit code 0; 1 if a contender failed, 2 if something is missing, 128 + n by signal n.
+it as SETUP.json, SETUP.md and SETUP.png. Exit code 0; 1 if a contender failed, 2 if something is missing, 128 + n by signal n.
 """
 
 from __future__ import annotations

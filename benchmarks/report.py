@@ -18,7 +18,18 @@ from rich.table import Table
 
 from benchmarks.setups import PARAMETERS, PUBLISHED, Contender
 
-__all__ = ["Line", "Run", "machine", "make_console", "make_lines", "make_run", "print_table", "write_chart", "write_json"]
+__all__ = [
+    "Line",
+    "Run",
+    "machine",
+    "make_console",
+    "make_lines",
+    "make_markdown",
+    "make_run",
+    "print_table",
+    "write_chart",
+    "write_json",
+]
 
 
 class Run(TypedDict):
@@ -147,17 +158,18 @@ def _cells(line: Line) -> list[str]:
     if line["mean_ms"] is None:
         return [line["contender"], "failed"]
 
-    def shown(value: float | None, form: str) -> str:
-        return "" if value is None else format(value, form)
-
     return [
         line["contender"],
-        *(shown(line[key], ".0f") for key in ("mean_ms", "median_ms", "worst_ms", "busy_ms")),
-        shown(line["bytes_a_step"] / 1e6 if line["bytes_a_step"] is not None else None, ".2f"),
-        shown(line["memory"], ".2f"),
-        shown(line["limit_ms"], ".0f"),
-        *(shown(line[key], ".3f") for key in ("to_alone", "to_ddp", "to_published", "to_limit")),
+        *(_shown(line[key], ".0f") for key in ("mean_ms", "median_ms", "worst_ms", "busy_ms")),
+        _shown(line["bytes_a_step"], ".2f", 1e6),
+        _shown(line["memory"], ".2f"),
+        _shown(line["limit_ms"], ".0f"),
+        *(_shown(line[key], ".3f") for key in ("to_alone", "to_ddp", "to_published", "to_limit")),
     ]
+
+
+def _shown(value: float | None, form: str, unit: float = 1.0) -> str:
+    return "" if value is None else format(value / unit, form)
 
 
 def make_console(**options: Any) -> Console:
@@ -176,6 +188,25 @@ def print_table(console: Console, title: str, lines: Sequence[Line]) -> None:
     for line in lines:
         if line["error"] is not None:
             console.print(f"{line['contender']} failed: {line['error']}", soft_wrap=True)
+
+
+def make_markdown(lines: Sequence[Mapping[str, Any]]) -> str:
+    """The table of the documents: what users compare, without what only explains it."""
+    headings = ["contender", "mean ms", "worst ms", "MB a step and node", "memory, x params", "limit ms"]
+    headings += ["vs DDP", "vs 0.2.3", "vs limit"]
+    rows = [headings, ["---", *["---:"] * (len(headings) - 1)]]
+    for line in lines:
+        rows.append(
+            [
+                line["contender"],
+                *(_shown(line[key], ".0f") for key in ("mean_ms", "worst_ms")),
+                _shown(line["bytes_a_step"], ".2f", 1e6),
+                _shown(line["memory"], ".2f"),
+                _shown(line["limit_ms"], ".0f"),
+                *(_shown(line[key], ".2f") for key in ("to_ddp", "to_published", "to_limit")),
+            ]
+        )
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -197,10 +228,11 @@ def machine() -> dict[str, Any]:
 
 
 def write_json(path: Path, lines: Sequence[Line], settings: Mapping[str, Any]) -> None:
-    """The lines with the machine and the settings that they were measured with."""
+    """The lines with the machine and the settings that they were measured with; beside it, as .md, the documents' table."""
     rounded = [{key: round(value, 4) if isinstance(value, float) else value for key, value in line.items()} for line in lines]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**settings, "machine": machine(), "lines": rounded}, indent=2) + "\n")
+    path.with_suffix(".md").write_text(make_markdown(rounded))
 
 
 def write_chart(path: Path, title: str, lines: Sequence[Line]) -> None:

@@ -9,7 +9,7 @@ import argparse
 import json
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -117,6 +117,16 @@ def machine() -> str:
     return f"{cores or 'unknown'} cores of {name}, {platform.system()}, all workers on this one machine"
 
 
+def write_events(make: Callable[[], Iterator[dict[str, Any]]]) -> None:
+    """Joins the other workers, makes all events with them and writes them from rank 0."""
+    torch.set_num_threads(1)
+    rank, _ = initialize_dist()
+    for event in make():
+        if rank == 0:
+            print(json.dumps(event), flush=True)
+    leave()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
@@ -124,12 +134,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    rank, _ = initialize_dist()
-    for event in events(options.seeds, options.epochs, options.rounds, options.steps):
-        if rank == 0:
-            print(json.dumps(event), flush=True)
-    leave()
+    write_events(lambda: events(options.seeds, options.epochs, options.rounds, options.steps))
 
 
 if __name__ == "__main__":

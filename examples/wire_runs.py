@@ -6,7 +6,6 @@ Rank 0 writes events to stdout, one JSON object a line: first the plan, then one
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Iterator
@@ -15,10 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from decent_dp.utils import initialize_dist
 from examples import characters, digits
-from examples.contenders import machine
-from examples.digits import leave
+from examples.contenders import machine, write_events
 
 WIRES = ["float32", "bfloat16", "int8"]
 TOPOLOGIES: dict[str, dict[str, Any]] = {
@@ -78,12 +75,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=25)
     parser.add_argument("--steps", type=int, default=characters.Config.steps)
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    rank, _ = initialize_dist()
-    for event in events(options.seeds, options.topologies, options.epochs, options.steps):
-        if rank == 0:
-            print(json.dumps(event), flush=True)
-    leave()
+    write_events(lambda: events(options.seeds, options.topologies, options.epochs, options.steps))
 
 
 if __name__ == "__main__":

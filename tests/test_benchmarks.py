@@ -176,6 +176,9 @@ def test_lines_are_shown_and_written(lines: list[report.Line], tmp_path: Path) -
     assert written["lines"][4]["to_limit"] == 1.04
     assert written["machine"]["cores"] == os.cpu_count()
     assert str(ROOT) not in json.dumps(written)
+    table = (tmp_path / "deep" / "made-up.md").read_text().splitlines()
+    assert "| ours:ring | 130 | 180 | 2.00 | 2.00 | 125 | 0.33 | 0.65 | 1.04 |" in table
+    assert len(table) == 2 + len(lines)
     report.write_chart(tmp_path / "made-up.png", "made up", lines)
     assert (tmp_path / "made-up.png").stat().st_size > 5000
 

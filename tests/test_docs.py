@@ -364,6 +364,44 @@ def test_the_committed_results_keep_the_promises():
     assert markdown == (ROOT / "docs" / "results" / "digits.md").read_text(encoding="utf-8")
 
 
+LAB = ["8x1-60", "8x1-200", "4x2-100", "real-2", "real-8x1-200"]
+
+
+@pytest.mark.parametrize("name", LAB)
+def test_the_results_of_the_lab_are_what_the_pages_show(name):
+    from benchmarks.report import make_markdown
+
+    folder = ROOT / "benchmarks" / "results"
+    lines = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))["lines"]
+    table = (folder / f"{name}.md").read_text(encoding="utf-8")
+    assert table == make_markdown(lines)
+    assert (folder / f"{name}.png").is_file()
+    assert table in (ROOT / "docs" / "slow-links.md").read_text(encoding="utf-8")
+    if name == "8x1-60":
+        assert table in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", LAB)
+def test_the_results_of_the_lab_keep_the_promises(name):
+    results = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    assert results["steps"] >= 30
+    assert results["warmup"] == 5
+    lines = {line["contender"]: line for line in results["lines"]}
+    assert all(line["error"] is None for line in lines.values())
+    best = "alternating-exp-ring" if name == "4x2-100" else "one-peer-exp"
+    ours = {wire: lines[f"ours:{best}" + (f":{wire}" if wire != "float32" else "")] for wire in ("float32", "bfloat16", "int8")}
+    for wire, line in ours.items():
+        assert line["to_limit"] <= (1.03 if name == "real-2" else 1.10), wire
+        assert line["memory"] <= {"float32": 2.1, "bfloat16": 1.05, "int8": 0.525}[wire]
+        assert line["to_ddp"] < 1
+    if name == "8x1-60":
+        assert ours["float32"]["to_published"] <= 1
+        assert ours["bfloat16"]["to_published"] <= 0.55
+        assert ours["int8"]["to_published"] <= 0.30
+        assert ours["int8"]["to_ddp"] <= 0.16
+        assert all(line["worst_ms"] <= 2 * line["mean_ms"] for line in ours.values())
+
+
 def messages() -> list[str]:
     """The texts in the source; what is filled in stands as …"""
     found = []
