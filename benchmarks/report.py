@@ -137,7 +137,7 @@ def make_lines(
 
 # -- the table --------------------------------------------------------------------------------------------------------
 
-WIDTH = 124  # columns
+WIDTH = 132  # columns
 HEADINGS = [
     "contender",
     "mean\nms",

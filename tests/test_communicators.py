@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +17,9 @@ from torch import nn
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import PeerLostError, PeerTimeoutError
 from decent_dp.topo import Edge
-from decent_dp.transport import Label, ProcessGroupTransport
+from decent_dp.transport import Label, ProcessGroupTransport, addresses
 from decent_dp.transport.base import Later
-from decent_dp.transport.communicators import Notes, peer_error
+from decent_dp.transport.communicators import Notes, UnreachableError, peer_error
 from decent_dp.transport.waiter import Waiter
 from tests.helpers import came, listening, parcel
 from tests.test_transport import control, exchanges, grouping, swap
@@ -44,10 +47,10 @@ def quiet_and_few(rank: int, n: int) -> tuple[int, set[str]]:
 
 
 def test_few_communicators_and_nothing_beyond_loopback(workers):
-    for made, addresses in workers(16, quiet_and_few, timeout=60):
+    for made, where in workers(16, quiet_and_few, timeout=60):
         assert 1 <= made <= 2
         # 127.0.0.1, as the kernel prints it.
-        assert addresses <= {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+        assert where <= {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
 
 
 def listens(rank: int, n: int) -> tuple[int, set[str]]:
@@ -65,9 +68,9 @@ def listens(rank: int, n: int) -> tuple[int, set[str]]:
 
 
 def test_a_group_listens_on_loopback_alone(workers):
-    for opened, addresses in workers(3, listens):
+    for opened, where in workers(3, listens):
         assert opened >= 1, "the test does not see our sockets"
-        assert addresses == {"0100007F"}
+        assert where == {"0100007F"}
 
 
 def beside_user_groups(rank: int, n: int) -> list[Any]:
@@ -199,3 +202,58 @@ def test_words_of_errors():
     silent = peer_error(RuntimeError("Timed out waiting 60000ms for recv"), [4, 5], "a gather", notes, minute)
     assert isinstance(silent, PeerTimeoutError)
     assert "one of the workers [4, 5] sent nothing for a gather within the process group's timeout of 60 s" in str(silent)
+
+
+# -- addresses -------------------------------------------------------------------------------------------------------------
+
+
+def test_who_does_not_answer_is_named_with_the_address():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        host, port = server.getsockname()
+    store = dist.HashStore()
+    store.set("address/3", json.dumps({"host": host, "port": port}))
+    meeting: Any = SimpleNamespace(store=store, near=frozenset(), timeout=timedelta(seconds=5))
+    with pytest.raises(UnreachableError) as caught:
+        addresses.dial(meeting, 3)
+    error = peer_error(caught.value, [3], "round 0, bucket 1", Notes(store, 0), meeting.timeout)
+    assert isinstance(error, PeerLostError)
+    assert str(error).startswith(f"worker 3 does not answer at {host} port {port} ([Errno ")
+    assert "round 0, bucket 1 needs it" in str(error)
+    assert "GLOO_SOCKET_IFNAME" in str(error)
+    assert "join" not in str(error)
+
+
+@pytest.mark.parametrize("master", ["localhost", "node0"])
+@pytest.mark.parametrize("has_route", [True, False])
+def test_the_address_for_others_is_not_loopback_where_there_is_another(monkeypatch, master, has_route):
+    """A machine whose name is a loopback address, as Debian has it, and whose master may call itself 'localhost'."""
+    names = {"localhost": "127.0.0.1", "node0": "10.1.0.1", "here": "127.0.1.1"}
+
+    class Probe:
+        def __init__(self, *kind: Any) -> None:
+            self.source = ""
+
+        def __enter__(self) -> Probe:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+        def connect(self, to: tuple[str, int]) -> None:
+            if not to[0].startswith("127.") and not has_route:
+                raise OSError("network is unreachable")
+            self.source = "127.0.0.1" if to[0].startswith("127.") else "10.1.0.7"
+
+        def getsockname(self) -> tuple[str, int]:
+            return self.source, 40000
+
+    fake: Any = SimpleNamespace(
+        socket=Probe,
+        SOCK_DGRAM=socket.SOCK_DGRAM,
+        gethostname=lambda: "here",
+        getaddrinfo=lambda name, port, type: [(socket.AF_INET, type, 0, "", (names.get(name, name), port))],
+    )
+    monkeypatch.setattr(addresses, "socket", fake)
+    monkeypatch.setenv("MASTER_ADDR", master)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert addresses._own_address() == ("10.1.0.7" if has_route else "127.0.0.1")

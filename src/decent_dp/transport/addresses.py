@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
 import socket
 import struct
 import sys
 
-from decent_dp.transport.communicators import Rendezvous
+from decent_dp.transport.communicators import Rendezvous, UnreachableError
 
 __all__ = ["dial", "listen"]
+
+# Of nobody (RFC 5737): the way to it is the default route.
+_ELSEWHERE = "192.0.2.1"
 
 
 def listen(meeting: Rendezvous) -> list[socket.socket]:
@@ -46,17 +50,21 @@ def dial(meeting: Rendezvous, peer: int) -> socket.socket:
     """A connection to ``peer``.
 
     Raises:
-        OSError: nobody listens there any more.
+        UnreachableError: nobody answers where the peer said that it listens.
         RuntimeError: the peer has not said where it listens, within the process group's timeout.
     """
     where = json.loads(meeting.store.get(f"address/{peer}"))
     timeout = meeting.timeout.total_seconds()
-    if peer in meeting.near and "local" in where:
+    local = peer in meeting.near and "local" in where
+    try:
+        if not local:
+            return socket.create_connection((where["host"], where["port"]), timeout)
         stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         stream.settimeout(timeout)
         stream.connect(b"\0" + where["local"].encode())
         return stream
-    return socket.create_connection((where["host"], where["port"]), timeout)
+    except OSError as error:
+        raise UnreachableError(None if local else f"{where['host']} port {where['port']}", str(error)) from error
 
 
 def _own_address() -> str:
@@ -66,12 +74,15 @@ def _own_address() -> str:
         address = _address_of(interface)
         if address is not None:
             return address
-    for target in (os.environ.get("MASTER_ADDR", ""), socket.gethostname()):
+    for target in (os.environ.get("MASTER_ADDR", ""), socket.gethostname(), _ELSEWHERE):
         with contextlib.suppress(OSError):
             family, kind, _, _, to = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, kind) as probe:
                 probe.connect(to)  # sends nothing: looks the way up
-                return str(probe.getsockname()[0])
+                found = str(probe.getsockname()[0])
+                # 'localhost' is what the master may call itself, and it is nobody's address for others.
+                if not ipaddress.ip_address(found.partition("%")[0]).is_loopback:
+                    return found
     return "127.0.0.1"
 
 

@@ -25,7 +25,20 @@ from decent_dp.errors import PeerError, PeerLostError, PeerTimeoutError
 # torch's stubs leave out what its communicators can do (send, recv, allreduce, … on lists of tensors).
 Communicator: TypeAlias = Any
 
-__all__ = ["Communicator", "Notes", "Rendezvous", "peer_error"]
+__all__ = ["Communicator", "Notes", "Rendezvous", "UnreachableError", "peer_error"]
+
+
+class UnreachableError(ConnectionError):
+    """There is no connection to a worker. Users see the `PeerLostError` that it leads to.
+
+    Args:
+        where: its address and port; None for a local socket.
+        reason: what the system says.
+    """
+
+    def __init__(self, where: str | None, reason: str) -> None:
+        super().__init__(reason)
+        self.where = where
 
 
 @dataclass(frozen=True)
@@ -150,7 +163,7 @@ class Notes:
         return "".join(said)
 
 
-def peer_error(error: RuntimeError, ranks: Sequence[int], what: str, notes: Notes, timeout: timedelta) -> PeerError:
+def peer_error(error: Exception, ranks: Sequence[int], what: str, notes: Notes, timeout: timedelta) -> PeerError:
     """Says in the house's words what a communicator's error means.
 
     Args:
@@ -160,6 +173,12 @@ def peer_error(error: RuntimeError, ranks: Sequence[int], what: str, notes: Note
     """
     who = f"worker {ranks[0]}" if len(ranks) == 1 else f"one of the workers {list(ranks)}"
     said = notes.read(ranks)
+    if isinstance(error, UnreachableError) and error.where is not None:
+        return PeerLostError(
+            f"{who} does not answer at {error.where} ({error}), and {what} needs it. It is gone, or there is no way to it: see "
+            "that no firewall is between the workers, and that this is the address of the right network interface "
+            f"(GLOO_SOCKET_IFNAME on that worker names it).{said}"
+        )
     if "timed out" in str(error).lower() or "timeout" in str(error).lower():
         return PeerTimeoutError(
             f"{who} sent nothing for {what} within the process group's timeout of {timeout.total_seconds():g} s. It is "

@@ -22,7 +22,7 @@ from decent_dp.transport.waiter import Waiter
 __all__ = ["Explain", "LinkedExchange"]
 
 # Turns a broken connection, or a timeout, into an error that names the peer.
-Explain = Callable[[RuntimeError, list[int], Label], RuntimeError]
+Explain = Callable[[Exception, list[int], Label], RuntimeError]
 
 # Slots of an exchange's messages: a pair's only one, and those of a group, which are numbered by the piece.
 _WHOLE, _NOTE, _FIRST = 0, 1, 2
@@ -108,7 +108,7 @@ class LinkedExchange(Exchange):
             try:
                 self._links.connect(peer)
             except (OSError, RuntimeError) as error:
-                raise self._explain(RuntimeError(str(error)), [peer], label) from error
+                raise self._explain(error, [peer], label) from error
         return others
 
     def announce(self, edge: Edge, label: Label, text: bytes) -> None:

@@ -127,7 +127,7 @@ class ProcessGroupTransport(Transport):
                 raise peer_error(error, others, what, self._notes, self._meeting.timeout) from error
         return self._communicators[name]
 
-    def _explain(self, error: RuntimeError, ranks: list[int], label: Label) -> RuntimeError:
+    def _explain(self, error: Exception, ranks: list[int], label: Label) -> RuntimeError:
         return peer_error(error, ranks, str(label), self._notes, self._meeting.timeout)
 
     def _explain_all(self, error: RuntimeError, what: str) -> RuntimeError:
