@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import os
 import re
 import shutil
@@ -40,12 +41,15 @@ def missing() -> str | None:
     if tools:
         return f"the network lab needs iproute2 (no {' and no '.join(tools)} here): apt-get install iproute2"
     if os.geteuid() != 0:
-        return "the network lab needs root, to make network namespaces: sudo make bench-net"
+        return "the network lab needs root, to make network namespaces: sudo .venv/bin/python -m benchmarks.net"
     return None
 
 
 def _run(*command: str, seconds: float = 30) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired:
+        raise LabError(f"`{' '.join(command)}` did not end within {seconds:g} s") from None
     if done.returncode:
         raise LabError(f"`{' '.join(command)}` failed: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout
@@ -86,6 +90,15 @@ def _undisturbed() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
+
+
+def _die_with_parent() -> None:
+    """Called in a new process, before its command: it does not outlive whoever started it."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
 class Lab:
@@ -185,15 +198,16 @@ class Lab:
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=_die_with_parent,
         )
         self._workers.append(worker)
         return worker
 
-    def wait(self, seconds: float) -> int | None:
+    def wait(self, seconds: float) -> tuple[int, int] | None:
         """Waits until all processes have ended well, or one has not.
 
         Returns:
-            None: all well. Otherwise the index of the first process that ended otherwise.
+            None: all well. Otherwise the index of the first process that ended otherwise, and its exit code; -n for signal n.
 
         Raises:
             TimeoutError: some still run after ``seconds``.
@@ -201,7 +215,7 @@ class Lab:
         end = time.monotonic() + seconds
         while True:
             codes = [worker.poll() for worker in self._workers]
-            failed = [index for index, code in enumerate(codes) if code]
+            failed = [(index, code) for index, code in enumerate(codes) if code]
             if failed or all(code == 0 for code in codes):
                 return failed[0] if failed else None
             if time.monotonic() > end:

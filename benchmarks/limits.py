@@ -1,4 +1,8 @@
-"""The shortest step that a topology allows over given links, from the bytes of its rounds alone. Needs no torch."""
+"""How long a step has to take over given links, from the bytes of a topology's rounds alone. Needs no torch.
+
+As if all workers began each round together. Where nodes take turns (in a round of 'alternating-exp-ring' half of them send
+nothing to others), those with nothing to send are in the next round already, and the mean can be below it.
+"""
 
 from __future__ import annotations
 

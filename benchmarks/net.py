@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PUBLISHED_PATH = ROOT / "benchmarks" / f".{PUBLISHED}"
 DEFAULT_SETUPS = ["8x1-60", "8x1-200", "4x2-100", "real-2", "real-8x1-200"]
 PORT = 29500  # free: every run has namespaces of its own
-START_S, STEP_S = 120.0, 15.0  # how long the start of the workers and a step may take
+START_S, STEP_S = 120.0, 15.0  # how long the start of the workers and a step may take, beside four copies over a link
 
 
 class ContenderError(RuntimeError):
@@ -79,7 +79,6 @@ def install_published() -> None:
         [sys.executable, *command, f"{name}=={number}", "loguru==0.7.3"],
         capture_output=True,
         text=True,
-        timeout=300,
         check=False,
     )
     if done.returncode:
@@ -107,7 +106,8 @@ def run_contender(lab: Lab, plan: Plan, contender: Contender) -> Run:
     library = {"ours": plan.lib, PUBLISHED: PUBLISHED_PATH}.get(contender.kind)
     if contender.kind == PUBLISHED:
         install_published()
-    seconds = START_S + STEP_S * (plan.warmup + plan.steps)
+    copy_s = 0.0 if plan.setup.rate is None else PARAMETERS * WIRE_BYTES["float32"] * 8 / (plan.setup.rate * 1e6)
+    seconds = START_S + (STEP_S + 4 * copy_s) * (plan.warmup + plan.steps)
     options = {"setup": plan.name, "contender": contender.name, "warmup": plan.warmup, "steps": plan.steps, "timeout": seconds}
     with tempfile.TemporaryDirectory(prefix="ddplab-") as folder:
         out = Path(folder)
@@ -120,13 +120,16 @@ def run_contender(lab: Lab, plan: Plan, contender: Contender) -> Run:
                 env = _environ(lab, plan.setup, rank, library)
                 lab.start(rank // plan.setup.local, command, env, log, cwd=ROOT)
         try:
-            failed = lab.wait(seconds)
+            failed = lab.wait(seconds + 30)  # a worker that has waited for so long says for what
         except TimeoutError as error:
             raise ContenderError(str(error)) from None
         finally:
             lab.stop()
         if failed is not None:
-            raise ContenderError(f"worker {failed}: {_reason((out / f'{failed}.log').read_text(errors='replace'))}")
+            rank, code = failed
+            said = _reason((out / f"{rank}.log").read_text(errors="replace"))
+            killed = f"killed by {signal.Signals(-code).name}; " if code < 0 else ""
+            raise ContenderError(f"worker {rank}: {killed}{said}")
         return make_run([json.loads((out / f"{rank}.json").read_text()) for rank in range(size)], plan.setup.local)
 
 
@@ -232,6 +235,7 @@ def run_setup(plan: Plan, out: Path, console: Console) -> bool:
         "repeat": plan.repeat,
         "link": None if plan.setup.rate is None else f"tbf rate {plan.setup.rate:g}mbit burst {BURST} latency {LATENCY}",
         "congestion_control": congestion_control,
+        "compute_ms": None if compute is None else round(compute, 1),
         "load_before": round(load, 2),  # of the last minute: a busy machine tells other numbers
     }
     write_json(out / f"{plan.name}.json", lines, settings)
@@ -284,12 +288,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
             signal.signal(number, _leave)
     sys.path.insert(0, str(args.lib.resolve()))
-    console = make_console()
     try:
         plans = _plans(args)
-        # A list: a set-up in which something failed does not keep the next from being measured.
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    console = make_console()
+    try:
+        # A list: a contender that failed does not keep the next set-up from being measured.
         good = [run_setup(plan, args.out, console) for plan in plans]
-    except (LabError, ValueError) as error:
+    except LabError as error:
         print(error, file=sys.stderr)
         return 2
     return 0 if all(good) else 1

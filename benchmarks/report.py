@@ -44,16 +44,16 @@ class Run(TypedDict):
 
 
 class Line(TypedDict):
-    """A contender in the table; medians over its runs.
+    """A contender in the table; medians over its runs, but for the worst step.
 
     Attributes:
         mean_ms: time of all timed steps / their number, the mean over workers.
         median_ms: over all steps of all workers.
-        worst_ms: the longest step of any worker.
+        worst_ms: the longest step of any worker in any run.
         busy_ms: processor time a step of one worker, all its threads together; other programs disturb it little.
         bytes_a_step: sent by a node, by the counters of its link, headers and all.
         memory: peak above that of 'alone', of the worker where it is most, in units of the parameters' bytes.
-        limit_ms: the shortest step that links and compute allow to this topology and wire.
+        limit_ms: the mean over rounds of what takes longer, compute or the busiest link (see `limits`).
         to_alone, to_ddp, to_published, to_limit: mean_ms divided by that of the other.
         published: the contender that ``to_published`` is about: the same topology where it ran, else the fastest.
         error: why there are no numbers.
@@ -119,7 +119,7 @@ def make_lines(
                 contender=contender.name,
                 mean_ms=mean,
                 median_ms=middle(own, "median"),
-                worst_ms=middle(own, "worst"),
+                worst_ms=max((run["worst"] for run in own), default=None),
                 busy_ms=middle(own, "busy"),
                 bytes_a_step=middle(own, "sent"),
                 memory=median(extra) if extra else None,
@@ -185,6 +185,7 @@ def print_table(console: Console, title: str, lines: Sequence[Line]) -> None:
     for line in lines:
         table.add_row(*_cells(line))
     console.print(table)
+    console.print("vs 0.2.3: against the same topology of that package where it was run, else against its fastest.")
     for line in lines:
         if line["error"] is not None:
             console.print(f"{line['contender']} failed: {line['error']}", soft_wrap=True)

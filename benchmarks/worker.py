@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import datetime
 import itertools
 import json
 import os
 import re
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,8 +24,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.setups import BLOCKS, FORWARD_MS, HIDDEN, WIDTH, Contender, Setup
-
-_PR_SET_PDEATHSIG = 1
 
 
 class Accelerator(torch.autograd.Function):
@@ -182,8 +178,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
 
-    # A worker does not outlive whoever started it.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     torch.set_num_threads(1)
     setup, contender = Setup.parse(args.setup), Contender.parse(args.contender)
     wrapper = load_wrapper(contender, args.library)

@@ -253,7 +253,7 @@ def test_two_nodes_end_to_end(tmp_path: Path) -> None:
     assert alone["bytes_a_step"] < 5000
     # What a node sends is its parameters, with headers; the last exchange may be cut by the end of the timed steps.
     assert 0.6 * 4 * PARAMETERS < ours["bytes_a_step"] < 1.4 * 4 * PARAMETERS
-    assert ours["to_limit"] >= 1.0
+    assert ours["to_limit"] > 0.9
     assert namespaces(process.pid) == []
 
 
@@ -324,7 +324,7 @@ def test_a_lab_ends_all_its_processes(tmp_path: Path) -> None:
             with pytest.raises(TimeoutError, match="2 of 2 workers still ran"):
                 network.wait(0.1)
             first.kill()
-            assert network.wait(10) == 0
+            assert network.wait(10) == (0, -signal.SIGKILL)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -347,7 +347,7 @@ def test_nothing_is_left_of_an_interrupted_run(how: str, tmp_path: Path) -> None
     out, err = process.communicate(timeout=30)
     assert process.returncode == {"SIGINT": 130, "SIGTERM": 143}.get(how, 1), out + err
     assert "Traceback" not in out + err
-    assert ("alone failed: worker 1" in out) == (how == "a worker killed")
+    assert ("alone failed: worker 1: killed by SIGKILL" in out) == (how == "a worker killed")
     assert namespaces(process.pid) == []
     assert not Path(f"/proc/{workers[0]}").exists()
 

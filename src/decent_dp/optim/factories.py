@@ -140,10 +140,12 @@ def optim_fn_accum_adam(
     eps: float = 1e-8,
     weight_decay: float = 1 / 32768,
     accum_iter: int = 4,
+    *,
+    compiled: bool = False,
 ) -> AccumAdam:
-    """AccumAdam on named parameters; decay (L2, in the gradient) on weights only."""
+    """AccumAdam on named parameters; decay (L2, in the gradient) on weights only. ``compiled`` as in the class."""
     groups = _param_groups(params, weight_decay)
-    return AccumAdam(groups, lr=lr, betas=(beta1, beta2), eps=eps, accum_iter=accum_iter)
+    return AccumAdam(groups, lr=lr, betas=(beta1, beta2), eps=eps, accum_iter=accum_iter, compiled=compiled)
 
 
 def optim_fn_accum_adamw(
@@ -154,7 +156,9 @@ def optim_fn_accum_adamw(
     eps: float = 1e-8,
     weight_decay: float = 0.1,
     accum_iter: int = 4,
+    *,
+    compiled: bool = False,
 ) -> AccumAdamW:
-    """AccumAdamW on named parameters; decay (decoupled) on weights only."""
+    """AccumAdamW on named parameters; decay (decoupled) on weights only. ``compiled`` as in the class."""
     groups = _param_groups(params, weight_decay)
-    return AccumAdamW(groups, lr=lr, betas=(beta1, beta2), eps=eps, accum_iter=accum_iter)
+    return AccumAdamW(groups, lr=lr, betas=(beta1, beta2), eps=eps, accum_iter=accum_iter, compiled=compiled)
