@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.transport import InProcessTransport, Label, Parcel
-from decent_dp.wire import Item, Lossless, Wire
+from decent_dp.wire import Int8, Item, Lossless, Wire
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
@@ -70,9 +70,18 @@ def wire_of(values: Sequence[Tensor], kind: type[Wire] = Lossless) -> Wire:
     return kind([Item(i, value.numel()) for i, value in enumerate(values)], values[0].dtype, values[0].device)
 
 
+def expect_the_most(wire: Wire, values: Sequence[Tensor]) -> None:
+    """Makes the first range of an int8 wire enough for any two replicas."""
+    if isinstance(wire, Int8):
+        wire.announcement(values)
+        wire._expected = 2 * wire._largest
+
+
 def parcel(values: Tensor, rank: int, label: Label, kind: type[Wire] = Lossless, wire: Wire | None = None) -> Parcel:
     """One flat tensor, ready to be exchanged; what is to be received is all ones before it."""
-    wire = wire_of([values], kind) if wire is None else wire
+    if wire is None:
+        wire = wire_of([values], kind)
+        expect_the_most(wire, [values])
     sent, received = (torch.full((wire.nbytes,), 255, dtype=torch.uint8) for _ in range(2))
     return Parcel(wire, [values], sent, received, wire.announcement([values]), rank, label)
 

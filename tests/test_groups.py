@@ -1,18 +1,24 @@
-"""What a group holds in memory while it waits for its slowest member, and what happens to what waits behind it."""
+"""Groups: their trees, what they hold in memory for their slowest member, and what happens to what waits behind it."""
 
 from __future__ import annotations
 
+import math
 import os
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 
 from decent_dp.errors import PeerLostError
 from decent_dp.topo import Edge
-from decent_dp.transport import Label, ProcessGroupTransport
+from decent_dp.transport import Label, ProcessGroupTransport, addresses, communicators
 from decent_dp.transport.linked import _ROOM
+from decent_dp.transport.tree import Place, find_place, group_by_node
+from decent_dp.wire import WIRES
 from decent_dp.wire.base import _RUN_ON_CPU
 from tests.helpers import came, parcel
 
@@ -84,3 +90,84 @@ def test_what_waits_for_memory_hears_of_a_lost_worker(workers):
     assert outcomes[0].seconds < 10
     assert len(value) == buckets
     assert all(message.startswith("worker 3 is gone") for message in value), value
+
+
+# -- the tree --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [[1, 1], [3], [2, 2], [1, 4], [3, 2, 2], [1] * 5, [4, 4, 4, 1]])
+def test_every_piece_reaches_everybody_once(sizes):
+    node_of = [f"node {i}" for i, size in enumerate(sizes) for _ in range(size)]
+    ranks = list(range(len(node_of)))
+    nodes = group_by_node(ranks[::-1], node_of)
+    assert [len(node) for node in nodes] == sizes
+    sent: Counter[str] = Counter()
+    roots: Counter[int] = Counter()
+    for piece in range(24):
+        places = {rank: find_place(nodes, piece, rank) for rank in ranks}
+        [root] = [rank for rank, place in places.items() if place.parent is None]
+        roots[root] += 1
+
+        def stands_for(rank: int, places: dict[int, Place] = places) -> int:
+            for child, size in places[rank].children:
+                assert places[child].parent == rank
+                assert stands_for(child) == size
+            return 1 + sum(size for _, size in places[rank].children)
+
+        assert stands_for(root) == len(ranks)
+        parts = [place.part for place in places.values() if place.children and place.parent is not None]
+        assert len(set(parts)) == len(parts), "two sums of one round would be rounded alike"
+        for rank, place in places.items():
+            if place.parent is not None and node_of[place.parent] != node_of[rank]:
+                sent[node_of[rank]] += 1
+                sent[node_of[place.parent]] += 1
+    # Between nodes 2 (k - 1)/k copies a node, dealt out evenly where all nodes have as many workers.
+    k = len(sizes)
+    assert sum(sent.values()) == 24 * 2 * (k - 1)
+    if len(set(sizes)) == 1:
+        assert set(roots.values()) == {24 // len(ranks)} or 24 % len(ranks)
+
+
+def on_two_nodes(rank: int, n: int) -> Any:
+    """One machine that says it is two: TCP between them, and leaders that are no roots."""
+    communicators._network_stack = lambda: f"node {rank // 2}"
+    addresses._own_address = lambda: "127.0.0.1"
+    edge = Edge(list(range(n)), 1 / n)
+    found = []
+    for kind in WIRES.values():
+        transport = ProcessGroupTransport()
+        transport.prepare([edge])
+        wire = None
+        for round_ in range(3):
+            label = Label(round_, 0)
+            values = content(rank, round_)
+            own = parcel(values, rank, label, kind, wire)
+            wire = own.wire
+            if own.wire.announces:
+                transport.exchange.announce(edge, label, own.announced)
+            transport.exchange.start(edge, own).wait()
+            mixed = torch.full_like(values, math.nan)
+            for run, difference, unit in own.wire.differences(own.sent, own.received):
+                mixed[run.start : run.stop] = values[run.start : run.stop] + difference * unit
+            found.append((mixed.numpy(), float(np.max(getattr(own.wire, "_steps", 0.0)))))
+        transport.close()
+    return found
+
+
+def content(rank: int, round_: int) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(10 * rank + round_)
+    return 1 + 0.004 * torch.randn(5 * _RUN_ON_CPU + 17, generator=draw)
+
+
+def test_a_group_over_two_nodes_takes_the_mean(workers):
+    n = 4
+    results = workers(n, on_two_nodes)
+    for i, kind in enumerate(WIRES.values()):
+        for round_ in range(3):
+            mean = np.mean([content(rank, round_).double().numpy() for rank in range(n)], axis=0)
+            for rank in range(n):
+                mixed, step = results[rank][3 * i + round_]
+                # On bfloat16 what is sent is rounded to the nearest, and a node's mean and the mean of all up or down.
+                tolerance = {"float32": 1e-6, "bfloat16": (0.5 + 1 + 1) * 2**-7, "int8": 3 * step}[kind.name]
+                assert np.abs(mixed - mean).max() <= tolerance, (kind.name, round_, rank)
+                assert kind.name != "int8" or round_ == 0 or step < 0.004

@@ -146,14 +146,14 @@ def test_notes(net):
     heard: Future[list[bytes]] = Future()
     net.links[0].note(2, (5, 1, 1), b"from 0")
     time.sleep(0.05)
-    net.links[2].listen([0, 1], (5, 1, 1), heard.set_result)
+    net.links[2].await_notes([0, 1], (5, 1, 1), heard.set_result)
     net.links[0].note(2, (6, 1, 1), b"not this one")
     time.sleep(0.05)
     assert not heard.done()
     net.links[1].note(2, (5, 1, 1), b"")
     assert heard.result(SECONDS) == [b"from 0", b""]
     later: Future[list[bytes]] = Future()
-    net.links[2].listen([0], (6, 1, 1), later.set_result)  # is there
+    net.links[2].await_notes([0], (6, 1, 1), later.set_result)  # is there
     assert later.result(SECONDS) == [b"not this one"]
 
 
@@ -171,7 +171,7 @@ def test_many_rounds_with_random_delays():
                     peers = sorted({0, 1, 2} - {rank})
                     size = 1 + 37 * round_ if round_ % 50 else 1_500_000
                     heard: Future[list[bytes]] = Future()
-                    links.listen(peers, (round_, 0, 1), heard.set_result)
+                    links.await_notes(peers, (round_, 0, 1), heard.set_result)
                     waited = []
                     for peer in peers:
                         links.note(peer, (round_, 0, 1), b"%d" % rank)
@@ -228,7 +228,7 @@ def test_leaving_at_once_loses_nothing(net):
     net.links[0].close()
     assert asked.result(SECONDS) == data
     heard: Future[list[bytes]] = Future()
-    net.links[2].listen([0], (0, 0, 1), heard.set_result)
+    net.links[2].await_notes([0], (0, 0, 1), heard.set_result)
     assert heard.result(SECONDS) == [b"good bye"]
     net.links[0].close()  # may be called again
     with pytest.raises(RuntimeError, match="closed"):
@@ -497,7 +497,7 @@ def test_a_peer_that_dies_in_the_middle_of_a_message(by_hand):
     assert time.monotonic() - began < 2
     # What had come before is still there.
     heard: Future[list[bytes]] = Future()
-    by_hand.links.listen([1], (0, 0, 1), heard.set_result)
+    by_hand.links.await_notes([1], (0, 0, 1), heard.set_result)
     assert heard.result(SECONDS) == [b"hi"]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from decent_dp.wire import WIRES, BFloat16, Int8, Item, Lossless, Moment, Wire, check_wire
 from decent_dp.wire.base import _RUN_ON_CPU
-from tests.helpers import wire_of
+from tests.helpers import expect_the_most, wire_of
 
 CPU = torch.device("cpu")
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -43,11 +43,14 @@ def decode(wire: Wire, sent: Tensor, received: Tensor) -> list[Tensor]:
 
 
 class Pair:
-    """Two replicas that meet round after round."""
+    """Two replicas that meet round after round; ``fresh``: as in the beginning of a training, else at any distance."""
 
-    def __init__(self, a: Sequence[Tensor], b: Sequence[Tensor], kind: type[Wire] = Int8) -> None:
+    def __init__(self, a: Sequence[Tensor], b: Sequence[Tensor], kind: type[Wire] = Int8, fresh: bool = False) -> None:
         self.values = [list(a), list(b)]
         self.wires = [wire_of(values, kind) for values in self.values]
+        if not fresh:
+            for wire, values in zip(self.wires, self.values, strict=True):
+                expect_the_most(wire, values)
 
     def announce(self) -> list[bytes]:
         return [wire.announcement(values) for wire, values in zip(self.wires, self.values, strict=True)]
@@ -440,10 +443,75 @@ def test_after_a_jump_the_next_exchange_is_wide_and_only_that_run_is_skipped(dty
         assert (found[0][:RUN] != 12345).all()
         assert (found[1] != 12345).all()
     assert pair.rejected == [1, 1]
+    # Sixteen times wider is not enough for this, twice the largest value is.
     there, _ = pair.meet(7)
-    assert pair.rejected == [1, 1]
+    assert pair.rejected == [2, 2]
+    there, _ = pair.meet(8)
+    assert pair.rejected == [2, 2]
     assert abs(float(there[0][RUN + 3]) - 50.0) <= 2 * pair.step(1) + 0.1
     assert pair.step(0) < 0.01 < pair.step(1)
+    pair.meet(9)
+    for round_ in range(10, 50):
+        b[0][RUN + 3] = a[0][RUN + 3]
+        pair.meet(round_)
+    assert pair.step(1) < 0.01
+
+
+def ahead(pair: Pair, rounds: int) -> list[list[Tensor]]:
+    """Rounds with announcements a round ahead, as training makes them; the differences that one end found in each."""
+    found, now = [], pair.announce()
+    for round_ in range(rounds):
+        coming = pair.announce()
+        there, back = pair.meet(round_, now)
+        found.append(there)
+        assert all(torch.equal(x, -y) or ((x == 12345) & (y == 12345)).all() for x, y in zip(there, back, strict=True))
+        now = coming
+    return found
+
+
+@pytest.mark.parametrize("distance", [1e-4, 1e-2, 0.3, 2.0])
+def test_ranges_are_found_from_a_small_one_on_whatever_the_distance(distance):
+    a = randn(5000, 1)
+    b = a + distance * randn(5000, 2)
+    pair = Pair([a], [b], fresh=True)
+    found = ahead(pair, 12)
+    mixed = [bool((there[0] != 12345).all()) for there in found]
+    assert mixed == sorted(mixed), "once found, it is enough"
+    # Two wider ranges, each tried a round late.
+    assert mixed.index(True) <= 4
+    largest = float(torch.stack([a, b]).abs().max())
+    assert pair.step() <= max(2 * 2 * float((b - a).abs().max()) / 123, 4 * largest / 2**21)
+    # A range that failed in two rounds, as the second was announced before the first had failed, is widened once.
+    for there in found:
+        assert ((there[0] == 12345) | ((there[0] - (b.double() - a.double())).abs() <= 2.001 * 4 * largest / 127)).all()
+
+
+def test_equal_replicas_are_hardly_moved_in_the_beginning():
+    """A trained model with outliers, say: a range that is enough for any two replicas would round all to coarse steps."""
+    value = 0.02 * randn(RUN, 1)
+    value[7] = 1.0
+    pair = Pair([value], [value.clone()], fresh=True)
+    for there, _ in (pair.meet(round_) for round_ in range(3)):
+        assert float(there[0].std()) < 0.02 * 0.02
+
+
+@pytest.mark.parametrize("precision", ["autocast", "medium"])
+def test_both_ends_judge_alike_whatever_matrix_products_do(precision):
+    a = randn(RUN, 1)
+    pair = Pair([a], [a + 0.01 * randn(RUN, 2)])
+    heard = pair.announce()
+    messages = [encode(pair.wires[i], pair.values[i], heard, 3, i) for i in range(2)]
+    there = decode(pair.wires[0], *messages)
+    before = torch.get_float32_matmul_precision()
+    try:
+        if precision == "medium":
+            torch.set_float32_matmul_precision("medium")
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
+            back = decode(pair.wires[1], *reversed(messages))
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert pair.rejected == [0, 0]
+    assert torch.equal(there[0], -back[0])
 
 
 @pytest.mark.parametrize(("scale", "distance"), [(1e4, 1e-2), (1e8, 1.0), (1e30, 1e20), (1e-30, 1e-33), (1e-37, 1e-38)])
@@ -519,6 +587,8 @@ class Group:
     def __init__(self, members: Sequence[Sequence[Tensor]], kind: type[Wire]) -> None:
         self.members = [list(m) for m in members]
         self.wires = [wire_of(m, kind) for m in self.members]
+        for wire, member in zip(self.wires, self.members, strict=True):
+            expect_the_most(wire, member)
 
     def meet(self, round_: int = 0, heard: list[bytes] | None = None, tree: bool = False) -> list[list[Tensor]]:
         """Each member's differences to the mean; with a tree the last two are combined first."""

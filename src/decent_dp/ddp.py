@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
@@ -125,7 +126,7 @@ class DecentralizedDataParallel(nn.Module):
         **unknown: Any,
     ) -> None:
         super().__init__()
-        transport = transport if transport is not None else connect(process_group)
+        given, transport = transport, transport if transport is not None else connect(process_group)
 
         def check() -> tuple[tuple[Settings, Topology], dict[str, Any]]:
             refuse_ddp_keywords(unknown)
@@ -153,10 +154,15 @@ class DecentralizedDataParallel(nn.Module):
             }
             return (settings, made), shared
 
-        settings, made_topology = agree_on_signature(transport.control, transport.rank, check)
-        with torch.no_grad():
-            consensus.broadcast_(transport.control, [*model.parameters(), *model.buffers()])
-        transport.prepare([made_topology.get_edge(t) for t in range(min(made_topology.period or 0, _PREPARED_ROUNDS))])
+        try:
+            settings, made_topology = agree_on_signature(transport.control, transport.rank, check)
+            with torch.no_grad():
+                consensus.broadcast_(transport.control, [*model.parameters(), *model.buffers()])
+            transport.prepare([made_topology.get_edge(t) for t in range(min(made_topology.period or 0, _PREPARED_ROUNDS))])
+        except BaseException:
+            if given is None:
+                transport.close()  # nobody else could: its thread and sockets would stay
+            raise
 
         self.module = model
         self.training = model.training
@@ -519,7 +525,7 @@ class DecentralizedDataParallel(nn.Module):
         guard, control, rank = self._guard, self._transport.control, self._transport.rank
         wire = WIRES[self._settings.wire]
         first: list[int] = share(control, rank, list(order) if rank == 0 else None)
-        order = [*first, *(i for i in range(len(guard.params)) if i not in set(first))]
+        order = list(dict.fromkeys([*first, *range(len(guard.params))]))
 
         def make() -> list[Bucket]:
             first, limit = choose_sizes(guard.specs, self._settings.bucket_size_in_mb * MIB)
@@ -547,6 +553,10 @@ def _insert_module(wrapper: DecentralizedDataParallel, state: dict[str, Any], pr
 
 def _leave(engine: Engine, transport: Transport) -> None:
     """A worker that goes must not break the exchange that its neighbours are still in."""
+    if threading.current_thread().name.startswith("decent_dp-"):
+        # The garbage collector runs in any thread, and one that moves bytes would wait for itself.
+        threading.Thread(target=_leave, args=(engine, transport), name="leaving").start()
+        return
     error = getattr(sys, "last_value", None)  # what ends this interpreter, if something does
     if error is not None:
         transport.report(f"{type(error).__name__} in round {engine.round}: {error}")

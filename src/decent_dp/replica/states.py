@@ -80,8 +80,9 @@ def check_optim_state(state_dict: dict[str, Any], names: Sequence[str]) -> None:
     for name in names:
         if name not in known:
             raise ValueError(f"the optimizer state holds nothing for parameter '{name}': it was saved from another model")
+    own = set(names)
     for name in known:
-        if name not in names:
+        if name not in own:
             raise ValueError(f"the optimizer state holds '{name}', which is no trainable parameter of this model")
 
 

@@ -49,9 +49,14 @@ class Parcel:
 
     def encode(self, heard: Sequence[bytes]) -> Iterator[int]:
         """Writes ``sent`` front to back, given the others' announcements; yields how many bytes of it are final."""
-        with torch.no_grad():
-            moment = Moment(self.label.round, self.rank)
-            yield from self.wire.encode(self.values, self.sent, moment, [self.announced, *heard])
+        moment = Moment(self.label.round, self.rank)
+        steps = self.wire.encode(self.values, self.sent, moment, [self.announced, *heard])
+        while True:
+            with torch.no_grad():  # not around the yield: it would hold for whoever goes on
+                ready = next(steps, None)
+            if ready is None:
+                return
+            yield ready
 
     def combine(self, piece: int, messages: Sequence[Tensor], sizes: Sequence[int], out: Tensor, part: int) -> None:
         """The mean of some workers' messages, for one piece: of all (``part`` 0), or of a part of them (from 1)."""

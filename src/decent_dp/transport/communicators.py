@@ -179,7 +179,9 @@ def peer_error(error: Exception, ranks: Sequence[int], what: str, notes: Notes, 
             "that no firewall is between the workers, and that this is the address of the right network interface "
             f"(GLOO_SOCKET_IFNAME on that worker names it).{said}"
         )
-    if "timed out" in str(error).lower() or "timeout" in str(error).lower():
+    # torch has one kind of error and tells by its text.
+    text = "" if isinstance(error, ConnectionError) else str(error).lower()
+    if isinstance(error, TimeoutError) or "timed out" in text or "timeout" in text:
         return PeerTimeoutError(
             f"{who} sent nothing for {what} within the process group's timeout of {timeout.total_seconds():g} s. It is "
             "slower than that, or it has made fewer updates: uneven numbers of batches need `with model.join():`."

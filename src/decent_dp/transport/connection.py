@@ -130,6 +130,7 @@ class Connection:
         self.rate = 0.0
         self.spell = 0.0
         self.came = 0
+        self.moved = 0.0  # when a part of a message last came or went
         self.low_water = 1  # bytes that have to be there before the socket counts as readable
         self.lost: str | None = None
         self.cause: BaseException | None = None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,53 +35,103 @@ _STRIDE = 2**18
 _ROOM = 2**22
 
 
-class _Delivery(Handle):
-    """All messages of one exchange. Counted down in the links' thread."""
+@dataclass
+class _Patience:
+    """Seconds without any progress after which a wait fails, and when one last did."""
 
-    def __init__(self, parcel: Parcel, timeout: float, explain: Explain) -> None:
-        self._label, self._timeout, self._explain = parcel.label, timeout, explain
+    seconds: float
+    lost_at: float = 0.0
+
+
+class _Delivery(Handle):
+    """All messages of one exchange. Counted down in the links' thread.
+
+    Args:
+        others: whom the exchange needs.
+    """
+
+    def __init__(self, parcel: Parcel, others: list[int], patience: _Patience, links: Links, explain: Explain) -> None:
+        self._label, self._others, self._explain = parcel.label, others, explain
+        self._patience, self._links = patience, links
+        self._started = time.monotonic()
         self._event = threading.Event()
-        # Set while nothing is being read of the values.
-        self.idle = threading.Event()
-        self.idle.set()
-        self._open: Counter[int] = Counter()
+        self._open: Counter[tuple[int, bool]] = Counter()
         self._error: BaseException | None = None
         self._error_peer = -1
-        self._moved = 0.0  # when something last did
+        # What is coded: views of the parameters, until they may change.
+        self.values: list[Tensor] = list(parcel.values)
+        self._lock = threading.Lock()
+        self._due = False
+        self._read = threading.Event()
         # Given by staged exchanges: brings what came to where it belongs.
         self.land: Callable[[], None] = lambda: None
 
-    def expect(self, peer: int) -> None:
-        self._open[peer] += 1
+    def expect(self, peer: int, first: bool = True) -> None:
+        """A message from or to ``peer``, which can go as soon as both have begun (``first``), or when others have, too."""
+        self._open[peer, first] += 1
 
-    def arrive(self, peer: int) -> None:
-        self._moved = time.monotonic()
-        self._open[peer] -= 1
+    def arrive(self, peer: int, first: bool = True) -> None:
+        """One of the messages from or to ``peer`` is done."""
+        self._open[peer, first] -= 1
         if not any(self._open.values()):
             self._event.set()
 
     def fail(self, peer: int, error: BaseException) -> None:
         if self._error is None:
             self._error, self._error_peer = error, peer
+        self._read.set()
         self._event.set()
 
+    @property
+    def failed(self) -> bool:
+        return self._error is not None
+
+    def will_be_read(self) -> None:
+        """The values are going to be coded now."""
+        with self._lock:
+            self._due = True
+
+    def has_been_read(self) -> None:
+        self._read.set()
+
     def let_go(self) -> None:
-        self.idle.wait()
+        with self._lock:
+            late = not self._due
+            if late:  # what another worker has to announce is not there: what is coded later must be what was due now
+                self.values[:] = [value.clone() for value in self.values]
+                self._due = True
+        if not late:
+            self._read.wait()
 
     def wait(self) -> None:
-        self._moved = time.monotonic()
-        while not self._event.wait(max(0.0, self._moved + self._timeout - time.monotonic())):
-            if time.monotonic() >= self._moved + self._timeout:
-                late = sorted(peer for peer, count in self._open.items() if count > 0)
-                raise self._explain(RuntimeError("timed out"), late, self._label)
+        began = time.monotonic()
+        while not self._event.is_set():
+            # Bytes that move are progress, however large the message is.
+            last = max(began, *(self._links.moved(peer) for peer in self._others))
+            left = last + self._patience.seconds - time.monotonic()
+            if self._started < self._patience.lost_at:
+                left = 0.0  # who has waited in vain once does not do so for all that was under way
+            if not self._event.wait(max(left, 0.0)) and left <= 0:
+                self._patience.lost_at = time.monotonic()
+                raise self._explain(TimeoutError(), self._missing(), self._label)
         error = self._error
-        if isinstance(error, (ConnectionError, OSError)):
-            raise self._explain(RuntimeError(str(error)), [self._error_peer], self._label) from error
+        if isinstance(error, OSError):
+            raise self._explain(error, [self._error_peer], self._label) from error
         if isinstance(error, WireError):
             raise WireError(str(error)) from error
         if error is not None:
             raise RuntimeError(f"{self._label}: the exchange failed: {error}") from error
         self.land()
+
+    def _missing(self) -> list[int]:
+        """Who keeps the exchange waiting, as far as can be told here."""
+        note = (self._label.round, self._label.bucket, _NOTE)
+        unheard = [peer for peer in self._others if self._links.awaits_note(peer, note)]
+        waited_for = {(peer, first) for (peer, first), count in self._open.items() if count > 0}
+        behind = [peer for peer in self._others if (peer, True) in waited_for]
+        # Who has begun and does not answer waits for somebody else.
+        rest = [peer for peer in self._others if (peer, False) not in waited_for]
+        return unheard or behind or rest or self._others
 
 
 class LinkedExchange(Exchange):
@@ -98,7 +149,7 @@ class LinkedExchange(Exchange):
         self, links: Links, rank: int, node_of: Sequence[str], waiter: Waiter, timeout: float, explain: Explain
     ) -> None:
         self._links, self._rank, self._node_of = links, rank, node_of
-        self._waiter, self._timeout, self._explain = waiter, timeout, explain
+        self._waiter, self._patience, self._explain = waiter, _Patience(timeout), explain
         self._room = _Room()
 
     def connect(self, edge: Edge, label: Label) -> list[int]:
@@ -117,8 +168,10 @@ class LinkedExchange(Exchange):
 
     def start(self, edge: Edge, parcel: Parcel) -> Handle:
         others = self.connect(edge, parcel.label)
-        delivery = _Delivery(parcel, self._timeout, self._explain)
-        on_host = parcel if parcel.sent.device.type == "cpu" else _stage(parcel, delivery)
+        delivery = _Delivery(parcel, others, self._patience, self._links, self._explain)
+        parcel = replace(parcel, values=delivery.values)
+        staged = parcel.sent.device.type != "cpu"
+        on_host = _stage(parcel, delivery) if staged else parcel
         travel: _Pair | _Group
         if len(others) == 1:
             travel = _Pair(self._links, on_host, delivery, others[0])
@@ -127,34 +180,48 @@ class LinkedExchange(Exchange):
             travel = _Group(self._links, on_host, delivery, nodes, self._rank, self._room)
         delivery.bytes_sent = travel.bytes_sent
 
-        def encode(heard: list[bytes]) -> None:
+        def strides(heard: list[bytes]) -> Iterator[None]:
+            last = 0
+            for ready in parcel.encode(heard):
+                if not staged and last + _STRIDE <= ready < parcel.wire.nbytes:
+                    travel.encoded(ready)
+                    last = ready
+                    yield
+            delivery.has_been_read()
+            if staged:
+                self._copy_to_host(parcel, on_host, travel.encoded, delivery)
+            else:
+                travel.encoded(parcel.wire.nbytes)
+
+        def encode(rest: Iterator[None]) -> bool:
+            """Codes the next stride; False when all is coded."""
             try:
                 with record_function("decent_dp.encode"):
-                    last = 0
-                    for ready in parcel.encode(heard):
-                        if on_host is parcel and last + _STRIDE <= ready < parcel.wire.nbytes:
-                            travel.encoded(ready)
-                            last = ready
-                if on_host is parcel:
-                    travel.encoded(parcel.wire.nbytes)
-                else:
-                    self._copy_to_host(parcel, on_host, travel.encoded, delivery)
+                    next(rest)
+                return True
+            except StopIteration:
+                return False
             except Exception as error:
                 delivery.fail(-1, error)  # raised by the wait, as this may run in the links' thread
-            finally:
-                delivery.idle.set()
+                return False
+
+        def encode_beside(rest: Iterator[None]) -> None:
+            if encode(rest):
+                self._links.call(lambda: encode_beside(rest))
 
         def schedule(heard: list[bytes]) -> None:
-            delivery.idle.clear()
-            if on_host is parcel:
+            delivery.will_be_read()
+            rest = strides(heard)
+            if not staged:
                 # Beside the backward, which goes on in the training thread.
-                self._links.call(lambda: encode(heard))
-            else:
-                encode(heard)  # only launches kernels, which must be in the stream of the training thread
+                self._links.call(lambda: encode_beside(rest))
+                return
+            while encode(rest):
+                pass
 
         if parcel.wire.announces:
-            label = parcel.label
-            self._links.listen(others, (label.round, label.bucket, _NOTE), schedule)
+            key = (parcel.label.round, parcel.label.bucket, _NOTE)
+            self._links.await_notes(others, key, _where_it_was_started(schedule, parcel.sent))
         else:
             schedule([])
         return delivery
@@ -200,14 +267,27 @@ class _Room:
     def __init__(self) -> None:
         self._free = _ROOM
         self._queue: deque[tuple[int, Callable[[], None]]] = deque()
+        # Kept for the next round, by size: what is allocated and freed all the time leaves holes.
+        self._blocks: defaultdict[int, list[Tensor]] = defaultdict(list)
 
     def ask(self, size: int, then: Callable[[], None]) -> None:
         """Calls ``then`` when ``size`` bytes may be taken."""
         self._queue.append((size, then))
-        self.give_back(0)
+        self._serve()
 
-    def give_back(self, size: int) -> None:
+    def take(self, size: int) -> Tensor:
+        """A part of what was asked for."""
+        blocks = self._blocks[size]
+        return blocks.pop() if blocks else torch.empty(size, dtype=torch.uint8, device="cpu")
+
+    def give_back(self, size: int, blocks: Sequence[Tensor]) -> None:
+        """All of what was asked for once, and what was taken of it and nobody writes to any more."""
+        for block in blocks:
+            self._blocks[block.numel()].append(block)
         self._free += size
+        self._serve()
+
+    def _serve(self) -> None:
         while self._queue and (self._queue[0][0] <= self._free or self._free == _ROOM):
             size, then = self._queue.popleft()
             self._free -= size
@@ -281,17 +361,9 @@ class _Branch:
         # What is still needed before the sum can be made: the children's, and this worker's own.
         self._missing = len(place.children) + 1
         self.bytes_sent = self._size * (len(place.children) + (place.parent is not None))
-        for peer in self._messages():
+        for peer in [child for child, _ in place.children] + ([] if place.parent is None else [place.parent]):
             delivery.expect(peer)
-
-    def _messages(self) -> Iterator[int]:
-        """Whom messages come from or go to, one entry each."""
-        for peer, _ in self._place.children:
-            yield peer
-            yield peer
-        if self._place.parent is not None:
-            yield self._place.parent
-            yield self._place.parent
+            delivery.expect(peer, first=False)
 
     def begin(self) -> None:
         if self._needed:
@@ -302,42 +374,39 @@ class _Branch:
             self._receive(self._place.parent, self._down, lambda: self._parcel.received[self._range], self._spread)
 
     def own_ready(self) -> None:
-        self._ready()
+        self._guarded(self._parcel.rank, self._ready)
 
     def _gather(self) -> None:
         self._held = self._needed
         for child, _ in self._place.children:
-            self._receive(child, self._up, lambda child=child: self._place_of(child), self._ready)  # type: ignore[misc]
+            self._receive(child, self._up, lambda child=child: self._memory_for(child), self._ready)  # type: ignore[misc]
 
-    def _place_of(self, child: int) -> Tensor:
+    def _memory_for(self, child: int) -> Tensor:
         # The first to come lies where the mean will be.
-        first = not self._sums
-        self._sums[child] = (
-            self._parcel.received[self._range] if first else torch.empty(self._size, dtype=torch.uint8, device="cpu")
-        )
+        self._sums[child] = self._room.take(self._size) if self._sums else self._parcel.received[self._range]
         return self._sums[child]
 
     def _ready(self) -> None:
         self._missing -= 1
-        if self._missing:
+        if self._missing or self._delivery.failed:
             return
         own, mine = self._parcel.sent[self._range], self._parcel.received[self._range]
         if self._place.children:
             try:
                 self._combine(own, mine)
             finally:
-                self._give_back()
+                self._give_back(list(self._sums.values())[1:])
+                self._sums.clear()
         if self._place.parent is None:
             self._spread()
         else:
             # The mean comes to the same place, but not before the parent has all of this.
             self._send(self._place.parent, self._up, mine if self._place.children else own)
 
-    def _give_back(self) -> None:
-        self._sums.clear()
+    def _give_back(self, blocks: Sequence[Tensor] = ()) -> None:
         held, self._held = self._held, 0
         if held:
-            self._room.give_back(held)
+            self._room.give_back(held, blocks)
 
     def _combine(self, own: Tensor, out: Tensor) -> None:
         # By rank, whoever is the root: so the numbers do not depend on how the bucket is cut into pieces.
@@ -353,11 +422,12 @@ class _Branch:
     def _receive(self, peer: int, key: tuple[int, int, int], into: Callable[[], Tensor], then: Callable[[], None]) -> None:
         def done() -> None:
             self._guarded(peer, then)
+            self._delivery.arrive(peer, key == self._up)
 
         self._links.receive(Receiving(peer, key, self._size, lambda: _bytes(into()), done, self._failed(peer)))
 
     def _send(self, peer: int, key: tuple[int, int, int], data: Tensor) -> None:
-        done = lambda: self._delivery.arrive(peer)  # noqa: E731
+        done = lambda: self._delivery.arrive(peer, key == self._up)  # noqa: E731
         self._links.send(Sending(peer, key, _bytes(data), done, self._failed(peer), ready=self._size))
 
     def _guarded(self, peer: int, then: Callable[[], None]) -> None:
@@ -366,7 +436,6 @@ class _Branch:
             then()
         except Exception as error:
             self._delivery.fail(peer, error)
-        self._delivery.arrive(peer)
 
     def _failed(self, peer: int) -> Callable[[BaseException], None]:
         def fail(error: BaseException) -> None:
@@ -374,6 +443,19 @@ class _Branch:
             self._give_back()  # the next in turn fails, too, and says so
 
         return fail
+
+
+def _where_it_was_started(call: Callable[[list[bytes]], None], tensor: Tensor) -> Callable[[list[bytes]], None]:
+    """``call``, on the device and stream of now, after what is queued there, whichever thread calls it."""
+    if not tensor.is_cuda:
+        return call
+    stream = torch.cuda.current_stream(tensor.device)
+
+    def on_stream(heard: list[bytes]) -> None:
+        with torch.cuda.stream(stream):
+            call(heard)
+
+    return on_stream
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -66,9 +66,9 @@ class Links:
     Args:
         rank: this worker's.
         near: the workers that share this one's network stack.
-        listener: where others connect; given with its hello (see ``hello``).
+        listeners: where others connect.
         dial: connects to a worker of lower rank, blocking, and returns a stream socket.
-        token: what a hello must carry, so that nobody else is taken for a worker.
+        token: what a hello must carry, so that nobody else is taken for a worker by mistake.
     """
 
     def __init__(
@@ -86,6 +86,8 @@ class Links:
         self._dialled: set[int] = set()
         self._order = itertools.count()
         self._commands: deque[Callable[[], None]] = deque()
+        self._commands_lock = threading.Lock()
+        self._ended = False
         self._notes: dict[tuple[int, Key], bytes] = {}
         self._awaited: dict[tuple[int, Key], Callable[[], None]] = {}
         self._notes_lock = threading.Lock()
@@ -129,9 +131,16 @@ class Links:
         frame = HEADER.pack(NOTE, VERSION, len(text), *key, 0, len(text), 0) + text
         self.call(lambda: self._connection(peer).control.append(frame))
 
-    def listen(self, peers: list[int], key: Key, then: Callable[[list[bytes]], None]) -> None:
+    def moved(self, peer: int) -> float:
+        """When a part of a message last came from ``peer`` or went to it, on the monotonic clock; 0 for never."""
+        connection = self._connections.get(peer)
+        return 0.0 if connection is None else connection.moved
+
+    def awaits_note(self, peer: int, key: Key) -> bool:
+        return (peer, key) in self._awaited
+
+    def await_notes(self, peers: list[int], key: Key, then: Callable[[list[bytes]], None]) -> None:
         """Calls ``then`` with the notes of ``peers``: at once if all are there, else in the links' thread."""
-        waiting: set[int] = set()
 
         def arrived() -> None:  # called with the lock held by whoever brings the last one
             if not any((peer, key) not in self._notes for peer in peers):
@@ -141,15 +150,15 @@ class Links:
         with self._notes_lock:
             arrived()
             if not found:
-                waiting.update(peer for peer in peers if (peer, key) not in self._notes)
 
                 def later() -> None:
                     arrived()
                     if found:
-                        self._commands.append(lambda: then(found[0]))
+                        self.call(lambda: then(found[0]))
 
-                for peer in waiting:
-                    self._awaited[peer, key] = later
+                for peer in peers:
+                    if (peer, key) not in self._notes:
+                        self._awaited[peer, key] = later
         if found:
             then(found[0])
 
@@ -159,9 +168,10 @@ class Links:
         Raises:
             RuntimeError: it has ended.
         """
-        if not self._thread.is_alive():
-            raise RuntimeError("the transport was closed") from self._broken
-        self._commands.append(command)
+        with self._commands_lock:
+            if self._ended:
+                raise RuntimeError("the transport was closed") from self._broken
+            self._commands.append(command)
         if not self._rung and threading.current_thread() is not self._thread:
             self._rung = True
             with contextlib.suppress(BlockingIOError, OSError):
@@ -171,7 +181,7 @@ class Links:
         """Ends the thread once everything that was sent has arrived, or cannot any more."""
         if self._closing is None:
             self._closing = time.monotonic() + _LINGER
-            if self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):
                 self.call(lambda: None)
             self._thread.join(_LINGER + 1)
 
@@ -192,7 +202,8 @@ class Links:
             self._tear_down()
 
     def _turn(self) -> None:
-        for key, events in self._selector.select(None if self._closing is None else 0.01):
+        patience = 0.0 if self._commands else None if self._closing is None else 0.01
+        for key, events in self._selector.select(patience):
             if key.fileobj is self._bell:
                 with contextlib.suppress(BlockingIOError):
                     self._bell.recv(4096)
@@ -206,14 +217,12 @@ class Links:
                 self._accept(key.data)
             else:
                 self._greet(key.data, key.fileobj)  # type: ignore[arg-type]
-        while True:
-            while self._commands:
-                self._commands.popleft()()
-            for lane in self._lanes.values():
-                self._ask(lane)
-            self._write_all()
-            if not self._commands:  # what was written may have been waited for
-                return
+        # Those that are there now: what they add, a long encoding in parts for one, lets the links have their turn.
+        for _ in range(len(self._commands)):
+            self._commands.popleft()()
+        for lane in self._lanes.values():
+            self._ask(lane)
+        self._write_all()
 
     def _connection(self, peer: int) -> Connection:
         if peer not in self._connections:
@@ -290,10 +299,10 @@ class Links:
 
     def _grant(self, connection: Connection, receiving: Receiving, amount: int) -> None:
         receiving.granted += amount
-        if connection.outstanding == 0:
-            connection.asked = connection.spell = time.monotonic()
-            connection.came = 0
         if receiving.size > _SMALL:
+            if connection.outstanding == 0:
+                connection.asked = connection.spell = time.monotonic()
+                connection.came = 0
             connection.lane.outstanding += amount
             connection.outstanding += amount
         if receiving.memory is None:
@@ -371,8 +380,11 @@ class Links:
             except BlockingIOError:
                 self._watch_writing(connection, True)
                 return False
-            except OSError:
+            except ConnectionError:
                 self._mute(connection)
+                return True
+            except OSError as error:
+                self._lose(connection, str(error))
                 return True
             while connection.out and count >= len(connection.out[0]):
                 count -= len(connection.out.pop(0))
@@ -418,6 +430,7 @@ class Links:
             return
         (sending, stop), connection.current = connection.current, None
         connection.lane.busy = None
+        connection.moved = time.monotonic()
         sending.written = stop
         if stop == len(sending.data):
             del connection.sendings[sending.key]
@@ -515,6 +528,7 @@ class Links:
             return
         receiving = connection.receivings[key]
         receiving.received += length
+        connection.moved = time.monotonic()
         connection.measure(length)
         if receiving.size > _SMALL:
             connection.lane.outstanding -= length
@@ -572,8 +586,15 @@ class Links:
         return not self._commands and not any(c.out or c.control or unacknowledged(c.socket) for c in living)
 
     def _tear_down(self) -> None:
-        for connection in self._connections.values():
-            self._fail(connection, ConnectionError("the transport was closed"))
+        while not self._ended:
+            # Whoever waits for one of these has to hear of the end.
+            while self._commands:
+                with contextlib.suppress(Exception):
+                    self._commands.popleft()()
+            for connection in self._connections.values():
+                self._lose(connection, "the transport was closed")
+            with self._commands_lock:
+                self._ended = not self._commands
         for key in list(self._selector.get_map().values()):
             with contextlib.suppress(OSError, AttributeError):
                 key.fileobj.close()  # type: ignore[union-attr]

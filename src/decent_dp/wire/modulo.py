@@ -6,13 +6,14 @@ the two rounded values as long as it is less than 128 steps, however large the v
 Moniqua, Lu and De Sa, ICML 2020). Rounding is stochastic, so that it is right in the mean.
 
 The step of a run is a power of two. Both ends must use the same, so a worker announces to the members of its next edge what
-distance it expects there, and the largest counts. It expects what it has seen lately, with a margin, and where it has seen
-nothing, twice the largest value, which is enough for any.
+distance it expects there, and the largest counts. It expects what it has seen lately, with a margin. In the beginning,
+when all replicas are equal, it expects a small part of the largest value: a step that would do for any two replicas would
+round their values coarsely, and replicas that train on are better not mixed than moved at random.
 
 A message has a record a run: two weighted sums of the lattice numbers (integers that a float64 holds exactly, so that both
 ends find the same), and how far the values that it stands for may lie from it. Wrapped differences must add up to the
 difference of the sums. Where they do not, the distance was more than expected, which both ends see alike: the run is not
-mixed in this round, and the next announcement expects the most.
+mixed in this round, and the next announcement expects much more, until the run has been decoded.
 
 A run with an infinity or a NaN sends which values are infinite or NaN instead, and its finite values are not mixed.
 """
@@ -54,6 +55,11 @@ _MAGIC = 12582912.0
 # distance to one that was not met for long is larger than to the others.
 _MARGIN = 2.0
 _MEMORY = 0.8
+# What it expects in the beginning, and what is enough for any two replicas, in units of the largest value. How much more it
+# expects after a rejection, if that is less than what is enough for any two, and beyond it: the members of a group are judged
+# together, and may be further apart than any two.
+_AT_FIRST, _ENOUGH = 1 / 32, 2.0
+_WIDER, _BEYOND = 16.0, 4.0
 
 # Records: two sums and a reach, in float64. In place of the first sum: a run of classes, or of nothing.
 _FIELDS = 3
@@ -78,12 +84,13 @@ class Int8(Wire):
         # Where the records' fields are, in float64s.
         self._rows = np.array([[run.record // 8 + i for i in range(_FIELDS)] for run in self._runs], dtype=np.int64)
         self._rows = self._rows.reshape(-1, _FIELDS)
-        # What distance each run has lately seen; NaN: nothing, so the most is expected.
+        # What distance each run has lately seen, and which it expects (NaN: nothing yet); and the largest for which it was
+        # rejected since it was last decoded.
         self._seen = np.full(len(self._runs), np.nan)
+        self._expected = np.full(len(self._runs), np.nan)
+        self._failed = np.zeros(len(self._runs))
         self._largest = np.zeros(len(self._runs))
         self._steps = np.ones(len(self._runs))
-        # How often each run was rejected since it was last mixed: a group's values may lie further apart than any two.
-        self._doubts = np.zeros(len(self._runs))
 
     @property
     def _itemsize(self) -> int:
@@ -93,10 +100,10 @@ class Int8(Wire):
 
     def announcement(self, values: Sequence[Tensor]) -> bytes:
         """The exponents of the steps that this worker asks for, a signed byte a run."""
-        for i in np.flatnonzero(np.isnan(self._seen) | (self._largest == 0)):
+        for i in np.flatnonzero(self._largest == 0):
             run = self._runs[i]
             self._largest[i] = _largest(values[run.item][run.start : run.stop])
-        expected = np.where(np.isnan(self._seen), 2 * self._largest * 2.0**self._doubts, _MARGIN * self._seen)
+        expected = np.where(np.isnan(self._expected), _AT_FIRST * self._largest, self._expected)
         # A step below the values' own resolution would leave the numbers that can be summed.
         step = np.maximum(np.maximum(expected / 127, 4 * self._largest / _LARGEST_NUMBER), 2.0**-126)
         exponents = np.ceil(np.log2(np.where(np.isfinite(step), step, 1.0)))
@@ -108,14 +115,21 @@ class Int8(Wire):
 
     def _saw(self, place: int, steps: float) -> None:
         """A run has been decoded, and the others were this many steps away."""
-        self._doubts[place] = 0
         distance, before = max(steps, 1.0) * self._steps[place], self._seen[place]
         self._seen[place] = distance if math.isnan(before) else max(distance, _MEMORY * before)
+        self._expected[place] = _MARGIN * self._seen[place]
+        self._failed[place] = 0.0
 
     def _reject(self, place: int) -> None:
         self.rejected += 1
-        self._doubts[place] = min(self._doubts[place] + 1, 8)
-        self._seen[place] = math.nan
+        reach, before, enough = 127 * self._steps[place], self._failed[place], _ENOUGH * self._largest[place]
+        if reach <= before:
+            return  # the round that follows a rejected one was announced before it, and fails for the same reason
+        self._failed[place] = reach
+        if reach >= enough:
+            self._expected[place] = _BEYOND * reach
+        else:
+            self._expected[place] = enough if before else min(_WIDER * reach, enough)
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
@@ -268,7 +282,8 @@ class _Scratch:
         exact = matrix if largest < _TINY else matrix.double()
         columns = (matrix if largest < _SMALL else exact).sum(0).cpu().numpy().astype(np.float64)
         weights, by_column, by_row = _weights()
-        in_rows = torch.mv(exact, torch.from_numpy(by_column).to(exact)).cpu().numpy().astype(np.int64)
+        # Not a product of matrices: how exact that is depends on settings and on autocast, and ends would judge differently.
+        in_rows = (exact * torch.from_numpy(by_column).to(exact)).sum(1).cpu().numpy().astype(np.int64)
         return float(weights @ columns), float(int(by_row[:rows] @ in_rows) % _PRIME)
 
     def wrapped(

@@ -1,0 +1,201 @@
+"""Exchanges over links when workers are slow, late, or leave: how long is waited, for whom, and what is sent."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from decent_dp import ddp
+from decent_dp.ddp import DecentralizedDataParallel
+from decent_dp.errors import PeerTimeoutError
+from decent_dp.topo import Edge
+from decent_dp.transport import Label, ProcessGroupTransport
+from decent_dp.wire import Int8, Lossless, Moment
+from decent_dp.wire.base import _RUN_ON_CPU
+from tests.helpers import SGD, came, loss, net, parcel
+
+
+class Slow(Lossless):
+    """Codes a piece in a third of a second."""
+
+    def encode(self, values: Sequence[Tensor], out: Tensor, moment: Moment, heard: Sequence[bytes]) -> Iterator[int]:
+        for ready in super().encode(values, out, moment, heard):
+            time.sleep(0.33)
+            yield ready
+
+
+def slow_but_moving(rank: int, n: int) -> float:
+    transport, edge = ProcessGroupTransport(), Edge([0, 1], 0.5)
+    transport.prepare([edge])
+    transport.control.gather(None)
+    own = parcel(torch.full((9 * _RUN_ON_CPU,), float(rank)), rank, Label(0, 0), Slow if rank else Lossless)
+    began = time.monotonic()
+    transport.exchange.start(edge, own).wait()
+    seconds = time.monotonic() - began
+    assert (came(own) == 1 - rank).all()
+    transport.close()
+    return seconds
+
+
+def test_a_message_that_takes_longer_than_the_timeout_arrives_if_it_moves(workers):
+    assert workers(2, slow_but_moving, group_timeout=1.5)[0] > 2.5
+
+
+def silent_for_all_buckets(rank: int, n: int) -> Any:
+    transport, edge = ProcessGroupTransport(), Edge(list(range(n)), 1 / n)
+    transport.prepare([edge])
+    transport.control.gather(None)
+    found, began = [], time.monotonic()
+    if rank < n - 1:
+        handles = [transport.exchange.start(edge, parcel(torch.ones(5000), rank, Label(2, i))) for i in range(8)]
+        for handle in handles:
+            with pytest.raises(PeerTimeoutError) as caught:
+                handle.wait()
+            found.append(str(caught.value))
+    seconds = time.monotonic() - began
+    time.sleep(max(0.0, 3.0 - seconds))
+    transport.close()
+    return found, seconds
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_who_has_waited_in_vain_does_not_wait_for_every_bucket(workers, n):
+    for rank, (found, seconds) in enumerate(workers(n, silent_for_all_buckets, group_timeout=1)[:-1]):
+        assert 0.9 < seconds < 1.9
+        for bucket, message in enumerate(found):
+            # Worker 0 is the root of a group of one piece and knows who is missing; the leaves know that it is not the root.
+            others = [r for r in range(1, n) if r != rank]
+            who = f"worker {n - 1}" if rank == 0 else f"one of the workers {others}"
+            assert message.startswith(f"{who} sent nothing for round 2, bucket {bucket}"), (rank, message)
+
+
+def silent_before_coding(rank: int, n: int) -> str:
+    transport, edge = ProcessGroupTransport(), Edge(list(range(n)), 1 / n)
+    transport.prepare([edge])
+    label = Label(2, 0)
+    own = parcel(torch.ones(5000), rank, label, Int8)
+    if rank < n - 1:
+        transport.exchange.announce(edge, label, own.announced)
+    transport.control.gather(None)
+    message = ""
+    if rank < n - 1:
+        with pytest.raises(PeerTimeoutError) as caught:
+            transport.exchange.start(edge, own).wait()
+        message = str(caught.value)
+    time.sleep(0.5 if rank < n - 1 else 2.0)
+    transport.close()
+    return message
+
+
+def test_who_has_not_announced_is_named(workers):
+    for message in workers(4, silent_before_coding, group_timeout=1)[:-1]:
+        assert message.startswith("worker 3 sent nothing for round 2, bucket 0"), message
+
+
+def edited_before_it_is_coded(rank: int, n: int) -> tuple[bool, bool]:
+    """Worker 1 announces when worker 0 has long gone on, and has changed its parameters."""
+    transport, edge, label = ProcessGroupTransport(), Edge([0, 1], 0.5), Label(0, 0)
+    transport.prepare([edge])
+    values = torch.linspace(-1, 1, 3 * _RUN_ON_CPU) * (1 + rank)
+    before = values.clone()
+    own = parcel(values, rank, label, Int8)
+    if rank == 0:
+        transport.exchange.announce(edge, label, own.announced)
+        handle = transport.exchange.start(edge, own)
+        began = time.monotonic()
+        handle.let_go()
+        assert time.monotonic() - began < 0.5
+        values.fill_(0.123)
+    transport.control.gather(None)
+    if rank == 1:
+        transport.exchange.announce(edge, label, own.announced)
+        handle = transport.exchange.start(edge, own)
+        handle.let_go()
+        values.fill_(0.321)
+    handle.wait()
+    here = torch.cat([difference * unit for _, difference, unit in own.wire.differences(own.sent, own.received)])
+    step = float(own.wire._steps.max())  # type: ignore[attr-defined]
+    expected = before / (1 + rank) * (2 - rank) - before
+    transport.close()
+    return bool((here - expected).abs().max() <= 2 * step), step < 0.1
+
+
+def test_what_is_sent_is_what_was_there_at_the_start(workers):
+    assert workers(2, edited_before_it_is_coded) == [(True, True)] * 2
+
+
+# -- leaving ---------------------------------------------------------------------------------------------------------------
+
+
+def refused(rank: int, n: int) -> tuple[int, int]:
+    before = {thread.ident for thread in threading.enumerate()}
+    files = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(ValueError, match="unknown topology"):
+            DecentralizedDataParallel(net(), SGD, topology="nonsense")
+    gc.collect()
+    time.sleep(0.2)
+    left = [thread for thread in threading.enumerate() if thread.ident not in before and "links" in thread.name]
+    return len(left), len(os.listdir("/proc/self/fd")) - files
+
+
+def test_a_construction_that_fails_leaves_nothing_behind(workers):
+    for threads, files in workers(2, refused):
+        assert threads == 0
+        assert files < 3
+
+
+def collected_in_the_links_thread(rank: int, n: int) -> bool:
+    """As the garbage collector does with a wrapper that was dropped, in whichever thread allocates."""
+    model = DecentralizedDataParallel(net(), SGD, topology="ring")
+    for t in range(3):
+        loss(model, t, rank).backward()
+    links = model._transport._links  # type: ignore[attr-defined]
+    links.call(lambda: ddp._leave(model._engine, model._transport))
+    links._thread.join(10)
+    return bool(links._thread.is_alive())
+
+
+def test_a_wrapper_that_is_collected_by_the_thread_that_moves_its_bytes_leaves(workers):
+    assert workers(2, collected_in_the_links_thread) == [False, False]
+
+
+def broken_thread(rank: int, n: int) -> list[str]:
+    transport, edge = ProcessGroupTransport(), Edge([0, 1], 0.5)
+    transport.prepare([edge])
+    transport.control.gather(None)
+    said = []
+    if rank == 0:
+
+        def fail() -> None:
+            time.sleep(0.3)
+            raise ZeroDivisionError("a bug of ours")
+
+        transport._links.call(fail)
+        began = time.monotonic()
+        # Commands that the thread has not done yet when it ends.
+        handle = transport.exchange.start(edge, parcel(torch.ones(3 * _RUN_ON_CPU), rank, Label(0, 0)))
+        handle.let_go()
+        with pytest.raises(RuntimeError) as caught:
+            handle.wait()
+        said.append(str(caught.value))
+        assert time.monotonic() - began < 3
+        transport._links._thread.join(5)
+        with pytest.raises(RuntimeError, match="the transport was closed"):
+            transport.exchange.start(edge, parcel(torch.ones(3), rank, Label(1, 0)))
+    transport.control.gather(None)
+    transport.close()
+    return said
+
+
+def test_nobody_waits_for_a_thread_that_has_ended(workers):
+    [said], _ = workers(2, broken_thread, group_timeout=20)
+    assert "round 0, bucket 0" in said
