@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from decent_dp.wire import WIRES, BFloat16, Int8, Item, Lossless, Moment, Wire, check_wire
 from decent_dp.wire.base import _RUN_ON_CPU
@@ -457,13 +459,13 @@ def test_after_a_jump_the_next_exchange_is_wide_and_only_that_run_is_skipped(dty
     assert pair.step(1) < 0.01
 
 
-def ahead(pair: Pair, rounds: int) -> list[list[Tensor]]:
-    """Rounds with announcements a round ahead, as training makes them; the differences that one end found in each."""
+def ahead(pair: Pair, rounds: int) -> list[tuple[list[Tensor], float]]:
+    """Rounds with announcements a round ahead, as training makes them; what one end found in each, and the step."""
     found, now = [], pair.announce()
     for round_ in range(rounds):
         coming = pair.announce()
         there, back = pair.meet(round_, now)
-        found.append(there)
+        found.append((there, pair.step()))
         assert all(torch.equal(x, -y) or ((x == 12345) & (y == 12345)).all() for x, y in zip(there, back, strict=True))
         now = coming
     return found
@@ -475,15 +477,18 @@ def test_ranges_are_found_from_a_small_one_on_whatever_the_distance(distance):
     b = a + distance * randn(5000, 2)
     pair = Pair([a], [b], fresh=True)
     found = ahead(pair, 12)
-    mixed = [bool((there[0] != 12345).all()) for there in found]
+    mixed = [bool((there[0] != 12345).all()) for there, _ in found]
     assert mixed == sorted(mixed), "once found, it is enough"
     # Two wider ranges, each tried a round late.
     assert mixed.index(True) <= 4
     largest = float(torch.stack([a, b]).abs().max())
     assert pair.step() <= max(2 * 2 * float((b - a).abs().max()) / 123, 4 * largest / 2**21)
-    # A range that failed in two rounds, as the second was announced before the first had failed, is widened once.
-    for there in found:
-        assert ((there[0] == 12345) | ((there[0] - (b.double() - a.double())).abs() <= 2.001 * 4 * largest / 127)).all()
+    for there, step in found:
+        assert ((there[0] == 12345) | ((there[0] - (b.double() - a.double())).abs() <= 2.001 * step)).all()
+    if distance == 0.3:
+        # A range that failed in two rounds, as the second was announced before the first had failed, is widened once.
+        assert mixed.index(True) == 2
+        assert found[2][1] <= 2 * largest / 127
 
 
 def test_equal_replicas_are_hardly_moved_in_the_beginning():
@@ -495,23 +500,26 @@ def test_equal_replicas_are_hardly_moved_in_the_beginning():
         assert float(there[0].std()) < 0.02 * 0.02
 
 
-@pytest.mark.parametrize("precision", ["autocast", "medium"])
-def test_both_ends_judge_alike_whatever_matrix_products_do(precision):
+class Recorded(TorchDispatchMode):
+    """The names of what is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_end_judges_by_a_matrix_product():
+    """How exact one is depends on settings, on autocast and on the machine; ends that differ would decide differently."""
     a = randn(RUN, 1)
     pair = Pair([a], [a + 0.01 * randn(RUN, 2)])
-    heard = pair.announce()
-    messages = [encode(pair.wires[i], pair.values[i], heard, 3, i) for i in range(2)]
-    there = decode(pair.wires[0], *messages)
-    before = torch.get_float32_matmul_precision()
-    try:
-        if precision == "medium":
-            torch.set_float32_matmul_precision("medium")
-        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
-            back = decode(pair.wires[1], *reversed(messages))
-    finally:
-        torch.set_float32_matmul_precision(before)
-    assert pair.rejected == [0, 0]
-    assert torch.equal(there[0], -back[0])
+    with Recorded() as recorded:
+        pair.meet(3)
+    assert "sum" in recorded.names
+    assert recorded.names.isdisjoint({"mv", "mm", "bmm", "dot", "vdot", "addmv", "addmm", "matmul", "einsum", "linear"})
 
 
 @pytest.mark.parametrize(("scale", "distance"), [(1e4, 1e-2), (1e8, 1.0), (1e30, 1e20), (1e-30, 1e-33), (1e-37, 1e-38)])
