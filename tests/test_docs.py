@@ -211,7 +211,7 @@ def commands(page: Path) -> Iterator[list[str]]:
 
 
 def targets() -> set[str]:
-    return set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
 
 
 def extras() -> set[str]:
@@ -224,7 +224,8 @@ def extras() -> set[str]:
 def test_commands_name_what_is_there(page):
     from torch.distributed.run import get_args_parser
 
-    known = {"make", "pip", "python", "torchrun", "srun", "git", "cd", "source", ".venv/bin/python", ".venv/bin/pre-commit"}
+    known = {"make", "pip", "python", "torchrun", "srun", "git", "cd", "source", "sudo"}
+    known |= {".venv/bin/python", ".venv/bin/pre-commit"}
     for words in commands(page):
         assert words[0] in known, words
         rest = words[1:]
@@ -252,7 +253,7 @@ def check_script(words: list[str]) -> None:
                 source = (ROOT / path).read_text()
                 for option in (w for w in words[i + 1 :] if w.startswith("--")):
                     assert f'"{option}"' in source, f"{path} takes no {option}"
-    if "-m" in words and words[words.index("-m") + 1].startswith("examples."):
+    if "-m" in words and words[words.index("-m") + 1].startswith(("examples.", "benchmarks.")):
         assert (ROOT / (words[words.index("-m") + 1].replace(".", "/") + ".py")).is_file(), words
 
 
@@ -265,7 +266,7 @@ def check_tests(words: list[str]) -> None:
 
 @each_text
 def test_targets_in_the_text_are_there(page):
-    assert set(re.findall(r"`make ([a-z]+)`", prose(page))) <= targets()
+    assert set(re.findall(r"`make ([a-z-]+)`", prose(page))) <= targets()
 
 
 # -- links and paths ---------------------------------------------------------------------------------------------------------

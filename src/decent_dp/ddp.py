@@ -154,15 +154,10 @@ class DecentralizedDataParallel(nn.Module):
             }
             return (settings, made), shared
 
-        try:
+        with _given_back_on_error(transport, given is None), torch.no_grad():
             settings, made_topology = agree_on_signature(transport.control, transport.rank, check)
-            with torch.no_grad():
-                consensus.broadcast_(transport.control, [*model.parameters(), *model.buffers()])
+            consensus.broadcast_(transport.control, [*model.parameters(), *model.buffers()])
             transport.prepare([made_topology.get_edge(t) for t in range(min(made_topology.period or 0, _PREPARED_ROUNDS))])
-        except BaseException:
-            if given is None:
-                transport.close()  # nobody else could: its thread and sockets would stay
-            raise
 
         self.module = model
         self.training = model.training
@@ -549,6 +544,17 @@ def _insert_module(wrapper: DecentralizedDataParallel, state: dict[str, Any], pr
     """As a part of a larger module: the model's own keys are found where torch looks for the child ``module``."""
     expected = {name for name, _ in (*wrapper.module.named_parameters(), *wrapper.module.named_buffers())}
     strip_prefix(state, prefix, expected, insert="module.")
+
+
+@contextlib.contextmanager
+def _given_back_on_error(transport: Transport, ours: bool) -> Iterator[None]:
+    """A wrapper that could not be made cannot be closed: the threads and sockets of its transport would stay."""
+    try:
+        yield
+    except BaseException:
+        if ours:
+            transport.close()
+        raise
 
 
 def _leave(engine: Engine, transport: Transport) -> None:

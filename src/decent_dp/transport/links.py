@@ -133,8 +133,7 @@ class Links:
 
     def moved(self, peer: int) -> float:
         """When a part of a message last came from ``peer`` or went to it, on the monotonic clock; 0 for never."""
-        connection = self._connections.get(peer)
-        return 0.0 if connection is None else connection.moved
+        return self._connections[peer].moved if peer in self._connections else 0.0
 
     def awaits_note(self, peer: int, key: Key) -> bool:
         return (peer, key) in self._awaited
@@ -217,7 +216,7 @@ class Links:
                 self._accept(key.data)
             else:
                 self._greet(key.data, key.fileobj)  # type: ignore[arg-type]
-        # Those that are there now: what they add, a long encoding in parts for one, lets the links have their turn.
+        # Those that are there now, and not what they add: a long encoding, say, lets the links have their turn in between.
         for _ in range(len(self._commands)):
             self._commands.popleft()()
         for lane in self._lanes.values():
@@ -237,13 +236,13 @@ class Links:
 
     def _greet(self, seen: bytearray, stream: socket.socket) -> None:
         """Reads a newcomer's hello; who has none, or a wrong one, is no worker of ours."""
-        wanted = HEADER.size + len(self._token)
+        wanted, part = HEADER.size + len(self._token), b""
         try:
             part = stream.recv(wanted - len(seen))
         except BlockingIOError:
             return
         except OSError:
-            part = b""
+            pass
         seen += part
         if part and len(seen) < wanted:
             return
@@ -516,12 +515,11 @@ class Links:
 
     def _close_frame(self, connection: Connection) -> None:
         assert connection.frame is not None
-        assert connection.body is not None
         (kind, key, length), body = connection.frame, connection.body
         connection.frame = connection.body = None
         if kind == NOTE:
             with self._notes_lock:
-                self._notes[connection.peer, key] = bytes(body)
+                self._notes[connection.peer, key] = bytes(body or b"")
                 awaited = self._awaited.pop((connection.peer, key), None)
                 if awaited is not None:
                     awaited()
