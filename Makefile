@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help test lint types suite demo accuracy wires bench-net bench-net-long clean
+.PHONY: help test lint types suite demo accuracy wires bench-net bench-net-long bench-optim clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -38,11 +38,14 @@ wires: $(VENV)/.installed  ## digits and characters with each wire, three seeds:
 	mkdir -p docs/results
 	cp runs/wires/wires.json runs/wires/wires.md runs/wires/wires.png docs/results/
 
-bench-net: $(VENV)/.installed  ## training steps over slow links (root, iproute2): table, chart and JSON under benchmarks/results/
+bench-net: $(VENV)/.installed  ## training steps over slow links (root, iproute2; 40 minutes): table, chart and JSON under benchmarks/results/
 	$(BIN)/python -m benchmarks.net
 
 bench-net-long: $(VENV)/.installed  ## the same three times in rotating order, medians: what the documents quote
 	$(BIN)/python -m benchmarks.net --repeat 3
+
+bench-optim: $(VENV)/.installed  ## an update of AccumAdamW beside torch's fused AdamW
+	$(BIN)/python -m benchmarks.optim --compiled
 
 clean:  ## removes the environment and what runs have written
 	rm -rf $(VENV) runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -201,7 +201,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--workers", type=int, default=4, help="processes; alternating-exp-ring takes them as nodes of 2")
-    parser.add_argument("--topologies", nargs="+", default=TOPOLOGIES)
+    parser.add_argument("--topologies", nargs="+", choices=TOPOLOGIES, default=TOPOLOGIES)
     parser.add_argument("--epochs", type=int, default=25, help="of the digits")
     parser.add_argument("--steps", type=int, default=300, help="of the characters")
     parser.add_argument("--out", type=Path, default=Path("runs/wires"), help="a folder")

@@ -491,6 +491,31 @@ def test_ranges_are_found_from_a_small_one_on_whatever_the_distance(distance):
         assert found[3][1] <= 2 * largest / 127
 
 
+def test_a_worker_that_is_far_away_and_rarely_met_is_understood():
+    """Two rounds with a near one, one with a far one, announced a round ahead: a wide range must outlast the near ones."""
+    a = randn(3000, 1)
+    values = [[a], [a + 1e-4 * randn(3000, 2)], [a + 3e-3 * randn(3000, 3)]]
+    wires = [wire_of(value, Int8) for value in values]
+    for wire, value in zip(wires, values, strict=True):
+        wire.announcement(value)
+        wire._expected = np.full(1, 1e-3)  # as after many rounds in which all were near
+        wire._seen = wire._expected / 2
+    now = [wire.announcement(value) for wire, value in zip(wires, values, strict=True)]
+    far = []
+    for round_ in range(30):
+        coming = [wire.announcement(value) for wire, value in zip(wires, values, strict=True)]
+        other = 2 if round_ % 3 == 2 else 1
+        messages = [encode(wires[i], values[i], [now[0], now[other]], round_, i) for i in (0, other)]
+        [there] = decode(wires[0], *messages)
+        [back] = decode(wires[other], *reversed(messages))
+        assert torch.equal(there, -back) or ((there == 12345) & (back == 12345)).all()
+        if other == 2:
+            far.append(bool((there != 12345).all()))
+        now = coming
+    assert not far[0]
+    assert all(far[3:]), far
+
+
 def test_equal_replicas_are_hardly_moved_in_the_beginning():
     """A trained model with outliers, say: a range that is enough for any two replicas would round all to coarse steps."""
     value = 0.02 * randn(RUN, 1)

@@ -262,8 +262,7 @@ def test_after_a_load_ranges_are_exceeded_and_recover(workers, topology):
         assert distances[-1] < 0.02 * distances[0], distances
         assert rejected > 0
         assert abs(off) < (0.01 if topology != "complete" else 0.2)
-        if "rejected" in {field.name for field in dataclasses.fields(stats)}:
-            assert stats.rejected == rejected
+        assert stats.rejected == rejected
 
 
 def counting(rank: int, n: int) -> Any:
@@ -288,13 +287,10 @@ def test_counters(workers):
             sent = stats["bytes_sent"] / exchanges
             records = 24 * 6 if wire == "int8" else 0
             assert size * itemsize <= sent <= size * itemsize + records + 8 * 6, (wire, sent)
-            if "exchanges" in stats:
-                assert 3 <= stats["exchanges"] <= 4 * 6
-            if "waited_s" in stats:
-                assert 0 < stats["waited_s"] < 20
-            if "rejected" in stats:
-                assert stats["rejected"] >= 0
-                assert wire == "int8" or stats["rejected"] == 0
+            # One bucket; the last exchange is still under way.
+            assert 3 <= stats["exchanges"] <= 4
+            assert 0 < stats["waited_s"] < 20
+            assert wire == "int8" or stats["rejected"] == 0
 
 
 def traced(rank: int, n: int) -> list[dict[str, set[int]]]:
@@ -307,7 +303,6 @@ def traced(rank: int, n: int) -> list[dict[str, set[int]]]:
         with profile(activities=[ProfilerActivity.CPU], experimental_config=settings) as trace:
             for t in range(1, 4):
                 loss(model, t, rank).backward()
-            model.join()
         names: dict[str, set[int]] = {}
         for event in trace.events():
             if event.name.startswith("decent_dp."):

@@ -158,6 +158,7 @@ class DecentralizedDataParallel(nn.Module):
             settings, made_topology = agree_on_signature(transport.control, transport.rank, check)
             consensus.broadcast_(transport.control, [*model.parameters(), *model.buffers()])
             transport.prepare([made_topology.get_edge(t) for t in range(min(made_topology.period or 0, _PREPARED_ROUNDS))])
+            transport.control.gather(None)  # a worker that leaves at once must not be gone before all have found it
 
         self.module = model
         self.training = model.training
@@ -551,8 +552,9 @@ def _given_back_on_error(transport: Transport, ours: bool) -> Iterator[None]:
     """A wrapper that could not be made cannot be closed: the threads and sockets of its transport would stay."""
     try:
         yield
-    except BaseException:
+    except BaseException as error:
         if ours:
+            transport.report(f"{type(error).__name__} while it wrapped its model: {error}")
             transport.close()
         raise
 

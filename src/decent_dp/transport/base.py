@@ -74,7 +74,7 @@ class Handle(ABC):
     bytes_sent: int = 0
 
     def let_go(self) -> None:
-        """Blocks until the values to send have been read, unless they wait for another worker's word."""
+        """Blocks until the values to send have been read. Raises what ``wait`` does."""
         return
 
     @abstractmethod

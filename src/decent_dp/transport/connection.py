@@ -52,6 +52,8 @@ LOCAL = getattr(socket, "AF_UNIX", None)
 _SAME_SITE_US = 30_000
 # (round, bucket, slot): what a message is. Slots number the messages of one exchange.
 Key: TypeAlias = tuple[int, int, int]
+# What is needed first: by what it is, then by when it was added.
+Turn: TypeAlias = tuple[Key, int]
 
 # kind, version, length of what follows, round, bucket, slot, offset in the message, length of the message, and, of the first
 # data after a grant, the microseconds since the grant came.
@@ -78,6 +80,10 @@ class Sending:
     offered: bool = False
 
     @property
+    def turn(self) -> Turn:
+        return self.key, self.order
+
+    @property
     def sendable(self) -> bool:
         return min(self.ready, self.granted) > self.written
 
@@ -97,6 +103,10 @@ class Receiving:
     order: int = -1
     memory: memoryview | None = None
 
+    @property
+    def turn(self) -> Turn:
+        return self.key, self.order
+
 
 @dataclass(eq=False)
 class Lane:
@@ -110,8 +120,8 @@ class Lane:
     """
 
     near: bool
-    heap: list[tuple[int, Sending]] = field(default_factory=list)
-    due: list[tuple[int, Receiving]] = field(default_factory=list)
+    heap: list[tuple[Turn, Sending]] = field(default_factory=list)
+    due: list[tuple[Turn, Receiving]] = field(default_factory=list)
     outstanding: int = 0
     busy: Connection | None = None
 

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -58,10 +58,6 @@ class _Delivery(Handle):
         self._open: Counter[tuple[int, bool]] = Counter()
         self._error: BaseException | None = None
         self._error_peer = -1
-        # What is coded: views of the parameters, until they may change.
-        self.values: list[Tensor] = list(parcel.values)
-        self._lock = threading.Lock()
-        self._due = False
         self._read = threading.Event()
         # Given by staged exchanges: brings what came to where it belongs.
         self.land: Callable[[], None] = lambda: None
@@ -69,6 +65,12 @@ class _Delivery(Handle):
     def expect(self, peer: int, first: bool = True) -> None:
         """A message from or to ``peer``, which can go as soon as both have begun (``first``), or when others have, too."""
         self._open[peer, first] += 1
+        self._open[peer, not first] += 0  # no key is new once another thread looks
+
+    def has_begun(self, peer: int) -> None:
+        """A message that could not go is of the first now."""
+        self._open[peer, False] -= 1
+        self._open[peer, True] += 1
 
     def arrive(self, peer: int, first: bool = True) -> None:
         """One of the messages from or to ``peer`` is done."""
@@ -86,34 +88,15 @@ class _Delivery(Handle):
     def failed(self) -> bool:
         return self._error is not None
 
-    def will_be_read(self) -> None:
-        """The values are going to be coded now."""
-        with self._lock:
-            self._due = True
-
     def has_been_read(self) -> None:
         self._read.set()
 
     def let_go(self) -> None:
-        with self._lock:
-            late = not self._due
-            if late:  # what another worker has to announce is not there: what is coded later must be what was due now
-                self.values[:] = [value.clone() for value in self.values]
-                self._due = True
-        if not late:
-            self._read.wait()
+        # What is coded when another worker's announcement comes has to be what was there at the start.
+        self._await(self._read)
 
     def wait(self) -> None:
-        began = time.monotonic()
-        while not self._event.is_set():
-            # Bytes that move are progress, however large the message is.
-            last = max(began, *(self._links.moved(peer) for peer in self._others))
-            left = last + self._patience.seconds - time.monotonic()
-            if self._started < self._patience.lost_at:
-                left = 0.0  # who has waited in vain once does not do so for all that was under way
-            if not self._event.wait(max(left, 0.0)) and left <= 0:
-                self._patience.lost_at = time.monotonic()
-                raise self._explain(TimeoutError(), self._missing(), self._label)
+        self._await(self._event)
         error = self._error
         if isinstance(error, OSError):
             raise self._explain(error, [self._error_peer], self._label) from error
@@ -122,6 +105,18 @@ class _Delivery(Handle):
         if error is not None:
             raise RuntimeError(f"{self._label}: the exchange failed: {error}") from error
         self.land()
+
+    def _await(self, event: threading.Event) -> None:
+        began = time.monotonic()
+        while not event.is_set():
+            # Bytes that move are progress, however large the message is.
+            last = max(began, *(self._links.moved(peer) for peer in self._others))
+            left = last + self._patience.seconds - time.monotonic()
+            if self._started < self._patience.lost_at:
+                left = 0.0  # who has waited in vain once does not do so for all that was under way
+            if not event.wait(max(left, 0.0)) and left <= 0:
+                self._patience.lost_at = time.monotonic()
+                raise self._explain(TimeoutError(), self._missing(), self._label)
 
     def _missing(self) -> list[int]:
         """Who keeps the exchange waiting, as far as can be told here."""
@@ -151,6 +146,7 @@ class LinkedExchange(Exchange):
         self._links, self._rank, self._node_of = links, rank, node_of
         self._waiter, self._patience, self._explain = waiter, _Patience(timeout), explain
         self._room = _Room()
+        self._encodings: deque[Callable[[], bool]] = deque()
 
     def connect(self, edge: Edge, label: Label) -> list[int]:
         """Makes sure that there are connections to the other members; returns them."""
@@ -169,7 +165,6 @@ class LinkedExchange(Exchange):
     def start(self, edge: Edge, parcel: Parcel) -> Handle:
         others = self.connect(edge, parcel.label)
         delivery = _Delivery(parcel, others, self._patience, self._links, self._explain)
-        parcel = replace(parcel, values=delivery.values)
         staged = parcel.sent.device.type != "cpu"
         on_host = _stage(parcel, delivery) if staged else parcel
         travel: _Pair | _Group
@@ -205,16 +200,11 @@ class LinkedExchange(Exchange):
                 delivery.fail(-1, error)  # raised by the wait, as this may run in the links' thread
                 return False
 
-        def encode_beside(rest: Iterator[None]) -> None:
-            if encode(rest):
-                self._links.call(lambda: encode_beside(rest))
-
         def schedule(heard: list[bytes]) -> None:
-            delivery.will_be_read()
             rest = strides(heard)
             if not staged:
                 # Beside the backward, which goes on in the training thread.
-                self._links.call(lambda: encode_beside(rest))
+                self._links.call(lambda: self._encode_in_turn(lambda: encode(rest)))
                 return
             while encode(rest):
                 pass
@@ -225,6 +215,18 @@ class LinkedExchange(Exchange):
         else:
             schedule([])
         return delivery
+
+    def _encode_in_turn(self, encode: Callable[[], bool]) -> None:
+        """Codes one message after the other, with a turn of the links between two strides."""
+        self._encodings.append(encode)
+        if len(self._encodings) == 1:
+            self._encode_next()
+
+    def _encode_next(self) -> None:
+        if not self._encodings[0]():
+            self._encodings.popleft()
+        if self._encodings:
+            self._links.call(self._encode_next)
 
     def _copy_to_host(self, parcel: Parcel, on_host: Parcel, encoded: Callable[[int], None], delivery: _Delivery) -> None:
         ready = written(parcel.sent)
@@ -267,7 +269,7 @@ class _Room:
     def __init__(self) -> None:
         self._free = _ROOM
         self._queue: deque[tuple[int, Callable[[], None]]] = deque()
-        # Kept for the next round, by size: what is allocated and freed all the time leaves holes.
+        # Kept while a round goes on, by size: what is allocated and freed all the time leaves holes.
         self._blocks: defaultdict[int, list[Tensor]] = defaultdict(list)
 
     def ask(self, size: int, then: Callable[[], None]) -> None:
@@ -286,6 +288,8 @@ class _Room:
             self._blocks[block.numel()].append(block)
         self._free += size
         self._serve()
+        if self._free == _ROOM:
+            self._blocks.clear()
 
     def _serve(self) -> None:
         while self._queue and (self._queue[0][0] <= self._free or self._free == _ROOM):
@@ -361,9 +365,12 @@ class _Branch:
         # What is still needed before the sum can be made: the children's, and this worker's own.
         self._missing = len(place.children) + 1
         self.bytes_sent = self._size * (len(place.children) + (place.parent is not None))
-        for peer in [child for child, _ in place.children] + ([] if place.parent is None else [place.parent]):
-            delivery.expect(peer)
-            delivery.expect(peer, first=False)
+        for child, _ in place.children:
+            delivery.expect(child, first=not self._needed)  # what waits for memory has not been asked for
+            delivery.expect(child, first=False)
+        if place.parent is not None:
+            delivery.expect(place.parent)
+            delivery.expect(place.parent, first=False)
 
     def begin(self) -> None:
         if self._needed:
@@ -378,7 +385,11 @@ class _Branch:
 
     def _gather(self) -> None:
         self._held = self._needed
+        if self._delivery.failed:
+            self._give_back()
         for child, _ in self._place.children:
+            if self._needed:
+                self._delivery.has_begun(child)
             self._receive(child, self._up, lambda child=child: self._memory_for(child), self._ready)  # type: ignore[misc]
 
     def _memory_for(self, child: int) -> Tensor:
@@ -388,7 +399,10 @@ class _Branch:
 
     def _ready(self) -> None:
         self._missing -= 1
-        if self._missing or self._delivery.failed:
+        if self._missing:
+            return
+        if self._delivery.failed:
+            self._give_back()
             return
         own, mine = self._parcel.sent[self._range], self._parcel.received[self._range]
         if self._place.children:

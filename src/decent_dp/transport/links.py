@@ -275,14 +275,14 @@ class Links:
                 self._grant(connection, receiving, receiving.size)
             elif receiving.key in connection.early_offers:
                 connection.early_offers.remove(receiving.key)
-                heapq.heappush(connection.lane.due, (receiving.order, receiving))
+                heapq.heappush(connection.lane.due, (receiving.turn, receiving))
 
     def _offered(self, connection: Connection, key: Key) -> None:
         receiving = connection.receivings.get(key)
         if receiving is None:
             connection.early_offers.add(key)
         else:
-            heapq.heappush(connection.lane.due, (receiving.order, receiving))
+            heapq.heappush(connection.lane.due, (receiving.turn, receiving))
 
     def _ask(self, lane: Lane) -> None:
         while lane.due:
@@ -345,7 +345,7 @@ class Links:
                 )
         if sending.sendable and sending.order >= 0 and not sending.queued:
             sending.queued = True
-            heapq.heappush(self._connection(sending.peer).lane.heap, (sending.order, sending))
+            heapq.heappush(self._connection(sending.peer).lane.heap, (sending.turn, sending))
 
     def _write_all(self) -> None:
         for lane in self._lanes.values():

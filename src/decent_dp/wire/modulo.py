@@ -126,10 +126,12 @@ class Int8(Wire):
         if reach <= before:
             return  # the round that follows a rejected one was announced before it, and fails for the same reason
         self._failed[place] = reach
+        wider = enough if before else min(_WIDER * reach, enough)
         if reach >= enough:
-            self._expected[place] = _BEYOND * reach
-        else:
-            self._expected[place] = enough if before else min(_WIDER * reach, enough)
+            wider = _BEYOND * reach
+        self._expected[place] = wider
+        # Not forgotten at the next exchange, with a worker that is nearer than the one that was too far away.
+        self._seen[place] = np.fmax(self._seen[place], wider / _MARGIN)
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
