@@ -257,6 +257,7 @@ class _Scratch:
         self._numbers = torch.empty(size, dtype=wire.compute, device=wire.device)
         self._values = torch.empty(longest if wire.dtype != wire.compute else 0, dtype=wire.compute, device=wire.device)
         self._bytes = torch.empty(longest, dtype=torch.uint8, device=wire.device)
+        self._products = torch.empty(size, dtype=torch.float64, device=wire.device)
 
     def as_compute(self, value: Tensor) -> Tensor:
         return value if value.dtype == self._compute else self._values[: value.numel()].copy_(value)
@@ -281,11 +282,18 @@ class _Scratch:
         whole = self._numbers[: rows * _COLUMNS]
         whole[size:] = 0
         matrix = whole.view(rows, _COLUMNS)
-        exact = matrix if largest < _TINY else matrix.double()
-        columns = (matrix if largest < _SMALL else exact).sum(0).cpu().numpy().astype(np.float64)
         weights, by_column, by_row = _weights()
+        factors = torch.from_numpy(by_column).to(self._device)
         # Not a product of matrices: how exact that is depends on settings and on autocast, and ends would judge differently.
-        in_rows = (exact * torch.from_numpy(by_column).to(exact)).sum(1).cpu().numpy().astype(np.int64)
+        if largest < _TINY:
+            columns, products = matrix.sum(0), self._products.view(self._compute)[: whole.numel()].view_as(matrix)
+            torch.mul(matrix, factors.to(self._compute), out=products)
+        else:
+            products = self._products[: whole.numel()].view_as(matrix).copy_(matrix)
+            columns = (matrix if largest < _SMALL else products).sum(0)
+            products.mul_(factors)
+        in_rows = products.sum(1).cpu().numpy().astype(np.int64)
+        columns = columns.cpu().numpy().astype(np.float64)
         return float(weights @ columns), float(int(by_row[:rows] @ in_rows) % _PRIME)
 
     def wrapped(
