@@ -293,8 +293,8 @@ class _Scratch:
             columns = (matrix if largest < _SMALL else products).sum(0)
             products.mul_(factors)
         in_rows = products.sum(1).cpu().numpy().astype(np.int64)
-        columns = columns.cpu().numpy().astype(np.float64)
-        return float(weights @ columns), float(int(by_row[:rows] @ in_rows) % _PRIME)
+        in_columns = columns.cpu().numpy().astype(np.float64)
+        return float(weights @ in_columns), float(int(by_row[:rows] @ in_rows) % _PRIME)
 
     def wrapped(
         self, ours: FloatArray, our_codes: Tensor, theirs: FloatArray, their_codes: Tensor
