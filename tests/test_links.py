@@ -365,12 +365,16 @@ def test_a_message_that_is_late_does_not_keep_a_later_one(by_hand):
     assert not there.done()
 
 
-def test_what_was_started_first_goes_first():
-    """An earlier message that becomes ready passes a later one whose frames wait for a slow wire."""
+@pytest.mark.parametrize("posted_late", [False, True])
+def test_what_is_needed_first_goes_first(posted_late):
+    """An earlier message that becomes ready passes a later one whose frames wait for a slow wire, whenever it was posted."""
     by_hand = ByHand(buffer=4096)
     size = 4_000_000
-    early, _ = send(by_hand.links, 1, (0, 0, 0), bytes(size), ready=0)
-    late, _ = send(by_hand.links, 1, (0, 1, 0), bytes(size), ready=0)
+    made = {
+        bucket: send(by_hand.links, 1, (0, bucket, 0), bytes(size), ready=0)[0]
+        for bucket in ((1, 0) if posted_late else (0, 1))
+    }
+    early, late = made[0], made[1]
     for bucket in range(2):
         by_hand.grant((0, bucket, 0), size, size)
     by_hand.links.advance(late, size)
