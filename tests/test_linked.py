@@ -17,7 +17,7 @@ from decent_dp import ddp
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import PeerTimeoutError
 from decent_dp.topo import Edge
-from decent_dp.transport import Label, ProcessGroupTransport
+from decent_dp.transport import Label, ProcessGroupTransport, process_group
 from decent_dp.wire import Int8, Lossless, Moment
 from decent_dp.wire.base import _RUN_ON_CPU
 from tests.helpers import SGD, came, loss, net, parcel
@@ -149,6 +149,25 @@ def test_a_construction_that_fails_leaves_nothing_behind(workers):
     for threads, files in workers(2, refused):
         assert threads == 0
         assert files < 3
+
+
+def leaves_at_once(rank: int, n: int) -> bool:
+    """Worker 1 is slow to connect; worker 0 has nothing more to do after it has wrapped its model."""
+    if rank == 1:
+        dial = process_group.dial
+
+        def late(meeting: Any, peer: int) -> Any:
+            time.sleep(0.7)
+            return dial(meeting, peer)
+
+        process_group.dial = late
+    model = DecentralizedDataParallel(net(), SGD, topology="ring")
+    model.close()
+    return True
+
+
+def test_who_leaves_after_wrapping_is_found_by_the_others(workers):
+    assert workers(2, leaves_at_once) == [True, True]
 
 
 def collected_in_the_links_thread(rank: int, n: int) -> bool:
