@@ -22,9 +22,12 @@ from hypothesis import strategies as st
 
 from decent_dp.topo import (
     AlternatingExpRingTopology,
+    BaseTwoTopology,
     CompleteTopology,
     Edge,
+    HierarchicalTopology,
     OnePeerExpTopology,
+    RandomMatchingTopology,
     RingTopology,
     Topology,
     TopologyReg,
@@ -32,8 +35,16 @@ from decent_dp.topo import (
 )
 from decent_dp.topo.base import worker_scope
 
-NAMES = ["complete", "ring", "one-peer-exp", "alternating-exp-ring"]
-BUILT_IN = [CompleteTopology, RingTopology, OnePeerExpTopology, AlternatingExpRingTopology]
+NAMES = ["complete", "ring", "one-peer-exp", "alternating-exp-ring", "base-2", "random-matching", "hierarchical"]
+BUILT_IN = [
+    CompleteTopology,
+    RingTopology,
+    OnePeerExpTopology,
+    AlternatingExpRingTopology,
+    BaseTwoTopology,
+    RandomMatchingTopology,
+    HierarchicalTopology,
+]
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +105,10 @@ def test_built_in_runs_properly_or_says_why_not(cls: type[Topology], n: int, loc
             make_topology(name, local_world_size=local, world_size=n, rank=rank)
         return
     topology = cls(local, world_size=n, rank=rank)
-    assert topology.period is not None
+    assert (topology.world_size, topology.local_world_size) == (n, local)
+    if topology.period is None:
+        assert_proper(topology, 6)
+        return
     assert_proper(topology, topology.period + 2)
     assert topology.round(topology.period + 1) == topology.round(1)
     if cls is not RingTopology or n <= 2:
@@ -111,7 +125,12 @@ def test_which_sizes_are_served() -> None:
         "ring": [1, 2, 3, 4, 5, 6, 7, 8, 9],
         "one-peer-exp": [1, 2, 4, 8],
         "alternating-exp-ring": [1, 2, 4, 8],
+        "base-2": [1, 2, 3, 4, 5, 6, 7, 8, 9],
+        "random-matching": [1, 2, 3, 4, 5, 6, 7, 8, 9],
+        "hierarchical": [1, 2, 3, 4, 5, 6, 7, 8, 9],
     }
+    fits = [(n, m) for n in range(1, 13) for m in range(1, 7) if HierarchicalTopology.unfit(n, m) is None]
+    assert fits == [(n, m) for n in range(1, 13) for m in range(1, 7) if n % m == 0]
     fits = [(n, m) for n in range(1, 13) for m in range(1, 7) if AlternatingExpRingTopology.unfit(n, m) is None]
     assert fits == [(n, m) for n in range(1, 13) for m in range(1, 7) if n in (m, 2 * m, 4 * m, 8 * m)]
 
@@ -120,15 +139,16 @@ def test_which_sizes_are_served() -> None:
 def test_one_worker_is_idle(name: str) -> None:
     topology = make_topology(name, local_world_size=1, world_size=1, rank=0)
     assert topology.round(0) == [Edge([0], 1.0)]
-    assert topology.period == 1
+    assert topology.period == (None if name == "random-matching" else 1)
 
 
-@pytest.mark.parametrize("cls", [CompleteTopology, RingTopology, OnePeerExpTopology])
+@pytest.mark.parametrize("cls", [CompleteTopology, RingTopology, OnePeerExpTopology, BaseTwoTopology, RandomMatchingTopology])
 def test_only_node_aware_topologies_mind_the_nodes(cls: type[Topology]) -> None:
     assert cls(3, world_size=8).round(0) == cls(1, world_size=8).round(0)
     assert cls(16, world_size=8)._n_nodes == 1
-    with pytest.raises(ValueError, match="local_world_size=3 does not divide world_size=8"):
-        AlternatingExpRingTopology(3, world_size=8)
+    for aware in (AlternatingExpRingTopology, HierarchicalTopology):
+        with pytest.raises(ValueError, match="local_world_size=3 does not divide world_size=8"):
+            aware(3, world_size=8)
 
 
 def test_ring_by_hand() -> None:
@@ -479,14 +499,16 @@ def test_refusal_names_what_fits() -> None:
     TopologyReg.registry["function"] = lambda local: Six(local)
     with pytest.raises(
         ValueError,
-        match=r"OnePeerExpTopology needs a power of two workers, got world_size=6; .*: 'complete', 'ring', 'six'$",
+        match=r"OnePeerExpTopology needs a power of two workers, got world_size=6; .*: 'complete', 'ring', .*, 'six'$",
     ):
         OnePeerExpTopology(world_size=6)
-    with pytest.raises(ValueError, match=r"needs a power of two nodes, got 12 / 4 = 3; .*: 'complete', 'ring'$"):
+    with pytest.raises(
+        ValueError, match=r"needs a power of two nodes, got 12 / 4 = 3; .*: 'complete', 'ring', .*'hierarchical'"
+    ):
         AlternatingExpRingTopology(4, world_size=12)
     with pytest.raises(
         ValueError,
-        match=r"Six serves six workers only; .*: 'complete', 'ring', 'one-peer-exp', 'alternating-exp-ring'$",
+        match=r"Six serves six workers only; .*: 'complete', 'ring', 'one-peer-exp', 'alternating-exp-ring', .*'hierarchical'$",
     ):
         Six(world_size=4)
 

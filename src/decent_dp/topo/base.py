@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import operator
+import sys
 from abc import ABCMeta
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cached_property
 from numbers import Real
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +28,9 @@ __all__ = ["Edge", "Topology", "worker_scope"]
 
 FINGERPRINT_ROUNDS = 64
 _SHOWN_ROUNDS, _SHOWN_EDGES, _SHOWN_RANKS = 16, 16, 16
+# Rounds that a topology without a period keeps. Every bucket asks for its round again, and a wire that announces for the
+# next one too; they go through a round one after another.
+_KEPT_ROUNDS = 4
 
 
 @dataclass
@@ -80,6 +85,15 @@ def _worker_here(name: str) -> tuple[int, int]:
             "pass world_size= and rank=, or call decent_dp.utils.initialize_dist() first"
         )
     return dist.get_world_size(), dist.get_rank()
+
+
+def _worker_if_any() -> tuple[int, int] | None:
+    """``(world_size, rank)`` of the open :func:`worker_scope`, else of the default process group, else None."""
+    scoped = _scope.get()
+    dist = sys.modules.get("torch.distributed")  # where it was never imported there is no process group
+    if scoped is None and dist is not None and dist.is_available() and dist.is_initialized():
+        return dist.get_world_size(), dist.get_rank()
+    return scoped
 
 
 def _integer(what: str, value: object, least: int) -> int:
@@ -224,7 +238,7 @@ class Topology(metaclass=TopologyMeta):
         self._n_nodes = max(1, self._world_size // self._local_world_size)
         self._periodic_rounds: list[list[Edge]] | None = None
         self._periodic_edges: list[Edge] = []  # of this rank, one a round
-        self._last_looked_up: tuple[int, list[Edge]] | None = None
+        self._looked_up: dict[int, tuple[list[Edge], Edge]] = {}  # rounds without a period, with this rank's edge
         reason = type(self).unfit(self._world_size, self._local_world_size)
         if reason is not None:
             raise ValueError(
@@ -256,7 +270,51 @@ class Topology(metaclass=TopologyMeta):
         rounds = self._checked_period()
         return list(rounds[_integer("round", t, 0) % len(rounds)])
 
+    # --- made from others
+
+    def every(self, h: int) -> Topology:
+        """This topology, mixing in every ``h``-th update only: at updates h-1, 2h-1, …; all workers idle in the others.
+
+        The j-th mix makes round j of this topology, so that all of its rounds come up whatever ``h`` is.
+
+        Raises:
+            TypeError, ValueError: ``h`` is not an integer of at least 1.
+        """
+        h = _integer("every: h", h, 1)
+        return self if h == 1 else self._every(h)
+
+    def _every(self, h: int) -> Topology:
+        from . import EveryTopology  # it builds on this class
+
+        return EveryTopology(self, h)
+
+    @staticmethod
+    def from_graph(
+        graph: Any,
+        *,
+        local_world_size: int = 1,
+        world_size: int | None = None,
+        rank: int | None = None,
+        allow_disconnected: bool = False,
+    ) -> Topology:
+        """The topology in which the neighbours of an undirected graph mix in pairs: see :class:`GraphTopology`."""
+        from . import GraphTopology  # it builds on this class
+
+        made = GraphTopology(graph, local_world_size, world_size=world_size, rank=rank, allow_disconnected=allow_disconnected)
+        return cast(Topology, made)
+
     # --- looking up
+
+    # Not plain properties: a subclass may have set attributes of these names to what it likes.
+    @cached_property
+    def world_size(self) -> int:
+        """Number of workers n."""
+        return self._world_size
+
+    @cached_property
+    def local_world_size(self) -> int:
+        """Workers a node."""
+        return self._local_world_size
 
     @property
     def period(self) -> int | None:
@@ -270,7 +328,7 @@ class Topology(metaclass=TopologyMeta):
             ValueError: ``step`` is negative, or an overridden :meth:`round` gave an invalid round.
         """
         if self._is_aperiodic():
-            return next(edge for edge in self._checked(step) if self._rank in edge.ranks)
+            return self._kept(step)[1]
         self._checked_period()
         return self._periodic_edges[_integer("step", step, 0) % len(self._periodic_edges)]
 
@@ -286,18 +344,29 @@ class Topology(metaclass=TopologyMeta):
             W[edge.ranks, edge.ranks] = edge.weight
         return W
 
+    def edges_ahead(self, limit: int) -> list[Edge]:
+        """This rank's edges that are worth connecting before the first round: of the first ``limit`` rounds of the period.
+
+        As many on every worker. None of a topology without a period, whose rounds may be of any edges.
+        """
+        return [self.get_edge(t) for t in range(min(self.period or 0, limit))]
+
+    def title(self) -> str:
+        """What it is called in prints and where workers compare: the class, and what it was made with."""
+        return type(self).__name__
+
     def fingerprint(self) -> dict[str, str | int]:
         """What workers compare to know that they were given the same topology.
 
         Returns:
-            ``name``: the class; ``n``: the number of workers; ``rounds``: 16 hex digits of the SHA-256 of the period's
+            ``name``: the title; ``n``: the number of workers; ``rounds``: 16 hex digits of the SHA-256 of the period's
             length and the first rounds (the whole period, at most 64), whatever the order of edges and of their ranks.
         """
         period = self.period
         digest = hashlib.sha256(f"period {period}".encode())
         for t in range(min(period or FINGERPRINT_ROUNDS, FINGERPRINT_ROUNDS)):
             digest.update(repr(sorted((sorted(edge.ranks), edge.weight) for edge in self._checked(t))).encode())
-        return {"name": type(self).__name__, "n": self._world_size, "rounds": digest.hexdigest()[:16]}
+        return {"name": self.title(), "n": self._world_size, "rounds": digest.hexdigest()[:16]}
 
     def __repr__(self) -> str:
         sizes = f"{self._local_world_size}, world_size={self._world_size}, rank={self._rank}"
@@ -308,7 +377,7 @@ class Topology(metaclass=TopologyMeta):
         period = self.period
         shown = _SHOWN_ROUNDS // 4 if period is None else min(period, _SHOWN_ROUNDS)
         repeats = "rounds do not repeat" if period is None else f"{period} round{'s' * (period > 1)} a period"
-        lines = [f"{type(self).__name__}: {self._world_size} worker{'s' * (self._world_size > 1)}, {repeats}"]
+        lines = [f"{self.title()}: {self._world_size} worker{'s' * (self._world_size > 1)}, {repeats}"]
         for t in range(shown):
             lines.append(f"  round {t}: {_words(self._checked(t))}")
         if period is None or period > shown:
@@ -322,7 +391,7 @@ class Topology(metaclass=TopologyMeta):
 
     def _check(self) -> None:
         """Called by the metaclass when the subclass's ``__init__`` has returned."""
-        if "_last_looked_up" not in vars(self):
+        if "_looked_up" not in vars(self):
             raise TypeError(f"{type(self).__name__}.__init__ must call super().__init__(local_world_size)")
         if not self._is_aperiodic():
             self._checked_period()
@@ -339,14 +408,24 @@ class Topology(metaclass=TopologyMeta):
         return f"{type(self).__name__}, round {t}"
 
     def _checked(self, t: int) -> list[Edge]:
-        """Round ``t``, checked; of an overridden :meth:`round` the last one looked up is kept."""
+        """Round ``t``, checked."""
         t = _integer("round", t, 0)
         if not self._is_aperiodic():
             rounds = self._checked_period()
             return rounds[t % len(rounds)]
-        if self._last_looked_up is None or self._last_looked_up[0] != t:
-            self._last_looked_up = (t, _checked_round(self.round(t), self._world_size, self._where(t)))
-        return self._last_looked_up[1]
+        return self._kept(t)[0]
+
+    def _kept(self, t: int) -> tuple[list[Edge], Edge]:
+        """Round ``t`` of an overridden :meth:`round`, checked, and this rank's edge; the last few looked up are kept."""
+        t = _integer("round", t, 0)
+        kept = self._looked_up.get(t)
+        if kept is None:
+            edges = _checked_round(self.round(t), self._world_size, self._where(t))
+            kept = edges, next(edge for edge in edges if self._rank in edge.ranks)
+            # A new dict in place of the old one: threads may look rounds up at the same time.
+            others = list(self._looked_up.items())[-(_KEPT_ROUNDS - 1) :]
+            self._looked_up = dict([*others, (t, kept)])
+        return kept
 
     def _checked_period(self) -> list[list[Edge]]:
         """All rounds of the period, made and checked at the first call."""

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-from .base import Edge, Topology
+import numpy as np
+
+from .base import Edge, Topology, _integer
 from .registry import TopologyReg
 
-__all__ = ["AlternatingExpRingTopology", "CompleteTopology", "OnePeerExpTopology", "RingTopology"]
+__all__ = [
+    "AlternatingExpRingTopology",
+    "BaseTwoTopology",
+    "CompleteTopology",
+    "HierarchicalTopology",
+    "OnePeerExpTopology",
+    "RandomMatchingTopology",
+    "RingTopology",
+]
+
+# A round of pairs: who meets whom, and the weight with which each takes the other's value. Who is in no pair sits out.
+_Pairs = list[tuple[int, int, float]]
 
 
 def _is_power_of_two(number: int) -> bool:
@@ -15,6 +28,10 @@ def _is_power_of_two(number: int) -> bool:
 def _average(*ranks: int) -> Edge:
     """The edge in which ``ranks`` take their mean; one rank alone sits the round out."""
     return Edge(sorted(ranks), 1 / len(ranks))
+
+
+def _unequal_nodes(world_size: int, local_world_size: int) -> str:
+    return f"needs nodes of equal size, but local_world_size={local_world_size} does not divide world_size={world_size}"
 
 
 @TopologyReg.register("complete")
@@ -88,7 +105,7 @@ class AlternatingExpRingTopology(Topology):
     @classmethod
     def unfit(cls, world_size: int, local_world_size: int) -> str | None:
         if world_size % local_world_size:
-            return f"needs nodes of equal size, but local_world_size={local_world_size} does not divide world_size={world_size}"
+            return _unequal_nodes(world_size, local_world_size)
         n_nodes = world_size // local_world_size
         if not _is_power_of_two(n_nodes):
             return f"needs a power of two nodes, got {world_size} / {local_world_size} = {n_nodes}"
@@ -111,3 +128,146 @@ class AlternatingExpRingTopology(Topology):
                 joint += [_average(*workers(a), *workers(b))]
                 own += [_average(*workers(a)), _average(*workers(b))]
         return rounds
+
+
+def _simple_base_two(m: int) -> list[_Pairs]:
+    """Rounds after which m members hold their mean: the sets of m's binary digits average, meet, and average again.
+
+    The sets V_1, V_2, ... have sizes s_1 > s_2 > ..., the powers of two that add up to m. First each averages on its own, as
+    a hypercube. Then, one set after another, V_l meets the R members of all later sets, r of them together: as many members
+    of V_l take r/(s_l + r) of them and give as much, and the two change places. Now the mean of V_l and the mean of R are
+    the mean of both; V_l averages once more while the later sets go on. The last set needs nothing more: its members have
+    been alike all the time.
+
+    In the paper the weight is s_l/(s_l + r) and nobody changes places: the same up to the names, but there some take more
+    than half of another's value.
+    """
+    powers = [power for power in reversed(range(m.bit_length())) if m >> power & 1]
+    members = list(range(m))
+    sets = [[members.pop(0) for _ in range(2**power)] for power in powers]
+    rounds: list[_Pairs] = [[] for _ in range(2 * powers[0] + (len(powers) > 1))]
+
+    def average(own: list[int], first: int) -> None:
+        for k in range(len(own).bit_length() - 1):
+            rounds[first + k] += [(own[i], own[i ^ 1 << k], 0.5) for i in range(len(own)) if not i >> k & 1]
+
+    for own in sets:
+        average(own, 0)
+    for index, own in enumerate(sets[:-1]):
+        meeting = powers[0] + index
+        later = [(other, place) for other in sets[index + 1 :] for place in range(len(other))]
+        weight = len(later) / (len(own) + len(later))
+        for i, (other, place) in enumerate(later):
+            rounds[meeting].append((own[i], other[place], weight))
+            own[i], other[place] = other[place], own[i]
+        average(own, meeting + 1)
+    return rounds
+
+
+def _base_two(n: int) -> list[_Pairs]:
+    """Rounds after which n workers hold their mean: of n = 2^e m, m odd, e of a hypercube and then those of m."""
+    e = (n & -n).bit_length() - 1
+    m = n >> e
+    rounds: list[_Pairs] = [[(i, i ^ 1 << k, 0.5) for i in range(n) if not i >> k & 1] for k in range(e)]
+    if m > 1:
+        rounds += [[(a << e | i, b << e | i, w) for i in range(1 << e) for a, b, w in pairs] for pairs in _simple_base_two(m)]
+    return rounds or [[]]
+
+
+def _alone(n: int, pairs: _Pairs) -> list[int]:
+    """Those of n who are in no pair."""
+    met = {member for a, b, _ in pairs for member in (a, b)}
+    return [member for member in range(n) if member not in met]
+
+
+@TopologyReg.register("base-2")
+class BaseTwoTopology(Topology):
+    """One peer a round, and an exact average every few rounds for any n; for a power of two it is 'one-peer-exp'.
+
+    Let n = 2^e m with m odd. The first e rounds are those of 'one-peer-exp' over the lowest e bits of a worker's number. If
+    m > 1, 2·floor(log2 m) + 1 rounds follow over the other bits, in which weights may be less than 1/2 and some workers sit
+    out. After the e, or e + 2·floor(log2 m) + 1, rounds of a period each worker holds the mean over all. One idle round for
+    n = 1.
+
+    Source: the Base-(k+1) graph with k = 1 of Takezawa et al., "Beyond Exponential Graph: Communication-Efficient
+    Topologies for Decentralized Learning via Finite-time Convergence", NeurIPS 2023, arXiv 2305.11420.
+    """
+
+    def _get_topo_edges(self) -> list[list[Edge]]:
+        n = self._world_size
+        return [
+            [_average(a, b) if w == 0.5 else Edge(sorted((a, b)), 1 - w) for a, b, w in pairs]
+            + [_average(i) for i in _alone(n, pairs)]
+            for pairs in _base_two(n)
+        ]
+
+
+@TopologyReg.register("random-matching")
+class RandomMatchingTopology(Topology):
+    """Fresh random pairs every round, weight 1/2. Any n; for an odd n one worker sits out.
+
+    Round t pairs the workers along a permutation that is drawn from ``seed`` and t, the same on all workers. It does not
+    repeat, and averages exactly only by chance. In expectation a round of an even n shrinks the squared distance to the mean
+    by the factor (n - 2)/(2n - 2), a little less than 1/2.
+
+    Args:
+        local_world_size, world_size, rank: as of :class:`Topology`.
+        seed: of the permutations, in [0, 2^32).
+
+    Raises:
+        TypeError, ValueError: ``seed`` is not such an integer.
+    """
+
+    def __init__(
+        self, local_world_size: int = 1, *, seed: int = 0, world_size: int | None = None, rank: int | None = None
+    ) -> None:
+        super().__init__(local_world_size, world_size=world_size, rank=rank)
+        self._seed = _integer("RandomMatchingTopology: seed", seed, 0)
+        if self._seed >= 2**32:
+            raise ValueError(f"RandomMatchingTopology: seed must be below 2^32, got {seed}")
+
+    def round(self, t: int) -> list[Edge]:
+        # RandomState, whose stream NumPy has frozen: workers with different versions of it draw the same. That of the newer
+        # Generator may change with the version.
+        drawn = np.random.RandomState([self._seed, _integer("round", t, 0) % 2**32]).permutation(self._world_size).tolist()
+        return [_average(*drawn[i : i + 2]) for i in range(0, self._world_size, 2)]
+
+    def title(self) -> str:
+        return f"{super().title()} with seed {self._seed}"
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}, seed={self._seed})"
+
+
+@TopologyReg.register("hierarchical")
+class HierarchicalTopology(Topology):
+    """Inside a node everybody, and between nodes one peer node a round: 'base-2' over nodes. Any number of equal nodes.
+
+    Let l be ``local_world_size``. Where two nodes meet in the round of 'base-2' with weight w, their 2l workers are one
+    group in which each takes w/l of each other's value, and so keeps 1 - w(2l - 1)/l of its own; for w = 1/2 this is the
+    average of the group. A node that sits out averages inside. So the means of nodes follow 'base-2', and inside a node
+    deviations shrink by 1 - 2w each round, to nothing in the first round: there w is 1/2 or the node sits out. After the
+    period of 'base-2' for n/l nodes each worker holds the mean over all. One node is a single group of its workers; with one
+    worker a node it is 'base-2'.
+
+    Every worker carries its share of the group's mean: between nodes go one copy of the parameters a node, a direction and a
+    round, and not the l copies of pairs of workers.
+    """
+
+    @classmethod
+    def unfit(cls, world_size: int, local_world_size: int) -> str | None:
+        return _unequal_nodes(world_size, local_world_size) if world_size % local_world_size else None
+
+    def _get_topo_edges(self) -> list[list[Edge]]:
+        local, n_nodes = self._local_world_size, self._n_nodes
+
+        def workers(*nodes: int) -> list[int]:
+            return [rank for node in sorted(nodes) for rank in range(node * local, (node + 1) * local)]
+
+        def meet(a: int, b: int, w: float) -> Edge:
+            return _average(*workers(a, b)) if w == 0.5 else Edge(workers(a, b), 1 - w * (2 * local - 1) / local)
+
+        return [
+            [meet(*pair) for pair in pairs] + [_average(*workers(node)) for node in _alone(n_nodes, pairs)]
+            for pairs in _base_two(n_nodes)
+        ]

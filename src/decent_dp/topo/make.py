@@ -6,39 +6,38 @@ import difflib
 from typing import Any, cast
 
 from .base import Topology, worker_scope
+from .compose import SwitchTopology
 from .registry import TopologyReg
 
-__all__ = ["make_topology"]
+__all__ = ["make_topology", "names_that_fit", "why_unfit"]
 
 
 def make_topology(topology: str | Topology, *, local_world_size: int, world_size: int, rank: int) -> Topology:
     """The topology that ``topology`` names, made for these workers; an instance is checked and returned.
 
     Args:
-        topology: a name in :attr:`TopologyReg.registry`, or a :class:`Topology`.
+        topology: a name in :attr:`TopologyReg.registry`; several, each but the last with the number of updates that it is in
+            use, ``"complete:500,base-2"``; or a :class:`Topology`.
         local_world_size: workers a node, handed to what the name stands for.
         world_size: number of workers in the process group.
         rank: this worker's rank in the process group.
 
     Raises:
         TypeError: ``topology`` is neither, or what the name stands for does not return a :class:`Topology`.
-        ValueError: the name is unknown, the topology does not serve so many workers or has an invalid round, or it was
-            made for other workers.
+        ValueError: a name is unknown, or has no number of updates where it needs one; the topology does not serve so many
+            workers or has an invalid round; or it was made for other workers.
     """
     if isinstance(topology, Topology):
         made: Any = topology
         what = f"the topology given, a {type(topology).__name__},"
     elif isinstance(topology, str):
-        if topology not in TopologyReg.registry:
-            raise ValueError(_unknown(topology))
-        maker: Any = TopologyReg.registry[topology]
-        if not callable(maker):
-            raise TypeError(f"{_entry(topology)} must be a Topology subclass or return a Topology, got {maker!r}")
-        with worker_scope(world_size, rank):
-            made = maker(local_world_size)
         what = f"topology {topology!r}"
-        if not isinstance(made, Topology):
-            raise TypeError(f"{_entry(topology)} must return a Topology, got {made!r}")
+        with worker_scope(world_size, rank):
+            # A name that is registered as it stands is that name, whatever signs are in it.
+            if topology in TopologyReg.registry or not set(":,") & set(topology):
+                made = _by_name(topology, local_world_size)
+            else:
+                made = _switch(topology, local_world_size)
     else:
         raise _neither(topology)
     if (made._world_size, made._rank) != (world_size, rank):
@@ -47,6 +46,62 @@ def make_topology(topology: str | Topology, *, local_world_size: int, world_size
             f"world_size={world_size}, rank={rank}: make it with these, or leave both out"
         )
     return cast(Topology, made)
+
+
+def why_unfit(name: str, world_size: int, local_world_size: int) -> str | None:
+    """Why the registered topology ``name`` cannot serve so many workers, in words that go on from its name; None: it can.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    if name not in TopologyReg.registry:
+        raise ValueError(_unknown(name))
+    kind: Any = TopologyReg.registry[name]
+    if isinstance(kind, type) and issubclass(kind, Topology):
+        return kind.unfit(world_size, local_world_size)
+    try:
+        make_topology(name, local_world_size=local_world_size, world_size=world_size, rank=0)
+    except (TypeError, ValueError) as error:
+        return f"cannot be made: {error}"
+    return None
+
+
+def names_that_fit(world_size: int, local_world_size: int = 1) -> list[str]:
+    """The registered topologies that serve ``world_size`` workers with ``local_world_size`` a node."""
+    return [name for name in TopologyReg.registry if why_unfit(name, world_size, local_world_size) is None]
+
+
+def _by_name(name: str, local_world_size: int) -> Topology:
+    if name not in TopologyReg.registry:
+        raise ValueError(_unknown(name))
+    maker: Any = TopologyReg.registry[name]
+    if not callable(maker):
+        raise TypeError(f"{_entry(name)} must be a Topology subclass or return a Topology, got {maker!r}")
+    made = maker(local_world_size)
+    if not isinstance(made, Topology):
+        raise TypeError(f"{_entry(name)} must return a Topology, got {made!r}")
+    return made
+
+
+def _switch(text: str, local_world_size: int) -> Topology:
+    """What ``text``, such as "complete:500,base-2", says."""
+    *turns, last = (part.strip() for part in text.split(","))
+    parts: list[tuple[Topology, int]] = []
+    for turn in turns:
+        name, _, updates = turn.rpartition(":")
+        if not (name and updates.isdecimal() and int(updates) > 0):
+            raise ValueError(
+                f"topology {text!r}: {turn!r} must be a name and for how many updates, such as 'complete:500'; "
+                "the last part is a name alone"
+            )
+        parts.append((_by_name(name, local_world_size), int(updates)))
+    if last not in TopologyReg.registry and ":" in last:
+        raise ValueError(
+            f"topology {text!r}: its last part, {last!r}, goes on for ever: give it without a number of updates, as in "
+            "'complete:500,base-2'"
+        )
+    final = _by_name(last, local_world_size)
+    return cast(Topology, SwitchTopology(*parts, final)) if parts else final
 
 
 def _neither(topology: object) -> TypeError:

@@ -1,0 +1,158 @@
+"""Topologies made of others: mixing in some updates only, and one topology after another."""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from typing import Any
+
+from .base import Edge, Topology, _integer
+
+__all__ = ["EveryTopology", "SwitchTopology"]
+
+
+class EveryTopology(Topology):
+    """Another topology, in every ``h``-th update only: what :meth:`Topology.every` returns.
+
+    Update t mixes where t + 1 is a multiple of h, and makes round ``t // h`` of the other topology: its rounds are counted in
+    mixes. (Were they counted in updates, a period that has a factor in common with h would lose some of its rounds for good.)
+    In all other updates every worker is idle.
+
+    Args:
+        inner: the topology that mixes.
+        h: updates from one mix to the next.
+    """
+
+    def __init__(self, inner: Topology, h: int) -> None:
+        _check_part("EveryTopology", inner)
+        super().__init__(inner._local_world_size, world_size=inner._world_size, rank=inner._rank)
+        self._inner, self._h = inner, _integer("EveryTopology: h", h, 1)
+        self._idle = [Edge([rank], 1.0) for rank in range(self._world_size)]
+
+    @property
+    def period(self) -> int | None:
+        period = self._inner.period
+        return None if period is None else period * self._h
+
+    def round(self, t: int) -> list[Edge]:
+        mix, update = divmod(_integer("round", t, 0), self._h)
+        return self._inner.round(mix) if update == self._h - 1 else list(self._idle)
+
+    def get_edge(self, step: int) -> Edge:
+        mix, update = divmod(_integer("step", step, 0), self._h)
+        return self._inner.get_edge(mix) if update == self._h - 1 else self._idle[self._rank]
+
+    def _checked(self, t: int) -> list[Edge]:
+        mix, update = divmod(_integer("round", t, 0), self._h)
+        return self._inner._checked(mix) if update == self._h - 1 else self._idle
+
+    def edges_ahead(self, limit: int) -> list[Edge]:
+        return self._inner.edges_ahead(limit)
+
+    def _every(self, h: int) -> Topology:
+        return EveryTopology(self._inner, self._h * h)
+
+    def title(self) -> str:
+        return f"{self._inner.title()}, every {self._h} updates"
+
+    def fingerprint(self) -> dict[str, str | int]:
+        # Not of the first rounds, which may all be idle.
+        return _fingerprint(self, [(self._h, self._inner)])
+
+    def __repr__(self) -> str:
+        return f"{self._inner!r}.every({self._h})"
+
+
+class SwitchTopology(Topology):
+    """One topology after another: ``SwitchTopology((complete, 500), ring)`` is ``complete`` for 500 updates, then ``ring``.
+
+    Each starts with its round 0 when its turn comes. What is done at an update depends on the number of the update alone, so
+    that training that is resumed goes on where it was. By name: ``topology="complete:500,ring"``.
+
+    Args:
+        parts: each a pair of a topology and of the number of updates that it is in use; the last a topology alone, which
+            stays. All made for the same workers.
+
+    Raises:
+        TypeError: a part is not what it should be.
+        ValueError: a number of updates is less than 1, or parts were made for different workers.
+    """
+
+    def __init__(self, *parts: Any) -> None:
+        topologies, lengths = _read_parts(parts)
+        last = topologies[-1]
+        for part in topologies:
+            if (part._world_size, part._rank) != (last._world_size, last._rank):
+                raise ValueError(
+                    "SwitchTopology: all parts must be made for the same workers, got "
+                    f"world_size={part._world_size}, rank={part._rank} and world_size={last._world_size}, rank={last._rank}"
+                )
+        # Parts that do not mind the nodes may have been made without them.
+        local = max(part._local_world_size for part in topologies)
+        super().__init__(local, world_size=last._world_size, rank=last._rank)
+        self._parts, self._lengths = topologies, lengths
+        self._starts = [sum(lengths[:i]) for i in range(len(topologies))]
+
+    def _at(self, t: int) -> tuple[Topology, int]:
+        """The part in use at update ``t``, and which round of it."""
+        index = bisect_right(self._starts, _integer("round", t, 0)) - 1
+        return self._parts[index], t - self._starts[index]
+
+    def round(self, t: int) -> list[Edge]:
+        part, at = self._at(t)
+        return part.round(at)
+
+    def get_edge(self, step: int) -> Edge:
+        part, at = self._at(step)
+        return part.get_edge(at)
+
+    def _checked(self, t: int) -> list[Edge]:
+        part, at = self._at(t)
+        return part._checked(at)
+
+    def edges_ahead(self, limit: int) -> list[Edge]:
+        return [edge for part in self._parts for edge in part.edges_ahead(limit)]
+
+    def _every(self, h: int) -> Topology:
+        # Inside the parts, so that their turns are counted in updates, and not in mixes.
+        parts = [part.every(h) for part in self._parts]
+        return SwitchTopology(*zip(parts, self._lengths, strict=False), parts[-1])
+
+    def title(self) -> str:
+        turns = [f"{part.title()} for {k} update{'s' * (k > 1)}" for part, k in zip(self._parts, self._lengths, strict=False)]
+        return ", then ".join([*turns, self._parts[-1].title()])
+
+    def fingerprint(self) -> dict[str, str | int]:
+        return _fingerprint(self, list(zip(self._starts, self._parts, strict=True)))
+
+    def __repr__(self) -> str:
+        turns = [f"({part!r}, {k})" for part, k in zip(self._parts, self._lengths, strict=False)]
+        return f"SwitchTopology({', '.join([*turns, repr(self._parts[-1])])})"
+
+
+def _check_part(name: str, part: object) -> None:
+    if not isinstance(part, Topology):
+        hint = " (this is a class: make one)" if isinstance(part, type) else ""
+        raise TypeError(f"{name} is made of topologies, got {part!r}{hint}")
+
+
+def _read_parts(parts: tuple[Any, ...]) -> tuple[list[Topology], list[int]]:
+    """All topologies, and the number of updates of each but the last."""
+    form = "SwitchTopology((first, updates), ..., last)"
+    if len(parts) < 2:
+        raise TypeError(f"a switch needs two topologies at least, {form}; got {len(parts)}")
+    for part in parts[:-1]:
+        if not (isinstance(part, tuple) and len(part) == 2):
+            raise TypeError(f"every part but the last is a pair of a topology and its updates, {form}; got {part!r}")
+    topologies = [part for part, _ in parts[:-1]] + [parts[-1]]
+    for topology in topologies:
+        _check_part("SwitchTopology", topology)
+    return topologies, [_integer("SwitchTopology: the updates of a part", k, 1) for _, k in parts[:-1]]
+
+
+def _fingerprint(whole: Topology, parts: list[tuple[int, Topology]]) -> dict[str, str | int]:
+    """Of a composed topology: of its parts', each with its number."""
+    digest = hashlib.sha256(type(whole).__name__.encode())
+    for number, part in parts:
+        digest.update(f"{number} {part.fingerprint()['name']} {part.fingerprint()['rounds']} ".encode())
+    return {"name": whole.title(), "n": whole._world_size, "rounds": digest.hexdigest()[:16]}

@@ -1,0 +1,371 @@
+"""What the analysis says of topologies, against matrices, closed forms and the bytes of real workers."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import FrozenInstanceError, replace
+from functools import partial
+from typing import Any
+
+import networkx as nx
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decent_dp.ddp import DecentralizedDataParallel
+from decent_dp.topo import (
+    CompleteTopology,
+    Edge,
+    HierarchicalTopology,
+    RandomMatchingTopology,
+    RingTopology,
+    SwitchTopology,
+    Topology,
+    TopologyReg,
+    analysis,
+    make_topology,
+)
+from decent_dp.topo.analysis import Analysis, analyse, consensus_error, is_doubly_stochastic, mixing_matrix
+from decent_dp.transport.tree import find_place
+
+NAMES = ["complete", "ring", "one-peer-exp", "alternating-exp-ring", "base-2", "random-matching", "hierarchical"]
+
+
+def made(name: str, n: int, local: int = 1) -> Topology:
+    return make_topology(name, local_world_size=local, world_size=n, rank=0)
+
+
+def fitting(n: int, local: int) -> list[str]:
+    return [name for name in NAMES if TopologyReg.registry[name].unfit(n, local) is None]  # type: ignore[attr-defined]
+
+
+def graph(kind: nx.Graph) -> Topology:
+    return Topology.from_graph(nx.convert_node_labels_to_integers(kind), allow_disconnected=True)
+
+
+class Groups(Topology):
+    """Groups over unequal parts of nodes, weights other than the average's, and idle workers."""
+
+    def _get_topo_edges(self) -> list[list[Edge]]:
+        n = self._world_size
+        return [
+            [Edge(list(range(5)), 0.4), Edge([5, n - 1], 0.9), Edge(list(range(6, n - 1)), 0.2)],
+            [Edge(list(range(0, n, 2)), 0.5), *(Edge([rank], 1.0) for rank in range(1, n, 2))],
+        ]
+
+
+# -- matrices --------------------------------------------------------------------------------------------------------------
+
+
+def period_product(topology: Topology) -> np.ndarray:
+    p = np.eye(topology.world_size)
+    for t in range(topology.period or 0):
+        p = topology.mixing_matrix(t) @ p
+    return p
+
+
+@given(n=st.integers(1, 40), local=st.integers(1, 6), t=st.integers(0, 99), h=st.integers(1, 3))
+@settings(deadline=None, max_examples=60)
+def test_matrices_are_doubly_stochastic(n, local, t, h):
+    for name in fitting(n, local):
+        topology = made(name, n, local).every(h)
+        assert is_doubly_stochastic(mixing_matrix(topology, t))
+        np.testing.assert_array_equal(mixing_matrix(topology, t), topology.mixing_matrix(t))
+        if topology.period is not None:
+            p = mixing_matrix(topology)
+            assert is_doubly_stochastic(p)
+            np.testing.assert_allclose(p, period_product(topology), atol=1e-14)
+
+
+def test_is_doubly_stochastic_says_no():
+    fine = np.array([[0.25, 0.75], [0.75, 0.25]])
+    assert is_doubly_stochastic(fine)
+    for bad in (
+        fine + 1e-11,
+        [[0.5, 0.5], [0.4, 0.6]],  # rows alone
+        [[0.5, 0.4], [0.5, 0.6]],  # columns alone
+        [[-0.5, 1.5], [1.5, -0.5]],
+        [[0.5, 0.5]],
+        [1.0],
+        [[math.nan, 1], [1, 0]],
+    ):
+        assert not is_doubly_stochastic(bad)
+    assert is_doubly_stochastic(fine + 1e-11, tolerance=1e-10)
+
+
+def test_a_period_is_needed_for_its_matrix():
+    with pytest.raises(ValueError, match="RandomMatchingTopology with seed 0 has no period: pass t=, the round"):
+        mixing_matrix(RandomMatchingTopology(world_size=4))
+
+
+@pytest.mark.parametrize("n", [9, 12, 40])
+def test_groups_mix_as_the_matrix_says(n):
+    topology = Groups(3, world_size=n)
+    x = np.random.default_rng(0).normal(size=(n, 3))
+    for t, round_ in zip(range(2), analysis._rounds(topology), strict=False):
+        np.testing.assert_allclose(round_.apply(x), topology.mixing_matrix(t) @ x, atol=1e-14)
+
+
+# -- consensus error -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("n", [2, 8, 16])
+def test_error_is_that_of_the_product(name, n):
+    topology = made(name, n, 2)
+    errors = consensus_error(topology, 12)
+    assert errors.shape == (13,)
+    p, mean = np.eye(n), np.full((n, n), 1 / n)
+    for t in range(13):
+        want = np.linalg.norm(p - mean) / np.linalg.norm(np.eye(n) - mean)
+        assert errors[t] == pytest.approx(want, rel=1e-12, abs=1e-14)
+        p = topology.mixing_matrix(t) @ p
+
+
+def test_error_of_many_workers_is_near_that_of_the_product():
+    n = 200
+    topology = graph(nx.random_regular_graph(3, n, seed=2))
+    errors, p, mean = consensus_error(topology, 12), np.eye(n), np.full((n, n), 1 / n)
+    for t in range(13):
+        want = np.linalg.norm(p - mean) / np.linalg.norm(np.eye(n) - mean)
+        assert errors[t] == pytest.approx(want, rel=0.1)
+        p = topology.mixing_matrix(t) @ p
+    np.testing.assert_array_equal(errors, consensus_error(topology, 12))
+
+
+def test_error_of_one_worker_and_of_no_rounds():
+    np.testing.assert_array_equal(consensus_error(RingTopology(world_size=1), 2), [1, 0, 0])
+    np.testing.assert_array_equal(consensus_error(RingTopology(world_size=5), 0), [1])
+    with pytest.raises(ValueError, match="consensus_error: rounds must be at least 0"):
+        consensus_error(RingTopology(world_size=5), -1)
+
+
+# -- how fast --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [4, 6, 64, 128, 130, 500, 1024, 3000])
+def test_ring_has_its_closed_form(n):
+    """The product of the ring's two projections has the squared cosines of 2 pi k / n; its norm is the first cosine."""
+    found = analyse(RingTopology(world_size=n))
+    cosine = math.cos(2 * math.pi / n)
+    assert found.spectral_gap == pytest.approx(1 - cosine, rel=1e-3)
+    assert 1 - found.rate == pytest.approx(1 - max(cosine, 0), rel=1e-3)  # two rounds a period
+    assert found.exact == (n == 4)
+
+
+IRREGULAR = [
+    nx.random_regular_graph(3, 150, seed=1),
+    nx.gnp_random_graph(140, 0.1, seed=2),
+    nx.grid_2d_graph(10, 14),
+    nx.star_graph(129),
+    nx.watts_strogatz_graph(150, 4, 0.1, seed=3),
+    nx.path_graph(131),
+]
+
+
+@pytest.mark.parametrize("kind", IRREGULAR, ids=str)
+def test_large_and_small_agree(kind, monkeypatch):
+    topology = graph(kind)
+    p = period_product(topology) - 1 / topology.world_size
+    norm, radius = np.linalg.norm(p, 2), abs(np.linalg.eigvals(p)).max()
+    large = analyse(topology, limit=500)
+    monkeypatch.setattr(analysis, "_DENSE", 512)
+    small = analyse(topology, limit=500)
+    for found in (small, large):
+        assert found.spectral_gap == pytest.approx(1 - norm, rel=1e-3)
+        assert 1 - found.rate == pytest.approx(1 - radius ** (1 / topology.period), rel=1e-3)  # type: ignore[operator]
+    assert (large.rounds_to_epsilon is None) == (small.rounds_to_epsilon is None)
+    assert (large.rounds_to_epsilon or 0) == pytest.approx(small.rounds_to_epsilon or 0, rel=0.1)
+
+
+@pytest.mark.parametrize("dense", [8, 128])
+def test_those_who_never_meet_have_no_gap(dense, monkeypatch):
+    monkeypatch.setattr(analysis, "_DENSE", dense)
+    apart = analyse(graph(nx.disjoint_union(nx.cycle_graph(9), nx.complete_graph(7))))
+    assert (apart.spectral_gap, apart.rate, apart.rounds_to_epsilon, apart.exact) == (0.0, 1.0, None, False)
+    alone = analyse(graph(nx.empty_graph(10)))
+    assert (alone.spectral_gap, alone.rate, alone.idle, alone.degree, alone.sent_by_worker) == (0.0, 1.0, 1.0, 0, 0.0)
+
+
+@given(n=st.integers(1, 30), local=st.integers(1, 5), h=st.integers(1, 3))
+@settings(deadline=None, max_examples=40)
+def test_what_is_exact_and_when_it_is_near(n, local, h):
+    for name in fitting(n, local):
+        topology = made(name, n, local).every(h)
+        found = analyse(topology, epsilon=0.01, limit=300)
+        exact = topology.period is not None and np.allclose(period_product(topology), 1 / n, atol=1e-11)
+        assert found.exact == exact
+        if exact:
+            assert (found.spectral_gap, found.rate) == (1.0, 0.0)
+        errors = consensus_error(topology, 300)
+        below = np.flatnonzero(errors <= 0.01)
+        assert found.rounds_to_epsilon == (int(below[0]) if len(below) else None)
+        assert (found.world_size, found.local_world_size, found.period) == (n, local, topology.period)
+        assert (found.name, found.epsilon) == (topology.title(), 0.01)
+
+
+def test_random_matching_decays_as_expected():
+    for n in (50, 300):
+        found = analyse(RandomMatchingTopology(world_size=n))
+        assert found.rate == pytest.approx(math.sqrt((n - 2) / (2 * n - 2)), rel=0.02)
+        assert (found.period, found.spectral_gap, found.exact) == (None, None, False)
+    assert analyse(RandomMatchingTopology(world_size=2)).rate < 1e-6
+
+
+def test_switch_is_judged_by_its_first_rounds():
+    found = analyse(make_topology("complete:500,ring", local_world_size=1, world_size=8, rank=0))
+    assert (found.rounds_to_epsilon, found.degree, found.period) == (1, 7, None)
+
+
+# -- what it costs ---------------------------------------------------------------------------------------------------------
+
+
+def traffic(topology: Topology) -> tuple[float, float, float]:
+    """By brute force: every message of the trees of as many pieces as make all turns equal."""
+    n, local, period = topology.world_size, topology.local_world_size, topology.period
+    assert period is not None
+    n_nodes = -(-n // local)
+    sent, crossed, largest = 0.0, 0.0, 0.0
+    for t in range(period):
+        entered = np.zeros(n_nodes)
+        for edge in topology.round(t):
+            nodes: dict[int, list[int]] = {}
+            for rank in sorted(edge.ranks):
+                nodes.setdefault(rank // local, []).append(rank)
+            pieces = min(map(len, nodes.values())) * len(nodes)
+            for piece in range(pieces):
+                for rank in edge.ranks:
+                    parent = find_place(list(nodes.values()), piece, rank).parent
+                    for a, b in [] if parent is None else [(rank, parent), (parent, rank)]:
+                        sent += 1 / pieces
+                        if a // local != b // local:
+                            crossed += 1 / pieces
+                            entered[b // local] += 1 / pieces
+        largest = max(largest, entered.max())
+    return sent / (n * period), crossed / (n_nodes * period), largest
+
+
+@pytest.mark.parametrize(("n", "local"), [(1, 1), (2, 1), (6, 1), (6, 2), (6, 6), (8, 2), (12, 3), (12, 5), (16, 4), (3, 8)])
+def test_bytes_are_those_of_the_trees(n, local):
+    topologies = [made(name, n, local) for name in fitting(n, local) if name != "random-matching"]
+    topologies += [Groups(local, world_size=n)] if n >= 9 else []
+    for topology in topologies:
+        found = analyse(topology, payload=10.0)
+        want = [10 * value for value in traffic(topology)]
+        assert [found.sent_by_worker, found.sent_by_node, found.fan_in] == pytest.approx(want), topology
+
+
+def test_figures_by_hand():
+    found = analyse(HierarchicalTopology(4, world_size=24), payload=100.0)
+    assert found == Analysis(
+        "HierarchicalTopology", 24, 4, 4, True, 1.0, 0.0, 4, 1e-3, 15, 8, 0.0, 168.75, 75.0, 100.0
+    )  # six nodes: 4 rounds, in two of which two nodes sit out; so a worker sends 2·7/8 in 3/4 of them, and 2·3/4 in 1/4
+    with pytest.raises(FrozenInstanceError):
+        found.name = "other"  # type: ignore[misc]
+    ring = analyse(RingTopology(2, world_size=5))
+    assert (ring.degree, ring.largest_group, ring.idle, ring.sent_by_worker) == (2, 2, pytest.approx(0.2), pytest.approx(0.8))
+    groups = analyse(Groups(4, world_size=12))
+    assert (groups.degree, groups.largest_group, groups.idle) == (7, 6, 6 / 24)
+    complete = analyse(CompleteTopology(4, world_size=8).every(5))
+    assert (complete.idle, complete.period, complete.sent_by_worker) == (0.8, 5, pytest.approx(2 * 7 / 8 / 5))
+    assert (complete.sent_by_node, complete.fan_in) == (pytest.approx(1 / 5), 1.0)
+
+
+def test_pairs_and_hierarchical_with_eight_workers_a_node():
+    """The point of 'hierarchical': one copy enters a node a round, and not eight."""
+    fan_in = {name: analyse(made(name, 48, 8)).fan_in for name in ("base-2", "hierarchical", "random-matching")}
+    assert fan_in["hierarchical"] == 1
+    assert fan_in["base-2"] == 8
+    assert 1 < fan_in["random-matching"] <= 8
+
+
+def sent(rank: int, n: int, names: list[tuple[str, int]], updates: int) -> list[int]:
+    counts = []
+    for name, local in names:
+        net = torch.nn.Linear(10, 10, bias=False)
+        sgd = partial(torch.optim.SGD, lr=0.1)
+        model = DecentralizedDataParallel(net, sgd, topology=name, _local_world_size=local)
+        for _ in range(updates):
+            model(torch.ones(1, 10)).sum().backward()
+        counts.append(model.stats().bytes_sent)
+        model.close()
+    return counts
+
+
+@pytest.mark.parametrize("n", [4, 6])
+def test_bytes_are_those_that_workers_send(workers, n):
+    cases = [(name, local) for local in (1, 2) for name in fitting(n, local) if name != "random-matching"]
+    updates = math.lcm(*(made(*case[:1], n, case[1]).period or 1 for case in cases))
+    counts = np.array(workers(n, sent, [*cases, ("random-matching", 1)], 64 if updates < 64 else updates)).mean(axis=0)
+    rounds = 64 if updates < 64 else updates
+    for i, (name, local) in enumerate([*cases, ("random-matching", 1)]):
+        topology = made(name, n, local)
+        found = analyse(topology, payload=400)
+        if topology.period is not None and rounds % topology.period:
+            each = [analyse(_only(topology, t), payload=400).sent_by_worker for t in range(topology.period)]
+            assert counts[i] == pytest.approx(sum(each[t % len(each)] for t in range(rounds)))
+            assert found.sent_by_worker == pytest.approx(sum(each) / len(each))
+        else:
+            assert counts[i] == pytest.approx(found.sent_by_worker * rounds), (name, local)
+
+
+def _only(topology: Topology, t: int) -> Topology:
+    class Only(Topology):
+        def _get_topo_edges(self) -> list[list[Edge]]:
+            return [topology.round(t)]
+
+    made: Any = Only(topology.local_world_size, world_size=topology.world_size)
+    assert isinstance(made, Topology)
+    return made
+
+
+# -- sizes and bad input ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_thousands_of_workers_in_seconds(name):
+    start = time.perf_counter()
+    found = analyse(made(name, 4096, 8))
+    assert time.perf_counter() - start < 10  # hundredths of a second, and about one for 'ring'
+    assert found.exact == (name not in ("ring", "random-matching"))
+    assert is_doubly_stochastic(mixing_matrix(made("base-2", 96), None))
+
+
+def test_an_odd_number_of_thousands():
+    found = analyse(made("base-2", 4095).every(100))
+    assert (found.exact, found.period, found.rounds_to_epsilon) == (True, 2300, 2300)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "says"),
+    [
+        ({"payload": -1.0}, ValueError, r"payload must be a size, at least 0, got -1\.0"),
+        ({"payload": math.nan}, ValueError, "payload must be a size"),
+        ({"payload": "1"}, TypeError, "payload must be a number, got '1'"),
+        ({"epsilon": 0.0}, ValueError, r"epsilon must be between 0 and 1, got 0\.0"),
+        ({"epsilon": 1}, ValueError, "epsilon must be between"),
+        ({"epsilon": True}, TypeError, "epsilon must be a number, got True"),
+        ({"limit": 0}, ValueError, "limit must be at least 1, got 0"),
+        ({"limit": 1.5}, TypeError, "limit must be an integer"),
+    ],
+)
+def test_bad_arguments(options, kind, says):
+    with pytest.raises(kind, match=says):
+        analyse(RingTopology(world_size=4), **options)
+
+
+def test_takes_a_topology_and_scales_with_the_payload():
+    with pytest.raises(TypeError, match="analyse takes a Topology, got 'ring'"):
+        analyse("ring")  # type: ignore[arg-type]
+    one, many = (
+        analyse(SwitchTopology((RingTopology(world_size=6), 3), CompleteTopology(world_size=6)), payload=p) for p in (1, 8)
+    )
+    assert replace(many, sent_by_worker=0.0, sent_by_node=0.0, fan_in=0.0) == replace(
+        one, sent_by_worker=0.0, sent_by_node=0.0, fan_in=0.0
+    )
+    assert (many.sent_by_worker, many.sent_by_node, many.fan_in) == pytest.approx(
+        (8 * one.sent_by_worker, 8 * one.sent_by_node, 8 * one.fan_in)
+    )
