@@ -41,12 +41,12 @@ BELOW["transport"] = {"errors", "topo", "mixing", "wire", "bucket", "planner"}
 BELOW["replica"] = BELOW["transport"] | {"transport"}
 BELOW["ddp"] = BELOW["replica"] | {"replica"}
 BELOW["checkpoint"] = BELOW["ddp"] | {"ddp"}
-BELOW["cli"] = BELOW["checkpoint"] | {"checkpoint", "sim", "optim", "launch", "plots", "utils"}
+BELOW["cli"] = BELOW["checkpoint"] | {"checkpoint", "sim", "optim", "launch", "plots", "utils", "__init__"}
 BELOW["sim"] = {"errors", "topo", "mixing", "wire", "optim"}
 BELOW["__init__"] = set()  # names are looked up lazily
 
 MAY_IMPORT_DISTRIBUTED = {"transport", "launch", "checkpoint"}
-ONLY_IN = {"matplotlib": {"plots"}, "typer": {"cli"}, "rich": {"cli"}}
+ONLY_IN = {"matplotlib": {"plots"}, "typer": {"cli"}, "rich": {"cli"}, "sklearn": {"sim"}}
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def test_extras_are_imported_in_one_room(package):
 
 
 def test_the_core_needs_torch_and_numpy_alone():
-    allowed = {"decent_dp", "torch", "numpy", "matplotlib", "typer", "rich", *sys.stdlib_module_names}
+    allowed = {"decent_dp", "torch", "numpy", *ONLY_IN, *sys.stdlib_module_names}
     assert [str(f) for _, f in ALL_IMPORTS if f.target.split(".")[0] not in allowed] == []
     for room in ("topo", "errors"):
         torch_at_top = [
@@ -312,13 +312,21 @@ def test_public_names():
     ]
     assert decent_dp.topo.__all__ == [
         "AlternatingExpRingTopology",
+        "BaseTwoTopology",
         "CompleteTopology",
         "Edge",
+        "EveryTopology",
+        "GraphTopology",
+        "HierarchicalTopology",
         "OnePeerExpTopology",
+        "RandomMatchingTopology",
         "RingTopology",
+        "SwitchTopology",
         "Topology",
         "TopologyReg",
         "make_topology",
+        "names_that_fit",
+        "why_unfit",
     ]
     assert decent_dp.utils.__all__ == ["initialize_dist"]
     for module in (decent_dp.ddp, decent_dp.optim, decent_dp.topo, decent_dp.utils, decent_dp.errors):
@@ -334,7 +342,7 @@ def test_the_wrappers_arguments():
     positional, _, rest = shape(decent_dp.DecentralizedDataParallel.__init__).partition(", *")
     assert positional + ", *" == "(" + documented
     keywords = rest.removeprefix(", ").removesuffix(", **unknown)").split(", ")
-    assert keywords == ["overlap=True", "wire='float32'", "process_group=None", "transport=None"]
+    assert keywords == ["overlap=True", "wire='float32'", "mix_every=1", "process_group=None", "transport=None"]
 
 
 METHODS = {
@@ -401,12 +409,20 @@ def test_topo_and_utils_signatures():
     assert shape(topo.Topology._get_topo_edges) == "()"
     assert shape(topo.TopologyReg.register) == "(name)"
     assert isinstance(topo.TopologyReg.registry, dict)
-    assert {name: topo.TopologyReg.registry[name] for name in ("complete", "ring", "one-peer-exp", "alternating-exp-ring")} == {
+    built_in = {
         "complete": topo.CompleteTopology,
         "ring": topo.RingTopology,
         "one-peer-exp": topo.OnePeerExpTopology,
         "alternating-exp-ring": topo.AlternatingExpRingTopology,
+        "base-2": topo.BaseTwoTopology,
+        "random-matching": topo.RandomMatchingTopology,
+        "hierarchical": topo.HierarchicalTopology,
     }
+    assert {name: topo.TopologyReg.registry[name] for name in built_in} == built_in
+    assert shape(topo.Topology.every) == "(h)"
+    assert shape(topo.Topology.from_graph) == (
+        "(graph, *, local_world_size=1, world_size=None, rank=None, allow_disconnected=False)"
+    )
     assert shape(decent_dp.utils.initialize_dist) == "()"
     edge = topo.Edge([1, 0], 0.5)
     assert (edge.ranks, edge.weight, edge.group) == ([1, 0], 0.5, None)

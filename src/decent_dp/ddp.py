@@ -44,7 +44,7 @@ __all__ = ["LR_SCHEDULER_FN_TYPE", "OPTIM_FN_TYPE", "DecentralizedDataParallel",
 
 _log = logging.getLogger(__name__)
 
-# Rounds whose groups are connected at construction; a topology without a period connects as it goes.
+# Rounds of a period whose groups are connected at construction; a topology without a period connects as it goes.
 _PREPARED_ROUNDS = 64
 
 
@@ -83,7 +83,8 @@ class DecentralizedDataParallel(nn.Module):
         model: the replica, already on its device; it stays there. Parameters and buffers become those of rank 0.
         optim_fn: makes an optimizer from (name, parameter) pairs; called once a bucket, at the first update.
         lr_scheduler_fn: makes a scheduler for an optimizer; stepped once an optimizer step. None for none.
-        topology: a registered name or a ``Topology``: who mixes with whom in each round.
+        topology: a registered name or a ``Topology``: who mixes with whom in each round. Also names in turn, as in
+            'complete:500,base-2': the first for 500 updates, then the second.
         scaler: the ``torch.GradScaler`` that the caller scales the loss with; this wrapper unscales, steps and updates.
         grad_clip_norm: the norm over all of the replica's gradients is clipped to this, as
             ``torch.nn.utils.clip_grad_norm_`` does; 0.0 for no clipping.
@@ -95,6 +96,7 @@ class DecentralizedDataParallel(nn.Module):
         overlap: exchange during the next forward and backward. False: step, exchange and mix before the backward returns.
         wire: what is sent of a parameter: 'float32' (lossless: its own dtype), 'bfloat16', or 'int8' (a byte, relative to
             the distance between replicas). A change of the mean over workers by rounding is ruled out on edges of two.
+        mix_every: mix in every so many updates only, with steps of each replica on its own in between.
         process_group: whose workers mix; None for the default group. Ranks of a topology are ranks in it.
         transport: how bytes move, for workers that are no processes (``InProcessTransport``); None for torch.distributed.
 
@@ -121,6 +123,7 @@ class DecentralizedDataParallel(nn.Module):
         *,
         overlap: bool = True,
         wire: str = "float32",
+        mix_every: int = 1,
         process_group: ProcessGroup | None = None,
         transport: Transport | None = None,
         **unknown: Any,
@@ -137,10 +140,9 @@ class DecentralizedDataParallel(nn.Module):
             check_callable("optim_fn", optim_fn, "a list of (name, parameter) pairs that returns an optimizer")
             if lr_scheduler_fn is not None:
                 check_callable("lr_scheduler_fn", lr_scheduler_fn, "an optimizer that returns a scheduler")
-            scaled = check_scaler(scaler) is not None
+            buffers, scaled = bool(sync_buffer_in_global_avg), check_scaler(scaler) is not None
             check_wire(wire, [(name, p.dtype) for name, p in model.named_parameters() if p.requires_grad])
-            buffers = bool(sync_buffer_in_global_avg)
-            settings = Settings(grad_clip_norm, bucket_size_in_mb, bool(overlap), buffers, scaled, wire)
+            settings = Settings(grad_clip_norm, bucket_size_in_mb, bool(overlap), buffers, scaled, wire, mix_every)
             made = make_topology(
                 topology,
                 local_world_size=local_world_size(_local_world_size),
@@ -152,12 +154,12 @@ class DecentralizedDataParallel(nn.Module):
                 "topology": made.fingerprint(),
                 "settings": {**settings.signature(), "scheduled": lr_scheduler_fn is not None},
             }
-            return (settings, made), shared
+            return (settings, made.every(mix_every)), shared
 
         with _given_back_on_error(transport, given is None), torch.no_grad():
             settings, made_topology = agree_on_signature(transport.control, transport.rank, check)
             consensus.broadcast_(transport.control, [*model.parameters(), *model.buffers()])
-            transport.prepare([made_topology.get_edge(t) for t in range(min(made_topology.period or 0, _PREPARED_ROUNDS))])
+            transport.prepare(made_topology.edges_ahead(_PREPARED_ROUNDS))
             transport.control.gather(None)  # a worker that leaves at once must not be gone before all have found it
 
         self.module = model

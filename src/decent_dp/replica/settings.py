@@ -47,13 +47,16 @@ class Settings:
     sync_buffer_in_global_avg: bool
     scaled: bool
     wire: str
+    mix_every: int = 1
 
     def __post_init__(self) -> None:
         _check_number("grad_clip_norm", self.grad_clip_norm, "0.0 (no clipping) or a positive norm", least=0.0)
         _check_number("bucket_size_in_mb", self.bucket_size_in_mb, "a positive number of MiB", above=0.0)
+        _check_count("mix_every", self.mix_every, "a whole number of updates, at least 1")
 
     def signature(self) -> dict[str, Any]:
-        return {k: v if isinstance(v, (bool, str)) else float(v) for k, v in asdict(self).items()}
+        plain = {k: v if isinstance(v, (bool, str)) else float(v) for k, v in asdict(self).items()}
+        return {**plain, "mix_every": int(self.mix_every)}
 
 
 def _check_number(name: str, value: Any, want: str, least: float = -math.inf, above: float = -math.inf) -> None:
@@ -61,6 +64,13 @@ def _check_number(name: str, value: Any, want: str, least: float = -math.inf, ab
     if not number:
         raise TypeError(f"{name} must be {want}, got {value!r}")
     if not (math.isfinite(value) and value >= least and value > above):
+        raise ValueError(f"{name} must be {want}, got {value!r}")
+
+
+def _check_count(name: str, value: Any, want: str) -> None:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be {want}, got {value!r}")
+    if value < 1:
         raise ValueError(f"{name} must be {want}, got {value!r}")
 
 

@@ -1,0 +1,238 @@
+"""Mixing in every h-th update, and one topology after another, with real workers: against NumPy in float64."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from decent_dp.ddp import DecentralizedDataParallel
+from decent_dp.errors import DisagreementError
+from decent_dp.topo import Edge, RingTopology, Topology, TopologyReg
+from decent_dp.transport import run_replicas
+from tests.test_law import AdamWTwin, Linear, data, gradient, matrix
+
+STEPS = 11
+ADAMW = partial(torch.optim.AdamW, lr=0.05, betas=(0.9, 0.99), weight_decay=0.1)
+
+
+# -- the twin --------------------------------------------------------------------------------------------------------------
+
+
+def plain(name: str, n: int) -> Topology:
+    topology = TopologyReg.registry[name](1, world_size=n, rank=0)  # type: ignore[call-arg]
+    assert isinstance(topology, Topology)
+    return topology
+
+
+def mixing(n: int, t: int, turns: list[tuple[str, int]], h: int) -> np.ndarray:
+    """Of update t: ``turns`` are names and how many updates each is in use, and each h-th update of a turn mixes."""
+    starts = np.cumsum([0, *(length for _, length in turns)])
+    turn = max(i for i in range(len(turns)) if starts[i] <= t)
+    t -= int(starts[turn])
+    if (t + 1) % h:
+        return np.eye(n)
+    return matrix(plain(turns[turn][0], n).round((t + 1) // h - 1), n)
+
+
+def twin(n: int, turns: list[tuple[str, int]], h: int, overlap: bool, batches: list[int] | None = None, k: int = 1) -> Any:
+    """What each worker holds after its batches; ``k`` are summed before a step."""
+    x = [np.random.default_rng(7).normal(size=(5, 3)) for _ in range(n)]
+    batches = batches or [STEPS] * n
+    adam = AdamWTwin(n)
+    sent: list[np.ndarray] = []
+    for t in range(max(batches)):
+        g = [sum(gradient(x[i], i, k * t + j) for j in range(k)) for i in range(n)]
+        if overlap and t > 0:
+            w = mixing(n, t - 1, turns, h)
+            x = [x[i] + sum(w[i, j] * (sent[j] - sent[i]) for j in range(n)) for i in range(n)]
+        x = [adam(i, t, x[i], g[i]) if t < batches[i] else x[i] for i in range(n)]
+        sent = [xi.copy() for xi in x]
+        if not overlap:
+            w = mixing(n, t, turns, h)
+            x = [sum(w[i, j] * sent[j] for j in range(n)) for i in range(n)]
+    return x
+
+
+# -- the same with the library ---------------------------------------------------------------------------------------------
+
+
+def train(rank: int, steps: int = STEPS, k: int = 1, join: bool = False, **options: Any) -> tuple[np.ndarray, Any, float]:
+    model = DecentralizedDataParallel(Linear(), ADAMW, **options)
+
+    def update(t: int) -> None:
+        for j in range(k):
+            a, b = (torch.from_numpy(array) for array in data(rank, k * t + j))
+            loss = (model(a) - b).square().mean()
+            if j < k - 1:
+                with model.no_sync():
+                    loss.backward()
+            else:
+                loss.backward()
+
+    if join:
+        with model.join():
+            for t in range(steps):
+                update(t)
+    else:
+        for t in range(steps):
+            update(t)
+    values = torch.cat([p.detach().clone() for p in model.module.parameters()]).numpy()
+    stats, distance = model.stats(), model.consensus_distance()
+    model.close()
+    return values, stats, distance
+
+
+RING, BASE = [("ring", 10**9)], [("base-2", 10**9)]
+SWITCH = [("complete", 4), ("ring", 3), ("base-2", 10**9)]
+CASES: list[tuple[Any, list[tuple[str, int]], int]] = [
+    ("ring", RING, 3),
+    ("base-2", BASE, 3),
+    ("ring", RING, 2),
+    ("complete:4,ring:3,base-2", SWITCH, 1),
+    ("complete:4,ring:3,base-2", SWITCH, 2),
+]
+
+
+def all_cases(rank: int, n: int) -> list[np.ndarray]:
+    return [
+        train(rank, topology=name, mix_every=h, overlap=overlap, bucket_size_in_mb=1e-6 if i % 2 else 25)[0]
+        for i, (name, _, h) in enumerate(CASES)
+        for overlap in (True, False)
+    ]
+
+
+@pytest.mark.parametrize("n", [3, 5, 6])
+def test_workers_equal_numpy(workers, n):
+    results = workers(n, all_cases)
+    found = [(i, overlap) for i in range(len(CASES)) for overlap in (True, False)]
+    for at, (i, overlap) in enumerate(found):
+        want = twin(n, CASES[i][1], CASES[i][2], overlap)
+        for rank in range(n):
+            np.testing.assert_allclose(results[rank][at], want[rank], rtol=0, atol=1e-13, err_msg=f"{CASES[i]} worker {rank}")
+    # Each case is another computation: else the comparison would prove little.
+    assert all(not np.allclose(a, b, atol=1e-6) for at, a in enumerate(results[0]) for b in results[0][:at])
+
+
+def test_accumulation_and_uneven_batches():
+    batches = [4, 9, 6]
+
+    def body(transport: Any) -> list[Any]:
+        common = {"topology": "base-2", "mix_every": 2, "transport": transport}
+        summed = train(transport.rank, 6, k=2, **common)
+        uneven = train(transport.rank, batches[transport.rank], join=True, **common)
+        return [summed, uneven]
+
+    results = run_replicas(3, body)
+    wanted = twin(3, BASE, 2, True, [6] * 3, k=2), twin(3, BASE, 2, True, batches)
+    for rank, found in enumerate(results):
+        for (values, *_), want in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(values, want[rank], rtol=0, atol=1e-13)
+        assert (found[0][1].updates, found[0][1].rounds) == (6, 6)
+        assert (found[1][1].updates, found[1][1].rounds) == (batches[rank], 9)
+
+
+def lossy(rank: int, n: int) -> list[Any]:
+    return [
+        train(rank, 60, topology=name, mix_every=h, wire=wire, overlap=overlap)
+        for wire in ("float32", "bfloat16", "int8")
+        for name, h in (("base-2", 3), ("complete:5,ring", 2), ("random-matching", 1))
+        for overlap in (True, False)
+    ]
+
+
+def test_lossy_wires(workers):
+    """They go where the lossless one goes, nearly: replicas are as close together."""
+    n = 5
+    results = workers(n, lossy)
+    for i in range(6):
+        exact, half, byte = (results[0][i + 6 * wire] for wire in range(3))
+        for found in (half, byte):
+            assert found[1].rounds == exact[1].rounds == 60
+            assert found[1].exchanges == exact[1].exchanges
+            assert 0.5 * exact[2] < found[2] < 2 * exact[2]
+        assert exact[1].bytes_sent > 1.5 * half[1].bytes_sent > 0
+        assert byte[1].bytes_sent > 0  # so small a model's message is mostly its records
+        mean = [np.mean([results[rank][i + 6 * wire][0] for rank in range(n)], axis=0) for wire in range(3)]
+        assert abs(mean[0] - mean[1]).max() < 0.02
+        assert abs(mean[0] - mean[2]).max() < 0.1
+
+
+def test_what_is_sent_and_when():
+    """Only the mixes send, also of a topology of the user's own, and the ring's both sides come up though 2 divides 4."""
+
+    def body(transport: Any) -> list[int]:
+        topology = RingTopology(world_size=4, rank=transport.rank)
+        model = DecentralizedDataParallel(Linear(), ADAMW, topology=topology, mix_every=4, transport=transport)
+        counts = []
+        for t in range(9):
+            a, b = (torch.from_numpy(array) for array in data(transport.rank, t))
+            (model(a) - b).square().mean().backward()
+            counts.append(model.stats().bytes_sent)
+        model.close()
+        return counts
+
+    for counts in run_replicas(4, body):
+        assert counts == [0, 0, 0, 120, 120, 120, 120, 240, 240]
+
+
+def test_edges_of_the_mixes_are_connected_ahead(workers):
+    """No connection is left for the first mix to make."""
+    assert workers(4, connected) == [[[0, 1], [0, 3]], [[0, 1], [1, 2]], [[2, 3], [1, 2]], [[2, 3], [0, 3]]]
+
+
+def connected(rank: int, n: int) -> list[list[int]]:
+    from decent_dp.transport import connect
+
+    transport = connect(None)
+    prepared: list[Edge] = []
+    original = transport.prepare
+
+    def prepare(edges: list[Edge]) -> None:
+        prepared.extend(edges)
+        original(edges)
+
+    transport.prepare = prepare  # type: ignore[method-assign]
+    model = DecentralizedDataParallel(Linear(), ADAMW, topology="ring", mix_every=100, transport=transport)
+    model.close()
+    return [edge.ranks for edge in prepared]
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [(0, ValueError), (-3, ValueError), (2.0, TypeError), (1.5, TypeError), (True, TypeError), ("2", TypeError)],
+)
+def test_bad_values(value, kind):
+    with pytest.raises(kind, match="mix_every must be a whole number of updates, at least 1, got"):
+        run_replicas(1, lambda transport: train(0, 1, mix_every=value, transport=transport))
+
+
+def test_numpy_integers_are_fine():
+    values = run_replicas(1, lambda transport: train(0, 2, mix_every=np.int64(2), transport=transport)[0])
+    assert np.isfinite(values[0]).all()
+
+
+def test_workers_must_agree():
+    def body(transport: Any) -> str:
+        with pytest.raises(DisagreementError) as info:
+            train(transport.rank, 1, mix_every=2 + transport.rank, transport=transport)
+        return str(info.value)
+
+    for text in run_replicas(2, body):
+        assert "the settings differ between workers: mix_every is 2 on worker 0 and 3 on worker 1" in text
+
+
+def test_workers_must_agree_on_the_switch():
+    def body(transport: Any) -> str:
+        with pytest.raises(DisagreementError) as info:
+            train(transport.rank, 1, topology=f"complete:{100 + transport.rank},ring", transport=transport)
+        return str(info.value)
+
+    for text in run_replicas(2, body):
+        assert "name is 'CompleteTopology for 100 updates, then RingTopology' on worker 0 and" in text
