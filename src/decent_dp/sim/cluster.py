@@ -1,0 +1,323 @@
+"""Many workers in one process: the mathematical twin of decentralized training."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import numbers
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from decent_dp.sim.exchange import Exchange, LosslessExchange, WiredExchange
+from decent_dp.sim.gradients import LOSS_FN_TYPE, Gradients
+from decent_dp.sim.stack import Stack
+from decent_dp.sim.steppers import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, Factories, OneEach, Shared, Stepper
+from decent_dp.topo import Topology, make_topology
+from decent_dp.wire import Lossless, check_wire
+
+__all__ = ["Accuracy", "VirtualCluster"]
+
+# Outputs of so many replicas are in memory at once when they are evaluated.
+_EVALUATED_AT_ONCE = 64
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Shares of right answers.
+
+    Attributes:
+        mean: of the mean model.
+        replicas: of each replica.
+    """
+
+    mean: float
+    replicas: tuple[float, ...]
+
+    @property
+    def worst(self) -> float:
+        return min(self.replicas)
+
+
+class VirtualCluster:
+    """n replicas of a model that train and mix as n workers would under ``DecentralizedDataParallel``.
+
+    A step is one update of every replica: gradients at its parameters, the mix with what its neighbours sent an update ago, the
+    optimizer's step, and the new parameters are sent (``overlap=False``: the optimizer's step, then the mix). With the same
+    batches it gives what real workers give, up to rounding. Replicas have their own buffers, optimizer states, clipping and
+    scalers. They share what else the model's Python objects hold, and one stream of random numbers, so that dropout differs
+    from that of any real run.
+
+    Args:
+        model: what the replicas start as, on its device; copied, never changed. Each of its modules stays in the mode (training
+            or evaluation) that it is in.
+        optim_fn: makes an optimizer from (name, parameter) pairs. Called at construction: once for an optimizer of torch's or
+            this library's that is known to treat every element by itself (and no scaler), else once a replica.
+        topology: a registered name, a composition such as 'complete:100,ring', or a ``Topology``.
+        n: the number of workers.
+        loss_fn: called as ``loss_fn(model, *batch)`` with one replica's model and batch, returns its loss as one number. None:
+            the cross entropy of ``model(x)`` and ``y``.
+        lr_scheduler_fn: makes a scheduler for an optimizer; stepped once an optimizer step. None for none.
+        local_world_size: workers a node, for topologies that look at it.
+        wire: 'float32' (lossless: the parameters' own dtype), 'bfloat16' or 'int8'.
+        overlap: mix with what was sent an update ago (True), or with this update's values (False).
+        mix_every: mix in every h-th update only.
+        grad_clip_norm: of each replica's gradients together, as ``torch.nn.utils.clip_grad_norm_``; 0.0 for no clipping.
+        scaler: a ``torch.GradScaler``; each replica gets a copy, which scales its loss, skips its steps and is updated.
+        vectorize: True: all replicas in one pass of ``torch.func.vmap``, or raise; False: one replica after another; None: in
+            one pass, or the other with a warning in the log if the first step shows that this model does not allow it.
+
+    Attributes:
+        round: of the coming step; counts steps, also those that a scaler skipped.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong; the message says what to do.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optim_fn: OPTIM_FN_TYPE,
+        topology: str | Topology,
+        n: int,
+        *,
+        loss_fn: LOSS_FN_TYPE | None = None,
+        lr_scheduler_fn: LR_SCHEDULER_FN_TYPE | None = None,
+        local_world_size: int = 1,
+        wire: str = "float32",
+        overlap: bool = True,
+        mix_every: int = 1,
+        grad_clip_norm: float = 0.0,
+        scaler: torch.amp.GradScaler | None = None,
+        vectorize: bool | None = None,
+    ) -> None:
+        n = whole("n, the number of workers,", n)
+        mix_every = whole("mix_every", mix_every)
+        if loss_fn is not None and not callable(loss_fn):
+            raise TypeError(f"loss_fn must be a function of (model, *batch) that returns the loss, got {loss_fn!r}")
+        if vectorize not in (True, False, None):
+            raise TypeError(f"vectorize must be True, False or None, got {vectorize!r}")
+        self._max_norm = _clip_norm(grad_clip_norm)
+        self._scaler = _scaler(scaler)
+        self._factories = Factories(optim_fn, lr_scheduler_fn)
+        made = make_topology(topology, local_world_size=whole("local_world_size", local_world_size), world_size=n, rank=0)
+        self.topology = made if mix_every == 1 else made.every(mix_every)
+        self._stack = Stack(model, n)
+        kind = check_wire(wire, [(name, param.dtype) for name, param in self._stack.params.items()])
+        lossless = kind is Lossless
+        self._exchange: Exchange = (
+            LosslessExchange(self._stack, self.topology) if lossless else WiredExchange(self._stack, self.topology, kind)
+        )
+        self._gradients = Gradients(self._stack, loss_fn or _cross_entropy, vectorize)
+        self._stepper = self._make_stepper()
+        self._overlap = bool(overlap)
+        self.round = 0
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def step(self, *batch: Tensor) -> Tensor:
+        """One update of every replica.
+
+        Args:
+            batch: what ``loss_fn`` is called with after the model; of each tensor, (n, ...), row i is replica i's.
+
+        Returns:
+            The losses, (n,), detached.
+
+        Raises:
+            TypeError, ValueError: a batch is no tensor or has another leading dimension than n; nothing has changed then.
+        """
+        self._check_batch(batch)
+        found = self._gradients(batch, self._stepper.scale if self._scaler is not None else None)
+        if self._gradients.vectorized is False and isinstance(self._stepper, Shared):
+            self._stepper = self._make_stepper()
+        if self._overlap:
+            self._exchange.finish()
+        self._stepper.step(found)
+        self._exchange.start(self.round)
+        if not self._overlap:
+            self._exchange.finish()
+        self.round += 1
+        return found.losses
+
+    def _make_stepper(self) -> Stepper:
+        stack, factories = self._stack, self._factories
+        if self._scaler is None and self._gradients.vectorized is not False:
+            named = [(name, param) for name, param in stack.template.named_parameters() if param.requires_grad]
+            optimizer = factories.optimizer(named)
+            if Shared.serves(optimizer):
+                return Shared(stack, factories, optimizer, self._max_norm)
+        return OneEach(stack, factories, self._scaler, self._max_norm)
+
+    def _check_batch(self, batch: Sequence[Any]) -> None:
+        if not batch:
+            raise TypeError("step() needs the batch: step(x, y), tensors whose first dimension is the number of workers")
+        n = self._stack.n
+        for number, tensor in enumerate(batch):
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"tensor {number} of the batch must be a torch.Tensor, got {type(tensor).__name__}")
+            if tensor.ndim == 0 or len(tensor) != n:
+                raise ValueError(
+                    f"tensor {number} of the batch has the shape {tuple(tensor.shape)}, but its first dimension must be the "
+                    f"number of workers, {n}: stack one batch a worker"
+                )
+
+    def set_adaptive_factor(self, factor: float) -> None:
+        """How far a mix goes, from 0 (none) to 1 (full).
+
+        Raises:
+            ValueError: outside [0, 1].
+        """
+        if not 0.0 <= factor <= 1.0:
+            raise ValueError(f"the adaptive factor must be in [0, 1], got {factor!r}")
+        self._exchange.factor = float(factor)
+
+    # -- what is there ------------------------------------------------------------------------------------------------
+
+    @property
+    def n(self) -> int:
+        """The number of workers."""
+        return self._stack.n
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """The trainable parameters by name, (n, *shape): the values themselves, which may be changed in place between steps."""
+        return {name: param.detach() for name, param in self._stack.params.items()}
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """The buffers by name, (n, *shape): the values themselves."""
+        return dict(self._stack.buffers)
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """One for all replicas, or one a replica."""
+        return list(self._stepper.optimizers)
+
+    @property
+    def lr_schedulers(self) -> list[LRScheduler]:
+        """Those of ``optimizers``; empty without a ``lr_scheduler_fn``."""
+        return list(self._stepper.schedulers)
+
+    @property
+    def steps(self) -> list[int]:
+        """Optimizer steps that each replica has taken; fewer than ``round`` where a scaler skipped one, or no gradient came."""
+        return list(self._stepper.steps)
+
+    @property
+    def vectorized(self) -> bool | None:
+        """Whether all replicas are computed in one pass; None until the first step has shown it."""
+        return self._gradients.vectorized
+
+    @property
+    def bytes_sent(self) -> int:
+        """That all workers together would have put on wires so far, without headers.
+
+        A pair sends one message each; a group of m sends 2 (m - 1) in all, as its sums and means travel along trees.
+        """
+        return self._exchange.bytes_sent
+
+    @property
+    def rejected(self) -> int:
+        """Blocks of parameters that were not mixed in a round, as replicas were further apart than a lossy wire could tell."""
+        return self._exchange.rejected if isinstance(self._exchange, WiredExchange) else 0
+
+    def consensus_distance(self) -> float:
+        """Root mean square over replicas of the L2 distance to their mean, over the trainable parameters."""
+        return float(self._stack.squared_distances().mean().sqrt())
+
+    def mean_model(self) -> nn.Module:
+        """A model of its own with the mean of all floating-point parameters and buffers; other buffers are replica 0's."""
+        return self._stack.mean()
+
+    def replica_model(self, i: int) -> nn.Module:
+        """A model of its own with the values of replica i, 0 <= i < n.
+
+        Raises:
+            IndexError: there is no such replica.
+        """
+        i = operator.index(i)
+        if not 0 <= i < self.n:
+            raise IndexError(f"replica {i} is out of range: the replicas are 0 to {self.n - 1}")
+        return self._stack.replica(i)
+
+    @torch.no_grad()
+    def evaluate(self, x: Tensor, y: Tensor) -> Accuracy:
+        """Shares of right answers on images ``x`` with labels ``y`` (one row a sample), in evaluation mode.
+
+        The model's output must hold one score a class in its last dimension.
+        """
+        mean = self._stack.mean().eval()
+        with _evaluating(self._stack.template):
+            replicas = self._replica_accuracies(x, y)
+        right = (mean(x).argmax(-1) == y).float().mean()
+        return Accuracy(float(right), tuple(float(value) for value in replicas))
+
+    def _replica_accuracies(self, x: Tensor, y: Tensor) -> Tensor:
+        stack = self._stack
+
+        def one(row: dict[str, Tensor]) -> Tensor:
+            output: Tensor = functional_call(stack.template, row, (x,))
+            return (output.argmax(-1) == y).float().mean()
+
+        if self._gradients.vectorized is False:
+            return torch.stack([one(stack.row(i)) for i in range(stack.n)])
+        values = {
+            name: tensor.detach() for name, tensor in (*stack.params.items(), *stack.frozen.items(), *stack.buffers.items())
+        }
+        with sdpa_kernel(SDPBackend.MATH):
+            return vmap(one, randomness="different", chunk_size=_EVALUATED_AT_ONCE)(values)
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; each module's own mode afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _cross_entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def whole(name: str, value: Any, least: int = 1) -> int:
+    """``value`` as an integer of at least ``least``; raises TypeError or ValueError naming the argument and its value."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be a whole number, got {value!r}") from None
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, got {number}")
+    return number
+
+
+def _clip_norm(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"grad_clip_norm must be 0.0 (no clipping) or a positive norm, got {value!r}")
+    if not 0 <= float(value) < math.inf:
+        raise ValueError(f"grad_clip_norm must be 0.0 (no clipping) or a positive norm, got {value!r}")
+    return float(value)
+
+
+def _scaler(scaler: Any) -> torch.amp.GradScaler | None:
+    """The scaler, or None for none or a disabled one."""
+    if scaler is None:
+        return None
+    if not isinstance(scaler, torch.amp.GradScaler):
+        raise TypeError(f"scaler must be a torch.GradScaler or None, got {scaler!r}")
+    return scaler if scaler.is_enabled() else None

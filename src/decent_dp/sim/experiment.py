@@ -1,0 +1,246 @@
+"""One simulated training run, from settings to rows."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import numbers
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from decent_dp.optim import lr_scheduler_fn_cosine_with_warmup, optim_fn_accum_adamw, optim_fn_adamw
+from decent_dp.sim.cluster import VirtualCluster, whole
+from decent_dp.sim.data import Batches, Data, check_alpha, digits, dirichlet_split
+from decent_dp.topo import make_topology
+from decent_dp.wire import check_wire
+
+__all__ = ["DATA", "OPTIMIZERS", "Result", "Row", "Simulation", "run"]
+
+DATA: dict[str, Callable[[], Data]] = {"digits": digits}
+
+# By name: a factory of the learning rate, and the rate that suits the digits.
+OPTIMIZERS: dict[str, tuple[Callable[..., Any], float]] = {
+    "adamw": (partial(optim_fn_adamw, weight_decay=0.1), 2e-3),
+    "accum-adamw": (partial(optim_fn_accum_adamw, weight_decay=0.1), 2e-3),
+    "sgd": (torch.optim.SGD, 0.1),
+    "momentum": (partial(torch.optim.SGD, momentum=0.9), 0.02),
+}
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """The settings of a run; they, and the versions of the libraries, determine its numbers.
+
+    Attributes:
+        data: 'digits', handwritten digits of 8 x 8 pixels.
+        topology: a registered name or a composition such as 'complete:100,ring'.
+        n: workers.
+        local_world_size: workers a node.
+        alpha: of the Dirichlet split of the classes (see ``dirichlet_split``); None or infinity: even.
+        steps: of every worker.
+        batch: samples a worker a step.
+        lr: the highest learning rate; None: what suits the optimizer on these data.
+        optimizer: 'adamw', 'accum-adamw', 'sgd' or 'momentum'.
+        schedule: 'cosine' (with a warm-up over the first 5 % of the steps) or 'constant'.
+        wire: 'float32', 'bfloat16' or 'int8'.
+        overlap: mix with what was sent a step ago.
+        mix_every: mix in every h-th step only.
+        grad_clip_norm: of each replica's gradients; 0.0 for no clipping.
+        hidden: widths of the network's hidden layers.
+        seed: of the weights, the split and the batches.
+        eval_every: steps between two rows.
+
+    Raises:
+        ValueError, TypeError: a setting is wrong; one line that names it and says what to do.
+    """
+
+    data: str = "digits"
+    topology: str = "one-peer-exp"
+    n: int = 16
+    local_world_size: int = 1
+    alpha: float | None = None
+    steps: int = 500
+    batch: int = 32
+    lr: float | None = None
+    optimizer: str = "adamw"
+    schedule: str = "cosine"
+    wire: str = "float32"
+    overlap: bool = True
+    mix_every: int = 1
+    grad_clip_norm: float = 0.0
+    hidden: tuple[int, ...] = (128, 64)
+    seed: int = 0
+    eval_every: int = 50
+
+    def __post_init__(self) -> None:
+        for name in ("n", "local_world_size", "steps", "batch", "mix_every", "eval_every"):
+            object.__setattr__(self, name, whole(name, getattr(self, name)))
+        object.__setattr__(self, "seed", whole("seed", self.seed, least=0))
+        hidden: Any = self.hidden
+        if not isinstance(hidden, (tuple, list)):
+            raise TypeError(f"hidden must be the widths of the hidden layers, such as (128, 64), got {hidden!r}")
+        object.__setattr__(self, "hidden", tuple(whole("a width of hidden", width) for width in hidden))
+        _one_of("data", self.data, DATA)
+        _one_of("optimizer", self.optimizer, OPTIMIZERS)
+        _one_of("schedule", self.schedule, ("cosine", "constant"))
+        _number("grad_clip_norm", self.grad_clip_norm, "0.0 (no clipping) or a positive norm", positive=False)
+        if self.lr is not None:
+            _number("lr", self.lr, "a positive learning rate", positive=True)
+        alpha: Any = self.alpha
+        if alpha is not None and (isinstance(alpha, bool) or not isinstance(alpha, numbers.Real)):
+            raise TypeError(f"alpha must be a positive number, or None for an even split, got {alpha!r}")
+        check_alpha(self.alpha)
+        check_wire(self.wire, [])
+        if not isinstance(self.topology, str):
+            raise TypeError(f"topology must be a name, got {self.topology!r}: for a Topology of your own use VirtualCluster")
+        make_topology(self.topology, local_world_size=self.local_world_size, world_size=self.n, rank=0)
+
+    def to_json(self) -> dict[str, Any]:
+        """The settings as JSON can hold them."""
+        settings = asdict(self)
+        return {**settings, "hidden": list(self.hidden), "alpha": None if self.alpha == math.inf else self.alpha}
+
+
+def _one_of(name: str, value: object, known: Any) -> None:
+    if isinstance(value, str) and value in known:
+        return
+    close = difflib.get_close_matches(str(value), list(known), n=1, cutoff=0.4)
+    hint = f". Did you mean '{close[0]}'?" if close else ""
+    raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}{hint}")
+
+
+def _number(name: str, value: Any, want: str, *, positive: bool) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be {want}, got {value!r}")
+    number = float(value)
+    if not (0 < number < math.inf or (number == 0 and not positive)):
+        raise ValueError(f"{name} must be {want}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a run has come to after so many steps.
+
+    Attributes:
+        step: steps that every worker has taken.
+        loss: mean over workers, and over the steps since the row before.
+        consensus_distance: root mean square over replicas of the L2 distance to their mean.
+        accuracy: of the mean model, on the test data.
+        worst_accuracy: of the worst replica.
+        bytes_sent: by all workers together so far.
+    """
+
+    step: int
+    loss: float
+    consensus_distance: float
+    accuracy: float
+    worst_accuracy: float
+    bytes_sent: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """A run's rows, and what it took.
+
+    Attributes:
+        simulation: its settings.
+        rows: one each ``eval_every`` steps, and one after the last.
+        parameters: of a replica, trainable.
+        samples: training samples of the workers with the fewest and with the most.
+        seconds: that the simulation took on this machine.
+    """
+
+    simulation: Simulation
+    parameters: int
+    samples: tuple[int, int]
+    rows: list[Row] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def last(self) -> Row:
+        return self.rows[-1]
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as JSON can hold it."""
+        return {
+            "format": "decent_dp-simulation-1",
+            "simulation": self.simulation.to_json(),
+            "parameters": self.parameters,
+            "samples": list(self.samples),
+            "seconds": self.seconds,
+            "rows": [asdict(row) for row in self.rows],
+        }
+
+
+def run(simulation: Simulation, on_row: Callable[[Row], object] | None = None) -> Result:
+    """Trains what the settings say.
+
+    Args:
+        simulation: the settings.
+        on_row: called with every row as soon as it is there.
+
+    Raises:
+        ImportError: a library that the data need is not installed; with the install line.
+        ValueError: there are fewer samples than workers.
+    """
+    data = DATA[simulation.data]()
+    shards = dirichlet_split(data.y.numpy(), simulation.n, simulation.alpha, simulation.seed)
+    batches = Batches(shards, simulation.batch, simulation.seed)
+    cluster = _make_cluster(simulation, data)
+    parameters = sum(value[0].numel() for value in cluster.parameters.values())
+    sizes = [len(shard) for shard in shards]
+    rows: list[Row] = []
+    losses = torch.zeros((), dtype=torch.float64)
+    began, last = time.perf_counter(), 0
+    for t in range(simulation.steps):
+        chosen = batches(t)
+        losses += cluster.step(data.x[chosen], data.y[chosen]).mean(dtype=torch.float64)
+        if (t + 1) % simulation.eval_every and t + 1 != simulation.steps:
+            continue
+        accuracy = cluster.evaluate(data.x_test, data.y_test)
+        loss, distance = float(losses) / (t + 1 - last), cluster.consensus_distance()
+        rows.append(Row(t + 1, loss, distance, accuracy.mean, accuracy.worst, cluster.bytes_sent))
+        losses.zero_()
+        last = t + 1
+        if on_row is not None:
+            on_row(rows[-1])
+    return Result(simulation, parameters, (min(sizes), max(sizes)), rows, time.perf_counter() - began)
+
+
+def make_model(simulation: Simulation, features: int, classes: int) -> nn.Module:
+    """The network of a run: linear layers with ReLU between them."""
+    widths = [features, *simulation.hidden, classes]
+    # The caller's random numbers stay what they would have been.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(simulation.seed)
+        layers: list[nn.Module] = []
+        for inside, outside in pairwise(widths):
+            layers += [nn.Linear(inside, outside), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def _make_cluster(simulation: Simulation, data: Data) -> VirtualCluster:
+    factory, default = OPTIMIZERS[simulation.optimizer]
+    schedule = None
+    if simulation.schedule == "cosine":
+        warm_up = min(simulation.steps - 1, math.ceil(0.05 * simulation.steps))
+        schedule = partial(lr_scheduler_fn_cosine_with_warmup, t_warmup=warm_up, t_max=max(1, simulation.steps - warm_up))
+    return VirtualCluster(
+        make_model(simulation, data.x.shape[1], data.classes),
+        partial(factory, lr=default if simulation.lr is None else simulation.lr),
+        simulation.topology,
+        simulation.n,
+        lr_scheduler_fn=schedule,
+        local_world_size=simulation.local_world_size,
+        wire=simulation.wire,
+        overlap=simulation.overlap,
+        mix_every=simulation.mix_every,
+        grad_clip_norm=simulation.grad_clip_norm,
+    )

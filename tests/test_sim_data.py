@@ -1,0 +1,247 @@
+"""Who holds which samples, which are drawn, and whole simulated runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from decent_dp.optim import optim_fn_adamw
+from decent_dp.sim import Batches, Result, Row, Simulation, VirtualCluster, digits, dirichlet_split, run
+
+# -- the split -------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    labels=st.lists(st.sampled_from([0, 1, 2, 7]), min_size=1, max_size=80),
+    share=st.floats(0, 1),
+    alpha=st.one_of(st.none(), st.just(math.inf), st.floats(1e-8, 1e6)),
+    seed=st.integers(0, 5),
+)
+def test_a_split_is_a_partition(labels, share, alpha, seed):
+    n = 1 + int(share * (len(labels) - 1))
+    split = dirichlet_split(np.array(labels), n, alpha, seed)
+    assert sorted(np.concatenate(split).tolist()) == list(range(len(labels)))
+    assert len(split) == n
+    sizes = [len(indices) for indices in split]
+    assert max(sizes) - min(sizes) <= 1 <= min(sizes)
+    again = dirichlet_split(labels, n, alpha, seed)
+    assert all(np.array_equal(one, other) for one, other in zip(split, again, strict=True))
+
+
+def unevenness(alpha: float | None, seed: int = 0) -> float:
+    """Mean total variation distance of a worker's classes from all classes."""
+    labels = np.repeat(np.arange(10), 400)
+    rows = [np.bincount(labels[indices], minlength=10) / len(indices) for indices in dirichlet_split(labels, 20, alpha, seed)]
+    return float(np.abs(np.stack(rows) - 0.1).sum(1).mean() / 2)
+
+
+def test_the_smaller_alpha_the_fewer_classes_a_worker_sees():
+    found = [unevenness(alpha) for alpha in (0.1, 1.0, 10.0, 1000.0)]
+    assert found == sorted(found, reverse=True)
+    assert found[0] > 0.7
+    assert unevenness(None) < 0.1 > unevenness(math.inf)
+    # Where no class runs out the mixtures are Dirichlet's: of two classes Beta(α/2, α/2), whose variance is 1/(4 (α + 1)).
+    labels = np.repeat([0, 1], 20_000)
+    shares = [np.mean(labels[indices]) for seed in range(4) for indices in dirichlet_split(labels, 200, 4.0, seed)]
+    assert np.mean(shares) == pytest.approx(0.5, abs=1e-9)
+    assert np.var(shares) == pytest.approx(1 / 20, rel=0.15)
+
+
+def test_another_seed_is_another_split():
+    labels = np.arange(40) % 4
+    for alpha in (None, 0.5):
+        one, other = (dirichlet_split(labels, 4, alpha, seed) for seed in (0, 1))
+        assert any(not np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"n": 0}, "n, the number of workers, must be at least 1, got 0"),
+        ({"n": 5}, "4 samples are too few for 5 workers"),
+        ({"alpha": 0.0}, "alpha must be positive"),
+        ({"alpha": math.nan}, "alpha must be positive"),
+        ({"labels": np.zeros((2, 2))}, "labels must be 1-D"),
+    ],
+)
+def test_splits_that_are_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        dirichlet_split(**{"labels": [0, 1, 0, 1], "n": 2, "alpha": 1.0, **wrong})
+
+
+# -- batches ---------------------------------------------------------------------------------------------------------------
+
+
+def test_batches_come_from_a_workers_own_samples():
+    shards = [np.array([3, 5, 8]), np.array([0]), np.array([1, 2, 4, 6, 7])]
+    draw = Batches(shards, 16, seed=2)
+    drawn = torch.stack([draw(t) for t in range(40)])
+    assert drawn.shape == (40, 3, 16)
+    for worker, shard in enumerate(shards):
+        counts = np.bincount(drawn[:, worker].reshape(-1).numpy(), minlength=9)
+        assert set(np.flatnonzero(counts)) == set(shard.tolist())
+        assert counts[shard] == pytest.approx(np.full(len(shard), 640 / len(shard)), rel=0.35)
+    assert torch.equal(drawn[7], Batches(shards, 16, seed=2)(7))
+    assert torch.equal(drawn[7, :2], Batches(shards[:2], 16, seed=2)(7))  # more workers change nobody's draws
+    assert not torch.equal(drawn[7], drawn[8])
+    assert not torch.equal(drawn[7], Batches(shards, 16, seed=3)(7))
+    with pytest.raises(ValueError, match="worker 1 has no samples"):
+        Batches([np.array([1]), np.array([], dtype=np.int64)], 4)
+
+
+def test_the_digits():
+    data = digits()
+    assert data.x.shape == (1437, 64)
+    assert data.x_test.shape == (360, 64)
+    assert (data.x.dtype, data.y.dtype, data.classes) == (torch.float32, torch.int64, 10)
+    assert float(data.x.min()) == 0.0
+    assert float(data.x.max()) == 1.0
+    assert sorted(set(data.y_test.tolist())) == list(range(10))
+
+
+def test_missing_scikit_learn_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    digits.cache_clear()
+    with pytest.raises(ImportError, match=r"pip install -e '\.\[sim\]'"):
+        run(Simulation(steps=1))
+
+
+# -- runs ------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run():
+    simulation = Simulation(n=6, topology="ring", steps=25, eval_every=10, alpha=0.5, lr=0.01, hidden=(32,), seed=4)
+    seen: list[Row] = []
+    torch.manual_seed(9)
+    result = run(simulation, seen.append)
+    assert torch.initial_seed() == 9
+    assert float(torch.rand(1)) == float(torch.rand(1, generator=torch.Generator().manual_seed(9)))  # nobody else's were drawn
+    assert [row.step for row in result.rows] == [10, 20, 25]
+    assert seen == result.rows
+    assert result.last == seen[-1]
+    assert result.parameters == 64 * 32 + 32 + 32 * 10 + 10
+    assert result.samples == (1437 // 6, 1437 // 6 + 1)
+    assert result.last.bytes_sent == 25 * 6 * 4 * result.parameters
+    assert all(0 <= row.worst_accuracy <= row.accuracy + 0.1 <= 1.1 for row in result.rows)
+    assert result.rows[0].loss > result.rows[-1].loss
+    found = json.loads(json.dumps(result.to_json()))
+    assert found["simulation"]["topology"] == "ring"
+    assert [Row(**row) for row in found["rows"]] == result.rows
+    assert Simulation(**{**found["simulation"], "hidden": tuple(found["simulation"]["hidden"])}) == simulation
+    assert run(simulation).rows == result.rows
+
+
+def test_a_run_is_what_its_settings_say():
+    """By hand: each worker's batches, the mean over its replicas."""
+    base: dict[str, Any] = {"n": 4, "steps": 6, "eval_every": 6, "hidden": (8,), "batch": 8, "schedule": "constant"}
+    found: dict[str, Result] = {}
+    for name, changed in {
+        "plain": {},
+        "synchronous": {"overlap": False},
+        "rarely": {"mix_every": 3},
+        "int8": {"wire": "int8"},
+        "clipped": {"grad_clip_norm": 0.01, "optimizer": "sgd"},
+        "sgd": {"optimizer": "sgd"},
+        "momentum": {"optimizer": "momentum"},
+        "accum": {"optimizer": "accum-adamw"},
+        "slow": {"lr": 1e-5},
+        "cosine": {"schedule": "cosine"},
+        "skewed": {"alpha": 0.1},
+        "nodes": {"topology": "alternating-exp-ring", "local_world_size": 2},
+        "switched": {"topology": "complete:3,ring"},
+        "seed": {"seed": 1},
+    }.items():
+        found[name] = run(Simulation(**{**base, **changed}))
+    losses = [result.last.loss for result in found.values()]
+    assert len(set(losses)) == len(losses)
+    assert found["rarely"].last.bytes_sent == found["plain"].last.bytes_sent / 3
+    assert found["int8"].last.bytes_sent < 0.3 * found["plain"].last.bytes_sent
+    assert found["slow"].last.loss > found["plain"].last.loss
+
+
+REFUSED = [
+    ({"n": 0}, "n must be at least 1, got 0"),
+    ({"n": -3}, "n must be at least 1, got -3"),
+    ({"n": 6}, "needs a power of two workers"),
+    ({"n": 2.0}, "n must be a whole number, got 2.0"),
+    ({"steps": 0}, "steps must be at least 1"),
+    ({"batch": 0}, "batch must be at least 1"),
+    ({"eval_every": 0}, "eval_every must be at least 1"),
+    ({"mix_every": -1}, "mix_every must be at least 1, got -1"),
+    ({"local_world_size": 0}, "local_world_size must be at least 1"),
+    ({"topology": "alternating-exp-ring", "local_world_size": 3}, "does not divide"),
+    ({"seed": -1}, "seed must be at least 0, got -1"),
+    ({"data": "digit"}, "data must be one of 'digits', got 'digit'. Did you mean 'digits'?"),
+    ({"optimizer": "adamv"}, "Did you mean 'adamw'?"),
+    ({"schedule": "cosin"}, "Did you mean 'cosine'?"),
+    ({"wire": "float23"}, "Did you mean 'float32'?"),
+    ({"topology": "base2"}, "did you mean 'base-2'"),
+    ({"topology": 3}, "topology must be a name, got 3"),
+    ({"alpha": 0}, "alpha must be positive"),
+    ({"alpha": "even"}, "alpha must be a positive number, or None for an even split, got 'even'"),
+    ({"lr": 0}, "lr must be a positive learning rate, got 0"),
+    ({"lr": math.nan}, "lr must be a positive learning rate, got nan"),
+    ({"grad_clip_norm": -0.5}, "grad_clip_norm must be 0.0"),
+    ({"hidden": 32}, "hidden must be the widths"),
+    ({"hidden": (32, 0)}, "a width of hidden must be at least 1, got 0"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), REFUSED)
+def test_wrong_settings_are_refused_in_one_line(wrong, message):
+    with pytest.raises((ValueError, TypeError)) as caught:
+        Simulation(**wrong)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_more_workers_than_samples_are_refused():
+    with pytest.raises(ValueError, match="1437 samples are too few for 2048 workers"):
+        run(Simulation(n=2048, steps=1))
+
+
+# -- size ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(60)
+def test_sixty_four_replicas_learn():
+    began = time.perf_counter()
+    result = run(Simulation(n=64, steps=60, eval_every=60))
+    assert result.last.accuracy > 0.6
+    assert result.last.worst_accuracy > 0.4
+    # A second on a free machine; whoever computes replica by replica takes many times as long.
+    assert time.perf_counter() - began < 20
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("topology", ["base-2", "random-matching", "hierarchical", "complete"])
+def test_a_thousand_replicas(topology):
+    began = time.perf_counter()
+    n = 1024
+    cluster = VirtualCluster(nn.Linear(8, 2), partial(optim_fn_adamw, lr=0.05), topology, n, local_world_size=8)
+    draw = torch.Generator().manual_seed(0)
+    first = last = 0.0
+    for t in range(20):
+        x = torch.randn(n, 4, 8, generator=draw)
+        last = float(cluster.step(x, (x[..., 0] > 0).long()).mean())
+        first = first or last
+        assert t or last > 0.5
+    assert last < 0.8 * first
+    x = torch.randn(200, 8, generator=draw)
+    accuracy = cluster.evaluate(x, (x[:, 0] > 0).long())
+    assert len(accuracy.replicas) == n
+    assert accuracy.mean > 0.8
+    assert time.perf_counter() - began < 20

@@ -1,0 +1,141 @@
+"""The simulator against real workers, step by step: parameters and BatchNorm's buffers of every replica."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from decent_dp.sim import VirtualCluster
+from tests.sim_cases import OPTIMIZERS, Case, compare, simulate, train_really
+
+TOPOLOGIES = ["complete", "ring", "one-peer-exp", "alternating-exp-ring", "base-2", "random-matching", "hierarchical"]
+LOCAL = {"alternating-exp-ring": 2, "hierarchical": 2}
+
+
+def real(rank: int, n: int, cases: list[Case]) -> list[Any]:
+    return [train_really(rank, n, case) for case in cases]
+
+
+def hold(workers: Any, n: int, cases: list[Case], **how: Any) -> list[VirtualCluster]:
+    """Runs all cases on n real workers, in one launch, and compares; the clusters."""
+    found = workers(n, real, cases, timeout=200)
+    clusters = []
+    for i, case in enumerate(cases):
+        results = [worker[i] for worker in found]
+        clusters.append(compare(case, n, results, **how))
+        if case.dtype == "float64":  # messages of narrower values are padded
+            assert clusters[-1].bytes_sent == sum(sent for _, _, sent in results), case
+    return clusters
+
+
+WAYS = [
+    ("sgd", "float32", True),
+    ("momentum", "float32", False),
+    ("sgd", "float64", False),
+    ("momentum", "float64", True),
+    ("adamw", "float64", True),
+    ("accum-adamw", "float64", False),
+]
+
+
+def crossed(names: list[str], models: list[str], share: int) -> list[Case]:
+    """One in ``share`` of the ways for each model and topology: every topology meets every way, and every model."""
+    cases = []
+    for number, (topology, model) in enumerate((topology, model) for topology in names for model in models):
+        for way, (optimizer, dtype, overlap) in enumerate(WAYS):
+            if way % share == number % share:
+                options = {"overlap": overlap != bool(number % 2)}
+                cases.append(Case(topology, model, optimizer, dtype, LOCAL.get(topology, 1), options=options))
+    return cases
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("n", "share"), [(4, 3), (8, 3)])
+def test_every_topology_model_and_optimizer(workers, n, share):
+    models = ["mlp", "conv", "attention"]
+    names = [*TOPOLOGIES, "graph", "complete:2,ring", "varying", "unrepeated"]
+    cases = crossed(names, models, share)
+    assert {(case.topology, case.model) for case in cases} == {(topology, model) for topology in names for model in models}
+    assert all(cluster.vectorized for cluster in hold(workers, n, cases))
+
+
+def test_numbers_of_workers_that_are_no_power_of_two(workers):
+    names = ["complete", "ring", "base-2", "random-matching", "hierarchical", "graph"]
+    cases = [
+        Case(topology, model, optimizer, local=local, options={"overlap": overlap})
+        for topology, model, optimizer, overlap in (
+            (topology, model, optimizer, overlap)
+            for topology in names
+            for model, optimizer, overlap in (("conv", "momentum", True), ("mlp", "adamw", False))
+        )
+        for local in ((1, 2, 3) if topology == "hierarchical" else (1,))
+    ]
+    hold(workers, 6, cases)
+    hold(workers, 5, [case for case in cases if case.local == 1])
+
+
+WIRED = [
+    *(Case(t, "mlp", "sgd", options={"wire": wire}) for t in ("ring", "complete", "varying") for wire in ("bfloat16", "int8")),
+    *(Case(t, "conv", "adamw", options={"wire": wire}) for t in ("varying", "unrepeated") for wire in ("bfloat16", "int8")),
+    *(Case("alternating-exp-ring", "attention", "adamw", local=2, options={"wire": wire}) for wire in ("bfloat16", "int8")),
+    *(Case("complete", "wide", "sgd", options={"wire": wire, "overlap": False}) for wire in ("bfloat16", "int8")),
+    Case("ring", "channels-last", "sgd", options={"wire": "int8"}),
+    Case("ring", "mlp", "sgd", options={"wire": "int8", "overlap": False}),
+    Case("varying", "conv", "adamw", options={"wire": "int8", "mix_every": 3}),
+]
+
+
+@pytest.mark.parametrize("n", [4, 8])
+def test_lossy_wires(workers, n):
+    clusters = hold(workers, n, WIRED[:: 1 if n == 4 else 2])
+    assert all(cluster.vectorized for cluster in clusters)
+
+
+SPECIAL = [
+    Case("ring", "conv", "momentum", options={"grad_clip_norm": 0.3}),
+    Case("varying", "mlp", "adamw", scheduled=True, options={"mix_every": 3}),
+    Case("one-peer-exp", "conv", "accum-adamw", scheduled=True, options={"overlap": False, "grad_clip_norm": 0.2}),
+    Case("one-peer-exp", "mlp", "adamw", scaled=True, inf=(2, 1), scheduled=True),
+    Case("complete", "mlp", "momentum", scaled=True, inf=(1, 3), options={"grad_clip_norm": 0.3, "overlap": False}),
+    Case("ring", "unused", "momentum"),
+    Case("ring", "unused", "accum-adamw", scaled=True, inf=(3, 2)),
+    Case("ring", "channels-last", "adamw"),
+]
+
+
+def test_clip_schedule_scaler_and_parameters_without_gradients(workers):
+    clusters = hold(workers, 4, SPECIAL)
+    assert [min(cluster.steps) for cluster in clusters] == [5 - (case.inf is not None) for case in SPECIAL]
+    assert [max(cluster.steps) for cluster in clusters] == [5] * len(SPECIAL)
+    assert [len(cluster.optimizers) for cluster in clusters] == [4 if case.scaled else 1 for case in SPECIAL]
+
+
+def test_the_loop_over_replicas(workers):
+    cases = [
+        Case("ring", "branching", "momentum"),
+        Case("varying", "branching", "adamw", options={"grad_clip_norm": 0.3, "wire": "int8"}),
+        Case("one-peer-exp", "branching", "accum-adamw", scheduled=True, scaled=True, inf=(0, 2)),
+        Case("ring", "conv", "adamw", scheduled=True, options={"vectorize": False}),
+    ]
+    real_cases = [replace(case, options={k: v for k, v in case.options.items() if k != "vectorize"}) for case in cases]
+    found = workers(4, real, real_cases)
+    for i, case in enumerate(cases):
+        assert compare(case, 4, [worker[i] for worker in found]).vectorized is False
+
+
+@pytest.mark.parametrize("model", ["mlp", "conv", "attention", "unused", "channels-last"])
+def test_one_pass_equals_the_loop(model):
+    for optimizer in OPTIMIZERS:
+        for options in ({}, {"grad_clip_norm": 0.3, "overlap": False}):
+            case = Case("varying", model, optimizer, scheduled=True, options=options)
+            _, fast = simulate(5, case, vectorize=True)
+            slow_cluster, slow = simulate(5, case, vectorize=False)
+            assert len(slow_cluster.optimizers) == 5
+            for one, other in zip(fast, slow, strict=True):
+                for name in one:
+                    # Adam divides by a gradient's size, also where it is a rounding of zero (biases before a norm).
+                    tolerance = case.tolerance()
+                    np.testing.assert_allclose(one[name], other[name], rtol=0, atol=tolerance, err_msg=f"{case} {name}")
