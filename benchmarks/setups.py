@@ -7,6 +7,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from decent_dp.topo import names_that_fit
+
 __all__ = ["BLOCKS", "PARAMETERS", "PUBLISHED", "WIDTH", "WIRE_BYTES", "Contender", "Setup", "choose_contenders"]
 
 BLOCKS, WIDTH, HIDDEN = 8, 256, 1024
@@ -17,7 +19,7 @@ EMULATED_ROWS = 4  # so few that the processor's own work vanishes beside the em
 REAL_ROWS = 2560  # of all workers together: about 350 ms a step where two cores serve them
 
 PUBLISHED = "decent-dp-0.2.3"
-TOPOLOGIES = ("complete", "ring", "one-peer-exp", "alternating-exp-ring")
+PUBLISHED_TOPOLOGIES = ("complete", "ring", "one-peer-exp", "alternating-exp-ring")
 WIRE_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 
 
@@ -103,12 +105,14 @@ class Contender:
 
 def catalogue(setup: Setup) -> list[Contender]:
     """Everything that a pattern on the command line may mean."""
-    names = [name for name in TOPOLOGIES if setup.world_size > 2 or name in ("complete", "one-peer-exp")]
+    fitting = names_that_fit(setup.world_size, setup.local)
+    names = [name for name in fitting if setup.world_size > 2 or name in ("complete", "one-peer-exp")]
+    published = [name for name in names if name in PUBLISHED_TOPOLOGIES]
     return [
         Contender("alone"),
         Contender("ddp"),
         # With one worker a node the published package has groups of one here, and divides by zero.
-        *(Contender(PUBLISHED, name) for name in names if name != "alternating-exp-ring" or setup.local > 1),
+        *(Contender(PUBLISHED, name) for name in published if name != "alternating-exp-ring" or setup.local > 1),
         *(Contender("ours", name, wire) for name in names for wire in WIRE_BYTES),
     ]
 

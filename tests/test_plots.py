@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import math
 import struct
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from decent_dp.plots import TrainingRow, plot_training
+from decent_dp.plots import TrainingRow, plot_simulation, plot_topology, plot_training
+from decent_dp.topo import Edge
 
 
 def rows(*runs: str, panel: str = "AdamW", distance: float | None = 0.1, n: int = 12) -> list[TrainingRow]:
@@ -65,3 +68,94 @@ def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"pip install -e '\.\[plots\]'"):
         plot_training(rows("ring"))
+    with pytest.raises(ImportError, match=r"pip install -e '\.\[plots\]'"):
+        plot_topology([], {"a": [1.0]})
+    with pytest.raises(ImportError, match=r"pip install -e '\.\[plots\]'"):
+        plot_simulation({"a": [{"step": 1}]})
+
+
+# -- topologies ------------------------------------------------------------------------------------------------------------
+
+
+def drawn(axis: Any, kind: str) -> list[Any]:
+    return [patch for patch in axis.patches if type(patch).__name__ == kind]
+
+
+def test_a_topology_is_drawn_as_it_is(tmp_path: Path) -> None:
+    rounds = [
+        [Edge([0, 4], 0.5), Edge([1, 2], 0.75), Edge([3], 1.0), Edge([5], 1.0)],
+        [Edge([0, 1, 2, 3], 0.25), Edge([4, 5], 0.5)],
+        [Edge([5, 0, 3], 1 / 3), Edge([1], 1.0), Edge([2], 1.0), Edge([4], 1.0)],
+    ]
+    path = tmp_path / "rounds.png"
+    figure = plot_topology(rounds, {"mine": [1.0, 0.5, 1e-17]}, path, title="six", local_world_size=2, epsilon=1e-2)
+    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    panels = [axis for axis in figure.get_axes() if axis.get_title().startswith("round")]
+    curve = next(axis for axis in figure.get_axes() if axis.lines)
+    assert [axis.get_title() for axis in panels] == ["round 0", "round 1", "round 2"]
+
+    def place(rank: int) -> tuple[float, float]:
+        return math.sin(math.pi * rank / 3), math.cos(math.pi * rank / 3)
+
+    pairs = drawn(panels[0], "PathPatch")
+    ends = [[tuple(patch.get_path().vertices[i]) for i in (0, -1)] for patch in pairs]
+    assert ends == [[pytest.approx(place(0)), pytest.approx(place(4))], [pytest.approx(place(1)), pytest.approx(place(2))]]
+    assert pairs[0].get_linewidth() == pytest.approx(2 * pairs[1].get_linewidth())  # it takes twice as much of the other
+    assert drawn(panels[0], "Polygon") == []
+    # A group's surface has its members for corners, in order along the circle.
+    [group] = drawn(panels[1], "Polygon")
+    assert [tuple(corner) for corner in group.get_xy()[:4]] == [pytest.approx(place(rank)) for rank in range(4)]
+    [group] = drawn(panels[2], "Polygon")
+    assert [tuple(corner) for corner in group.get_xy()[:3]] == [pytest.approx(place(rank)) for rank in (0, 3, 5)]
+    # Who sits out is hollow.
+    filled, hollow = panels[0].collections
+    assert [tuple(at) for at in hollow.get_offsets()] == [pytest.approx(place(3)), pytest.approx(place(5))]
+    assert len(filled.get_offsets()) == 4
+    assert [len(drawn(axis, "Arc")) for axis in panels] == [3, 3, 3]  # three nodes of two
+    inside, between = pairs[1], pairs[0]
+    assert inside.get_edgecolor() == between.get_edgecolor()  # workers 1 and 2 are on two nodes as well
+    assert drawn(panels[1], "PathPatch")[0].get_edgecolor() != between.get_edgecolor()
+
+    assert curve.get_yscale() == "log"
+    assert list(curve.lines[0].get_ydata()) == pytest.approx([1.0, 0.5, 1e-6])
+    assert curve.lines[1].get_marker() == "v"  # the exact mean, below what is shown
+    assert "below 1e-06" in curve.get_title(loc="left")
+
+
+def test_only_the_first_rounds_are_drawn() -> None:
+    rounds = [[Edge([0, 1], 0.5), Edge([2], 1.0)]] * 20
+    figure = plot_topology(rounds, {"long": [1.0, 0.9]})
+    assert sum(axis.get_title().startswith("round") for axis in figure.get_axes()) == 12
+    texts = [text.get_text() for part in figure.subfigs for legend in part.legends for text in legend.get_texts()]
+    assert "8 more rounds are not drawn" in texts
+    assert "sits out" in texts
+
+
+def test_curves_alone() -> None:
+    figure = plot_topology([], {"a": [0.5**t for t in range(100)], "b": [1.0, 0.0]}, epsilon=1e-3)
+    [axis] = figure.get_axes()
+    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["a", "b"]
+    assert len(axis.lines[0].get_xdata()) == 21  # to the first value below 1e-6, as 0.5^20 is
+    with pytest.raises(ValueError, match="no consensus errors"):
+        plot_topology([], {})
+
+
+# -- simulations -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_simulation_is_drawn_as_it_went(tmp_path: Path) -> None:
+    some = [
+        {"step": t, "loss": 2.0 / t, "consensus_distance": 0.1 * t, "accuracy": 0.1 * t, "worst_accuracy": 0.05 * t}
+        for t in range(1, 6)
+    ]
+    path = tmp_path / "run.png"
+    figure = plot_simulation({"ring": some, "base-2": some[:3]}, path, title="digits")
+    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    loss, accuracy, distance = figure.axes
+    assert list(loss.lines[0].get_ydata()) == pytest.approx([2, 1, 2 / 3, 0.5, 0.4])
+    assert list(accuracy.lines[0].get_ydata()) == pytest.approx([10, 20, 30, 40, 50])
+    assert list(accuracy.lines[1].get_ydata()) == pytest.approx([5, 10, 15, 20, 25])
+    assert list(distance.lines[1].get_xdata()) == [1, 2, 3]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["ring", "base-2"]
+    with pytest.raises(ValueError, match="no rows"):
+        plot_simulation({"ring": []})

@@ -1,0 +1,254 @@
+"""What the documents say about topologies: ``python -m benchmarks.workbench``, or ``make workbench``. About ten minutes.
+
+Three experiments, each written as NAME.json, NAME.md and NAME.png under docs/results/:
+
+* ``topologies``: what the rounds of each topology are worth, from its mixing matrices;
+* ``uneven-data``: digits on 16 simulated workers, with the classes dealt out evenly and unevenly;
+* ``workers``: digits on 6 to 192 simulated workers, the samples of a step being the same in all.
+
+    python -m benchmarks.workbench workers --seeds 0        # one of them, quicker
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from benchmarks.report import machine
+from decent_dp.sim import Simulation, run
+from decent_dp.topo import make_topology, names_that_fit
+from decent_dp.topo.analysis import analyse, consensus_error
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "docs" / "results"
+
+# Workers and workers a node.
+SIZES = [(16, 4), (24, 4)]
+EPSILON = 1e-3
+# Of the plot: an error at rounding level is drawn as FLOOR.
+ROUNDS_SHOWN, FLOOR = 40, 1e-8
+
+UNEVEN = Simulation(n=16, local_world_size=4, steps=500, batch=32, eval_every=500)
+RATES = {"momentum": 0.1, "adamw": 5e-3}
+ALPHAS = (None, 1.0, 0.1)
+COMPOSED = ("complete:100,ring",)
+EVERY = 4
+
+WORKERS = (6, 12, 24, 48, 96, 192)
+SAMPLES_A_STEP = 768
+SCALED = ("complete", "ring", "random-matching", "base-2")
+
+# Okabe and Ito's, without the yellows.
+COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
+DASHES: tuple[Any, ...] = ("-", "-", (0, (5, 2)), "-", (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)), "-")
+
+
+# -- files ---------------------------------------------------------------------------------------------------------------
+
+
+def write(out: Path, name: str, lines: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], table: str) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    rounded = [{key: _rounded(value) for key, value in line.items()} for line in lines]
+    document = {**settings, "machine": machine(), "lines": rounded}
+    (out / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+    (out / f"{name}.md").write_text(table)
+    print(f"\n{name}\n\n{table}", flush=True)
+
+
+def _rounded(value: Any) -> Any:
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> str:
+    """A table whose first columns are words, and the others numbers."""
+    rule = ["---"] * words + ["---:"] * (len(headings) - words)
+    return "".join(f"| {' | '.join(row)} |\n" for row in [headings, rule, *rows])
+
+
+def write_lines(
+    path: Path, panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], label: str, *, powers: bool = True
+) -> None:
+    """A row of panels; in each a line of points (x, y) a name.
+
+    Args:
+        label: of the x axes.
+        powers: x is logarithmic, with a tick at every point; else y is.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.2 * len(panels), 4.0), layout="constrained")
+    names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
+    for axes, (title, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        for name, points in lines.items():
+            x, y = zip(*points, strict=True)
+            place = names.index(name)
+            # Dashes, as lines that lie on each other must both be seen.
+            style = {"color": COLOURS[place % len(COLOURS)], "linestyle": DASHES[place % len(DASHES)], "linewidth": 1.8}
+            axes.plot(x, y, marker="o" if powers else None, markersize=4, label=name, **style)
+        if powers:
+            axes.set_xscale("log", base=2)
+            ticks = sorted({x for points in lines.values() for x, _ in points})
+            axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        else:
+            axes.set_yscale("log")
+        axes.set_title(title, loc="left", fontsize=10)
+        axes.set_xlabel(label)
+        axes.grid(True, color="0.9", linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+    entries = {text: handle for axes in figure.axes for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=min(7, len(entries)), frameon=False)
+    figure.savefig(path, dpi=130, metadata={"Software": None})
+
+
+# -- the experiments -----------------------------------------------------------------------------------------------------
+
+
+def topologies(out: Path, seeds: Sequence[int]) -> None:
+    """What the rounds are worth; no training."""
+    lines: list[dict[str, Any]] = []
+    decays: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for n, local in SIZES:
+        panel = f"consensus error, {n} workers, {local} a node"
+        decays[panel] = {}
+        for name in names_that_fit(n, local):
+            topology = make_topology(name, local_world_size=local, world_size=n, rank=0)
+            found = analyse(topology, epsilon=EPSILON)
+            lines.append(
+                {
+                    "workers": n,
+                    "local_world_size": local,
+                    "topology": name,
+                    "period": found.period,
+                    "exact": found.exact,
+                    "rate": found.rate,
+                    "rounds_to_epsilon": found.rounds_to_epsilon,
+                    "degree": found.degree,
+                    "sent_by_worker": found.sent_by_worker,
+                    "sent_by_node": found.sent_by_node,
+                    "fan_in": found.fan_in,
+                }
+            )
+            errors = consensus_error(topology, ROUNDS_SHOWN)
+            decays[panel][name] = [(t, max(float(error), FLOOR)) for t, error in enumerate(errors)]
+    headings = ["workers", "topology", "rounds a period", "exact?", f"rounds to {EPSILON:g}", "peers"]
+    headings += ["copies a worker sends a step", "copies a node sends a step", "most into a node in a round"]
+    rows = [
+        [
+            f"{line['workers']}, {line['local_world_size']} a node",
+            line["topology"],
+            str(line["period"] or "none"),
+            "yes" if line["exact"] else "no",
+            str(line["rounds_to_epsilon"]),
+            str(line["degree"]),
+            *(f"{line[key]:.2f}" for key in ("sent_by_worker", "sent_by_node", "fan_in")),
+        ]
+        for line in lines
+    ]
+    write(out, "topologies", lines, {"epsilon": EPSILON}, markdown(headings, rows, words=2))
+    write_lines(out / "topologies.png", decays, "rounds", powers=False)
+
+
+def simulated(settings: Simulation, seeds: Sequence[int]) -> dict[str, Any]:
+    """Means over seeds of what the last row of a run says."""
+    results = [run(replace(settings, seed=seed)) for seed in seeds]
+    last = [result.last for result in results]
+    return {
+        "accuracy": fmean(row.accuracy for row in last),
+        "worst_accuracy": fmean(row.worst_accuracy for row in last),
+        "consensus_distance": fmean(row.consensus_distance for row in last),
+        "bytes_a_worker_and_step": fmean(row.bytes_sent for row in last) / settings.n / settings.steps,
+        "seconds": fmean(result.seconds for result in results),
+    }
+
+
+def one_worker(settings: Simulation) -> Simulation:
+    """What PyTorch DDP computes with the same number of workers: one model, all samples of a step in one batch."""
+    return replace(settings, n=1, local_world_size=1, batch=settings.n * settings.batch, topology="complete", alpha=None)
+
+
+def uneven_data(out: Path, seeds: Sequence[int]) -> None:
+    """Accuracy by topology, by optimizer and by how unevenly the classes are dealt out."""
+    contenders = {"all samples in one batch": one_worker(UNEVEN)}
+    for name in [*names_that_fit(UNEVEN.n, UNEVEN.local_world_size), *COMPOSED]:
+        contenders[name] = replace(UNEVEN, topology=name)
+    contenders[f"complete, mix_every={EVERY}"] = replace(UNEVEN, topology="complete", mix_every=EVERY)
+    lines: list[dict[str, Any]] = []
+    for name, settings in contenders.items():
+        for (optimizer, lr), alpha in itertools.product(RATES.items(), ALPHAS if settings.n > 1 else (None,)):
+            print(f"{name}, {optimizer}, alpha {alpha}", flush=True)
+            found = simulated(replace(settings, optimizer=optimizer, lr=lr, alpha=alpha), seeds)
+            lines.append({"contender": name, "optimizer": optimizer, "alpha": alpha, **found})
+    columns = list(itertools.product(RATES, ALPHAS))
+    headings = ["contender", "kB a worker sends a step"]
+    headings += [f"{optimizer}, {'even' if alpha is None else f'α = {alpha:g}'}" for optimizer, alpha in columns]
+    rows = []
+    for name in contenders:
+        own = {(line["optimizer"], line["alpha"]): line for line in lines if line["contender"] == name}
+        cells = [
+            f"{100 * own[key]['accuracy']:.1f} / {100 * own[key]['worst_accuracy']:.1f}" if key in own else ""
+            for key in columns
+        ]
+        rows.append([name, f"{lines_bytes(own.values()) / 1e3:.1f}", *cells])
+    settings_json = {"simulation": UNEVEN.to_json(), "rates": RATES, "seeds": list(seeds)}
+    write(out, "uneven-data", lines, settings_json, markdown(headings, rows))
+
+
+def lines_bytes(lines: Iterable[Mapping[str, Any]]) -> float:
+    """What a worker sends a step: the same in all runs of a contender."""
+    return fmean(float(line["bytes_a_worker_and_step"]) for line in lines)
+
+
+def workers(out: Path, seeds: Sequence[int]) -> None:
+    """Accuracy and distance by the number of workers, at the same number of samples a step."""
+    lines: list[dict[str, Any]] = []
+    base = Simulation(steps=500, eval_every=500, alpha=0.1, optimizer="momentum", lr=RATES["momentum"])
+    for name, n in itertools.product(SCALED, WORKERS):
+        print(f"{name}, {n} workers", flush=True)
+        settings = replace(base, n=n, batch=SAMPLES_A_STEP // n, topology=name)
+        lines.append({"topology": name, "workers": n, **simulated(settings, seeds)})
+    headings = ["topology", *(f"{n} workers" for n in WORKERS)]
+
+    def row(name: str, key: str, form: str) -> list[str]:
+        return [format(line[key], form) for line in lines if line["topology"] == name]
+
+    parts = [("accuracy of the mean model", "accuracy", ".1%"), ("accuracy of the worst replica", "worst_accuracy", ".1%")]
+    parts += [("consensus distance", "consensus_distance", ".3f")]
+    rows = [[f"{name}: {words}", *row(name, key, form)] for words, key, form in parts for name in SCALED]
+    settings_json = {"simulation": base.to_json(), "samples_a_step": SAMPLES_A_STEP, "seeds": list(seeds)}
+    write(out, "workers", lines, settings_json, markdown(headings, rows))
+
+    def points(key: str) -> dict[str, list[tuple[float, float]]]:
+        return {name: [(line["workers"], line[key]) for line in lines if line["topology"] == name] for name in SCALED}
+
+    panels = {words: points(key) for words, key, _ in parts}
+    write_lines(out / "workers.png", panels, "workers")
+
+
+EXPERIMENTS = {"topologies": topologies, "uneven-data": uneven_data, "workers": workers}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Makes the tables and plots about topologies.")
+    parser.add_argument("experiments", nargs="*", metavar="NAME", help=f"{', '.join(EXPERIMENTS)}; none: all")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    unknown = [name for name in args.experiments if name not in EXPERIMENTS]
+    if unknown:
+        parser.error(f"unknown experiment {unknown[0]!r}: one of {', '.join(EXPERIMENTS)}")
+    torch.set_num_threads(max(1, math.floor(torch.get_num_threads())))
+    for name in args.experiments or EXPERIMENTS:
+        EXPERIMENTS[name](args.out, args.seeds)
+
+
+if __name__ == "__main__":
+    main()

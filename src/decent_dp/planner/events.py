@@ -1,0 +1,281 @@
+"""The simulation: workers compute, exchanges share links as fluids, and nobody waits for more than it has to.
+
+Two kinds of events: an exchange may begin (all who start it have), and an exchange has ended. Between two events every flow has
+a constant rate: of each link that it uses an equal share beside the other flows there, and the smallest of its shares counts.
+A worker does one exchange between nodes, and one inside, at a time, the earliest first: so messages are on the wire in the
+order in which they are needed.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .traffic import Exchange, Round
+
+__all__ = ["Outcome", "Timing", "simulate", "simulate_all_reduce"]
+
+_INFINITY = float("inf")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What every worker computes in seconds, and what it sends.
+
+    Attributes:
+        work: (steps, workers, buckets): until a bucket's gradients are there, since those of the bucket before; the first of a
+            step holds the forward.
+        after: of each bucket: mixing, the optimizer's step.
+        encode: of each bucket: from the step's end to the first byte.
+        bytes: of each bucket's message.
+    """
+
+    work: npt.NDArray[np.float64]
+    after: Sequence[float]
+    encode: Sequence[float]
+    bytes: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """When each worker had ended each step, in seconds, (steps, workers); and how long it has waited in each, likewise."""
+
+    ends: npt.NDArray[np.float64]
+    waited: npt.NDArray[np.float64]
+
+
+class _Flow:
+    """An exchange of one bucket: waited for, then under way, then ended."""
+
+    __slots__ = (
+        "at",
+        "bucket",
+        "ended",
+        "exchange",
+        "left",
+        "missing",
+        "moving",
+        "order",
+        "rate",
+        "ready",
+        "stamp",
+        "version",
+        "waiting",
+    )
+
+    def __init__(self, exchange: Exchange, order: tuple[int, int, int]) -> None:
+        self.exchange, self.order, self.bucket = exchange, order, order[1]
+        self.missing = len(exchange.starters)
+        self.ready = 0.0
+        self.ended: float | None = None
+        self.moving = False
+        self.left, self.rate, self.at, self.version, self.stamp = 1.0, 0.0, 0.0, 0, 0
+        self.waiting: list[int] = []
+
+
+# A worker's loop yields what it waits for and since when; it is sent the time at which that had ended.
+_Worker = Generator[tuple[_Flow, float], float, None]
+
+
+def _first(entry: tuple[tuple[int, int, int], _Flow]) -> tuple[int, int, int]:
+    return entry[0]
+
+
+class _Simulation:
+    def __init__(
+        self, rounds: Sequence[Round], timing: Timing, capacity: Sequence[float], per_flow: Sequence[float], overlap: bool
+    ) -> None:
+        self._rounds, self._timing, self._overlap = rounds, timing, overlap
+        self._capacity, self._per_flow = capacity, per_flow
+        steps, workers, self._buckets = timing.work.shape
+        self._steps = steps
+        self.ends = np.zeros((steps, workers))
+        self.waited = np.zeros((steps, workers))
+        self._flows: dict[tuple[int, int, int], _Flow] = {}
+        self._events: list[tuple[float, int, int, _Flow, int]] = []
+        self._count = 0
+        self._busy: set[tuple[int, int]] = set()
+        self._queued: dict[tuple[int, int], list[_Flow]] = {}
+        self._on_link: list[list[_Flow]] = [[] for _ in capacity]
+        # Of each link, what every flow on it may have now; and the number of the change for which flows were looked at.
+        self._share_of = list(per_flow)
+        self._stamp = 0
+        self._workers = [self._work(rank) for rank in range(workers)]
+        self._running = workers
+
+    def run(self) -> None:
+        for rank in range(len(self._workers)):
+            self._resume(rank, None)
+        while self._events:
+            time, _, kind, flow, version = heapq.heappop(self._events)
+            if kind == 0:
+                self._enqueue(flow, time)
+            elif flow.version == version:
+                self._end(flow, time)
+        # Who waits for the earliest exchange that has not ended is not waited for by it: no order of events blocks all.
+        assert self._running == 0
+
+    # -- workers ------------------------------------------------------------------------------------------------------
+
+    def _work(self, rank: int) -> _Worker:
+        timing, buckets = self._timing, range(self._buckets)
+        after, encode = timing.after, timing.encode
+        now, before = 0.0, [None] * self._buckets  # type: float, list[_Flow | None]
+        for t in range(self._steps):
+            work = timing.work[t, rank].tolist()
+            own = self._rounds[t % len(self._rounds)]
+            start, need = own.starts[rank], own.needs[rank]
+            lost = 0.0
+            for b in buckets:
+                now += work[b]
+                flow = before[b]
+                if self._overlap and flow is not None:
+                    ended = flow.ended if flow.ended is not None else (yield flow, now)
+                    if ended > now:
+                        lost += ended - now
+                        now = ended
+                now += after[b]
+                if start is not None:
+                    self._begin(self._flow(t, b, start), now + encode[b])
+                before[b] = None if need is None else self._flow(t, b, need)
+            if not self._overlap:
+                for flow in before:
+                    if flow is not None:
+                        ended = flow.ended if flow.ended is not None else (yield flow, now)
+                        if ended > now:
+                            lost += ended - now
+                            now = ended
+            self.ends[t, rank], self.waited[t, rank] = now, lost
+
+    def _resume(self, rank: int, time: float | None) -> None:
+        worker = self._workers[rank]
+        try:
+            flow, _ = next(worker) if time is None else worker.send(time)
+        except StopIteration:
+            self._running -= 1
+            return
+        flow.waiting.append(rank)
+
+    # -- flows --------------------------------------------------------------------------------------------------------
+
+    def _flow(self, t: int, bucket: int, number: int) -> _Flow:
+        key = (t, bucket, number)
+        flow = self._flows.get(key)
+        if flow is None:
+            flow = self._flows[key] = _Flow(self._rounds[t % len(self._rounds)].exchanges[number], key)
+        return flow
+
+    def _begin(self, flow: _Flow, time: float) -> None:
+        flow.missing -= 1
+        flow.ready = max(flow.ready, time)
+        if not flow.missing:
+            self._push(flow.ready + flow.exchange.latency_s, 0, flow)
+
+    def _push(self, time: float, kind: int, flow: _Flow) -> None:
+        self._count += 1
+        heapq.heappush(self._events, (time, self._count, kind, flow, flow.version))
+
+    def _enqueue(self, flow: _Flow, time: float) -> None:
+        if self._busy.isdisjoint(flow.exchange.lanes):
+            self._move(flow, time)
+        else:
+            for lane in flow.exchange.lanes:
+                self._queued.setdefault(lane, []).append(flow)
+
+    def _move(self, flow: _Flow, time: float) -> None:
+        flow.moving, flow.at = True, time
+        self._busy.update(flow.exchange.lanes)
+        for link, _ in flow.exchange.loads:
+            self._on_link[link].append(flow)
+        self._share(flow, time)
+
+    def _end(self, flow: _Flow, time: float) -> None:
+        flow.ended = time
+        for link, _ in flow.exchange.loads:
+            self._on_link[link].remove(flow)
+        self._busy.difference_update(flow.exchange.lanes)
+        self._share(flow, time)
+        waiting: list[tuple[tuple[int, int, int], _Flow]] = []
+        for lane in flow.exchange.lanes:
+            queue = self._queued.get(lane)
+            if queue:
+                queue[:] = [other for other in queue if not other.moving]
+                waiting += [(other.order, other) for other in queue]
+        for _, other in sorted(waiting, key=_first):
+            if not other.moving and self._busy.isdisjoint(other.exchange.lanes):
+                self._move(other, time)
+        for rank in flow.waiting:
+            self._resume(rank, time)
+
+    def _share(self, changed: _Flow, time: float) -> None:
+        """New rates for all flows on the links that ``changed`` has come to, or has left."""
+        if not changed.exchange.loads:
+            if changed.ended is None:
+                self._push(time, 1, changed)
+            return
+        capacity, per_flow, on_link = self._capacity, self._per_flow, self._on_link
+        for link, _ in changed.exchange.loads:
+            self._share_of[link] = min(per_flow[link], capacity[link] / (len(on_link[link]) or 1))
+        self._stamp += 1
+        for link, _ in changed.exchange.loads:
+            for flow in on_link[link]:
+                if flow.stamp != self._stamp:
+                    flow.stamp = self._stamp
+                    self._set_rate(flow, time)
+
+    def _set_rate(self, flow: _Flow, time: float) -> None:
+        share_of = self._share_of
+        rate = min([share_of[link] / copies for link, copies in flow.exchange.loads]) / self._timing.bytes[flow.bucket]
+        if rate == flow.rate:
+            return
+        if time > flow.at:
+            # Not "0 * inf": a flow without a limit ends at once.
+            flow.left = max(0.0, flow.left - (time - flow.at) * flow.rate)
+        flow.at, flow.rate = time, rate
+        flow.version += 1
+        self._push(time + (flow.left / rate if rate < _INFINITY else 0.0), 1, flow)
+
+
+def simulate(
+    rounds: Sequence[Round], timing: Timing, capacity: Sequence[float], per_flow: Sequence[float], *, overlap: bool = True
+) -> Outcome:
+    """Runs all steps.
+
+    Args:
+        rounds: of a period; they repeat.
+        timing: what workers compute.
+        capacity: bytes a second of every link.
+        per_flow: what one flow may have of it.
+        overlap: a bucket's exchange is waited for in the next step, else at the end of its own.
+    """
+    simulation = _Simulation(rounds, timing, capacity, per_flow, overlap)
+    simulation.run()
+    return Outcome(simulation.ends, simulation.waited)
+
+
+def simulate_all_reduce(timing: Timing, duration: Callable[[float], float]) -> Outcome:
+    """Steps of DDP: a bucket is summed when all workers have its gradients and the one before is done; optimizers wait for all.
+
+    That is a recursion over the buckets, for which nothing has to be simulated.
+
+    Args:
+        timing: what workers compute; ``encode`` is not used.
+        duration: seconds of the all-reduce of so many bytes.
+    """
+    steps, workers, buckets = timing.work.shape
+    ends, waited = np.zeros((steps, workers)), np.zeros((steps, workers))
+    now = np.zeros(workers)
+    seconds = [duration(size) for size in timing.bytes]
+    for t in range(steps):
+        ready = now[:, None] + np.cumsum(timing.work[t], axis=1)
+        done = 0.0
+        for b in range(buckets):
+            done = max(done, float(ready[:, b].max())) + seconds[b]
+        waited[t] = np.maximum(done - ready[:, -1], 0.0)
+        now = np.maximum(done, ready[:, -1]) + sum(timing.after)
+        ends[t] = now
+    return Outcome(ends, waited)
