@@ -29,6 +29,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # A room is a top-level module or package. Rooms that a room may import (its own modules always); a new one is placed here.
 BELOW: dict[str, set[str]] = {
     "errors": set(),
+    "handed": set(),
     "optim": set(),
     "plots": set(),
     "launch": {"errors"},
@@ -38,11 +39,11 @@ BELOW["topo"] = {"errors"}
 for _room in ("mixing", "wire", "bucket", "planner"):
     BELOW[_room] = {"errors", "topo"}
 BELOW["transport"] = {"errors", "topo", "mixing", "wire", "bucket", "planner"}
-BELOW["replica"] = BELOW["transport"] | {"transport"}
+BELOW["replica"] = BELOW["transport"] | {"transport", "handed"}
 BELOW["ddp"] = BELOW["replica"] | {"replica"}
 BELOW["checkpoint"] = BELOW["ddp"] | {"ddp"}
 BELOW["cli"] = BELOW["checkpoint"] | {"checkpoint", "sim", "optim", "launch", "plots", "utils", "__init__"}
-BELOW["sim"] = {"errors", "topo", "mixing", "wire", "optim"}
+BELOW["sim"] = {"errors", "topo", "mixing", "wire", "optim", "handed"}
 BELOW["__init__"] = set()  # names are looked up lazily
 
 MAY_IMPORT_DISTRIBUTED = {"transport", "launch", "checkpoint"}

@@ -19,19 +19,21 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from decent_dp.bucket import MIB, choose_sizes, plan_buckets
 from decent_dp.errors import OutOfStepError, PeerTimeoutError
-from decent_dp.replica import consensus
-from decent_dp.replica.agree import agree, agree_on_signature, model_signature, share
-from decent_dp.replica.engine import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, Bucket, Engine, make_bucket
-from decent_dp.replica.guard import Guard, strip_prefix
-from decent_dp.replica.schedule import Policy, Schedule, refuse_trained_elsewhere
-from decent_dp.replica.settings import (
-    Settings,
-    check_callable,
+from decent_dp.handed import (
+    FLOAT_DTYPES,
+    LR_SCHEDULER_FN_TYPE,
+    OPTIM_FN_TYPE,
+    Policy,
+    check_factories,
     check_model,
     check_scaler,
-    local_world_size,
-    refuse_ddp_keywords,
 )
+from decent_dp.replica import consensus
+from decent_dp.replica.agree import agree, agree_on_signature, model_signature, share
+from decent_dp.replica.engine import Bucket, Engine, make_bucket
+from decent_dp.replica.guard import Guard, strip_prefix
+from decent_dp.replica.schedule import Schedule, refuse_trained_elsewhere
+from decent_dp.replica.settings import Settings, local_world_size, refuse_ddp_keywords
 from decent_dp.replica.states import check_optim_state, collect_optim_state, load_optim_state
 from decent_dp.topo import Topology, make_topology
 from decent_dp.transport import Transport, connect
@@ -106,7 +108,7 @@ class DecentralizedDataParallel(nn.Module):
         RuntimeError: there is no process group.
     """
 
-    FLOAT_DTYPES = consensus.FLOAT_DTYPES
+    FLOAT_DTYPES = FLOAT_DTYPES
 
     def __init__(
         self,
@@ -137,9 +139,7 @@ class DecentralizedDataParallel(nn.Module):
                 raise TypeError("model is already wrapped in DecentralizedDataParallel: pass its .module")
             check_model(model)
             refuse_trained_elsewhere(model)
-            check_callable("optim_fn", optim_fn, "a list of (name, parameter) pairs that returns an optimizer")
-            if lr_scheduler_fn is not None:
-                check_callable("lr_scheduler_fn", lr_scheduler_fn, "an optimizer that returns a scheduler")
+            check_factories(optim_fn, lr_scheduler_fn)
             buffers, scaled = bool(sync_buffer_in_global_avg), check_scaler(scaler) is not None
             check_wire(wire, [(name, p.dtype) for name, p in model.named_parameters() if p.requires_grad])
             settings = Settings(grad_clip_norm, bucket_size_in_mb, bool(overlap), buffers, scaled, wire, mix_every)

@@ -10,9 +10,7 @@ from torch import Tensor
 from decent_dp.bucket import MIB
 from decent_dp.transport import Control
 
-__all__ = ["FLOAT_DTYPES", "average_", "broadcast_", "squared_distance"]
-
-FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+__all__ = ["average_", "broadcast_", "squared_distance"]
 
 # Tensors travel together up to this size: it bounds the extra memory.
 _PIECE_BYTES = 16 * MIB

@@ -7,7 +7,6 @@ finish), and so that a round can go by without a step.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,19 +15,17 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 from torch.profiler import record_function
 
 from decent_dp.bucket import Block, BucketPlan
+from decent_dp.handed import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, make_optimizer, make_scheduler
 from decent_dp.mixing import Gossip, MixRule
 from decent_dp.topo import Edge, Topology
 from decent_dp.transport import Handle, Label, Parcel, Transport
 from decent_dp.wire import Item, Wire
 
-__all__ = ["LR_SCHEDULER_FN_TYPE", "OPTIM_FN_TYPE", "Bucket", "Engine", "make_bucket"]
-
-OPTIM_FN_TYPE = Callable[[list[tuple[str, Tensor]]], Optimizer]
-LR_SCHEDULER_FN_TYPE = Callable[[Optimizer], LRScheduler]
+__all__ = ["Bucket", "Engine", "make_bucket"]
 
 
 @dataclass(frozen=True)
@@ -93,45 +90,8 @@ def make_bucket(
         TypeError, ValueError: the factories do not return what they should.
     """
     block = Block(plan, params, as_view=as_view)
-    optimizer: Any = optim_fn([(name, param) for name, param in zip(block.names, block.params, strict=True)])
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optim_fn must return a torch.optim.Optimizer, got {optimizer!r}. Is a `return` missing in it?")
-    _check_taken(optimizer, block)
-    scheduler = None if lr_scheduler_fn is None else _make_scheduler(lr_scheduler_fn, optimizer)
-    return Bucket(index, block, wire, optimizer, scheduler)
-
-
-def _check_taken(optimizer: Optimizer, block: Block) -> None:
-    """An optimizer must take each of its bucket's parameters once, and no other."""
-    counts = Counter(id(param) for group in optimizer.param_groups for param in group["params"])
-    for param, name in zip(block.params, block.names, strict=True):
-        count = counts.pop(id(param), 0)
-        if count != 1:
-            raise ValueError(
-                f"optim_fn {'takes twice' if count else 'leaves out'} parameter '{name}': each of the (name, parameter) pairs "
-                "that it is given must be in exactly one parameter group. Freeze parameters that are not to train "
-                "(requires_grad_(False)) before wrapping the model."
-            )
-    if counts:
-        raise ValueError(
-            f"optim_fn returned an optimizer with {len(counts)} parameters that it was not given: it must take exactly the "
-            "(name, parameter) pairs of its argument, and is called once a bucket."
-        )
-
-
-def _make_scheduler(lr_scheduler_fn: LR_SCHEDULER_FN_TYPE, optimizer: Optimizer) -> LRScheduler:
-    scheduler: Any = lr_scheduler_fn(optimizer)
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise TypeError(
-            "lr_scheduler_fn returned a ReduceLROnPlateau, which waits for a metric, and the wrapper steps schedulers by the "
-            "update. Return one that counts steps, or none and set the rate in model.optimizers yourself."
-        )
-    if not isinstance(scheduler, LRScheduler):
-        raise TypeError(
-            f"lr_scheduler_fn must return a torch.optim.lr_scheduler.LRScheduler, got {scheduler!r}. Is a `return` missing "
-            "in it?"
-        )
-    return scheduler
+    optimizer = make_optimizer(optim_fn, list(zip(block.names, block.params, strict=True)))
+    return Bucket(index, block, wire, optimizer, make_scheduler(lr_scheduler_fn, optimizer))
 
 
 class Engine:

@@ -24,10 +24,11 @@ from torch.autograd import Variable
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from decent_dp.handed import Policy
 from decent_dp.replica.engine import Bucket, Engine
 from decent_dp.transport import Handle, Transport
 
-__all__ = ["Policy", "Schedule", "Window", "refuse_trained_elsewhere"]
+__all__ = ["Schedule", "Window", "refuse_trained_elsewhere"]
 
 # How many of join's flags may be under way: it bounds how far one worker can run ahead of the slowest there.
 _FLAGS_UNDER_WAY = 32
@@ -86,56 +87,6 @@ class _Backward:
     def lost(self) -> bool:
         """It raised: the engine has let go of it without telling its end."""
         return self.end() is None
-
-
-class Policy:
-    """What is done to a replica's gradients before its optimizers step.
-
-    Args:
-        params: the replica's trainable parameters.
-        scaler: unscales them and says whether the step is taken; None without one.
-        max_norm: of all of them together; 0 for no clipping.
-    """
-
-    def __init__(self, params: Sequence[Parameter], scaler: torch.amp.GradScaler | None, max_norm: float) -> None:
-        self._params, self._max_norm = params, max_norm
-        self.scaler = scaler
-        self._verdict: Any = _Verdict(params)
-        self.last_norm: Tensor | None = None
-
-    @property
-    def needs_all(self) -> bool:
-        """Every gradient must be there before any bucket may step."""
-        return self.scaler is not None or self._max_norm > 0
-
-    def allows_step(self) -> bool:
-        """Prepares the gradients in place; False when there are none, or the scaler skips this step."""
-        if not any(param.grad is not None for param in self._params):
-            return False
-        if self.scaler is not None:
-            self.scaler.unscale_(self._verdict)
-        if self._max_norm > 0:
-            self.last_norm = torch.nn.utils.clip_grad_norm_(self._params, self._max_norm)
-        if self.scaler is None:
-            return True
-        self._verdict.taken = False
-        self.scaler.step(self._verdict)
-        self.scaler.update()
-        return bool(self._verdict.taken)
-
-
-class _Verdict:
-    """Stands for all of a replica's optimizers before a GradScaler: one inf in any of them skips all.
-
-    Its step only notes that the scaler would have stepped; the buckets' optimizers step after their exchanges.
-    """
-
-    def __init__(self, params: Sequence[Parameter]) -> None:
-        self.param_groups = [{"params": list(params)}]
-        self.taken = False
-
-    def step(self) -> None:
-        self.taken = True
 
 
 class Schedule:

@@ -9,14 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import UninitializedParameter
-
-from decent_dp.replica.consensus import FLOAT_DTYPES
-
-__all__ = ["Settings", "check_model", "local_world_size", "refuse_ddp_keywords"]
+__all__ = ["Settings", "local_world_size", "refuse_ddp_keywords"]
 
 # What users of PyTorch DDP pass, and what to do instead.
 _DDP_KEYWORDS = {
@@ -72,57 +65,6 @@ def _check_count(name: str, value: Any, want: str) -> None:
         raise TypeError(f"{name} must be {want}, got {value!r}")
     if value < 1:
         raise ValueError(f"{name} must be {want}, got {value!r}")
-
-
-def check_model(model: Any) -> None:
-    """Looks whether a model can be wrapped.
-
-    Raises:
-        TypeError: it is no module, or a wrapper.
-        ValueError: nothing in it trains, or something in it cannot be mixed; names the parameter.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if isinstance(model, DistributedDataParallel):
-        raise TypeError("model is already wrapped in DistributedDataParallel: pass its .module")
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.layout != torch.strided:
-            raise ValueError(
-                f"'{name}' is a sparse tensor: make it dense, or keep it outside the model's parameters and buffers"
-            )
-        if isinstance(tensor, UninitializedParameter) or tensor.is_meta:
-            raise ValueError(
-                f"'{name}' has no values yet (lazy or on the meta device): initialise the model before wrapping it"
-            )
-    trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-    if not trained:
-        raise ValueError(
-            "model has no trainable parameters (none with requires_grad=True): nothing would train or mix. Unfreeze what is "
-            "to train before wrapping the model."
-        )
-    for name, param in trained:
-        if param.dtype not in FLOAT_DTYPES:
-            raise ValueError(f"parameter '{name}' is {param.dtype}: trainable parameters must be of {FLOAT_DTYPES}")
-
-
-def check_callable(name: str, value: Any, argument: str) -> None:
-    if isinstance(value, torch.optim.Optimizer):
-        kind = type(value).__name__
-        raise TypeError(
-            f"{name} must make an optimizer and is one, {kind}: pass a function of {argument}, such as "
-            f"functools.partial(torch.optim.{kind}, lr=...)."
-        )
-    if not callable(value):
-        raise TypeError(f"{name} must be a function of {argument}, got {value!r}")
-
-
-def check_scaler(scaler: Any) -> torch.amp.GradScaler | None:
-    """The scaler, or None for none or a disabled one."""
-    if scaler is None:
-        return None
-    if not isinstance(scaler, torch.amp.GradScaler):
-        raise TypeError(f"scaler must be a torch.GradScaler or None, got {scaler!r}")
-    return scaler if scaler.is_enabled() else None
 
 
 def local_world_size(given: Any) -> int:

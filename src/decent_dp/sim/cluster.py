@@ -17,10 +17,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from decent_dp.handed import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, check_scaler
 from decent_dp.sim.exchange import Exchange, LosslessExchange, WiredExchange
 from decent_dp.sim.gradients import LOSS_FN_TYPE, Gradients
 from decent_dp.sim.stack import Stack
-from decent_dp.sim.steppers import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, Factories, OneEach, Shared, Stepper
+from decent_dp.sim.steppers import Factories, OneEach, Shared, Stepper
 from decent_dp.topo import Topology, make_topology
 from decent_dp.wire import Lossless, check_wire
 
@@ -106,7 +107,7 @@ class VirtualCluster:
         if vectorize not in (True, False, None):
             raise TypeError(f"vectorize must be True, False or None, got {vectorize!r}")
         self._max_norm = _clip_norm(grad_clip_norm)
-        self._scaler = _scaler(scaler)
+        self._scaler = check_scaler(scaler)
         self._factories = Factories(optim_fn, lr_scheduler_fn)
         made = make_topology(topology, local_world_size=whole("local_world_size", local_world_size), world_size=n, rank=0)
         self.topology = made if mix_every == 1 else made.every(mix_every)
@@ -312,12 +313,3 @@ def _clip_norm(value: Any) -> float:
     if not 0 <= float(value) < math.inf:
         raise ValueError(f"grad_clip_norm must be 0.0 (no clipping) or a positive norm, got {value!r}")
     return float(value)
-
-
-def _scaler(scaler: Any) -> torch.amp.GradScaler | None:
-    """The scaler, or None for none or a disabled one."""
-    if scaler is None:
-        return None
-    if not isinstance(scaler, torch.amp.GradScaler):
-        raise TypeError(f"scaler must be a torch.GradScaler or None, got {scaler!r}")
-    return scaler if scaler.is_enabled() else None

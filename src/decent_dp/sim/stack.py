@@ -8,11 +8,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.nn.parameter import UninitializedParameter
+
+from decent_dp.handed import FLOAT_DTYPES, check_model
 
 __all__ = ["Stack"]
-
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 # Elements that are worked on at once in float64.
 _CHUNK = 2**22
@@ -38,7 +37,7 @@ class Stack:
     """
 
     def __init__(self, model: nn.Module, n: int) -> None:
-        _check_model(model)
+        check_model(model)
         self.n = n
         self.template = copy.deepcopy(model)
         self.template.zero_grad(set_to_none=True)
@@ -74,7 +73,7 @@ class Stack:
         """A model of its own with the mean of all floating-point parameters and buffers; of others those of replica 0."""
         values = {}
         for name, tensor in self._all():
-            if tensor.dtype in _FLOATS:
+            if tensor.dtype in FLOAT_DTYPES:
                 wide = torch.promote_types(tensor.dtype, torch.float32)
                 values[name] = tensor.detach().mean(0, dtype=wide).to(tensor.dtype)
             else:
@@ -111,21 +110,3 @@ def _repeated(tensor: Tensor, n: int) -> Tensor:
     shape = (n, *tensor.shape)
     stacked = torch.empty_strided(shape, (max(1, tensor.numel()), *stride), dtype=tensor.dtype, device=tensor.device)
     return stacked.copy_(tensor.detach().expand(shape))
-
-
-def _check_model(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.layout != torch.strided:
-            raise ValueError(
-                f"'{name}' is a sparse tensor: make it dense, or keep it outside the model's parameters and buffers"
-            )
-        if isinstance(tensor, UninitializedParameter) or tensor.is_meta:
-            raise ValueError(f"'{name}' has no values yet (lazy or on the meta device): initialise the model first")
-    trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-    if not trained:
-        raise ValueError("model has no trainable parameters (none with requires_grad=True): nothing would train or mix.")
-    for name, param in trained:
-        if param.dtype not in _FLOATS:
-            raise ValueError(f"parameter '{name}' is {param.dtype}: trainable parameters must be real floating point")

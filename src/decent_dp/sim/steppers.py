@@ -8,24 +8,21 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
+from decent_dp.handed import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, Policy, check_factories, make_optimizer, make_scheduler
 from decent_dp.optim import AccumAdam, AccumAdamW
 from decent_dp.sim.gradients import Found
 from decent_dp.sim.stack import Stack
 
-__all__ = ["LR_SCHEDULER_FN_TYPE", "OPTIM_FN_TYPE", "Factories", "OneEach", "Shared", "Stepper"]
-
-OPTIM_FN_TYPE = Callable[[list[tuple[str, Tensor]]], Optimizer]
-LR_SCHEDULER_FN_TYPE = Callable[[Optimizer], LRScheduler]
+__all__ = ["Factories", "OneEach", "Shared", "Stepper"]
 
 # Known to treat every element by itself, and parameters of any shape alike. Subclasses may not.
 _BY_ELEMENT = {
@@ -46,7 +43,7 @@ _BY_ELEMENT = {
 
 
 class Factories:
-    """The user's factories, and what they must return.
+    """The user's factories.
 
     Args:
         optim_fn: makes an optimizer from (name, parameter) pairs.
@@ -54,9 +51,7 @@ class Factories:
     """
 
     def __init__(self, optim_fn: OPTIM_FN_TYPE, lr_scheduler_fn: LR_SCHEDULER_FN_TYPE | None) -> None:
-        _check_callable("optim_fn", optim_fn, "a list of (name, parameter) pairs that returns an optimizer")
-        if lr_scheduler_fn is not None:
-            _check_callable("lr_scheduler_fn", lr_scheduler_fn, "an optimizer that returns a scheduler")
+        check_factories(optim_fn, lr_scheduler_fn)
         self._optim_fn, self._lr_scheduler_fn = optim_fn, lr_scheduler_fn
 
     def optimizer(self, named: Sequence[tuple[str, Parameter]]) -> Optimizer:
@@ -65,10 +60,7 @@ class Factories:
         Raises:
             TypeError, ValueError: the factory does not return what it should.
         """
-        optimizer: Any = self._optim_fn([(name, param) for name, param in named])
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"optim_fn must return a torch.optim.Optimizer, got {optimizer!r}. Is a `return` missing in it?")
-        _check_taken(optimizer, named)
+        optimizer = make_optimizer(self._optim_fn, named)
         if getattr(optimizer, "pre_average_hook", None) is not None:
             raise TypeError(
                 f"optim_fn returned a {type(optimizer).__name__} with a pre_average_hook, which changes what is mixed: the "
@@ -77,54 +69,8 @@ class Factories:
         return optimizer
 
     def scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
-        """The optimizer's schedule; None if there is none.
-
-        Raises:
-            TypeError: the factory does not return what it should.
-        """
-        if self._lr_scheduler_fn is None:
-            return None
-        scheduler: Any = self._lr_scheduler_fn(optimizer)
-        if isinstance(scheduler, ReduceLROnPlateau):
-            raise TypeError(
-                "lr_scheduler_fn returned a ReduceLROnPlateau, which waits for a metric, and schedulers are stepped once an "
-                "optimizer step. Return one that counts steps, or none and set the rate in cluster.optimizers yourself."
-            )
-        if not isinstance(scheduler, LRScheduler):
-            raise TypeError(
-                f"lr_scheduler_fn must return a torch.optim.lr_scheduler.LRScheduler, got {scheduler!r}. Is a `return` "
-                "missing in it?"
-            )
-        return scheduler
-
-
-def _check_callable(name: str, value: Any, argument: str) -> None:
-    if isinstance(value, Optimizer):
-        kind = type(value).__name__
-        raise TypeError(
-            f"{name} must make an optimizer and is one, {kind}: pass a function of {argument}, such as "
-            f"functools.partial(torch.optim.{kind}, lr=...)."
-        )
-    if not callable(value):
-        raise TypeError(f"{name} must be a function of {argument}, got {value!r}")
-
-
-def _check_taken(optimizer: Optimizer, named: Sequence[tuple[str, Parameter]]) -> None:
-    """An optimizer must take each parameter once, and no other."""
-    counts = Counter(id(param) for group in optimizer.param_groups for param in group["params"])
-    for name, param in named:
-        count = counts.pop(id(param), 0)
-        if count != 1:
-            raise ValueError(
-                f"optim_fn {'takes twice' if count else 'leaves out'} parameter '{name}': each of the (name, parameter) pairs "
-                "that it is given must be in exactly one parameter group. Freeze parameters that are not to train "
-                "(requires_grad_(False)) first."
-            )
-    if counts:
-        raise ValueError(
-            f"optim_fn returned an optimizer with {len(counts)} parameters that it was not given: it must take exactly the "
-            "(name, parameter) pairs of its argument, and may be called once a replica."
-        )
+        """The optimizer's schedule; None if there is none. Raises TypeError as ``make_scheduler``."""
+        return make_scheduler(self._lr_scheduler_fn, optimizer)
 
 
 class Stepper(ABC):
@@ -232,48 +178,21 @@ class OneEach(Stepper):
         self.optimizers = [factories.optimizer(list(zip(stack.names, params, strict=True))) for params in self._params]
         made = [factories.scheduler(optimizer) for optimizer in self.optimizers]
         self.schedulers = [scheduler for scheduler in made if scheduler is not None]
-        self.scalers = [] if scaler is None else [copy.deepcopy(scaler) for _ in range(stack.n)]
-        self._verdicts: list[Any] = [_Verdict(params) for params in self._params]
-        self._max_norm = max_norm
+        self._policies = [Policy(params, copy.deepcopy(scaler), max_norm) for params in self._params]
         self.steps = [0] * stack.n
 
     def scale(self, i: int, loss: Tensor) -> Tensor:
-        return self.scalers[i].scale(loss) if self.scalers else loss
+        scaler = self._policies[i].scaler
+        return loss if scaler is None else scaler.scale(loss)
 
     def step(self, found: Found) -> None:
         for i, (params, gradients) in enumerate(zip(self._params, found.rows, strict=True)):
             for param, gradient in zip(params, gradients, strict=True):
                 param.grad = gradient
-            if self._allows_step(i):
+            if self._policies[i].allows_step():
                 self.optimizers[i].step()
                 if self.schedulers:
                     self.schedulers[i].step()
                 self.steps[i] += 1
             for param in params:
                 param.grad = None
-
-    def _allows_step(self, i: int) -> bool:
-        """Prepares the gradients in place; False when there are none, or the scaler skips this replica's step."""
-        if not any(param.grad is not None for param in self._params[i]):
-            return False
-        if self.scalers:
-            self.scalers[i].unscale_(self._verdicts[i])
-        if self._max_norm > 0:
-            torch.nn.utils.clip_grad_norm_(self._params[i], self._max_norm)
-        if not self.scalers:
-            return True
-        self._verdicts[i].taken = False
-        self.scalers[i].step(self._verdicts[i])
-        self.scalers[i].update()
-        return bool(self._verdicts[i].taken)
-
-
-class _Verdict:
-    """Stands for a replica's optimizer before its scaler: notes whether a step would be taken."""
-
-    def __init__(self, params: Sequence[Parameter]) -> None:
-        self.param_groups = [{"params": list(params)}]
-        self.taken = False
-
-    def step(self) -> None:
-        self.taken = True

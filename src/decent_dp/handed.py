@@ -1,0 +1,200 @@
+"""What users hand in, what it must be, and what becomes of one replica's gradients before its step.
+
+All of it concerns one replica alone. It is what the wrapper and the simulator share beside the law of mixing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import UninitializedParameter
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+__all__ = [
+    "FLOAT_DTYPES",
+    "LR_SCHEDULER_FN_TYPE",
+    "OPTIM_FN_TYPE",
+    "Policy",
+    "check_factories",
+    "check_model",
+    "check_scaler",
+    "make_optimizer",
+    "make_scheduler",
+]
+
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+OPTIM_FN_TYPE = Callable[[list[tuple[str, Tensor]]], Optimizer]
+LR_SCHEDULER_FN_TYPE = Callable[[Optimizer], LRScheduler]
+
+
+# -- the model -----------------------------------------------------------------------------------------------------------
+
+
+def check_model(model: Any) -> None:
+    """Looks whether replicas of a model can train.
+
+    Raises:
+        TypeError: it is no module, or PyTorch's wrapper.
+        ValueError: nothing in it trains, or something in it cannot be mixed; names the parameter.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, DistributedDataParallel):
+        raise TypeError("model is already wrapped in DistributedDataParallel: pass its .module")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.layout != torch.strided:
+            raise ValueError(
+                f"'{name}' is a sparse tensor: make it dense, or keep it outside the model's parameters and buffers"
+            )
+        if isinstance(tensor, UninitializedParameter) or tensor.is_meta:
+            raise ValueError(
+                f"'{name}' has no values yet (lazy or on the meta device): initialise the model before wrapping it"
+            )
+    trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    if not trained:
+        raise ValueError(
+            "model has no trainable parameters (none with requires_grad=True): nothing would train or mix. Unfreeze what is "
+            "to train before wrapping the model."
+        )
+    for name, param in trained:
+        if param.dtype not in FLOAT_DTYPES:
+            raise ValueError(f"parameter '{name}' is {param.dtype}: trainable parameters must be of {FLOAT_DTYPES}")
+
+
+# -- the factories -------------------------------------------------------------------------------------------------------
+
+
+def check_factories(optim_fn: Any, lr_scheduler_fn: Any) -> None:
+    """Raises TypeError unless both can be called; None in the place of the second stands for no schedule."""
+    _check_callable("optim_fn", optim_fn, "a list of (name, parameter) pairs that returns an optimizer")
+    if lr_scheduler_fn is not None:
+        _check_callable("lr_scheduler_fn", lr_scheduler_fn, "an optimizer that returns a scheduler")
+
+
+def _check_callable(name: str, value: Any, argument: str) -> None:
+    if isinstance(value, Optimizer):
+        kind = type(value).__name__
+        raise TypeError(
+            f"{name} must make an optimizer and is one, {kind}: pass a function of {argument}, such as "
+            f"functools.partial(torch.optim.{kind}, lr=...)."
+        )
+    if not callable(value):
+        raise TypeError(f"{name} must be a function of {argument}, got {value!r}")
+
+
+def make_optimizer(optim_fn: OPTIM_FN_TYPE, named: Sequence[tuple[str, Parameter]]) -> Optimizer:
+    """The optimizer of these parameters.
+
+    Raises:
+        TypeError, ValueError: the factory does not return an optimizer that takes each parameter once, and no other.
+    """
+    optimizer: Any = optim_fn([(name, param) for name, param in named])
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optim_fn must return a torch.optim.Optimizer, got {optimizer!r}. Is a `return` missing in it?")
+    counts = Counter(id(param) for group in optimizer.param_groups for param in group["params"])
+    for name, param in named:
+        count = counts.pop(id(param), 0)
+        if count != 1:
+            raise ValueError(
+                f"optim_fn {'takes twice' if count else 'leaves out'} parameter '{name}': each of the (name, parameter) pairs "
+                "that it is given must be in exactly one parameter group. Freeze parameters that are not to train "
+                "(requires_grad_(False)) before wrapping the model."
+            )
+    if counts:
+        raise ValueError(
+            f"optim_fn returned an optimizer with {len(counts)} parameters that it was not given: it must take exactly the "
+            "(name, parameter) pairs of its argument, and may be called several times."
+        )
+    return optimizer
+
+
+def make_scheduler(lr_scheduler_fn: LR_SCHEDULER_FN_TYPE | None, optimizer: Optimizer) -> LRScheduler | None:
+    """The optimizer's schedule; None without a factory.
+
+    Raises:
+        TypeError: the factory returns nothing that can be stepped by the update.
+    """
+    if lr_scheduler_fn is None:
+        return None
+    scheduler: Any = lr_scheduler_fn(optimizer)
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise TypeError(
+            "lr_scheduler_fn returned a ReduceLROnPlateau, which waits for a metric, and schedulers are stepped by the "
+            "update. Return one that counts steps, or none and set the rate in .optimizers yourself."
+        )
+    if not isinstance(scheduler, LRScheduler):
+        raise TypeError(
+            f"lr_scheduler_fn must return a torch.optim.lr_scheduler.LRScheduler, got {scheduler!r}. Is a `return` missing "
+            "in it?"
+        )
+    return scheduler
+
+
+# -- from gradients to the step ------------------------------------------------------------------------------------------
+
+
+def check_scaler(scaler: Any) -> torch.amp.GradScaler | None:
+    """The scaler, or None for none or a disabled one."""
+    if scaler is None:
+        return None
+    if not isinstance(scaler, torch.amp.GradScaler):
+        raise TypeError(f"scaler must be a torch.GradScaler or None, got {scaler!r}")
+    return scaler if scaler.is_enabled() else None
+
+
+class Policy:
+    """What is done to a replica's gradients before its optimizers step.
+
+    Args:
+        params: the replica's trainable parameters.
+        scaler: unscales them and says whether the step is taken; None without one.
+        max_norm: of all of them together; 0 for no clipping.
+    """
+
+    def __init__(self, params: Sequence[Parameter], scaler: torch.amp.GradScaler | None, max_norm: float) -> None:
+        self._params, self._max_norm = params, max_norm
+        self.scaler = scaler
+        self._verdict: Any = _Verdict(params)
+        self.last_norm: Tensor | None = None
+
+    @property
+    def needs_all(self) -> bool:
+        """Every gradient must be there before any bucket may step."""
+        return self.scaler is not None or self._max_norm > 0
+
+    def allows_step(self) -> bool:
+        """Prepares the gradients in place; False when there are none, or the scaler skips this step."""
+        if not any(param.grad is not None for param in self._params):
+            return False
+        if self.scaler is not None:
+            self.scaler.unscale_(self._verdict)
+        if self._max_norm > 0:
+            self.last_norm = torch.nn.utils.clip_grad_norm_(self._params, self._max_norm)
+        if self.scaler is None:
+            return True
+        self._verdict.taken = False
+        self.scaler.step(self._verdict)
+        self.scaler.update()
+        return bool(self._verdict.taken)
+
+
+class _Verdict:
+    """Stands for all of a replica's optimizers before a GradScaler: one inf in any of them skips all.
+
+    Its step only notes that the scaler would have stepped; the buckets' optimizers step after their exchanges.
+    """
+
+    def __init__(self, params: Sequence[Parameter]) -> None:
+        self.param_groups = [{"params": list(params)}]
+        self.taken = False
+
+    def step(self) -> None:
+        self.taken = True
