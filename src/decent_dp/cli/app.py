@@ -1,0 +1,107 @@
+"""The commands, and what becomes of their errors."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import rich  # noqa: F401  typer can do without it, the tables cannot
+import typer
+from typer.core import TyperGroup
+
+from decent_dp.cli import doctor, plan, simulate, topology
+from decent_dp.cli.inputs import BadInputError
+from decent_dp.cli.screen import one_line, say
+
+__all__ = ["app", "run"]
+
+# A click of typer's own, or the package: the two kinds of error are told by the one that typer shows.
+_CLICK_ERROR: type[Exception] = typer.BadParameter.__mro__[2]
+
+
+class _InOrder(TyperGroup):
+    def list_commands(self, ctx: Any) -> list[str]:
+        return ["topology", "simulate", "plan", "doctor"]
+
+
+app = typer.Typer(
+    name="decent-dp",
+    cls=_InOrder,
+    add_completion=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+)
+app.add_typer(topology.app, name="topology")
+app.command("simulate", epilog=simulate.EXAMPLES)(simulate.simulate)
+app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
+app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
+
+EXAMPLES = """[bold]Examples[/bold]
+
+decent-dp topology compare -n 24 -l 4
+
+decent-dp simulate --data digits --topology base-2 -n 64 --alpha 0.1
+
+decent-dp plan --params 65e6 --step-ms 60 -n 32 -l 4 --inter 25gbit --intra 200gbit
+
+torchrun --standalone --nproc-per-node 4 -m decent_dp.cli doctor
+
+Exit codes: 0 fine, 1 something failed while it ran, 2 bad input."""
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        import decent_dp
+
+        say(f"decent-dp {decent_dp.__version__}")
+        raise typer.Exit(0)
+
+
+@app.callback(invoke_without_command=True, epilog=EXAMPLES)
+def _root(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Decentralized data-parallel training: which topology, what it is worth, and what your cluster makes of it."""
+    if context.invoked_subcommand is None:
+        say(context.get_help())
+
+
+def run(argv: Sequence[str]) -> int:
+    """Runs one command; returns the exit code. Errors that a user can do something about are one line on stderr."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, ValueError):
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that knows no '·'
+    command: Any = typer.main.get_command(app)
+    try:
+        code = command.main(args=list(argv), prog_name="decent-dp", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except SystemExit:
+        return 0  # how rich and typer leave when the reader of a help text has gone
+    except BadInputError as error:
+        return _fail(str(error), 2)
+    except _CLICK_ERROR as error:
+        context = getattr(error, "ctx", None)
+        path = context.command_path if context is not None else "decent-dp"
+        text = one_line(error.format_message())  # type: ignore[attr-defined]
+        stop = "" if text.endswith((".", "?")) else "."
+        return _fail(f"{text}{stop} See: {path} --help", getattr(error, "exit_code", 2))
+    except (NotImplementedError, RecursionError):
+        raise  # kinds of RuntimeError that are bugs
+    except (RuntimeError, ImportError, OSError) as error:
+        return _fail(str(error) or type(error).__name__, 1)
+
+
+def _fail(message: str, code: int) -> int:
+    # Of many workers one speaks.
+    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+        sys.stderr.write(f"decent-dp: {one_line(message)}\n")
+    return code

@@ -1,0 +1,291 @@
+"""``decent-dp plan``: which topology, wire and bucket win on a cluster."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from decent_dp.cli.inputs import (
+    BadInputError,
+    as_count,
+    as_rate,
+    as_seconds,
+    check_workers,
+    one_of,
+    read_json,
+    refusing,
+    require,
+)
+from decent_dp.cli.screen import figures, number, progress_console, say, size, table, write_json
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from decent_dp.planner import Cluster, Job, Prediction
+
+__all__ = ["EXAMPLES", "plan"]
+
+_LATENCY_INTER, _LATENCY_INTRA = "20us", "5us"
+_BACKENDS = ("gloo", "nccl")
+# A word for a narrow column.
+_LIMITS = {"links between nodes": "network", "links inside a node": "node", "a slow worker": "worker"}
+
+EXAMPLES = """[bold]Examples[/bold]
+
+decent-dp plan --params 65e6 --step-ms 60 -n 32 -l 4 --inter 25gbit --intra 200gbit
+
+decent-dp plan --params 1.3B --step-ms 400 -n 8 --inter 10gbit --latency-inter 50us --jitter 0.05 --top 20
+
+torchrun --standalone --nproc-per-node 4 -m decent_dp.cli doctor --out links.json
+
+decent-dp plan --measured links.json --params 65e6 --step-ms 60 --json
+
+--step-ms is a step of one worker alone: measure it without any exchange. Rates: 25gbit, 100mbit, 3GB/s. Times: 20us, 0.1ms."""
+
+
+def plan(
+    params: Annotated[str, typer.Option(help="Trainable parameters: 65e6, 65M, 1.3B.")],
+    step_ms: Annotated[
+        float | None, typer.Option(help="Milliseconds of a step of one worker alone: forward, backward, optimizer.")
+    ] = None,
+    n: Annotated[int | None, typer.Option("-n", "--workers", help="Number of workers.", metavar="N")] = None,
+    local: Annotated[int | None, typer.Option("-l", "--local", help="Workers a node.", metavar="L")] = None,
+    inter: Annotated[str | None, typer.Option(help="A node's link to other nodes: 25gbit, 3GB/s.")] = None,
+    intra: Annotated[str | None, typer.Option(help="A worker's link inside its node: 200gbit.")] = None,
+    latency_inter: Annotated[str | None, typer.Option(help=f"One way between nodes; if not given {_LATENCY_INTER}.")] = None,
+    latency_intra: Annotated[str | None, typer.Option(help=f"One way inside a node; if not given {_LATENCY_INTRA}.")] = None,
+    ports: Annotated[int, typer.Option(help="Links between nodes that a node has.")] = 1,
+    measured: Annotated[
+        Path | None, typer.Option(help="Workers and links as decent-dp doctor has measured them.", metavar="FILE")
+    ] = None,
+    backend: Annotated[str | None, typer.Option(help="nccl or gloo; if not given that of --measured, else nccl.")] = None,
+    forward_ms: Annotated[
+        float | None, typer.Option(help="Of the step; if not given a third of it, without the optimizer.")
+    ] = None,
+    backward_ms: Annotated[float | None, typer.Option(help="Of the step; if not given the rest.")] = None,
+    optimizer_ms: Annotated[float, typer.Option(help="Of the step.")] = 0.0,
+    jitter: Annotated[float, typer.Option(help="Standard deviation of a worker's step, relative to its mean.")] = 0.01,
+    top: Annotated[int, typer.Option(help="Show so many; 0: all.")] = 10,
+    buckets: Annotated[bool, typer.Option("--buckets", help="Show every size of bucket, not the best one alone.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")] = False,
+) -> None:
+    """Predict the time of a step of PyTorch DDP and of each topology, wire and bucket size on your cluster, and say why."""
+    require("--top", top, least=0)
+    job = _job(params, step_ms, forward_ms, backward_ms, optimizer_ms, jitter)
+    if measured is not None:
+        given = {"-n": n, "-l": local, "--inter": inter, "--intra": intra}
+        given |= {"--latency-inter": latency_inter, "--latency-intra": latency_intra, "--ports": ports if ports != 1 else None}
+        for option, value in given.items():
+            if value is not None:
+                raise BadInputError(f"{option} and --measured say the same: leave {option} out, or --measured")
+        cluster = _measured(measured, backend)
+    else:
+        cluster = _cluster(n, local or 1, (inter, latency_inter), (intra, latency_intra), ports, backend)
+
+    from decent_dp.planner import plan as rank_all
+
+    console = progress_console()
+    waiting = console.status(f"{cluster.world_size} workers: predicting every contender") if console else nullcontext()
+    with refusing(), waiting:
+        found = rank_all(cluster, job)
+    if not buckets:
+        best = {(_contender(prediction), prediction.choice.wire): prediction for prediction in reversed(found)}
+        found = [prediction for prediction in found if prediction in best.values()]
+    shown = list(enumerate(found, 1))
+    if top:
+        # What one would do without this library is always among them.
+        shown = shown[:top] + [place for place in shown[top:] if place[1].choice.kind == "ddp"][:1]
+    if json:
+        write_json(_document(cluster, job, shown))
+        return
+    _report(cluster, job, shown, len(found))
+
+
+def _job(
+    params: str,
+    step_ms: float | None,
+    forward_ms: float | None,
+    backward_ms: float | None,
+    optimizer_ms: float,
+    jitter: float,
+) -> Job:
+    from decent_dp.planner import Job
+
+    count = as_count("--params", params)
+    for option, value in (("--step-ms", step_ms), ("--forward-ms", forward_ms), ("--backward-ms", backward_ms)):
+        if value is not None:
+            require(option, value, above=0)
+    require("--optimizer-ms", optimizer_ms, least=0)
+    require("--jitter", jitter, least=0)
+    if jitter >= 1:
+        raise BadInputError(f"--jitter is relative to the step and must be below 1, got {jitter:g}; 0.02 is two percent")
+    if step_ms is None:
+        if forward_ms is None or backward_ms is None:
+            raise BadInputError("the time of a step is missing: write --step-ms 60, or --forward-ms and --backward-ms")
+        step_ms = forward_ms + backward_ms + optimizer_ms
+    rest = step_ms - optimizer_ms
+    if forward_ms is None and backward_ms is None:
+        forward_ms = rest / 3
+    forward = rest - backward_ms if forward_ms is None and backward_ms is not None else forward_ms or 0.0
+    backward = rest - forward if backward_ms is None else backward_ms
+    total = forward + backward + optimizer_ms
+    if min(forward, backward) <= 0 or not math.isclose(total, step_ms, rel_tol=1e-6):
+        raise BadInputError(
+            f"--forward-ms, --backward-ms and --optimizer-ms must add up to --step-ms {step_ms:g}: leave one of them out"
+        )
+    with refusing():
+        return Job(count, forward, backward, optimizer_ms, jitter)
+
+
+def _cluster(
+    n: int | None,
+    local: int,
+    inter: tuple[str | None, str | None],
+    intra: tuple[str | None, str | None],
+    ports: int,
+    backend: str | None,
+) -> Cluster:
+    from decent_dp.planner import Cluster
+
+    if n is None:
+        raise BadInputError("the workers are missing: write -n 32 (and -l 4 for 4 a node), or --measured FILE")
+    check_workers(n, local)
+    if n % local:
+        raise BadInputError(f"-l {local} does not divide -n {n}: every node must have as many workers; write another of them")
+    require("--ports", ports, least=1)
+    # A link that is not there cannot limit.
+    between = _link("--inter", *inter, _LATENCY_INTER, f"{n // local} nodes" if local < n else "")
+    inside = _link("--intra", *intra, _LATENCY_INTRA, f"{local} workers a node" if local > 1 else "")
+    with refusing():
+        return Cluster(n, local, between, inside, backend=one_of("--backend", backend or "nccl", _BACKENDS), ports=ports)
+
+
+def _link(option: str, rate: str | None, latency: str | None, default: str, needed: str) -> Any:
+    from decent_dp.planner import Link
+
+    seconds = as_seconds(option.replace("--", "--latency-"), latency or default)
+    if rate is None:
+        if needed:
+            raise BadInputError(f"{option} is missing: with {needed} the rate of that link matters; write {option} 25gbit")
+        return Link(seconds, math.inf)
+    return Link(seconds, as_rate(option, rate))
+
+
+def _measured(path: Path, backend: str | None) -> Cluster:
+    from decent_dp.planner import Cluster
+
+    document = read_json("--measured", path)
+    if backend is None:
+        # What the doctor writes may be a name for each kind of device.
+        said = document.get("backend") if isinstance(document, dict) else None
+        backend = "nccl" if "nccl" in str(said) else "gloo"
+    with refusing("--measured"):
+        return Cluster.from_measured(path, backend=one_of("--backend", backend, _BACKENDS))
+
+
+# -- what was found --------------------------------------------------------------------------------------------------------
+
+
+def _document(cluster: Cluster, job: Job, shown: Sequence[tuple[int, Prediction]]) -> dict[str, Any]:
+    from decent_dp.planner import left_out
+
+    links = {
+        name: {"latency_us": link.latency_s * 1e6, "mbit_s": link.bytes_per_s * 8 / 1e6}
+        for name, link in (("inter", cluster.inter), ("intra", cluster.intra))
+    }
+    return {
+        "format": "decent_dp-plan-1",
+        "cluster": {
+            "world_size": cluster.world_size,
+            "local_world_size": cluster.local_world_size,
+            "backend": cluster.backend,
+            "ports": cluster.ports,
+            **links,
+            "slow_nodes": dict(cluster.slow_nodes),
+        },
+        "job": {
+            "params": job.params,
+            "forward_ms": job.forward_ms,
+            "backward_ms": job.backward_ms,
+            "optimizer_ms": job.optimizer_ms,
+            "jitter": job.jitter,
+        },
+        "predictions": [{"rank": place, **prediction.as_dict()} for place, prediction in shown],
+        "do_not_fit": [{"name": name, "reason": reason} for name, reason in left_out(cluster).items()],
+    }
+
+
+def _report(cluster: Cluster, job: Job, shown: Sequence[tuple[int, Prediction]], count: int) -> None:
+    from decent_dp.planner import left_out
+
+    n, local = cluster.world_size, cluster.local_world_size
+    links = [
+        f"{name} {_rate(link.bytes_per_s)}, {number(link.latency_s * 1e6)} µs"
+        for name, link, is_there in (
+            ("between nodes", cluster.inter, local < n),
+            ("inside a node", cluster.intra, local > 1),
+        )
+        if is_there
+    ]
+    workers = f"{n} worker{'s' * (n > 1)}" + (f", {local} a node" if local > 1 else "")
+    say(f"{workers}, {cluster.backend}; {'; '.join(links) or 'no links'}")
+    for node, factor in cluster.slow_nodes.items():
+        say(f"the link of node {node} is {factor:.2g} times slower than most")
+    split = f"forward {number(job.forward_ms)}, backward {number(job.backward_ms)}, optimizer {number(job.optimizer_ms)}"
+    say(f"{job.params:,.0f} parameters, {number(job.compute_ms)} ms a step alone ({split})", "", _ranking(shown), "")
+    if len(shown) < count:
+        say(f"{count - len(shown)} more are not shown; --top 0 shows all", "")
+    for place, prediction in _worth_a_word(shown):
+        say(f"{place}. {_contender(prediction)}, {prediction.choice.wire}: {prediction.reason}")
+    misfits = left_out(cluster)
+    if misfits:
+        say("", "do not fit:", figures([(f"  {name}", reason) for name, reason in misfits.items()]))
+
+
+def _ranking(shown: Sequence[tuple[int, Prediction]]) -> Table:
+    # Two lines a heading: the table fits 80 columns.
+    sizes = ("bucket\nMiB", "ms a\nstep", "speed\nto DDP", "node\nsends")
+    made = table("", "contender", "wire", *sizes, "limited\nby", left=(1, 2, 7))
+    made.columns[1].no_wrap = made.columns[2].no_wrap = True
+    baseline = next((prediction.step_ms for _, prediction in shown if prediction.choice.kind == "ddp"), math.nan)
+    for place, prediction in shown:
+        choice = prediction.choice
+        made.add_row(
+            str(place),
+            _contender(prediction),
+            choice.wire,
+            number(choice.bucket_mb),
+            number(prediction.step_ms, 4),
+            f"{number(baseline / prediction.step_ms)} x" if choice.kind != "ddp" else "",
+            size(prediction.node_bytes),
+            _LIMITS.get(prediction.limit, prediction.limit),
+        )
+    return made
+
+
+def _contender(prediction: Prediction) -> str:
+    if prediction.choice.kind == "ours":
+        return prediction.name.split(":", 1)[1].removesuffix(f":{prediction.choice.wire}")
+    return {"ddp": "PyTorch DDP", "push": "SGP (exp)"}[prediction.choice.kind]
+
+
+def _worth_a_word(shown: Sequence[tuple[int, Prediction]]) -> list[tuple[int, Prediction]]:
+    """The best of three topologies, and DDP."""
+    told: dict[str, tuple[int, Prediction]] = {}
+    for place, prediction in shown:
+        name = _contender(prediction)
+        if name not in told and (len(told) < 3 or prediction.choice.kind == "ddp"):
+            told[name] = place, prediction
+    return list(told.values())
+
+
+def _rate(bytes_per_s: float) -> str:
+    mbit = bytes_per_s * 8 / 1e6
+    if math.isinf(mbit):
+        return "without limit"
+    return f"{number(mbit / 1000)} Gbit/s" if mbit >= 1000 else f"{number(mbit)} Mbit/s"

@@ -1,0 +1,115 @@
+"""What goes to the terminal: tables and JSON on stdout, progress and errors on stderr."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+__all__ = ["figures", "number", "one_line", "plain_json", "progress_console", "say", "size", "table", "write_json"]
+
+PLOT_ENDINGS = (".png", ".pdf", ".svg")
+
+
+def one_line(message: object) -> str:
+    """A message without its line breaks."""
+    return " ".join(str(message).split())
+
+
+def say(*parts: Any) -> None:
+    """Prints texts (taken as they are) and tables on stdout. A reader that has gone (``| head``) ends the command quietly."""
+    console = Console(file=sys.stdout, highlight=False, soft_wrap=False)
+    width = console.width
+    with console.capture() as capture:
+        for part in parts:
+            if isinstance(part, str):
+                console.print(part, markup=False, soft_wrap=True)
+            else:
+                # What cannot be folded goes beyond the right border rather than lose its end.
+                wide = console.options.update(width=100_000)
+                console.width = max(width, Measurement.get(console, wide, part).minimum)
+                console.print(part)
+    _write("\n".join(line.rstrip() if not console.is_terminal else line for line in capture.get().split("\n")))
+
+
+def write_json(document: Any) -> None:
+    """Prints one JSON document on stdout."""
+    _write(plain_json(document) + "\n")
+
+
+def plain_json(document: Any) -> str:
+    """JSON with null where a number is not finite (JSON knows no such numbers)."""
+    return json.dumps(_finite(document), indent=1, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _write(text: str) -> None:
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # What is left in the buffer would be tried again when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(0) from None
+
+
+def progress_console() -> Console | None:
+    """Where progress is shown: stderr, if somebody looks."""
+    console = Console(file=sys.stderr, highlight=False)
+    return console if console.is_terminal else None
+
+
+def table(*columns: str, left: Iterable[int] = (0,)) -> Table:
+    """An empty table. Its numbers are never cut, however narrow the terminal; names and texts are folded first."""
+    made = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    aligned = set(left)
+    for index, column in enumerate(columns):
+        text = index in aligned
+        made.add_column(Text(column), justify="left" if text else "right", no_wrap=not text, overflow="fold")
+    return made
+
+
+def figures(rows: Iterable[tuple[str, str]]) -> Table:
+    """A list of what is called how."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, text in rows:
+        grid.add_row(Text(name), Text(text))
+    return grid
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A number with so many digits that count, and commas in large ones; a dash for none."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    if value == 0:
+        return "0"
+    if abs(value) >= 10 ** (digits - 1):
+        return f"{value:,.0f}"
+    return f"{value:.{digits}g}"
+
+
+def size(nbytes: float) -> str:
+    """Bytes in the unit that reads best: '260 MB'."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.3g} {unit}" if nbytes < 1000 * scale else f"{nbytes / scale:,.0f} {unit}"
+    return f"{nbytes:.3g} B"

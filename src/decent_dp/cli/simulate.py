@@ -1,0 +1,173 @@
+"""``decent-dp simulate``: many virtual workers on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from decent_dp.cli.inputs import BadInputError, can_plot, check_workers, make, refusing, require, writable
+from decent_dp.cli.screen import PLOT_ENDINGS, figures, number, plain_json, progress_console, say, size, table, write_json
+
+if TYPE_CHECKING:
+    from decent_dp.sim.experiment import Result, Row, Simulation
+
+__all__ = ["EXAMPLES", "simulate"]
+
+EXAMPLES = """[bold]Examples[/bold]
+
+decent-dp simulate --data digits --topology base-2 -n 64 --alpha 0.1
+
+decent-dp simulate --topology ring -n 16 --wire int8 --mix-every 4 --plot ring.png
+
+decent-dp simulate --topology complete:100,base-2 -n 24 --optimizer momentum --lr 0.05 --out runs/base-2 --json"""
+
+
+def simulate(
+    n: Annotated[int, typer.Option("-n", "--workers", help="Number of virtual workers.", metavar="N")],
+    topology: Annotated[str, typer.Option(help="A name, or several one after another: complete:100,base-2")],
+    data: Annotated[str, typer.Option(help="What is learnt: digits.")] = "digits",
+    alpha: Annotated[
+        float | None, typer.Option(help="Dirichlet split of the classes: 0.1 is very uneven. Not given: even.")
+    ] = None,
+    local: Annotated[int, typer.Option("-l", "--local", help="Workers a node.", metavar="L")] = 1,
+    steps: Annotated[int, typer.Option(help="Updates of every worker.")] = 500,
+    lr: Annotated[float | None, typer.Option(help="Learning rate. Not given: what suits the optimizer.")] = None,
+    batch: Annotated[int, typer.Option(help="Samples a worker a step.")] = 32,
+    optimizer: Annotated[str, typer.Option(help="adamw, accum-adamw, sgd or momentum.")] = "adamw",
+    wire: Annotated[str, typer.Option(help="float32, bfloat16 or int8.")] = "float32",
+    mix_every: Annotated[int, typer.Option(help="Mix in every h-th update only.", metavar="H")] = 1,
+    overlap: Annotated[bool, typer.Option("--overlap/--no-overlap", help="Mix with what was sent an update ago.")] = True,
+    seed: Annotated[int, typer.Option(help="Of the weights, the split and the batches.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="Write simulation.json and simulation.png into this folder.", metavar="DIR")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw a figure into this file (.png, .pdf, .svg).", metavar="FILE")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")] = False,
+) -> None:
+    """Train many virtual workers on this machine: does the model still learn as well with this topology and this wire?"""
+    # What needs no torch is refused without waiting for it.
+    check_workers(n, local)
+    for option, whole in (("--steps", steps), ("--batch", batch), ("--mix-every", mix_every)):
+        require(option, whole, least=1)
+    require("--seed", seed, least=0)
+    if alpha is not None and not alpha > 0:
+        raise BadInputError(f"--alpha must be above zero, got {alpha:g}; 0.1 is very uneven, 100 nearly even")
+    if lr is not None:
+        require("--lr", lr, above=0)
+    make(topology, n, local)
+    writable("--plot", plot, PLOT_ENDINGS)
+    if out is not None and out.exists() and not out.is_dir():
+        raise BadInputError(f"--out {out} is no folder: give the name of one, new or not")
+    if out is not None:
+        can_plot()
+
+    from decent_dp.sim.experiment import DATA, Simulation, run
+
+    with refusing():
+        settings = Simulation(
+            data=data,
+            topology=topology,
+            n=n,
+            local_world_size=local,
+            alpha=alpha,
+            steps=steps,
+            batch=batch,
+            lr=lr,
+            optimizer=optimizer,
+            wire=wire,
+            overlap=overlap,
+            mix_every=mix_every,
+            seed=seed,
+            eval_every=max(1, steps // 10),
+        )
+    samples = len(DATA[data]().y)
+    if n > samples:
+        raise BadInputError(f"-n {n} workers are more than the {samples} training samples of '{data}'; write at most {samples}")
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+    with _progress(settings) as on_row:
+        result = run(settings, on_row)
+    _deliver(result, out, plot, json)
+
+
+@contextmanager
+def _progress(settings: Simulation) -> Iterator[Callable[[Row], object] | None]:
+    console = progress_console()
+    if console is None:
+        yield None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(f"{settings.topology}, {settings.n} workers", total=settings.steps)
+
+        def on_row(row: Row) -> None:
+            words = f"loss {number(row.loss)}, accuracy {100 * row.accuracy:.1f} %"
+            bar.update(task, completed=row.step, description=words)
+
+        yield on_row
+
+
+def _deliver(result: Result, out: Path | None, plot: Path | None, json: bool) -> None:
+    document = result.to_json()
+    plots = [path for path in (plot, out / "simulation.png" if out is not None else None) if path is not None]
+    for path in plots:
+        _plot(result, path)
+    if out is not None:
+        (out / "simulation.json").write_text(plain_json(document) + "\n", encoding="utf-8")
+    if json:
+        write_json(document)
+        return
+    settings = result.simulation
+    made = table("step", "loss", "consensus distance", "accuracy", "worst replica", "sent", left=())
+    for row in result.rows:
+        cells = [number(row.loss), number(row.consensus_distance), _percent(row.accuracy), _percent(row.worst_accuracy)]
+        made.add_row(f"{row.step:,}", *cells, size(row.bytes_sent))
+    few, many = result.samples
+    split = f"{few} each" if few == many else f"{few} to {many} each"
+    say(_heading(settings), "", made, "")
+    last = result.last
+    say(
+        figures(
+            [
+                (
+                    "accuracy",
+                    f"{_percent(last.accuracy)} of the mean of all replicas, {_percent(last.worst_accuracy)} of the worst",
+                ),
+                (
+                    "sent",
+                    f"{size(last.bytes_sent / settings.n / settings.steps)} a worker a step, {result.parameters:,} parameters",
+                ),
+                ("samples", split + ("" if settings.alpha is None else f", classes split with alpha {settings.alpha:g}")),
+                ("took", f"{result.seconds:.1f} s on this machine"),
+            ]
+        )
+    )
+    for path in [*plots, *([out / "simulation.json"] if out is not None else [])]:
+        say(f"wrote {path}")
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _heading(settings: Simulation) -> str:
+    words = [settings.topology, f"{settings.n} worker{'s' * (settings.n > 1)}", settings.optimizer, settings.wire]
+    if settings.local_world_size > 1:
+        words.insert(2, f"{settings.local_world_size} a node")
+    if settings.mix_every > 1:
+        words.append(f"mixed every {settings.mix_every} steps")
+    if not settings.overlap:
+        words.append("not overlapped")
+    return f"{settings.data}: {', '.join(words)}"
+
+
+def _plot(result: Result, path: Path) -> None:
+    from decent_dp.plots import plot_simulation
+
+    rows: list[dict[str, Any]] = result.to_json()["rows"]
+    plot_simulation({result.simulation.topology: rows}, path, title=_heading(result.simulation))

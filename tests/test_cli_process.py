@@ -1,0 +1,126 @@
+"""The command as users start it: a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from decent_dp import __version__
+
+COMMAND = str(Path(sys.executable).with_name("decent-dp"))
+RING = ("simulate", "--topology", "ring")
+CLEAN = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "COLUMNS", "FORCE_COLOR")}
+CLEAN["OMP_NUM_THREADS"] = "1"
+
+
+def run(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**CLEAN, **environ})
+
+
+def test_the_entry_points() -> None:
+    for command in ([COMMAND], [sys.executable, "-m", "decent_dp.cli"]):
+        done = run(*command, "--version")
+        assert (done.returncode, done.stdout, done.stderr) == (0, f"decent-dp {__version__}\n", "")
+    done = run(COMMAND, "topology", "show", "ring", "-n", "0")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "decent-dp: -n must be at least 1, got 0\n"
+
+
+def test_help_is_fast() -> None:
+    def seconds() -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert run(COMMAND, "--help").returncode == 0
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+
+    # Of the processor: what others do on this machine does not count.
+    assert min(seconds() for _ in range(3)) < 0.5
+
+
+_PROBE = """
+import sys
+from decent_dp.cli import main
+lines = ["--help", "--version", "topology list -n 8", "topology show base-2 -n 12 -l 3 --json", "topology compare -n 8",
+         "plan --params 1e6 --step-ms 60 -n 4 -l 2 --inter 1gbit --intra 10gbit", "doctor --help", "simulate --help",
+         "simulate --topology ring -n 0", "doctor --timeout 0"]
+for line in lines:
+    code = main(line.split())
+    assert code == (2 if line.endswith(" 0") else 0), line
+    for module in ("torch", "matplotlib", "sklearn", "scipy", "networkx"):
+        assert module not in sys.modules, (line, module)
+print("fine")
+"""
+
+
+def test_topologies_and_plans_need_no_torch() -> None:
+    done = run(sys.executable, "-W", "error", "-c", _PROBE)
+    assert done.stdout.endswith("fine\n"), done.stderr
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_without_the_extra_it_says_what_to_install(missing: str) -> None:
+    code = f"import sys; sys.modules[{missing!r}] = None; from decent_dp.cli import main; sys.exit(main(['topology', 'list']))"
+    done = run(sys.executable, "-c", code)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "decent-dp: the command line needs typer and rich; in the clone: pip install -e '.[cli]'\n"
+
+
+@pytest.mark.parametrize("line", ["topology show complete -n 16000 --json", "topology show random-matching -n 8", "--help"])
+def test_a_reader_that_goes_is_no_error(line: str) -> None:
+    with subprocess.Popen(
+        [COMMAND, *line.split()], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=CLEAN
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(30) == 0
+
+
+def test_ctrl_c_is_quiet(tmp_path: Path) -> None:
+    command = [COMMAND, *RING, "-n", "16", "--steps", "100000", "--out", str(tmp_path / "run")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=CLEAN) as process:
+        deadline = time.monotonic() + 40
+        while not (tmp_path / "run").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(1.0)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (130, "", "")
+
+
+def on_a_terminal(*words: str, **environ: str) -> str:
+    """What a terminal gets on both streams."""
+    terminal, theirs = os.openpty()
+    environment = {**CLEAN, "TERM": "xterm-256color", **environ}
+    process = subprocess.Popen([COMMAND, *words], stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    text = b""
+    with contextlib.suppress(OSError):  # how Linux says that nobody is left at the other end
+        while part := os.read(terminal, 65536):
+            text += part
+    os.close(terminal)
+    assert process.wait(30) == 0
+    return text.decode()
+
+
+def test_colours_and_no_colours() -> None:
+    plan = ["plan", "--params", "1e6", "--step-ms", "60", "-n", "2", "--inter", "1gbit", "--top", "1"]
+    colour = re.compile(r"\x1b\[(?:\d+;)*(?:3|4|9)\d(?:;\d+)*m")
+    seen, plain = on_a_terminal(*plan), on_a_terminal(*plan, NO_COLOR="1")
+    assert "predicting every contender" in seen
+    assert colour.search(seen)
+    assert not colour.search(plain)
+
+
+def test_progress_on_a_terminal() -> None:
+    assert "ring, 4 workers" in on_a_terminal(*RING, "-n", "4", "--steps", "3", "--batch", "2")
