@@ -33,6 +33,7 @@ except ImportError:
 from benchmarks.lab import BURST, INTERFACE, LATENCY, Lab, LabError, missing
 from benchmarks.limits import step_limit
 from benchmarks.setups import PARAMETERS, PUBLISHED, WIRE_BYTES, Contender, Setup, choose_contenders
+from decent_dp.topo import Topology, make_topology
 
 ROOT = Path(__file__).resolve().parents[1]
 PUBLISHED_PATH = ROOT / "benchmarks" / f".{PUBLISHED}"
@@ -156,15 +157,17 @@ def _environ(lab: Lab, setup: Setup, rank: int, library: Path | None) -> dict[st
 
 def topology_rounds(setup: Setup, name: str) -> list[list[list[int]]]:
     """The groups of each round of a period; of a topology without a period, of its first 64 rounds."""
-    from decent_dp.topo import make_topology
-
-    made = make_topology(name, local_world_size=setup.local, world_size=setup.world_size, rank=0)
+    made = _topology(setup, name)
     return [[list(edge.ranks) for edge in made.round(t)] for t in range(made.period or 64)]
 
 
+def _topology(setup: Setup, name: str) -> Topology:
+    return make_topology(name, local_world_size=setup.local, world_size=setup.world_size, rank=0)
+
+
 def whole_periods(setup: Setup, contenders: Sequence[Contender], steps: int) -> int:
-    """``steps``, rounded up to whole periods of every contender, so that no round counts more often than another."""
-    periods = [len(topology_rounds(setup, contender.topology)) for contender in contenders if contender.topology]
+    """``steps``, rounded up to whole periods of all contenders that have one, so that no round counts twice as often."""
+    periods = [_topology(setup, contender.topology).period or 1 for contender in contenders if contender.topology]
     common = math.lcm(*periods)
     return -(-steps // common) * common
 

@@ -78,6 +78,7 @@ def test_steps_are_whole_periods() -> None:
     both = [ALONE, Contender("ours", "one-peer-exp"), Contender("ours", "alternating-exp-ring")]
     assert [net.whole_periods(setup, both, steps) for steps in (1, 12, 30)] == [12, 12, 36]
     assert net.whole_periods(setup, [ALONE, DDP], 31) == 31
+    assert net.whole_periods(setup, [Contender("ours", "random-matching"), both[0]], 31) % 64 != 0
 
 
 # -- names -------------------------------------------------------------------------------------------------------------
