@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -175,8 +175,12 @@ class Counting(nn.Module):
 
 @pytest.mark.parametrize("vectorize", [True, False])
 def test_a_buffer_that_is_replaced_is_kept(vectorize):
-    cluster = trained(Counting(), SGD, steps=3, vectorize=vectorize)
+    cluster = VirtualCluster(Counting(), SGD, "ring", 4, vectorize=vectorize)
+    for t in range(3):
+        cluster.step(*batch(4, t))
+        cluster.buffers["seen"][2] += 10.0  # an edit lives, too
     want = sum(batch(4, t)[0].mean(1) for t in range(3))
+    want[2] += 30.0
     torch.testing.assert_close(cluster.buffers["seen"], want, rtol=0, atol=1e-12)
 
 
@@ -368,6 +372,64 @@ def test_accuracies(vectorize):
     assert not before.equal(cluster.buffers["1.running_mean"])
 
 
+class Counted(torch.autograd.Function):
+    """Notes how many replicas are computed at once."""
+
+    sizes: ClassVar[list[int]] = []
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor) -> tuple[Tensor, Any]:
+        Counted.sizes.append(info.batch_size)
+        return x.clone(), in_dims[0]
+
+
+def test_so_many_replicas_are_evaluated_at_once():
+    class Model(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return Counted.apply(super().forward(x))
+
+    cluster = VirtualCluster(Model(6, 3).double(), SGD, "ring", 70)
+    Counted.sizes.clear()
+    cluster.evaluate(*(tensor[0] for tensor in batch(70)))
+    assert Counted.sizes == [64, 6]
+
+
+def test_a_mean_of_many_narrow_values_does_not_overflow():
+    cluster = VirtualCluster(nn.Linear(2, 2).half(), SGD, "complete", 1000)
+    for value in cluster.parameters.values():
+        value.fill_(100.0)
+    assert cluster.mean_model().weight.eq(100.0).all()
+
+
+class Spoiled(Topology):
+    """Without a period; its fourth round has two edges for one worker."""
+
+    def round(self, t: int) -> list[Edge]:
+        pairs = [Edge([0, 1], 0.5), Edge([2, 3], 0.5)]
+        return [*pairs, Edge([1], 1.0)] if t == 3 else pairs[:: 1 - 2 * (t % 2)]
+
+
+@pytest.mark.parametrize("wire", ["float32", "int8"])
+def test_rounds_without_a_period_are_checked_one_by_one_and_forgotten(wire):
+    cluster = trained(net(), SGD, steps=3, topology=Spoiled(1, world_size=4, rank=0), wire=wire)
+    if wire == "float32":
+        assert len(cluster._exchange._plans) == 1
+    with pytest.raises(ValueError, match="rank 1 appears twice"):
+        cluster.step(*batch(4))
+
+
 def test_modes_of_modules_stay():
     model = normed()
     model[1].eval()
@@ -422,6 +484,13 @@ REFUSED = [
     ({"grad_clip_norm": "1"}, TypeError, "grad_clip_norm must be"),
     ({"scaler": 65536.0}, TypeError, "scaler must be a torch.GradScaler or None, got 65536.0"),
     ({"vectorize": "yes"}, TypeError, "vectorize must be True, False or None, got 'yes'"),
+    ({"overlap": "no"}, TypeError, "overlap must be True or False, got 'no'"),
+    (
+        {"topology": Uneven(1, world_size=6, rank=0)},
+        ValueError,
+        "Uneven given was made for 6 workers, as rank 0, but n is 4: make it with world_size=4, rank=0",
+    ),
+    ({"topology": Uneven(1, world_size=6, rank=2), "n": 6}, ValueError, "for 6 workers, as rank 2, but n is 6"),
     ({"loss_fn": 3}, TypeError, "loss_fn must be a function"),
     ({"model": 3}, TypeError, "model must be a torch.nn.Module, got int"),
     ({"model": frozen()}, ValueError, "no trainable parameters"),
@@ -459,7 +528,29 @@ def test_wrong_batches_are_refused():
         cluster.step()
     with pytest.raises(ValueError, match=r"adaptive factor must be in .0, 1., got 2"):
         cluster.set_adaptive_factor(2)
+    for wrong in ("a", True, None):
+        with pytest.raises(TypeError, match=r"adaptive factor must be a number in .0, 1., got"):
+            cluster.set_adaptive_factor(wrong)
     assert cluster.round == 0
+
+
+def test_wrong_evaluations_are_refused():
+    x, y = (tensor[0] for tensor in batch(4))
+    cluster = VirtualCluster(net(), SGD, "ring", 4)
+    for wrong in (y[:, None], y[:1], y[:3], torch.tensor(1)):
+        with pytest.raises(ValueError, match=r"y has the shape .*, but the model's output \(5, 3\): y must be \(5,\)"):
+            cluster.evaluate(x, wrong)
+    with pytest.raises(ValueError, match=r"needs samples, got x of shape \(0, 6\)"):
+        cluster.evaluate(x[:0], y[:0])
+    with pytest.raises(TypeError, match="needs two tensors, got Tensor and list"):
+        cluster.evaluate(x, y.tolist())
+
+    class Pair(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x), x
+
+    with pytest.raises(TypeError, match="must return a tensor with a score a class"):
+        VirtualCluster(Pair(6, 3).double(), SGD, "ring", 4).evaluate(x, y)
 
 
 @pytest.mark.parametrize("vectorize", [None, True, False])

@@ -6,7 +6,9 @@ import json
 import math
 import sys
 import time
+from dataclasses import asdict
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from decent_dp.optim import optim_fn_adamw
+from decent_dp.optim import lr_scheduler_fn_cosine_with_warmup, optim_fn_adamw
 from decent_dp.sim import Batches, Result, Row, Simulation, VirtualCluster, digits, dirichlet_split, run
 
 # -- the split -------------------------------------------------------------------------------------------------------------
@@ -26,7 +28,7 @@ from decent_dp.sim import Batches, Result, Row, Simulation, VirtualCluster, digi
 @given(
     labels=st.lists(st.sampled_from([0, 1, 2, 7]), min_size=1, max_size=80),
     share=st.floats(0, 1),
-    alpha=st.one_of(st.none(), st.just(math.inf), st.floats(1e-8, 1e6)),
+    alpha=st.one_of(st.none(), st.just(math.inf), st.floats(1e-8, 1e6), st.floats(5e-324, 1.7e308)),
     seed=st.integers(0, 5),
 )
 def test_a_split_is_a_partition(labels, share, alpha, seed):
@@ -59,6 +61,17 @@ def test_the_smaller_alpha_the_fewer_classes_a_worker_sees():
     assert np.var(shares) == pytest.approx(1 / 20, rel=0.15)
 
 
+def test_the_smallest_and_the_largest_alpha():
+    labels = np.repeat(np.arange(5), 20)
+    for alpha in (5e-324, 1e-308, 1e-100):
+        split = dirichlet_split(labels, 2, alpha, seed=1)
+        assert [np.bincount(labels[indices]).max() for indices in split] == [20, 20]  # each has all of a class of its own
+    for alpha in (1e15, 1.7e308, 10**400):
+        split = dirichlet_split(labels, 5, alpha, seed=1)
+        assert all(np.bincount(labels[indices], minlength=5).min() > 0 for indices in split)
+    assert [x.tolist() for x in dirichlet_split(labels, 5, 1e-200)] == [x.tolist() for x in dirichlet_split(labels, 5, 5e-324)]
+
+
 def test_another_seed_is_another_split():
     labels = np.arange(40) % 4
     for alpha in (None, 0.5):
@@ -74,10 +87,13 @@ def test_another_seed_is_another_split():
         ({"alpha": 0.0}, "alpha must be positive"),
         ({"alpha": math.nan}, "alpha must be positive"),
         ({"labels": np.zeros((2, 2))}, "labels must be 1-D"),
+        ({"alpha": "even"}, "alpha must be a positive number, or None for an even split, got 'even'"),
+        ({"n": 2.5}, "n, the number of workers, must be a whole number, got 2.5"),
+        ({"seed": -1}, "seed must be at least 0, got -1"),
     ],
 )
 def test_splits_that_are_refused(wrong, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         dirichlet_split(**{"labels": [0, 1, 0, 1], "n": 2, "alpha": 1.0, **wrong})
 
 
@@ -99,6 +115,17 @@ def test_batches_come_from_a_workers_own_samples():
     assert not torch.equal(drawn[7], Batches(shards, 16, seed=3)(7))
     with pytest.raises(ValueError, match="worker 1 has no samples"):
         Batches([np.array([1]), np.array([], dtype=np.int64)], 4)
+    for wrong, message in (
+        (([], 4), "there is no worker"),
+        ((shards, 0), "size, the samples a batch, must be at least 1, got 0"),
+        ((shards, -1), "size, the samples a batch, must be at least 1, got -1"),
+        ((shards, 2.5), "size, the samples a batch, must be a whole number, got 2.5"),
+        ((shards, 4, -1), "seed must be at least 0, got -1"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            Batches(*wrong)
+    with pytest.raises(ValueError, match="t, the step, must be at least 0, got -1"):
+        draw(-1)
 
 
 def test_the_digits():
@@ -144,6 +171,67 @@ def test_a_run():
     assert run(simulation).rows == result.rows
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "momentum"])
+def test_every_row_by_hand(optimizer):
+    """Each worker's batches from its share, the schedule, the means since the row before: all with this run's one seed."""
+    simulation = Simulation(
+        n=4, topology="ring", steps=45, eval_every=20, alpha=0.3, batch=8, hidden=(16,), seed=3, optimizer=optimizer
+    )
+    data = digits()
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
+    adamw = partial(optim_fn_adamw, lr=2e-3, weight_decay=0.1)
+    cluster = VirtualCluster(
+        model,
+        adamw if optimizer == "adamw" else partial(torch.optim.SGD, lr=0.02, momentum=0.9),
+        "ring",
+        4,
+        # 5 % of 45 steps, rounded up.
+        lr_scheduler_fn=partial(lr_scheduler_fn_cosine_with_warmup, t_warmup=3, t_max=42),
+    )
+    shards = dirichlet_split(data.y.numpy(), 4, 0.3, 3)
+    batches = Batches(shards, 8, 3)
+    rows, losses = [], []
+    for step in range(1, 46):
+        chosen = batches(step - 1)
+        losses.append(float(cluster.step(data.x[chosen], data.y[chosen]).double().mean()))
+        if step not in (20, 40, 45):
+            continue
+        models = [cluster.mean_model(), *(cluster.replica_model(i) for i in range(4))]
+        right = [float((model(data.x_test).argmax(1) == data.y_test).double().mean()) for model in models]
+        flat = torch.cat([value.reshape(4, -1) for value in cluster.parameters.values()], 1).double()
+        distance = float((flat - flat.mean(0)).square().sum(1).mean().sqrt())
+        rows.append([step, float(np.mean(losses)), distance, right[0], min(right[1:]), step * 4 * 4 * 2 * flat.shape[1] // 2])
+        losses = []
+    result = run(simulation)
+    assert [list(asdict(row).values()) for row in result.rows] == [pytest.approx(row, rel=1e-5) for row in rows]
+    assert result.samples == (min(map(len, shards)), max(map(len, shards)))
+
+
+def test_a_run_that_diverges_is_still_json():
+    result = run(Simulation(n=2, steps=3, eval_every=1, hidden=(4,), lr=1e30, optimizer="sgd"))
+    assert not math.isfinite(result.last.loss)
+    found = json.loads(json.dumps(result.to_json(), allow_nan=False))
+    assert found["rows"][-1]["loss"] is None
+    assert found["rows"][-1]["consensus_distance"] is None
+    assert found["rows"][0]["loss"] == result.rows[0].loss
+    assert found["simulation"]["lr"] == 1e30
+
+
+def test_settings_may_be_numbers_of_numpy():
+    simulation = Simulation(
+        n=np.int64(4),
+        lr=np.float32(0.25),
+        alpha=np.float64(0.5),
+        grad_clip_norm=np.float16(2),
+        seed=np.uint64(3),
+        overlap=np.True_,
+    )
+    assert simulation == Simulation(n=4, lr=0.25, alpha=0.5, grad_clip_norm=2.0, seed=3)
+    assert json.loads(json.dumps(simulation.to_json())) == simulation.to_json()
+    Simulation(seed=2**64 - 1)
+
+
 def test_a_run_is_what_its_settings_say():
     """By hand: each worker's batches, the mean over its replicas."""
     base: dict[str, Any] = {"n": 4, "steps": 6, "eval_every": 6, "hidden": (8,), "batch": 8, "schedule": "constant"}
@@ -184,6 +272,8 @@ REFUSED = [
     ({"local_world_size": 0}, "local_world_size must be at least 1"),
     ({"topology": "alternating-exp-ring", "local_world_size": 3}, "does not divide"),
     ({"seed": -1}, "seed must be at least 0, got -1"),
+    ({"seed": 2**64}, "seed must be less than 2**64, got 18446744073709551616"),
+    ({"overlap": "no"}, "overlap must be True or False, got 'no'"),
     ({"data": "digit"}, "data must be one of 'digits', got 'digit'. Did you mean 'digits'?"),
     ({"optimizer": "adamv"}, "Did you mean 'adamw'?"),
     ({"schedule": "cosin"}, "Did you mean 'cosine'?"),
@@ -193,6 +283,7 @@ REFUSED = [
     ({"alpha": 0}, "alpha must be positive"),
     ({"alpha": "even"}, "alpha must be a positive number, or None for an even split, got 'even'"),
     ({"lr": 0}, "lr must be a positive learning rate, got 0"),
+    ({"lr": 1e39}, "lr must be a positive learning rate, got 1e+39"),
     ({"lr": math.nan}, "lr must be a positive learning rate, got nan"),
     ({"grad_clip_norm": -0.5}, "grad_clip_norm must be 0.0"),
     ({"hidden": 32}, "hidden must be the widths"),
@@ -216,20 +307,62 @@ def test_more_workers_than_samples_are_refused():
 # -- size ------------------------------------------------------------------------------------------------------------------
 
 
+def by_products_alone(n: int, steps: int, widths: list[int]) -> float:
+    """Seconds of processor time of the same network, batches and optimizer, written down as batched products of matrices."""
+    params = [nn.Parameter(torch.randn(n, a, b) / a**0.5) for a, b in pairwise(widths)]
+    optimizer = torch.optim.AdamW(params, fused=True)
+    x, y = torch.randn(n, 32, widths[0]), torch.randint(0, widths[-1], (n * 32,))
+    began = time.process_time()
+    for _ in range(steps):
+        z = x
+        for param in params[:-1]:
+            z = torch.bmm(z, param).relu()
+        nn.functional.cross_entropy(torch.bmm(z, params[-1]).flatten(0, 1), y).mul(n).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return time.process_time() - began
+
+
+@pytest.mark.timeout(120)
+def test_what_simulating_costs():
+    """256 replicas, 500 steps in two minutes: against the products of matrices that cannot be done without, as processors and
+    what else runs on them differ."""
+    by_products_alone(256, 2, [64, 128, 64, 10])
+    least = by_products_alone(256, 8, [64, 128, 64, 10])
+    run(Simulation(n=256, steps=1))
+    began = time.process_time()
+    run(Simulation(n=256, steps=8))
+    # About twice as much. Ten times slower, as it is replica by replica, is refused.
+    assert time.process_time() - began < 8 * least
+
+
+def test_a_run_of_a_small_model_takes_one_thread(monkeypatch):
+    seen: list[int] = []
+    step = VirtualCluster.step
+    monkeypatch.setattr(VirtualCluster, "step", lambda *args: (seen.append(torch.get_num_threads()), step(*args))[1])
+    torch.set_num_threads(2)
+    try:
+        run(Simulation(n=2, steps=1, hidden=(256, 256)))
+        run(Simulation(n=2, steps=1, hidden=(512, 256)))
+        with pytest.raises(ZeroDivisionError):
+            run(Simulation(n=2, steps=1, hidden=(4,)), on_row=lambda row: 1 / 0)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+    assert seen == [1, 2, 1]
+
+
 @pytest.mark.timeout(60)
 def test_sixty_four_replicas_learn():
-    began = time.perf_counter()
     result = run(Simulation(n=64, steps=60, eval_every=60))
     assert result.last.accuracy > 0.6
     assert result.last.worst_accuracy > 0.4
-    # A second on a free machine; whoever computes replica by replica takes many times as long.
-    assert time.perf_counter() - began < 20
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("topology", ["base-2", "random-matching", "hierarchical", "complete"])
 def test_a_thousand_replicas(topology):
-    began = time.perf_counter()
+    began = time.process_time()
     n = 1024
     cluster = VirtualCluster(nn.Linear(8, 2), partial(optim_fn_adamw, lr=0.05), topology, n, local_world_size=8)
     draw = torch.Generator().manual_seed(0)
@@ -244,4 +377,4 @@ def test_a_thousand_replicas(topology):
     accuracy = cluster.evaluate(x, (x[:, 0] > 0).long())
     assert len(accuracy.replicas) == n
     assert accuracy.mean > 0.8
-    assert time.perf_counter() - began < 20
+    assert time.process_time() - began < 5  # half a second

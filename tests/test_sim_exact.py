@@ -41,24 +41,29 @@ WAYS = [
 ]
 
 
-def crossed(names: list[str], models: list[str], share: int) -> list[Case]:
-    """One in ``share`` of the ways for each model and topology: every topology meets every way, and every model."""
+def crossed(names: list[str], models: list[str], ways: int) -> list[Case]:
+    """So many of the ways for each model and topology: every topology meets every model, and with two of them every way."""
     cases = []
-    for number, (topology, model) in enumerate((topology, model) for topology in names for model in models):
-        for way, (optimizer, dtype, overlap) in enumerate(WAYS):
-            if way % share == number % share:
-                options = {"overlap": overlap != bool(number % 2)}
+    for row, topology in enumerate(names):
+        for column, model in enumerate(models):
+            for way in range(column, len(WAYS), len(models))[:: 3 - ways]:
+                optimizer, dtype, overlap = WAYS[(way + row) % len(WAYS)]
+                options = {"overlap": overlap != bool((row + column) % 2)}
                 cases.append(Case(topology, model, optimizer, dtype, LOCAL.get(topology, 1), options=options))
     return cases
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("n", "share"), [(4, 3), (8, 3)])
-def test_every_topology_model_and_optimizer(workers, n, share):
+@pytest.mark.parametrize(("n", "ways"), [(4, 2), (8, 1)])
+def test_every_topology_model_and_optimizer(workers, n, ways):
     models = ["mlp", "conv", "attention"]
     names = [*TOPOLOGIES, "graph", "complete:2,ring", "varying", "unrepeated"]
-    cases = crossed(names, models, share)
+    cases = crossed(names, models, ways)
     assert {(case.topology, case.model) for case in cases} == {(topology, model) for topology in names for model in models}
+    # Each way meets each model, and with two ways each topology.
+    assert len({(case.model, case.optimizer, case.dtype) for case in cases}) == len(models) * len(WAYS)
+    met = {(case.topology, case.optimizer, case.dtype) for case in cases}
+    assert len(met) == len(names) * len(WAYS) * ways // 2
     assert all(cluster.vectorized for cluster in hold(workers, n, cases))
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
-import numbers
+import copy
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from decent_dp.handed import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, check_scaler
+from decent_dp.sim.checks import flag, number, real, whole
 from decent_dp.sim.exchange import Exchange, LosslessExchange, WiredExchange
 from decent_dp.sim.gradients import LOSS_FN_TYPE, Gradients
 from decent_dp.sim.stack import Stack
@@ -54,8 +53,18 @@ class VirtualCluster:
     A step is one update of every replica: gradients at its parameters, the mix with what its neighbours sent an update ago, the
     optimizer's step, and the new parameters are sent (``overlap=False``: the optimizer's step, then the mix). With the same
     batches it gives what real workers give, up to rounding. Replicas have their own buffers, optimizer states, clipping and
-    scalers. They share what else the model's Python objects hold, and one stream of random numbers, so that dropout differs
-    from that of any real run.
+    scalers, and one stream of torch's random numbers for all, so that dropout differs from that of any real run.
+
+    All replicas are computed in one pass of ``torch.func.vmap`` where that comes to the same as one after another. The first
+    step looks: it also computes replica 0 on its own (so ``loss_fn`` is called once more), and falls back to the replicas one
+    by one, each a module of its own, if its loss, a gradient or a buffer differs. What can only show later cannot be seen:
+
+    - Python code runs once a step for all replicas in one pass. A counter in a module counts steps, as a worker's would, but
+      what is drawn in Python (``random``, NumPy) is one choice for all. What draws in the first step is computed one by one;
+      with a model that draws later on pass ``vectorize=False``.
+    - Which parameters have no gradient (and take no step, nor decay) is what it was in the first step. If that changes with the
+      steps, pass ``vectorize=False``.
+    - Models that draw torch's random numbers, as with dropout, are not compared.
 
     Args:
         model: what the replicas start as, on its device; copied, never changed. Each of its modules stays in the mode (training
@@ -73,8 +82,9 @@ class VirtualCluster:
         mix_every: mix in every h-th update only.
         grad_clip_norm: of each replica's gradients together, as ``torch.nn.utils.clip_grad_norm_``; 0.0 for no clipping.
         scaler: a ``torch.GradScaler``; each replica gets a copy, which scales its loss, skips its steps and is updated.
-        vectorize: True: all replicas in one pass of ``torch.func.vmap``, or raise; False: one replica after another; None: in
-            one pass, or the other with a warning in the log if the first step shows that this model does not allow it.
+        vectorize: True: all replicas in one pass, or raise; False: one replica after another, each with Python objects of its
+            own; None: in one pass, or the other with a warning in the log if the first step shows that this model does not
+            allow it.
 
     Attributes:
         round: of the coming step; counts steps, also those that a scaler skipped.
@@ -106,9 +116,15 @@ class VirtualCluster:
             raise TypeError(f"loss_fn must be a function of (model, *batch) that returns the loss, got {loss_fn!r}")
         if vectorize not in (True, False, None):
             raise TypeError(f"vectorize must be True, False or None, got {vectorize!r}")
-        self._max_norm = _clip_norm(grad_clip_norm)
+        self._max_norm = number("grad_clip_norm", grad_clip_norm, "0.0 (no clipping) or a positive norm", positive=False)
+        self._overlap = flag("overlap", overlap)
         self._scaler = check_scaler(scaler)
         self._factories = Factories(optim_fn, lr_scheduler_fn)
+        if isinstance(topology, Topology) and (topology.world_size, topology._rank) != (n, 0):
+            raise ValueError(
+                f"the {type(topology).__name__} given was made for {topology.world_size} workers, as rank {topology._rank}, "
+                f"but n is {n}: make it with world_size={n}, rank=0"
+            )
         made = make_topology(topology, local_world_size=whole("local_world_size", local_world_size), world_size=n, rank=0)
         self.topology = made if mix_every == 1 else made.every(mix_every)
         self._stack = Stack(model, n)
@@ -119,7 +135,7 @@ class VirtualCluster:
         )
         self._gradients = Gradients(self._stack, loss_fn or _cross_entropy, vectorize)
         self._stepper = self._make_stepper()
-        self._overlap = bool(overlap)
+        self._evaluated_at_once = True
         self.round = 0
 
     # -- training -----------------------------------------------------------------------------------------------------
@@ -134,7 +150,11 @@ class VirtualCluster:
             The losses, (n,), detached.
 
         Raises:
-            TypeError, ValueError: a batch is no tensor or has another leading dimension than n; nothing has changed then.
+            TypeError, ValueError: a batch is no tensor or has another leading dimension than n; the loss is not one number, or
+                does not depend on the model; a buffer was added or has changed its shape.
+            RuntimeError: the model cannot be computed in one pass, and ``vectorize`` asks for it, or earlier steps were.
+
+        Parameters, buffers and optimizers are what they were if computing the losses and gradients raises.
         """
         self._check_batch(batch)
         found = self._gradients(batch, self._stepper.scale if self._scaler is not None else None)
@@ -162,12 +182,12 @@ class VirtualCluster:
         if not batch:
             raise TypeError("step() needs the batch: step(x, y), tensors whose first dimension is the number of workers")
         n = self._stack.n
-        for number, tensor in enumerate(batch):
+        for place, tensor in enumerate(batch):
             if not isinstance(tensor, Tensor):
-                raise TypeError(f"tensor {number} of the batch must be a torch.Tensor, got {type(tensor).__name__}")
+                raise TypeError(f"tensor {place} of the batch must be a torch.Tensor, got {type(tensor).__name__}")
             if tensor.ndim == 0 or len(tensor) != n:
                 raise ValueError(
-                    f"tensor {number} of the batch has the shape {tuple(tensor.shape)}, but its first dimension must be the "
+                    f"tensor {place} of the batch has the shape {tuple(tensor.shape)}, but its first dimension must be the "
                     f"number of workers, {n}: stack one batch a worker"
                 )
 
@@ -175,8 +195,10 @@ class VirtualCluster:
         """How far a mix goes, from 0 (none) to 1 (full).
 
         Raises:
-            ValueError: outside [0, 1].
+            TypeError, ValueError: it is no number in [0, 1].
         """
+        if real(factor) is None:
+            raise TypeError(f"the adaptive factor must be a number in [0, 1], got {factor!r}")
         if not 0.0 <= factor <= 1.0:
             raise ValueError(f"the adaptive factor must be in [0, 1], got {factor!r}")
         self._exchange.factor = float(factor)
@@ -236,11 +258,14 @@ class VirtualCluster:
         return float(self._stack.squared_distances().mean().sqrt())
 
     def mean_model(self) -> nn.Module:
-        """A model of its own with the mean of all floating-point parameters and buffers; other buffers are replica 0's."""
+        """A model of its own with the mean of all floating-point parameters and buffers; other buffers are replica 0's.
+
+        All else in it is as it was when the cluster was made.
+        """
         return self._stack.mean()
 
     def replica_model(self, i: int) -> nn.Module:
-        """A model of its own with the values of replica i, 0 <= i < n.
+        """A model of its own with the values of replica i, 0 <= i < n; all else in it is as it was when the cluster was made.
 
         Raises:
             IndexError: there is no such replica.
@@ -252,64 +277,58 @@ class VirtualCluster:
 
     @torch.no_grad()
     def evaluate(self, x: Tensor, y: Tensor) -> Accuracy:
-        """Shares of right answers on images ``x`` with labels ``y`` (one row a sample), in evaluation mode.
+        """Shares of right answers on images ``x`` with labels ``y`` (one row a sample), of models in evaluation mode.
 
-        The model's output must hold one score a class in its last dimension.
+        Args:
+            x: what the models are called with.
+            y: the right classes: of the shape of the model's output without its last dimension, which holds a score a class.
+
+        Raises:
+            TypeError, ValueError: the output and ``y`` do not fit, or there is no sample.
         """
-        mean = self._stack.mean().eval()
-        with _evaluating(self._stack.template):
-            replicas = self._replica_accuracies(x, y)
-        right = (mean(x).argmax(-1) == y).float().mean()
-        return Accuracy(float(right), tuple(float(value) for value in replicas))
+        if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
+            raise TypeError(f"evaluate(x, y) needs two tensors, got {type(x).__name__} and {type(y).__name__}")
+        if not x.numel() or not y.numel():
+            raise ValueError(f"evaluate(x, y) needs samples, got x of shape {tuple(x.shape)} and y of {tuple(y.shape)}")
+        scores: Any = self._stack.mean().eval()(x)
+        if not isinstance(scores, Tensor) or scores.ndim == 0:
+            raise TypeError(f"the model must return a tensor with a score a class in its last dimension, got {scores!r}")
+        if scores.shape[:-1] != y.shape:
+            raise ValueError(
+                f"y has the shape {tuple(y.shape)}, but the model's output {tuple(scores.shape)}: y must be "
+                f"{tuple(scores.shape[:-1])}, one class for the scores in the last dimension"
+            )
+        replicas = self._replica_accuracies(x, y)
+        return Accuracy(float(_accuracy(scores, y)), tuple(float(value) for value in replicas))
 
     def _replica_accuracies(self, x: Tensor, y: Tensor) -> Tensor:
         stack = self._stack
+        if self._gradients.vectorized is not False and self._evaluated_at_once:
+            try:
+                return self._accuracies_at_once(x, y)
+            except Exception:  # in evaluation mode it may do what vmap refuses; an error of the user's own comes again below
+                self._evaluated_at_once = False
+        return torch.stack([_accuracy(stack.replica(i).eval()(x), y) for i in range(stack.n)])
+
+    def _accuracies_at_once(self, x: Tensor, y: Tensor) -> Tensor:
+        stack = self._stack
+        model = copy.deepcopy(stack.template).eval()
 
         def one(row: dict[str, Tensor]) -> Tensor:
-            output: Tensor = functional_call(stack.template, row, (x,))
-            return (output.argmax(-1) == y).float().mean()
+            return _accuracy(functional_call(model, row, (x,)), y)
 
-        if self._gradients.vectorized is False:
-            return torch.stack([one(stack.row(i)) for i in range(stack.n)])
-        values = {
-            name: tensor.detach() for name, tensor in (*stack.params.items(), *stack.frozen.items(), *stack.buffers.items())
-        }
+        found = []
         with sdpa_kernel(SDPBackend.MATH):
-            return vmap(one, randomness="different", chunk_size=_EVALUATED_AT_ONCE)(values)
+            for first in range(0, stack.n, _EVALUATED_AT_ONCE):
+                # Copies: a forward may write to what it is given.
+                values = {name: tensor[first : first + _EVALUATED_AT_ONCE].clone() for name, tensor in stack.values().items()}
+                found.append(vmap(one, randomness="different")(values))
+        return torch.cat(found)
 
 
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; each module's own mode afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
+def _accuracy(scores: Tensor, y: Tensor) -> Tensor:
+    return (scores.argmax(-1) == y).float().mean()
 
 
 def _cross_entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return nn.functional.cross_entropy(model(x), y)
-
-
-def whole(name: str, value: Any, least: int = 1) -> int:
-    """``value`` as an integer of at least ``least``; raises TypeError or ValueError naming the argument and its value."""
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be a whole number, got {value!r}") from None
-    if number < least:
-        raise ValueError(f"{name} must be at least {least}, got {number}")
-    return number
-
-
-def _clip_norm(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"grad_clip_norm must be 0.0 (no clipping) or a positive norm, got {value!r}")
-    if not 0 <= float(value) < math.inf:
-        raise ValueError(f"grad_clip_norm must be 0.0 (no clipping) or a positive norm, got {value!r}")
-    return float(value)

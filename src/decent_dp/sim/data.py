@@ -13,11 +13,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from decent_dp.sim.checks import real, whole
+
 __all__ = ["Batches", "Data", "digits", "dirichlet_split"]
 
 IntArray = npt.NDArray[np.int64]
 
 _TEST_SAMPLES = 360
+# Where α may be: below, a worker sees one class as long as it lasts, and variates would underflow; above, all see all.
+_ALPHAS = (1e-100, 1e15)
 
 
 @dataclass(frozen=True)
@@ -72,13 +76,12 @@ def dirichlet_split(labels: Any, n: int, alpha: float | None, seed: int = 0) -> 
         For each worker the indices of its samples, int64, in increasing order: disjoint, and all of them together.
 
     Raises:
-        ValueError: ``n`` or ``alpha`` is out of range, or there are fewer samples than workers.
+        ValueError, TypeError: ``n``, ``alpha`` or ``seed`` is out of range, or there are fewer samples than workers.
     """
     found: npt.NDArray[Any] = np.asarray(labels)
     if found.ndim != 1:
         raise ValueError(f"labels must be 1-D, one a sample, got the shape {found.shape}")
-    if n < 1:
-        raise ValueError(f"n, the number of workers, must be at least 1, got {n}")
+    n, seed = whole("n, the number of workers,", n), whole("seed", seed, least=0)
     if len(found) < n:
         raise ValueError(f"{len(found)} samples are too few for {n} workers: each needs at least one")
     check_alpha(alpha)
@@ -90,7 +93,7 @@ def dirichlet_split(labels: Any, n: int, alpha: float | None, seed: int = 0) -> 
     counts = np.bincount(numbers)
     # Each class's samples in random order, to be taken from the end.
     stock = [rng.permutation(np.flatnonzero(numbers == k)).tolist() for k in range(len(counts))]
-    mixtures = _mixtures(rng, alpha * counts / counts.sum(), n)
+    mixtures = _mixtures(rng, min(max(alpha, _ALPHAS[0]), _ALPHAS[1]) * counts / counts.sum(), n)
     left = counts.astype(np.float64)
     dealt: list[list[int]] = [[] for _ in range(n)]
     draws = rng.random(len(found))
@@ -106,7 +109,9 @@ def dirichlet_split(labels: Any, n: int, alpha: float | None, seed: int = 0) -> 
 
 
 def check_alpha(alpha: float | None) -> None:
-    """Raises ValueError unless ``alpha`` is positive, infinite or None."""
+    """Raises TypeError or ValueError unless ``alpha`` is positive, infinite or None."""
+    if alpha is not None and real(alpha) is None:
+        raise TypeError(f"alpha must be a positive number, or None for an even split, got {alpha!r}")
     if alpha is not None and not alpha > 0:
         raise ValueError(
             f"alpha must be positive (the smaller, the fewer classes a worker sees), or None for even, got {alpha!r}"
@@ -134,10 +139,15 @@ class Batches:
         shards: for each worker the indices of its samples.
         size: samples a batch.
         seed: of the draws.
+
+    Raises:
+        ValueError, TypeError: there is no worker, or one without samples; ``size`` or ``seed`` is out of range.
     """
 
     def __init__(self, shards: Sequence[IntArray], size: int, seed: int = 0) -> None:
-        self._size, self._seed = size, seed
+        self._size, self._seed = whole("size, the samples a batch,", size), whole("seed", seed, least=0)
+        if not len(shards):
+            raise ValueError("shards must hold the indices of each worker's samples, and there is no worker")
         self._counts = np.array([len(shard) for shard in shards])
         if not self._counts.all():
             raise ValueError(f"worker {int(np.argmin(self._counts))} has no samples: every worker needs at least one")
@@ -147,6 +157,6 @@ class Batches:
 
     def __call__(self, t: int) -> Tensor:
         """The indices of step t >= 0, (workers, size), int64."""
-        draws = np.random.default_rng([self._seed, t]).random((len(self._table), self._size))
+        draws = np.random.default_rng([self._seed, whole("t, the step,", t, least=0)]).random((len(self._table), self._size))
         places = (draws * self._counts[:, None]).astype(np.int64)
         return torch.from_numpy(np.take_along_axis(self._table, places, 1))

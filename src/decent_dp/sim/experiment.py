@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
-import numbers
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from decent_dp.optim import lr_scheduler_fn_cosine_with_warmup, optim_fn_accum_adamw, optim_fn_adamw
-from decent_dp.sim.cluster import VirtualCluster, whole
+from decent_dp.sim.checks import flag, number, real, whole
+from decent_dp.sim.cluster import VirtualCluster
 from decent_dp.sim.data import Batches, Data, check_alpha, digits, dirichlet_split
 from decent_dp.topo import make_topology
 from decent_dp.wire import check_wire
@@ -24,6 +25,10 @@ from decent_dp.wire import check_wire
 __all__ = ["DATA", "OPTIMIZERS", "Result", "Row", "Simulation", "run"]
 
 DATA: dict[str, Callable[[], Data]] = {"digits": digits}
+
+# Parameters of a replica up to which one thread computes: the parts of such small operations are short, and threads that wait
+# for each other after each of them take many times as long as soon as anything else runs on the cores.
+_ONE_THREAD = 100_000
 
 # By name: a factory of the learning rate, and the rate that suits the digits.
 OPTIMIZERS: dict[str, tuple[Callable[..., Any], float]] = {
@@ -82,7 +87,8 @@ class Simulation:
     def __post_init__(self) -> None:
         for name in ("n", "local_world_size", "steps", "batch", "mix_every", "eval_every"):
             object.__setattr__(self, name, whole(name, getattr(self, name)))
-        object.__setattr__(self, "seed", whole("seed", self.seed, least=0))
+        object.__setattr__(self, "seed", whole("seed", self.seed, least=0, below=2**64))
+        object.__setattr__(self, "overlap", flag("overlap", self.overlap))
         hidden: Any = self.hidden
         if not isinstance(hidden, (tuple, list)):
             raise TypeError(f"hidden must be the widths of the hidden layers, such as (128, 64), got {hidden!r}")
@@ -90,13 +96,12 @@ class Simulation:
         _one_of("data", self.data, DATA)
         _one_of("optimizer", self.optimizer, OPTIMIZERS)
         _one_of("schedule", self.schedule, ("cosine", "constant"))
-        _number("grad_clip_norm", self.grad_clip_norm, "0.0 (no clipping) or a positive norm", positive=False)
+        norm = number("grad_clip_norm", self.grad_clip_norm, "0.0 (no clipping) or a positive norm", positive=False)
+        object.__setattr__(self, "grad_clip_norm", norm)
         if self.lr is not None:
-            _number("lr", self.lr, "a positive learning rate", positive=True)
-        alpha: Any = self.alpha
-        if alpha is not None and (isinstance(alpha, bool) or not isinstance(alpha, numbers.Real)):
-            raise TypeError(f"alpha must be a positive number, or None for an even split, got {alpha!r}")
+            object.__setattr__(self, "lr", number("lr", self.lr, "a positive learning rate", positive=True))
         check_alpha(self.alpha)
+        object.__setattr__(self, "alpha", None if self.alpha is None else real(self.alpha))
         check_wire(self.wire, [])
         if not isinstance(self.topology, str):
             raise TypeError(f"topology must be a name, got {self.topology!r}: for a Topology of your own use VirtualCluster")
@@ -114,14 +119,6 @@ def _one_of(name: str, value: object, known: Any) -> None:
     close = difflib.get_close_matches(str(value), list(known), n=1, cutoff=0.4)
     hint = f". Did you mean '{close[0]}'?" if close else ""
     raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}{hint}")
-
-
-def _number(name: str, value: Any, want: str, *, positive: bool) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be {want}, got {value!r}")
-    number = float(value)
-    if not (0 < number < math.inf or (number == 0 and not positive)):
-        raise ValueError(f"{name} must be {want}, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -168,19 +165,23 @@ class Result:
         return self.rows[-1]
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as JSON can hold it."""
+        """All of it as JSON can hold it: None for a number that is not finite, as of a run that has diverged."""
         return {
             "format": "decent_dp-simulation-1",
             "simulation": self.simulation.to_json(),
             "parameters": self.parameters,
             "samples": list(self.samples),
             "seconds": self.seconds,
-            "rows": [asdict(row) for row in self.rows],
+            "rows": [{name: _finite(value) for name, value in asdict(row).items()} for row in self.rows],
         }
 
 
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
 def run(simulation: Simulation, on_row: Callable[[Row], object] | None = None) -> Result:
-    """Trains what the settings say.
+    """Trains what the settings say; up to 100,000 parameters a replica on one thread.
 
     Args:
         simulation: the settings.
@@ -196,9 +197,27 @@ def run(simulation: Simulation, on_row: Callable[[Row], object] | None = None) -
     cluster = _make_cluster(simulation, data)
     parameters = sum(value[0].numel() for value in cluster.parameters.values())
     sizes = [len(shard) for shard in shards]
+    began = time.perf_counter()
+    with _threads(1 if parameters <= _ONE_THREAD else torch.get_num_threads()):
+        rows = _train(simulation, cluster, data, batches, on_row)
+    return Result(simulation, parameters, (min(sizes), max(sizes)), rows, time.perf_counter() - began)
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _train(
+    simulation: Simulation, cluster: VirtualCluster, data: Data, batches: Batches, on_row: Callable[[Row], object] | None
+) -> list[Row]:
     rows: list[Row] = []
-    losses = torch.zeros((), dtype=torch.float64)
-    began, last = time.perf_counter(), 0
+    losses, last = torch.zeros((), dtype=torch.float64), 0
     for t in range(simulation.steps):
         chosen = batches(t)
         losses += cluster.step(data.x[chosen], data.y[chosen]).mean(dtype=torch.float64)
@@ -211,7 +230,7 @@ def run(simulation: Simulation, on_row: Callable[[Row], object] | None = None) -
         last = t + 1
         if on_row is not None:
             on_row(rows[-1])
-    return Result(simulation, parameters, (min(sizes), max(sizes)), rows, time.perf_counter() - began)
+    return rows
 
 
 def make_model(simulation: Simulation, features: int, classes: int) -> nn.Module:

@@ -1,30 +1,25 @@
 """Losses and gradients of all replicas: in one pass (``torch.func.vmap``), or one replica after another.
 
-The loop is the readable twin of the other, and takes over for a model that ``vmap`` refuses.
+The first step shows which: it also computes one replica on its own, and what differs from that is not used.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch import Tensor
 
+from decent_dp.sim.loop import LOSS_FN_TYPE, Loop, Scale, try_out, unused_model
+from decent_dp.sim.onepass import OnePass, differs, unfit
 from decent_dp.sim.stack import Stack
 
 __all__ = ["LOSS_FN_TYPE", "Found", "Gradients"]
 
-LOSS_FN_TYPE = Callable[..., Tensor]
-# The loss of replica i, scaled for the backward.
-Scale = Callable[[int, Tensor], Tensor]
-
 _log = logging.getLogger(__name__)
-_PREFIX = "model."
 
 
 @dataclass
@@ -55,24 +50,8 @@ class _Rows(Sequence[list["Tensor | None"]]):
         return [None if gradient is None else gradient[i] for gradient in self._stacked]
 
 
-class _Loss(nn.Module):
-    """The loss function as a module, so that it may do with the model whatever it likes."""
-
-    def __init__(self, model: nn.Module, loss_fn: LOSS_FN_TYPE) -> None:
-        super().__init__()
-        self.model = model
-        self._loss_fn = loss_fn
-
-    def forward(self, *batch: Tensor) -> Tensor:
-        loss: Any = self._loss_fn(self.model, *batch)
-        if not isinstance(loss, Tensor):
-            raise TypeError(f"loss_fn must return the loss as a tensor, got {loss!r}. Is a `return` missing in it?")
-        if loss.numel() != 1 or not loss.is_floating_point():
-            raise ValueError(
-                f"loss_fn must return one number a replica, got a tensor of shape {tuple(loss.shape)}, {loss.dtype}: "
-                "take its mean."
-            )
-        return loss.reshape(())
+class _DiffersError(Exception):
+    """The pass does not come to what a replica comes to on its own."""
 
 
 class Gradients:
@@ -88,103 +67,107 @@ class Gradients:
     """
 
     def __init__(self, stack: Stack, loss_fn: LOSS_FN_TYPE, vectorize: bool | None) -> None:
-        self._stack = stack
-        self._loss = _Loss(stack.template, loss_fn)
+        self._stack, self._loss_fn, self._wanted = stack, loss_fn, vectorize
+        self._pass: OnePass | None = None
+        self._loop: Loop | None = None
+        self._refusal: Exception | None = None
         self.vectorized = vectorize
 
     def __call__(self, batch: Sequence[Tensor], scale: Scale | None) -> Found:
-        if self.vectorized is None:
-            return self._first(batch, scale)
-        return self._in_one_pass(batch, scale) if self.vectorized else self._one_by_one(batch, scale)
+        """The losses and gradients.
+
+        Raises:
+            RuntimeError: the model cannot be computed in one pass, and that was asked for, or earlier steps were.
+            Exception: what ``loss_fn`` and the model raise. Parameters and buffers are then what they were.
+        """
+        if self.vectorized is False:
+            return self._one_by_one(batch, scale)
+        return self._first(batch, scale) if self._pass is None else self._later(self._pass, batch, scale)
 
     def _first(self, batch: Sequence[Tensor], scale: Scale | None) -> Found:
-        others = [*self._stack.frozen.values(), *self._stack.buffers.values()]
-        kept = [tensor.clone() for tensor in others]
+        stack = self._stack
+        trial = try_out(stack, 0, self._loss_fn, batch, scale)  # an error of the user's own comes here
+        kept = _Kept([*stack.params.values(), *stack.frozen.values(), *stack.buffers.values()])
+        one_pass = OnePass(stack, self._loss_fn)
         try:
-            found = self._in_one_pass(batch, scale)
+            difference = unfit(trial)
+            if difference:
+                raise _DiffersError(difference)
+            losses, gradients = one_pass(batch, scale)
+            difference = differs(trial, stack, losses[0], [None if g is None else g[0] for g in gradients])
+            if difference:
+                raise _DiffersError(difference)
         except Exception as error:
             refusal = error
         else:
-            self.vectorized = True
-            return found
-        with torch.no_grad():  # what was half done must not be done twice
-            for tensor, value in zip(others, kept, strict=True):
-                tensor.detach_().copy_(value)
+            if trial.depends and all(gradient is None for gradient in trial.gradients):
+                kept.restore()
+                raise unused_model()
+            one_pass.used = [gradient is not None for gradient in trial.gradients]
+            self._pass, self.vectorized = one_pass, True
+            stacked = [g if used else None for g, used in zip(gradients, one_pass.used, strict=True)]
+            return Found(losses, stacked, _Rows(stacked, stack.n))
+        kept.restore()  # what was half done must not be done twice
+        if self._wanted:
+            raise RuntimeError(
+                f"vectorize=True, but this model cannot be computed for all replicas at once ({_cause(refusal)}): pass "
+                "vectorize=False, or None to be given what goes"
+            ) from refusal
         found = self._one_by_one(batch, scale)  # an error of the user's own comes again here
         self.vectorized = False
-        cause = str(refusal).strip().partition("\n")[0].partition(". ")[0]
         _log.warning(
-            "this model cannot be computed for all replicas at once (%s: %s): it is computed replica by replica, which is "
-            "slower. vectorize=False does so without trying.",
-            type(refusal).__name__,
-            cause,
+            "this model cannot be computed for all replicas at once (%s): it is computed replica by replica, which is slower. "
+            "vectorize=False does so without trying.",
+            _cause(refusal),
         )
         return found
 
-    def _in_one_pass(self, batch: Sequence[Tensor], scale: Scale | None) -> Found:
+    def _later(self, one_pass: OnePass, batch: Sequence[Tensor], scale: Scale | None) -> Found:
         stack = self._stack
-
-        def one(params: dict[str, Tensor], others: dict[str, Tensor], *batch: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            return self._call(params, others, batch)
-
-        params = list(stack.params.values())
-        # Of the other backends of attention some have no rule for a batch of replicas.
-        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
-            others = {**stack.frozen, **stack.buffers}
-            losses, replaced = vmap(one, randomness="different")(dict(stack.params), others, *batch)
-            scaled = losses if scale is None else torch.stack([scale(i, loss) for i, loss in enumerate(losses.unbind())])
-            gradients: list[Tensor | None] = [None] * len(params)
-            if scaled.requires_grad:
-                gradients = list(torch.autograd.grad(scaled.sum(), params, allow_unused=True))
-        with torch.no_grad():
-            for name, value in replaced.items():
-                others[name].copy_(value)
-        stacked = _own(gradients, params)
-        return Found(losses.detach(), stacked, _Rows(stacked, stack.n))
+        if self._refusal is None:
+            kept = _Kept(list(stack.buffers.values()))
+            try:
+                losses, stacked = one_pass(batch, scale)
+            except BaseException as error:
+                kept.restore()
+                if not isinstance(error, Exception):
+                    raise
+                for i in range(stack.n):
+                    try_out(stack, i, self._loss_fn, batch, scale)  # an error of the user's own comes here
+                self._refusal = error
+            else:
+                return Found(losses, stacked, _Rows(stacked, stack.n))
+        # For good: what the replicas' Python objects would be by now nobody knows.
+        raise RuntimeError(
+            f"this model can no longer be computed for all replicas at once, as it was in the first step "
+            f"({_cause(self._refusal)}): pass vectorize=False"
+        ) from self._refusal
 
     def _one_by_one(self, batch: Sequence[Tensor], scale: Scale | None) -> Found:
-        stack, losses, rows = self._stack, [], []
-        for i in range(stack.n):
-            params = {name: param.detach()[i].requires_grad_() for name, param in stack.params.items()}
-            others = {name: tensor[i] for name, tensor in (*stack.frozen.items(), *stack.buffers.items())}
-            with torch.enable_grad():
-                loss, replaced = self._call(params, others, [tensor[i] for tensor in batch])
-                scaled = loss if scale is None else scale(i, loss)
-                gradients: list[Tensor | None] = [None] * len(params)
-                if scaled.requires_grad:
-                    gradients = list(torch.autograd.grad(scaled, list(params.values()), allow_unused=True))
-            with torch.no_grad():
-                for name, value in replaced.items():
-                    others[name].copy_(value)
-            losses.append(loss.detach())
-            rows.append(_own(gradients, list(params.values())))
-        return Found(torch.stack(losses), None, rows)
-
-    def _call(
-        self, params: dict[str, Tensor], others: dict[str, Tensor], batch: Sequence[Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss, and what the forward has put in the place of a tensor instead of writing into it."""
-        swapped = {_PREFIX + name: tensor for name, tensor in (*params.items(), *others.items())}
-        loss = functional_call(self._loss, swapped, tuple(batch))
-        replaced = {name: swapped[_PREFIX + name] for name, tensor in others.items() if swapped[_PREFIX + name] is not tensor}
-        return loss, replaced
+        if self._loop is None:
+            self._loop = Loop(self._stack, self._loss_fn)
+        kept = _Kept(list(self._stack.buffers.values()))
+        try:
+            losses, rows = self._loop(batch, scale)
+        except BaseException:
+            kept.restore()
+            raise
+        return Found(losses, None, rows)
 
 
-def _own(gradients: list[Tensor | None], params: Sequence[Tensor]) -> list[Tensor | None]:
-    """Gradients that may be written to: each has memory of its own, in its parameter's strides.
+class _Kept:
+    """Tensors' values, to come back to."""
 
-    Autograd gives one tensor for two parameters that are added, and an expanded one for a sum.
-    """
-    seen: set[int] = set()
-    owned: list[Tensor | None] = []
-    for gradient, param in zip(gradients, params, strict=True):
-        if gradient is None:
-            owned.append(None)
-            continue
-        gradient = gradient.detach()
-        if gradient.stride() != param.stride() or gradient.data_ptr() in seen:
-            gradient = torch.empty_like(param, requires_grad=False).copy_(gradient)
-        if gradient.numel():
-            seen.add(gradient.data_ptr())
-        owned.append(gradient)
-    return owned
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._pairs = [(tensor, tensor.detach().clone()) for tensor in tensors]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for tensor, value in self._pairs:
+            tensor.copy_(value)
+
+
+def _cause(error: Exception) -> str:
+    """The first sentence, for a line of text."""
+    said = str(error).strip().partition("\n")[0].partition(". ")[0]
+    return said if isinstance(error, _DiffersError) else f"{type(error).__name__}: {said}"

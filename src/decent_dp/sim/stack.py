@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +24,8 @@ class Stack:
         n: how many.
 
     Attributes:
-        template: the copy, in whose place a replica's tensors are put for a forward. Its own values are those at construction.
+        template: the copy, as it was at construction: what runs are copies of it, so that nothing that a forward leaves behind
+            is ever in it.
         names: of the trainable parameters, in registration order; one name for a tied parameter.
         params: of the trainable parameters, (n, *shape). In memory the replicas lie one after another, each with the strides
             of its parameter.
@@ -33,13 +33,13 @@ class Stack:
         buffers: likewise.
 
     Raises:
-        TypeError, ValueError: ``model`` is nothing that can be trained; names the parameter.
+        TypeError, ValueError: ``model`` is nothing that can be copied or trained; names the parameter.
     """
 
     def __init__(self, model: nn.Module, n: int) -> None:
         check_model(model)
         self.n = n
-        self.template = copy.deepcopy(model)
+        self.template = _copy(model)
         self.template.zero_grad(set_to_none=True)
         self.params: dict[str, Parameter] = {}
         self.frozen: dict[str, Tensor] = {}
@@ -53,7 +53,7 @@ class Stack:
 
     def row(self, i: int) -> dict[str, Tensor]:
         """Replica i's tensors by name: views."""
-        return {name: tensor.detach()[i] for name, tensor in self._all()}
+        return {name: tensor[i] for name, tensor in self.values().items()}
 
     def rows(self, i: int) -> list[Tensor]:
         """Replica i's trainable parameters as 1-D views, in the order of their memory."""
@@ -72,12 +72,11 @@ class Stack:
     def mean(self) -> nn.Module:
         """A model of its own with the mean of all floating-point parameters and buffers; of others those of replica 0."""
         values = {}
-        for name, tensor in self._all():
+        for name, tensor in self.values().items():
             if tensor.dtype in FLOAT_DTYPES:
-                wide = torch.promote_types(tensor.dtype, torch.float32)
-                values[name] = tensor.detach().mean(0, dtype=wide).to(tensor.dtype)
+                values[name] = tensor.mean(0)  # torch sums narrow types in float32
             else:
-                values[name] = tensor.detach()[0]
+                values[name] = tensor[0]
         return self._model(values)
 
     @torch.no_grad()
@@ -92,16 +91,33 @@ class Stack:
                 total[first : first + at_once] += apart.square().reshape(len(apart), -1).sum(1).cpu()
         return total
 
-    def _all(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.params.items()
-        yield from self.frozen.items()
-        yield from self.buffers.items()
+    def values(self) -> dict[str, Tensor]:
+        """All tensors by name, (n, *shape), detached: the values themselves."""
+        return {name: tensor.detach() for name, tensor in (*self.params.items(), *self.frozen.items(), *self.buffers.items())}
 
     def _model(self, values: dict[str, Tensor]) -> nn.Module:
         model = copy.deepcopy(self.template)
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             tensor.copy_(values[name])
         return model
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    """A copy that does what the model does. Raises ValueError where it would not."""
+    for name, param in model.named_parameters():
+        if getattr(param, "_backward_hooks", None) or getattr(param, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"parameter '{name}' has a hook on its gradient, which copies of the model would not have: remove it, and do "
+                "what it does in loss_fn or in the optimizer"
+            )
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        cause = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"model cannot be copied, and every replica is a copy ({type(error).__name__}: {cause}). Pass it before its first "
+            "forward, and without tensors that were computed from its parameters"
+        ) from error
 
 
 def _repeated(tensor: Tensor, n: int) -> Tensor:
