@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import tracemalloc
 from dataclasses import FrozenInstanceError, replace
 from functools import partial
 from typing import Any
@@ -27,8 +28,10 @@ from decent_dp.topo import (
     TopologyReg,
     analysis,
     make_topology,
+    spectrum,
 )
 from decent_dp.topo.analysis import Analysis, analyse, consensus_error, is_doubly_stochastic, mixing_matrix
+from decent_dp.topo.rounds import all_rounds
 from decent_dp.transport.tree import find_place
 
 NAMES = ["complete", "ring", "one-peer-exp", "alternating-exp-ring", "base-2", "random-matching", "hierarchical"]
@@ -105,8 +108,10 @@ def test_a_period_is_needed_for_its_matrix():
 def test_groups_mix_as_the_matrix_says(n):
     topology = Groups(3, world_size=n)
     x = np.random.default_rng(0).normal(size=(n, 3))
-    for t, round_ in zip(range(2), analysis._rounds(topology), strict=False):
-        np.testing.assert_allclose(round_.apply(x), topology.mixing_matrix(t) @ x, atol=1e-14)
+    for t, round_ in zip(range(2), all_rounds(topology), strict=False):
+        want = topology.mixing_matrix(t) @ x
+        round_.mix(x)
+        np.testing.assert_allclose(x, want, atol=1e-14)
 
 
 # -- consensus error -------------------------------------------------------------------------------------------------------
@@ -163,6 +168,10 @@ IRREGULAR = [
     nx.star_graph(129),
     nx.watts_strogatz_graph(150, 4, 0.1, seed=3),
     nx.path_graph(131),
+    # Where the largest value found stays for long at one that is not the largest.
+    nx.cycle_graph(131),
+    nx.cycle_graph(301),
+    nx.circular_ladder_graph(137),
 ]
 
 
@@ -175,8 +184,8 @@ def test_large_and_small_agree(kind, monkeypatch):
     monkeypatch.setattr(analysis, "_DENSE", 512)
     small = analyse(topology, limit=500)
     for found in (small, large):
-        assert found.spectral_gap == pytest.approx(1 - norm, rel=1e-3)
-        assert 1 - found.rate == pytest.approx(1 - radius ** (1 / topology.period), rel=1e-3)  # type: ignore[operator]
+        assert found.spectral_gap == pytest.approx(1 - norm, rel=1e-4)
+        assert 1 - found.rate == pytest.approx(1 - radius ** (1 / topology.period), rel=1e-4)  # type: ignore[operator]
     assert (large.rounds_to_epsilon is None) == (small.rounds_to_epsilon is None)
     assert (large.rounds_to_epsilon or 0) == pytest.approx(small.rounds_to_epsilon or 0, rel=0.1)
 
@@ -218,6 +227,174 @@ def test_random_matching_decays_as_expected():
 def test_switch_is_judged_by_its_first_rounds():
     found = analyse(make_topology("complete:500,ring", local_world_size=1, world_size=8, rank=0))
     assert (found.rounds_to_epsilon, found.degree, found.period) == (1, 7, None)
+
+
+def test_a_switch_is_analysed_where_it_first_mixes():
+    every = make_topology("complete:500,ring", local_world_size=1, world_size=8, rank=0).every(100)
+    found = analyse(every)
+    assert (found.degree, found.rounds_to_epsilon, found.rate) == (7, 100, 0.0)
+    # 6400 updates: 5 mixes of all, 59 of pairs.
+    assert found.sent_by_worker == pytest.approx((5 * 2 * 7 / 8 + 59) / 6400)
+    assert found.idle == pytest.approx(0.99)
+
+
+@pytest.mark.parametrize("n", [6, 200])
+@pytest.mark.parametrize("h", [3, 100])
+def test_every_of_an_aperiodic_topology(n, h):
+    inner = RandomMatchingTopology(2, world_size=n)
+    once, found = analyse(inner, epsilon=0.01), analyse(inner.every(h), epsilon=0.01)
+    assert (found.degree, found.largest_group, found.fan_in) == (once.degree, 2, once.fan_in)
+    assert found.degree == min(n - 1, max(len(set(peers)) for peers in _peers(inner, 64)))
+    assert (found.period, found.spectral_gap, found.name) == (None, None, inner.every(h).title())
+    assert found.idle == pytest.approx(1 - 1 / h)
+    assert found.sent_by_worker == pytest.approx(1 / h)
+    assert found.sent_by_node == pytest.approx(once.sent_by_node / h)
+    assert found.rate == pytest.approx(once.rate ** (1 / h))
+    errors = consensus_error(inner.every(h), 64 * h)
+    assert found.rounds_to_epsilon == np.flatnonzero(errors <= 0.01)[0] == h * (once.rounds_to_epsilon or 0)
+    few = analyse(inner.every(h), epsilon=0.01, limit=h * (once.rounds_to_epsilon or 0) - 1)
+    assert few.rounds_to_epsilon is None
+
+
+def _peers(topology: Topology, rounds: int) -> list[list[int]]:
+    peers: list[list[int]] = [[] for _ in range(topology.world_size)]
+    for t in range(rounds):
+        for edge in topology.round(t):
+            for rank in edge.ranks:
+                peers[rank] += [other for other in edge.ranks if other != rank]
+    return peers
+
+
+class Shifted(Topology):
+    """The rounds of 'base-2', begun later."""
+
+    def _get_topo_edges(self) -> list[list[Edge]]:
+        base = made("base-2", self._world_size)
+        return [base.round(t + 2) for t in range(base.period or 0)]
+
+
+@pytest.mark.parametrize("n", [5, 7, 25, 299])
+def test_rate_of_what_comes_to_nothing_later_than_in_a_period(n):
+    topology = Shifted(world_size=n)
+    found = analyse(topology)
+    assert not found.exact
+    assert found.rate == 0.0
+    assert 0 <= (found.spectral_gap or 0) < 1
+    assert found.rounds_to_epsilon is not None
+    assert found.rounds_to_epsilon <= 2 * (topology.period or 0)
+
+
+def test_rate_of_fast_ones_is_no_rounding():
+    """Their error comes to rounding within some periods, too, but by shrinking."""
+
+    class Near(Topology):
+        def _get_topo_edges(self) -> list[list[Edge]]:
+            return [[Edge([0, 1], 0.505)]]
+
+    assert analyse(Near(world_size=2)).rate == pytest.approx(0.01)
+
+
+def test_decay_is_measured_down_to_rounding_and_no_further():
+    class Slow(Topology):
+        """A factor of 0.25 a round, which comes to rounding in the 20th."""
+
+        def round(self, t: int) -> list[Edge]:
+            return [Edge([0, 1, 2], 0.5)]
+
+    assert analyse(Slow(world_size=3)).rate == pytest.approx(0.25, rel=1e-3)
+
+
+class Cycle(Topology):
+    """Its rounds are made one by one, and it says when they repeat."""
+
+    asked = 0
+
+    @property
+    def period(self) -> int:
+        return 7
+
+    def round(self, t: int) -> list[Edge]:
+        self.asked += 1
+        n = self._world_size
+        return [Edge([t % 7 + i, (t + 3) % 7 + i], 0.5) for i in range(0, n, 7)] + [
+            Edge([rank], 1.0) for rank in range(n) if rank % 7 not in (t % 7, (t + 3) % 7)
+        ]
+
+
+def test_rounds_of_ones_own_with_a_period():
+    topology = Cycle(world_size=7)
+    found = analyse(topology)
+    p = np.eye(7)
+    for t in range(7):
+        p = topology.mixing_matrix(t) @ p
+    rest = p - 1 / 7
+    assert found.period == 7
+    assert found.spectral_gap == pytest.approx(1 - np.linalg.norm(rest, 2))
+    assert found.rate == pytest.approx(abs(np.linalg.eigvals(rest)).max() ** (1 / 7))
+    assert found.degree == 2
+    np.testing.assert_allclose(mixing_matrix(topology), p, atol=1e-14)
+    topology.asked = 0
+    consensus_error(topology, 70)
+    assert topology.asked <= 7  # those of a period are made once
+    assert analyse(topology.every(3)).spectral_gap == found.spectral_gap
+
+
+def test_what_cannot_be_reached_is_not_looked_for(monkeypatch):
+    made_rounds = []
+    monkeypatch.setattr(analysis, "_errors", lambda *args: made_rounds.append(args) or iter([1.0, 0.0]))
+    n = 64
+    slow = RingTopology(world_size=n)  # 1 - cos(2 pi / n) = 0.0048 in two rounds
+    assert analyse(slow, epsilon=1e-3, limit=100).rounds_to_epsilon is None
+    assert not made_rounds
+    # Of all starts, one in n - 1 directions is slow: with 700 more rounds the error may come below epsilon.
+    rate = analyse(slow, epsilon=1e-3, limit=100).rate
+    limit = int(math.log(2e-3 * 2) / math.log(rate))
+    assert rate**limit > 2e-3 > rate**limit / math.sqrt(n - 1)
+    assert analyse(slow, epsilon=1e-3, limit=limit).rounds_to_epsilon == 1
+    assert made_rounds
+
+
+def test_slow_switches_end_early(monkeypatch):
+    rounds = []
+    errors = analysis._errors
+    monkeypatch.setattr(analysis, "_errors", lambda *args: (rounds.append(e) or e for e in errors(*args)))
+    n = 1024
+    ring = RingTopology(world_size=n)
+    found = analyse(SwitchTopology((ring, 5), ring))
+    assert found.rounds_to_epsilon is None
+    assert len(rounds) < 3000  # of 10,000
+    # What does come there is found, and where.
+    for last in (ring, Shifted(world_size=201), made("base-2", 200), graph(nx.random_regular_graph(3, 200, seed=2))):
+        size = last.world_size
+        switch = SwitchTopology((RingTopology(world_size=size), 5), last)
+        below = np.flatnonzero(consensus_error(switch, 2000) <= 0.1)
+        assert analyse(switch, epsilon=0.1, limit=2000).rounds_to_epsilon == (below[0] if len(below) else None)
+
+
+def test_what_falls_faster_and_faster_is_not_given_up():
+    falls = [1, 0.99, 0.98, 0.96, 0.9, 0.8, 0.6, 0.3]
+    assert not analysis._will_not(falls, 1.0, 1e-3)
+    slows = [1, 0.6, 0.5, 0.45, 0.42, 0.4, 0.39, 0.385]
+    assert analysis._will_not(slows, 1.0, 1e-3)
+    assert not analysis._will_not(slows, 1000.0, 1e-3)  # at 0.98 each it is there in 300
+    assert not analysis._will_not(slows[:7], 1.0, 1e-3)
+
+
+def test_directions_stay_orthogonal():
+    rounds = list(analysis.islice(all_rounds(graph(nx.grid_2d_graph(12, 12))), 4))
+    basis, image = spectrum._krylov(np.random.default_rng(0).standard_normal(144), rounds * 64, 50)
+    size = image.shape[1]
+    np.testing.assert_allclose(basis[:size] @ basis[:size].T, np.eye(size), atol=1e-12)
+
+
+def test_the_last_entry_of_the_eigenvector():
+    rng = np.random.default_rng(0)
+    for size in (1, 2, 5, 30):
+        diagonal, beside = rng.uniform(0, 1, size), rng.uniform(0.1, 1, size - 1)
+        values, vectors = np.linalg.eigh(np.diag(diagonal) + np.diag(beside, 1) + np.diag(beside, -1))
+        value, entry = spectrum._largest(diagonal.tolist(), beside.tolist())
+        assert value == pytest.approx(values[-1], rel=1e-13)
+        assert entry == pytest.approx(abs(vectors[-1, -1]), rel=1e-5)
 
 
 # -- what it costs ---------------------------------------------------------------------------------------------------------
@@ -327,11 +504,37 @@ def _only(topology: Topology, t: int) -> Topology:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_thousands_of_workers_in_seconds(name):
-    start = time.perf_counter()
+    start = time.process_time()
     found = analyse(made(name, 4096, 8))
-    assert time.perf_counter() - start < 10  # hundredths of a second, and about one for 'ring'
+    assert time.process_time() - start < 10  # hundredths of a second, and about one for 'ring'
     assert found.exact == (name not in ("ring", "random-matching"))
     assert is_doubly_stochastic(mixing_matrix(made("base-2", 96), None))
+
+
+@pytest.mark.parametrize("topology", [RingTopology(world_size=301), graph(nx.star_graph(200))], ids=["ring", "star"])
+def test_as_many_rounds_as_workers(topology):
+    found, period = analyse(topology), topology.period
+    rest = period_product(topology) - 1 / topology.world_size
+    assert found.spectral_gap == pytest.approx(1 - np.linalg.norm(rest, 2), rel=1e-4)
+    assert 1 - found.rate**period == pytest.approx(1 - abs(np.linalg.eigvals(rest)).max(), rel=1e-4)
+
+
+def test_thousands_of_rounds_of_thousands_of_workers(monkeypatch):
+    monkeypatch.setattr(spectrum, "_WORK", 2 * 10**8)
+    tracemalloc.start()
+    start = time.process_time()
+    ring = analyse(RingTopology(world_size=4095))
+    seconds, peak = time.process_time() - start, tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (ring.degree, ring.period, ring.rounds_to_epsilon, ring.exact) == (2, 4095, None, False)
+    assert ring.idle == pytest.approx(1 / 4095)
+    # Once around are 4095 steps of the same matrix but for a shift: of the circle, cos(pi k / n)^(n - 1) or so.
+    assert 0.0048 < (ring.spectral_gap or 0) < 0.006
+    assert seconds < 15  # about two
+    assert peak < 600e6
+    star = analyse(graph(nx.star_graph(4095)))
+    assert (star.degree, star.period, star.rounds_to_epsilon) == (4095, 4095, None)
+    assert star.sent_by_worker == pytest.approx(2 / 4096)
 
 
 def test_an_odd_number_of_thousands():

@@ -169,11 +169,12 @@ def test_a_chain_of_restarts(as_view):
 
 def test_the_keys_are_names():
     model = alone(net(), bucket_size_in_mb=SOME, **SETUPS["sequential"])
-    assert model.optim_state_dict() == {"state": {}, "param_groups": {}, "schedulers": None, "scaler": None}
+    assert model.optim_state_dict() == {"state": {}, "param_groups": {}, "schedulers": None, "scaler": None, "round": 0}
     train(model, range(3))
     found = model.optim_state_dict()
     names = [name for name, _ in net().named_parameters()]
-    assert found.keys() == {"state", "param_groups", "schedulers", "scaler"}
+    assert found.keys() == {"state", "param_groups", "schedulers", "scaler", "round"}
+    assert found["round"] == 3
     assert sorted(found["state"]) == sorted(found["param_groups"]) == sorted(names)
     assert all(found["state"][name]["momentum_buffer"].shape == param.shape for name, param in net().named_parameters())
     assert {found["param_groups"][name]["momentum"] for name in names if name.startswith("0.")} == {0.5}
@@ -373,6 +374,29 @@ def test_saved_before_the_first_update():
     model.load_optim_state_dict(saved)  # says nothing, changes nothing
     train(model, range(2, 3))
     assert_same(model.module, reference.module)
+
+
+def test_the_round_goes_on():
+    """It is set before the first update only, and a dict without one says nothing."""
+    saved = through_a_file(saved_state())
+    model = alone(net(), SGD)
+    model.load_optim_state_dict(saved)
+    assert model.stats().rounds == model.optim_state_dict()["round"] == 2
+    model.load_optim_state_dict({key: value for key, value in saved.items() if key != "round"})
+    assert model.stats().rounds == 2
+    train(model, range(3))
+    assert (model.stats().rounds, model.stats().updates) == (5, 3)
+    model.load_optim_state_dict({**saved, "round": 77})  # there are buckets
+    train(model, range(1))
+    assert (model.stats().rounds, model.optim_state_dict()["round"]) == (6, 6)
+    old = alone(net(), SGD)
+    old.load_optim_state_dict({key: value for key, value in saved.items() if key != "round"})
+    assert old.optim_state_dict()["round"] == 0
+    train(old, range(1))
+    assert old.stats().rounds == 1
+    for wrong in (-1, 2.5, "3", None):
+        with pytest.raises(ValueError, match="'round' must be the number of a round, at least 0, got"):
+            old.load_optim_state_dict({**saved, "round": wrong})
 
 
 def test_a_schedule_on_one_side_only():

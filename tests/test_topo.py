@@ -208,10 +208,10 @@ def test_alternating_exp_ring_is_never_idle_nor_crowded(power: int, local: int) 
 
 
 def test_large_topologies_are_fast() -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     for name in NAMES:
         make_topology(name, local_world_size=8, world_size=1024, rank=1023).fingerprint()
-    assert time.perf_counter() - start < 2  # each takes hundredths of a second
+    assert time.process_time() - start < 8  # each takes hundredths of a second
 
 
 # --- topologies of the user's own
@@ -499,7 +499,7 @@ def test_refusal_names_what_fits() -> None:
     TopologyReg.registry["function"] = lambda local: Six(local)
     with pytest.raises(
         ValueError,
-        match=r"OnePeerExpTopology needs a power of two workers, got world_size=6; .*: 'complete', 'ring', .*, 'six'$",
+        match=r"OnePeerExpTopology needs a power of two workers, got world_size=6; .*: 'complete', .*'six', 'function'$",
     ):
         OnePeerExpTopology(world_size=6)
     with pytest.raises(

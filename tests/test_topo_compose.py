@@ -85,7 +85,7 @@ def test_fingerprints_tell_what_is_inside_also_where_64_rounds_are_idle():
     all_of_them: list[Topology] = [ring, base, *matching]
     all_of_them += [topology.every(h) for topology in list(all_of_them) for h in (2, 100, 101)]
     all_of_them += [SwitchTopology((a, k), b) for a in (ring, base) for b in (ring, base, *matching) for k in (70, 80)]
-    all_of_them += [SwitchTopology((ring, 70), base).every(100), SwitchTopology((ring, 7), (base, 3), ring)]
+    all_of_them += [SwitchTopology((ring, 170), base).every(100), SwitchTopology((ring, 7), (base, 3), ring)]
     prints = [topology.fingerprint() for topology in all_of_them]
     assert len({p["rounds"] for p in prints}) == len(prints)
     assert len({p["name"] for p in prints}) == len(prints)
@@ -132,13 +132,39 @@ def test_switch_starts_each_part_at_its_round_0(n, first, second, data):
     assert topology.fingerprint() == by_hand.fingerprint()
 
 
-@given(st.integers(1, 20), st.integers(1, 6))
+@given(st.integers(6, 20), st.integers(1, 6))
 def test_every_of_a_switch_still_switches_by_updates(length, h):
     ring, base = RingTopology(world_size=6), BaseTwoTopology(world_size=6)
     topology = SwitchTopology((ring, length), base).every(h)
     first, then = ring.every(h), base.every(h)
     for t in range(60):
         assert topology.round(t) == (first.round(t) if t < length else then.round(t - length))
+
+
+def test_a_part_that_would_never_mix_is_refused():
+    ring, base = RingTopology(world_size=6), BaseTwoTopology(world_size=6)
+    says = "RingTopology, every 5 updates, would never mix, as it is in use for 3 updates only: give it 5 or more, or mix"
+    for make in (
+        lambda: SwitchTopology((ring, 3), base).every(5),
+        lambda: SwitchTopology((ring.every(5), 3), base),
+        lambda: made("base-2:7,ring:3,complete", 6).every(5),
+        lambda: SwitchTopology((SwitchTopology((ring, 3), base), 20), base).every(5),
+    ):
+        with pytest.raises(ValueError, match=says):
+            make()
+    assert SwitchTopology((ring, 5), base).every(5).get_edge(4) == ring.get_edge(0)
+    assert SwitchTopology((ring, 1), base.every(9)).period is None  # the last part stays
+
+
+def test_what_stays():
+    ring, base = RingTopology(world_size=6), BaseTwoTopology(world_size=6)
+    assert ring._settled() == (ring, 1)
+    assert ring.every(3)._settled() == (ring, 3)
+    switch = SwitchTopology((base, 50), ring)
+    assert switch._settled() == (ring, 1)
+    assert switch.every(4)._settled() == (ring, 4)
+    assert EveryTopology(switch.every(4), 3)._settled() == (ring, 12)
+    assert SwitchTopology((ring, 3), switch)._settled() == (ring, 1)
 
 
 def test_edges_ahead_are_those_that_will_be_used():
@@ -192,7 +218,16 @@ def test_bad_switches(parts, kind, says):
         ("complete:many,ring", "'complete:many' must be"),
         (":5,ring", "':5' must be"),
         (",ring", "'' must be"),
-        ("complete:5,", "unknown topology ''"),
+        (
+            "complete:5,",
+            r"topology 'complete:5,': unknown topology ''\. Several are written 'complete:500,base-2'\. Registered: ",
+        ),
+        (
+            "complete:500;ring",
+            r"topology 'complete:500;ring': unknown topology 'complete:500;ring': did you mean 'complete'\? Several are",
+        ),
+        ("complete:5,ring:", "topology 'complete:5,ring:': unknown topology 'ring:': did you mean 'ring'"),
+        ("a:5,complete:5,rnig", "topology 'a:5,complete:5,rnig': unknown topology 'a'"),
         ("complete:5", "its last part, 'complete:5', goes on for ever: give it without a number"),
         ("complete:5,ring:7", "its last part, 'ring:7', goes on for ever"),
         ("complete:5,rnig", r"unknown topology 'rnig': did you mean 'ring'\?"),

@@ -181,7 +181,7 @@ def test_the_last_rounds_are_kept():
     assert asked == [1, 2, 3, 4, 5]
     for t in range(100):
         topology.get_edge(t)
-    assert len(topology._looked_up) <= 8
+    assert 2 <= len(topology._looked_up) <= 8
 
 
 # -- hierarchical ----------------------------------------------------------------------------------------------------------
@@ -259,14 +259,3 @@ def test_a_maker_that_cannot_say_beforehand_is_tried(monkeypatch):
     monkeypatch.setitem(TopologyReg.registry, "mine", lambda local: OnePeerExpTopology(local))
     assert why_unfit("mine", 8, 1) is None
     assert "needs a power of two" in (why_unfit("mine", 6, 1) or "")
-
-
-def test_a_subclass_may_have_attributes_of_its_own_with_these_names():
-    class Mine(BaseTwoTopology):
-        def __init__(self, local_world_size: int = 1, **options: int) -> None:
-            super().__init__(local_world_size, **options)
-            self.world_size = 99
-
-    assert (Mine(world_size=6).world_size, BaseTwoTopology(2, world_size=6).world_size) == (99, 6)
-    assert BaseTwoTopology(2, world_size=6).local_world_size == 2
-    assert len(Mine(world_size=6).round(0)[0].ranks) == 2

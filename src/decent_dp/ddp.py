@@ -56,7 +56,8 @@ class Stats:
 
     Attributes:
         updates: optimizer steps taken.
-        rounds: rounds made; more than ``updates`` where a scaler skipped a step or ``join`` went on without one.
+        rounds: rounds made, also before a restart (``load_optim_state_dict``); more than ``updates`` where a scaler skipped a
+            step or ``join`` went on without one.
         bytes_sent: put on the wire by this worker for exchanges, without the headers of frames.
         grad_norm: of the last update, before clipping; None without ``grad_clip_norm``.
         exchanges: finished, of single buckets.
@@ -154,12 +155,13 @@ class DecentralizedDataParallel(nn.Module):
                 "topology": made.fingerprint(),
                 "settings": {**settings.signature(), "scheduled": lr_scheduler_fn is not None},
             }
-            return (settings, made.every(mix_every)), shared
+            # Called on the class: what a subclass sets on itself may have any name.
+            return (settings, Topology.every(made, mix_every)), shared
 
         with _given_back_on_error(transport, given is None), torch.no_grad():
             settings, made_topology = agree_on_signature(transport.control, transport.rank, check)
             consensus.broadcast_(transport.control, [*model.parameters(), *model.buffers()])
-            transport.prepare(made_topology.edges_ahead(_PREPARED_ROUNDS))
+            transport.prepare(made_topology._edges_ahead(_PREPARED_ROUNDS))
             transport.control.gather(None)  # a worker that leaves at once must not be gone before all have found it
 
         self.module = model
@@ -423,13 +425,20 @@ class DecentralizedDataParallel(nn.Module):
         return float(self._optims[0].param_groups[0]["lr"])
 
     def optim_state_dict(self) -> dict[str, Any]:
-        """The optimizers' state by parameter name, with schedulers and scaler: it fits whatever buckets it is loaded into."""
+        """The optimizers' state by parameter name, with schedulers, scaler and the round that comes next.
+
+        It fits whatever buckets it is loaded into.
+        """
         self._settle()
-        found = collect_optim_state(self._engine.buckets, self._policy.scaler)
-        return found if self._unapplied_optim_state is None else {**self._unapplied_optim_state, "scaler": found["scaler"]}
+        found = collect_optim_state(self._engine.buckets, self._policy.scaler, self._engine.round)
+        kept = self._unapplied_optim_state
+        return found if kept is None else {**kept, "scaler": found["scaler"], "round": found["round"]}
 
     def load_optim_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what ``optim_state_dict`` returned; before the first update it is kept and applied when there are buckets.
+
+        Before the first update it also sets the round that comes next, so that a topology goes on where it was: all workers
+        must load theirs, or the first update raises ``OutOfStepError``.
 
         Raises:
             ValueError: it was saved from other parameters; names the first.
@@ -443,6 +452,7 @@ class DecentralizedDataParallel(nn.Module):
             load_optim_state(self._engine.buckets, state_dict)
         else:
             self._unapplied_optim_state = state_dict
+            self._engine.round = state_dict.get("round", self._engine.round)
 
     def stats(self) -> Stats:
         """Counters of this worker, cheap enough to read at every step."""
@@ -512,16 +522,21 @@ class DecentralizedDataParallel(nn.Module):
                 f"`if rank == 0:` inside `with model.averaged():`, not around it). {error}"
             ) from error
         if len(set(rounds)) > 1:
-            counts = ", ".join(f"worker {rank}: {count}" for rank, count in enumerate(rounds))
             raise OutOfStepError(
-                f"{what} needs all workers at the same update, and they have made different numbers ({counts}). Uneven numbers "
-                "of batches need `with model.join():` around the loop."
+                f"{what} needs all workers at the same update, and they have made different numbers ({_counts(rounds)}). "
+                "Uneven numbers of batches need `with model.join():` around the loop."
             )
 
     def _make_buckets(self, order: Sequence[int]) -> list[Bucket]:
         """The first update: all workers lay out the same buckets, in worker 0's order of gradients."""
         guard, control, rank = self._guard, self._transport.control, self._transport.rank
         wire = WIRES[self._settings.wire]
+        rounds = control.gather(self._engine.round)
+        if len(set(rounds)) > 1:
+            raise OutOfStepError(
+                f"the first update is of different rounds ({_counts(rounds)}): the workers have loaded optimizer states of "
+                "different rounds, or some have loaded none. Load on every worker what was saved at the same update."
+            )
         first: list[int] = share(control, rank, list(order) if rank == 0 else None)
         order = list(dict.fromkeys([*first, *range(len(guard.params))]))
 
@@ -541,6 +556,10 @@ class DecentralizedDataParallel(nn.Module):
         self._optims.extend(bucket.optimizer for bucket in buckets)
         self._lr_schedulers.extend(bucket.scheduler for bucket in buckets)
         return buckets
+
+
+def _counts(rounds: Sequence[int]) -> str:
+    return ", ".join(f"worker {rank}: {count}" for rank, count in enumerate(rounds))
 
 
 def _insert_module(wrapper: DecentralizedDataParallel, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -6,6 +6,7 @@ finish), and so that a round can go by without a step.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.profiler import record_function
 
 from decent_dp.bucket import Block, BucketPlan
+from decent_dp.errors import PeerLostError
 from decent_dp.handed import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, make_optimizer, make_scheduler
 from decent_dp.mixing import Gossip, MixRule
 from decent_dp.topo import Edge, Topology
@@ -98,7 +100,8 @@ class Engine:
     """Carries updates out, bucket by bucket.
 
     Attributes:
-        round: of the update that is under way or comes next; counts updates, also those that a scaler skipped.
+        round: of the update that is under way or comes next; counts updates, also those that a scaler skipped
+            and those before a restart, whose number ``load_optim_state_dict`` sets.
         steps: optimizer steps taken.
         factor: the adaptive factor γ.
         exchanges: finished, of single buckets.
@@ -171,14 +174,16 @@ class Engine:
         """Tells the next edge what it must know, and returns what this one was told."""
         exchange, values = self._transport.exchange, bucket.values
         now = bucket.announced
-        if now is None:  # the first round: told just in time
+        if now is None:  # the first round of this run, which may be any: told just in time
             now = bucket.wire.announcement(values)
             if len(edge.ranks) > 1:
                 exchange.announce(edge, label, now)
         bucket.announced = bucket.wire.announcement(values)
         coming = self._topology.get_edge(self.round + 1)
         if len(coming.ranks) > 1:
-            exchange.announce(coming, Label(self.round + 1, bucket.index), bucket.announced)
+            # Who has made its last update may be gone already. If that round comes, its exchange says so.
+            with contextlib.suppress(PeerLostError):
+                exchange.announce(coming, Label(self.round + 1, bucket.index), bucket.announced)
         return now
 
     def let_go(self) -> None:

@@ -1,11 +1,12 @@
 """Optimizer state by parameter name, so that it fits whatever the buckets are when it is loaded.
 
-The dict has four entries:
+The dict has these entries:
 
     state          {parameter name: the optimizer's state of that parameter}
     param_groups   {parameter name: the options of its group (lr, betas, …)}
     schedulers     what all schedulers have in common, and under ``by_name`` what is kept by parameter group; None without one
     scaler         the GradScaler's state, or None
+    round          the round that comes next: rounds made so far, also those before an earlier restart
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ __all__ = ["check_optim_state", "collect_optim_state", "load_optim_state"]
 _BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "base_momentums", "max_momentums")
 
 
-def collect_optim_state(buckets: Sequence[Bucket], scaler: torch.amp.GradScaler | None) -> dict[str, Any]:
+def collect_optim_state(buckets: Sequence[Bucket], scaler: torch.amp.GradScaler | None, round_: int) -> dict[str, Any]:
     """The state of all buckets' optimizers and schedulers, by parameter name."""
     state: dict[str, Any] = {}
     options: dict[str, Any] = {}
@@ -55,6 +56,7 @@ def collect_optim_state(buckets: Sequence[Bucket], scaler: torch.amp.GradScaler 
         "param_groups": options,
         "schedulers": schedulers,
         "scaler": None if scaler is None else scaler.state_dict(),
+        "round": round_,
     }
 
 
@@ -74,6 +76,9 @@ def check_optim_state(state_dict: dict[str, Any], names: Sequence[str]) -> None:
             "this is the state dict of one torch optimizer, by parameter number, and here it is kept by parameter name. An "
             "optimizer state of PyTorch DDP cannot be continued: start with a fresh one."
         )
+    round_ = state_dict.get("round", 0)
+    if not isinstance(round_, int) or round_ < 0:
+        raise ValueError(f"the optimizer state's 'round' must be the number of a round, at least 0, got {round_!r}")
     known = state_dict["param_groups"]
     if not known:
         return  # saved before the first update

@@ -4,24 +4,27 @@ The consensus error of values x_1, ..., x_n is the root of the mean square of th
 was in the beginning. A round multiplies the values by its mixing matrix; P is the product over a period,
 W_{T-1} ... W_1 W_0, and J the matrix whose entries are 1/n.
 
-No matrix of n x n numbers is made for more than 128 workers: a round is applied to values as sums over its groups.
+For more than 128 workers no matrix of n x n floating-point numbers is made: a round is applied to values as sums over its
+groups. (Who has met whom is a table of n x n bytes.)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
-from itertools import chain, count, cycle, islice
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
 
-from .base import Edge, Topology, _integer
+from .base import Topology
+from .compose import EveryTopology, SwitchTopology
+from .edges import _integer
+from .rounds import Array, Round, all_rounds, apply, too_long
+from .spectrum import _ROUNDING, norm, spectral_radius
 
 __all__ = ["Analysis", "analyse", "consensus_error", "is_doubly_stochastic", "mixing_matrix"]
-
-Array = npt.NDArray[np.float64]
 
 # A topology without a period is judged by so many rounds.
 ROUNDS_LOOKED_AT = 64
@@ -29,18 +32,17 @@ ROUNDS_LOOKED_AT = 64
 # Up to so many workers the matrix of a period is made, and the error is that of all starts (the identity matrix); else it is
 # that of this many random starts, a fixed draw.
 _DENSE, _PROBES = 128, 32
-# An error that is nothing but rounding.
-_ROUNDING = 1e-12
-
-# Lanczos: steps at most, and how exact the distance of the norm to 0 and to 1 must be.
-_STEPS, _RELATIVE = 6000, 1e-4
-# Arnoldi: directions at a time, and rounds that are applied to one, about, before it gives up.
-_KRYLOV, _APPLICATIONS = 50, 400_000
+# Periods that are gone through to see whether the error comes to nothing all at once, and rounds in them.
+_PERIODS, _ROUNDS_OF_PERIODS = 8, 4096
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """What :func:`analyse` finds. Bytes are in units of ``payload``; of a topology without a period, over 64 rounds.
+    """What :func:`analyse` finds. Bytes are in units of ``payload``.
+
+    Of a topology without a period the figures are of its first 64 rounds; where it, or a part of it, mixes in every h-th
+    update only, of the first 64 h. So of a switch they are of what comes first. (A period of more than 2^24 / n rounds is none
+    here: the figures are of its first 64 rounds, and there is no gap.)
 
     Attributes:
         name: the topology's title.
@@ -49,10 +51,12 @@ class Analysis:
         period: rounds after which they repeat; None if they do not.
         exact: after a period all workers hold the mean, up to rounding.
         spectral_gap: 1 - ||P - J||, in the 2-norm: 1 for an exact average, 0 if some never hear of each other. None without
-            a period.
-        rate: the factor by which a round shrinks the consensus error, in the long run; 0.0 for an exact average. With a
-            period of T rounds, the T-th root of the spectral radius of P - J.
-        rounds_to_epsilon: rounds until the error is at most ``epsilon``; None: more than the limit.
+            a period. (For more than 128 workers see :func:`analyse` on how exact it and the rate are.)
+        rate: the factor by which a round shrinks the consensus error, in the long run; 0.0 if nothing of it is left after some
+            periods. With a period of T rounds, the T-th root of the spectral radius of P - J. Without, the mean over the
+            rounds looked at.
+        rounds_to_epsilon: rounds until the error is at most ``epsilon``; None: more than the limit. Of more than 128 workers
+            an estimate, from 32 random starts (see :func:`consensus_error`).
         epsilon: as given.
         degree: different peers that a worker meets, the largest over workers.
         largest_group: workers of the largest edge.
@@ -79,66 +83,6 @@ class Analysis:
     fan_in: float
 
 
-# -- rounds as arrays ------------------------------------------------------------------------------------------------------
-
-
-class _Round:
-    """A round: for each worker its group, and the weights of itself and of each peer."""
-
-    def __init__(self, edges: Sequence[Edge], n: int) -> None:
-        self.n = n
-        self.sizes = np.fromiter((len(edge.ranks) for edge in edges), np.int64, len(edges))
-        # The workers group by group, and where the groups start.
-        self.order = np.fromiter(chain.from_iterable(edge.ranks for edge in edges), np.int64, n)
-        self.starts = np.cumsum(self.sizes) - self.sizes
-        self.group = np.empty(n, np.int64)
-        self.group[self.order] = np.repeat(np.arange(len(edges)), self.sizes)
-        own = np.fromiter((edge.weight for edge in edges), np.float64, len(edges))
-        peer = np.fromiter((edge.peer_weight for edge in edges), np.float64, len(edges))
-        self.peer_weight = peer[self.group][:, None]
-        self._kept = (own - peer)[self.group][:, None]  # of the own value, beside the sum over the group
-        self.is_idle = len(edges) == n
-        self.of_pairs = bool(self.sizes.max() <= 2)
-        if self.of_pairs:
-            self.partner = np.arange(n)
-            pairs = self.starts[self.sizes == 2]
-            a, b = self.order[pairs], self.order[pairs + 1]
-            self.partner[a], self.partner[b] = b, a
-            self._own = own[self.group][:, None]
-
-    def apply(self, x: Array) -> Array:
-        """The mixing matrix times ``x`` of shape (n, m)."""
-        if self.is_idle:
-            return x
-        if self.of_pairs:
-            return np.asarray(self._own * x + self.peer_weight * x[self.partner])
-        sums = np.add.reduceat(x[self.order], self.starts, axis=0)
-        return np.asarray(self._kept * x + self.peer_weight * sums[self.group])
-
-
-def _rounds(topology: Topology) -> Iterator[_Round]:
-    """The rounds, one after another, without end."""
-    period = topology.period
-    # Rounds that are the same object (all of a period when it comes again, the idle ones of `every`) are made once.
-    made: dict[int, tuple[list[Edge], _Round]] = {}
-    for t in count() if period is None else range(period):
-        edges = topology._checked(t)
-        known = made.get(id(edges))
-        if known is None:
-            known = edges, _Round(edges, topology.world_size)
-            if period is not None:
-                made[id(edges)] = known
-        yield known[1]
-    yield from cycle([made[id(topology._checked(t))][1] for t in range(period or 0)])
-
-
-def _apply(rounds: Sequence[_Round], x: Array, *, transposed: bool = False) -> Array:
-    """The product of the rounds, W_{T-1} ... W_0, or its transpose, times ``x``. Each round's matrix is symmetric."""
-    for round_ in reversed(rounds) if transposed else rounds:
-        x = round_.apply(x)
-    return x
-
-
 # -- matrices and errors ---------------------------------------------------------------------------------------------------
 
 
@@ -151,8 +95,11 @@ def mixing_matrix(topology: Topology, t: int | None = None) -> Array:
     if t is not None:
         return topology.mixing_matrix(t)
     if topology.period is None:
-        raise ValueError(f"{topology.title()} has no period: pass t=, the round")
-    return _apply(list(islice(_rounds(topology), topology.period)), np.eye(topology.world_size))
+        raise ValueError(f"{topology._title()} has no period: pass t=, the round")
+    product: Array = np.eye(topology._world_size)
+    for round_ in islice(all_rounds(topology), topology.period):
+        round_.mix(product)
+    return product
 
 
 def is_doubly_stochastic(matrix: npt.ArrayLike, tolerance: float = 1e-12) -> bool:
@@ -168,10 +115,10 @@ def consensus_error(topology: Topology, rounds: int) -> Array:
     """The consensus error after 0, 1, ..., ``rounds`` rounds, relative to that before: of shape (rounds + 1,), float64.
 
     It is the mean over all starts, ||W_{t-1} ... W_0 - J|| / ||I - J|| in the Frobenius norm, for up to 128 workers; for more,
-    the mean over 32 random starts, always the same ones. Of one worker 1 and then 0.
+    the mean over 32 random starts, always the same ones: an estimate, good to some percent. Of one worker 1 and then 0.
     """
     rounds = _integer("consensus_error: rounds", rounds, 0)
-    return np.fromiter(_errors(topology.world_size, _rounds(topology), rounds), np.float64, rounds + 1)
+    return np.fromiter(_errors(topology._world_size, all_rounds(topology), rounds), np.float64, rounds + 1)
 
 
 def _start(n: int) -> Array:
@@ -180,7 +127,7 @@ def _start(n: int) -> Array:
     return np.asarray(x - x.mean(axis=0))
 
 
-def _errors(n: int, rounds: Iterable[_Round], limit: int) -> Iterator[float]:
+def _errors(n: int, rounds: Iterable[Round], limit: int) -> Iterator[float]:
     """The error after 0, 1, ..., ``limit`` of the rounds."""
     x = _start(n)
     before = float(np.linalg.norm(x))
@@ -188,128 +135,59 @@ def _errors(n: int, rounds: Iterable[_Round], limit: int) -> Iterator[float]:
     yield error
     for round_ in islice(rounds, limit):
         if not (round_.is_idle and before):
-            x = round_.apply(x)
+            round_.mix(x)
             error = float(np.linalg.norm(x)) / before if before else 0.0
         yield error
-
-
-def _is_rounding(n: int, rounds: Sequence[_Round]) -> bool:
-    """Whether the rounds leave nothing but rounding of the distance to the mean."""
-    start = _start(n)
-    return float(np.linalg.norm(_apply(rounds, start))) <= _ROUNDING * float(np.linalg.norm(start))
 
 
 # -- how fast --------------------------------------------------------------------------------------------------------------
 
 
-def _largest_eigenvalue(diagonal: Sequence[float], beside: Sequence[float]) -> float:
-    """Of the symmetric tridiagonal matrix: by bisection, counting negative pivots (Sturm)."""
-    squares = [0.0, *(b * b for b in beside)]
-    reach = [abs(b) for b in (0.0, *beside, 0.0)]
-    low = max(diagonal)
-    high = max(d + left + right for d, left, right in zip(diagonal, reach, reach[1:], strict=False))
-    while high - low > 1e-15 * max(abs(low), abs(high)):
-        middle = (low + high) / 2
-        if middle in (low, high):
-            break
-        pivot = -1.0
-        for d, square in zip(diagonal, squares, strict=False):
-            pivot = d - middle - square / pivot
-            if pivot >= 0:
-                if pivot > 0:
-                    break  # some eigenvalue is larger
-                pivot = -1e-300
-        if pivot > 0:
-            low = middle
-        else:
-            high = middle
-    return (low + high) / 2
+def _is_exact(n: int, rounds: Sequence[Round]) -> bool:
+    """Whether the rounds leave nothing but rounding of the distance to the mean."""
+    start = _start(n)
+    # Most do not, and then one start tells.
+    return all(
+        float(np.linalg.norm(apply(rounds, x))) <= _ROUNDING * float(np.linalg.norm(x)) for x in (start[:, :1].copy(), start)
+    )
 
 
-def _norm(n: int, product: Callable[[Array], Array], transposed: Callable[[Array], Array]) -> float:
-    """The 2-norm of a matrix on values without a mean, which it keeps so: Lanczos on its square, without n x n entries.
+def _vanishes(before: float, after: float) -> bool:
+    """Whether an error has come to nothing all at once, and not by shrinking on and on."""
+    return after <= _ROUNDING and after <= 1e-6 * before
 
-    Orthogonality is lost on the way, which only repeats eigenvalues that were found.
+
+def _is_finite_time(n: int, rounds: Sequence[Round]) -> bool:
+    """Whether after some periods the rounds leave nothing but rounding: P - J is nilpotent.
+
+    Then its computed eigenvalues are roots of the rounding.
     """
-    v = np.random.default_rng(1).standard_normal((n, 1))
-    v -= v.mean()
-    v /= np.linalg.norm(v)
-    last, beta = np.zeros_like(v), 0.0
-    diagonal: list[float] = []
-    beside: list[float] = []
-    found, next_look = math.nan, 8
-    for step in range(1, _STEPS + 1):
-        w = transposed(product(v))
-        w -= w.mean()  # rounding brings the mean back, whose eigenvalue is 1
-        alpha = float((v * w).sum())
-        diagonal.append(alpha)
-        w -= alpha * v + beta * last
-        beta = float(np.linalg.norm(w))
-        ended = beta < 1e-14 or step in (n - 1, _STEPS)
-        if step == next_look or ended:
-            before, found = found, _largest_eigenvalue(diagonal, beside)
-            within = _RELATIVE * min(abs(found), max(1 - found, _ROUNDING))
-            if ended or abs(found - before) <= within:
-                break
-            next_look = math.ceil(1.4 * step)
-        beside.append(beta)
-        last, v = v, w / beta
-    return math.sqrt(max(found, 0.0))
+    x = _start(n)
+    error = start = float(np.linalg.norm(x))
+    for _ in range(min(_PERIODS, _ROUNDS_OF_PERIODS // len(rounds))):
+        x = apply(rounds, x)
+        before, error = error, float(np.linalg.norm(x))
+        if _vanishes(before / start, error / start):
+            return True
+    return False
 
 
-def _spectral_radius(n: int, rounds: Sequence[_Round]) -> float:
-    """Of the product of the rounds on values without a mean: Arnoldi on ever higher powers of it, without n x n entries.
-
-    The power goes up, and the search goes on from the best direction, until what is found is near enough to an eigenvector.
-    """
-    start = np.random.default_rng(2).standard_normal(n)
-    power = 1
-    while True:
-        basis, image = _krylov(start, list(rounds) * power, min(_KRYLOV, n - 1))
-        size = image.shape[1]
-        values, vectors = np.linalg.eig(image[:size])
-        best = int(np.argmax(abs(values)))
-        found, vector = min(float(abs(values[best])), 1.0), vectors[:, best]
-        left = float(image[size, size - 1] * abs(vector[-1]))
-        power *= 4
-        near = left <= _RELATIVE * min(found, max(1 - found, _ROUNDING))
-        if near or power * size * len(rounds) > _APPLICATIONS:
-            return float(found ** (4 / power))
-        start = np.real(vector) @ basis[:size]
-
-
-def _krylov(start: Array, rounds: Sequence[_Round], size: int) -> tuple[Array, Array]:
-    """Orthonormal rows that the product of the rounds spans from ``start``, and what it makes of them in their terms."""
-    basis, image = np.zeros((size + 1, len(start))), np.zeros((size + 1, size))
-    start = start - start.mean()
-    basis[0] = start / np.linalg.norm(start)
-    for i in range(size):
-        w = _apply(rounds, basis[i][:, None])[:, 0]
-        w = w - w.mean()  # rounding brings the mean back, whose eigenvalue is 1
-        for _ in range(2):  # again for what rounding left the first time
-            along = basis[: i + 1] @ w
-            w = w - along @ basis[: i + 1]
-            image[: i + 1, i] += along
-        length = np.linalg.norm(w)
-        if length < 1e-14:  # there are no further directions
-            return basis[: i + 2], image[: i + 2, : i + 1]
-        image[i + 1, i], basis[i + 1] = length, w / length
-    return basis, image
-
-
-def _gap_and_rate(n: int, rounds: Sequence[_Round]) -> tuple[float, float]:
+def _gap_and_rate(n: int, rounds: Sequence[Round]) -> tuple[float, float]:
     """Of a period that is no exact average."""
     period = len(rounds)
     working = [round_ for round_ in rounds if not round_.is_idle]
     if not working:
         return 0.0, 1.0
+    finite = _is_finite_time(n, working)
     if n <= _DENSE:
-        rest = _apply(working, np.eye(n)) - 1 / n
-        norm, radius = float(np.linalg.norm(rest, 2)), float(abs(np.linalg.eigvals(rest)).max())
+        rest = apply(working, np.eye(n)) - 1 / n
+        size = float(np.linalg.norm(rest, 2))
+        radius = 0.0 if finite else float(abs(np.linalg.eigvals(rest)).max())
     else:
-        norm = _norm(n, lambda x: _apply(working, x), lambda x: _apply(working, x, transposed=True))
-        radius = _spectral_radius(n, working)
-    return _rounded(1 - min(norm, 1.0)), 1 - _rounded(1 - min(radius, 1.0) ** (1 / period))
+        size = norm(n, working)
+        radius = 0.0 if finite else spectral_radius(n, working)
+    rate = 0.0 if finite else 1 - _rounded(1 - min(radius, 1.0) ** (1 / period))
+    return _rounded(1 - min(size, 1.0)), rate
 
 
 def _rounded(gap: float) -> float:
@@ -320,6 +198,8 @@ def _rounded(gap: float) -> float:
 def _decay(errors: Sequence[float]) -> float:
     """The factor a round of errors that go down to rounding, or on to the end."""
     last = next((t for t, error in enumerate(errors) if error <= _ROUNDING), len(errors) - 1)
+    if last and _vanishes(errors[last - 1], errors[last]):
+        return 0.0
     return float(errors[last] ** (1 / last)) if last else 1.0
 
 
@@ -338,51 +218,64 @@ class _Cost:
     fan_in: float
 
 
-def _cost(rounds: Sequence[_Round], n: int, local: int) -> _Cost:
+def _cost(rounds: Iterable[Round], n: int, local: int) -> _Cost:
     """A group of m workers on k nodes sums and returns its mean along trees, 2(m - 1) messages, 2(k - 1) between nodes.
 
     They are dealt out evenly over its workers and over its nodes. Of a pair these are the message of each to the other.
     """
     n_nodes = -(-n // local)
     sent = between = fan_in = 0.0
-    idle = largest = 0
+    total = busy = 0
+    largest = 1
     # Equal rounds (such as the idle ones of `every`) are looked at once.
-    counts: dict[int, int] = {}
+    counts: dict[int, tuple[Round, int]] = {}
     for round_ in rounds:
-        counts[id(round_)] = counts.get(id(round_), 0) + 1
-    different = list({id(round_): round_ for round_ in rounds}.values())
-    for round_ in different:
-        times, sizes = counts[id(round_)], round_.sizes
+        total += 1
+        counts[id(round_)] = round_, counts.get(id(round_), (round_, 0))[1] + 1
+    for round_, times in counts.values():
+        if round_.is_idle:
+            continue
+        sizes = round_.sizes
         largest = max(largest, int(sizes.max()))
-        idle += times * int((sizes == 1).sum())
+        busy += times * len(round_.order)
         sent += times * 2 * float((sizes - 1).sum())
-        # Each pair (group, node) that occurs, once.
-        groups, nodes = np.divmod(np.unique(round_.group * n_nodes + np.arange(n) // local), n_nodes)
-        spans = np.bincount(groups, minlength=len(sizes))
-        crossing = 2 * (spans - 1)
-        between += times * float(crossing.sum())
-        entering = np.bincount(nodes, weights=(crossing / spans)[groups], minlength=n_nodes)
-        fan_in = max(fan_in, float(entering.max()))
-    total = len(rounds)
+        crossing, entering = _between(round_, n_nodes, local)
+        between += times * crossing
+        fan_in = max(fan_in, entering)
     return _Cost(
-        _degree(different, n, largest),
+        _degree([round_ for round_, _ in counts.values()], n, largest),
         largest,
-        idle / (total * n),
+        1 - busy / (total * n),
         sent / (total * n),
         between / (total * n_nodes),
         fan_in,
     )
 
 
-def _degree(rounds: Sequence[_Round], n: int, largest: int) -> int:
+def _between(round_: Round, n_nodes: int, local: int) -> tuple[float, float]:
+    """What crosses between nodes in all, and the most that enters one."""
+    if round_.pairs is not None:
+        a, b = (ranks // local for ranks in round_.pairs)
+        apart = a != b
+        entering = np.bincount(np.concatenate([a[apart], b[apart]]), minlength=1)
+        return float(entering.sum()), float(entering.max())
+    # Each pair (group, node) that occurs, once.
+    groups, nodes = np.divmod(np.unique(round_.group * n_nodes + round_.order // local), n_nodes)
+    spans = np.bincount(groups, minlength=len(round_.sizes))
+    crossing = 2 * (spans - 1)
+    return float(crossing.sum()), float(np.bincount(nodes, weights=(crossing / spans)[groups]).max())
+
+
+def _degree(rounds: Sequence[Round], n: int, largest: int) -> int:
     """Different peers of a worker, the most."""
     if largest == n:
         return n - 1
     met = np.zeros((n, n), dtype=bool)
     everyone = np.arange(n)
     for round_ in rounds:
-        if round_.of_pairs:
-            met[everyone, round_.partner] = True
+        if round_.pairs is not None:
+            a, b = round_.pairs
+            met[a, b] = met[b, a] = True
             continue
         for start, size in zip(round_.starts, round_.sizes, strict=True):
             members = round_.order[start : start + size]
@@ -401,7 +294,11 @@ def analyse(topology: Topology, *, payload: float = 1.0, epsilon: float = 1e-3, 
     group of m workers each sends 2(m - 1)/m payloads on average, and if they are on k > 1 nodes, 2(k - 1)/k payloads leave
     each of these, and enter it.
 
-    Gap and rate of more than 128 workers are iterated, to three digits or more.
+    Who meets whom, and bytes, are exact. Gap and rate of up to 128 workers are those of the matrix of a period. Of more they
+    are iterated, to three digits or more, for which a fixed amount of work is enough with periods of up to some hundred
+    rounds. With thousands of rounds it may not be. Then the gap is what was found so far, which is too large, and the rate is
+    too small: of an odd ring of 4095 workers both are right, but of a star of 4096, whose rounds mix next to nothing, the true
+    gap is some hundred times smaller. ``rounds_to_epsilon`` of more than 128 workers is an estimate, from 32 random starts.
 
     Args:
         topology: what to look at.
@@ -420,26 +317,105 @@ def analyse(topology: Topology, *, payload: float = 1.0, epsilon: float = 1e-3, 
     if not 0 < epsilon < 1:
         raise ValueError(f"epsilon must be between 0 and 1, got {epsilon!r}")
     limit = _integer("limit", limit, 1)
-    n, local, period = topology.world_size, topology.local_world_size, topology.period
-    rounds = list(islice(_rounds(topology), ROUNDS_LOOKED_AT if period is None else period))
-    cost = _cost(rounds, n, local)
+    found = _analyse(topology, epsilon, limit)
+    sizes = {name: payload * getattr(found, name) for name in ("sent_by_worker", "sent_by_node", "fan_in")}
+    return replace(found, **sizes)
+
+
+def _analyse(topology: Topology, epsilon: float, limit: int) -> Analysis:
+    """In units of one payload."""
+    if type(topology) is EveryTopology:
+        return _spread_out(topology, _analyse(topology._inner, epsilon, limit // topology._h), limit)
+    n, local, period = topology._world_size, topology._local_world_size, topology.period
     gap: float | None = None
-    rate, hopeless = 0.0, False
-    exact = period is not None and _is_rounding(n, rounds)
-    if period is None:
-        rate = _decay(list(_errors(n, rounds, len(rounds))))
-    elif exact:
-        gap = 1.0
+    rate, hopeless, exact = 0.0, False, False
+    if period is None or too_long(topology):
+        looked_at = ROUNDS_LOOKED_AT * _updates_a_mix(topology)
+        cost = _cost(islice(all_rounds(topology), looked_at), n, local)
+        rate = _decay(list(_errors(n, all_rounds(topology), looked_at)))
     else:
-        gap, rate = _gap_and_rate(n, rounds)
-        # No start's error shrinks faster than the slowest of n - 1 directions: what cannot be reached is not looked for.
-        hopeless = rate ** (limit + period) / math.sqrt(max(n - 1, 1)) > 2 * epsilon
-    errors = _errors(n, _rounds(topology), limit)
-    reached = None if hopeless else next((t for t, error in enumerate(errors) if error <= epsilon), None)
-    sizes = {field.name: getattr(cost, field.name) for field in fields(cost)}
-    for name in ("sent_by_worker", "sent_by_node", "fan_in"):
-        sizes[name] *= payload
-    return Analysis(topology.title(), n, local, period, exact, gap, rate, reached, epsilon, **sizes)
+        rounds = list(islice(all_rounds(topology), period))
+        cost = _cost(rounds, n, local)
+        exact = _is_exact(n, rounds)
+        gap, rate = (1.0, 0.0) if exact else _gap_and_rate(n, rounds)
+        hopeless = _is_hopeless(n, rate, period, epsilon, limit)
+    reached = None if hopeless else _reached(topology, epsilon, limit)
+    return Analysis(
+        topology._title(),
+        n,
+        local,
+        period,
+        exact,
+        gap,
+        rate,
+        reached,
+        epsilon,
+        **{field.name: getattr(cost, field.name) for field in fields(cost)},
+    )
+
+
+def _spread_out(topology: EveryTopology, inner: Analysis, limit: int) -> Analysis:
+    """Of a topology that mixes in every h-th update, from what is known of its mixes."""
+    h = topology._h
+    reached = inner.rounds_to_epsilon
+    if topology._world_size == 1:
+        reached = 1
+    elif reached is not None:
+        reached = reached * h if reached * h <= limit else None
+    return replace(
+        inner,
+        name=topology._title(),
+        period=topology.period,
+        rate=inner.rate ** (1 / h),
+        rounds_to_epsilon=reached,
+        idle=1 - (1 - inner.idle) / h,
+        sent_by_worker=inner.sent_by_worker / h,
+        sent_by_node=inner.sent_by_node / h,
+    )
+
+
+def _updates_a_mix(topology: Topology) -> int:
+    """The most updates from one mix to the next of its parts."""
+    if type(topology) is EveryTopology:
+        return topology._h * _updates_a_mix(topology._inner)
+    return max(map(_updates_a_mix, topology._parts)) if type(topology) is SwitchTopology else 1
+
+
+def _is_hopeless(n: int, rate: float, period: int, epsilon: float, limit: int) -> bool:
+    """Whether a rate is too slow for ``epsilon``: not to be looked for.
+
+    The error of all starts shrinks no faster than that of the slowest of n - 1 directions.
+    """
+    return bool(rate ** (limit + period) / math.sqrt(max(n - 1, 1)) > 2 * epsilon)
+
+
+def _reached(topology: Topology, epsilon: float, limit: int) -> int | None:
+    """Rounds until the error is ``epsilon``."""
+    n = topology._world_size
+    start, last = (topology._starts[-1], topology._parts[-1]) if type(topology) is SwitchTopology else (0, None)
+    period = None if last is None or n <= _DENSE or too_long(last) else last.period
+    marks: list[float] = []
+    for t, error in enumerate(_errors(n, all_rounds(topology), limit)):
+        if error <= epsilon:
+            return t
+        if period is not None and t >= start and (t - start) % period == 0:
+            marks.append(error)
+            if _will_not(marks, (limit - t) / period, epsilon):
+                return None
+    return None
+
+
+def _will_not(marks: Sequence[float], periods: float, epsilon: float) -> bool:
+    """Whether errors, one a period of what stays for good, are on a way that will not come to ``epsilon`` in so many periods.
+
+    Each of its directions shrinks by a factor of its own, so that the error as a whole shrinks ever more slowly: as it went
+    lately is the fastest that it can go. Where it did not slow down so far (it may yet fall at once) nothing is said.
+    """
+    if len(marks) < _PERIODS or len(marks) & (len(marks) - 1):
+        return False
+    before, middle, now = marks[len(marks) // 2 - 1], marks[3 * len(marks) // 4 - 1], marks[-1]
+    slows = middle * middle <= before * now and now < before
+    return slows and now * (now / middle) ** (periods * 4 / len(marks)) > 10 * epsilon
 
 
 def _number(name: str, value: object) -> float:

@@ -8,53 +8,30 @@ that mixing never moves the mean over the workers.
 from __future__ import annotations
 
 import hashlib
-import operator
 import sys
 from abc import ABCMeta
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from functools import cached_property
-from numbers import Real
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from .registry import TopologyReg
+from .edges import Edge, PairRounds, Pairs, _checked_round, _integer, _words
 
-__all__ = ["Edge", "Topology", "worker_scope"]
+__all__ = ["Edge", "Topology", "listing", "worker_scope"]
 
 FINGERPRINT_ROUNDS = 64
-_SHOWN_ROUNDS, _SHOWN_EDGES, _SHOWN_RANKS = 16, 16, 16
+_SHOWN_ROUNDS = 16
 # Rounds that a topology without a period keeps. Every bucket asks for its round again, and a wire that announces for the
 # next one too; they go through a round one after another.
 _KEPT_ROUNDS = 4
 
 
-@dataclass
-class Edge:
-    """A group of workers that mix in one round.
-
-    Each member keeps ``weight`` of its own value and takes :attr:`peer_weight` of each other member's. One rank alone,
-    with weight 1, sits the round out. Values are checked by the topology, which can name the round.
-
-    Args:
-        ranks: the members, as ranks of the process group; each at most once, in any order.
-        weight: what a member keeps of its own, in [0, 1]. ``1 / len(ranks)`` averages the group.
-        group: free for whoever moves the bytes; it takes no part in comparisons.
-    """
-
-    ranks: list[int]
-    weight: float
-    group: Any = field(default=None, compare=False, repr=False)
-
-    @property
-    def peer_weight(self) -> float:
-        """What a member takes of each other member: ``(1 - weight) / (len(ranks) - 1)``; 0.0 for one rank alone."""
-        return (1.0 - self.weight) / (len(self.ranks) - 1) if len(self.ranks) > 1 else 0.0
-
+# Whether it is being asked which topologies fit: those that are tried for the answer do not ask again.
+listing: ContextVar[bool] = ContextVar("decent_dp_listing", default=False)
 
 _scope: ContextVar[tuple[int, int] | None] = ContextVar("decent_dp_worker", default=None)
 
@@ -96,96 +73,14 @@ def _worker_if_any() -> tuple[int, int] | None:
     return scoped
 
 
-def _integer(what: str, value: object, least: int) -> int:
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise TypeError(f"{what} must be an integer, got {value!r} ({type(value).__name__})") from None
-    if number < least:
-        raise ValueError(f"{what} must be at least {least}, got {number}")
-    return number
+def _what_fits(world_size: int, local_world_size: int) -> str:
+    """How the refusal of a topology goes on: with the names of others."""
+    if listing.get():
+        return ""
+    from . import names_that_fit  # it makes topologies
 
-
-def _few(ranks: Iterable[int]) -> str:
-    """Ranks in words, the first few of them when they are many."""
-    ranks = list(ranks)
-    words = " ".join(map(str, ranks[:_SHOWN_RANKS]))
-    return words if len(ranks) <= _SHOWN_RANKS else f"{words} … ({len(ranks)} in all)"
-
-
-def _words(edges: list[Edge]) -> str:
-    """Edges in words, the first few of them when they are many: ``(0 1) 0.5  (2) idle``."""
-    words = [
-        f"({_few(edge.ranks)}) " + ("idle" if len(edge.ranks) == 1 else f"{edge.weight:.4g}") for edge in edges[:_SHOWN_EDGES]
-    ]
-    return "  ".join(words + [f"… ({len(edges)} edges in all)"] * (len(edges) > _SHOWN_EDGES))
-
-
-def _checked_edge(edge: Any, where: str) -> Edge:
-    """The edge in its normal form: a list of ints and a float. What it cannot see alone is checked by the round."""
-    if not isinstance(edge, Edge):
-        raise ValueError(f"{where} holds {edge!r}, which is no Edge: write Edge(ranks=[...], weight=...)")
-    try:
-        ranks = [operator.index(rank) for rank in edge.ranks]
-    except TypeError:
-        raise ValueError(f"{where}: the ranks of an edge must be a list of integers, got {edge.ranks!r}") from None
-    if not ranks:
-        raise ValueError(f"{where}: an edge needs at least one rank, got {edge}; leave it out")
-    weight: Any = edge.weight
-    if isinstance(weight, bool) or not isinstance(weight, Real) or not 0 <= float(weight) <= 1:  # nan is not
-        raise ValueError(
-            f"{where}, edge ({_few(ranks)}): weight must be a number in [0, 1], got {weight!r}; "
-            f"1 / len(ranks) = {1 / len(ranks):.6g} averages the group"
-        )
-    if len(ranks) == 1 and weight != 1:
-        raise ValueError(
-            f"{where}: rank {ranks[0]} is alone in its edge with weight {weight!r}; "
-            "nobody is there to give the rest, so use weight=1 to sit the round out"
-        )
-    return Edge(ranks, float(weight), edge.group)
-
-
-def _checked_round(edges: object, world_size: int, where: str) -> list[Edge]:
-    """The round in its normal form.
-
-    Raises:
-        ValueError: it is no partition of ``range(world_size)`` into valid edges; the message starts with ``where``.
-    """
-    if isinstance(edges, Edge) or not isinstance(edges, Iterable):
-        raise ValueError(f"{where} is {edges!r}, not a list of edges: a round is written [Edge(...), Edge(...), ...]")
-    checked = [_checked_edge(edge, where) for edge in edges]
-    seen: dict[int, Edge] = {}
-    for edge in checked:
-        for rank in edge.ranks:
-            if not 0 <= rank < world_size:
-                raise ValueError(
-                    f"{where}, edge ({_few(edge.ranks)}): rank {rank} is out of range; "
-                    f"the ranks of the {world_size} workers are 0 to {world_size - 1}"
-                )
-            if rank in seen:
-                raise ValueError(
-                    f"{where}: rank {rank} appears twice, in edge ({_few(seen[rank].ranks)}) "
-                    f"and in edge ({_few(edge.ranks)}); each rank belongs to exactly one edge of a round"
-                )
-            seen[rank] = edge
-    if len(seen) < world_size:
-        missing = [rank for rank in range(world_size) if rank not in seen]
-        raise ValueError(
-            f"{where}: missing from all edges: rank {_few(missing)}; each rank belongs to exactly one edge of a round, "
-            f"and Edge([{missing[0]}], 1.0) lets rank {missing[0]} sit it out"
-        )
-    return checked
-
-
-def _names_that_fit(world_size: int, local_world_size: int) -> str:
-    names = [
-        repr(name)
-        for name, maker in TopologyReg.registry.items()
-        if isinstance(maker, type) and issubclass(maker, Topology) and maker.unfit(world_size, local_world_size) is None
-    ]
-    return ", ".join(names) or "none"
+    names = ", ".join(map(repr, names_that_fit(world_size, local_world_size))) or "none"
+    return f"; registered topologies that fit world_size={world_size} with local_world_size={local_world_size}: {names}"
 
 
 class TopologyMeta(ABCMeta):
@@ -236,16 +131,12 @@ class Topology(metaclass=TopologyMeta):
         if self._rank >= self._world_size:
             raise ValueError(f"{name}: rank must be below world_size={self._world_size}, got {self._rank}")
         self._n_nodes = max(1, self._world_size // self._local_world_size)
-        self._periodic_rounds: list[list[Edge]] | None = None
-        self._periodic_edges: list[Edge] = []  # of this rank, one a round
+        self._periodic_rounds: Sequence[list[Edge]] | None = None
+        self._own_edges: dict[int, Edge] = {}  # of this rank, by round of the period
         self._looked_up: dict[int, tuple[list[Edge], Edge]] = {}  # rounds without a period, with this rank's edge
         reason = type(self).unfit(self._world_size, self._local_world_size)
         if reason is not None:
-            raise ValueError(
-                f"{name} {reason}; registered topologies that fit world_size={self._world_size} with "
-                f"local_world_size={self._local_world_size}: "
-                f"{_names_that_fit(self._world_size, self._local_world_size)}"
-            )
+            raise ValueError(f"{name} {reason}{_what_fits(self._world_size, self._local_world_size)}")
 
     @classmethod
     def unfit(cls, world_size: int, local_world_size: int) -> str | None:
@@ -269,6 +160,14 @@ class Topology(metaclass=TopologyMeta):
         """
         rounds = self._checked_period()
         return list(rounds[_integer("round", t, 0) % len(rounds)])
+
+    def _own_rounds(self) -> PairRounds | None:
+        """What :meth:`_get_topo_edges` of the same class returns, each round made when it is looked up; None: all at once.
+
+        For rounds that are right by construction: they are not checked. A subclass that overrides :meth:`_get_topo_edges`
+        alone is not asked.
+        """
+        return None
 
     # --- made from others
 
@@ -329,8 +228,16 @@ class Topology(metaclass=TopologyMeta):
         """
         if self._is_aperiodic():
             return self._kept(step)[1]
-        self._checked_period()
-        return self._periodic_edges[_integer("step", step, 0) % len(self._periodic_edges)]
+        rounds = self._checked_period()
+        t = _integer("step", step, 0) % len(rounds)
+        own = self._own_edges.get(t)
+        if own is None:
+            if isinstance(rounds, PairRounds):
+                own = rounds.edge(t, self._rank)
+            else:
+                own = next(edge for edge in rounds[t] if self._rank in edge.ranks)
+            self._own_edges[t] = own
+        return own
 
     def mixing_matrix(self, t: int) -> npt.NDArray[np.float64]:
         """The mixing matrix of round ``t``, of shape (n, n) and dtype float64.
@@ -344,15 +251,25 @@ class Topology(metaclass=TopologyMeta):
             W[edge.ranks, edge.ranks] = edge.weight
         return W
 
+    def _settled(self) -> tuple[Topology, int]:
+        """What mixes in the end, and the number of updates from one mix to the next: of compositions their last part."""
+        return self, 1
+
     def edges_ahead(self, limit: int) -> list[Edge]:
         """This rank's edges that are worth connecting before the first round: of the first ``limit`` rounds of the period.
 
         As many on every worker. None of a topology without a period, whose rounds may be of any edges.
         """
+        return self._edges_ahead(limit)
+
+    def _edges_ahead(self, limit: int) -> list[Edge]:
         return [self.get_edge(t) for t in range(min(self.period or 0, limit))]
 
     def title(self) -> str:
         """What it is called in prints and where workers compare: the class, and what it was made with."""
+        return self._title()
+
+    def _title(self) -> str:
         return type(self).__name__
 
     def fingerprint(self) -> dict[str, str | int]:
@@ -362,11 +279,19 @@ class Topology(metaclass=TopologyMeta):
             ``name``: the title; ``n``: the number of workers; ``rounds``: 16 hex digits of the SHA-256 of the period's
             length and the first rounds (the whole period, at most 64), whatever the order of edges and of their ranks.
         """
+        return self._fingerprint(FINGERPRINT_ROUNDS)
+
+    def _fingerprint(self, most: int, also: str = "") -> dict[str, str | int]:
+        """Of the first ``most`` rounds, and of a text that stands for the others."""
         period = self.period
-        digest = hashlib.sha256(f"period {period}".encode())
-        for t in range(min(period or FINGERPRINT_ROUNDS, FINGERPRINT_ROUNDS)):
-            digest.update(repr(sorted((sorted(edge.ranks), edge.weight) for edge in self._checked(t))).encode())
-        return {"name": self.title(), "n": self._world_size, "rounds": digest.hexdigest()[:16]}
+        digest = hashlib.sha256(f"period {period}{also}".encode())
+        rounds = None if self._is_aperiodic() else self._checked_period()
+        for t in range(min(period or most, most)):
+            if isinstance(rounds, PairRounds):
+                digest.update(rounds.digest(t))
+            else:
+                digest.update(repr(sorted((sorted(edge.ranks), edge.weight) for edge in self._checked(t))).encode())
+        return {"name": self._title(), "n": self._world_size, "rounds": digest.hexdigest()[:16]}
 
     def __repr__(self) -> str:
         sizes = f"{self._local_world_size}, world_size={self._world_size}, rank={self._rank}"
@@ -377,7 +302,7 @@ class Topology(metaclass=TopologyMeta):
         period = self.period
         shown = _SHOWN_ROUNDS // 4 if period is None else min(period, _SHOWN_ROUNDS)
         repeats = "rounds do not repeat" if period is None else f"{period} round{'s' * (period > 1)} a period"
-        lines = [f"{self.title()}: {self._world_size} worker{'s' * (self._world_size > 1)}, {repeats}"]
+        lines = [f"{self._title()}: {self._world_size} worker{'s' * (self._world_size > 1)}, {repeats}"]
         for t in range(shown):
             lines.append(f"  round {t}: {_words(self._checked(t))}")
         if period is None or period > shown:
@@ -427,16 +352,25 @@ class Topology(metaclass=TopologyMeta):
             self._looked_up = dict([*others, (t, kept)])
         return kept
 
-    def _checked_period(self) -> list[list[Edge]]:
-        """All rounds of the period, made and checked at the first call."""
+    def _pairs(self, t: int) -> Pairs | None:
+        """Round ``t`` as pairs of weight 1/2, all others idle, where it is known as such; else None."""
+        rounds = None if self._is_aperiodic() else self._checked_period()
+        return rounds.pairs(t % len(rounds)) if isinstance(rounds, PairRounds) else None
+
+    def _checked_period(self) -> Sequence[list[Edge]]:
+        """All rounds of the period, made and checked at the first call, or each when it is looked up."""
         if self._periodic_rounds is None:
-            rounds: object = self._get_topo_edges()
-            name = type(self).__name__
-            if not isinstance(rounds, Iterable):
-                raise ValueError(f"{name}._get_topo_edges() returned {rounds!r}: return a list of rounds, [[Edge(...)]]")
-            checked = [_checked_round(edges, self._world_size, self._where(t)) for t, edges in enumerate(rounds)]
-            if not checked:
-                raise ValueError(f"{name} has no rounds: _get_topo_edges() must return at least one list of edges")
-            self._periodic_edges = [next(e for e in edges if self._rank in e.ranks) for edges in checked]
-            self._periodic_rounds = checked
+            owner = next(cls for cls in type(self).__mro__ if "_get_topo_edges" in vars(cls))
+            lazy = self._own_rounds() if "_own_rounds" in vars(owner) else None
+            self._periodic_rounds = self._all_rounds() if lazy is None else lazy
         return self._periodic_rounds
+
+    def _all_rounds(self) -> list[list[Edge]]:
+        rounds: object = self._get_topo_edges()
+        name = type(self).__name__
+        if not isinstance(rounds, Iterable):
+            raise ValueError(f"{name}._get_topo_edges() returned {rounds!r}: return a list of rounds, [[Edge(...)]]")
+        checked = [_checked_round(edges, self._world_size, self._where(t)) for t, edges in enumerate(rounds)]
+        if not checked:
+            raise ValueError(f"{name} has no rounds: _get_topo_edges() must return at least one list of edges")
+        return checked

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
-from .base import Edge, Topology, _integer
+from .base import Topology
+from .edges import Edge, PairRounds, Pairs, _integer
 from .registry import TopologyReg
 
 __all__ = [
@@ -16,6 +18,9 @@ __all__ = [
     "RandomMatchingTopology",
     "RingTopology",
 ]
+
+# Rounds of a random topology that its fingerprint looks at, beside the seed.
+_FEW_ROUNDS = 4
 
 # A round of pairs: who meets whom, and the weight with which each takes the other's value. Who is in no pair sits out.
 _Pairs = list[tuple[int, int, float]]
@@ -53,12 +58,17 @@ class RingTopology(Topology):
     """
 
     def _get_topo_edges(self) -> list[list[Edge]]:
+        return [list(edges) for edges in RingTopology._own_rounds(self)]
+
+    def _own_rounds(self) -> PairRounds:
         n = self._world_size
-        if n <= 2:
-            return [[_average(*range(n))]]
-        if n % 2 == 0:
-            return [[_average(i, (i + 1) % n) for i in range(first, n, 2)] for first in (0, 1)]
-        return [[_average(idle)] + [_average((idle + i) % n, (idle + i + 1) % n) for i in range(1, n, 2)] for idle in range(n)]
+        period = 1 if n <= 2 else 2 if n % 2 == 0 else n
+
+        def pairs(t: int) -> Pairs:
+            first = np.arange(t + n % 2, t + n, 2)
+            return np.stack([first % n, (first + 1) % n], axis=1)
+
+        return PairRounds(n, period, pairs, idle_first=True)
 
 
 @TopologyReg.register("one-peer-exp")
@@ -227,13 +237,27 @@ class RandomMatchingTopology(Topology):
             raise ValueError(f"RandomMatchingTopology: seed must be below 2^32, got {seed}")
 
     def round(self, t: int) -> list[Edge]:
-        # RandomState, whose stream NumPy has frozen: workers with different versions of it draw the same. That of the newer
-        # Generator may change with the version.
-        drawn = np.random.RandomState([self._seed, _integer("round", t, 0) % 2**32]).permutation(self._world_size).tolist()
+        drawn = self._drawn(t).tolist()
         return [_average(*drawn[i : i + 2]) for i in range(0, self._world_size, 2)]
 
-    def title(self) -> str:
-        return f"{super().title()} with seed {self._seed}"
+    def _drawn(self, t: int) -> npt.NDArray[np.int64]:
+        # RandomState, whose stream NumPy has frozen: workers with different versions of it draw the same. That of the newer
+        # Generator may change with the version.
+        generator = np.random.RandomState([self._seed, _integer("round", t, 0) % 2**32])
+        return generator.permutation(self._world_size).astype(np.int64)
+
+    def _pairs(self, t: int) -> Pairs | None:
+        if type(self).round is not RandomMatchingTopology.round:
+            return None
+        return self._drawn(t)[: self._world_size // 2 * 2].reshape(-1, 2)
+
+    def _title(self) -> str:
+        return f"{super()._title()} with seed {self._seed}"
+
+    def fingerprint(self) -> dict[str, str | int]:
+        # The seed stands for the rounds; a few of them for how they are drawn from it.
+        few = type(self).round is RandomMatchingTopology.round
+        return self._fingerprint(_FEW_ROUNDS, f" seed {self._seed}") if few else super().fingerprint()
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, seed={self._seed})"

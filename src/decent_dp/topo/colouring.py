@@ -30,7 +30,7 @@ def colour_edges(n: int, links: Sequence[_Link]) -> list[list[_Link]]:
     first = greedy.rounds()
     if len(first) == max(len(others) for others in _neighbours(n, links)):
         return first
-    return min(_colour_any(n, links).rounds(), first, key=len)
+    return _colour_any(n, links).rounds()
 
 
 def connected_parts(n: int, links: Sequence[_Link]) -> list[list[int]]:

@@ -6,7 +6,8 @@ import hashlib
 from bisect import bisect_right
 from typing import Any
 
-from .base import Edge, Topology, _integer
+from .base import Topology
+from .edges import Edge, _integer
 
 __all__ = ["EveryTopology", "SwitchTopology"]
 
@@ -46,18 +47,22 @@ class EveryTopology(Topology):
         mix, update = divmod(_integer("round", t, 0), self._h)
         return self._inner._checked(mix) if update == self._h - 1 else self._idle
 
-    def edges_ahead(self, limit: int) -> list[Edge]:
-        return self._inner.edges_ahead(limit)
+    def _settled(self) -> tuple[Topology, int]:
+        topology, h = self._inner._settled()
+        return topology, h * self._h
+
+    def _edges_ahead(self, limit: int) -> list[Edge]:
+        return self._inner._edges_ahead(limit)
 
     def _every(self, h: int) -> Topology:
         return EveryTopology(self._inner, self._h * h)
 
-    def title(self) -> str:
-        return f"{self._inner.title()}, every {self._h} updates"
+    def _title(self) -> str:
+        return f"{self._inner._title()}, every {self._h} updates"
 
     def fingerprint(self) -> dict[str, str | int]:
         # Not of the first rounds, which may all be idle.
-        return _fingerprint(self, [(self._h, self._inner)])
+        return _composed(self, [(self._h, self._inner)])
 
     def __repr__(self) -> str:
         return f"{self._inner!r}.every({self._h})"
@@ -75,7 +80,8 @@ class SwitchTopology(Topology):
 
     Raises:
         TypeError: a part is not what it should be.
-        ValueError: a number of updates is less than 1, or parts were made for different workers.
+        ValueError: a number of updates is less than 1, or too small for a part to mix once, or parts were made for different
+            workers.
     """
 
     def __init__(self, *parts: Any) -> None:
@@ -86,6 +92,12 @@ class SwitchTopology(Topology):
                 raise ValueError(
                     "SwitchTopology: all parts must be made for the same workers, got "
                     f"world_size={part._world_size}, rank={part._rank} and world_size={last._world_size}, rank={last._rank}"
+                )
+        for part, length in zip(topologies, lengths, strict=False):
+            if isinstance(part, EveryTopology) and length < part._h:
+                raise ValueError(
+                    f"SwitchTopology: {part._title()}, would never mix, as it is in use for {length} "
+                    f"update{'s' * (length > 1)} only: give it {part._h} or more, or mix more often"
                 )
         # Parts that do not mind the nodes may have been made without them.
         local = max(part._local_world_size for part in topologies)
@@ -110,20 +122,23 @@ class SwitchTopology(Topology):
         part, at = self._at(t)
         return part._checked(at)
 
-    def edges_ahead(self, limit: int) -> list[Edge]:
-        return [edge for part in self._parts for edge in part.edges_ahead(limit)]
+    def _settled(self) -> tuple[Topology, int]:
+        return self._parts[-1]._settled()
+
+    def _edges_ahead(self, limit: int) -> list[Edge]:
+        return [edge for part in self._parts for edge in part._edges_ahead(limit)]
 
     def _every(self, h: int) -> Topology:
         # Inside the parts, so that their turns are counted in updates, and not in mixes.
-        parts = [part.every(h) for part in self._parts]
+        parts = [Topology.every(part, h) for part in self._parts]
         return SwitchTopology(*zip(parts, self._lengths, strict=False), parts[-1])
 
-    def title(self) -> str:
-        turns = [f"{part.title()} for {k} update{'s' * (k > 1)}" for part, k in zip(self._parts, self._lengths, strict=False)]
-        return ", then ".join([*turns, self._parts[-1].title()])
+    def _title(self) -> str:
+        turns = [f"{part._title()} for {k} update{'s' * (k > 1)}" for part, k in zip(self._parts, self._lengths, strict=False)]
+        return ", then ".join([*turns, self._parts[-1]._title()])
 
     def fingerprint(self) -> dict[str, str | int]:
-        return _fingerprint(self, list(zip(self._starts, self._parts, strict=True)))
+        return _composed(self, list(zip(self._starts, self._parts, strict=True)))
 
     def __repr__(self) -> str:
         turns = [f"({part!r}, {k})" for part, k in zip(self._parts, self._lengths, strict=False)]
@@ -150,9 +165,10 @@ def _read_parts(parts: tuple[Any, ...]) -> tuple[list[Topology], list[int]]:
     return topologies, [_integer("SwitchTopology: the updates of a part", k, 1) for _, k in parts[:-1]]
 
 
-def _fingerprint(whole: Topology, parts: list[tuple[int, Topology]]) -> dict[str, str | int]:
-    """Of a composed topology: of its parts', each with its number."""
+def _composed(whole: Topology, parts: list[tuple[int, Topology]]) -> dict[str, str | int]:
+    """The fingerprint of a composed topology: of its parts', each with its number."""
     digest = hashlib.sha256(type(whole).__name__.encode())
     for number, part in parts:
-        digest.update(f"{number} {part.fingerprint()['name']} {part.fingerprint()['rounds']} ".encode())
-    return {"name": whole.title(), "n": whole._world_size, "rounds": digest.hexdigest()[:16]}
+        found = part.fingerprint()
+        digest.update(f"{number} {found['name']} {found['rounds']} ".encode())
+    return {"name": whole._title(), "n": whole._world_size, "rounds": digest.hexdigest()[:16]}

@@ -5,8 +5,11 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-from .base import Edge, Topology, _few, _worker_if_any
+import numpy as np
+
+from .base import FINGERPRINT_ROUNDS, Topology, _worker_if_any
 from .colouring import colour_edges, connected_parts
+from .edges import Edge, PairRounds, Pairs, _few
 
 __all__ = ["GraphTopology"]
 
@@ -23,7 +26,7 @@ class GraphTopology(Topology):
             nodes are the workers 0 to n - 1.
         local_world_size: workers a node (of the cluster, not of the graph).
         world_size: number of workers. Not given: that of the process group, or where there is none the graph's.
-        rank: this worker. Not given: that of the process group, or 0.
+        rank: this worker. Not given: that of the process group if it has so many workers, or 0.
         allow_disconnected: take a graph in which some workers never hear of each other.
 
     Raises:
@@ -42,11 +45,11 @@ class GraphTopology(Topology):
         allow_disconnected: bool = False,
     ) -> None:
         n, self._links = _read(graph)
+        here = _worker_if_any()
         if world_size is None:
-            here = _worker_if_any()
             world_size = n if here is None else here[0]
-            if here is not None and rank is None:
-                rank = here[1]
+        if here is not None and rank is None and here[0] == world_size:
+            rank = here[1]
         super().__init__(local_world_size, world_size=world_size, rank=rank)
         if n != self._world_size:
             raise ValueError(
@@ -62,11 +65,16 @@ class GraphTopology(Topology):
             )
 
     def _get_topo_edges(self) -> list[list[Edge]]:
-        rounds = []
-        for links in colour_edges(self._world_size, self._links) or [[]]:
-            alone = set(range(self._world_size)).difference(*links)
-            rounds.append([Edge(list(link), 0.5) for link in links] + [Edge([rank], 1.0) for rank in sorted(alone)])
-        return rounds
+        return [list(edges) for edges in GraphTopology._own_rounds(self)]
+
+    def _own_rounds(self) -> PairRounds:
+        rounds: list[Pairs] = [np.array(links, np.int64) for links in colour_edges(self._world_size, self._links)]
+        rounds = rounds or [np.zeros((0, 2), np.int64)]
+        return PairRounds(self._world_size, len(rounds), rounds.__getitem__)
+
+    def fingerprint(self) -> dict[str, str | int]:
+        # With the links: those of later rounds are in no round that is looked at.
+        return self._fingerprint(FINGERPRINT_ROUNDS, f" links {sorted(self._links)}")
 
     def __repr__(self) -> str:
         sizes = f"{self._local_world_size}, world_size={self._world_size}, rank={self._rank}"

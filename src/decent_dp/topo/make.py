@@ -5,8 +5,9 @@ from __future__ import annotations
 import difflib
 from typing import Any, cast
 
-from .base import Topology, worker_scope
+from .base import Topology, listing, worker_scope
 from .compose import SwitchTopology
+from .edges import _integer
 from .registry import TopologyReg
 
 __all__ = ["make_topology", "names_that_fit", "why_unfit"]
@@ -51,29 +52,47 @@ def make_topology(topology: str | Topology, *, local_world_size: int, world_size
 def why_unfit(name: str, world_size: int, local_world_size: int) -> str | None:
     """Why the registered topology ``name`` cannot serve so many workers, in words that go on from its name; None: it can.
 
+    What is registered is asked (a class by its ``unfit``) or tried (a function); whatever it raises is a reason.
+
     Raises:
-        ValueError: the name is unknown.
+        ValueError: the name is unknown, or a number is less than 1.
+        TypeError: a number is not an integer.
     """
+    world_size, local_world_size = _workers(world_size, local_world_size)
     if name not in TopologyReg.registry:
         raise ValueError(_unknown(name))
     kind: Any = TopologyReg.registry[name]
-    if isinstance(kind, type) and issubclass(kind, Topology):
-        return kind.unfit(world_size, local_world_size)
+    token = listing.set(True)
     try:
+        if isinstance(kind, type) and issubclass(kind, Topology):
+            return kind.unfit(world_size, local_world_size)
         make_topology(name, local_world_size=local_world_size, world_size=world_size, rank=0)
-    except (TypeError, ValueError) as error:
-        return f"cannot be made: {error}"
+    except Exception as error:
+        told = error if isinstance(error, (TypeError, ValueError)) else f"{_entry(name)} raised {error!r}"
+        return f"cannot be made: {told}"
+    finally:
+        listing.reset(token)
     return None
 
 
 def names_that_fit(world_size: int, local_world_size: int = 1) -> list[str]:
-    """The registered topologies that serve ``world_size`` workers with ``local_world_size`` a node."""
+    """The registered topologies that serve ``world_size`` workers with ``local_world_size`` a node.
+
+    Raises:
+        TypeError, ValueError: a number is not an integer, or less than 1.
+    """
+    _workers(world_size, local_world_size)
     return [name for name in TopologyReg.registry if why_unfit(name, world_size, local_world_size) is None]
 
 
-def _by_name(name: str, local_world_size: int) -> Topology:
+def _workers(world_size: int, local_world_size: int) -> tuple[int, int]:
+    return _integer("world_size", world_size, 1), _integer("local_world_size", local_world_size, 1)
+
+
+def _by_name(name: str, local_world_size: int, text: str | None = None) -> Topology:
+    """What a name stands for; ``text`` is all that was written, if the name is a part of it."""
     if name not in TopologyReg.registry:
-        raise ValueError(_unknown(name))
+        raise ValueError(_unknown(name, text))
     maker: Any = TopologyReg.registry[name]
     if not callable(maker):
         raise TypeError(f"{_entry(name)} must be a Topology subclass or return a Topology, got {maker!r}")
@@ -94,13 +113,13 @@ def _switch(text: str, local_world_size: int) -> Topology:
                 f"topology {text!r}: {turn!r} must be a name and for how many updates, such as 'complete:500'; "
                 "the last part is a name alone"
             )
-        parts.append((_by_name(name, local_world_size), int(updates)))
-    if last not in TopologyReg.registry and ":" in last:
+        parts.append((_by_name(name, local_world_size, text), int(updates)))
+    if last not in TopologyReg.registry and last.rpartition(":")[2].strip().isdecimal():
         raise ValueError(
             f"topology {text!r}: its last part, {last!r}, goes on for ever: give it without a number of updates, as in "
             "'complete:500,base-2'"
         )
-    final = _by_name(last, local_world_size)
+    final = _by_name(last, local_world_size, text)
     return cast(Topology, SwitchTopology(*parts, final)) if parts else final
 
 
@@ -113,8 +132,13 @@ def _entry(name: str) -> str:
     return f"TopologyReg.registry[{name!r}]"
 
 
-def _unknown(name: str) -> str:
+def _unknown(name: str, text: str | None = None) -> str:
     names = list(TopologyReg.registry)
     close = difflib.get_close_matches(name.lower(), names, n=1)
     hint = f": did you mean {close[0]!r}?" if close else "."
-    return f"unknown topology {name!r}{hint} Registered: {', '.join(map(repr, names))}"
+    where = ""
+    if text is not None:
+        where = f"topology {text!r}: "
+        if not name or set(":;") & set(name):
+            hint += " Several are written 'complete:500,base-2'."
+    return f"{where}unknown topology {name!r}{hint} Registered: {', '.join(map(repr, names))}"

@@ -1,0 +1,191 @@
+"""Edges, the checks of a round, and rounds that are made when they are looked up."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Edge", "PairRounds", "Pairs"]
+
+# Of shape (pairs, 2): who meets whom.
+Pairs = npt.NDArray[np.int64]
+
+_SHOWN_EDGES, _SHOWN_RANKS = 16, 16
+# Workers, round by round, of which a topology keeps the edges that it has made.
+_KEPT_WORKERS = 2**16
+
+
+@dataclass
+class Edge:
+    """A group of workers that mix in one round.
+
+    Each member keeps ``weight`` of its own value and takes :attr:`peer_weight` of each other member's. One rank alone,
+    with weight 1, sits the round out. Values are checked by the topology, which can name the round.
+
+    Args:
+        ranks: the members, as ranks of the process group; each at most once, in any order.
+        weight: what a member keeps of its own, in [0, 1]. ``1 / len(ranks)`` averages the group.
+        group: free for whoever moves the bytes; it takes no part in comparisons.
+    """
+
+    ranks: list[int]
+    weight: float
+    group: Any = field(default=None, compare=False, repr=False)
+
+    @property
+    def peer_weight(self) -> float:
+        """What a member takes of each other member: ``(1 - weight) / (len(ranks) - 1)``; 0.0 for one rank alone."""
+        return (1.0 - self.weight) / (len(self.ranks) - 1) if len(self.ranks) > 1 else 0.0
+
+
+def _integer(what: str, value: object, least: int) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{what} must be an integer, got {value!r} ({type(value).__name__})") from None
+    if number < least:
+        raise ValueError(f"{what} must be at least {least}, got {number}")
+    return number
+
+
+def _few(ranks: Iterable[int]) -> str:
+    """Ranks in words, the first few of them when they are many."""
+    ranks = list(ranks)
+    words = " ".join(map(str, ranks[:_SHOWN_RANKS]))
+    return words if len(ranks) <= _SHOWN_RANKS else f"{words} … ({len(ranks)} in all)"
+
+
+def _words(edges: list[Edge]) -> str:
+    """Edges in words, the first few of them when they are many: ``(0 1) 0.5  (2) idle``."""
+    words = [
+        f"({_few(edge.ranks)}) " + ("idle" if len(edge.ranks) == 1 else f"{edge.weight:.4g}") for edge in edges[:_SHOWN_EDGES]
+    ]
+    return "  ".join(words + [f"… ({len(edges)} edges in all)"] * (len(edges) > _SHOWN_EDGES))
+
+
+def _checked_edge(edge: Any, where: str) -> Edge:
+    """The edge in its normal form: a list of ints and a float. What it cannot see alone is checked by the round."""
+    if not isinstance(edge, Edge):
+        raise ValueError(f"{where} holds {edge!r}, which is no Edge: write Edge(ranks=[...], weight=...)")
+    try:
+        ranks = [operator.index(rank) for rank in edge.ranks]
+    except TypeError:
+        raise ValueError(f"{where}: the ranks of an edge must be a list of integers, got {edge.ranks!r}") from None
+    if not ranks:
+        raise ValueError(f"{where}: an edge needs at least one rank, got {edge}; leave it out")
+    weight: Any = edge.weight
+    if isinstance(weight, bool) or not isinstance(weight, Real) or not 0 <= float(weight) <= 1:  # nan is not
+        raise ValueError(
+            f"{where}, edge ({_few(ranks)}): weight must be a number in [0, 1], got {weight!r}; "
+            f"1 / len(ranks) = {1 / len(ranks):.6g} averages the group"
+        )
+    if len(ranks) == 1 and weight != 1:
+        raise ValueError(
+            f"{where}: rank {ranks[0]} is alone in its edge with weight {weight!r}; "
+            "nobody is there to give the rest, so use weight=1 to sit the round out"
+        )
+    return Edge(ranks, float(weight), edge.group)
+
+
+def _checked_round(edges: object, world_size: int, where: str) -> list[Edge]:
+    """The round in its normal form.
+
+    Raises:
+        ValueError: it is no partition of ``range(world_size)`` into valid edges; the message starts with ``where``.
+    """
+    if isinstance(edges, Edge) or not isinstance(edges, Iterable):
+        raise ValueError(f"{where} is {edges!r}, not a list of edges: a round is written [Edge(...), Edge(...), ...]")
+    checked = [_checked_edge(edge, where) for edge in edges]
+    seen: dict[int, Edge] = {}
+    for edge in checked:
+        for rank in edge.ranks:
+            if not 0 <= rank < world_size:
+                raise ValueError(
+                    f"{where}, edge ({_few(edge.ranks)}): rank {rank} is out of range; "
+                    f"the ranks of the {world_size} workers are 0 to {world_size - 1}"
+                )
+            if rank in seen:
+                raise ValueError(
+                    f"{where}: rank {rank} appears twice, in edge ({_few(seen[rank].ranks)}) "
+                    f"and in edge ({_few(edge.ranks)}); each rank belongs to exactly one edge of a round"
+                )
+            seen[rank] = edge
+    if len(seen) < world_size:
+        missing = [rank for rank in range(world_size) if rank not in seen]
+        raise ValueError(
+            f"{where}: missing from all edges: rank {_few(missing)}; each rank belongs to exactly one edge of a round, "
+            f"and Edge([{missing[0]}], 1.0) lets rank {missing[0]} sit it out"
+        )
+    return checked
+
+
+class PairRounds(Sequence[list[Edge]]):
+    """The rounds of a period in which pairs mix with weight 1/2 and all others are idle, made when they are looked up.
+
+    So a topology of as many rounds as workers does not hold n x n edges. The last few rounds are kept.
+
+    Args:
+        n: number of workers.
+        period: number of rounds.
+        pairs: who meets whom in round t, 0 <= t < period; no worker twice.
+        idle_first: the idle edges of a round come before the pairs, not after them.
+    """
+
+    def __init__(self, n: int, period: int, pairs: Callable[[int], Pairs], *, idle_first: bool = False) -> None:
+        self.n, self._period, self._of, self._idle_first = n, period, pairs, idle_first
+        self._idle: list[Edge] = []
+        self._made: dict[int, list[Edge]] = {}
+
+    def pairs(self, t: int) -> Pairs:
+        """The pairs of round ``t``."""
+        return self._of(t)
+
+    def edge(self, t: int, rank: int) -> Edge:
+        """The edge of ``rank`` in round ``t``."""
+        pairs = np.sort(self.pairs(t), axis=1)
+        found = np.flatnonzero((pairs == rank).any(axis=1))
+        return Edge(pairs[found[0]].tolist(), 0.5) if len(found) else Edge([rank], 1.0)
+
+    def __len__(self) -> int:
+        return self._period
+
+    @overload
+    def __getitem__(self, t: int) -> list[Edge]: ...
+
+    @overload
+    def __getitem__(self, t: slice) -> list[list[Edge]]: ...
+
+    def __getitem__(self, t: int | slice) -> list[Edge] | list[list[Edge]]:
+        if isinstance(t, slice):
+            return [self[i] for i in range(*t.indices(self._period))]
+        t = range(self._period)[t]
+        made = self._made.get(t)
+        if made is None:
+            made = self._make(t)
+            # A new dict in place of the old one: threads may look rounds up at the same time.
+            most = max(4, _KEPT_WORKERS // self.n)
+            self._made = dict([*list(self._made.items())[-(most - 1) :], (t, made)])
+        return made
+
+    def _make(self, t: int) -> list[Edge]:
+        if not self._idle:
+            self._idle = [Edge([rank], 1.0) for rank in range(self.n)]
+        pairs = np.sort(self.pairs(t), axis=1)
+        alone = np.ones(self.n, dtype=bool)
+        alone[pairs] = False
+        mixing = [Edge(pair, 0.5) for pair in pairs.tolist()]
+        idle = [self._idle[rank] for rank in np.flatnonzero(alone).tolist()]
+        return idle + mixing if self._idle_first else mixing + idle
+
+    def digest(self, t: int) -> bytes:
+        """Round ``t`` as bytes, the same in whatever order its pairs are."""
+        pairs = np.sort(self.pairs(t), axis=1)
+        return pairs[np.argsort(pairs[:, 0])].astype("<i8").tobytes()
