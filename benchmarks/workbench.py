@@ -1,10 +1,11 @@
 """What the documents say about topologies: ``python -m benchmarks.workbench``, or ``make workbench``. About ten minutes.
 
-Three experiments, each written as NAME.json, NAME.md and NAME.png under docs/results/:
+Four experiments, each written as NAME.json, NAME.md and NAME.png under docs/results/:
 
 * ``topologies``: what the rounds of each topology are worth, from its mixing matrices;
 * ``uneven-data``: digits on 16 simulated workers, with the classes dealt out evenly and unevenly;
-* ``workers``: digits on 6 to 192 simulated workers, the samples of a step being the same in all.
+* ``workers``: digits on 6 to 192 simulated workers, the samples of a step being the same in all;
+* ``step-times``: what the planner predicts for 8 to 64 workers on two clusters.
 
     python -m benchmarks.workbench workers --seeds 0        # one of them, quicker
 """
@@ -14,7 +15,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,8 +24,9 @@ from typing import Any
 import torch
 
 from benchmarks.report import machine
+from decent_dp.planner import Choice, Cluster, Job, Link, predict
 from decent_dp.sim import Simulation, run
-from decent_dp.topo import make_topology, names_that_fit
+from decent_dp.topo import make_topology, names_that_fit, why_unfit
 from decent_dp.topo.analysis import analyse, consensus_error
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,6 +47,13 @@ EVERY = 4
 WORKERS = (6, 12, 24, 48, 96, 192)
 SAMPLES_A_STEP = 768
 SCALED = ("complete", "ring", "random-matching", "base-2")
+
+# The planner's: a job, and clusters with their workers a node and links between nodes.
+JOB = Job.of_step(65e6, 60.0, jitter=0.02)
+INTRA = Link.of_gbit(200, 5)
+CLUSTERS = [("4 a node, 25 Gbit/s", 4, Link.of_gbit(25, 20)), ("1 a node, 1 Gbit/s", 1, Link.of_gbit(1, 50))]
+PLANNED = (8, 16, 24, 32, 48, 64)
+TIMED = ("ddp", "complete", "ring", "base-2", "alternating-exp-ring", "hierarchical")
 
 # Okabe and Ito's, without the yellows.
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
@@ -75,13 +83,19 @@ def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]], words: int 
 
 
 def write_lines(
-    path: Path, panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], label: str, *, powers: bool = True
+    path: Path,
+    panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]],
+    label: str,
+    *,
+    powers: bool = True,
+    logarithmic: Sequence[str] = (),
 ) -> None:
     """A row of panels; in each a line of points (x, y) a name.
 
     Args:
         label: of the x axes.
-        powers: x is logarithmic, with a tick at every point; else y is.
+        powers: x is logarithmic, with a tick at every point.
+        logarithmic: panels in which y is.
     """
     from matplotlib.figure import Figure
 
@@ -98,8 +112,10 @@ def write_lines(
             axes.set_xscale("log", base=2)
             ticks = sorted({x for points in lines.values() for x, _ in points})
             axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-        else:
+        if title in logarithmic:
             axes.set_yscale("log")
+        elif min(y for points in lines.values() for _, y in points) > 1:  # times, not shares: from zero
+            axes.set_ylim(bottom=0)
         axes.set_title(title, loc="left", fontsize=10)
         axes.set_xlabel(label)
         axes.grid(True, color="0.9", linewidth=0.6)
@@ -154,7 +170,7 @@ def topologies(out: Path, seeds: Sequence[int]) -> None:
         for line in lines
     ]
     write(out, "topologies", lines, {"epsilon": EPSILON}, markdown(headings, rows, words=2))
-    write_lines(out / "topologies.png", decays, "rounds", powers=False)
+    write_lines(out / "topologies.png", decays, "rounds", powers=False, logarithmic=list(decays))
 
 
 def simulated(settings: Simulation, seeds: Sequence[int]) -> dict[str, Any]:
@@ -221,7 +237,7 @@ def workers(out: Path, seeds: Sequence[int]) -> None:
         return [format(line[key], form) for line in lines if line["topology"] == name]
 
     parts = [("accuracy of the mean model", "accuracy", ".1%"), ("accuracy of the worst replica", "worst_accuracy", ".1%")]
-    parts += [("consensus distance", "consensus_distance", ".3f")]
+    parts += [("consensus distance", "consensus_distance", ".1e")]
     rows = [[f"{name}: {words}", *row(name, key, form)] for words, key, form in parts for name in SCALED]
     settings_json = {"simulation": base.to_json(), "samples_a_step": SAMPLES_A_STEP, "seeds": list(seeds)}
     write(out, "workers", lines, settings_json, markdown(headings, rows))
@@ -230,10 +246,37 @@ def workers(out: Path, seeds: Sequence[int]) -> None:
         return {name: [(line["workers"], line[key]) for line in lines if line["topology"] == name] for name in SCALED}
 
     panels = {words: points(key) for words, key, _ in parts}
-    write_lines(out / "workers.png", panels, "workers")
+    write_lines(out / "workers.png", panels, "workers", logarithmic=("consensus distance",))
 
 
-EXPERIMENTS = {"topologies": topologies, "uneven-data": uneven_data, "workers": workers}
+def step_times(out: Path, seeds: Sequence[int]) -> None:
+    """Predicted steps by the number of workers, of a job whose workers compute as long whatever their number."""
+    lines: list[dict[str, Any]] = []
+    for (cluster, local, inter), n in itertools.product(CLUSTERS, PLANNED):
+        links = Cluster(n, local, inter, INTRA, backend="nccl" if local > 1 else "gloo")
+        for name in TIMED:
+            if name != "ddp" and why_unfit(name, n, local) is not None:
+                continue
+            choice = Choice("ddp") if name == "ddp" else Choice("ours", name)
+            found = [predict(links, JOB, choice, seed=seed) for seed in seeds]
+            lines.append(
+                {"cluster": cluster, "workers": n, "contender": name, "step_ms": fmean(each.step_ms for each in found)}
+            )
+    rows = []
+    for (cluster, _, _), name in itertools.product(CLUSTERS, TIMED):
+        own = {line["workers"]: line for line in lines if (line["cluster"], line["contender"]) == (cluster, name)}
+        rows.append([cluster, name, *(f"{own[n]['step_ms']:.0f}" if n in own else "" for n in PLANNED)])
+    headings = ["cluster", "contender", *(f"{n} workers" for n in PLANNED)]
+    job = {"params": JOB.params, "forward_ms": JOB.forward_ms, "backward_ms": JOB.backward_ms, "jitter": JOB.jitter}
+    write(out, "step-times", lines, {"job": job, "seeds": list(seeds)}, markdown(headings, rows, words=2))
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for line in lines:
+        panel = panels.setdefault(f"ms a step, {line['cluster']}", {})
+        panel.setdefault(line["contender"], []).append((line["workers"], line["step_ms"]))
+    write_lines(out / "step-times.png", panels, "workers")
+
+
+EXPERIMENTS = {"topologies": topologies, "uneven-data": uneven_data, "workers": workers, "step-times": step_times}
 
 
 def main() -> None:
@@ -245,7 +288,7 @@ def main() -> None:
     unknown = [name for name in args.experiments if name not in EXPERIMENTS]
     if unknown:
         parser.error(f"unknown experiment {unknown[0]!r}: one of {', '.join(EXPERIMENTS)}")
-    torch.set_num_threads(max(1, math.floor(torch.get_num_threads())))
+    torch.set_num_threads(1)  # small tensors: a second thread waits for the first
     for name in args.experiments or EXPERIMENTS:
         EXPERIMENTS[name](args.out, args.seeds)
 

@@ -19,7 +19,7 @@ from decent_dp.bucket import choose_sizes
 from decent_dp.planner import Choice, Cluster, Job, Link, candidates, left_out, plan, predict
 from decent_dp.planner.prediction import make_timing
 from decent_dp.planner.traffic import buckets_of, capacities, collective, make_rounds
-from decent_dp.topo import Edge, Topology, TopologyReg
+from decent_dp.topo import Edge, Topology, TopologyReg, make_topology
 from decent_dp.transport.tree import find_place
 
 FREE = Link(0.0, math.inf)
@@ -105,14 +105,15 @@ def test_wires_send_what_they_send() -> None:
 
 
 def test_coding_takes_time_from_training() -> None:
-    """Half of it is decoding, which training waits for; the rest is done beside the backward."""
     work = Job(10e6, 30, 60, jitter=0, coding_ns={"int8": 4.0})
-    assert predict(cluster(2), work, replace(OPE, wire="int8")).step_ms == pytest.approx(90 + 20)
+    for overlap in (True, False):
+        choice = replace(OPE, wire="int8", overlap=overlap)
+        assert predict(cluster(2), work, choice).step_ms == pytest.approx(90 + 40)
     assert predict(cluster(2), work, OPE).step_ms == pytest.approx(90)
-    # One bucket without overlap: both halves are in the way.
-    small = Job(MIB / 4, 30, 60, jitter=0, coding_ns={"int8": 40e6 / MIB})
-    found = predict(cluster(2), small, replace(OPE, wire="int8", overlap=False))
-    assert found.step_ms == pytest.approx(90 + 10)
+    # Only in steps that mix, and of a slow worker slower.
+    every = make_topology("one-peer-exp", local_world_size=1, world_size=2, rank=0).every(4)
+    assert predict(cluster(2), work, Choice("ours", every, "int8")).step_ms == pytest.approx(90 + 10)
+    assert predict(cluster(2, slow_workers={1: 3}), work, replace(OPE, wire="int8")).step_ms == pytest.approx(3 * 130)
 
 
 def test_a_step_without_overlap_waits_for_its_own_exchange() -> None:
@@ -201,7 +202,7 @@ def test_messages_take_the_way_out_and_the_way_in() -> None:
 def in_small_steps(made: Cluster, work: Job, choice: Choice, steps: int, dt: float) -> np.ndarray:
     """The same rules, by a clock that ticks: (steps, workers) of when each step ended."""
     rounds, shares = make_rounds(made, choice), buckets_of(work, choice, 12)
-    timing = make_timing(made, work, choice, shares, steps, seed=3)
+    timing = make_timing(made, work, choice, shares, steps, seed=3, warmup=steps - 12)
     capacity = capacities(made)[0]
     n, buckets = made.world_size, len(shares)
     begun: dict[tuple[int, int, int], dict[int, float]] = {}
@@ -217,14 +218,14 @@ def in_small_steps(made: Cluster, work: Job, choice: Choice, steps: int, dt: flo
         for rank in range(n):
             t, b, clock = where[rank]
             while t < steps:
-                ready = clock + timing.work[t, rank, b]
+                ready = clock + timing.factor[t, rank] * timing.work[b]
                 if t > 0:
                     number = rounds[(t - 1) % len(rounds)].needs[rank]
                     if number is not None:
                         if (t - 1, b, number) not in done:
                             break
                         ready = max(ready, done[t - 1, b, number])
-                ready += timing.after[b]
+                ready += timing.factor[t, rank] * timing.after[b]
                 if ready > now:
                     break
                 number = rounds[t % len(rounds)].starts[rank]
@@ -253,9 +254,11 @@ def in_small_steps(made: Cluster, work: Job, choice: Choice, steps: int, dt: flo
 def test_events_agree_with_a_clock_that_ticks(name: str) -> None:
     made = cluster(8, 2, rate=300e6, inside=900e6)
     work, choice = Job(5e6, 20, 40, 5, jitter=0.2), Choice("ours", name)
-    ticked = in_small_steps(made, work, choice, 20, dt=5e-5)
+    period = len(make_rounds(made, choice))
+    warmup = period * math.ceil(8 / period)
+    ticked = in_small_steps(made, work, choice, warmup + 12, dt=5e-5)
     found = predict(made, work, choice, steps=12, seed=3)
-    mean = 1e3 * (ticked[-1] - ticked[7]).mean() / 12
+    mean = 1e3 * (ticked[-1] - ticked[warmup - 1]).mean() / 12
     assert mean > 60
     assert found.step_ms == pytest.approx(mean, rel=0.02)
 
@@ -459,7 +462,7 @@ LINK, NAN = Link(0, 1e9), float("nan")
     [
         (lambda: Link(-1e-6, 1e9), "latency_s must be a number of at least 0, got -1e-06: give seconds"),
         (lambda: Link(math.inf, 1e9), "latency_s .* got inf"),
-        (lambda: Link(0, 0), "bytes_per_s must be a number above 0, got 0: give bytes a second"),
+        (lambda: Link(0, 0), "bytes_per_s must be a number of at least 1, got 0: give bytes a second"),
         (lambda: Link(0, -5), "bytes_per_s .* got -5"),
         (lambda: Link(0, NAN), "bytes_per_s .* got nan"),
         (lambda: Link(0, "25gbit"), "bytes_per_s .* got '25gbit'"),  # type: ignore[arg-type]
@@ -490,8 +493,21 @@ LINK, NAN = Link(0, 1e9), float("nan")
         (lambda: Choice("ddp", wire="int8"), "wire='int8' is for kind='ours' only"),
         (lambda: Choice("ddp", overlap=False), "overlap=False is for kind='ours'"),
         (lambda: Choice("ddp", bucket_mb=0), "bucket_mb must be a number above 0, got 0: give MiB"),
-        (lambda: predict(cluster(4), job(), OPE, steps=0), "steps must be at least 1, got 0"),
-        (lambda: predict(cluster(4), job(), OPE, most_buckets=1), "most_buckets must be at least 2, got 1"),
+        (lambda: predict(cluster(4), job(), OPE, steps=0), "steps must be a whole number of at least 1, got 0"),
+        (lambda: predict(cluster(4), job(), OPE, most_buckets=1), "most_buckets must be a whole number of at least 2, got 1"),
+        (lambda: predict(cluster(4), job(), OPE, steps=2.5), "steps must be a whole number .* got 2.5"),  # type: ignore[arg-type]
+        (lambda: predict(cluster(4), job(), OPE, seed=-1), "seed must be a whole number of at least 0, got -1"),
+        (lambda: predict(cluster(4, rate=1.0), job(params=1e15), OPE), "a step would take years: 1e\\+15 parameters"),
+        (lambda: predict(cluster(4, rate=1e9, slow_nodes={0: 1e300}), job(), OPE), "a step would take years"),
+        (lambda: Link(0, 1e-320), "bytes_per_s must be a number of at least 1, got 1e-320"),
+        (lambda: Cluster(8, 2, LINK, LINK, slow_workers={"1": 2.0}), "slow_workers names '1', which is no whole"),  # type: ignore[dict-item]
+        (lambda: Cluster(8, 2, LINK, LINK, slow_workers={1.5: 2.0}), "slow_workers names 1.5, which is no whole"),  # type: ignore[dict-item]
+        (lambda: Cluster(8, 2, LINK, LINK, slow_nodes=None), "slow_nodes must be a mapping, got None"),  # type: ignore[arg-type]
+        (lambda: Cluster(8, 2, LINK, LINK, backend=["gloo"]), "backend must be 'gloo' or 'nccl', got \\['gloo'\\]"),  # type: ignore[arg-type]
+        (lambda: Job(1e6, 1, 1, coding_ns={"int4": 1}), "coding_ns names 'int4', which is no wire: write one of float32"),
+        (lambda: Job(1e6, 1, 1, coding_ns=3.5), "coding_ns must be a mapping, got 3.5"),  # type: ignore[arg-type]
+        (lambda: Choice(["ddp"]), "kind must be 'ddp', 'ours' or 'push', got"),  # type: ignore[arg-type]
+        (lambda: Choice("ours", "ring", ["int8"]), "wire must be one of .* got \\['int8'\\]"),  # type: ignore[arg-type]
         (lambda: predict(cluster(4), job(), Choice("ours", "rong")), "unknown topology 'rong': did you mean 'ring'"),
     ],
 )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .describe import CODING_NS, WIRE_BYTES, Choice, Cluster, Job, Link, Prediction
 from .prediction import predict
-from .ranking import candidates, left_out, plan
+from .ranking import candidates, left_out, plan, same_rounds
 
 __all__ = [
     "CODING_NS",
@@ -18,4 +18,5 @@ __all__ = [
     "left_out",
     "plan",
     "predict",
+    "same_rounds",
 ]

@@ -16,12 +16,13 @@ __all__ = ["CODING_NS", "WIRE_BYTES", "Choice", "Cluster", "Job", "Link", "Predi
 
 WIRE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "int8": 1}
 
-# Nanoseconds a parameter and step for coding and decoding, by backend. On a processor ('gloo'): the mean step of 'ours' on the
-# wire less that on float32, of 4.2 million parameters (benchmarks/results/real-2.json: 397.3 - 382.7 ms; bfloat16 cost less
-# than the noise). On a GPU ('nccl') nothing was measured: about 30 bytes are read and written for a parameter, at 300 GB/s.
+# Nanoseconds a parameter that coding and decoding add to a step, by backend. On a processor ('gloo'): the mean step of 'ours'
+# on the wire less that on float32, of 4.2 million parameters (benchmarks/results/real-2.json: 397.3 - 382.7 ms; bfloat16 cost
+# less than the noise). With 'nccl' nothing was measured: bfloat16 reads and writes some bytes of a GPU's memory; int8 goes
+# through the CPU and TCP, and is charged as there.
 CODING_NS: dict[str, dict[str, float]] = {
     "gloo": {"float32": 0.0, "bfloat16": 0.0, "int8": 3.5},
-    "nccl": {"float32": 0.0, "bfloat16": 0.05, "int8": 0.1},
+    "nccl": {"float32": 0.0, "bfloat16": 0.05, "int8": 3.5},
 }
 
 _MIB = 2**20
@@ -35,9 +36,30 @@ def _number(what: str, value: object, fix: str, *, least: float = 0.0, above: bo
         raise ValueError(f"{what} must be a number {'above' if above else 'of at least'} {least:g}, got {value!r}: {fix}")
 
 
-def _whole(what: str, value: object, fix: str) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{what} must be a whole number of at least 1, got {value!r}: {fix}")
+def whole(what: str, value: object, fix: str, *, least: int = 1) -> int:
+    """``value``, which may be a NumPy integer, as an int.
+
+    Raises:
+        ValueError: it is no integer of at least ``least``.
+    """
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{what} must be a whole number of at least {least}, got {value!r}: {fix}")
+    return int(value)
+
+
+def _slower(name: str, slow: object, count: int) -> dict[int, float]:
+    """The factors of a cluster's ``slow_workers`` or ``slow_nodes``, checked."""
+    if not isinstance(slow, Mapping):
+        raise ValueError(
+            f"Cluster: {name} must be a mapping, got {slow!r}: write {{0: 2.0}} for one half as fast, or leave it out"
+        )
+    for key, factor in slow.items():
+        if not isinstance(key, (int, np.integer)) or isinstance(key, bool):
+            raise ValueError(f"Cluster: {name} names {key!r}, which is no whole number: write 0 to {count - 1}")
+        if not 0 <= key < count:
+            raise ValueError(f"Cluster: {name} names {key}, but there are only 0 to {count - 1}: leave it out")
+        _number(f"Cluster: {name}[{key}]", factor, "1 is as fast as the others, 2 half as fast", above=True)
+    return {int(key): float(factor) for key, factor in slow.items()}
 
 
 @dataclass(frozen=True)
@@ -46,7 +68,7 @@ class Link:
 
     Attributes:
         latency_s: seconds one way, at least 0.
-        bytes_per_s: of payload, in each direction, above 0; ``math.inf`` for a link that never limits.
+        bytes_per_s: of payload, in each direction, at least 1; ``math.inf`` for a link that never limits.
     """
 
     latency_s: float
@@ -55,7 +77,7 @@ class Link:
     def __post_init__(self) -> None:
         _number("Link: latency_s", self.latency_s, "give seconds, such as 50e-6")
         fix = "give bytes a second, such as 25e9 / 8 for 25 Gbit/s"
-        _number("Link: bytes_per_s", self.bytes_per_s, fix, above=True, finite=False)
+        _number("Link: bytes_per_s", self.bytes_per_s, fix, least=1.0, finite=False)
 
     @classmethod
     def of_gbit(cls, gbit: float, latency_us: float = 0.0) -> Link:
@@ -79,7 +101,8 @@ class Cluster:
         inter: a node's link to other nodes. All its workers share it, in each direction.
         intra: a worker's own link to the others of its node.
         backend: 'gloo': DDP sums along a ring of all workers, this library's groups along trees (``transport/tree.py``).
-            'nccl': both are NCCL's all-reduce, a ring, or its trees between two nodes.
+            'nccl': both are NCCL's all-reduce, a ring, or its trees between two nodes; but int8, and groups of more than two
+            on bfloat16, go through the CPU and TCP, as with 'gloo'.
         ports: links between nodes that a node has, each of them ``inter``.
         flow_ports: of them, how many one flow, or a ring, can use: one of bonded Ethernet, all where NCCL spreads a message
             over InfiniBand devices. Several flows use all.
@@ -98,10 +121,13 @@ class Cluster:
     slow_nodes: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _whole("Cluster: world_size", self.world_size, "give the number of workers")
-        _whole("Cluster: local_world_size", self.local_world_size, "give the number of workers a node")
-        _whole("Cluster: ports", self.ports, "give the number of links of a node")
-        _whole("Cluster: flow_ports", self.flow_ports, "give the number of links that a flow can use")
+        for name, what in (
+            ("world_size", "workers"),
+            ("local_world_size", "workers a node"),
+            ("ports", "links of a node"),
+            ("flow_ports", "links that a flow can use"),
+        ):
+            object.__setattr__(self, name, whole(f"Cluster: {name}", getattr(self, name), f"give the number of {what}"))
         if self.flow_ports > self.ports:
             raise ValueError(
                 f"Cluster: flow_ports={self.flow_ports} is more than ports={self.ports}: a flow has at most all of them"
@@ -114,16 +140,10 @@ class Cluster:
         for name, link in (("inter", self.inter), ("intra", self.intra)):
             if not isinstance(link, Link):
                 raise ValueError(f"Cluster: {name} must be a Link, got {link!r}: write Link(latency_s, bytes_per_s)")
-        if self.backend not in CODING_NS:
+        if not isinstance(self.backend, str) or self.backend not in CODING_NS:
             raise ValueError(f"Cluster: backend must be 'gloo' or 'nccl', got {self.backend!r}: say how workers talk")
-        for name, slow, count in (
-            ("slow_workers", self.slow_workers, n),
-            ("slow_nodes", self.slow_nodes, self.n_nodes),
-        ):
-            for key, factor in slow.items():
-                if not 0 <= key < count:
-                    raise ValueError(f"Cluster: {name} names {key}, but there are only 0 to {count - 1}: leave it out")
-                _number(f"Cluster: {name}[{key}]", factor, "1 is as fast as the others, 2 half as fast", above=True)
+        for name, count in (("slow_workers", n), ("slow_nodes", self.n_nodes)):
+            object.__setattr__(self, name, _slower(name, getattr(self, name), count))
 
     @property
     def n_nodes(self) -> int:
@@ -134,7 +154,7 @@ class Cluster:
 
     @classmethod
     def from_measured(cls, path: str | Path, *, backend: str = "gloo") -> Cluster:
-        """The cluster that ``decent-dp doctor --json`` has measured and written to ``path``.
+        """The cluster that ``decent-dp doctor --out FILE`` has measured and written to ``path``.
 
         A node's rate is that of the best of its pairs with other nodes; nodes with a link slower than most are ``slow_nodes``.
 
@@ -158,7 +178,8 @@ class Job:
         jitter: standard deviation of a step's computation, relative to its mean, drawn for each worker and step from a
             lognormal distribution. The default is what the workers of benchmarks/results/8x1-60.json show when they are alone.
         param_bytes: of a parameter in memory, which buckets are cut by and what the float32 wire and DDP send.
-        coding_ns: wire to nanoseconds a parameter and step for coding and decoding; None: ``CODING_NS`` of the backend.
+        coding_ns: wire to nanoseconds a parameter that coding and decoding add to a step in which something is sent; for wires
+            that are not in it, ``CODING_NS`` of the backend.
     """
 
     params: float
@@ -178,8 +199,14 @@ class Job:
         _number("Job: jitter", self.jitter, "0.02 is two percent of a step")
         if self.jitter >= 1:
             raise ValueError(f"Job: jitter must be below 1, got {self.jitter!r}: 0.02 is two percent of a step")
-        _whole("Job: param_bytes", self.param_bytes, "4 for float32")
+        object.__setattr__(self, "param_bytes", whole("Job: param_bytes", self.param_bytes, "4 for float32"))
+        if self.coding_ns is not None and not isinstance(self.coding_ns, Mapping):
+            raise ValueError(
+                f"Job: coding_ns must be a mapping, got {self.coding_ns!r}: write {{'int8': 3.5}}, or leave it out"
+            )
         for wire, cost in (self.coding_ns or {}).items():
+            if wire not in WIRE_BYTES:
+                raise ValueError(f"Job: coding_ns names {wire!r}, which is no wire: write one of {', '.join(WIRE_BYTES)}")
             _number(f"Job: coding_ns[{wire!r}]", cost, "give nanoseconds a parameter")
 
     @classmethod
@@ -201,7 +228,7 @@ class Job:
         return self.forward_ms + self.backward_ms + self.optimizer_ms
 
     def coding_s(self, wire: str, backend: str) -> float:
-        """Seconds a step for coding and decoding all parameters."""
+        """Seconds for coding and decoding all parameters."""
         costs = {**CODING_NS[backend], **(self.coding_ns or {})}
         return costs[wire] * 1e-9 * self.params
 
@@ -228,7 +255,7 @@ class Choice:
     extra_ms: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.kind not in ("ddp", "ours", "push"):
+        if not isinstance(self.kind, str) or self.kind not in ("ddp", "ours", "push"):
             raise ValueError(f"Choice: kind must be 'ddp', 'ours' or 'push', got {self.kind!r}: say who exchanges")
         if self.kind == "ours" and not isinstance(self.topology, (str, Topology)):
             raise ValueError(f"Choice: topology must be a name or a Topology, got {self.topology!r}: such as 'one-peer-exp'")
@@ -236,7 +263,7 @@ class Choice:
             raise ValueError(
                 f"Choice: topology={self.topology!r} is for kind='ours' only, got kind={self.kind!r}: leave it out"
             )
-        if self.wire not in WIRE_BYTES:
+        if not isinstance(self.wire, str) or self.wire not in WIRE_BYTES:
             raise ValueError(f"Choice: wire must be one of {', '.join(WIRE_BYTES)}, got {self.wire!r}: choose one")
         if self.kind != "ours" and self.wire != "float32":
             raise ValueError(f"Choice: wire={self.wire!r} is for kind='ours' only: {self.kind!r} sends float32")
@@ -246,12 +273,16 @@ class Choice:
         _number("Choice: extra_ms", self.extra_ms, "give milliseconds")
 
     @property
+    def topology_name(self) -> str | None:
+        """The name that was given, or the title of the topology; None where there is none."""
+        return self.topology.title() if isinstance(self.topology, Topology) else self.topology
+
+    @property
     def name(self) -> str:
         """``ddp``, ``push`` or ``ours:TOPOLOGY[:WIRE]``, as the benchmarks name contenders."""
         if self.kind != "ours":
             return self.kind
-        topology = self.topology if isinstance(self.topology, str) else type(self.topology).__name__
-        return ":".join(["ours", str(topology)] + [self.wire] * (self.wire != "float32"))
+        return ":".join(["ours", str(self.topology_name)] + [self.wire] * (self.wire != "float32"))
 
     @property
     def bucket_bytes(self) -> float:
@@ -263,13 +294,17 @@ class Prediction:
     """What a step of ``choice`` takes.
 
     Attributes:
-        step_ms: the mean over workers and steps, once the first steps are over.
+        step_ms: the mean over workers and steps, once the first steps are over; where somebody is slow and not all have come to
+            the same rate by then, the slowest worker's.
         compute_ms: of it, what a worker computes (coding and ``extra_ms`` included), on the mean worker.
         waited_ms: of it, waiting for others and for links.
         node_bytes: bytes that a node sends to other nodes in a step, the mean over nodes and rounds.
-        limit: 'compute', 'links between nodes', 'links inside a node', 'latency' or 'a slow worker'.
+        limit: 'compute', 'coding', 'links between nodes', 'links inside a node', 'the CPU and TCP' (messages that NCCL does not
+            take), 'latency' or 'a slow worker'.
         reason: a sentence that says why.
-        mixing: the factor by which a round shrinks the consensus error (0 for DDP, which has none); None if it is not known.
+        mixing: the factor by which a step shrinks the consensus error in the long run (0 for DDP, which has none); None if it
+            is not known: ``plan`` finds it.
+        detour: some of its messages go through the CPU and TCP, though the cluster has NCCL.
     """
 
     choice: Choice
@@ -280,6 +315,7 @@ class Prediction:
     limit: str
     reason: str
     mixing: float | None = None
+    detour: bool = False
 
     @property
     def name(self) -> str:
@@ -289,6 +325,6 @@ class Prediction:
         """Plain values, for JSON."""
         shown = {key: getattr(self, key) for key in ("name", "step_ms", "compute_ms", "waited_ms", "node_bytes")}
         choice = self.choice
-        topology = None if choice.topology is None else self.name.split(":", 1)[1].removesuffix(f":{choice.wire}")
-        shown |= {"kind": choice.kind, "topology": topology, "wire": choice.wire, "bucket_mb": choice.bucket_mb}
+        shown |= {"kind": choice.kind, "topology": choice.topology_name, "wire": choice.wire, "bucket_mb": choice.bucket_mb}
+        shown |= {"overlap": choice.overlap, "extra_ms": choice.extra_ms}
         return shown | {"limit": self.limit, "reason": self.reason, "mixing": self.mixing}

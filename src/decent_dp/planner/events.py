@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,8 @@ from .traffic import Exchange, Round
 __all__ = ["Outcome", "Timing", "simulate", "simulate_all_reduce"]
 
 _INFINITY = float("inf")
+# Numbers in an array at most, of buckets and workers.
+_AT_ONCE = 10**7
 
 
 @dataclass(frozen=True)
@@ -27,17 +30,29 @@ class Timing:
     """What every worker computes in seconds, and what it sends.
 
     Attributes:
-        work: (steps, workers, buckets): until a bucket's gradients are there, since those of the bucket before; the first of a
-            step holds the forward.
-        after: of each bucket: mixing, the optimizer's step.
-        encode: of each bucket: from the step's end to the first byte.
+        factor: (steps, workers): how many times as long as the rest says a worker's computation takes in a step.
+        work: of each bucket: until its gradients are there, since those of the bucket before; the first holds the forward.
+        after: of each bucket: the optimizer's step.
+        coding: of each bucket: coding and decoding, by who begins an exchange in the step.
+        copies: of each bucket: copies to the CPU and back, by who begins one that goes through the CPU though others do not.
         bytes: of each bucket's message.
     """
 
-    work: npt.NDArray[np.float64]
+    factor: npt.NDArray[np.float64]
+    work: Sequence[float]
     after: Sequence[float]
-    encode: Sequence[float]
+    coding: Sequence[float]
+    copies: Sequence[float]
     bytes: Sequence[float]
+
+    @cached_property
+    def _sending(self) -> tuple[list[float], list[float]]:
+        coded = [a + b for a, b in zip(self.after, self.coding, strict=True)]
+        return coded, [a + b for a, b in zip(coded, self.copies, strict=True)]
+
+    def after_and_sending(self, detour: bool) -> Sequence[float]:
+        """``after`` and all that sending takes, of each bucket."""
+        return self._sending[detour]
 
 
 @dataclass(frozen=True)
@@ -91,8 +106,8 @@ class _Simulation:
     ) -> None:
         self._rounds, self._timing, self._overlap = rounds, timing, overlap
         self._capacity, self._per_flow = capacity, per_flow
-        steps, workers, self._buckets = timing.work.shape
-        self._steps = steps
+        steps, workers = timing.factor.shape
+        self._steps, self._buckets = steps, len(timing.work)
         self.ends = np.zeros((steps, workers))
         self.waited = np.zeros((steps, workers))
         self._flows: dict[tuple[int, int, int], _Flow] = {}
@@ -123,24 +138,24 @@ class _Simulation:
 
     def _work(self, rank: int) -> _Worker:
         timing, buckets = self._timing, range(self._buckets)
-        after, encode = timing.after, timing.encode
+        factors = timing.factor[:, rank].tolist()
         now, before = 0.0, [None] * self._buckets  # type: float, list[_Flow | None]
         for t in range(self._steps):
-            work = timing.work[t, rank].tolist()
-            own = self._rounds[t % len(self._rounds)]
+            factor, own = factors[t], self._rounds[t % len(self._rounds)]
             start, need = own.starts[rank], own.needs[rank]
+            after = timing.after if start is None else timing.after_and_sending(own.exchanges[start].detour)
             lost = 0.0
             for b in buckets:
-                now += work[b]
+                now += factor * timing.work[b]
                 flow = before[b]
                 if self._overlap and flow is not None:
                     ended = flow.ended if flow.ended is not None else (yield flow, now)
                     if ended > now:
                         lost += ended - now
                         now = ended
-                now += after[b]
+                now += factor * after[b]
                 if start is not None:
-                    self._begin(self._flow(t, b, start), now + encode[b])
+                    self._begin(self._flow(t, b, start), now)
                 before[b] = None if need is None else self._flow(t, b, need)
             if not self._overlap:
                 for flow in before:
@@ -229,7 +244,9 @@ class _Simulation:
 
     def _set_rate(self, flow: _Flow, time: float) -> None:
         share_of = self._share_of
-        rate = min([share_of[link] / copies for link, copies in flow.exchange.loads]) / self._timing.bytes[flow.bucket]
+        exchange = flow.exchange
+        rate = min([share_of[link] / copies for link, copies in exchange.loads])
+        rate = min(rate, exchange.most) / self._timing.bytes[flow.bucket]
         if rate == flow.rate:
             return
         if time > flow.at:
@@ -263,19 +280,26 @@ def simulate_all_reduce(timing: Timing, duration: Callable[[float], float]) -> O
     That is a recursion over the buckets, for which nothing has to be simulated.
 
     Args:
-        timing: what workers compute; ``encode`` is not used.
+        timing: what workers compute; ``coding`` and ``copies`` are not used.
         duration: seconds of the all-reduce of so many bytes.
     """
-    steps, workers, buckets = timing.work.shape
+    steps, workers = timing.factor.shape
     ends, waited = np.zeros((steps, workers)), np.zeros((steps, workers))
     now = np.zeros(workers)
-    seconds = [duration(size) for size in timing.bytes]
+    seconds = np.array([duration(size) for size in timing.bytes])
+    until, after = np.cumsum(timing.work), float(np.sum(timing.after))
+    # The last bucket is done when some bucket was ready and it and all later ones were summed one after another.
+    rest = np.cumsum(seconds[::-1])[::-1]
+    some = max(1, _AT_ONCE // workers)
     for t in range(steps):
-        ready = now[:, None] + np.cumsum(timing.work[t], axis=1)
+        factor = timing.factor[t]
         done = 0.0
-        for b in range(buckets):
-            done = max(done, float(ready[:, b].max())) + seconds[b]
-        waited[t] = np.maximum(done - ready[:, -1], 0.0)
-        now = np.maximum(done, ready[:, -1]) + sum(timing.after)
+        for first in range(0, len(until), some):
+            part = slice(first, first + some)
+            ready = (now[:, None] + factor[:, None] * until[part]).max(axis=0)
+            done = max(done, float((ready + rest[part]).max()))
+        own = now + factor * until[-1]
+        waited[t] = np.maximum(done - own, 0.0)
+        now = np.maximum(done, own) + factor * after
         ends[t] = now
     return Outcome(ends, waited)

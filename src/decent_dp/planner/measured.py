@@ -1,4 +1,4 @@
-"""Reads what ``decent-dp doctor --json`` has measured."""
+"""Reads what ``decent-dp doctor --out FILE`` has measured."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import median, median_high
 from typing import Any, NoReturn
 
 __all__ = ["FORMAT", "Measured", "read_measured"]
@@ -36,13 +36,13 @@ def read_measured(path: str | Path) -> Measured:
     """
 
     def refuse(why: str) -> NoReturn:
-        raise ValueError(f"{path}: {why}; measure again: torchrun ... decent-dp doctor --json > FILE")
+        raise ValueError(f"{path}: {why}; measure again: torchrun ... -m decent_dp.cli doctor --out FILE")
 
     try:
-        data: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+        data: Any = json.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         refuse(f"cannot be read ({error.strerror or type(error).__name__})")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         refuse(f"is no JSON ({str(error).splitlines()[0]})")
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         found = data.get("format") if isinstance(data, dict) else type(data).__name__
@@ -57,14 +57,14 @@ def read_measured(path: str | Path) -> Measured:
     if nodes != [first[rank // local] for rank in range(n) if rank // local < len(first)] or n % local:
         refuse("nodes must have equally many workers each, with ranks one after another")
     try:
-        latency = _matrix(data, "latency_us", n, 0.0)
-        rate = _matrix(data, "mbit_s", n, math.ulp(0.0))
+        latency = _matrix(data, "latency_us", n, 0.0, 1e9)
+        rate = _matrix(data, "mbit_s", n, 1e-3, 1e9)
     except ValueError as error:
         refuse(str(error))
     return _summarize(n, local, latency, rate)
 
 
-def _matrix(data: dict[str, Any], name: str, n: int, least: float) -> list[list[float]]:
+def _matrix(data: dict[str, Any], name: str, n: int, least: float, most: float) -> list[list[float]]:
     rows = data.get(name)
     if not isinstance(rows, list) or len(rows) != n or not all(isinstance(row, list) and len(row) == n for row in rows):
         raise ValueError(f"{name} must be a matrix of {n} x {n} numbers")
@@ -75,10 +75,9 @@ def _matrix(data: dict[str, Any], name: str, n: int, least: float) -> list[list[
             if value is None:
                 raise ValueError(f"worker {i} does not reach worker {j} ({name}[{i}][{j}] is null): mend that first")
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not number or not math.isfinite(value) or value < least:
-                raise ValueError(
-                    f"{name}[{i}][{j}] must be a finite number {'above' if least else 'of at least'} 0, got {value!r}"
-                )
+            # A range, as JSON has integers that no float can hold.
+            if not number or not least <= value <= most:
+                raise ValueError(f"{name}[{i}][{j}] must be a number from {least:g} to {most:g}, got {str(value)[:30]}")
     return rows
 
 
@@ -94,7 +93,8 @@ def _summarize(n: int, local: int, latency: list[list[float]], rate: list[list[f
     for i, j in across:
         both = min(rate[i][j], rate[j][i])
         best[i // local] = max(best.get(i // local, 0.0), both)
-    usual = median(best.values()) if best else math.inf
+    # The upper one of two in the middle: with half of the nodes slow, the others are not.
+    usual = median_high(best.values()) if best else math.inf
     slow = {node: usual / own for node, own in best.items() if usual / own > _SLOW}
     # Where there is no such link, it cannot limit.
     inter = (1e-6 * middle(latency, across), usual * 1e6 / 8) if across else (0.0, math.inf)

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 from decent_dp.topo import TopologyReg, make_topology, names_that_fit, why_unfit
 
 from .describe import WIRE_BYTES, Choice, Cluster, Job, Prediction
-from .prediction import predict
+from .prediction import most_buckets_of, predict
 from .traffic import buckets_of
 
-__all__ = ["candidates", "left_out", "plan"]
+__all__ = ["candidates", "left_out", "plan", "same_rounds"]
 
 DEFAULT_MB, OTHER_MB = 25.0, (10.0, 50.0)
 # Other sizes of bucket change a step by some percent: they are looked at only where that may matter.
 _NEAR = 1.1
+# What goes through the CPU has to be so many times faster than the same through NCCL.
+_SURE = 1.1
 # Predictions that are nearer than this are a tie.
 _TIE = 0.01
-# Exchanges that a prediction of a plan may simulate: with more workers, buckets are merged.
-_EXCHANGES = 6000
 
 
 def left_out(cluster: Cluster) -> dict[str, str]:
@@ -28,17 +29,32 @@ def left_out(cluster: Cluster) -> dict[str, str]:
     return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
+def same_rounds(cluster: Cluster) -> dict[str, str]:
+    """Registered topologies that fit and have the rounds of one that was registered before, with that one's name."""
+    first: dict[str | int, str] = {}
+    same = {}
+    for name in names_that_fit(cluster.world_size, cluster.local_world_size):
+        made = make_topology(name, local_world_size=cluster.local_world_size, world_size=cluster.world_size, rank=0)
+        known = first.setdefault(made.fingerprint()["rounds"], name)
+        if known != name:
+            same[name] = known
+    return same
+
+
 def candidates(cluster: Cluster, *, wires: Sequence[str] = tuple(WIRE_BYTES), bucket_mb: float = DEFAULT_MB) -> list[Choice]:
-    """DDP, and every registered topology that fits on every wire."""
-    names = names_that_fit(cluster.world_size, cluster.local_world_size)
+    """DDP, and every registered topology that fits on every wire; one of those that have the same rounds."""
+    same = same_rounds(cluster)
+    names = [name for name in names_that_fit(cluster.world_size, cluster.local_world_size) if name not in same]
     return [Choice("ddp", bucket_mb=bucket_mb), *(Choice("ours", name, wire, bucket_mb) for name in names for wire in wires)]
 
 
 def plan(cluster: Cluster, job: Job, choices: Sequence[Choice] | None = None, *, seed: int = 0) -> list[Prediction]:
     """Predictions of all choices, the fastest first.
 
-    Those within 1 % of each other are a tie: DDP comes first, as all its replicas are equal, then what mixes better, then the
-    more exact wire, then what sends less between nodes, then the default size of bucket.
+    Those within 1 % of each other are a tie: DDP comes first, as all its replicas are equal, then what NCCL can send before
+    what goes through the CPU, then what mixes better, then the more exact wire, then what sends less between nodes, then the
+    default size of bucket. What goes through the CPU is also behind what NCCL sends of the same topology unless it is 10 %
+    faster: how long it takes is a guess.
 
     Args:
         cluster, job, seed: as of ``predict``.
@@ -49,13 +65,15 @@ def plan(cluster: Cluster, job: Job, choices: Sequence[Choice] | None = None, *,
         ValueError: as of ``predict``, for choices that are given.
     """
     mixing: dict[object, float | None] = {}
-    most = max(2, min(12, _EXCHANGES // (20 * max(1, cluster.world_size // 2))))
+    most = most_buckets_of(cluster.world_size)
 
     def found(choice: Choice) -> Prediction:
+        prediction = predict(cluster, job, choice, seed=seed)
+        if choice.kind == "ddp":
+            return prediction
         if choice.topology not in mixing:
             mixing[choice.topology] = _mixing(cluster, choice)
-        factor = 0.0 if choice.kind == "ddp" else mixing[choice.topology]
-        return replace(predict(cluster, job, choice, most_buckets=most, seed=seed), mixing=factor)
+        return replace(prediction, mixing=mixing[choice.topology])
 
     if choices is not None:
         return _ranked([found(choice) for choice in choices])
@@ -79,13 +97,17 @@ def plan(cluster: Cluster, job: Job, choices: Sequence[Choice] | None = None, *,
 
 
 def _mixing(cluster: Cluster, choice: Choice) -> float | None:
-    """The factor by which a round shrinks the consensus error; None for a push, which is no partition into edges."""
+    """The factor by which a step shrinks the consensus error; None for a push, which is no partition into edges.
+
+    Of a composition that of its last part, which is also the one whose time is predicted.
+    """
     if choice.kind != "ours" or choice.topology is None:
         return None
     from decent_dp.topo.analysis import analyse
 
     made = make_topology(choice.topology, local_world_size=cluster.local_world_size, world_size=cluster.world_size, rank=0)
-    return float(analyse(made).rate)
+    topology, h = made._settled()
+    return float(analyse(topology).rate ** (1 / h))
 
 
 def _ranked(predictions: Sequence[Prediction]) -> list[Prediction]:
@@ -93,13 +115,25 @@ def _ranked(predictions: Sequence[Prediction]) -> list[Prediction]:
         mixing = 1.0 if found.mixing is None else round(found.mixing, 6)
         exactness = WIRE_BYTES[found.choice.wire]
         differ = found.choice.kind != "ddp"
-        return differ, mixing, -exactness, found.node_bytes, abs(found.choice.bucket_mb - DEFAULT_MB), found.step_ms
+        away = abs(found.choice.bucket_mb - DEFAULT_MB)
+        return differ, found.detour, mixing, -exactness, found.node_bytes, away, found.step_ms
 
-    left = sorted(predictions, key=lambda found: found.step_ms)
+    # What a prediction is ranked by: of a detour that is hardly faster than what NCCL sends of the same, the latter's time.
+    direct: dict[object, float] = {}
+    for found in predictions:
+        if found.choice.kind == "ours" and not found.detour:
+            name = found.choice.topology
+            direct[name] = min(direct.get(name, math.inf), found.step_ms)
+
+    def by(found: Prediction) -> float:
+        other = direct.get(found.choice.topology, math.inf) if found.detour else math.inf
+        return max(found.step_ms, other) if found.step_ms * _SURE > other else found.step_ms
+
+    left = sorted(predictions, key=by)
     ranked: list[Prediction] = []
     while left:
         # Measured from the fastest that is left, so that ties do not add up.
-        tied = [found for found in left if found.step_ms <= left[0].step_ms * (1 + _TIE)]
+        tied = [found for found in left if by(found) <= by(left[0]) * (1 + _TIE)]
         ranked += sorted(tied, key=preference)
         left = left[len(tied) :]
     return ranked

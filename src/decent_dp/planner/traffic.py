@@ -5,7 +5,8 @@ Links are numbered: of each node the way out and the way in, then of each worker
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from decent_dp.topo import Topology, make_topology
@@ -20,8 +21,10 @@ _BUCKETS = 8  # as bucket.py has it
 _ASKED_AT_ONCE = 4
 # One way each: the offer, what is asked for, and the data (transport/links.py).
 _HANDSHAKE = 3
-# Of a topology without a period, or with a long one, so many rounds are looked at: late ones, when a composition has come to
-# its last part.
+# Where messages leave NCCL for the CPU and TCP: bytes a second that a worker's one thread moves each way, and the least
+# latency. Guesses on the safe side: no such cluster was measured.
+_TCP_BYTES_PER_S, _TCP_LATENCY_S = 1e9, 30e-6
+# Of what mixes in the end without a period, or with a long one, so many rounds are looked at: late ones.
 _SAMPLED_ROUNDS, _LATE, _LONG = 16, 1_000_000, 256
 
 
@@ -36,6 +39,9 @@ class Exchange:
         crossing: (node, copies that leave it).
         latency_s: from the last start to the first byte.
         lanes: (worker, 0 for between nodes, 1 for inside): what a worker does one exchange at a time on.
+        busy: the share of the time that links between nodes can be kept busy; ``loads`` of them are copies over it.
+        most: bytes a second of the payload, whatever the links can.
+        detour: it goes through the CPU and TCP though the cluster has NCCL.
     """
 
     starters: tuple[int, ...]
@@ -44,6 +50,9 @@ class Exchange:
     crossing: tuple[tuple[int, float], ...]
     latency_s: float
     lanes: tuple[tuple[int, int], ...]
+    busy: float = 1.0
+    most: float = math.inf
+    detour: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,24 +127,45 @@ def collective(cluster: Cluster, ranks: Sequence[int], how: str) -> Exchange:
         if len(own) > 1:
             inside = 2 * (len(own) - 1) / len(own) if how == "tree" else 2 * (m - 1) / m
             loads += [(way, inside) for rank in own for way in _ways(cluster, rank=rank)]
-    alpha = cluster.inter.latency_s if k > 1 else cluster.intra.latency_s
-    latency = 2 * _HANDSHAKE * alpha
-    if how != "tree":
-        # Around the ring twice: k steps between nodes, the others inside.
-        latency = 2 * ((k * cluster.inter.latency_s if k > 1 else 0.0) + (m - k) * cluster.intra.latency_s)
+    latency = _group_latency(cluster, members, how)
     lanes = tuple((rank, lane) for rank in ranks for lane in ((0, 1) if k > 1 else (1,)))
     crossing = tuple((node, copies) for node in members) if k > 1 else ()
-    return Exchange(ranks, ranks, tuple(loads), crossing, latency, lanes)
+    detour = how == "tree" and cluster.backend == "nccl"
+    most = _TCP_BYTES_PER_S / (2 * (m - 1) / m) if detour and m > 1 else math.inf
+    return Exchange(ranks, ranks, tuple(loads), crossing, latency, lanes, busy, most, detour)
 
 
-def _pair(cluster: Cluster, a: int, b: int) -> Exchange:
+def _group_latency(cluster: Cluster, members: Mapping[int, Sequence[int]], how: str) -> float:
+    """Seconds until a group's all-reduce of nothing is done; ``members`` are the ranks of each node.
+
+    A part of the data goes twice around a ring but for the two hops that meet where it started: of the parts, that counts for
+    which these two cost least. The library's trees: to the node's leader, to the root and
+    back, each with a handshake. NCCL's trees between two nodes: along the chain of each node's workers, across, and back.
+    """
+    k, m = len(members), sum(map(len, members.values()))
+    inter, intra = cluster.inter.latency_s, cluster.intra.latency_s
+    most = max(map(len, members.values()))
+    if how == "tree":
+        if cluster.backend == "nccl":
+            inter, intra = max(inter, _TCP_LATENCY_S), max(intra, _TCP_LATENCY_S)
+        return 2 * _HANDSHAKE * ((inter if k > 1 else 0.0) + (intra if most > 1 else 0.0))
+    if how == "nccl" and k == 2:
+        return 2 * (inter + (most - 1) * intra)
+    hops = [hop for own in members.values() for hop in (*[intra] * (len(own) - 1), inter if k > 1 else intra)]
+    return 2 * sum(hops) - min(hops[i] + hops[i - 1] for i in range(m)) if m > 1 else 0.0
+
+
+def _pair(cluster: Cluster, a: int, b: int, detour: bool) -> Exchange:
     across = cluster.node(a) != cluster.node(b)
-    link = cluster.inter if across else cluster.intra
-    steps = _HANDSHAKE if cluster.backend == "gloo" else 1
+    latency = (cluster.inter if across else cluster.intra).latency_s
+    if detour:
+        latency = max(latency, _TCP_LATENCY_S)
+    steps = _HANDSHAKE if detour or cluster.backend == "gloo" else 1
     crossing = ((cluster.node(a), 1.0), (cluster.node(b), 1.0)) if across else ()
     lane = 0 if across else 1
     loads = _send(cluster, a, b) + _send(cluster, b, a)
-    return Exchange((a, b), (a, b), loads, crossing, steps * link.latency_s, ((a, lane), (b, lane)))
+    most = _TCP_BYTES_PER_S if detour else math.inf
+    return Exchange((a, b), (a, b), loads, crossing, steps * latency, ((a, lane), (b, lane)), most=most, detour=detour)
 
 
 def _push(cluster: Cluster, source: int, target: int) -> Exchange:
@@ -147,7 +177,7 @@ def _push(cluster: Cluster, source: int, target: int) -> Exchange:
 
 
 def make_rounds(cluster: Cluster, choice: Choice) -> list[Round]:
-    """The rounds of a period, or some late ones of a topology without one.
+    """The rounds of a period, or some late ones of a topology without one; of a composition those of its last part.
 
     Raises:
         ValueError: the topology is unknown, or does not fit the cluster.
@@ -169,12 +199,16 @@ def make_rounds(cluster: Cluster, choice: Choice) -> list[Round]:
         world_size=n,
         rank=0,
     )
-    how = "nccl" if cluster.backend == "nccl" and choice.wire == "float32" else "tree"
+    topology, h = topology._settled()
+    # As transport/process_group.py chooses: NCCL takes pairs on a wire whose sums are plain, and groups on float32 alone.
+    nccl = cluster.backend == "nccl"
+    how = "nccl" if nccl and choice.wire == "float32" else "tree"
+    detour = nccl and choice.wire == "int8"
     made: dict[tuple[int, ...], Exchange] = {}
+    idle = Round((), (None,) * n, (None,) * n)
     rounds = []
     period = topology.period
-    whole = period is not None and period <= _LONG
-    for t in range(period or 1) if whole else range(_LATE, _LATE + _SAMPLED_ROUNDS):
+    for t in range(period) if period is not None and period <= _LONG else range(_LATE, _LATE + _SAMPLED_ROUNDS):
         exchanges: list[Exchange] = []
         starts: list[int | None] = [None] * n
         for edge in topology.round(t):
@@ -182,10 +216,11 @@ def make_rounds(cluster: Cluster, choice: Choice) -> list[Round]:
             if len(ranks) == 1:
                 continue
             if ranks not in made:
-                made[ranks] = _pair(cluster, *ranks) if len(ranks) == 2 else collective(cluster, ranks, how)
+                made[ranks] = _pair(cluster, *ranks, detour) if len(ranks) == 2 else collective(cluster, ranks, how)
             for rank in ranks:
                 starts[rank] = len(exchanges)
             exchanges.append(made[ranks])
+        rounds += [idle] * (h - 1)
         rounds.append(Round(tuple(exchanges), tuple(starts), tuple(starts)))
     return rounds
 
@@ -194,8 +229,9 @@ def buckets_of(job: Job, choice: Choice, most: int) -> list[float]:
     """Shares of the parameters in each bucket, in the order of the backward; they sum to 1.
 
     DDP: 1 MiB first, then the limit. This library: about eight of equal size below the limit, the first a quarter of them
-    (``bucket.choose_sizes``). Parameters are taken to be small beside a bucket. More than ``most`` buckets are merged into so
-    many: the first stays as it is.
+    (``bucket.choose_sizes``). Parameters are taken to be small beside a bucket. Of this library more than ``most`` buckets are
+    merged into so many: the first stays as it is. (Each waits for its own exchange of the step before, so that a step has their
+    latency once, whatever their number. DDP's are summed one after another and have it each: those are not merged.)
     """
     total = job.params * job.param_bytes
     limit = choice.bucket_bytes
@@ -208,7 +244,7 @@ def buckets_of(job: Job, choice: Choice, most: int) -> list[float]:
     rest = total - shares[0] * total
     if rest > 1e-9 * total:
         count = -(-rest // size)
-        if count > most - 1:
+        if choice.kind != "ddp" and count > most - 1:
             shares += [rest / total / (most - 1)] * (most - 1)
         else:
             shares += [size / total] * int(count - 1) + [(rest - (count - 1) * size) / total]
