@@ -48,12 +48,16 @@ class Cli:
         return json.loads(self(line, *more, "--json"), parse_constant=refuse)
 
 
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
+def prepared(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
     for name in (*RANK_VARIABLES, "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("COLUMNS", "80")
     return Cli(capsys)
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
+    return prepared(capsys, monkeypatch)
 
 
 def links(n: int, local: int, mbit: float = 1000.0, us: float = 50.0) -> dict[str, Any]:
@@ -153,6 +157,10 @@ def test_the_same_figures_in_words(cli: Cli) -> None:
     copies = found["sent_by_worker"]
     assert re.search(rf"a worker sends +{number(copies)} copies of the model = {size(copies * 4 * 65e6)} a step", text)
     assert re.search(rf"into one node +at most {number(found['fan_in'])} copies", text)
+    rounds = found["rounds"]
+    alone = sum(len(edge["ranks"]) == 1 for edges in rounds for edge in edges) / 24 / len(rounds)
+    assert 0 < alone < 1
+    assert re.search(rf"sits out +{100 * alone:.3g} % of the rounds", text)
     # The rounds: kinds with their weights, and who sits out.
     assert re.search(r"4 +8 pairs, keep 2/3; 8 sit out +0-16 +1-17", text)
     assert text.count("… 4 more") == text.count(" more") == 3  # of twelve pairs eight are shown; who sits out is no pair
@@ -188,7 +196,7 @@ def test_list(cli: Cli) -> None:
     fits = {row["name"]: row["fits"] for row in found["topologies"]}
     assert fits == {name: name not in ("one-peer-exp", "alternating-exp-ring") for name in fits}
     reasons = {row["name"]: row["reason"] for row in found["topologies"]}
-    assert reasons["one-peer-exp"] == "needs a power of two workers, got world_size=24"
+    assert reasons["one-peer-exp"] == "needs a power of two workers, got 24"
     words = " ".join(cli("topology list -n 24 -l 4").split())
     assert "power of two" in words
 
@@ -200,7 +208,7 @@ def test_a_users_own_topology_is_listed(cli: Cli, monkeypatch: pytest.MonkeyPatc
     assert rows["mine"]["rounds_to_epsilon"] == rows["ring"]["rounds_to_epsilon"]
 
 
-@pytest.mark.parametrize("columns", ["60", "80", "200"])
+@pytest.mark.parametrize("columns", ["40", "60", "80", "200"])
 def test_compare_never_cuts_a_number(cli: Cli, columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     found, text = cli.json("topology compare -n 24 -l 4"), cli("topology compare -n 24 -l 4")
@@ -218,7 +226,7 @@ def test_compare_never_cuts_a_number(cli: Cli, columns: str, monkeypatch: pytest
         assert re.search(r" +".join(map(re.escape, tail)), text), row["name"]
     assert [row["name"] for row in found["do_not_fit"]] == ["one-peer-exp", "alternating-exp-ring"]
     order = [name for line in text.splitlines() for name in rows if line.startswith(f"{name} ")]
-    if columns != "60":
+    if columns not in ("40", "60"):
         assert order == ["complete", "hierarchical", "base-2", "random-matching", "ring"]
 
 
@@ -273,7 +281,23 @@ def test_plan_ranks_and_says_why(cli: Cli) -> None:
         assert re.search(rf"{row['wire']} +{number(row['bucket_mb'])} +{re.escape(number(row['step_ms'], 4))}{ratio} ", text)
     assert f"1. {rows[0]['topology']}, {rows[0]['wire']}: {rows[0]['reason']}" in text
     assert f"PyTorch DDP, float32: {rows[-1]['reason']}" in text
+    assert found["same_rounds"] == [{"name": "base-2", "as": "one-peer-exp"}, {"name": "hierarchical", "as": "complete"}]
+    assert re.search("the same rounds here:\n +base-2 +is one-peer-exp\n +hierarchical +is complete\n", text)
     assert "needs a power of two nodes" in cli(f"{JOB} -n 12 -l 4 --inter 25gbit --intra 200gbit --top 1")
+
+
+@pytest.mark.parametrize("columns", ["40", "60", "200"])
+def test_plan_never_cuts_a_number(cli: Cli, columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    line = f"{JOB} {CLUSTER} --top 2"
+    found, text = cli.json(line)["predictions"], cli(line)
+    for row in found:
+        tail = [row["wire"], number(row["bucket_mb"]), number(row["step_ms"], 4)]
+        tail += [] if row["kind"] == "ddp" else [f"{number(found[-1]['step_ms'] / row['step_ms'])} x"]
+        tail += [size(row["node_bytes"])]
+        assert re.search(rf"^ *{row['rank']} .*{' +'.join(map(re.escape, tail))} ", text, re.MULTILINE)
+    for heading in ("bucket +ms a +speed +node +limited", "contender +wire +MiB +step +to DDP +sends +by"):
+        assert re.search(heading, text)
 
 
 def test_the_parts_of_a_step(cli: Cli) -> None:
@@ -298,40 +322,6 @@ def test_plan_from_a_measured_file(cli: Cli, tmp_path: Path) -> None:
     assert cli.json(f"{JOB} --top 1 --backend nccl --measured", str(path))["cluster"]["backend"] == "nccl"
 
 
-# -- simulate --------------------------------------------------------------------------------------------------------------
-
-RUN = "simulate --topology base-2 -n 6 --alpha 0.3 --steps 20 --batch 4 --lr 0.05 --optimizer momentum"
-RUN += " --wire bfloat16 --mix-every 2 --no-overlap --seed 3"
-
-
-def test_simulate_runs_what_was_typed(cli: Cli, tmp_path: Path) -> None:
-    from decent_dp.sim.experiment import Simulation, run
-
-    found = cli.json(RUN, "--out", str(tmp_path / "new" / "folder"))
-    expected = run(
-        Simulation(
-            topology="base-2", n=6, alpha=0.3, steps=20, batch=4, lr=0.05, optimizer="momentum", wire="bfloat16", mix_every=2,
-            overlap=False, seed=3, eval_every=2,
-        )
-    ).to_json()  # fmt: skip
-    assert {**found, "seconds": 0} == {**expected, "seconds": 0}
-    assert [row["step"] for row in found["rows"]] == list(range(2, 21, 2))
-    assert json.loads((tmp_path / "new" / "folder" / "simulation.json").read_text()) == found
-    assert (tmp_path / "new" / "folder" / "simulation.png").read_bytes()[:4] == b"\x89PNG"
-
-
-def test_simulate_prints_its_rows(cli: Cli, tmp_path: Path) -> None:
-    plot = tmp_path / "run.png"
-    found, text = cli.json(RUN), cli(RUN, "--plot", str(plot))
-    for row in found["rows"]:
-        cells = [number(row["loss"]), number(row["consensus_distance"])]
-        cells += [f"{100 * row[key]:.1f} %" for key in ("accuracy", "worst_accuracy")] + [size(row["bytes_sent"])]
-        assert re.search(r" +".join(map(re.escape, [str(row["step"]), *cells])), text)
-    assert f"wrote {plot}" in text
-    assert plot.exists()
-    assert "mixed every 2 steps" in text
-
-
 # -- units -----------------------------------------------------------------------------------------------------------------
 
 
@@ -340,7 +330,8 @@ def test_simulate_prints_its_rows(cli: Cli, tmp_path: Path) -> None:
     [
         ("25gbit", 25e9), ("25Gbit/s", 25e9), ("25 gbps", 25e9), ("25Gb/s", 25e9), ("1.5gbit", 1.5e9), ("100mbit", 1e8),
         ("100Mbps", 1e8), ("3GB/s", 24e9), ("3gB/s", 24e9), ("1GiB/s", 8 * 2**30), ("56kbit", 56e3), ("1e9", 1e9),
-        ("1e9bit", 1e9),        ("10,000mbit", 1e10), (".5gbit", 5e8), ("2tbit", 2e12), ("800", 800.0),
+        ("1e9bit", 1e9), ("10,000mbit", 1e10), (".5gbit", 5e8), ("2tbit", 2e12), ("1e6", 1e6), ("1kbit", 1e3),
+        ("1e6tbit", 1e18),
     ],
 )  # fmt: skip
 def test_rates(text: str, bits: float) -> None:
@@ -357,11 +348,13 @@ def test_times_sizes_and_counts() -> None:
 
 
 def test_numbers_for_readers() -> None:
-    assert [number(x) for x in (0.0, 0.012345, 1.5, 99.95, 123.4, 4993.2, 1e6)] == [
-        "0", "0.0123", "1.5", "100", "123", "4,993", "1,000,000",
+    assert [number(x) for x in (0.0, 0.012345, 1.5, 99.95, 123.4, 4993.2, 1e6, 9.9e6, 1.234e7, -3.3e30)] == [
+        "0", "0.0123", "1.5", "100", "123", "4,993", "1,000,000", "9,900,000", "1.23e+07", "-3.3e+30",
     ]  # fmt: skip
     assert [number(x) for x in (None, math.nan, math.inf)] == ["-"] * 3
-    assert [size(x) for x in (12.0, 1500.0, 2.6e8, 1.04e9, 5e12)] == ["12 B", "1.5 kB", "260 MB", "1.04 GB", "5,000 GB"]
+    assert [size(x) for x in (12.0, 1500.0, 2.6e8, 9.996e8, 1.04e9, 5e12, 1e18)] == [
+        "12 B", "1.5 kB", "260 MB", "1,000 MB", "1.04 GB", "5,000 GB", "1e+09 GB",
+    ]  # fmt: skip
     assert json.loads(plain_json({"a": [math.inf, math.nan, 1.5], 2: (None,)})) == {"a": [None, None, 1.5], "2": [None]}
 
 
@@ -372,12 +365,17 @@ BAD = {
     "topology show ring": "Missing option '-n'",
     "topology show ring -n 0": "-n must be at least 1, got 0",
     "topology show ring -n -3": "-n must be at least 1, got -3",
-    "topology show ring -n 2.5": "valid integer",
+    "topology show ring -n 2.5": "-n must be a whole number, got '2.5'",
+    "topology show ring -n 1e3": "-n must be a whole number, got '1e3'",
+    "topology show ring -n 4 --local=4k": "-l must be a whole number, got '4k'",
+    "topology show ring -n 4 --epsilon tiny": "--epsilon must be a number, got 'tiny'",
     "topology show ring -n 4 -l 0": "-l must be at least 1",
     "topology show ring -n 4 -l 8": "write at most 4",
     "topology show ring -n 1000000000": "write a smaller number",
     "topology show rnig -n 4": "did you mean 'ring'",
-    "topology show one-peer-exp -n 6": "needs a power of two workers",
+    "topology show one-peer-exp -n 6": "needs a power of two workers, got 6; of the registered ones fit: complete, ",
+    "simulate --topology complete:9,one-peer-exp -n 6": "'one-peer-exp' needs a power of two workers, got 6; of",
+    "topology show alternating-exp-ring -n 6": "'alternating-exp-ring' needs a power of two nodes, got 6 / 1 = 6; of",
     "topology show hierarchical -n 6 -l 4": "do not fill nodes of -l 4; write -n 4 or 8",
     "topology list -n 6 -l 4": "do not fill nodes of -l 4; write -n 4 or 8",
     "topology compare -n 6 -l 4": "do not fill nodes of -l 4; write -n 4 or 8",
@@ -389,6 +387,8 @@ BAD = {
     "topology show ring -n 4 --epsilon nan": "finite",
     "topology show ring -n 4 --payload -1MB": "above zero",
     "topology show ring -n 4 --payload 1parsec": "write a size such as",
+    "topology show ring -n 4 --payload 1e300": "is not between 1 byte and 10^18",
+    "topology show ring -n 4 --payload 0.5": "is not between 1 byte and 10^18",
     "topology show ring -n 4 --payload 1MB --params 1e6": "give one of them",
     "topology show ring -n 4 --plot /nowhere/a.png": "does not exist",
     "topology show ring -n 4 --plot a.doc": ".png",
@@ -408,26 +408,40 @@ BAD = {
     "simulate --topology ring -n 4 --batch 0": "--batch must be at least 1",
     "simulate --topology ring -n 4 --mix-every 0": "--mix-every must be at least 1",
     "simulate --topology ring -n 4 --seed -1": "--seed must be at least 0",
-    "simulate --topology ring -n 4 --lr -0.1": "--lr must be more than 0",
-    "simulate --topology ring -n 4 --lr nan": "--lr must be a finite number",
+    "simulate --topology ring -n 4 --seed 9223372036854775808": "--seed must be below 2^63",
+    "simulate --topology ring -n 4 --batch 100000000": "write --batch 262144 or less",
+    "simulate --topology ring -n 100 --batch 10486": "write --batch 10485 or less",
+    "simulate --topology ring -n 4 --lr -0.1": "--lr must be a positive learning rate, got -0.1",
+    "simulate --topology ring -n 4 --lr nan": "--lr must be a positive learning rate, got nan",
     "simulate --topology ring -n 4 --wire int9": "Did you mean 'int8'",
     "simulate --topology ring -n 4 --optimizer sdg": "Did you mean 'sgd'",
     "simulate --topology ring -n 5000": "write at most",
     "simulate --topology ring -n 4 --out /dev/null": "no folder",
+    "simulate --topology ring -n 4 --out /dev/null/new": "/dev/null is no folder",
     "plan": "Missing option '--params'",
     "plan --params 65e6 -n 4 --inter 1gbit": "write --step-ms 60",
     "plan --params 65e6 --step-ms 0 -n 4 --inter 1gbit": "--step-ms must be more than 0",
+    "plan --params 65e6 --step-ms 60 --optimizer-ms 60 -n 4 --inter 1gbit": "--optimizer-ms 60 leaves nothing of --step-ms 60",
     "plan --params -5 --step-ms 60 -n 4 --inter 1gbit": "--params must be above zero",
     "plan --params 1.5 --step-ms 60 -n 4 --inter 1gbit": "no whole number",
     "plan --params 65X --step-ms 60 -n 4 --inter 1gbit": "65M",
     f"{JOB} --inter 1gbit": "the workers are missing",
     f"{JOB} -n 0 --inter 1gbit": "-n must be at least 1",
+    f"{JOB} -n 4096 --inter 1gbit": "write at most that",
+    "plan --params 65e6 --step-ms 1e308 -n 4 --inter 1gbit": "--step-ms must be at most",
     f"{JOB} -n 6 -l 4 --inter 1gbit --intra 1gbit": "do not fill nodes of -l 4; write -n 4 or 8",
     f"{JOB} -n 4": "--inter is missing",
     f"{JOB} -n 4 -l 2 --inter 1gbit": "--intra is missing",
     f"{JOB} -n 4 --inter fast": "write a rate such as 25gbit",
     f"{JOB} -n 4 --inter 0gbit": "above zero",
     f"{JOB} -n 4 --inter -1gbit": "above zero",
+    f"{JOB} -n 4 --inter 25": "'25' has no unit: write 25gbit",
+    f"{JOB} -n 4 --inter 1e-300bit": "1 kbit/s to 1 Ebit/s: write a rate such as 25gbit",
+    f"{JOB} -n 4 --inter 999bit": "1 kbit/s to 1 Ebit/s",
+    f"{JOB} -n 4 --inter 1e300GB/s": "1 kbit/s to 1 Ebit/s",
+    f"{JOB} -n 4 --inter 1gbit --latency-inter 1e-300s": "not between 1 ns and 1 h: write a time such as 20us",
+    f"{JOB} -n 4 --inter 1gbit --latency-inter 3601s": "not between 1 ns and 1 h",
+    "plan --params 1e300 --step-ms 60 -n 4 --inter 1gbit": "--params '1e300' is more than 10^15",
     f"{JOB} -n 4 --inter 25gb": "write a rate such as 25gbit",
     f"{JOB} -n 4 --inter 25furlongs": "unknown here",
     f"{JOB} -n 4 --inter infgbit": "not understood",
@@ -438,7 +452,7 @@ BAD = {
     f"{JOB} -n 4 --inter 1gbit --ports 0": "--ports must be at least 1",
     f"{JOB} -n 4 --inter 1gbit --top -1": "--top must be at least 0",
     f"{JOB} -n 4 --inter 1gbit --backend ncl": "Did you mean 'nccl'?",
-    f"{JOB} -n 4 --inter 1gbit --optimizer-ms 61": "must add up",
+    f"{JOB} -n 4 --inter 1gbit --optimizer-ms 61": "leaves nothing of --step-ms 60",
     f"{JOB} -n 4 --inter 1gbit --forward-ms 10 --backward-ms 20": "must add up",
     f"{JOB} --measured nowhere.json": "cannot be read",
     f"{JOB} --measured .": "cannot be read",
@@ -446,6 +460,7 @@ BAD = {
     f"{JOB} --measured x.json -n 4": "leave -n out",
     "doctor --seconds-a-pair 0": "--seconds-a-pair must be more than 0",
     "doctor --timeout -1": "--timeout must be more than 0",
+    "doctor --timeout 1e300": "--timeout must be at most 3600",
     "doctor --out /nowhere/x.json": "does not exist",
     "--versoin": "No such option",
 }  # fmt: skip
@@ -510,7 +525,8 @@ def test_every_example_runs(cli: Cli, tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_without_matplotlib_nothing_is_begun(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    for line in ("topology show ring -n 4 --plot", "topology compare -n 4 --plot", f"{RUN} --plot", f"{RUN} --out"):
+    run = "simulate --topology ring -n 4"
+    for line in ("topology show ring -n 4 --plot", "topology compare -n 4 --plot", f"{run} --plot", f"{run} --out"):
         path = tmp_path / ("new" if line.endswith("out") else "a.png")
         out, err, code = cli.all(line, str(path))
         assert (code, out, err) == (1, "", "decent-dp: plots need matplotlib; in the clone: pip install -e '.[plots]'\n")

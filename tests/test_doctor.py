@@ -9,21 +9,25 @@ import os
 import re
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import time
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from decent_dp.cli import doctor, main
 from decent_dp.cli.screen import number
+from decent_dp.errors import PeerError
 from decent_dp.topo import Edge
-from decent_dp.transport import Exchange, Handle, Label, Parcel, process_group
+from decent_dp.transport import Exchange, Handle, Label, Parcel, probe, process_group
 from decent_dp.transport.base import Later
 from decent_dp.transport.communicators import UnreachableError
-from decent_dp.transport.probe import Pair, Probe
+from decent_dp.transport.probe import Pair, Probe, schedule
 from tests.test_cli import links
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "COLUMNS", "FORCE_COLOR")
@@ -47,6 +51,9 @@ def check(document: dict[str, Any], n: int) -> None:
     assert [worker["rank"] for worker in document["workers"]] == list(range(n))
 
 
+MEASURING = r"decent-dp: measuring ([^,\n]+?)(?:, [\d.]+ at once,)? takes about ([^;\n]+); --seconds-a-pair shortens it\n"
+
+
 # -- real launches ---------------------------------------------------------------------------------------------------------
 
 
@@ -56,31 +63,10 @@ def test_four_workers_print_one_json_document() -> None:
     document = json.loads(done.stdout)
     check(document, 4)
     rates = {(i, j): document["mbit_s"][i][j] for i in range(4) for j in range(i + 1, 4)}
-    slow = document["worst"]["slowest"]
+    slow = document["worst"]["inside_nodes"]["slowest"]
     assert slow["mbit_s"] == min(rates.values()) == rates[tuple(slow["pair"])]
-
-
-def test_three_workers_and_a_plan_of_their_links(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "links.json"
-    done = start(3, "--out", str(path), "--seconds-a-pair", "0.1")
-    assert done.returncode == 0, done.stderr
-    assert "decent-dp:" not in done.stderr
-    document = json.loads(path.read_text())
-    check(document, 3)
-    # Worker 0 alone speaks; each measured number is there.
-    assert done.stdout.count("backend gloo, 3 workers on 1 node") == 1
-    assert "all workers reach each other" in done.stdout
-    for row in document["latency_us"]:
-        cells = ["·" if value is None else re.escape(number(value)) for value in row]
-        assert re.search(r" +".join(cells), done.stdout)
-    far = document["worst"]["longest"]
-    assert f"longest way: worker {far['pair'][0]} and worker {far['pair'][1]}, {number(far['latency_us'])} µs" in done.stdout
-    assert f"--measured {path}" in done.stdout
-    assert main(["plan", "--params", "1e6", "--step-ms", "20", "--json", "--top", "1", "--measured", str(path)]) == 0
-    cluster = json.loads(capsys.readouterr().out)["cluster"]
-    assert (cluster["world_size"], cluster["local_world_size"]) == (3, 3)
-    values = sorted(v for row in document["mbit_s"] for v in row if v is not None)
-    assert cluster["intra"]["mbit_s"] == pytest.approx((values[2] + values[3]) / 2)
+    assert document["worst"]["between_nodes"] is None
+    assert re.findall(MEASURING, done.stderr) == [("6 pairs of workers", "1 s")]
 
 
 def test_alone_it_gives_the_line_to_start() -> None:
@@ -132,21 +118,22 @@ class Slow(Exchange):
 def on_known_links(rank: int, n: int, seconds: float) -> Any:
     probe = Probe(seconds, 10.0)
     known = {(0, 1): (3e-3, 40e6), (0, 2): (20e-3, 4e6), (1, 2): (10e-3, 20e6)}
-    now: list[tuple[int, int]] = []
+    now: list[list[tuple[int, int]]] = []
     inner = probe._pairs.exchange
 
     class Known(Exchange):
         def announce(self, edge: Edge, label: Label, text: bytes) -> None: ...
 
         def start(self, edge: Edge, parcel: Parcel) -> Handle:
-            assert edge.ranks == list(now[-1])  # one pair at a time
-            return Slow(inner, *known[now[-1]]).start(edge, parcel)
+            [pair] = now[-1]
+            assert edge.ranks == list(pair)  # one pair at a time
+            return Slow(inner, *known[pair]).start(edge, parcel)
 
     probe._pairs._exchange = Known()  # type: ignore[attr-defined]
-    began = time.monotonic()
-    found = probe.survey(lambda a, b: now.append((a, b)))
-    took = time.monotonic() - began
     nodes = probe.nodes()
+    began = time.monotonic()
+    found = probe.survey(nodes, now.append)
+    took = time.monotonic() - began
     probe.close()
     return known, {pair: (p.latency, p.rate, p.error) for pair, p in found.items()}, now, took, nodes
 
@@ -154,7 +141,7 @@ def on_known_links(rank: int, n: int, seconds: float) -> Any:
 def test_latency_and_rate_of_known_links(workers: Any) -> None:
     results = workers(3, on_known_links, 0.6)
     for known, found, order, took, nodes in results:
-        assert order == [(0, 1), (0, 2), (1, 2)]
+        assert order == [[(0, 1)], [(0, 2)], [(1, 2)]]
         assert found == results[0][1]  # the same on all
         assert nodes == [0, 0, 0]
         assert took < 3 * 0.6 + 60 * 2 * (3e-3 + 20e-3 + 10e-3)
@@ -162,6 +149,64 @@ def test_latency_and_rate_of_known_links(workers: Any) -> None:
             assert found[pair][0] == pytest.approx(latency, rel=0.25)
             assert found[pair][1] == pytest.approx(rate, rel=0.2)
             assert found[pair][2] == ""
+
+
+@pytest.mark.parametrize("sizes", [[1], [5], [1] * 6, [2, 2], [4, 4, 4], [8] * 8, [3, 1, 2, 5], [1] * 5])
+def test_no_two_pairs_at_once_share_a_node(sizes: list[int]) -> None:
+    nodes = [node for node, size in enumerate(sizes) for _ in range(size)]
+    slots = schedule(nodes)
+    assert sorted(pair for slot in slots for pair in slot) == list(combinations(range(len(nodes)), 2))
+    for slot in slots:
+        taken = [nodes[rank] for pair in slot for rank in pair]
+        kinds = {nodes[a] == nodes[b] for a, b in slot}
+        assert len(kinds) == 1
+        assert len(set(taken)) == (len(slot) if kinds == {True} else 2 * len(slot))
+    L, N = sizes[0], len(sizes)
+    if set(sizes) == {L}:
+        assert len(slots) == L * (L - 1) // 2 + (N - 1 if N % 2 == 0 else N if N > 1 else 0) * L * L
+
+
+def with_silent_nodes(rank: int, n: int) -> Any:
+    """Workers 0 and 1 on one node, 2 and 3 on another; what the two nodes send each other is lost on the way."""
+    exchange, waits = process_group._ByEdge.start, []
+
+    def start(self: Any, edge: Edge, parcel: Parcel) -> Handle:
+        a, b = edge.ranks
+        if a // 2 == b // 2:
+            return exchange(self, edge, parcel)
+        limit = self._transport._meeting.timeout.total_seconds()
+
+        def wait() -> None:
+            waits.append(limit)
+            time.sleep(limit)
+            raise PeerError("it sent nothing")
+
+        return Later(wait)
+
+    process_group._ByEdge.start = start  # type: ignore[method-assign]
+    slots: list[list[tuple[int, int]]] = []
+    probe_ = Probe(0.02, 3.0)
+    began = time.monotonic()
+    found = probe_.survey([0, 0, 1, 1], slots.append)
+    took = time.monotonic() - began
+    probe_.close()
+    return {pair: p.error for pair, p in found.items()}, waits, slots, took
+
+
+def test_nodes_that_are_silent_are_soon_given_up(workers: Any) -> None:
+    with_short = workers(4, briefly, with_silent_nodes)
+    for errors, _, slots, took in with_short:
+        assert list(errors) == [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
+        assert [pair for pair, error in errors.items() if not error] == [(0, 1), (2, 3)]
+        assert slots == [[(0, 1), (2, 3)], [(0, 2)], [(0, 3)], [(1, 2)], [(1, 3)]]
+        assert took < 3 + 3 * 0.3 + 2
+    # Who meets the other node first waits for as long as was asked for; all others shortly.
+    assert [waits for _, waits, _, _ in with_short] == [[3.0, 0.3], [0.3, 0.3], [3.0, 0.3], [0.3, 0.3]]
+
+
+def briefly(rank: int, n: int, body: Any) -> Any:
+    probe._BRIEF = 0.3
+    return body(rank, n)
 
 
 def the_command(rank: int, n: int, *options: str) -> tuple[int, str, str, float]:
@@ -190,7 +235,9 @@ def test_workers_that_do_not_reach_each_other(workers: Any, tmp_path: Path) -> N
     assert [code for code, *_ in results] == [1] * 4
     assert all((out, err) == ("", "") for _, out, err, _ in results[1:])
     _, out, err, seconds = results[0]
-    assert re.fullmatch(r"decent-dp: workers 1 and 2 do not reach each other: [^\n]*10\.0\.0\.1 port 1234[^\n]*\n", err)
+    assert re.fullmatch(
+        MEASURING + r"decent-dp: workers 1 and 2 do not reach each other: [^\n]*10\.0\.0\.1 port 1234[^\n]*\n", err
+    )
     assert "do not reach each other: workers 1 and 2" in out
     assert seconds < 15
     document = json.loads(path.read_text())
@@ -201,22 +248,87 @@ def test_workers_that_do_not_reach_each_other(workers: Any, tmp_path: Path) -> N
     assert main(["plan", "--params", "1e6", "--step-ms", "20", "--measured", str(path)]) == 2
 
 
-def killed_on_the_way(rank: int, n: int) -> Any:
-    if rank == 2:
-        Probe._measure = lambda self, peer: os._exit(9)  # type: ignore[method-assign, assignment]
-    return the_command(rank, n, "--timeout", "4", "--json")
+def test_three_workers_and_a_plan_of_their_links(workers: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "links.json"
+    (code, out, err, _), *others = workers(3, the_command, "--out", str(path))
+    assert [other[:3] for other in others] == [(0, "", "")] * 2
+    assert (code, re.findall(MEASURING, err)) == (0, [("3 pairs of workers", "0 s")])
+    assert err.count("\n") == 1
+    document = json.loads(path.read_text())
+    check(document, 3)
+    assert out.count("backend gloo, 3 workers on 1 node") == 1
+    assert "all workers reach each other" in out
+    for row in document["latency_us"]:
+        cells = ["·" if value is None else re.escape(number(value)) for value in row]
+        assert re.search(r" +".join(cells), out)
+    assert f"--measured {path}" in out
+    assert main(["plan", "--params", "1e6", "--step-ms", "20", "--json", "--top", "1", "--measured", str(path)]) == 0
+    cluster = json.loads(capsys.readouterr().out)["cluster"]
+    assert (cluster["world_size"], cluster["local_world_size"]) == (3, 3)
+    values = sorted(v for row in document["mbit_s"] for v in row if v is not None)
+    assert cluster["intra"]["mbit_s"] == pytest.approx((values[2] + values[3]) / 2)
 
 
-def test_a_worker_that_is_killed_on_the_way(workers: Any) -> None:
-    outcomes = workers.outcomes(4, killed_on_the_way)
-    assert outcomes[2].exitcode == 9
-    results = [outcome.value for rank, outcome in enumerate(outcomes) if rank != 2]
-    assert [code for code, *_ in results] == [1] * 3
-    assert [out for _, out, _, _ in results] == [""] * 3
-    assert results[0][2].startswith("decent-dp: worker 2 is gone")
-    assert results[0][2].count("\n") == 1
-    assert [err for _, _, err, _ in results[1:]] == [""] * 2
-    assert all(seconds < 20 for *_, seconds in results)
+def test_a_file_that_cannot_be_written_costs_no_words(workers: Any) -> None:
+    results = workers(2, the_command, "--out", "/dev/full", "--json")
+    assert [code for code, *_ in results] == [1, 1]
+    check(json.loads(results[0][1]), 2)
+    assert re.fullmatch(MEASURING + r"decent-dp: /dev/full could not be written: No space left[^\n]+\n", results[0][2])
+    assert all(seconds < 10 for *_, seconds in results)  # in order: nobody waits for one that went
+
+
+class Gone(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+def with_a_reader_that_goes(rank: int, n: int, path: str) -> Any:
+    began, out = time.monotonic(), Gone()
+    out.fileno = lambda: os.open(os.devnull, os.O_WRONLY)  # type: ignore[method-assign]
+    with contextlib.redirect_stdout(out):
+        code = main(["doctor", "--seconds-a-pair", "0.05", "--out", path])
+    return code, time.monotonic() - began
+
+
+def test_a_reader_that_goes_costs_no_file(workers: Any, tmp_path: Path) -> None:
+    results = workers(2, with_a_reader_that_goes, str(tmp_path / "links.json"))
+    assert [code for code, _ in results] == [0, 0]
+    check(json.loads((tmp_path / "links.json").read_text()), 2)
+    assert all(seconds < 10 for _, seconds in results)
+
+
+def killed_on_the_way(rank: int, n: int, who: int) -> Any:
+    if rank == who:
+        Probe._measure = lambda self, *_: os._exit(9)  # type: ignore[method-assign, assignment]
+    return the_command(rank, n, "--timeout", "2", "--json")
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_a_worker_that_is_killed_on_the_way(workers: Any, who: int) -> None:
+    outcomes = workers.outcomes(4, killed_on_the_way, who)
+    assert outcomes[who].exitcode == 9
+    results = [outcome.value for rank, outcome in enumerate(outcomes) if rank != who]
+    assert [(code, out) for code, out, *_ in results] == [(1, "")] * 3
+    # One of those that are left has the word, and knows that the others only wait.
+    words = "".join(err for _, _, err, _ in results)
+    before = "" if who == 0 else MEASURING
+    assert re.fullmatch(before + rf"decent-dp: worker {who} is gone[^\n]+\n", words)
+    assert all(seconds < 15 for *_, seconds in results)
+
+
+def killed_with_the_store(rank: int, n: int, port: int) -> Any:
+    """Where no launcher keeps the store, worker 0 does."""
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=n)
+    return killed_on_the_way(rank, n, 0)
+
+
+def test_worker_0_goes_and_takes_the_store_with_it(workers: Any) -> None:
+    first, *others = workers.outcomes(3, killed_with_the_store, free_port())
+    assert first.exitcode == 9
+    assert [other.value[:2] for other in others] == [(1, "")] * 2
+    assert re.fullmatch(r"decent-dp: worker 0 is gone[^\n]+\n", others[0].value[2])
+    assert others[1].value[2] == ""
 
 
 _SILENT = """
@@ -250,7 +362,7 @@ def test_a_launcher_that_ends_all_leaves_time_for_a_word(tmp_path: Path) -> None
         out, err = doctor_.communicate(timeout=20)
         silent.kill()
     assert (doctor_.returncode, out) == (1, "")
-    assert re.fullmatch(r"decent-dp: stopped by the launcher, as another worker has failed[^\n]+\n", err)
+    assert re.fullmatch(MEASURING + r"decent-dp: stopped by the launcher, as another worker has failed[^\n]+\n", err)
 
 
 def free_port() -> int:
@@ -290,9 +402,34 @@ def test_no_number_is_cut(n: int, columns: str, capsys: pytest.CaptureFixture[st
         inside = [pair.rate * 8e-6 for (a, b), pair in found.items() if a // 4 == b // 4]
         assert re.search(rf"inside a node +{number(min(inside))} +\S+ +{number(max(inside))}", text)
         assert re.search(rf"between nodes +{number(min(rates))}", text)
-    if n > 4:
-        assert f"slowest link: worker {n - 5} and worker {n - 1}" in text or f"worker {n - 1}" in text
-        assert f"(on host{(n - 5) // 4} and host{(n - 1) // 4})" in text
+    # The worst of each kind beside the median of its kind, in the matrix's unit.
+    unit, scale = ("Gbit/s", 8e-9) if statistics.median(rates) >= 1000 else ("Mbit/s", 8e-6)
+    assert f"both at once, {unit}" in text
+    for kind, where in ((True, "inside nodes"), (False, "between nodes")):
+        own = {pair: found[pair] for pair in found if (pair[0] // 4 == pair[1] // 4) == kind}
+        if not own:
+            assert where not in text
+            continue
+        (a, b), slow = min(own.items(), key=lambda item: item[1].rate)
+        on = "" if kind else f" (on host{a // 4} and host{b // 4})"
+        line = f"slowest link {where}: worker {a} and worker {b}{on}, {number(slow.rate * scale)} {unit}"
+        assert re.search(rf"^{re.escape(line)}$", text, re.MULTILINE)  # little less than the median of its kind
+        (a, b), far = max(own.items(), key=lambda item: item[1].latency)
+        times = far.latency / statistics.median(pair.latency for pair in own.values())
+        more = f", {number(times, 2)} times worse than the median of these links" if times >= 1.3 else ""
+        line = f"longest way {where}: worker {a} and worker {b}{on}, {number(far.latency * 1e6)} µs{more}"
+        assert re.search(rf"^{re.escape(line)}$", text, re.MULTILINE)
+
+
+def test_many_pairs_that_do_not_reach_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    cards = [{"host": "h", "device": "cpu", "python": "3", "torch": "2", "decent_dp": "1"}] * 8
+    found = {pair: found if pair[0] // 4 == pair[1] // 4 else Pair(error="no way") for pair, found in pairs(8, 4).items()}
+    doctor._deliver(doctor._document(cards, [0] * 4 + [1] * 4, "gloo", found, 1.0), False, None)
+    out, err = capsys.readouterr()
+    assert "do not reach each other: workers 0 and 4, 0 and 5," in out
+    assert ", 2 and 5, and 6 more pairs; --json has all\n" in out
+    assert err.count("\n") == 10
+    assert "between nodes" not in out
 
 
 def test_what_is_written_is_what_the_planner_reads(tmp_path: Path) -> None:

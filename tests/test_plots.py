@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.colors import to_hex
 
 from decent_dp.plots import TrainingRow, plot_simulation, plot_topology, plot_training
 from decent_dp.topo import Edge
@@ -112,14 +113,23 @@ def test_a_topology_is_drawn_as_it_is(tmp_path: Path) -> None:
     assert [tuple(at) for at in hollow.get_offsets()] == [pytest.approx(place(3)), pytest.approx(place(5))]
     assert len(filled.get_offsets()) == 4
     assert [len(drawn(axis, "Arc")) for axis in panels] == [3, 3, 3]  # three nodes of two
-    inside, between = pairs[1], pairs[0]
-    assert inside.get_edgecolor() == between.get_edgecolor()  # workers 1 and 2 are on two nodes as well
-    assert drawn(panels[1], "PathPatch")[0].get_edgecolor() != between.get_edgecolor()
+    # 0 and 4 are on two nodes, and so are 1 and 2; 4 and 5 share one: each has the colour that the key says.
+    [key] = [legend for part in figure.subfigs for legend in part.legends]
+    colours = {text.get_text(): line.get_color() for text, line in zip(key.get_texts(), key.get_lines(), strict=False)}
+    inside = next(colour for text, colour in colours.items() if "inside a node" in text)
+    between = next(colour for text, colour in colours.items() if "between nodes" in text)
+    assert inside != between
+    assert [to_hex(patch.get_edgecolor()) for patch in pairs] == [between.lower()] * 2
+    assert [to_hex(patch.get_edgecolor()) for patch in drawn(panels[1], "PathPatch")] == [inside.lower()]
 
     assert curve.get_yscale() == "log"
-    assert list(curve.lines[0].get_ydata()) == pytest.approx([1.0, 0.5, 1e-6])
-    assert curve.lines[1].get_marker() == "v"  # the exact mean, below what is shown
+    decay, drop, mark = curve.lines[:3]
+    assert list(decay.get_ydata()) == pytest.approx([1.0, 0.5])
+    # The exact mean, below what is shown: no decay crosses epsilon between two rounds.
+    assert [list(drop.get_xdata()), list(drop.get_ydata())] == [[1, 2], pytest.approx([0.5, 1e-6])]
+    assert (decay.get_linestyle(), drop.get_linestyle(), mark.get_marker()) == ("-", ":", "v")
     assert "below 1e-06" in curve.get_title(loc="left")
+    assert curve.get_xlabel() == "round"
 
 
 def test_only_the_first_rounds_are_drawn() -> None:
@@ -135,7 +145,16 @@ def test_curves_alone() -> None:
     figure = plot_topology([], {"a": [0.5**t for t in range(100)], "b": [1.0, 0.0]}, epsilon=1e-3)
     [axis] = figure.get_axes()
     assert [text.get_text() for text in axis.get_legend().get_texts()] == ["a", "b"]
-    assert len(axis.lines[0].get_xdata()) == 21  # to the first value below 1e-6, as 0.5^20 is
+    assert len(axis.lines[0].get_xdata()) == 20  # to the last value above 1e-6, as 0.5^20 is below
+    assert axis.get_xlabel() == "round"
+    assert list(axis.get_xlim()) == pytest.approx([0, 20 * 1.03])
+    slow, fast = [0.99**t for t in range(200)], [1.0, 0.0]
+    [axis] = plot_topology([], {"slow": slow, "fast": fast}, epsilon=1e-3).get_axes()
+    assert (axis.get_xscale(), axis.get_xlabel()) == ("symlog", "round (log beyond 10)")
+    [axis] = plot_topology([], {"slow": slow}, epsilon=1e-3).get_axes()
+    assert (axis.get_xscale(), axis.get_xlabel()) == ("linear", "round")
+    [axis] = plot_topology([], {"alone": [0.0]}).get_axes()
+    assert [text.get_marker() for text in axis.lines] == ["o", "None", "v"]
     with pytest.raises(ValueError, match="no consensus errors"):
         plot_topology([], {})
 
@@ -159,3 +178,12 @@ def test_a_simulation_is_drawn_as_it_went(tmp_path: Path) -> None:
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["ring", "base-2"]
     with pytest.raises(ValueError, match="no rows"):
         plot_simulation({"ring": []})
+
+
+def test_a_simulation_that_diverged(tmp_path: Path) -> None:
+    good = {"step": 1, "loss": 2.0, "consensus_distance": 0.1, "accuracy": 0.5, "worst_accuracy": 0.4}
+    bad = {**good, "step": 2, "loss": None, "consensus_distance": None}
+    figure = plot_simulation({"ring": [good, bad]}, tmp_path / "a.png")
+    assert [len(axis.lines[0].get_xdata()) for axis in figure.axes] == [1, 2, 1]
+    figure = plot_simulation({"ring": [bad]}, tmp_path / "b.png")
+    assert [len(axis.lines) for axis in figure.axes] == [0, 2, 0]

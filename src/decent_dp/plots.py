@@ -71,7 +71,7 @@ def plot_training(rows: Sequence[TrainingRow], path: str | Path | None = None, *
             style = {"color": _COLOURS[index % len(_COLOURS)], "linestyle": _DASHES[index % len(_DASHES)], "linewidth": 1.6}
             _draw(left, _means([(row["step"], row["loss"]) for row in own], window), style)
             distances = [(row["step"], row["consensus_distance"]) for row in own]
-            _draw(right, [(step, value) for step, value in distances if value is not None], style)
+            _draw(right, distances, style)
         _finish(left, panel, "training loss, mean over workers")
         _finish(right, panel, "consensus distance")
     for axis in axes[-1]:
@@ -90,8 +90,8 @@ def _means(points: Sequence[tuple[int, float]], window: int) -> list[tuple[float
     return [(sum(step for step, _ in part) / len(part), sum(value for _, value in part) / len(part)) for part in parts]
 
 
-def _draw(axis: Any, points: Sequence[tuple[float, float]], style: dict[str, Any]) -> None:
-    shown = [(step, value) for step, value in points if 0 < value < float("inf")]
+def _draw(axis: Any, points: Sequence[tuple[float, float | None]], style: dict[str, Any]) -> None:
+    shown = [(step, value) for step, value in points if value is not None and 0 < value < float("inf")]
     if shown:
         axis.plot([step for step, _ in shown], [value for _, value in shown], **style)
 
@@ -123,13 +123,14 @@ def _add_legend(figure: Any, runs: Sequence[str]) -> None:
 
 
 def plot_simulation(
-    runs: Mapping[str, Sequence[Mapping[str, float]]], path: str | Path | None = None, *, title: str = ""
+    runs: Mapping[str, Sequence[Mapping[str, Any]]], path: str | Path | None = None, *, title: str = ""
 ) -> Figure:
     """Training loss, test accuracy and consensus distance of simulated runs, against steps.
 
     Args:
         runs: the rows of each run, by its name: 'step', 'loss' (mean over workers), 'consensus_distance', 'accuracy' (of the
-            mean model, from 0 to 1) and 'worst_accuracy' (of the worst replica, drawn thin).
+            mean model, from 0 to 1) and 'worst_accuracy' (of the worst replica, drawn thin). Losses and distances that a
+            log scale cannot show (0, None, not finite: the run diverged) are left out.
         path: where the figure is written; the ending says the format ('.png'). None: it is only returned.
         title: above the figure.
 
@@ -206,7 +207,7 @@ def plot_topology(
     Args:
         rounds: the edges of each round; the first 12 are drawn. None: the curves alone.
         errors: the consensus error after 0, 1, … rounds, relative to that at the start, by the name of the curve. Where it is 0
-            (an exact mean, in float64 about 1e-16) the curve ends at the lower border with a mark.
+            (an exact mean, in float64 about 1e-16) the curve ends at the lower border with a mark, where a dotted line leads.
         path: where the figure is written; the ending says the format ('.png'). None: it is only returned.
         title: above the figure.
         local_world_size: workers a node.
@@ -355,22 +356,28 @@ def _draw_errors(axis: Any, errors: Mapping[str, Sequence[float]], epsilon: floa
     longest = 0
     for index, (name, values) in enumerate(errors.items()):
         reached = next((t for t, value in enumerate(values) if value < floor), None)
-        shown = [max(value, floor) for value in (values if reached is None else values[: reached + 1])]
-        style = {"color": _COLOURS[(index + 1) % len(_COLOURS)], "linestyle": _DASHES[index % len(_DASHES)]}
+        shown = values[:reached]
+        colour = _COLOURS[(index + 1) % len(_COLOURS)]
+        style = {"color": colour, "linestyle": _DASHES[index % len(_DASHES)]}
         marker = "o" if len(shown) <= 40 else None
         axis.plot(range(len(shown)), shown, linewidth=1.6, marker=marker, markersize=3.2, label=name, **style)
-        longest = max(longest, len(shown) - 1)
+        longest = max(longest, len(shown) - (reached is None))
         if reached is not None:
-            axis.plot([reached], [floor], marker="v", markersize=8, color=style["color"], clip_on=False, zorder=4)
+            # Not a decay: where this line crosses an error says nothing about when it was reached.
+            start = max(reached - 1, 0)
+            axis.plot([start, reached], [max(values[start], floor), floor], color=colour, linestyle=":", linewidth=1.0)
+            axis.plot([reached], [floor], marker="v", markersize=8, color=colour, clip_on=False, zorder=4)
     axis.set_yscale("log")
     axis.set_ylim(floor, 1.6)
     axis.set_xlim(0, max(longest, 1) * 1.03)
+    axis.set_xlabel("round")
     if len(errors) > 1 and longest > 40:
         # The fast ones would be a line on the left: as far as 10 evenly, then by powers.
         axis.set_xscale("symlog", linthresh=10, linscale=1.5)
         axis.set_xticks([t for t in (0, 2, 4, 6, 8, 10, 20, 50, 100, 200, 400) if t <= longest])
         axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axis.minorticks_off()
+        axis.set_xlabel("round (log beyond 10)")
     else:
         axis.xaxis.get_major_locator().set_params(integer=True)
     if epsilon is not None:
@@ -385,7 +392,6 @@ def _draw_errors(axis: Any, errors: Mapping[str, Sequence[float]], epsilon: floa
             fontsize=8.5,
             color="0.4",
         )
-    axis.set_xlabel("round")
     mark = f" (▼ below {floor:g})" if any(min(values) < floor for values in errors.values()) else ""
     axis.set_title(f"consensus error, relative to the start{mark}", loc="left", fontsize=10)
     axis.spines[["top", "right"]].set_visible(False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -91,13 +92,26 @@ def run(argv: Sequence[str]) -> int:
     except _CLICK_ERROR as error:
         context = getattr(error, "ctx", None)
         path = context.command_path if context is not None else "decent-dp"
-        text = one_line(error.format_message())  # type: ignore[attr-defined]
+        text = _no_number(error) or one_line(error.format_message())  # type: ignore[attr-defined]
         stop = "" if text.endswith((".", "?")) else "."
         return _fail(f"{text}{stop} See: {path} --help", getattr(error, "exit_code", 2))
     except (NotImplementedError, RecursionError):
         raise  # kinds of RuntimeError that are bugs
     except (RuntimeError, ImportError, OSError) as error:
         return _fail(str(error) or type(error).__name__, 1)
+
+
+def _no_number(error: Any) -> str | None:
+    """What typer's error about a text that is no number says, in the words of the others; None: it is another error."""
+    said = re.search(r"valid (integer|number|float)", str(getattr(error, "message", "")))
+    if said is None or getattr(error, "param", None) is None:
+        return None
+    # Where the text is that was typed: with the cause, or in the message, by the version of typer.
+    known: Any = getattr(error.__cause__, "errors", list)()
+    quoted = re.match(r"'(.*)' is not", str(error.message))
+    value = known[0]["input"] if known else quoted[1] if quoted else None
+    got = "" if value is None else f", got '{value}'"
+    return f"{error.param.opts[0]} must be a {'whole ' if said[1] == 'integer' else ''}number{got}"
 
 
 def _fail(message: str, code: int) -> int:

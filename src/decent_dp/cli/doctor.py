@@ -20,7 +20,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 import decent_dp
-from decent_dp.cli.inputs import require, writable
+from decent_dp.cli.inputs import require, writable, writing
 from decent_dp.cli.screen import number, one_line, plain_json, progress_console, say, table, write_json
 
 if TYPE_CHECKING:
@@ -33,6 +33,11 @@ FORMAT = "decent_dp-doctor-1"
 _TORCHRUN = "torchrun --standalone --nproc-per-node 4 -m decent_dp.cli doctor"
 # Workers up to which the whole matrix is shown, and columns of a block of it.
 _MATRIX, _COLUMNS = 16, 8
+_SHOWN_PAIRS = 10
+_MOST_SECONDS = 3600.0
+# What a slot takes more than it was given, to begin and to gather.
+_AROUND_A_SLOT = 0.05
+_KINDS = {"inside_nodes": "inside nodes", "between_nodes": "between nodes"}
 
 EXAMPLES = f"""[bold]Examples[/bold]
 
@@ -59,11 +64,12 @@ def doctor(
 ) -> int:
     """Check the workers and measure the links between them; start it as you start the training, with torchrun.
 
-    Latency and bandwidth of every pair come from the library's own exchanges, one pair at a time. Without torchrun it says
-    what it can about this one machine.
+    Latency and bandwidth of every pair come from the library's own exchanges. Pairs are measured at once where they share
+    neither a node nor its link: for N nodes of L workers it takes at most N x L x L times --seconds-a-pair, a minute and a half
+    for 4 nodes of 8. Without torchrun it says what it can about this one machine.
     """
-    require("--seconds-a-pair", seconds, above=0)
-    require("--timeout", timeout, above=0)
+    require("--seconds-a-pair", seconds, above=0, most=_MOST_SECONDS)
+    require("--timeout", timeout, above=0, most=_MOST_SECONDS)
     if os.environ.get("RANK", "0") == "0":  # the file is worker 0's, and so is the word about it
         writable("--out", out)
 
@@ -72,51 +78,66 @@ def doctor(
 
     began = time.monotonic()
     with _bounded(timeout):
-        rank, _ = initialize_dist()
+        initialize_dist()
         probe = Probe(seconds, timeout)
     try:
         return _examine(probe, seconds, began, json, out)
     except (RuntimeError, _StoppedError) as error:
         reason: Exception = error
-    with _ending_calmly():
-        _explain(probe, rank, reason)
+    _explain(probe, reason)
     return 1
 
 
 def _examine(probe: Probe, seconds: float, began: float, json: bool, out: Path | None) -> int:
     """The survey; worker 0 says what came of it while the others wait for it to have done so."""
-    workers = probe.gather(_card(str(probe.device)))
-    nodes = probe.nodes()
-    with _stopping(probe.rank), _progress(probe, seconds) as on_pair:
-        pairs = probe.survey(on_pair)
+    with _stopping():
+        workers = probe.gather(_card(str(probe.device)))
+        nodes = probe.nodes()
+        with _progress(probe, nodes, seconds) as on_slot:
+            pairs = probe.survey(nodes, on_slot)
     code = 1 if any(pair.error for pair in pairs.values()) else 0
-    if probe.rank == 0:
-        document = _document(workers, nodes, probe.backend, pairs, time.monotonic() - began)
-        if out is not None:
-            out.write_text(plain_json(document) + "\n", encoding="utf-8")
+    try:
+        if probe.rank == 0:
+            _deliver(_document(workers, nodes, probe.backend, pairs, time.monotonic() - began), json, out)
+    except (RuntimeError, OSError) as error:
+        _say_error(str(error))
+        code = 1
+    finally:
+        codes: list[int] = probe.gather(code)
+        probe.close()
+    return max(codes)
+
+
+def _deliver(document: dict[str, Any], json: bool, out: Path | None) -> None:
+    try:
         if json:
             write_json(document)
         else:
             _report(document, out)
-        for (a, b), pair in pairs.items():
-            if pair.error:
-                sys.stderr.write(f"decent-dp: workers {a} and {b} do not reach each other: {one_line(pair.error)}\n")
-    probe.gather(None)
-    probe.close()
-    return code
+        for found in document["unreachable"][:_SHOWN_PAIRS]:
+            _say_error("workers {} and {} do not reach each other: ".format(*found["pair"]) + found["reason"])
+    finally:  # also when the reader of the words has gone
+        if out is not None:
+            with writing(out):
+                out.write_text(plain_json(document) + "\n", encoding="utf-8")
 
 
-def _explain(probe: Probe, rank: int, reason: Exception) -> None:
-    """One line by worker 0 about a survey that broke off; the others wait for it."""
-    gone = [] if isinstance(reason, _StoppedError) else probe.roll_call()
-    if rank == 0:
-        text = one_line(reason)
-        if gone:
-            who = f"worker {gone[0]} is" if len(gone) == 1 else f"workers {', '.join(map(str, gone))} are"
-            text = f"{who} gone: killed, or failed with words of its own; see there. The links were not measured to the end"
-        sys.stderr.write(f"decent-dp: {text}\n")
-        sys.stderr.flush()
-        probe.dismiss()
+def _explain(probe: Probe, reason: Exception) -> None:
+    """One line about a survey that broke off, by the lowest worker that is left; the others wait for it."""
+    gone = probe.roll_call()
+    if gone is None:
+        return
+    text = str(reason)
+    if gone and not isinstance(reason, _StoppedError):
+        who = f"worker {gone[0]} is" if len(gone) == 1 else f"workers {', '.join(map(str, gone))} are"
+        text = f"{who} gone: killed, or failed with words of its own; see there. The links were not measured to the end"
+    _say_error(text)
+    probe.dismiss()
+
+
+def _say_error(text: str) -> None:
+    sys.stderr.write(f"decent-dp: {one_line(text)}\n")
+    sys.stderr.flush()
 
 
 # -- around the measuring --------------------------------------------------------------------------------------------------
@@ -129,11 +150,10 @@ def _bounded(seconds: float) -> Iterator[None]:
     def end() -> None:
         if os.environ.get("RANK", "0") == "0":
             size = os.environ.get("WORLD_SIZE", "1")
-            sys.stderr.write(
-                f"decent-dp: the {size} workers did not meet within {seconds:g} s: see that all are started, with the same "
-                "MASTER_ADDR and MASTER_PORT, and that no firewall is between them; --timeout waits longer\n"
+            _say_error(
+                f"the {size} workers did not meet within {seconds:g} s: see that all are started, with the same MASTER_ADDR "
+                "and MASTER_PORT, and that no firewall is between them; --timeout waits longer"
             )
-            sys.stderr.flush()
         os._exit(1)
 
     timer = threading.Timer(seconds, end)
@@ -146,9 +166,9 @@ def _bounded(seconds: float) -> Iterator[None]:
 
 
 @contextmanager
-def _stopping(rank: int) -> Iterator[None]:
-    """Lets worker 0 say a last word when the launcher ends it because another worker has failed."""
-    if rank != 0 or threading.current_thread() is not threading.main_thread():
+def _stopping() -> Iterator[None]:
+    """Lets a worker say a last word when the launcher ends it because another worker has failed."""
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
 
@@ -161,34 +181,41 @@ def _stopping(rank: int) -> Iterator[None]:
     before = signal.signal(signal.SIGTERM, stop)
     try:
         yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    except BaseException:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the word takes seconds at most, and then the worker ends anyway
+        raise
+    signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
-def _ending_calmly() -> Iterator[None]:
-    """A launcher that ends all workers now is welcome to, once the word is said."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    yield
+def _progress(probe: Probe, nodes: Sequence[int], seconds: float) -> Iterator[Any]:
+    """Says how long it takes; gives what to call before each slot: worker 0 shows it where somebody looks."""
+    from decent_dp.transport.probe import schedule
 
-
-@contextmanager
-def _progress(probe: Probe, seconds: float) -> Iterator[Any]:
-    """What to call before each pair: worker 0 shows it where somebody looks."""
-    console = progress_console() if probe.rank == 0 else None
-    total = probe.world_size * (probe.world_size - 1) // 2
-    if console is None or total == 0:
+    total, slots = probe.world_size * (probe.world_size - 1) // 2, len(schedule(nodes))
+    if probe.rank != 0 or total == 0:
+        yield None
+        return
+    about = slots * (seconds + _AROUND_A_SLOT)
+    time_ = f"{about:.0f} s" if about < 100 else f"{about / 60:.0f} min"
+    once = f", {total / slots:.2g} at once," if total >= 2 * slots else ""
+    _say_error(
+        f"measuring {total:,} pair{'s' * (total > 1)} of workers{once} takes about {time_}; --seconds-a-pair shortens it"
+    )
+    console = progress_console()
+    if console is None:
         yield None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(f"{total} pairs, at most about {total * seconds:.0f} s", total=total)
+        task = bar.add_task("", total=total)
 
-        def on_pair(a: int, b: int) -> None:
-            bar.update(task, description=f"workers {a} and {b}", advance=1)
+        def on_slot(slot: Sequence[tuple[int, int]]) -> None:
+            (a, b), more = slot[0], len(slot) - 1
+            words = f"workers {a} and {b}" + (f" and {more} more pair{'s' * (more > 1)}" if more else "")
+            bar.update(task, description=words, advance=len(slot))
 
-        yield on_pair
+        yield on_slot
 
 
 # -- what was found --------------------------------------------------------------------------------------------------------
@@ -232,29 +259,35 @@ def _document(
         "latency_us": latency,
         "mbit_s": rate,
         "unreachable": [{"pair": [a, b], "reason": one_line(p.error)} for (a, b), p in pairs.items() if p.error],
-        "worst": _worst(pairs),
+        "worst": _worst(pairs, nodes),
         "seconds": seconds,
     }
 
 
-def _worst(pairs: dict[tuple[int, int], Pair]) -> dict[str, Any] | None:
-    good = {pair: found for pair, found in pairs.items() if not found.error}
-    if not good:
-        return None
-    slow = min(good, key=lambda pair: good[pair].rate)
-    far = max(good, key=lambda pair: good[pair].latency)
-    return {
-        "slowest": {
-            "pair": list(slow),
-            "mbit_s": good[slow].rate * 8 / 1e6,
-            "median_mbit_s": statistics.median(p.rate for p in good.values()) * 8 / 1e6,
-        },
-        "longest": {
-            "pair": list(far),
-            "latency_us": good[far].latency * 1e6,
-            "median_latency_us": statistics.median(p.latency for p in good.values()) * 1e6,
-        },
-    }
+def _worst(pairs: dict[tuple[int, int], Pair], nodes: Sequence[int]) -> dict[str, Any]:
+    """The worst pair inside nodes and between them, each beside the median of its kind; None where there is none."""
+    found: dict[str, Any] = {}
+    for kind in _KINDS:
+        inside = kind == "inside_nodes"
+        good = {(a, b): p for (a, b), p in pairs.items() if not p.error and (nodes[a] == nodes[b]) == inside}
+        if not good:
+            found[kind] = None
+            continue
+        slow = min(good, key=lambda pair: good[pair].rate)
+        far = max(good, key=lambda pair: good[pair].latency)
+        found[kind] = {
+            "slowest": {
+                "pair": list(slow),
+                "mbit_s": good[slow].rate * 8 / 1e6,
+                "median_mbit_s": statistics.median(p.rate for p in good.values()) * 8 / 1e6,
+            },
+            "longest": {
+                "pair": list(far),
+                "latency_us": good[far].latency * 1e6,
+                "median_latency_us": statistics.median(p.latency for p in good.values()) * 1e6,
+            },
+        }
+    return found
 
 
 def _report(document: dict[str, Any], out: Path | None) -> None:
@@ -283,10 +316,14 @@ def _report(document: dict[str, Any], out: Path | None) -> None:
     say("", f"what to make of these links{hint}:", f"  decent-dp plan --measured {file} --params 65e6 --step-ms 60")
 
 
-def _report_links(document: dict[str, Any]) -> None:
+def _unit(document: dict[str, Any]) -> tuple[str, float]:
+    """In which the rates are shown, and how many of it a Mbit/s is."""
     rates = [value for row in document["mbit_s"] for value in row if value is not None]
-    giga = bool(rates) and statistics.median(rates) >= 1000
-    unit, scale = ("Gbit/s", 1e-3) if giga else ("Mbit/s", 1.0)
+    return ("Gbit/s", 1e-3) if rates and statistics.median(rates) >= 1000 else ("Mbit/s", 1.0)
+
+
+def _report_links(document: dict[str, Any]) -> None:
+    unit, scale = _unit(document)
     show = _blocks if document["world_size"] <= _MATRIX else _by_nodes
     say("latency one way, µs", *show(document, "latency_us", 1.0), "")
     say(f"bandwidth of each direction, both at once, {unit}", *show(document, "mbit_s", scale))
@@ -322,22 +359,26 @@ def _by_nodes(document: dict[str, Any], key: str, scale: float) -> list[Any]:
 
 def _in_words(document: dict[str, Any]) -> list[str]:
     lines = []
-    worst, workers = document["worst"], document["workers"]
+    workers, (unit, scale) = document["workers"], _unit(document)
 
     def ends(pair: Sequence[int]) -> str:
         hosts = [workers[rank]["host"] for rank in pair]
         where = f" (on {hosts[0]} and {hosts[1]})" if hosts[0] != hosts[1] else ""
         return f"worker {pair[0]} and worker {pair[1]}{where}"
 
-    if worst is not None:
+    for kind, where in _KINDS.items():
+        worst = document["worst"][kind]
+        if worst is None:
+            continue
         slow, far = worst["slowest"], worst["longest"]
-        rate = f"{number(slow['mbit_s'])} Mbit/s"
-        lines.append(f"slowest link: {ends(slow['pair'])}, {rate}{_times(slow['median_mbit_s'], slow['mbit_s'])}")
-        delay = f"{number(far['latency_us'])} µs"
-        lines.append(f"longest way: {ends(far['pair'])}, {delay}{_times(far['latency_us'], far['median_latency_us'])}")
+        rate, delay = f"{number(slow['mbit_s'] * scale)} {unit}", f"{number(far['latency_us'])} µs"
+        more = _times(slow["median_mbit_s"], slow["mbit_s"]), _times(far["latency_us"], far["median_latency_us"])
+        lines.append(f"slowest link {where}: {ends(slow['pair'])}, {rate}{more[0]}")
+        lines.append(f"longest way {where}: {ends(far['pair'])}, {delay}{more[1]}")
     if document["unreachable"]:
-        pairs = ", ".join("{} and {}".format(*found["pair"]) for found in document["unreachable"])
-        lines.append(f"do not reach each other: workers {pairs}")
+        pairs = ["{} and {}".format(*found["pair"]) for found in document["unreachable"]]
+        others = f", and {len(pairs) - _SHOWN_PAIRS} more pairs; --json has all" if len(pairs) > _SHOWN_PAIRS else ""
+        lines.append(f"do not reach each other: workers {', '.join(pairs[:_SHOWN_PAIRS])}{others}")
     else:
         lines.append("all workers reach each other")
     return lines
@@ -345,4 +386,4 @@ def _in_words(document: dict[str, Any]) -> list[str]:
 
 def _times(large: float, small: float) -> str:
     factor = large / small if small > 0 else math.inf
-    return f", {factor:.2g} times worse than the median" if factor >= 1.3 else ""
+    return f", {number(factor, 2)} times worse than the median of these links" if factor >= 1.3 else ""

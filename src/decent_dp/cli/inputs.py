@@ -6,6 +6,7 @@ import difflib
 import importlib.util
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -23,16 +24,23 @@ __all__ = [
     "as_seconds",
     "can_plot",
     "check_workers",
+    "in_options",
     "make",
     "one_of",
     "read_json",
     "refusing",
     "require",
     "writable",
+    "writable_folder",
+    "writing",
 ]
 
 # Beyond it a table of rounds takes minutes and helps nobody.
 MOST_WORKERS = 16_384
+# What links, models and steps can be, with room on both sides: bits a second, parameters, seconds, bytes.
+_RATES, _MOST_COUNT, _TIMES, _MOST_BYTES = (1e3, 1e18), 10**15, (1e-9, 3600.0), 1e18
+# A plain number below it was meant to have a unit.
+_PLAIN_BITS = 1e6
 
 _PREFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _NUMBER = re.compile(r"([-+]?(?:\d+(?:[_,]\d+)*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(.*)", re.DOTALL)
@@ -51,11 +59,13 @@ def refusing(what: str = "") -> Iterator[None]:
         raise BadInputError(f"{what}: {error}" if what else str(error)) from error
 
 
-def require(option: str, value: float, *, least: float | None = None, above: float | None = None) -> None:
-    """Refuses a number that is too small, or none at all.
+def require(
+    option: str, value: float, *, least: float | None = None, above: float | None = None, most: float | None = None
+) -> None:
+    """Refuses a number that is too small or too large, or none at all.
 
     Raises:
-        BadInputError: ``value`` is not finite, less than ``least``, or not more than ``above``.
+        BadInputError: ``value`` is not finite, less than ``least``, not more than ``above``, or more than ``most``.
     """
     if not math.isfinite(value):
         raise BadInputError(f"{option} must be a finite number, got {value}")
@@ -63,6 +73,8 @@ def require(option: str, value: float, *, least: float | None = None, above: flo
         raise BadInputError(f"{option} must be at least {least:g}, got {value:g}")
     if above is not None and value <= above:
         raise BadInputError(f"{option} must be more than {above:g}, got {value:g}")
+    if most is not None and value > most:
+        raise BadInputError(f"{option} must be at most {most:g}, got {value:g}")
 
 
 def one_of(option: str, value: str, known: Iterable[str]) -> str:
@@ -83,10 +95,19 @@ def as_rate(option: str, text: str) -> float:
     """Bytes a second of '25gbit', '1.5 Gbit/s', '100mbps', '3GB/s', or a plain number of bits a second.
 
     Raises:
-        BadInputError: it is no rate above zero, or its unit is unknown.
+        BadInputError: it is no rate from 1 kbit/s to 1 Ebit/s, or its unit is missing or unknown.
     """
-    help_ = "write a rate such as 25gbit, 100mbit or 3GB/s; a plain number counts bits a second"
+    help_ = "write a rate such as 25gbit, 100mbit or 3GB/s"
     number, unit = _split(option, text, help_)
+    if not unit and number < _PLAIN_BITS:
+        raise BadInputError(f"{option} '{text}' has no unit: write {text.strip()}gbit (a plain number counts bits a second)")
+    bits = 8 * _bytes_a_second(option, text, number, unit, help_)
+    if not _RATES[0] <= bits <= _RATES[1]:
+        raise BadInputError(f"{option} '{text}' is no rate of a link, 1 kbit/s to 1 Ebit/s: {help_}")
+    return bits / 8
+
+
+def _bytes_a_second(option: str, text: str, number: float, unit: str, help_: str) -> float:
     match = re.fullmatch(r"([kmgt]?)bits?(?:/s|ps)?", unit, re.IGNORECASE)
     if match or not unit:
         return number * (_PREFIXES[match[1].lower()] if match else 1) / 8
@@ -101,21 +122,24 @@ def as_seconds(option: str, text: str) -> float:
     """Seconds of '20us', '0.1ms', '300 ns' or '1s'.
 
     Raises:
-        BadInputError: it is no time above zero, or its unit is missing or unknown.
+        BadInputError: it is no time from 1 ns to 1 h, or its unit is missing or unknown.
     """
     help_ = "write a time such as 20us, 0.1ms or 1s"
     number, unit = _split(option, text, help_)
     units = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0}
     if unit.lower() not in units:
         raise BadInputError(f"{option} '{text}' has {'a unit that is unknown here' if unit else 'no unit'}: {help_}")
-    return number * units[unit.lower()]
+    seconds = number * units[unit.lower()]
+    if not _TIMES[0] * (1 - 1e-9) <= seconds <= _TIMES[1]:
+        raise BadInputError(f"{option} '{text}' is not between 1 ns and 1 h: {help_}")
+    return seconds
 
 
 def as_bytes(option: str, text: str) -> float:
     """Bytes of '100MB', '1.5 GiB', or a plain number.
 
     Raises:
-        BadInputError: it is no size above zero, or its unit is unknown.
+        BadInputError: it is no size of 1 byte to 10^18, or its unit is unknown.
     """
     help_ = "write a size such as 100MB or 1.5GiB; a plain number counts bytes"
     number, unit = _split(option, text, help_)
@@ -123,14 +147,17 @@ def as_bytes(option: str, text: str) -> float:
     if match is None:
         raise BadInputError(f"{option} '{text}' has a unit that is unknown here: {help_}")
     prefix = (match[1] or "").lower()
-    return number * (1024 ** ("kmgt".index(prefix) + 1) if match[2] else _PREFIXES[prefix])
+    nbytes = number * (1024 ** ("kmgt".index(prefix) + 1) if match[2] else _PREFIXES[prefix])
+    if not 1 <= nbytes <= _MOST_BYTES:
+        raise BadInputError(f"{option} '{text}' is not between 1 byte and 10^18: {help_}")
+    return nbytes
 
 
 def as_count(option: str, text: str) -> int:
     """A whole number of '65e6', '65M', '1.3B', '65,000,000' or '65000000'.
 
     Raises:
-        BadInputError: it is no whole number above zero.
+        BadInputError: it is no whole number from 1 to 10^15.
     """
     help_ = "write a whole number such as 65e6, 65M or 1.3B"
     number, unit = _split(option, text, help_)
@@ -138,6 +165,8 @@ def as_count(option: str, text: str) -> int:
     if unit.lower() not in scales:
         raise BadInputError(f"{option} '{text}' has a unit that is unknown here: {help_}")
     value = number * scales[unit.lower()]
+    if value > _MOST_COUNT:
+        raise BadInputError(f"{option} '{text}' is more than 10^15: {help_}")
     if abs(value - round(value)) > 1e-6 * value or round(value) < 1:
         raise BadInputError(f"{option} '{text}' is no whole number: {help_}")
     return round(value)
@@ -172,23 +201,40 @@ def make(name: str, n: int, local: int) -> Topology:
     Raises:
         BadInputError: the name is unknown, or it does not serve so many workers.
     """
-    from decent_dp.topo import make_topology
+    from decent_dp.topo import TopologyReg, make_topology, names_that_fit, why_unfit
 
     check_workers(n, local)
+    for part in [name] if name in TopologyReg.registry else [part.strip().partition(":")[0] for part in name.split(",")]:
+        reason = why_unfit(part, n, local) if part in TopologyReg.registry else None
+        if reason is not None:
+            fitting = ", ".join(names_that_fit(n, local)) or "none"
+            raise BadInputError(f"'{part}' {in_options(reason)}; of the registered ones fit: {fitting}")
     with refusing():
         return make_topology(name, local_world_size=local, world_size=n, rank=0)
+
+
+def in_options(reason: str) -> str:
+    """What the library says about numbers of workers, as who typed options would say it."""
+    reason = reason.replace("got world_size=", "got ")
+    return re.sub(r"\bworld_size=", "-n ", re.sub(r"\blocal_world_size=", "-l ", reason))
 
 
 def read_json(option: str, path: Path) -> Any:
     """What a JSON file holds.
 
     Raises:
-        BadInputError: there is no such file, it cannot be read, or it holds no JSON.
+        BadInputError: there is no such file, it cannot be read, or it holds no JSON in UTF-8.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise BadInputError(f"{option} {path} cannot be read: {error.strerror or error}; give a file that exists") from error
+    except UnicodeDecodeError as error:
+        raise BadInputError(
+            f"{option} {path} is not UTF-8 (some shells write > FILE in UTF-16): let the doctor write it, with --out FILE"
+        ) from error
+    except RecursionError as error:
+        raise BadInputError(f"{option} {path} holds no JSON that can be meant: its brackets are nested too deep") from error
     except ValueError as error:
         raise BadInputError(f"{option} {path} holds no JSON: {error}") from error
 
@@ -211,7 +257,8 @@ def writable(option: str, path: Path | None, endings: Iterable[str] = ()) -> Non
     """Refuses, before any work is done, a file that could not be written at its end.
 
     Raises:
-        BadInputError: its folder is not there, it is a folder itself, or its ending says no format that is known.
+        BadInputError: its folder is not there, it or its folder may not be written to, it is a folder itself, or its ending
+            says no format that is known.
         ImportError: as of ``can_plot``, where endings are given.
     """
     if path is None:
@@ -220,8 +267,46 @@ def writable(option: str, path: Path | None, endings: Iterable[str] = ()) -> Non
         raise BadInputError(f"{option} {path} is a folder: give the name of a file in it")
     if not path.parent.is_dir():
         raise BadInputError(f"{option} {path}: the folder {path.parent} does not exist; make it first")
+    _permitted(option, path, path if path.exists() else path.parent)
     if endings:
         can_plot()
     known = list(endings)
     if known and path.suffix.lower() not in known:
         raise BadInputError(f"{option} {path} has no ending that is known here: write one of {', '.join(known)}")
+
+
+def writable_folder(option: str, path: Path | None, files: Iterable[str]) -> None:
+    """Refuses, before any work is done, a folder, there or to be made, in which these files could not be written at the end.
+
+    Raises:
+        BadInputError: it is no folder, it cannot be made, or it or a file may not be written to.
+    """
+    if path is None:
+        return
+    if path.is_dir():
+        for name in files:
+            writable(option, path / name)
+        return
+    nearest = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if not nearest.is_dir():
+        raise BadInputError(f"{option} {path}: {nearest} is no folder; give the name of one, new or not")
+    _permitted(option, path, nearest)
+
+
+def _permitted(option: str, path: Path, place: Path) -> None:
+    if not os.access(place, os.W_OK):
+        what = "it" if place == path else f"the folder {place}"
+        raise BadInputError(f"{option} {path}: {what} may not be written to; give another place")
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What goes wrong with a file names the file.
+
+    Raises:
+        RuntimeError: it could not be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise RuntimeError(f"{path} could not be written: {error.strerror or error}; give another place") from error

@@ -32,8 +32,10 @@ __all__ = ["EXAMPLES", "plan"]
 
 _LATENCY_INTER, _LATENCY_INTRA = "20us", "5us"
 _BACKENDS = ("gloo", "nccl")
+# An hour: beyond it nothing is said of a network. And how many workers are predicted within half a minute.
+_LONGEST_MS, _MOST_WORKERS = 3.6e6, 1024
 # A word for a narrow column.
-_LIMITS = {"links between nodes": "network", "links inside a node": "node", "a slow worker": "worker"}
+_LIMITS = {"links between nodes": "network", "links inside a node": "node", "a slow worker": "worker", "the CPU and TCP": "cpu"}
 
 EXAMPLES = """[bold]Examples[/bold]
 
@@ -101,7 +103,7 @@ def plan(
         # What one would do without this library is always among them.
         shown = shown[:top] + [place for place in shown[top:] if place[1].choice.kind == "ddp"][:1]
     if json:
-        write_json(_document(cluster, job, shown))
+        write_json(_document(cluster, job, shown, len(found)))
         return
     _report(cluster, job, shown, len(found))
 
@@ -119,8 +121,8 @@ def _job(
     count = as_count("--params", params)
     for option, value in (("--step-ms", step_ms), ("--forward-ms", forward_ms), ("--backward-ms", backward_ms)):
         if value is not None:
-            require(option, value, above=0)
-    require("--optimizer-ms", optimizer_ms, least=0)
+            require(option, value, above=0, most=_LONGEST_MS)
+    require("--optimizer-ms", optimizer_ms, least=0, most=_LONGEST_MS)
     require("--jitter", jitter, least=0)
     if jitter >= 1:
         raise BadInputError(f"--jitter is relative to the step and must be below 1, got {jitter:g}; 0.02 is two percent")
@@ -133,6 +135,11 @@ def _job(
         forward_ms = rest / 3
     forward = rest - backward_ms if forward_ms is None and backward_ms is not None else forward_ms or 0.0
     backward = rest - forward if backward_ms is None else backward_ms
+    if optimizer_ms >= step_ms:
+        raise BadInputError(
+            f"--optimizer-ms {optimizer_ms:g} leaves nothing of --step-ms {step_ms:g} for forward and backward: write less, "
+            "it is a part of the step"
+        )
     total = forward + backward + optimizer_ms
     if min(forward, backward) <= 0 or not math.isclose(total, step_ms, rel_tol=1e-6):
         raise BadInputError(
@@ -155,8 +162,8 @@ def _cluster(
     if n is None:
         raise BadInputError("the workers are missing: write -n 32 (and -l 4 for 4 a node), or --measured FILE")
     check_workers(n, local)
-    if n % local:
-        raise BadInputError(f"-l {local} does not divide -n {n}: every node must have as many workers; write another of them")
+    if n > _MOST_WORKERS:
+        raise BadInputError(f"-n {n}: steps of more than {_MOST_WORKERS} workers take minutes to predict; write at most that")
     require("--ports", ports, least=1)
     # A link that is not there cannot limit.
     between = _link("--inter", *inter, _LATENCY_INTER, f"{n // local} nodes" if local < n else "")
@@ -191,8 +198,8 @@ def _measured(path: Path, backend: str | None) -> Cluster:
 # -- what was found --------------------------------------------------------------------------------------------------------
 
 
-def _document(cluster: Cluster, job: Job, shown: Sequence[tuple[int, Prediction]]) -> dict[str, Any]:
-    from decent_dp.planner import left_out
+def _document(cluster: Cluster, job: Job, shown: Sequence[tuple[int, Prediction]], count: int) -> dict[str, Any]:
+    from decent_dp.planner import left_out, same_rounds
 
     links = {
         name: {"latency_us": link.latency_s * 1e6, "mbit_s": link.bytes_per_s * 8 / 1e6}
@@ -215,13 +222,15 @@ def _document(cluster: Cluster, job: Job, shown: Sequence[tuple[int, Prediction]
             "optimizer_ms": job.optimizer_ms,
             "jitter": job.jitter,
         },
+        "ranked": count,
         "predictions": [{"rank": place, **prediction.as_dict()} for place, prediction in shown],
+        "same_rounds": [{"name": name, "as": other} for name, other in same_rounds(cluster).items()],
         "do_not_fit": [{"name": name, "reason": reason} for name, reason in left_out(cluster).items()],
     }
 
 
 def _report(cluster: Cluster, job: Job, shown: Sequence[tuple[int, Prediction]], count: int) -> None:
-    from decent_dp.planner import left_out
+    from decent_dp.planner import left_out, same_rounds
 
     n, local = cluster.world_size, cluster.local_world_size
     links = [
@@ -240,8 +249,12 @@ def _report(cluster: Cluster, job: Job, shown: Sequence[tuple[int, Prediction]],
     say(f"{job.params:,.0f} parameters, {number(job.compute_ms)} ms a step alone ({split})", "", _ranking(shown), "")
     if len(shown) < count:
         say(f"{count - len(shown)} more are not shown; --top 0 shows all", "")
+    say("The fastest first; within 1 % what mixes better, then the more exact wire. Node sends: to other nodes, a step.", "")
     for place, prediction in _worth_a_word(shown):
         say(f"{place}. {_contender(prediction)}, {prediction.choice.wire}: {prediction.reason}")
+    twins = same_rounds(cluster)
+    if twins:
+        say("", "the same rounds here:", figures([(f"  {name}", f"is {other}") for name, other in twins.items()]))
     misfits = left_out(cluster)
     if misfits:
         say("", "do not fit:", figures([(f"  {name}", reason) for name, reason in misfits.items()]))
@@ -270,7 +283,7 @@ def _ranking(shown: Sequence[tuple[int, Prediction]]) -> Table:
 
 def _contender(prediction: Prediction) -> str:
     if prediction.choice.kind == "ours":
-        return prediction.name.split(":", 1)[1].removesuffix(f":{prediction.choice.wire}")
+        return str(prediction.choice.topology_name)
     return {"ddp": "PyTorch DDP", "push": "SGP (exp)"}[prediction.choice.kind]
 
 

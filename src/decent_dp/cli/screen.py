@@ -11,7 +11,7 @@ from typing import Any
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, ConsoleOptions
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
@@ -19,6 +19,8 @@ from rich.text import Text
 __all__ = ["figures", "number", "one_line", "plain_json", "progress_console", "say", "size", "table", "write_json"]
 
 PLOT_ENDINGS = (".png", ".pdf", ".svg")
+# From here on a number is written with an exponent.
+_LARGE = 1e7
 
 
 def one_line(message: object) -> str:
@@ -37,9 +39,19 @@ def say(*parts: Any) -> None:
             else:
                 # What cannot be folded goes beyond the right border rather than lose its end.
                 wide = console.options.update(width=100_000)
+                if isinstance(part, Table):
+                    _keep_whole(part, console, wide)
                 console.width = max(width, Measurement.get(console, wide, part).minimum)
                 console.print(part)
     _write("\n".join(line.rstrip() if not console.is_terminal else line for line in capture.get().split("\n")))
+
+
+def _keep_whole(made: Table, console: Console, wide: ConsoleOptions) -> None:
+    """Columns that are not folded become as wide as their longest cell: else rich cuts them between words."""
+    for column in made.columns:
+        if column.no_wrap:
+            cells = [*column.cells, *([column.header] if made.show_header else [])]
+            column.min_width = max((Measurement.get(console, wide, cell).maximum for cell in cells), default=0)
 
 
 def write_json(document: Any) -> None:
@@ -97,12 +109,12 @@ def figures(rows: Iterable[tuple[str, str]]) -> Table:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A number with so many digits that count, and commas in large ones; a dash for none."""
+    """A number with so many digits that count, commas in large ones and an exponent in huge ones; a dash for none."""
     if value is None or not math.isfinite(value):
         return "-"
     if value == 0:
         return "0"
-    if abs(value) >= 10 ** (digits - 1):
+    if 10 ** (digits - 1) <= abs(value) < _LARGE:
         return f"{value:,.0f}"
     return f"{value:.{digits}g}"
 
@@ -111,5 +123,5 @@ def size(nbytes: float) -> str:
     """Bytes in the unit that reads best: '260 MB'."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= scale:
-            return f"{nbytes / scale:.3g} {unit}" if nbytes < 1000 * scale else f"{nbytes / scale:,.0f} {unit}"
-    return f"{nbytes:.3g} B"
+            return f"{number(nbytes / scale)} {unit}"
+    return f"{number(nbytes)} B"

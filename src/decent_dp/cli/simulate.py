@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from decent_dp.cli.inputs import BadInputError, can_plot, check_workers, make, refusing, require, writable
+from decent_dp.cli.inputs import BadInputError, can_plot, make, writable, writable_folder, writing
 from decent_dp.cli.screen import PLOT_ENDINGS, figures, number, plain_json, progress_console, say, size, table, write_json
 
 if TYPE_CHECKING:
@@ -18,13 +20,21 @@ if TYPE_CHECKING:
 
 __all__ = ["EXAMPLES", "simulate"]
 
+# Samples of all workers in one step: about 3 GB for the digits' network.
+_MOST_SAMPLES = 2**20
+# A mean loss that no run comes back from: to guess one of ten costs 2.3.
+_RUINED = 1000.0
+_FILES = ("simulation.json", "simulation.png")
+
 EXAMPLES = """[bold]Examples[/bold]
 
 decent-dp simulate --data digits --topology base-2 -n 64 --alpha 0.1
 
 decent-dp simulate --topology ring -n 16 --wire int8 --mix-every 4 --plot ring.png
 
-decent-dp simulate --topology complete:100,base-2 -n 24 --optimizer momentum --lr 0.05 --out runs/base-2 --json"""
+decent-dp simulate --topology complete:100,base-2 -n 24 --optimizer momentum --lr 0.05 --out runs/base-2 --json
+
+Exit code 1 if the loss diverged."""
 
 
 def simulate(
@@ -48,27 +58,27 @@ def simulate(
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw a figure into this file (.png, .pdf, .svg).", metavar="FILE")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")] = False,
-) -> None:
+) -> int:
     """Train many virtual workers on this machine: does the model still learn as well with this topology and this wire?"""
     # What needs no torch is refused without waiting for it.
-    check_workers(n, local)
-    for option, whole in (("--steps", steps), ("--batch", batch), ("--mix-every", mix_every)):
-        require(option, whole, least=1)
-    require("--seed", seed, least=0)
+    make(topology, n, local)
+    if n * batch > _MOST_SAMPLES:
+        raise BadInputError(
+            f"--batch {batch} of {n} workers are {n * batch:,} samples a step, more than the {_MOST_SAMPLES:,} that are held "
+            f"at once here; write --batch {max(1, _MOST_SAMPLES // n)} or less"
+        )
     if alpha is not None and not alpha > 0:
         raise BadInputError(f"--alpha must be above zero, got {alpha:g}; 0.1 is very uneven, 100 nearly even")
-    if lr is not None:
-        require("--lr", lr, above=0)
-    make(topology, n, local)
+    if seed >= 2**63:
+        raise BadInputError(f"--seed must be below 2^63, got {seed}; any small number does")
     writable("--plot", plot, PLOT_ENDINGS)
-    if out is not None and out.exists() and not out.is_dir():
-        raise BadInputError(f"--out {out} is no folder: give the name of one, new or not")
+    writable_folder("--out", out, _FILES)
     if out is not None:
         can_plot()
 
     from decent_dp.sim.experiment import DATA, Simulation, run
 
-    with refusing():
+    with _in_options():
         settings = Simulation(
             data=data,
             topology=topology,
@@ -92,7 +102,28 @@ def simulate(
         out.mkdir(parents=True, exist_ok=True)
     with _progress(settings) as on_row:
         result = run(settings, on_row)
-    _deliver(result, out, plot, json)
+    diverged = next((row.step for row in result.rows if not _sound(row)), None)
+    _deliver(result, diverged, out, plot, json)
+    if diverged is None:
+        return 0
+    sys.stderr.write(f"decent-dp: diverged by step {diverged:,}: lower --lr\n")
+    return 1
+
+
+@contextmanager
+def _in_options() -> Iterator[None]:
+    """What is wrong with a setting is said of the option of that name."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        from decent_dp.sim.experiment import Simulation
+
+        name, _, words = str(error).partition(" ")
+        raise BadInputError(f"--{name.replace('_', '-')} {words}" if hasattr(Simulation, name) else str(error)) from error
+
+
+def _sound(row: Row) -> bool:
+    return math.isfinite(row.loss) and row.loss <= _RUINED and math.isfinite(row.consensus_distance)
 
 
 @contextmanager
@@ -112,16 +143,32 @@ def _progress(settings: Simulation) -> Iterator[Callable[[Row], object] | None]:
         yield on_row
 
 
-def _deliver(result: Result, out: Path | None, plot: Path | None, json: bool) -> None:
-    document = result.to_json()
-    plots = [path for path in (plot, out / "simulation.png" if out is not None else None) if path is not None]
-    for path in plots:
-        _plot(result, path)
+def _deliver(result: Result, diverged: int | None, out: Path | None, plot: Path | None, json: bool) -> None:
+    document = {**result.to_json(), "diverged": diverged}
+    try:
+        if json:
+            write_json(document)
+        else:
+            _report(result)
+    finally:  # also when the reader of the words has gone
+        written = _write_files(result, document, out, plot)
+    if not json:
+        for path in written:
+            say(f"wrote {path}")
+
+
+def _write_files(result: Result, document: dict[str, Any], out: Path | None, plot: Path | None) -> list[Path]:
+    plots = [path for path in (plot, out / _FILES[1] if out is not None else None) if path is not None]
     if out is not None:
-        (out / "simulation.json").write_text(plain_json(document) + "\n", encoding="utf-8")
-    if json:
-        write_json(document)
-        return
+        with writing(out / _FILES[0]):
+            (out / _FILES[0]).write_text(plain_json(document) + "\n", encoding="utf-8")
+    for path in plots:
+        with writing(path):
+            _plot(result, path)
+    return [*plots, *([out / _FILES[0]] if out is not None else [])]
+
+
+def _report(result: Result) -> None:
     settings = result.simulation
     made = table("step", "loss", "consensus distance", "accuracy", "worst replica", "sent", left=())
     for row in result.rows:
@@ -129,26 +176,15 @@ def _deliver(result: Result, out: Path | None, plot: Path | None, json: bool) ->
         made.add_row(f"{row.step:,}", *cells, size(row.bytes_sent))
     few, many = result.samples
     split = f"{few} each" if few == many else f"{few} to {many} each"
-    say(_heading(settings), "", made, "")
     last = result.last
-    say(
-        figures(
-            [
-                (
-                    "accuracy",
-                    f"{_percent(last.accuracy)} of the mean of all replicas, {_percent(last.worst_accuracy)} of the worst",
-                ),
-                (
-                    "sent",
-                    f"{size(last.bytes_sent / settings.n / settings.steps)} a worker a step, {result.parameters:,} parameters",
-                ),
-                ("samples", split + ("" if settings.alpha is None else f", classes split with alpha {settings.alpha:g}")),
-                ("took", f"{result.seconds:.1f} s on this machine"),
-            ]
-        )
-    )
-    for path in [*plots, *([out / "simulation.json"] if out is not None else [])]:
-        say(f"wrote {path}")
+    per_step = size(last.bytes_sent / settings.n / settings.steps)
+    rows = [
+        ("accuracy", f"{_percent(last.accuracy)} of the mean of all replicas, {_percent(last.worst_accuracy)} of the worst"),
+        ("sent", f"{per_step} a worker a step, {result.parameters:,} parameters"),
+        ("samples", split + ("" if settings.alpha is None else f", classes split with alpha {settings.alpha:g}")),
+        ("took", f"{result.seconds:.1f} s on this machine"),
+    ]
+    say(_heading(settings), "", made, "", figures(rows))
 
 
 def _percent(share: float) -> str:

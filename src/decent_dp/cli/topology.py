@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from decent_dp.cli.inputs import BadInputError, as_bytes, as_count, check_workers, make, require, writable
+from decent_dp.cli.inputs import (
+    BadInputError,
+    as_bytes,
+    as_count,
+    check_workers,
+    in_options,
+    make,
+    require,
+    writable,
+    writing,
+)
 from decent_dp.cli.screen import PLOT_ENDINGS, figures, number, one_line, say, size, table, write_json
 
 if TYPE_CHECKING:
@@ -80,7 +90,7 @@ def list_(
         row: dict[str, Any] = {"name": name, "about": _about(maker)}
         if n is not None:
             reason = why_unfit(name, n, local)
-            row |= {"fits": reason is None, "reason": reason}
+            row |= {"fits": reason is None, "reason": reason and in_options(reason)}
         rows.append(row)
     if json:
         write_json({"world_size": n, "local_world_size": None if n is None else local, "topologies": rows})
@@ -125,16 +135,23 @@ def show(
     topology = make(name, n, local)
     analysis = analyse(topology, epsilon=epsilon)
     rounds = _rounds(topology)
-    if plot is not None:
-        _plot(name, topology, rounds, analysis, plot)
-    if json:
-        write_json(_show_json(name, topology, rounds, analysis, nbytes))
-        return
-    where = f" on {n // local} nodes of {local}" if local > 1 and n % local == 0 else f", {local} a node" if local > 1 else ""
-    say(f"{name}: {n} worker{'s' * (n > 1)}{where}", "", _rounds_table(rounds, topology.period), "")
-    say(figures(_in_words(analysis, nbytes)))
-    if plot is not None:
+    try:
+        if json:
+            write_json(_show_json(name, topology, rounds, analysis, nbytes))
+        else:
+            _say_one(name, n, local, rounds, analysis, nbytes)
+    finally:  # also when the reader of the words has gone
+        if plot is not None:
+            with writing(plot):
+                _plot(name, topology, rounds, analysis, plot)
+    if plot is not None and not json:
         say("", f"plot: {plot}")
+
+
+def _say_one(name: str, n: int, local: int, rounds: Sequence[Sequence[Edge]], a: Analysis, nbytes: float | None) -> None:
+    where = f" on {n // local} nodes of {local}" if local > 1 and n % local == 0 else f", {local} a node" if local > 1 else ""
+    say(f"{name}: {n} worker{'s' * (n > 1)}{where}", "", _rounds_table(rounds, a.period), "")
+    say(figures(_in_words(a, nbytes)))
 
 
 def _check_epsilon(epsilon: float) -> None:
@@ -301,24 +318,29 @@ def compare(n: N, local: Local = 1, epsilon: Epsilon = 1e-3, plot: Plot = None, 
     for name in TopologyReg.registry:
         reason = why_unfit(name, n, local)
         if reason is not None:
-            misfits[name] = reason
+            misfits[name] = in_options(reason)
             continue
         topology = make(name, n, local)
         found[name] = analyse(topology, epsilon=epsilon)
         if plot is not None:
             curves[name] = _errors(topology, found[name])
-    if plot is not None:
-        from decent_dp.plots import plot_topology
+    rows = [{**_as_json(a), "name": name} for name, a in found.items()]
+    unfit = [{"name": name, "reason": reason} for name, reason in misfits.items()]
+    try:
+        if json:
+            write_json(
+                {"world_size": n, "local_world_size": local, "epsilon": epsilon, "topologies": rows, "do_not_fit": unfit}
+            )
+        else:
+            _say_comparison(found, misfits, epsilon)
+    finally:  # also when the reader of the words has gone
+        if plot is not None:
+            from decent_dp.plots import plot_topology
 
-        title = f"{n} workers" + (f", {local} a node" if local > 1 else "")
-        plot_topology([], curves, plot, title=title, local_world_size=local, epsilon=epsilon)
-    if json:
-        rows = [{**_as_json(a), "name": name} for name, a in found.items()]
-        unfit = [{"name": name, "reason": reason} for name, reason in misfits.items()]
-        write_json({"world_size": n, "local_world_size": local, "epsilon": epsilon, "topologies": rows, "do_not_fit": unfit})
-        return
-    _say_comparison(found, misfits, epsilon)
-    if plot is not None:
+            title = f"{n} workers" + (f", {local} a node" if local > 1 else "")
+            with writing(plot):
+                plot_topology([], curves, plot, title=title, local_world_size=local, epsilon=epsilon)
+    if plot is not None and not json:
         say("", f"plot: {plot}")
 
 

@@ -1,6 +1,7 @@
 """What the links between workers are worth: latency and bandwidth of every pair, measured with the library's own exchanges.
 
-One pair is measured at a time while all others wait in a gather, so that nobody disturbs it.
+Pairs are measured at once only where they share neither a node nor its link; all others wait in a gather, so that nobody
+disturbs them. (What is common to all, such as the uplink of two switches, is seen as it is when several use it.)
 
 - Latency: the median of small exchanges. Over the library's own links an exchange is one round trip (each asks, the other's
   message is the answer), so half of it is one way. Over NCCL nobody asks, and exchanges that follow each other take one way
@@ -14,10 +15,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import combinations, product, zip_longest
 from typing import Any
 
 import torch
@@ -25,18 +28,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
-from decent_dp.errors import PeerError
 from decent_dp.topo import Edge
 from decent_dp.transport.base import Label, Parcel, Transport
 from decent_dp.transport.communicators import _network_stack
 from decent_dp.transport.process_group import connect
 from decent_dp.wire import Item, Lossless
 
-__all__ = ["Pair", "Probe"]
+__all__ = ["Pair", "Probe", "schedule"]
 
 _WARM_UP, _FEW, _MANY, _ROUND_TRIPS = 2, 5, 60, 30
 _FIRST_BYTES, _MOST_BYTES = 2**15, 2**26
 _REPEATS = 5
+# Seconds that a worker is waited for where another pair of its node and the peer's could not talk.
+_BRIEF = 2.0
+# Of the roll call, in the store.
+_HERE, _CALLS, _SAID = "decent_dp/doctor/here", "decent_dp/doctor/calls", "decent_dp/doctor/said"
 
 
 @dataclass(frozen=True)
@@ -54,13 +60,40 @@ class Pair:
     error: str = ""
 
 
+def schedule(nodes: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """All pairs of workers, in slots: those of a slot are measured at once, as no two of them share a node.
+
+    First the pairs inside nodes, all nodes at once. Then those between nodes, as a tournament in which each node meets one
+    other at a time (the circle method: all but one node move on by one place around a table, and those opposite meet). For L
+    workers on each of N nodes these are L(L-1)/2 + (N-1)L² slots, NL² if N is odd.
+
+    Args:
+        nodes: the node of each rank.
+    """
+    members = [[rank for rank, own in enumerate(nodes) if own == node] for node in dict.fromkeys(nodes)]
+    slots = _at_once([combinations(ranks, 2) for ranks in members])
+    around: list[int | None] = [*range(len(members))]
+    if len(around) % 2:
+        around.append(None)  # who meets nobody rests
+    for _ in range(len(around) - 1):
+        opposite = zip(around[: len(around) // 2], reversed(around), strict=False)
+        slots += _at_once([product(members[a], members[b]) for a, b in opposite if a is not None and b is not None])
+        around = [around[0], around[-1], *around[1:-1]]
+    return slots
+
+
+def _at_once(queues: list[Iterator[tuple[int, int]]]) -> list[list[tuple[int, int]]]:
+    return [[(min(pair), max(pair)) for pair in slot if pair is not None] for slot in zip_longest(*queues)]
+
+
 class Probe:
     """Measures the pairs of the default process group; made, used and closed by all its workers together.
 
     Args:
         seconds: what the measurement of a pair may take, about; a slow or a long link takes at least some messages of 32 KiB
             and some tens of round trips.
-        timeout: seconds that a worker is waited for; a pair that cannot talk is given up after so many.
+        timeout: seconds that a worker is waited for; a pair that cannot talk is given up after so many, and the other pairs of
+            the same nodes after 2.
 
     Raises:
         RuntimeError: there is no process group.
@@ -73,11 +106,13 @@ class Probe:
         self.rank, self.world_size, self.backend = dist.get_rank(), dist.get_world_size(), str(dist.get_backend())
         nccl = "nccl" in self.backend
         self.device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
-        self._seconds, self._ways = seconds, 1 if nccl else 2
+        self._seconds, self._timeout, self._ways = seconds, timeout, 1 if nccl else 2
         self._transports: list[Transport] = []
         # A pair that cannot talk gives up before those who wait for it do.
         self._pairs = self._connect(timeout)
+        self._brief: Transport | None = None
         self._control = self._connect(2 * timeout + 10 * seconds).control
+        self._answering = _Answering(self.rank)
 
     def _connect(self, timeout: float) -> Transport:
         transport = connect(dist.new_group(timeout=timedelta(seconds=timeout)))
@@ -94,11 +129,14 @@ class Probe:
         numbers = {stack: number for number, stack in enumerate(dict.fromkeys(stacks))}
         return [numbers[stack] for stack in stacks]
 
-    def survey(self, on_pair: Callable[[int, int], None] | None = None) -> dict[tuple[int, int], Pair]:
-        """Measures all pairs, one after another.
+    def survey(
+        self, nodes: Sequence[int], on_slot: Callable[[list[tuple[int, int]]], None] | None = None
+    ) -> dict[tuple[int, int], Pair]:
+        """Measures all pairs, in the order of ``schedule``.
 
         Args:
-            on_pair: called before each pair with its ranks.
+            nodes: the node of each rank, the same on all workers.
+            on_slot: called before each slot with its pairs.
 
         Returns:
             By (lower rank, higher rank), the same on all workers. A pair that cannot talk has an error.
@@ -107,42 +145,60 @@ class Probe:
             PeerError: a worker went.
         """
         found = {}
-        for a in range(self.world_size):
-            for b in range(a + 1, self.world_size):
-                if on_pair is not None:
-                    on_pair(a, b)
-                own = self._measured(a + b - self.rank) if self.rank in (a, b) else None
-                messages = self.gather(own)
+        silent: set[frozenset[int]] = set()
+        for slot in schedule(nodes):
+            if on_slot is not None:
+                on_slot(slot)
+            brief = [frozenset((nodes[a], nodes[b])) in silent for a, b in slot]
+            if any(brief) and self._brief is None:
+                self._brief = self._connect(min(self._timeout, _BRIEF))  # by all workers: they know the same
+            own = None
+            for (a, b), hurry in zip(slot, brief, strict=True):
+                if self.rank in (a, b):
+                    own = self._measured(a + b - self.rank, self._brief if hurry and self._brief else self._pairs)
+            messages = self.gather(own)
+            for a, b in slot:
                 found[a, b] = _merged(messages[a], messages[b])
-        return found
+                if found[a, b].error:
+                    silent.add(frozenset((nodes[a], nodes[b])))
+        return dict(sorted(found.items()))
 
-    def roll_call(self, seconds: float = 2.0) -> list[int]:
+    def roll_call(self, seconds: float = 2.0) -> list[int] | None:
         """After an error: who does not answer any more. The store is asked, as collectives are of no use then.
 
-        Called by all that are left. Worker 0 learns it at once, and what it returns; the others get [] when it has left word
-        (``dismiss``), or after some seconds, so that a launcher that ends all with the first does not cut it short.
+        Called by those who learn of the error. The lowest of them learns it, and is to say it; for the others it is None, when
+        that one has left word (``dismiss``) or after some seconds, so that a launcher that ends all with the first does not
+        cut it short. Who still waits for a pair or a gather answers all the same, and is not missed.
         """
-        key, store = "decent_dp/doctor", _get_default_store()
+        self._answering.stop()
+        store = _get_default_store()
+
+        def without(key: str, ranks: range) -> list[int]:
+            return [rank for rank in ranks if rank != self.rank and not store.check([f"{key}/{rank}"])]
+
+        lower, everybody = range(self.rank), range(self.world_size)
         try:
-            store.set(f"{key}/here/{self.rank}", "")
-            if self.rank:
-                _until(lambda: store.check([f"{key}/said"]), 2.5 * seconds)
-                return []
-            others = set(range(1, self.world_size))
-            _until(lambda: all(store.check([f"{key}/here/{rank}"]) for rank in others), seconds)
-            return sorted(rank for rank in others if not store.check([f"{key}/here/{rank}"]))
-        except RuntimeError:
-            return []
+            store.set(f"{_HERE}/{self.rank}", "")
+            store.set(f"{_CALLS}/{self.rank}", "")
+            store.set(_CALLS, "")
+            _until(lambda: len(without(_CALLS, lower)) < len(lower) or not without(_CALLS, everybody), seconds)
+            if len(without(_CALLS, lower)) == len(lower) and store.add(f"{_CALLS}/speaker", 1) == 1:
+                return without(_HERE, everybody)
+            _until(lambda: bool(store.check([_SAID])), 2.5 * seconds)
+            return None
+        except RuntimeError:  # the store went with worker 0, where no launcher keeps it
+            return [] if self.rank == 0 else [0] if self.rank == 1 else None
 
     def dismiss(self) -> None:
-        """Worker 0 has said what there was to say: the others may leave."""
+        """What there was to say is said: the others may leave."""
         try:
-            _get_default_store().set("decent_dp/doctor/said", "")
+            _get_default_store().set(_SAID, "")
         except RuntimeError:
             return
 
     def close(self) -> None:
         """Gives the connections and the process group back."""
+        self._answering.stop()
         for transport in self._transports:
             transport.close()
         self._transports.clear()
@@ -151,14 +207,14 @@ class Probe:
 
     # -- one pair --------------------------------------------------------------------------------------------------------
 
-    def _measured(self, peer: int) -> dict[str, Any]:
+    def _measured(self, peer: int, transport: Transport) -> dict[str, Any]:
         try:
-            return self._measure(peer)
+            return self._measure(peer, transport)
         except (RuntimeError, OSError) as error:
-            return {"error": " ".join(str(error).split()), "lost": isinstance(error, PeerError)}
+            return {"error": " ".join(str(error).split())}
 
-    def _measure(self, peer: int) -> dict[str, Any]:
-        swap = _Swaps(self._pairs, self.rank, peer, self.device)
+    def _measure(self, peer: int, transport: Transport) -> dict[str, Any]:
+        swap = _Swaps(transport, self.rank, peer, self.device)
         for _ in range(_WARM_UP):
             swap.small(0.0)
         few = [swap.small(0.0)[0] for _ in range(_FEW)]
@@ -183,6 +239,28 @@ class Probe:
         # What a message costs however short it is belongs to the latency.
         moving = typical - small if typical > 1.25 * small else typical
         return {"latency": small / self._ways, "rate": nbytes / moving}
+
+
+class _Answering:
+    """Answers a roll call for a worker that waits for others and knows of nothing yet."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank, self._store, self._stopped = rank, _get_default_store(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="decent_dp-answering", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped.wait(0.25):
+                if self._store.check([_CALLS]):
+                    self._store.set(f"{_HERE}/{self._rank}", "")
+                    return
+        except RuntimeError:  # the store is gone
+            return
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join()
 
 
 class _Swaps:
