@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help test lint types suite demo accuracy wires bench-net bench-net-long bench-optim clean
+.PHONY: help test lint types suite demo accuracy wires workbench bench-net bench-net-long bench-optim bench-plan clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -25,7 +25,7 @@ types: $(VENV)/.installed  ## mypy, strict
 suite: $(VENV)/.installed  ## the tests
 	$(BIN)/python -m pytest
 
-demo: $(VENV)/.installed  ## train on real data with 4 workers: DDP and every topology; table, plot and JSON under runs/
+demo: $(VENV)/.installed  ## train on real data with 4 workers: DDP and four topologies; table, plot and JSON under runs/
 	$(BIN)/python -m examples.compare
 
 accuracy: $(VENV)/.installed  ## the demo with three seeds; its table is what the documents quote
@@ -38,6 +38,9 @@ wires: $(VENV)/.installed  ## digits and characters with each wire, three seeds:
 	mkdir -p docs/results
 	cp runs/wires/wires.json runs/wires/wires.md runs/wires/wires.png docs/results/
 
+workbench: $(VENV)/.installed  ## topologies, simulated learning and predicted steps: tables, plots and JSON under docs/results/
+	$(BIN)/python -m benchmarks.workbench
+
 bench-net: $(VENV)/.installed  ## training steps over slow links (root, iproute2; 40 minutes): table, chart and JSON under benchmarks/results/
 	$(BIN)/python -m benchmarks.net
 
@@ -46,6 +49,9 @@ bench-net-long: $(VENV)/.installed  ## the same three times in rotating order, m
 
 bench-optim: $(VENV)/.installed  ## an update of AccumAdamW beside torch's fused AdamW
 	$(BIN)/python -m benchmarks.optim --compiled
+
+bench-plan: $(VENV)/.installed  ## the planner against the lab's results and a published table
+	$(BIN)/python -m benchmarks.plan
 
 clean:  ## removes the environment and what runs have written
 	rm -rf $(VENV) runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -157,7 +157,7 @@ def mean_over_workers(values: Tensor) -> Tensor:
 def main() -> None:
     default = Config()
     parser = argparse.ArgumentParser(description="Decentralized training of a character language model.")
-    parser.add_argument("--topology", default=default.topology, help="complete, ring, one-peer-exp or alternating-exp-ring")
+    parser.add_argument("--topology", default=default.topology, help="a name: complete, base-2, hierarchical, ...")
     parser.add_argument("--wire", default=default.wire, help="what is sent of a parameter: float32, bfloat16 or int8")
     parser.add_argument("--steps", type=int, default=default.steps)
     parser.add_argument("--batch-size", type=int, default=default.batch_size, help="of each worker")

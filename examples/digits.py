@@ -205,7 +205,7 @@ def main() -> None:
     default = Config()
     parser = argparse.ArgumentParser(description="Decentralized training on handwritten digits.")
     parser.add_argument("--method", choices=["decent_dp", "ddp"], default=default.method)
-    parser.add_argument("--topology", default=default.topology, help="complete, ring, one-peer-exp or alternating-exp-ring")
+    parser.add_argument("--topology", default=default.topology, help="a name: complete, base-2, hierarchical, ...")
     parser.add_argument("--wire", default=default.wire, help="what is sent of a parameter: float32, bfloat16 or int8")
     parser.add_argument("--optimizer", choices=sorted(OPTIMIZERS), default=default.optimizer)
     parser.add_argument("--epochs", type=int, default=default.epochs)

@@ -224,7 +224,7 @@ def extras() -> set[str]:
 def test_commands_name_what_is_there(page):
     from torch.distributed.run import get_args_parser
 
-    known = {"make", "pip", "python", "torchrun", "srun", "git", "cd", "source", "sudo"}
+    known = {"make", "pip", "python", "torchrun", "srun", "git", "cd", "source", "sudo", "decent-dp"}
     known |= {".venv/bin/python", ".venv/bin/pre-commit"}
     for words in commands(page):
         assert words[0] in known, words
@@ -237,10 +237,39 @@ def test_commands_name_what_is_there(page):
                 assert named is None or set(named[1].split(",")) <= extras(), words
         if words[0] == "torchrun":
             options = get_args_parser().parse_args(rest)  # an unknown option exits
-            assert options.training_script in THEIRS or (ROOT / options.training_script).is_file(), words
+            if options.module:
+                assert [options.training_script, *options.training_script_args] == ["decent_dp.cli", "doctor"], words
+            else:
+                assert options.training_script in THEIRS or (ROOT / options.training_script).is_file(), words
         check_script(rest)
         if "pytest" in words:
             check_tests(rest)
+
+
+OURS = sorted({tuple(words) for page in TEXTS for words in commands(page) if words[0] == "decent-dp"})
+
+
+@pytest.mark.parametrize("words", OURS, ids=" ".join)
+def test_our_own_command_runs_as_shown(words, tmp_path, monkeypatch, capsys):
+    from decent_dp.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    assert main(list(words[1:])) == 0
+    shown = capsys.readouterr()
+    assert shown.out
+    assert shown.err == ""
+
+
+def test_the_plan_on_the_page_is_what_the_command_prints(monkeypatch, capsys):
+    page = ROOT / "docs" / "simulate.md"
+    command = next(words for words in commands(page) if words[:2] == ["decent-dp", "plan"])
+    from decent_dp.cli import main
+
+    assert main(command[1:]) == 0
+    printed = [line.rstrip() for line in capsys.readouterr().out.strip().splitlines()]
+    assert "\n".join(printed) in [
+        "\n".join(line.rstrip() for line in block.code.strip().splitlines()) for block in blocks(page, "text")
+    ], "\n".join(printed)
 
 
 def check_script(words: list[str]) -> None:

@@ -126,7 +126,7 @@ class VirtualCluster:
                 f"but n is {n}: make it with world_size={n}, rank=0"
             )
         made = make_topology(topology, local_world_size=whole("local_world_size", local_world_size), world_size=n, rank=0)
-        self.topology = made if mix_every == 1 else made.every(mix_every)
+        self.topology = Topology.every(made, mix_every)  # of the class: a subclass may have an attribute of this name
         self._stack = Stack(model, n)
         kind = check_wire(wire, [(name, param.dtype) for name, param in self._stack.params.items()])
         lossless = kind is Lossless

@@ -1,0 +1,100 @@
+"""The workbench's committed tables are what its commands give, and what the pages show."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import workbench
+from decent_dp.topo import make_topology
+from tests.test_topo_finite import product
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "docs" / "results"
+
+
+def committed(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def again(name: str, out: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> list[dict[str, Any]]:
+    """The lines of an experiment, or of a part of it, made now."""
+    for setting, value in settings.items():
+        monkeypatch.setattr(workbench, setting, value)
+    workbench.EXPERIMENTS[name](out, committed(name).get("seeds", [0]))
+    made: list[dict[str, Any]] = json.loads((out / f"{name}.json").read_text())["lines"]
+    assert (out / f"{name}.png").exists() or name == "uneven-data"
+    return made
+
+
+@pytest.mark.parametrize(
+    ("page", "tables"),
+    [
+        ("which-topology.md", ["docs/results/topologies.md", "docs/results/uneven-data.md", "benchmarks/results/3x2-100.md"]),
+        ("scaling.md", ["docs/results/step-times.md", "docs/results/workers.md", "benchmarks/results/plan.md"]),
+    ],
+)
+def test_the_pages_show_the_committed_tables(page: str, tables: list[str]) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    for table in tables:
+        assert (ROOT / table).read_text(encoding="utf-8").strip() in text, f"put {table} into docs/{page}"
+
+
+def test_what_rounds_are_worth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = again("topologies", tmp_path, monkeypatch)
+    for line, kept in zip(lines, committed("topologies")["lines"], strict=True):
+        # A rate of many rounds depends on the machine in its last digits.
+        assert line == {**kept, "rate": pytest.approx(kept["rate"], rel=1e-3)}
+    assert (tmp_path / "topologies.md").read_text() == (RESULTS / "topologies.md").read_text()
+    for line in lines:
+        topology = make_topology(
+            line["topology"], local_world_size=line["local_world_size"], world_size=line["workers"], rank=0
+        )
+        if topology.period is not None:
+            n = line["workers"]
+            assert line["exact"] == (abs(product(topology) - 1 / n).max() < 1e-12)
+
+
+def test_steps_are_predicted_as_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = again("step-times", tmp_path, monkeypatch, PLANNED=(8, 24))
+    kept = {(line["cluster"], line["workers"], line["contender"]): line["step_ms"] for line in committed("step-times")["lines"]}
+    assert lines
+    for line in lines:
+        key = (line["cluster"], line["workers"], line["contender"])
+        assert line["step_ms"] == pytest.approx(kept[key], rel=0.01), key
+
+
+@pytest.mark.timeout(240)
+def test_learning_is_simulated_as_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One column of the table; other machines round otherwise, which moves some images of 360."""
+    monkeypatch.setattr(workbench, "names_that_fit", lambda *_: ["ring"])
+    settings = {"COMPOSED": (), "ALPHAS": (None, 0.1), "RATES": {"momentum": workbench.RATES["momentum"]}}
+    lines = again("uneven-data", tmp_path, monkeypatch, **settings)
+    kept = {(line["contender"], line["optimizer"], line["alpha"]): line for line in committed("uneven-data")["lines"]}
+    assert len(lines) == 5
+    for line in lines:
+        was = kept[line["contender"], line["optimizer"], line["alpha"]]
+        assert line["accuracy"] == pytest.approx(was["accuracy"], abs=0.01)
+        assert line["bytes_a_worker_and_step"] == pytest.approx(was["bytes_a_worker_and_step"])
+
+
+def test_what_the_pages_say_of_the_learning() -> None:
+    lines = {(line["contender"], line["optimizer"], line["alpha"]): line for line in committed("uneven-data")["lines"]}
+    base = {optimizer: lines["all samples in one batch", optimizer, None]["accuracy"] for optimizer in workbench.RATES}
+    for (contender, optimizer, alpha), line in lines.items():
+        if contender == "all samples in one batch":
+            continue
+        lost = base[optimizer] - line["accuracy"]
+        if alpha is None:
+            assert lost < 0.005, "with even data nothing is lost"
+        elif optimizer == "momentum":
+            assert lost < 0.015, "with momentum little"
+        elif alpha == 0.1:
+            assert lost > 0.05, "with AdamW much"
+    for line in committed("workers")["lines"]:
+        if line["topology"] == "ring" and line["workers"] == 192:
+            assert line["worst_accuracy"] < line["accuracy"] - 0.1
