@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from abc import ABC
-from collections.abc import Iterator
 from functools import reduce
 from typing import Any
 
@@ -45,14 +44,6 @@ BUILT_IN = [
     RandomMatchingTopology,
     HierarchicalTopology,
 ]
-
-
-@pytest.fixture(autouse=True)
-def _registry_as_it_was() -> Iterator[None]:
-    before = dict(TopologyReg.registry)
-    yield
-    TopologyReg.registry.clear()
-    TopologyReg.registry.update(before)
 
 
 def ranks_of(topology: Topology, t: int) -> list[list[int]]:

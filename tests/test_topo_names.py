@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -26,15 +25,6 @@ from decent_dp.topo import (
 )
 from decent_dp.topo.analysis import analyse, consensus_error, mixing_matrix
 from decent_dp.transport import run_replicas
-
-
-@pytest.fixture(autouse=True)
-def _registry_as_it_was() -> Iterator[None]:
-    before = dict(TopologyReg.registry)
-    yield
-    TopologyReg.registry.clear()
-    TopologyReg.registry.update(before)
-
 
 # -- names of one's own ----------------------------------------------------------------------------------------------------
 
