@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help test lint types suite demo accuracy wires workbench bench-net bench-net-long bench-optim bench-plan clean
+.PHONY: help test lint types suite demo accuracy wires workbench bench-net bench-net-long bench-net-nodes bench-optim bench-plan clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -46,6 +46,10 @@ bench-net: $(VENV)/.installed  ## training steps over slow links (root, iproute2
 
 bench-net-long: $(VENV)/.installed  ## the same three times in rotating order, medians: what the documents quote
 	$(BIN)/python -m benchmarks.net --repeat 3
+
+bench-net-nodes: $(VENV)/.installed  ## three nodes of two, the topologies for any number of nodes (20 minutes)
+	$(BIN)/python -m benchmarks.net --setup 3x2-100 --contender alone ddp ours:complete ours:ring ours:random-matching \
+		ours:base-2 'ours:hierarchical*'
 
 bench-optim: $(VENV)/.installed  ## an update of AccumAdamW beside torch's fused AdamW
 	$(BIN)/python -m benchmarks.optim --compiled

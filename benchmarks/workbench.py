@@ -55,9 +55,17 @@ CLUSTERS = [("4 a node, 25 Gbit/s", 4, Link.of_gbit(25, 20)), ("1 a node, 1 Gbit
 PLANNED = (8, 16, 24, 32, 48, 64)
 TIMED = ("ddp", "complete", "ring", "base-2", "alternating-exp-ring", "hierarchical")
 
-# Okabe and Ito's, without the yellows.
-COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
-DASHES: tuple[Any, ...] = ("-", "-", (0, (5, 2)), "-", (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)), "-")
+# Okabe and Ito's colours; the same for a name in every figure.
+STYLES: dict[str, tuple[str, Any]] = {
+    "ddp": ("#000000", "-"),
+    "complete": ("#E69F00", "-"),
+    "ring": ("#0072B2", "-"),
+    "one-peer-exp": ("#D55E00", (0, (5, 2))),
+    "alternating-exp-ring": ("#009E73", "-"),
+    "base-2": ("#CC79A7", (0, (1.5, 1.5))),
+    "random-matching": ("#56B4E9", (0, (6, 2, 1.5, 2))),
+    "hierarchical": ("#8C564B", (0, (8, 3))),
+}
 
 
 # -- files ---------------------------------------------------------------------------------------------------------------
@@ -100,13 +108,11 @@ def write_lines(
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.2 * len(panels), 4.0), layout="constrained")
-    names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
     for axes, (title, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
         for name, points in lines.items():
             x, y = zip(*points, strict=True)
-            place = names.index(name)
-            # Dashes, as lines that lie on each other must both be seen.
-            style = {"color": COLOURS[place % len(COLOURS)], "linestyle": DASHES[place % len(DASHES)], "linewidth": 1.8}
+            colour, dashes = STYLES[name]  # dashes, as lines that lie on each other must both be seen
+            style = {"color": colour, "linestyle": dashes, "linewidth": 1.8}
             axes.plot(x, y, marker="o" if powers else None, markersize=4, label=name, **style)
         if powers:
             axes.set_xscale("log", base=2)
@@ -133,7 +139,7 @@ def topologies(out: Path, seeds: Sequence[int]) -> None:
     lines: list[dict[str, Any]] = []
     decays: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for n, local in SIZES:
-        panel = f"consensus error, {n} workers, {local} a node"
+        panel = f"consensus error, {n} workers, {local} a node (none left: {FLOOR:g})"
         decays[panel] = {}
         for name in names_that_fit(n, local):
             topology = make_topology(name, local_world_size=local, world_size=n, rank=0)

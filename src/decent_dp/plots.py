@@ -455,12 +455,18 @@ def plot_predictions(
                     markerfacecolor="white" if fitted else colour,
                     label=None if fitted else run,
                 )
+        if any(row["fitted"] for row in own):
+            axis.plot([], [], "o", color="0.4", markerfacecolor="white", label="fitted")
         axis.set_xscale("log")
+        axis.xaxis.set_major_formatter("{x:.0f}")
+        axis.xaxis.set_minor_formatter("{x:.0f}")
+        axis.tick_params(axis="x", which="both", labelsize=8)
         axis.set_title(panel, loc="left", fontsize=10)
         axis.set_xlabel("measured step, ms")
         axis.set_ylabel("predicted against measured, %")
         axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False, fontsize=8)
+        # Below the axes: its dots would be taken for points.
+        axis.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3)
     if path is not None:
         # No time and no version in the file: the same numbers give the same file.
         figure.savefig(path, dpi=130, metadata={"Software": None})

@@ -45,7 +45,7 @@ EXAMPLES = """[bold]Examples[/bold]
 
 decent-dp topology compare -n 24 -l 4
 
-decent-dp simulate --data digits --topology base-2 -n 64 --alpha 0.1
+decent-dp simulate --data digits --topology base-2 -n 64 --alpha 0.1 --optimizer momentum
 
 decent-dp plan --params 65e6 --step-ms 60 -n 32 -l 4 --inter 25gbit --intra 200gbit
 

@@ -28,7 +28,7 @@ _FILES = ("simulation.json", "simulation.png")
 
 EXAMPLES = """[bold]Examples[/bold]
 
-decent-dp simulate --data digits --topology base-2 -n 64 --alpha 0.1
+decent-dp simulate --data digits --topology base-2 -n 64 --alpha 0.1 --optimizer momentum
 
 decent-dp simulate --topology ring -n 16 --wire int8 --mix-every 4 --plot ring.png
 

@@ -64,7 +64,8 @@ def dirichlet_split(labels: Any, n: int, alpha: float | None, seed: int = 0) -> 
     Every worker gets the same number of samples, or one more. Its mixture of classes is drawn from Dirichlet(α p), p being the
     mixture of all samples, and its samples from that mixture without replacement, one worker after another in turns, as long as
     a class has any left (Hsu, Qi and Brown, "Measuring the Effects of Non-Identical Data Distribution for Federated Visual
-    Classification", 2019, arXiv 1909.06335). With α = 0.1 most workers see one or two classes; None or infinity deals evenly.
+    Classification", 2019, arXiv 1909.06335). With α = 0.1 most of a worker's samples are of one to three
+    classes; None or infinity deals evenly.
 
     Args:
         labels: one a sample, integers or anything else that NumPy can sort, 1-D.
