@@ -98,3 +98,10 @@ def test_what_the_pages_say_of_the_learning() -> None:
     for line in committed("workers")["lines"]:
         if line["topology"] == "ring" and line["workers"] == 192:
             assert line["worst_accuracy"] < line["accuracy"] - 0.1
+
+
+def test_all_samples_in_one_batch_is_what_ddp_computes() -> None:
+    """The mean gradient over n batches of one size is the gradient over all of them."""
+    alone = workbench.one_worker(workbench.UNEVEN)
+    assert (alone.n, alone.batch, alone.alpha) == (1, workbench.UNEVEN.n * workbench.UNEVEN.batch, None)
+    assert (alone.steps, alone.seed, alone.schedule) == (500, workbench.UNEVEN.seed, workbench.UNEVEN.schedule)
