@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -96,6 +97,22 @@ def test_ctrl_c_is_quiet(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=30)
     assert (process.returncode, out, err) == (130, "", "")
+
+
+def test_ctrl_c_that_a_library_makes_another_error_of(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    from decent_dp.cli import app, main
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise RuntimeError("the library was disturbed") from None
+
+    monkeypatch.setattr(app.typer.main, "get_command", lambda _: type("Command", (), {"main": staticmethod(interrupted)}))
+    before = signal.getsignal(signal.SIGINT)
+    assert main(["topology", "list"]) == 130
+    assert signal.getsignal(signal.SIGINT) is before
+    assert capfd.readouterr() == ("", "")
 
 
 def on_a_terminal(*words: str, **environ: str) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import rich  # noqa: F401  typer can do without it, the tables cannot
@@ -79,6 +81,33 @@ def run(argv: Sequence[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that knows no '·'
+    with _interruptible() as interrupts:
+        return _run(argv, interrupts)
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[list[int]]:
+    """Notes each Ctrl-C, in a list: some libraries make another error of it, or none, where it comes at the wrong moment."""
+    came: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        came.append(number)
+        signal.default_int_handler(number, frame)
+
+    mine = (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else ignored (nohup), or the caller's
+    )
+    if mine:
+        signal.signal(signal.SIGINT, note)
+    try:
+        yield came
+    finally:
+        if mine:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _run(argv: Sequence[str], interrupts: Sequence[int]) -> int:
     command: Any = typer.main.get_command(app)
     try:
         code = command.main(args=list(argv), prog_name="decent-dp", standalone_mode=False)
@@ -98,7 +127,7 @@ def run(argv: Sequence[str]) -> int:
     except (NotImplementedError, RecursionError):
         raise  # kinds of RuntimeError that are bugs
     except (RuntimeError, ImportError, OSError) as error:
-        return _fail(str(error) or type(error).__name__, 1)
+        return 130 if interrupts else _fail(str(error) or type(error).__name__, 1)
 
 
 def _no_number(error: Any) -> str | None:
