@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -206,20 +207,10 @@ def _decay(errors: Sequence[float]) -> float:
 # -- what it costs ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Cost:
-    """Of some rounds: as in :class:`Analysis`."""
+def _cost(rounds: Iterable[Round], n: int, local: int) -> dict[str, Any]:
+    """What rounds cost, as fields of :class:`Analysis`.
 
-    degree: int
-    largest_group: int
-    idle: float
-    sent_by_worker: float
-    sent_by_node: float
-    fan_in: float
-
-
-def _cost(rounds: Iterable[Round], n: int, local: int) -> _Cost:
-    """A group of m workers on k nodes sums and returns its mean along trees, 2(m - 1) messages, 2(k - 1) between nodes.
+    A group of m workers on k nodes sums and returns its mean along trees, 2(m - 1) messages, 2(k - 1) between nodes.
 
     They are dealt out evenly over its workers and over its nodes. Of a pair these are the message of each to the other.
     """
@@ -242,14 +233,14 @@ def _cost(rounds: Iterable[Round], n: int, local: int) -> _Cost:
         crossing, entering = _between(round_, n_nodes, local)
         between += times * crossing
         fan_in = max(fan_in, entering)
-    return _Cost(
-        _degree([round_ for round_, _ in counts.values()], n, largest),
-        largest,
-        1 - busy / (total * n),
-        sent / (total * n),
-        between / (total * n_nodes),
-        fan_in,
-    )
+    return {
+        "degree": _degree([round_ for round_, _ in counts.values()], n, largest),
+        "largest_group": largest,
+        "idle": 1 - busy / (total * n),
+        "sent_by_worker": sent / (total * n),
+        "sent_by_node": between / (total * n_nodes),
+        "fan_in": fan_in,
+    }
 
 
 def _between(round_: Round, n_nodes: int, local: int) -> tuple[float, float]:
@@ -350,7 +341,7 @@ def _analyse(topology: Topology, epsilon: float, limit: int) -> Analysis:
         rate,
         reached,
         epsilon,
-        **{field.name: getattr(cost, field.name) for field in fields(cost)},
+        **cost,
     )
 
 
