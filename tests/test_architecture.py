@@ -47,7 +47,7 @@ BELOW["sim"] = {"errors", "topo", "mixing", "wire", "optim", "handed"}
 BELOW["__init__"] = set()  # names are looked up lazily
 
 MAY_IMPORT_DISTRIBUTED = {"transport", "launch", "checkpoint"}
-ONLY_IN = {"matplotlib": {"plots"}, "typer": {"cli"}, "rich": {"cli"}, "sklearn": {"sim"}}
+ONLY_IN = {"matplotlib": {"plots"}, "typer": {"cli"}, "rich": {"cli"}, "sklearn": {"sim"}, "safetensors": {"checkpoint"}}
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ ours = {n: l for n, l in logging.root.manager.loggerDict.items() if n.startswith
 for name, logger in ours.items():
     assert not getattr(logger, "handlers", []), name
     assert getattr(logger, "level", 0) == 0 and getattr(logger, "propagate", True), name
-for extra in ("matplotlib", "typer", "rich", "sklearn"):
+for extra in ("matplotlib", "typer", "rich", "sklearn", "safetensors"):
     assert extra not in sys.modules, extra
 print("fine")
 """

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from decent_dp import ddp
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import PeerTimeoutError
+from decent_dp.replica.leaving import leave
 from decent_dp.topo import Edge
 from decent_dp.transport import Label, ProcessGroupTransport, process_group
 from decent_dp.wire import Int8, Lossless, Moment
@@ -176,7 +176,7 @@ def collected_in_the_links_thread(rank: int, n: int) -> bool:
     for t in range(3):
         loss(model, t, rank).backward()
     links = model._transport._links  # type: ignore[attr-defined]
-    links.call(lambda: ddp._leave(model._engine, model._transport))
+    links.call(lambda: leave(model._engine, model._transport))
     links._thread.join(10)
     return bool(links._thread.is_alive())
 

@@ -10,12 +10,14 @@ Each is also the built-in kind that a user would expect to catch:
         │   ├── PeerLostError      its connection is closed: it raised, exited or was killed
         │   └── PeerTimeoutError   it is connected but sent nothing within the process group's timeout
         ├── WireError              a message arrived that is not the one that was due
-        └── OutOfStepError         the workers have made different numbers of updates
+        ├── OutOfStepError         the workers have made different numbers of updates
+        └── CheckpointError        a file of a checkpoint is missing, broken or not for this run
 """
 
 from __future__ import annotations
 
 __all__ = [
+    "CheckpointError",
     "DisagreementError",
     "OutOfStepError",
     "PeerError",
@@ -47,3 +49,7 @@ class WireError(RuntimeError):
 
 class OutOfStepError(RuntimeError):
     """The workers have made different numbers of updates."""
+
+
+class CheckpointError(RuntimeError):
+    """A file of a checkpoint is missing, broken or not for this run; the message names the file and the cause."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from decent_dp.topo import Edge
 from decent_dp.wire import Moment, Wire
 
-__all__ = ["Control", "Exchange", "Handle", "Label", "Later", "Parcel", "Transport"]
+__all__ = ["Board", "Control", "Exchange", "Handle", "Label", "Later", "Parcel", "Transport"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Parcel:
         sent, received: messages, ``wire.nbytes`` long, where the bucket is.
         announced: what this worker had announced for it (``Wire.announcement``).
         rank, label: whose it is, and of which exchange.
+        coded: ``sent`` is written already, in a run that was stopped: it goes out as it is.
     """
 
     wire: Wire
@@ -46,9 +47,14 @@ class Parcel:
     announced: bytes
     rank: int
     label: Label
+    coded: bool = False
 
     def encode(self, heard: Sequence[bytes]) -> Iterator[int]:
         """Writes ``sent`` front to back, given the others' announcements; yields how many bytes of it are final."""
+        if self.coded:
+            self.wire.resume([self.announced, *heard])
+            yield self.wire.nbytes
+            return
         moment = Moment(self.label.round, self.rank)
         steps = self.wire.encode(self.values, self.sent, moment, [self.announced, *heard])
         while True:
@@ -135,6 +141,26 @@ class Control(ABC):
         """
 
 
+class Board(ABC):
+    """Words that workers leave for each other beside the training. No call waits for another worker; any thread may call.
+
+    Raises:
+        ConnectionError: it cannot be reached (all calls).
+    """
+
+    @abstractmethod
+    def post(self, key: str, text: str) -> None:
+        """Leaves ``text`` under ``key``, in place of what is there."""
+
+    @abstractmethod
+    def read(self, key: str) -> str | None:
+        """What is there under ``key``; None: nothing."""
+
+    @abstractmethod
+    def count(self, key: str) -> int:
+        """How many calls there have been for ``key``, by all workers, this one included."""
+
+
 @dataclass
 class Transport(ABC):
     """How the bytes of one wrapper move.
@@ -142,10 +168,14 @@ class Transport(ABC):
     Attributes:
         rank: this worker's, in the process group.
         world_size: how many workers there are.
+        run_id: drawn anew at each construction, the same on all workers.
+        timeout: seconds after which waiting for another worker is given up.
     """
 
     rank: int
     world_size: int
+    run_id: str
+    timeout: float
 
     @property
     @abstractmethod
@@ -154,6 +184,14 @@ class Transport(ABC):
     @property
     @abstractmethod
     def control(self) -> Control: ...
+
+    @property
+    @abstractmethod
+    def board(self) -> Board: ...
+
+    @abstractmethod
+    def lost(self) -> list[int]:
+        """The workers that are known to be gone: those whose connection to this one is closed."""
 
     @abstractmethod
     def prepare(self, edges: list[Edge]) -> None:

@@ -11,21 +11,24 @@ import contextlib
 import os
 import secrets
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, default_pg_timeout
 
 from decent_dp.errors import PeerError, PeerLostError, PeerTimeoutError
+from decent_dp.transport.base import Board
 
 # torch's stubs leave out what its communicators can do (send, recv, allreduce, … on lists of tensors).
 Communicator: TypeAlias = Any
 
-__all__ = ["Communicator", "Notes", "Rendezvous", "UnreachableError", "peer_error"]
+T = TypeVar("T")
+
+__all__ = ["Communicator", "Notes", "Rendezvous", "StoreBoard", "UnreachableError", "peer_error"]
 
 
 class UnreachableError(ConnectionError):
@@ -52,6 +55,7 @@ class Rendezvous:
         nccl: the process group moves CUDA tensors by NCCL.
         node_of: the name of each worker's network stack; workers of one name share a loopback interface.
         token: known to these workers alone.
+        run_id: this wrapper's own name, the same on all its workers.
     """
 
     store: Store
@@ -61,6 +65,7 @@ class Rendezvous:
     nccl: bool
     node_of: tuple[str, ...]
     token: bytes
+    run_id: str
 
     @classmethod
     def meet(cls, process_group: dist.ProcessGroup | None) -> Rendezvous:
@@ -79,6 +84,7 @@ class Rendezvous:
             # Who cannot tell where it is shares its stack with nobody.
             node_of=tuple(stack or f"worker {i}" for i, (_, _, stack) in enumerate(cards)),
             token=bytes.fromhex(cards[0][1]),
+            run_id=cards[0][0],
         )
 
     @property
@@ -129,36 +135,61 @@ def _timeout_of(group: dist.ProcessGroup | None) -> timedelta:
     return default_pg_timeout
 
 
-class Notes:
-    """Words that a worker leaves in the store when something goes wrong there, for those who lose it to quote."""
+class StoreBoard(Board):
+    """Words in a store."""
 
-    def __init__(self, store: Store, rank: int) -> None:
-        self._store, self._rank = store, rank
+    def __init__(self, store: Store) -> None:
+        self._store = store
         # Once it does not answer it is not asked again: torch prints a stack at each try.
         self._gone = False
+
+    def post(self, key: str, text: str) -> None:
+        self._ask(lambda: self._store.set(f"board/{key}", text))
+
+    def read(self, key: str) -> str | None:
+        def read() -> str | None:
+            # Asked first, as a get would wait.
+            there = self._store.check([f"board/{key}"])
+            return self._store.get(f"board/{key}").decode(errors="replace") if there else None
+
+        return self._ask(read)
+
+    def count(self, key: str) -> int:
+        return int(self._ask(lambda: self._store.add(f"count/{key}", 1)))
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        if self._gone:
+            raise ConnectionError("the store does not answer")
+        try:
+            return question()
+        except RuntimeError as error:
+            self._gone = True
+            raise ConnectionError(f"the store does not answer: {error}") from error
+
+
+class Notes:
+    """Words that a worker leaves on the board when something goes wrong there, for those who lose it to quote."""
+
+    def __init__(self, board: Board, rank: int) -> None:
+        self._board, self._rank = board, rank
         self._written = ""
 
     def write(self, text: str) -> None:
         """Replaces this worker's note; an empty one takes it back. A note is help, not a duty: it fails silently."""
         text = text[:2000]
-        if text != self._written and not self._gone:
-            try:
-                self._store.set(f"note/{self._rank}", text)
+        if text != self._written:
+            with contextlib.suppress(ConnectionError):
+                self._board.post(f"note/{self._rank}", text)
                 self._written = text
-            except RuntimeError:
-                self._gone = True
 
     def read(self, ranks: Iterable[int]) -> str:
         """The notes of ``ranks``, as sentences; empty when there are none."""
         said = []
         try:
-            for rank in () if self._gone else ranks:
-                if rank != self._rank and self._store.check([f"note/{rank}"]):
-                    text = self._store.get(f"note/{rank}").decode(errors="replace")
-                    said += [f" Worker {rank} reported: {text}"] if text else []
-        except RuntimeError:
-            self._gone = True
-        if self._gone:
+            for rank in ranks:
+                text = self._board.read(f"note/{rank}") if rank != self._rank else None
+                said += [f" Worker {rank} reported: {text}"] if text else []
+        except ConnectionError:
             said.append(" The store does not answer either. Where no launcher keeps it worker 0 does: look there first.")
         return "".join(said)
 

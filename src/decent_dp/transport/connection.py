@@ -17,6 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from decent_dp.errors import WireError
+
 __all__ = [
     "DATA",
     "GRANT",
@@ -32,6 +34,8 @@ __all__ = [
     "Lane",
     "Receiving",
     "Sending",
+    "check_size",
+    "greet",
     "round_trip_us",
     "tune",
     "unacknowledged",
@@ -184,6 +188,24 @@ class Connection:
             # Spells in which the peer had nothing to send say little: an old rate is given up slowly.
             self.rate = max(self.came / (now - self.spell), 0.9 * self.rate)
             self.spell, self.came = now, 0
+
+
+def greet(stream: socket.socket, rank: int, token: bytes) -> None:
+    """The first frame of whoever has connected; where it cannot be sent the stream is closed."""
+    try:
+        stream.sendall(HEADER.pack(HELLO, VERSION, len(token), rank, 0, 0, 0, 0, 0) + token)
+    except OSError:
+        stream.close()
+        raise
+
+
+def check_size(rank: int, peer: int, key: Key, theirs: int, ours: int) -> None:
+    """Raises WireError when a message of ``peer`` has another size than the one that is due."""
+    if theirs != ours:
+        raise WireError(
+            f"round {key[0]}, bucket {key[1]}: worker {peer} has a message of {theirs} bytes where worker {rank} has one of "
+            f"{ours}. The workers run different versions or have got out of step; start them together from one installation."
+        )
 
 
 def tune(stream: socket.socket) -> None:

@@ -41,6 +41,8 @@ from decent_dp.transport.connection import (
     Lane,
     Receiving,
     Sending,
+    check_size,
+    greet,
     tune,
     unacknowledged,
 )
@@ -111,7 +113,7 @@ class Links:
         """
         if peer < self._rank and peer not in self._dialled:
             stream = self._dial(peer)
-            stream.sendall(HEADER.pack(HELLO, VERSION, len(self._token), self._rank, 0, 0, 0, 0, 0) + self._token)
+            greet(stream, self._rank, self._token)
             self._dialled.add(peer)
             self.call(lambda: self._attach(peer, stream))
 
@@ -134,6 +136,10 @@ class Links:
     def moved(self, peer: int) -> float:
         """When a part of a message last came from ``peer`` or went to it, on the monotonic clock; 0 for never."""
         return self._connections[peer].moved if peer in self._connections else 0.0
+
+    def lost(self) -> list[int]:
+        """The peers whose connection is closed."""
+        return sorted(peer for peer, connection in list(self._connections.items()) if connection.lost is not None)
 
     def awaits_note(self, peer: int, key: Key) -> bool:
         return (peer, key) in self._awaited
@@ -313,7 +319,7 @@ class Links:
         if sending is None:
             connection.early_grants[key] = (upto, size)
             return
-        self._check_size(connection.peer, key, size, len(sending.data))
+        check_size(self._rank, connection.peer, key, size, len(sending.data))
         sending.granted, sending.granted_at = upto, time.monotonic()
         self._offer(sending)
 
@@ -509,7 +515,7 @@ class Links:
                 f"worker {connection.peer} sent bytes {offset} to {offset + length} of round {round_}, bucket {bucket} (slot "
                 f"{slot}), which were not due. The workers have got out of step; start them together from one installation."
             )
-        self._check_size(connection.peer, key, size, receiving.size)
+        check_size(self._rank, connection.peer, key, size, receiving.size)
         connection.answered(age)
         connection.body = receiving.memory[offset : offset + length]
 
@@ -534,14 +540,6 @@ class Links:
         if receiving.received == receiving.size:
             del connection.receivings[key]
             receiving.done()
-
-    def _check_size(self, peer: int, key: Key, theirs: int, ours: int) -> None:
-        if theirs != ours:
-            raise WireError(
-                f"round {key[0]}, bucket {key[1]}: worker {peer} has a message of {theirs} bytes where worker {self._rank} has "
-                f"one of {ours}. The workers run different versions or have got out of step; start them together from one "
-                "installation."
-            )
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from decent_dp.topo import Edge
 from decent_dp.transport.addresses import dial, listen
-from decent_dp.transport.base import Control, Exchange, Handle, Label, Later, Parcel, Transport
-from decent_dp.transport.communicators import Communicator, Notes, Rendezvous, peer_error
+from decent_dp.transport.base import Board, Control, Exchange, Handle, Label, Later, Parcel, Transport
+from decent_dp.transport.communicators import Communicator, Notes, Rendezvous, StoreBoard, peer_error
 from decent_dp.transport.inprocess import InProcessTransport
 from decent_dp.transport.linked import LinkedExchange
 from decent_dp.transport.links import Links
@@ -55,18 +55,17 @@ class ProcessGroupTransport(Transport):
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         meeting = Rendezvous.meet(process_group)
-        super().__init__(meeting.rank, meeting.world_size)
+        super().__init__(meeting.rank, meeting.world_size, meeting.run_id, meeting.timeout.total_seconds())
         self._meeting = meeting
-        self._notes = Notes(meeting.store, meeting.rank)
+        self._board = StoreBoard(meeting.store)
+        self._notes = Notes(self._board, meeting.rank)
         self._waiter = Waiter("decent_dp-staging")
         self._communicators: dict[str, Communicator] = {}
         ranks = range(meeting.world_size)
         everybody = self._made("all", ranks, lambda: meeting.gloo("all", ranks))
         self._control = _GlooControl(everybody, self._explain_all)
         self._links = Links(meeting.rank, meeting.near, listen(meeting), lambda peer: dial(meeting, peer), meeting.token)
-        self._linked = LinkedExchange(
-            self._links, meeting.rank, meeting.node_of, self._waiter, meeting.timeout.total_seconds(), self._explain
-        )
+        self._linked = LinkedExchange(self._links, meeting.rank, meeting.node_of, self._waiter, self.timeout, self._explain)
         self._exchange = _ByEdge(self)
 
     @property
@@ -78,6 +77,13 @@ class ProcessGroupTransport(Transport):
         if not self._communicators:
             raise RuntimeError("the transport was closed")
         return self._control
+
+    @property
+    def board(self) -> Board:
+        return self._board
+
+    def lost(self) -> list[int]:
+        return self._links.lost()
 
     def prepare(self, edges: list[Edge]) -> None:
         for t, edge in enumerate(edges):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -103,8 +103,12 @@ class Wire(ABC):
 
     @property
     @abstractmethod
+    def code(self) -> torch.dtype:
+        """Of what a value is sent as."""
+
+    @property
     def _itemsize(self) -> int:
-        """Bytes of a code."""
+        return self.code.itemsize
 
     @abstractmethod
     def encode(self, values: Sequence[Tensor], out: Tensor, moment: Moment, heard: Sequence[bytes]) -> Iterator[int]:
@@ -146,6 +150,81 @@ class Wire(ABC):
     def announcement(self, values: Sequence[Tensor]) -> bytes:
         """What the members of a coming edge must know; empty where they need nothing."""
         return b""
+
+    # -- a run that is stopped, and goes on -----------------------------------------------------------------------------
+
+    def entries(self, numel: int, *, under_way: bool) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of all that is kept of an item of ``numel`` elements: of its memory, of what was announced, and of
+        what is under way."""
+        runs = -(-numel // self.run_elements)
+        found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        if self.announces:
+            found["announced"] = (runs,), torch.int8
+        if under_way:
+            found["sent"] = (numel,), self.code
+            if self.announces:
+                found["told"] = (runs,), torch.int8
+            if self._record:
+                found["records"] = (runs, self._record // torch.float64.itemsize), torch.float64
+        return found
+
+    def take_apart(self, message: Tensor) -> list[dict[str, Tensor]]:
+        """What a written message holds, item by item; it does not depend on the other items.
+
+        Returns:
+            ``sent``: the codes of the item, 1-D of the dtype ``code``, in the order of its values; a part of the message
+            where they lie in one piece. ``records``, for wires that have them: one a run, of shape (runs, fields), float64.
+        """
+        parts: list[dict[str, Tensor]] = []
+        for item, runs in zip(self.items, self._runs_by_item(), strict=True):
+            pieces = [self._codes(message, run, self.code) for run in runs]
+            if runs and runs[-1].at - runs[0].at == (runs[-1].start - runs[0].start) * self._itemsize:
+                pieces = [message[runs[0].at : runs[0].at + item.numel * self._itemsize].view(self.code)]
+            part = {"sent": torch.cat(pieces) if len(pieces) > 1 else pieces[0] if pieces else message[:0].view(self.code)}
+            if self._record:
+                records = [message[run.record : run.record + self._record].view(torch.float64) for run in runs]
+                fields = self._record // torch.float64.itemsize
+                part["records"] = torch.stack(records) if records else message[:0].view(torch.float64).view(0, fields)
+            parts.append(part)
+        return parts
+
+    def put_together(self, parts: Sequence[Mapping[str, Tensor]], out: Tensor) -> None:
+        """The inverse of ``take_apart``: writes the message ``out``."""
+        for part, runs in zip(parts, self._runs_by_item(), strict=True):
+            for number, run in enumerate(runs):
+                self._codes(out, run, self.code).copy_(part["sent"][run.start : run.stop])
+                if self._record:
+                    out[run.record : run.record + self._record].view(torch.float64).copy_(part["records"][number])
+
+    def resume(self, heard: Sequence[bytes]) -> None:
+        """In the place of ``encode``, for a message that was written in a run that was stopped."""
+        return
+
+    def memory(self) -> list[dict[str, Tensor]]:
+        """What the wire has learnt, item by item: copies, on the CPU."""
+        return [{} for _ in self.items]
+
+    def remember(self, memory: Sequence[Mapping[str, Tensor]]) -> None:
+        """Goes on with what ``memory`` returned."""
+        return
+
+    def announcement_by_item(self, announcement: bytes) -> list[Tensor]:
+        """An announcement as one int8 tensor an item: a value a run."""
+        values = torch.tensor(list(announcement), dtype=torch.uint8, device="cpu").view(torch.int8)
+        return list(torch.split(values, [len(runs) for runs in self._runs_by_item()]))
+
+    def announcement_of(self, by_item: Sequence[Tensor]) -> bytes:
+        """The inverse of ``announcement_by_item``."""
+        return b"".join(bytes(part.cpu().numpy()) for part in by_item)
+
+    def _runs_by_item(self) -> list[list[Run]]:
+        found: list[list[Run]] = [[] for _ in self.items]
+        for piece in self.pieces:
+            for run in piece.runs:
+                found[run.item].append(run)
+        return found
+
+    # -- messages -------------------------------------------------------------------------------------------------------
 
     def _codes(self, message: Tensor, run: Run, dtype: torch.dtype, base: int = 0) -> Tensor:
         """The codes of ``run`` in a message whose first byte is ``base`` of the whole."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -93,8 +93,8 @@ class Int8(Wire):
         self._steps = np.ones(len(self._runs))
 
     @property
-    def _itemsize(self) -> int:
-        return 1
+    def code(self) -> torch.dtype:
+        return torch.uint8
 
     # -- the range ----------------------------------------------------------------------------------------------------
 
@@ -108,6 +108,22 @@ class Int8(Wire):
         step = np.maximum(np.maximum(expected / 127, 4 * self._largest / _LARGEST_NUMBER), 2.0**-126)
         exponents = np.ceil(np.log2(np.where(np.isfinite(step), step, 1.0)))
         return bytes(np.clip(exponents, -126, 127).astype(np.int8))
+
+    def resume(self, heard: Sequence[bytes]) -> None:
+        self._agree(heard)
+
+    def entries(self, numel: int, *, under_way: bool) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        found = super().entries(numel, under_way=under_way)
+        return {**found, "ranges": ((*found["announced"][0], 4), torch.float64)}
+
+    def memory(self) -> list[dict[str, Tensor]]:
+        table = np.stack([self._seen, self._expected, self._failed, self._largest], axis=1)
+        counts = [len(runs) for runs in self._runs_by_item()]
+        return [{"ranges": part} for part in torch.split(torch.from_numpy(table), counts)]
+
+    def remember(self, memory: Sequence[Mapping[str, Tensor]]) -> None:
+        table = torch.cat([part["ranges"] for part in memory]).cpu().numpy()
+        self._seen, self._expected, self._failed, self._largest = (column.copy() for column in table.T)
 
     def _agree(self, heard: Sequence[bytes]) -> None:
         exponents = np.stack([np.frombuffer(announced, dtype=np.int8) for announced in heard]).max(0)

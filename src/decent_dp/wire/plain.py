@@ -19,17 +19,13 @@ class Lossless(Wire):
     name = "float32"
 
     @property
-    def _code(self) -> torch.dtype:
+    def code(self) -> torch.dtype:
         return self.dtype
-
-    @property
-    def _itemsize(self) -> int:
-        return self._code.itemsize
 
     def encode(self, values: Sequence[Tensor], out: Tensor, moment: Moment, heard: Sequence[bytes]) -> Iterator[int]:
         for piece in self.pieces:
             for run in piece.runs:
-                self._codes(out, run, self._code).copy_(values[run.item][run.start : run.stop])
+                self._codes(out, run, self.code).copy_(values[run.item][run.start : run.stop])
             yield piece.stop
 
     def combine(self, piece: Piece, messages: Sequence[Tensor], sizes: Sequence[int], out: Tensor, moment: Moment) -> None:
@@ -37,11 +33,11 @@ class Lossless(Wire):
         for run in piece.runs:
             # Sums in float32 at least: in bfloat16 a sum of many would lose what distinguishes them, in float16 it would
             # overflow. Copies, as ``out`` may be one of the messages.
-            codes = [self._codes(message, run, self._code, piece.start) for message in messages]
+            codes = [self._codes(message, run, self.code, piece.start) for message in messages]
             total = torch.zeros(run.numel, dtype=self.compute, device=self.device)
             for code, size in zip(codes, sizes, strict=True):
                 total += code if size == 1 else code.to(self.compute) * size
-            self._round(total.div_(count), self._codes(out, run, self._code, piece.start), moment, run)
+            self._round(total.div_(count), self._codes(out, run, self.code, piece.start), moment, run)
 
     def _round(self, mean: Tensor, codes: Tensor, moment: Moment, run: Run) -> None:
         """Writes the mean of a group as codes."""
@@ -51,9 +47,9 @@ class Lossless(Wire):
         scratch = torch.empty(2, self.run_elements, dtype=self.compute, device=self.device)
         for piece in self.pieces:
             for run in piece.runs:
-                theirs, ours = (self._codes(message, run, self._code) for message in (received, sent))
+                theirs, ours = (self._codes(message, run, self.code) for message in (received, sent))
                 difference = scratch[0, : run.numel]
-                if self._code == self.compute:
+                if self.code == self.compute:
                     torch.sub(theirs, ours, out=difference)
                 else:
                     difference.copy_(theirs).sub_(scratch[1, : run.numel].copy_(ours))
@@ -62,7 +58,7 @@ class Lossless(Wire):
     def proposals(self, values: Sequence[Tensor], sent: Tensor) -> Iterator[tuple[Run, Tensor]]:
         for piece in self.pieces:
             for run in piece.runs:
-                yield run, self._codes(sent, run, self._code).to(self.compute)
+                yield run, self._codes(sent, run, self.code).to(self.compute)
 
 
 class BFloat16(Lossless):
@@ -76,11 +72,11 @@ class BFloat16(Lossless):
     by_parameter = True
 
     @property
-    def _code(self) -> torch.dtype:
+    def code(self) -> torch.dtype:
         return torch.bfloat16 if self.dtype.itemsize > 2 else self.dtype
 
     def _round(self, mean: Tensor, codes: Tensor, moment: Moment, run: Run) -> None:
-        if self._code == self.dtype:
+        if self.code == self.dtype:
             codes.copy_(mean)
             return
         single = mean.to(torch.float32)
