@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help test lint types suite demo accuracy wires workbench bench-net bench-net-long bench-net-nodes bench-optim bench-plan clean
+.PHONY: help test lint types suite demo accuracy wires workbench bench-net bench-net-long bench-net-nodes bench-optim bench-plan bench-checkpoint clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -56,6 +56,9 @@ bench-optim: $(VENV)/.installed  ## an update of AccumAdamW beside torch's fused
 
 bench-plan: $(VENV)/.installed  ## the planner against the lab's results and a published table
 	$(BIN)/python -m benchmarks.plan
+
+bench-checkpoint: $(VENV)/.installed  ## what saving, resuming and other numbers of workers cost (10 GiB of memory, 6 GB of disk)
+	$(BIN)/python -m benchmarks.checkpoint
 
 clean:  ## removes the environment and what runs have written
 	rm -rf $(VENV) runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

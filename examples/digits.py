@@ -2,9 +2,10 @@
 
     torchrun --nproc-per-node 4 examples/digits.py --topology one-peer-exp
     python examples/digits.py                          # one worker
+    torchrun --nproc-per-node 4 --max-restarts 3 examples/digits.py --checkpoint runs/digits   # goes on where it was stopped
 
 ``--method ddp`` trains the same with PyTorch DDP, to compare; all of it that is only there for this is marked "DDP".
-Needs scikit-learn, which brings the data along: pip install -e '.[demo]'
+Needs scikit-learn, which brings the data along, and safetensors for checkpoints: pip install -e '.[demo]'
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from decent_dp.checkpoint import Preemption, load, save
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.optim import lr_scheduler_fn_cosine_with_warmup, optim_fn_accum_adamw, optim_fn_adamw
 from decent_dp.utils import initialize_dist
@@ -49,6 +51,8 @@ class Config:
     seed: int = 0
     local_world_size: int | None = None  # workers a node; None: what the launcher says
     save: str | None = None  # where the mean model goes
+    checkpoint: str | None = None  # where checkpoints go; a run that finds one there goes on from it
+    checkpoint_every: int = 50  # steps
 
 
 @cache
@@ -83,39 +87,59 @@ def wrap(model: nn.Module, config: Config, steps: int) -> Any:
     )
 
 
-def train(config: Config, report: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
-    """Trains one model. Called by all workers; returns what happened, the same on all of them."""
+def train(config: Config, report: Callable[[str], None] = lambda line: None) -> dict[str, Any] | None:
+    """Trains one model. Called by all workers; what happened, the same on all of them. None: it was told to stop, and saved."""
     dataset, x_val, y_val = load_data()
     # Every worker sees its own share of the images: a different one each epoch (set_epoch, below).
     sampler: DistributedSampler[Any] = DistributedSampler(dataset, shuffle=True, seed=config.seed, drop_last=True)
-    loader = DataLoader(dataset, batch_size=config.batch_size, sampler=sampler, drop_last=True)
+    # A generator of its own: what the loader draws neither depends on the model's random numbers nor changes them.
+    draws = torch.Generator()
+    loader = DataLoader(dataset, batch_size=config.batch_size, sampler=sampler, drop_last=True, generator=draws)
     model = wrap(make_model(config.seed), config, steps=config.epochs * len(loader))
     criterion = nn.CrossEntropyLoss()
 
-    history: list[dict[str, float | None]] = []
+    # What a checkpoint has to know beside the model: how far this worker is, and what it has seen.
+    at: dict[str, Any] = {"epoch": 0, "batch": 0, "losses": [], "history": []}
+    if config.checkpoint:
+        at = load(model, config.checkpoint, missing_ok=True) or at
+
     seconds: list[float] = []
-    for epoch in range(config.epochs):
-        sampler.set_epoch(epoch)
-        losses = []
-        for images, labels in loader:
-            began = time.perf_counter()
-            loss = criterion(model(images), labels)
-            loss.backward()  # and that is all: it mixes with the neighbours, steps the optimizer and the scheduler
-            if config.method == "ddp":
-                model.step()
-            seconds.append(time.perf_counter() - began)
-            losses.append(loss.detach())
+    # A SIGTERM to any worker: all stop after the same update.
+    with Preemption(model) if config.checkpoint else contextlib.nullcontext() as stop:
+        for epoch in range(at["epoch"], config.epochs):
+            sampler.set_epoch(epoch)
+            draws.manual_seed(epoch)  # so that an epoch is the same when it is begun again after a restart
+            for batch, (images, labels) in enumerate(loader, start=1):
+                if batch <= at["batch"]:
+                    continue  # it was trained with before the run was stopped
+                began = time.perf_counter()
+                loss = criterion(model(images), labels)
+                loss.backward()  # and that is all: it mixes with the neighbours, steps the optimizer and the scheduler
+                if config.method == "ddp":
+                    model.step()
+                seconds.append(time.perf_counter() - began)
+                at["losses"].append(loss.detach())
+                at["batch"] = batch
+                if stop and stop.due:
+                    save(model, config.checkpoint, **at)
+                    model.close()
+                    return None
+                if stop and (epoch * len(loader) + batch) % config.checkpoint_every == 0:
+                    save(model, config.checkpoint, wait=False, **at)  # a copy; it is written while the training goes on
 
-        # The mean of a metric over workers: one all-reduce an epoch is enough for all its steps.
-        mean_losses = mean_over_workers(torch.stack(losses)).tolist()
-        distance = model.consensus_distance()
-        first = epoch * len(loader) + 1
-        history += [{"step": first + i, "loss": value, "consensus_distance": None} for i, value in enumerate(mean_losses)]
-        history[-1]["consensus_distance"] = distance
-        if (epoch + 1) % 5 == 0 or epoch + 1 == config.epochs:
-            loss_now = statistics.fmean(mean_losses)
-            report(f"epoch {epoch + 1:3d}: loss {loss_now:.4f}, replicas are {distance:.2e} away from their mean")
+            # The mean of a metric over workers: one all-reduce an epoch is enough for all its steps.
+            losses = mean_over_workers(torch.stack(at["losses"])).tolist()
+            distance = model.consensus_distance()
+            first = epoch * len(loader) + 1
+            history = [{"step": first + i, "loss": value, "consensus_distance": None} for i, value in enumerate(losses)]
+            history[-1]["consensus_distance"] = distance
+            at = {"epoch": epoch + 1, "batch": 0, "losses": [], "history": at["history"] + history}
+            if (epoch + 1) % 5 == 0 or epoch + 1 == config.epochs:
+                loss_now = statistics.fmean(losses)
+                report(f"epoch {epoch + 1:3d}: loss {loss_now:.4f}, replicas are {distance:.2e} away from their mean")
 
+    # Of the steps since the start, or the restart; without those that warm up, if there are others.
+    timed = seconds[WARM_UP_STEPS:] or seconds or [0.0]
     # Replicas differ: what counts is their mean, and that is what is saved. A single one is looked at to see the difference.
     worst = -max_over_workers(-accuracy(model, x_val, y_val))
     with model.averaged():
@@ -128,14 +152,14 @@ def train(config: Config, report: Callable[[str], None] = lambda line: None) -> 
     result = {
         "config": asdict(config),
         "workers": dist.get_world_size(),
-        "steps": len(seconds),
+        "steps": config.epochs * len(loader),
         "accuracy": of_mean,
         "worst_accuracy": worst,
         "validation_loss": loss_of_mean,
         "consensus_distance": model.consensus_distance(),
-        "bytes_a_step": bytes_a_step(model),
-        "ms_a_step": 1e3 * float(mean_over_workers(torch.tensor(statistics.median(seconds[WARM_UP_STEPS:] or seconds)))),
-        "history": history,
+        "bytes_a_step": bytes_a_step(model, len(seconds)),
+        "ms_a_step": 1e3 * float(mean_over_workers(torch.tensor(statistics.median(timed)))),
+        "history": at["history"],
     }
     model.close()
     return result
@@ -161,13 +185,12 @@ def max_over_workers(value: float) -> float:
     return float(tensor)
 
 
-def bytes_a_step(model: Any) -> float:
-    """What a worker sends for an update, on average over workers: as counted, or, for DDP, what a ring all-reduce sends."""
+def bytes_a_step(model: Any, steps: int) -> float:
+    """What a worker has sent for each of its steps, on average over workers: as counted, or, for DDP, by a ring all-reduce."""
     if isinstance(model, DDP):
         n = dist.get_world_size()
         return 2 * (n - 1) / n * sum(p.numel() * p.element_size() for p in model.parameters())
-    stats = model.stats()
-    return float(mean_over_workers(torch.tensor(stats.bytes_sent / max(1, stats.rounds))))
+    return float(mean_over_workers(torch.tensor(model.stats().bytes_sent / max(1, steps))))
 
 
 class DDP(DistributedDataParallel):
@@ -214,9 +237,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=default.seed, help="of the weights and of the order of the images")
     parser.add_argument("--local-world-size", type=int, help="workers a node, for alternating-exp-ring; else the launcher's")
     parser.add_argument("--save", metavar="FILE", help="where the mean model's state dict goes")
+    parser.add_argument("--checkpoint", metavar="DIR", help="where checkpoints go, and where the run goes on from")
+    parser.add_argument("--checkpoint-every", type=int, default=default.checkpoint_every, metavar="STEPS")
     parser.add_argument("--out", metavar="FILE", help="where the results go, as JSON")
     options = vars(parser.parse_args())
     out = options.pop("out")
+    if options["method"] == "ddp" and options["checkpoint"]:
+        parser.error("--checkpoint is for decent_dp: with DDP save the model and the optimizer of one worker yourself")
 
     torch.set_num_threads(1)  # workers share this machine's cores
     rank, world_size = initialize_dist()
@@ -226,6 +253,10 @@ def main() -> None:
             print(line, flush=True)
 
     result = train(Config(**options), report)
+    if result is None:
+        report("stopped: start it again to go on")
+        leave()
+        return  # with exit code 0: torchrun has nothing to restart
     report(
         f"{world_size} workers, {result['steps']} steps of {result['ms_a_step']:.2f} ms, "
         f"{result['bytes_a_step'] / 1e3:.1f} kB sent by a worker a step"

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -17,8 +15,6 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from decent_dp.bucket import MIB, choose_sizes, plan_buckets
-from decent_dp.errors import OutOfStepError, PeerTimeoutError
 from decent_dp.handed import (
     FLOAT_DTYPES,
     LR_SCHEDULER_FN_TYPE,
@@ -29,15 +25,18 @@ from decent_dp.handed import (
     check_scaler,
 )
 from decent_dp.replica import consensus
-from decent_dp.replica.agree import agree, agree_on_signature, model_signature, share
-from decent_dp.replica.engine import Bucket, Engine, make_bucket
-from decent_dp.replica.guard import Guard, strip_prefix
+from decent_dp.replica.agree import agree_on_signature, meet, model_signature
+from decent_dp.replica.building import Builder
+from decent_dp.replica.engine import Bucket, Engine
+from decent_dp.replica.guard import Guard, insert_module
+from decent_dp.replica.leaving import given_back_on_error, leave
 from decent_dp.replica.schedule import Schedule, refuse_trained_elsewhere
 from decent_dp.replica.settings import Settings, local_world_size, refuse_ddp_keywords
+from decent_dp.replica.snapshot import Replica, put_back, take
 from decent_dp.replica.states import check_optim_state, collect_optim_state, load_optim_state
 from decent_dp.topo import Topology, make_topology
 from decent_dp.transport import Transport, connect
-from decent_dp.wire import WIRES, check_wire
+from decent_dp.wire import check_wire
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -158,7 +157,7 @@ class DecentralizedDataParallel(nn.Module):
             # Called on the class: what a subclass sets on itself may have any name.
             return (settings, Topology.every(made, mix_every)), shared
 
-        with _given_back_on_error(transport, given is None), torch.no_grad():
+        with given_back_on_error(transport, given is None), torch.no_grad():
             settings, made_topology = agree_on_signature(transport.control, transport.rank, check)
             consensus.broadcast_(transport.control, [*model.parameters(), *model.buffers()])
             transport.prepare(made_topology._edges_ahead(_PREPARED_ROUNDS))
@@ -169,13 +168,12 @@ class DecentralizedDataParallel(nn.Module):
         self._settings = settings
         self._topology = made_topology
         self._transport = transport
-        self._as_view = bool(param_as_bucket_view)
-        self._optim_fn, self._lr_scheduler_fn = optim_fn, lr_scheduler_fn
-        self._optims: list[Optimizer] = []
-        self._lr_schedulers: list[LRScheduler | None] = []
-        self._unapplied_optim_state: dict[str, Any] | None = None
         self._backup: list[Tensor] | None = None
+        self._averaging = False  # in `averaged`: the backup comes back by itself
+        self._at_close: list[Callable[[], None]] = []  # what is to be finished while there are connections
         self._guard = Guard(model, before=self._settle, loaded=self._forget)
+        self._builder = Builder(self._guard, transport, settings, optim_fn, lr_scheduler_fn, as_view=bool(param_as_bucket_view))
+        self._optims, self._lr_schedulers = self._builder.optimizers, self._builder.schedulers
         self._engine = Engine(transport, made_topology)
         self._policy = Policy(self._guard.params, check_scaler(scaler), settings.grad_clip_norm)
         self._schedule = Schedule(
@@ -183,13 +181,15 @@ class DecentralizedDataParallel(nn.Module):
             self._engine,
             self._policy,
             transport,
-            build=self._make_buckets,
+            build=self._build,
             began=self._drop_backup,
             overlap=settings.overlap,
         )
-        self.register_load_state_dict_pre_hook(_insert_module)  # type: ignore[no-untyped-call]
+        parts = self._guard, self._engine, self._schedule, self._policy, self._builder
+        self._replica = Replica(model, *parts, transport, made_topology, settings)
+        self.register_load_state_dict_pre_hook(insert_module)  # type: ignore[no-untyped-call]
         # Also at exit, and in workers that multiprocessing has started, where atexit is not run.
-        self._finalizer = Finalize(self, _leave, args=(self._engine, transport), exitpriority=100)
+        self._finalizer = Finalize(self, leave, args=(self._engine, transport), exitpriority=100)
 
     # -- the model ----------------------------------------------------------------------------------------------------
 
@@ -263,7 +263,13 @@ class DecentralizedDataParallel(nn.Module):
         Raises:
             ValueError: with ``assign=True``.
         """
-        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+        self._settle()
+        backup = self._backup
+        try:
+            return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+        except Exception:
+            self._backup = backup  # of what has failed half-way, the replica's own values are what is left
+            raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients; an owed update is made first. Needed nowhere: an update leaves none behind."""
@@ -336,6 +342,8 @@ class DecentralizedDataParallel(nn.Module):
         if self._schedule.closed:
             return
         try:
+            for finish in self._at_close:
+                finish()
             self._settle()
             self._engine.wait_all()
         except Exception as error:
@@ -388,9 +396,11 @@ class DecentralizedDataParallel(nn.Module):
         nested = self._backup is not None
         self._meet("averaged")
         self._average(will_revert=True)
+        outer, self._averaging = self._averaging, self._averaging or not nested
         try:
             yield
         finally:
+            self._averaging = outer
             if self._backup is not None and not nested:
                 self.revert_global_avg()
 
@@ -430,9 +440,7 @@ class DecentralizedDataParallel(nn.Module):
         It fits whatever buckets it is loaded into.
         """
         self._settle()
-        found = collect_optim_state(self._engine.buckets, self._policy.scaler, self._engine.round)
-        kept = self._unapplied_optim_state
-        return found if kept is None else {**kept, "scaler": found["scaler"], "round": found["round"]}
+        return collect_optim_state(self._engine.buckets, self._policy.scaler, self._engine.round, self._builder.pending)
 
     def load_optim_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what ``optim_state_dict`` returned; before the first update it is kept and applied when there are buckets.
@@ -451,8 +459,52 @@ class DecentralizedDataParallel(nn.Module):
         if self._engine.buckets:
             load_optim_state(self._engine.buckets, state_dict)
         else:
-            self._unapplied_optim_state = state_dict
+            self._builder.pending = state_dict
             self._engine.round = state_dict.get("round", self._engine.round)
+
+    # -- all of it ----------------------------------------------------------------------------------------------------
+
+    def _snapshot(self) -> dict[str, Any]:
+        """Everything that this worker needs to go on as if nothing had happened: see ``decent_dp.replica.snapshot``.
+
+        Asks no other worker, and waits for no exchange. An owed update is made first. Inside ``averaged`` the replica's own
+        values are taken, as they are after it. The tensors are live: copy them before the next update.
+
+        Raises:
+            RuntimeError: inside a backward; after an update that failed; between ``global_avg`` and ``revert_global_avg``.
+        """
+        self._schedule.settle_for("save")
+        own: dict[int, Tensor] = {}
+        if self._backup is not None:
+            if not self._averaging:
+                raise RuntimeError(
+                    "save was called between global_avg() and revert_global_avg(), while the replica is not its own: call it "
+                    "after revert_global_avg(), or average for good with global_avg(will_revert=False), or save inside "
+                    "`with model.averaged():`, where the replica's own values are saved."
+                )
+            tensors = [*self._guard.params, *self._float_buffers()]
+            own = {id(tensor): saved for tensor, saved in zip(tensors, self._backup, strict=True)}
+        return take(self._replica, own)
+
+    def _restore(self, snapshot: dict[str, Any]) -> None:
+        """Goes on from what ``_snapshot`` returned, here or in another run. Called by all workers.
+
+        ``optim_fn`` is called again: optimizers and schedulers are made anew, whatever the bucket size. The snapshot is not
+        changed and not kept.
+
+        Raises:
+            ValueError, RuntimeError: it does not fit this model, optimizer or scaler; the same error on all workers, and
+                nothing is changed.
+            OutOfStepError: the workers' snapshots are of different rounds; likewise.
+        """
+        schedule = self._schedule
+        if schedule.joining:
+            raise RuntimeError("load was called inside join(), where some workers have run out: call it before the with-block.")
+        if schedule.closed:
+            schedule.check()
+        schedule.settle_for("load", failed=True)
+        put_back(self._replica, snapshot)
+        self._backup = None
 
     def stats(self) -> Stats:
         """Counters of this worker, cheap enough to read at every step."""
@@ -465,7 +517,7 @@ class DecentralizedDataParallel(nn.Module):
             None if norm is None else float(norm),
             engine.exchanges,
             engine.waited,
-            sum(bucket.wire.rejected for bucket in engine.buckets),
+            engine.rejected,
         )
 
     def extra_repr(self) -> str:
@@ -514,84 +566,7 @@ class DecentralizedDataParallel(nn.Module):
             )
         self._settle()
         self._schedule.check()
-        try:
-            rounds = self._transport.control.gather(self._engine.round)
-        except PeerTimeoutError as error:
-            raise PeerTimeoutError(
-                f"not all workers came to {what}: every worker must call it, also where only one uses the result (put "
-                f"`if rank == 0:` inside `with model.averaged():`, not around it). {error}"
-            ) from error
-        if len(set(rounds)) > 1:
-            raise OutOfStepError(
-                f"{what} needs all workers at the same update, and they have made different numbers ({_counts(rounds)}). "
-                "Uneven numbers of batches need `with model.join():` around the loop."
-            )
+        meet(self._transport.control, self._engine.round, what)
 
-    def _make_buckets(self, order: Sequence[int]) -> list[Bucket]:
-        """The first update: all workers lay out the same buckets, in worker 0's order of gradients."""
-        guard, control, rank = self._guard, self._transport.control, self._transport.rank
-        wire = WIRES[self._settings.wire]
-        rounds = control.gather(self._engine.round)
-        if len(set(rounds)) > 1:
-            raise OutOfStepError(
-                f"the first update is of different rounds ({_counts(rounds)}): the workers have loaded optimizer states of "
-                "different rounds, or some have loaded none. Load on every worker what was saved at the same update."
-            )
-        first: list[int] = share(control, rank, list(order) if rank == 0 else None)
-        order = list(dict.fromkeys([*first, *range(len(guard.params))]))
-
-        def make() -> list[Bucket]:
-            first, limit = choose_sizes(guard.specs, self._settings.bucket_size_in_mb * MIB)
-            plans = plan_buckets(guard.specs, order, limit, first)
-            buckets = [
-                make_bucket(i, plan, guard.params, wire, self._optim_fn, self._lr_scheduler_fn, as_view=self._as_view)
-                for i, plan in enumerate(plans)
-            ]
-            if self._unapplied_optim_state is not None:
-                load_optim_state(buckets, self._unapplied_optim_state)
-            return buckets
-
-        buckets = agree(control, make)
-        self._unapplied_optim_state = None
-        self._optims.extend(bucket.optimizer for bucket in buckets)
-        self._lr_schedulers.extend(bucket.scheduler for bucket in buckets)
-        return buckets
-
-
-def _counts(rounds: Sequence[int]) -> str:
-    return ", ".join(f"worker {rank}: {count}" for rank, count in enumerate(rounds))
-
-
-def _insert_module(wrapper: DecentralizedDataParallel, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """As a part of a larger module: the model's own keys are found where torch looks for the child ``module``."""
-    expected = {name for name, _ in (*wrapper.module.named_parameters(), *wrapper.module.named_buffers())}
-    strip_prefix(state, prefix, expected, insert="module.")
-
-
-@contextlib.contextmanager
-def _given_back_on_error(transport: Transport, ours: bool) -> Iterator[None]:
-    """A wrapper that could not be made cannot be closed: the threads and sockets of its transport would stay."""
-    try:
-        yield
-    except BaseException as error:
-        if ours:
-            transport.report(f"{type(error).__name__} while it wrapped its model: {error}")
-            transport.close()
-        raise
-
-
-def _leave(engine: Engine, transport: Transport) -> None:
-    """A worker that goes must not break the exchange that its neighbours are still in."""
-    if threading.current_thread().name.startswith("decent_dp-"):
-        # The garbage collector runs in any thread, and one that moves bytes would wait for itself.
-        threading.Thread(target=_leave, args=(engine, transport), name="leaving").start()
-        return
-    error = getattr(sys, "last_value", None)  # what ends this interpreter, if something does
-    if error is not None:
-        transport.report(f"{type(error).__name__} in round {engine.round}: {error}")
-    try:
-        engine.wait_all()
-    except Exception as lost:
-        if error is None:
-            _log.warning("the last exchange could not be finished: %s", lost)
-    transport.close()
+    def _build(self, order: Sequence[int]) -> list[Bucket]:
+        return self._builder.build(order, self._engine.round)

@@ -35,7 +35,14 @@ _COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#
 _DASHES: tuple[Any, ...] = ("-", "-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
 
 
-def plot_training(rows: Sequence[TrainingRow], path: str | Path | None = None, *, title: str = "", window: int = 1) -> Figure:
+def plot_training(
+    rows: Sequence[TrainingRow],
+    path: str | Path | None = None,
+    *,
+    title: str = "",
+    window: int = 1,
+    marks: Sequence[int] = (),
+) -> Figure:
     """Training loss and consensus distance against steps, both on a log scale: a row of two axes for each panel.
 
     Args:
@@ -44,6 +51,7 @@ def plot_training(rows: Sequence[TrainingRow], path: str | Path | None = None, *
         path: where the figure is written; the ending says the format ('.png'). None: it is only returned.
         title: above the figure.
         window: each point of a loss curve is the mean of this many rows in a row, and the last ones make a shorter window.
+        marks: steps after which something happened to the runs: thin upright lines.
 
     Returns:
         The figure. It belongs to no window and to no global state, so it needs no display and no ``plt.close``.
@@ -74,6 +82,9 @@ def plot_training(rows: Sequence[TrainingRow], path: str | Path | None = None, *
             _draw(right, distances, style)
         _finish(left, panel, "training loss, mean over workers")
         _finish(right, panel, "consensus distance")
+        for axis in (left, right):
+            for mark in marks:
+                axis.axvline(mark + 0.5, color="0.6", linewidth=1, linestyle=(0, (4, 3)), zorder=0)
     for axis in axes[-1]:
         axis.set_xlabel("step")
     _add_legend(figure, runs)

@@ -13,7 +13,7 @@ from decent_dp import errors
 from decent_dp.bucket import TensorSpec
 from decent_dp.transport import Control
 
-__all__ = ["agree", "agree_on_signature", "model_signature", "share"]
+__all__ = ["agree", "agree_on_signature", "meet", "model_signature", "share", "worker_counts"]
 
 T = TypeVar("T")
 
@@ -56,6 +56,32 @@ def share(control: Control, rank: int, message: Any) -> Any:
         raw.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
     control.broadcast(raw)
     return json.loads(bytes(raw.numpy()))
+
+
+def meet(control: Control, round_: int, what: str) -> None:
+    """Before a collective of the user's, called ``what``: all workers are there, and at the same round.
+
+    Raises:
+        PeerTimeoutError: not all workers have come.
+        OutOfStepError: they have made different numbers of updates; on all of them.
+    """
+    try:
+        rounds = control.gather(round_)
+    except errors.PeerTimeoutError as error:
+        raise errors.PeerTimeoutError(
+            f"not all workers came to {what}: every worker must call it, also where only one uses the result (put "
+            f"`if rank == 0:` inside `with model.averaged():`, not around it). {error}"
+        ) from error
+    if len(set(rounds)) > 1:
+        raise errors.OutOfStepError(
+            f"{what} needs all workers at the same update, and they have made different numbers ({worker_counts(rounds)}). "
+            "Uneven numbers of batches need `with model.join():` around the loop."
+        )
+
+
+def worker_counts(numbers: Sequence[int]) -> str:
+    """One number a worker, in words."""
+    return ", ".join(f"worker {rank}: {count}" for rank, count in enumerate(numbers))
 
 
 def model_signature(model: nn.Module) -> list[list[Any]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,17 +32,27 @@ __all__ = ["Bucket", "Engine", "make_bucket"]
 
 @dataclass(frozen=True)
 class _UnderWay:
-    """An exchange that was started: what is finished is what was started."""
+    """An exchange that was started: what is finished is what was started.
+
+    Attributes:
+        announced: what this worker had told its members for it.
+    """
 
     edge: Edge
     handle: Handle
+    announced: bytes
 
 
 class Bucket:
-    """A block of parameters with its wire, its optimizer and, maybe, an exchange under way."""
+    """A block of parameters with its wire, its optimizer and, maybe, an exchange under way.
 
-    def __init__(self, index: int, block: Block, wire: type[Wire], optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
-        self.index = index
+    ``number`` stands in its messages: that of no other bucket that this wrapper has made.
+    """
+
+    def __init__(
+        self, number: int, block: Block, wire: type[Wire], optimizer: Optimizer, scheduler: LRScheduler | None
+    ) -> None:
+        self.number = number
         self.block = block
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -75,9 +85,77 @@ class Bucket:
             self._messages = sent, received
         return self._messages
 
+    # -- a run that is stopped, and goes on -----------------------------------------------------------------------------
+
+    def held(self) -> dict[str, dict[str, Tensor]]:
+        """By parameter name, what an exchange needs beside the parameters: of the messages, and of what was told.
+
+        The entries of a parameter do not depend on the bucket that it is in:
+
+            sent       what is under way of it: codes, 1-D, in the order of its memory; and ``records``, see the wire
+            told       what was announced for the exchange under way, int8
+            announced  what was announced for the round that comes, int8
+            ranges     what the wire has learnt, float64 of shape (runs, 4)
+
+        A wire without records, announcements or a memory has no such entries, and what is not under way is not there.
+        Tensors on the bucket's device may be parts of the message: good until the next exchange starts.
+        """
+        wire, by_item = self.wire, self.wire.memory()
+        texts = {"told": None if self.under_way is None else self.under_way.announced, "announced": self.announced}
+        for key, text in texts.items():
+            if text is not None and wire.announces:
+                for entries, part in zip(by_item, wire.announcement_by_item(text), strict=True):
+                    entries[key] = part
+        if self.under_way is not None:
+            for entries, parts in zip(by_item, wire.take_apart(self.messages[0]), strict=True):
+                entries.update(parts)
+        if len(by_item) < len(self.block.names):  # one of all, on a wire that only has codes
+            sent, slots = by_item[0].get("sent"), self.block.plan.slots
+            by_item = [{} if sent is None else {"sent": sent[slot.offset : slot.offset + slot.spec.numel]} for slot in slots]
+        return dict(zip(self.block.names, by_item, strict=True))
+
+    def hold(self, by_name: Mapping[str, Mapping[str, Tensor]], *, under_way: bool) -> bytes | None:
+        """Takes back what ``held`` returned, maybe of other buckets.
+
+        Args:
+            under_way: an exchange is to go on.
+
+        Returns:
+            What was announced for the exchange under way; None: there is none.
+
+        Raises:
+            ValueError: something is missing, or of another shape or dtype; names the parameter.
+        """
+        wire, device = self.wire, self.block.plan.device
+        entries = [
+            _checked(slot.spec.name, by_name.get(slot.spec.name, {}), wire.entries(slot.spec.numel, under_way=under_way))
+            for slot in self.block.plan.slots
+        ]
+        if wire.announces:
+            self.announced = wire.announcement_of([entry["announced"] for entry in entries])
+            wire.remember(entries)
+        if not under_way:
+            return None
+        parts: list[Mapping[str, Tensor]] = [{**entry, "sent": entry["sent"].to(device)} for entry in entries]
+        if len(wire.items) < len(parts):
+            parts = [{"sent": torch.cat([part["sent"] for part in parts])}]
+        wire.put_together(parts, self.messages[0])
+        return wire.announcement_of([entry["told"] for entry in entries]) if wire.announces else b""
+
+
+def _checked(
+    name: str, entries: Mapping[str, Tensor], wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+) -> Mapping[str, Tensor]:
+    for key, (shape, dtype) in wanted.items():
+        found = entries.get(key)
+        if found is None or tuple(found.shape) != shape or found.dtype != dtype:
+            was = "is missing" if found is None else f"is {tuple(found.shape)} {found.dtype}"
+            raise ValueError(f"'{key}' of the exchange of parameter '{name}' {was}, and should be {shape} {dtype}")
+    return entries
+
 
 def make_bucket(
-    index: int,
+    number: int,
     plan: BucketPlan,
     params: Sequence[Parameter],
     wire: type[Wire],
@@ -93,7 +171,7 @@ def make_bucket(
     """
     block = Block(plan, params, as_view=as_view)
     optimizer = make_optimizer(optim_fn, list(zip(block.names, block.params, strict=True)))
-    return Bucket(index, block, wire, optimizer, make_scheduler(lr_scheduler_fn, optimizer))
+    return Bucket(number, block, wire, optimizer, make_scheduler(lr_scheduler_fn, optimizer))
 
 
 class Engine:
@@ -107,6 +185,7 @@ class Engine:
         exchanges: finished, of single buckets.
         bytes_sent: put on the wire by this worker for exchanges.
         waited: seconds that the training thread has waited for exchanges.
+        started: the last round whose exchanges these buckets have started, idle ones included; None: none yet.
     """
 
     def __init__(self, transport: Transport, topology: Topology) -> None:
@@ -120,6 +199,19 @@ class Engine:
         self.exchanges = 0
         self.bytes_sent = 0
         self.waited = 0.0
+        self.started: int | None = None
+        # Of buckets that are gone.
+        self._rejected = 0
+
+    @property
+    def rejected(self) -> int:
+        """Runs whose difference a wire could not tell."""
+        return self._rejected + sum(bucket.wire.rejected for bucket in self.buckets)
+
+    def install(self, buckets: list[Bucket]) -> None:
+        """These take the place of all buckets that there were, which have nothing under way."""
+        self._rejected = self.rejected
+        self.buckets, self.started = buckets, None
 
     def disown(self, params: Iterable[Parameter] | None = None) -> None:
         """The values of ``params`` (None: of all) were replaced: the difference under way is not added to the new ones."""
@@ -159,16 +251,36 @@ class Engine:
     @torch.no_grad()
     def start(self, bucket: Bucket) -> None:
         """Puts the parameters on the wire for the current round."""
-        edge, label = self._topology.get_edge(self.round), Label(self.round, bucket.index)
+        edge, label = self._topology.get_edge(self.round), Label(self.round, bucket.number)
         announced = self._announce(bucket, edge, label) if bucket.wire.announces else b""
-        if len(edge.ranks) == 1:
-            return
+        self.started = self.round
+        if len(edge.ranks) > 1:
+            self._send(bucket, edge, label, announced)
+
+    @torch.no_grad()
+    def start_again(self, bucket: Bucket, told: bytes) -> None:
+        """Puts on the wire, for the round before, what the bucket's message holds of a run that was stopped.
+
+        Args:
+            told: what had been announced for it.
+        """
+        edge, label = self._topology.get_edge(self.round - 1), Label(self.round - 1, bucket.number)
+        if bucket.wire.announces:
+            self._transport.exchange.announce(edge, label, told)
+        self._send(bucket, edge, label, told, coded=True)
+
+    def announce_again(self, bucket: Bucket) -> None:
+        """Tells the coming edge what was announced to it in a run that was stopped."""
+        if bucket.wire.announces and bucket.announced is not None:
+            self._announce_ahead(bucket, self.round, bucket.announced)
+
+    def _send(self, bucket: Bucket, edge: Edge, label: Label, announced: bytes, *, coded: bool = False) -> None:
         sent, received = bucket.messages
         values = self._rule.propose(bucket.values)
-        parcel = Parcel(bucket.wire, values, sent, received, announced, self._transport.rank, label)
+        parcel = Parcel(bucket.wire, values, sent, received, announced, self._transport.rank, label, coded)
         handle = self._transport.exchange.start(edge, parcel)
         self.bytes_sent += handle.bytes_sent
-        bucket.under_way = _UnderWay(edge, handle)
+        bucket.under_way = _UnderWay(edge, handle, announced)
 
     def _announce(self, bucket: Bucket, edge: Edge, label: Label) -> bytes:
         """Tells the next edge what it must know, and returns what this one was told."""
@@ -179,12 +291,15 @@ class Engine:
             if len(edge.ranks) > 1:
                 exchange.announce(edge, label, now)
         bucket.announced = bucket.wire.announcement(values)
-        coming = self._topology.get_edge(self.round + 1)
+        self._announce_ahead(bucket, self.round + 1, bucket.announced)
+        return now
+
+    def _announce_ahead(self, bucket: Bucket, round_: int, text: bytes) -> None:
+        coming = self._topology.get_edge(round_)
         if len(coming.ranks) > 1:
             # Who has made its last update may be gone already. If that round comes, its exchange says so.
             with contextlib.suppress(PeerLostError):
-                exchange.announce(coming, Label(self.round + 1, bucket.index), bucket.announced)
-        return now
+                self._transport.exchange.announce(coming, Label(round_, bucket.number), text)
 
     def let_go(self) -> None:
         """Returns once the parameters may be written to by anybody: what is to be sent of them has been read."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from decent_dp.bucket import TensorSpec
 
-__all__ = ["Guard", "strip_prefix"]
+__all__ = ["Guard", "insert_module", "strip_prefix"]
 
 # What wrappers put before the names of a model: an earlier decent_dp, and PyTorch DDP.
 _PREFIXES = ("_model.", "module.")
@@ -172,6 +172,14 @@ def strip_prefix(state: dict[str, Any], prefix: str, expected: Iterable[str], in
         return
     for name in names:
         state[prefix + insert + name.removeprefix(strip)] = state.pop(prefix + name)
+
+
+def insert_module(wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """A load hook for a wrapper in a larger module: the model's own keys are found where torch looks for the child
+    ``module``."""
+    model = wrapper.get_submodule("module")
+    expected = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    strip_prefix(state, prefix, expected, insert="module.")
 
 
 def _state_names(model: nn.Module) -> Iterator[str]:

@@ -105,6 +105,9 @@ class Schedule:
         accumulate: gradients are kept for a later backward (``set_accumulate_grad``).
         paused: how many ``no_sync`` contexts are open.
         joining: inside ``join``: every round tells the others that this worker is active.
+        at_boundary: called after each round; what it raises leaves the replica as it is.
+        nested: gradients have come from a backward inside a backward (reentrant checkpointing): their order says nothing.
+        arrived: the first backward's order of parameters, until the buckets are made from it.
     """
 
     def __init__(
@@ -129,16 +132,15 @@ class Schedule:
         self.paused = 0
         self.joining = False
         self.closed = False
+        self.at_boundary: Callable[[], None] | None = None
         self._flags: deque[Handle] = deque()
         self._fault: BaseException | None = None
         # On a GPU, hooks of CPU and CUDA parameters run in different threads.
         self._lock = threading.RLock()
 
         self._backward: _Backward | None = None
-        # Gradients have come from a backward inside a backward (reentrant checkpointing): their order says nothing.
-        self._nested = False
-        # The first backward's order, until the buckets are made from it.
-        self._order: dict[int, None] = {}
+        self.nested = False
+        self.arrived: dict[int, None] = {}
         # The round that is under way: whether it has begun, and which bucket is next to be updated.
         self._begun = False
         self._stepped = False
@@ -196,11 +198,11 @@ class Schedule:
         with self._lock:
             self.check()
             backward = self.enter_backward()
-            self._nested |= torch._C._current_graph_task_id() != backward.task
+            self.nested |= torch._C._current_graph_task_id() != backward.task
             if not self._engine.buckets:
-                self._order.setdefault(index)
+                self.arrived.setdefault(index)
             elif not backward.accumulating:
-                if not (self._nested or self._policy.needs_all):
+                if not (self.nested or self._policy.needs_all):
                     self._advance()
                 bucket = self._bucket_of[index]
                 if index not in backward.arrived:
@@ -257,6 +259,22 @@ class Schedule:
             self.recover()
             if self.window is Window.OWED and not self.failed:
                 self._update(step=True)
+
+    def settle_for(self, what: str, *, failed: bool = False) -> None:
+        """Comes to a step boundary, for a call of the user's named ``what``.
+
+        Raises:
+            RuntimeError: inside a backward; after an update that failed half-way, unless with ``failed``.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(f"{what} was called inside a backward: call it after the backward has returned.")
+        if not self.failed:
+            self.settle()
+        if self._fault is not None and not failed:
+            raise RuntimeError(
+                f"{what} came after an update that failed half-way ({type(self._fault).__name__}: {self._fault}): this replica "
+                "is out of step with the others. Start the workers again from what was saved before."
+            ) from self._fault
 
     def recover(self) -> None:
         """If the last backward raised half-way, makes the rest of its round: the others have made it, too. No step."""
@@ -326,7 +344,7 @@ class Schedule:
 
     def _advance(self) -> None:
         """Updates the buckets that are complete, in the order that is the same on all workers."""
-        with self._faults():
+        with self.faults():
             while self._next < len(self._missing) and self._missing[self._next] == 0:
                 self._begin_round(active=True)
                 self._update_bucket(step=True, keep=False)
@@ -335,7 +353,7 @@ class Schedule:
         """Makes the rest of a round: all buckets that were not updated while the gradients came."""
         self.check()
         # An owed update may be made from inside an evaluation: what it allocates has to train later.
-        with self._faults(), torch.inference_mode(False):
+        with self.faults(), torch.inference_mode(False):
             self._begin_round(active=not keep)
             step = step and self._policy.allows_step()
             while self._next < len(self._engine.buckets):
@@ -350,6 +368,8 @@ class Schedule:
         if not keep:
             self.window = Window.IDLE
         self._transport.report("")  # what went wrong before did not end the run
+        if self.at_boundary is not None:
+            self.at_boundary()
 
     def _update_bucket(self, *, step: bool, keep: bool) -> None:
         bucket = self._engine.buckets[self._next]
@@ -376,19 +396,20 @@ class Schedule:
             if len(self._flags) > _FLAGS_UNDER_WAY:
                 self._flags.popleft().wait()
         if not self._engine.buckets:
-            self._make_buckets()
+            self.install(self._build(list(self.arrived)))
         self._began()
         for bucket in self._engine.buckets:
             bucket.block.adopt()
 
-    def _make_buckets(self) -> None:
-        self._engine.buckets = self._build(list(self._order))
+    def install(self, buckets: list[Bucket]) -> None:
+        """These take the place of all buckets that there were."""
+        self._engine.install(buckets)
         position = {id(param): index for index, param in enumerate(self._params)}
-        for bucket in self._engine.buckets:
-            self._bucket_of.update((position[id(param)], bucket.index) for param in bucket.block.params)
+        self._bucket_of = {position[id(param)]: i for i, bucket in enumerate(buckets) for param in bucket.block.params}
 
     @contextlib.contextmanager
-    def _faults(self) -> Iterator[None]:
+    def faults(self) -> Iterator[None]:
+        """What raises in it leaves a replica that cannot be updated any more."""
         try:
             yield
         except BaseException as error:

@@ -11,10 +11,12 @@ The dict has these entries:
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -26,8 +28,13 @@ __all__ = ["check_optim_state", "collect_optim_state", "load_optim_state"]
 _BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "base_momentums", "max_momentums")
 
 
-def collect_optim_state(buckets: Sequence[Bucket], scaler: torch.amp.GradScaler | None, round_: int) -> dict[str, Any]:
-    """The state of all buckets' optimizers and schedulers, by parameter name."""
+def collect_optim_state(
+    buckets: Sequence[Bucket], scaler: torch.amp.GradScaler | None, round_: int, pending: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The state of all buckets' optimizers and schedulers, by parameter name; ``pending`` while that waits for buckets."""
+    beside = {"scaler": None if scaler is None else scaler.state_dict(), "round": round_}
+    if pending is not None:
+        return {**pending, **beside}
     state: dict[str, Any] = {}
     options: dict[str, Any] = {}
     schedulers: dict[str, Any] | None = None
@@ -55,8 +62,7 @@ def collect_optim_state(buckets: Sequence[Bucket], scaler: torch.amp.GradScaler 
         "state": state,
         "param_groups": options,
         "schedulers": schedulers,
-        "scaler": None if scaler is None else scaler.state_dict(),
-        "round": round_,
+        **beside,
     }
 
 
@@ -91,15 +97,24 @@ def check_optim_state(state_dict: dict[str, Any], names: Sequence[str]) -> None:
             raise ValueError(f"the optimizer state holds '{name}', which is no trainable parameter of this model")
 
 
-def load_optim_state(buckets: Sequence[Bucket], state_dict: dict[str, Any]) -> None:
-    """Puts a checked dict into the buckets' optimizers and schedulers."""
+def load_optim_state(buckets: Sequence[Bucket], state_dict: dict[str, Any], *, exact: bool = False) -> None:
+    """Puts a checked dict into the buckets' optimizers and schedulers.
+
+    With ``exact``, which is for parameters of the same dtypes, all tensors keep their dtypes (torch's optimizers would cast
+    them to their parameters') and nothing in the dict is used again.
+    """
     if not state_dict["param_groups"]:
         return
     for bucket in buckets:
-        _load_optimizer(bucket.optimizer, _names(bucket), state_dict)
+        names = _names(bucket)
+        _load_optimizer(bucket.optimizer, names, state_dict)
         saved = state_dict.get("schedulers")
+        if exact:
+            saved = copy.deepcopy(saved)
+            for param, state in bucket.optimizer.state.items():
+                bucket.optimizer.state[param] = _exact(state, state_dict["state"].get(names[id(param)]), param)
         if bucket.scheduler is not None and saved is not None:
-            names, (_, by_group) = _names(bucket), _split(bucket.scheduler.state_dict())
+            _, by_group = _split(bucket.scheduler.state_dict())
             for own, group in zip(by_group, bucket.optimizer.param_groups, strict=False):
                 if group["params"]:  # an empty one keeps what it has
                     own.update(saved["by_name"][names[id(group["params"][0])]])
@@ -120,6 +135,20 @@ def _load_optimizer(optimizer: Optimizer, names: dict[int, str], state_dict: dic
                 state[number] = state_dict["state"][names[id(param)]]
             number += 1
     optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _exact(loaded: Any, saved: Any, param: Tensor) -> Any:
+    """``loaded``, with copies of the tensors in ``saved``: of their dtypes, where the optimizer has put them."""
+    if isinstance(loaded, Tensor) and isinstance(saved, Tensor):
+        if saved.layout != torch.strided or saved.shape != param.shape:
+            return saved.detach().to(loaded.device, copy=True)
+        # In the parameter's strides, as optimizers make them.
+        return torch.empty_like(param, dtype=saved.dtype, device=loaded.device).copy_(saved)
+    if isinstance(loaded, dict) and isinstance(saved, dict):
+        return {key: _exact(value, saved[key], param) if key in saved else value for key, value in loaded.items()}
+    if isinstance(loaded, (list, tuple)) and isinstance(saved, (list, tuple)) and len(loaded) == len(saved):
+        return type(loaded)(_exact(a, b, param) for a, b in zip(loaded, saved, strict=True))
+    return loaded
 
 
 def _names(bucket: Bucket) -> dict[int, str]:

@@ -1,0 +1,151 @@
+"""A moving average of the replica, whose mean over workers is the moving average of the mean."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decent_dp.checkpoint.export import check_wrapper
+from decent_dp.ddp import DecentralizedDataParallel
+from decent_dp.errors import DisagreementError, OutOfStepError
+from decent_dp.replica import consensus
+
+__all__ = ["AveragedReplica"]
+
+
+class AveragedReplica:
+    """An exponential moving average of this worker's replica, for evaluation and ``export``.
+
+    It is kept locally, without communication. Averaging over updates and averaging over workers may change places, both being
+    linear: so the mean over workers of these averages, taken once when somebody looks, is the moving average of the mean
+    model. After the first ``update`` the average is the replica; each further one makes it ``decay * average + (1 - decay) *
+    replica``, as ``torch.optim.swa_utils.get_ema_multi_avg_fn`` does. It is kept in float32 at least.
+
+    Args:
+        model: the wrapper; its trainable parameters are averaged.
+        decay: in [0, 1), the same on all workers. About 1 / (1 - decay) updates take part.
+
+    Attributes:
+        decay: as given.
+        updates: calls of ``update`` so far.
+
+    Raises:
+        ValueError: ``decay`` is outside [0, 1).
+    """
+
+    def __init__(self, model: DecentralizedDataParallel, decay: float = 0.999) -> None:
+        check_wrapper(model, "AveragedReplica")
+        if not 0.0 <= decay < 1.0:
+            raise ValueError(f"decay must be in [0, 1), got {decay!r}")
+        self.decay = float(decay)
+        self.updates = 0
+        self._model = model
+        self._averages = [
+            param.detach().to(torch.promote_types(param.dtype, torch.float32), copy=True) for param in model._guard.params
+        ]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Takes the replica in, as it is now. Call it after each update, on all workers.
+
+        Raises:
+            RuntimeError: inside ``averaged``, where the replica has other values.
+        """
+        self._model._settle()
+        if self._model._backup is not None:
+            raise RuntimeError("update() of AveragedReplica takes the replica in, which is not there inside averaged()")
+        pairs = zip(self._model._guard.params, self._averages, strict=True)
+        params = [param.detach().to(average.dtype) for param, average in pairs]
+        if self.updates == 0:
+            torch._foreach_copy_(self._averages, params)
+        else:
+            torch._foreach_lerp_(self._averages, params, 1.0 - self.decay)
+        self.updates += 1
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, the model's parameters are the moving average of the mean; each replica has its own back after it.
+
+        Called by all workers. Buffers are as inside ``model.averaged()``: BatchNorm's statistics are those of the replica,
+        averaged over workers with ``sync_buffer_in_global_avg``; ``calibrate`` and ``export`` fit them to the parameters. All
+        buffers are as before afterwards. The exchange under way goes on. Before the first ``update``, it is the replica as
+        it was when this object was made.
+
+        Raises:
+            OutOfStepError: the workers have made different numbers of updates, of the model or of the average.
+            DisagreementError: they were given different decays. On all workers.
+        """
+        model = self._model
+        model._meet("averaged of AveragedReplica")
+        self._compare()
+        nested = model._backup is not None
+        own, buffers = [*model._guard.params, *model._float_buffers()], list(model.buffers())
+        before, kept = ([tensor.detach().clone() for tensor in tensors] for tensors in (own, buffers))
+        with torch.no_grad():
+            means = [average.clone() for average in self._averages]
+            consensus.average_(model._transport.control, [*means, *model._float_buffers()])
+            for param, mean in zip(model._guard.params, means, strict=True):
+                param.copy_(mean)
+            del means
+        outer, model._averaging = model._averaging, model._averaging or not nested
+        if not nested:
+            model._backup = before
+        try:
+            yield
+        finally:
+            model._averaging = outer
+            if model._backup is not None:  # else an update or a load has made these values the replica's own
+                model._backup = model._backup if nested else None
+                with torch.no_grad():
+                    for tensor, value in zip([*own, *buffers], [*before, *kept], strict=True):
+                        tensor.copy_(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has to be saved, each worker's its own: ``save(model, path, ema=ema.state_dict())``.
+
+        Returns:
+            'updates', and 'average', a dict of the tensors by parameter name. They are not copies.
+        """
+        return {"updates": self.updates, "average": dict(zip(self._model._guard.names, self._averages, strict=True))}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads what ``state_dict`` returned; the decay stays that of this object.
+
+        Raises:
+            ValueError: it is of another model; names the first difference, and nothing is loaded.
+        """
+        if not {"updates", "average"} <= state_dict.keys():
+            raise ValueError(f"the state of an AveragedReplica has 'updates' and 'average', got {sorted(state_dict)}")
+        average: Mapping[str, Tensor] = state_dict["average"]
+        own: dict[str, Tensor] = self.state_dict()["average"]
+        for name in (*own, *average):
+            if name not in average or name not in own:
+                where = "the model" if name in own else "the state"
+                raise ValueError(f"'{name}' is a trainable parameter of {where} only: it was saved from another model")
+            if average[name].shape != own[name].shape:
+                raise ValueError(
+                    f"'{name}' is {tuple(average[name].shape)} in the state and {tuple(own[name].shape)} in the model: it was "
+                    "saved from another model"
+                )
+        for name, tensor in own.items():
+            tensor.copy_(average[name])
+        self.updates = int(state_dict["updates"])
+
+    def _compare(self) -> None:
+        found = self._model._transport.control.gather([self.updates, self.decay])
+        for rank, (updates, decay) in enumerate(found):
+            if decay != found[0][1]:
+                raise DisagreementError(
+                    f"the decay of AveragedReplica is {found[0][1]!r} on worker 0 and {decay!r} on worker {rank}: pass the "
+                    "same on every worker"
+                )
+            if updates != found[0][0]:
+                raise OutOfStepError(
+                    f"AveragedReplica has taken in {found[0][0]} updates on worker 0 and {updates} on worker {rank}: call its "
+                    "update() on every worker, after the same updates of the model"
+                )

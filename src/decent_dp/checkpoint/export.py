@@ -1,0 +1,261 @@
+"""The model to keep: one plain file of the mean of all replicas, which opens without decent_dp."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.swa_utils import update_bn
+
+from decent_dp.ddp import DecentralizedDataParallel
+from decent_dp.errors import CheckpointError
+from decent_dp.replica import consensus
+from decent_dp.replica.agree import agree
+
+__all__ = ["calibrate", "export"]
+
+_SAFETENSORS = ".safetensors"
+_TORCH = (".pt", ".pth", ".bin")
+
+
+def export(model: DecentralizedDataParallel, path: str | Path, *, loader: Iterable[Any] | None = None) -> Path:
+    """Writes the mean of all replicas as one plain state dict, with the model's own keys. Called by all workers.
+
+    Worker 0 writes; the file is there, whole and durable, when the call returns. Replicas, buffers, modes, torch's random state
+    and the exchange under way are as before. Inside ``with model.averaged()``, or that of an ``AveragedReplica``, what the
+    replicas are there is written.
+
+    Args:
+        model: trainable parameters and floating-point buffers are averaged, all else is worker 0's.
+        path: ends in '.safetensors', for ``safetensors.torch.load_file``, or in '.pt', '.pth' or '.bin', for
+            ``torch.load(weights_only=True)``. Missing folders are made.
+        loader: BatchNorm's statistics are those of the mean model over it, as ``calibrate`` finds them; None: they are
+            averaged, too.
+
+    Returns:
+        The path.
+
+    Raises:
+        ValueError: the path ends otherwise.
+        TypeError: the model keeps an extra state that the file cannot hold.
+        CheckpointError: it cannot be written.
+        OutOfStepError: the workers have made different numbers of updates. All of these on all workers.
+    """
+    check_wrapper(model, "export")
+    path = Path(path)
+    control, rank = model._transport.control, model._transport.rank
+    model._meet("export")
+    agree(control, lambda: _check_path(path))
+    with contextlib.ExitStack() as undone:
+        if model._backup is None:  # else the replicas are what is wanted: somebody has averaged them
+            undone.enter_context(model.averaged())
+        undone.enter_context(_put_back(model.module))
+        if loader is not None:
+            calibrate(model, loader)
+        _average_buffers(model)
+        agree(control, lambda: _write(model, path) if rank == 0 else None)
+    return path
+
+
+def calibrate(model: DecentralizedDataParallel, loader: Iterable[Any]) -> None:
+    """Estimates BatchNorm's statistics anew, for the values that the parameters have now. Called by all workers.
+
+    Each worker runs the model over its own ``loader``, without gradients (this is no update), and the statistics are averaged
+    over workers, weighted by their numbers of batches: as ``torch.optim.swa_utils.update_bn`` would over the batches of all.
+    Inside ``with model.averaged()`` they belong to the mean model; they stay when it is left, unless
+    ``sync_buffer_in_global_avg`` is set. ``export(..., loader=...)`` and the ``averaged()`` of an ``AveragedReplica`` put the
+    old ones back. Other buffers, modes and torch's random state are as before. A model without such statistics is left as it
+    is.
+
+    Args:
+        model: ``model.module`` is called with each batch.
+        loader: of tensors, or of tuples or lists that begin with one. At least one batch on every worker.
+
+    Raises:
+        ValueError: a loader gave no batch.
+        TypeError: it gave something else.
+        OutOfStepError: the workers have made different numbers of updates. All of these on all workers, and nothing is changed.
+    """
+    check_wrapper(model, "calibrate")
+    model._meet("calibrate")
+    control = model._transport.control
+    norms = [m for m in model.module.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+    if not norms:
+        return
+    statistics = [t for norm in norms for t in (norm.running_mean, norm.running_var) if t is not None]
+    with torch.no_grad(), _put_back(model.module) as kept:
+        own = agree(control, lambda: _run(model.module, loader))
+        batches = control.gather(own)
+        share = own * len(batches) / sum(batches)
+        means = [share * t.to(torch.promote_types(t.dtype, torch.float32)) for t in statistics]
+        consensus.average_(control, means)
+        for tensor, mean in zip(statistics, means, strict=True):
+            tensor.copy_(mean)
+        for norm in norms:
+            if norm.num_batches_tracked is not None:
+                statistics.append(norm.num_batches_tracked.fill_(sum(batches)))
+        kept.difference_update(id(tensor) for tensor in statistics)
+
+
+def check_wrapper(model: Any, what: str) -> None:
+    """Raises TypeError when ``model`` is no wrapper."""
+    if not isinstance(model, DecentralizedDataParallel):
+        raise TypeError(f"{what} takes the DecentralizedDataParallel that wraps the model, got a {type(model).__name__}")
+
+
+def _check_path(path: Path) -> None:
+    if path.suffix not in (_SAFETENSORS, *_TORCH):
+        raise ValueError(f"export writes files that end in {_SAFETENSORS}, {', '.join(_TORCH)}, got {str(path)!r}")
+    if path.suffix == _SAFETENSORS:
+        _save_file()
+
+
+def _save_file() -> Callable[..., None]:
+    try:
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise ImportError("safetensors files need safetensors: pip install 'decent-dp[checkpoint]'") from error
+    return save_file
+
+
+# -- buffers ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _put_back(model: nn.Module) -> Iterator[set[int]]:
+    """Buffers, modes and torch's random state are as before afterwards.
+
+    Yields:
+        The buffers that are put back, by id; those that are taken out of the set stay.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    places = [(m, name, t) for m in model.modules() for name, t in m._buffers.items() if t is not None]
+    values = {id(tensor): (tensor, tensor.detach().clone()) for _, _, tensor in places}
+    kept = set(values)
+    devices = {param.device.index for param in model.parameters() if param.device.type == "cuda"}
+    with torch.random.fork_rng(sorted(devices)):
+        try:
+            yield kept
+        finally:
+            with torch.no_grad():
+                for module, name, tensor in places:
+                    module._buffers[name] = tensor
+                for identity in kept:
+                    tensor, value = values[identity]
+                    tensor.copy_(value)
+            for module, training in modes:
+                module.training = training
+
+
+def _run(model: nn.Module, loader: Iterable[Any]) -> int:
+    """Gives ``model`` the statistics of this worker's batches; how many there were."""
+    count = 0
+
+    def counted() -> Iterator[Any]:
+        nonlocal count
+        for batch in loader:
+            first = batch[0] if isinstance(batch, (list, tuple)) and batch else batch
+            if not isinstance(first, Tensor):
+                raise TypeError(
+                    f"batch {count} of the loader must be a tensor, or a tuple or list that begins with one, to call the model "
+                    f"with; got a {type(batch).__name__}. Pass a generator that yields what the model takes."
+                )
+            count += 1
+            yield batch
+
+    # update_bn puts these back itself, but not after an error.
+    momenta = [(module, module.momentum) for module in model.modules() if isinstance(module, _BatchNorm)]
+    try:
+        update_bn(counted(), model, next(model.parameters()).device)
+    finally:
+        for module, momentum in momenta:
+            module.momentum = momentum
+    if not count:
+        raise ValueError("the loader gave no batch: BatchNorm's statistics need at least one on every worker")
+    return count
+
+
+def _average_buffers(model: DecentralizedDataParallel) -> None:
+    """Floating-point buffers that are saved become their mean; what is equal on all workers stays bit for bit."""
+    found = {
+        id(tensor): tensor
+        for module in model.module.modules()
+        for name, tensor in module._buffers.items()
+        if tensor is not None and name not in module._non_persistent_buffers_set and tensor.dtype in model.FLOAT_DTYPES
+    }
+    buffers = list(found.values())
+    control = model._transport.control
+    digests = control.gather([_digest(buffer) for buffer in buffers])
+    with torch.no_grad():
+        consensus.average_(control, [b for b, *own in zip(buffers, *digests, strict=True) if len(set(own)) > 1])
+
+
+def _digest(tensor: Tensor) -> str:
+    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(raw.numpy().tobytes(), digest_size=16).hexdigest()
+
+
+# -- the file ---------------------------------------------------------------------------------------------------------
+
+
+def _write(model: DecentralizedDataParallel, path: Path) -> None:
+    state = model.state_dict()
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            state[key] = value.detach().cpu()
+        else:
+            _check_extra(key, value, path)
+    if path.suffix == _SAFETENSORS:
+        # Each key has memory of its own: a tied parameter is written under all its names, and any reader finds it.
+        plain = {key: value.contiguous().clone() for key, value in state.items()}
+        save_file = _save_file()
+        _replace(path, lambda file: save_file(plain, file, metadata={"format": "pt"}))
+    else:
+        _replace(path, lambda file: torch.save(state, file))
+
+
+def _check_extra(key: str, value: object, path: Path) -> None:
+    """A module's extra state may be anything.
+
+    Raises:
+        TypeError: the file could not hold it, or not be opened safely with it.
+    """
+    cause = "only tensors fit into a safetensors file: export to a path that ends in .pt"
+    if path.suffix in _TORCH:
+        raw = io.BytesIO()
+        try:
+            torch.save(value, raw)
+            raw.seek(0)
+            torch.load(raw, weights_only=True)
+            return
+        except Exception as error:
+            cause = f"torch.load(weights_only=True) would not open it ({type(error).__name__})"
+    raise TypeError(f"the model's state has a {type(value).__name__} under '{key}', and {cause}")
+
+
+def _replace(path: Path, write: Callable[[Path], None]) -> None:
+    """Has a file written beside ``path`` and puts it there in one step, durably."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(partial)
+        for name, move in ((partial, True), (path.parent, False)):
+            handle = os.open(name, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+            if move:
+                os.replace(partial, path)
+    except Exception as error:  # torch and safetensors have their own for a disk that is full
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise CheckpointError(f"the model could not be written to '{path}': {type(error).__name__}: {error}") from error

@@ -1,0 +1,151 @@
+"""load: all workers choose the same checkpoint, look whether it is whole and theirs, and go on from it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from decent_dp.checkpoint import index
+from decent_dp.checkpoint.export import check_wrapper
+from decent_dp.checkpoint.files import Manifest, open_worker, read_manifest
+from decent_dp.checkpoint.resize import combined, sources
+from decent_dp.checkpoint.saver import saver_of
+from decent_dp.checkpoint.state import first_difference, set_random_states
+from decent_dp.ddp import DecentralizedDataParallel
+from decent_dp.errors import CheckpointError
+from decent_dp.replica.agree import agree, model_signature
+
+__all__ = ["latest", "load"]
+
+_log = logging.getLogger(__name__)
+
+
+def load(
+    model: DecentralizedDataParallel, path: str | os.PathLike[str], *, resize: str | None = None, missing_ok: bool = False
+) -> dict[str, Any] | None:
+    """Goes on from the newest checkpoint in ``path`` that all workers see. Called by all workers, at any time between updates.
+
+    A run that is stopped and resumed equals the one that was not, bit for bit on CPUs: replicas, optimizers, schedulers,
+    scaler, gradients of an open window, exchanges under way and random states (of Python, NumPy and torch) are as they were
+    when it was saved. Nothing in the files is executed. On any error the model is as it was.
+
+    Args:
+        model: the wrapper, of the model that was saved; bucket size may be another, and so may topology, wire and ``overlap``
+            (the exchange under way is then dropped, which leaves the mean over workers as it is).
+        path: the folder that was given to ``save``, or that of one checkpoint in it.
+        resize: for another number of workers than was saved. 'mean': all start from the mean of replicas and optimizer states,
+            also where the number is the same. 'spread': replicas are dealt out; fewer workers start from means of groups, more
+            from copies, and as many go on exactly. Means and copies have no random states and no exchange under way.
+        missing_ok: return None when no worker sees a checkpoint, so that a first start and a restart are the same line.
+
+    Returns:
+        The extras that were given to ``save``, this worker's own. Resized: floating-point tensors as the replicas, and all
+        else from the first worker of those whose mean it is.
+
+    Raises:
+        FileNotFoundError: no worker sees a checkpoint, and not ``missing_ok``.
+        CheckpointError: some workers see one and others do not; a file is missing or broken; it is of another model or of a
+            newer version; names the worker, the file and the cause.
+        ValueError: it was saved by another number of workers, and ``resize`` is not given.
+        RuntimeError: this is no moment to load. All of these on all workers.
+    """
+    check_wrapper(model, "load")
+    if model._schedule.closed:
+        raise RuntimeError("the wrapper was closed: load before close(), into a wrapper that is to train.")
+    if model._schedule.joining:
+        raise RuntimeError("load was called inside join(), where some workers have run out: call it before the with-block.")
+    saver_of(model).drain()
+    transport = model._transport
+    control, rank, n = transport.control, transport.rank, transport.world_size
+
+    def look() -> tuple[Path, list[str]]:
+        if resize is not None:
+            sources(n, rank, n, resize)  # looks at it
+        return _seen(Path(os.fspath(path)).absolute())
+
+    root, own = agree(control, look)
+    seen: list[list[str]] = control.gather(own)
+    if not any(seen):
+        if missing_ok:
+            return None
+        raise FileNotFoundError(f"no worker sees a checkpoint in {path}: another path, or nothing has been saved there.")
+    folder = root / agree(control, lambda: _choose(root, seen))
+    manifest = agree(control, lambda: _checked(folder, model, n, resize))
+    if len({json.dumps(found) for found in control.gather([info.sha256 for info in manifest.files])}) > 1:
+        raise CheckpointError(f"the workers see different files in {folder}: copy the same checkpoint to all of them.")
+    same = manifest.world_size == n and resize != "mean"
+    ranks = [rank] if same or resize is None else sources(manifest.world_size, rank, n, resize)
+    tree = agree(control, lambda: _read(folder, manifest, ranks))
+    model._restore(tree["snapshot"])
+    if same:
+        set_random_states(tree["random"], model.module)
+    _log.info("went on from %s, round %d", folder, manifest.round)
+    extra: dict[str, Any] = tree["extra"]
+    return extra
+
+
+def latest(path: str | os.PathLike[str]) -> Path | None:
+    """The folder of the newest complete checkpoint in ``path``, as this worker sees it; None when there is none."""
+    root = Path(os.fspath(path)).absolute()
+    names = index.complete(root)
+    return root / names[0] if names else None
+
+
+def _seen(path: Path) -> tuple[Path, list[str]]:
+    """The folder of checkpoints, and the names of those in it that this worker may load, newest first."""
+    if index.is_checkpoint(path):
+        return path.parent, [path.name]
+    return path, index.complete(path)
+
+
+def _choose(root: Path, seen: Sequence[Sequence[str]]) -> str:
+    """The newest that all workers see.
+
+    Raises:
+        CheckpointError: there is none; says who sees what.
+    """
+    none = [rank for rank, names in enumerate(seen) if not names]
+    if none:
+        other = next(rank for rank, names in enumerate(seen) if names)
+        raise CheckpointError(
+            f"{_workers(none)} no checkpoint in {root}, and worker {other} sees {seen[other][0]}: nobody starts anew while "
+            "others go on. Give all workers their files, or the same path; or, for a fresh start, another one."
+        )
+    common = [name for name in seen[0] if all(name in names for names in seen)]
+    if not common:
+        sight = ", ".join(f"worker {rank}: {', '.join(names)}" for rank, names in enumerate(seen))
+        raise CheckpointError(f"no checkpoint in {root} is seen by all workers ({sight}): give all workers their files.")
+    newer = sorted({names[0] for names in seen} - {common[0]})
+    if newer:
+        _log.warning("%s in %s is not seen by all workers: going on from %s", ", ".join(newer), root, common[0])
+    return common[0]
+
+
+def _checked(folder: Path, model: DecentralizedDataParallel, n: int, resize: str | None) -> Manifest:
+    """The manifest, if it is for this run."""
+    manifest = read_manifest(folder)
+    saved = manifest.signature.get("model") if isinstance(manifest.signature, dict) else None
+    different = first_difference(saved, model_signature(model.module))
+    if different is not None:
+        raise CheckpointError(f"{folder} is of another model: {different}. Build the model that was saved.")
+    if manifest.world_size != n and resize is None:
+        raise ValueError(
+            f"{folder} was saved by {manifest.world_size} workers and this run has {n}: pass resize='mean' or resize='spread'."
+        )
+    return manifest
+
+
+def _read(folder: Path, manifest: Manifest, ranks: Sequence[int]) -> Any:
+    """What these workers saved, or what is made of it for one worker."""
+    with contextlib.ExitStack() as opened:
+        readers = [opened.enter_context(open_worker(folder, rank, manifest)) for rank in ranks]
+        return readers[0].tree() if len(readers) == 1 else combined(readers)
+
+
+def _workers(ranks: Sequence[int]) -> str:
+    return f"worker {ranks[0]} sees" if len(ranks) == 1 else f"workers {', '.join(str(rank) for rank in ranks)} see"

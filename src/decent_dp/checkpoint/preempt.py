@@ -1,0 +1,269 @@
+"""Pre-emption: a worker that is told to go tells the others, and all stop after the same round."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from decent_dp.checkpoint.export import check_wrapper
+from decent_dp.ddp import DecentralizedDataParallel
+from decent_dp.errors import PeerError, PeerLostError, PeerTimeoutError
+from decent_dp.transport.base import Transport
+
+__all__ = ["Preemption"]
+
+_log = logging.getLogger(__name__)
+
+# Seconds between two looks at the board: while nothing is asked (more where many workers look), and while all wait.
+_IDLE, _IDLE_BY_WORKER, _BUSY = 0.2, 0.001, 0.02
+# What cannot be caught.
+_NEVER = {getattr(signal, name) for name in ("SIGKILL", "SIGSTOP") if hasattr(signal, name)}
+
+
+@dataclass
+class _Wish:
+    """What a wrapper's workers were told by signals, over all its contexts.
+
+    Attributes:
+        turns: contexts entered so far: the workers' contexts of one number belong together.
+        told: a signal has come that no round was agreed on for. A plain attribute: a second signal may interrupt the handler of
+            the first, and would wait for ever for a lock that this one holds.
+    """
+
+    turns: int = 0
+    told: bool = False
+
+
+_WISHES: WeakKeyDictionary[DecentralizedDataParallel, _Wish] = WeakKeyDictionary()
+
+
+class Preemption:
+    """A context in which a signal to any worker stops all of them after the same round.
+
+    ::
+
+        with Preemption(model) as stop:
+            for x, y in batches:
+                criterion(model(x), y).backward()
+                if stop.due:
+                    break
+        if stop.due:
+            save(model, path, epoch=epoch)
+            sys.exit(0)
+
+    Called on all workers. Ask ``due`` after each update, on every worker at the same ones: it becomes true after the round that
+    all have agreed on, which is one or two updates after the signal; save then, outside ``model.join()``. A signal during an
+    evaluation, a save or before the first update takes effect after the update that follows.
+
+    A signal alone ends nothing: a loop that never asks ``due`` goes on, and says so in the log, until whoever sent the signal
+    kills it. Signals that come again, or to all workers at once, are one. After the context the old handlers are back; a signal
+    that came too late for a round to be agreed on is obeyed in the next one.
+
+    How the workers agree. Signal handlers only take note. A thread of each worker looks at the board; when somebody has been
+    told to go, it promises, for its worker, not to begin a round after the one under way without knowing the outcome. The
+    greatest of all promises is the round to stop after, which every worker can reach, as none is further. It is posted by
+    whoever promises last. So nobody waits for a worker that waits for it, and a worker that is parked in a collective (in
+    ``join``) promises, too.
+
+    Args:
+        model: the wrapper.
+        signals: what is caught, in the place of the handlers that there are; () for a worker that only follows the others.
+        grace: seconds after which workers that do not answer are given up.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+    """
+
+    def __init__(
+        self, model: DecentralizedDataParallel, signals: Iterable[int] = (signal.SIGTERM,), grace: float = 30.0
+    ) -> None:
+        check_wrapper(model, "Preemption")
+        if isinstance(signals, int):
+            raise TypeError(f"signals must be a sequence of signals, such as (signal.SIGTERM,), got {signals!r}")
+        self._signals = tuple(signal.Signals(number) for number in signals)
+        for number in self._signals:
+            if number in _NEVER:
+                raise ValueError(f"{number.name} cannot be caught: take signals that can, such as SIGTERM or SIGUSR1.")
+        if not (isinstance(grace, (int, float)) and math.isfinite(grace) and grace > 0):
+            raise ValueError(f"grace must be a positive number of seconds, got {grace!r}")
+        self._model, self._grace = model, float(grace)
+        self._handlers: dict[signal.Signals, Any] = {}
+        self._wish = _WISHES.setdefault(model, _Wish())
+        self._agreement: _Agreement | None = None
+        self._process = os.getpid()
+
+    @property
+    def due(self) -> bool:
+        """Whether this worker has made the last round before it is to go; the same on all workers at the same round."""
+        return self._agreement is not None and self._agreement.reached()
+
+    def __enter__(self) -> Preemption:
+        model = self._model
+        model._schedule.check()
+        if model._schedule.at_boundary is not None:
+            raise RuntimeError("Preemption was entered inside Preemption: one is enough, around the loop.")
+        if self._signals and threading.current_thread() is not threading.main_thread():
+            raise RuntimeError(
+                "Preemption catches signals, which only the main thread of a process can: enter it there, or pass signals=() "
+                "for a worker that only follows the others."
+            )
+        self._wish.turns += 1
+        self._agreement = _Agreement(model, self._wish, self._grace)
+        for number in self._signals:
+            self._handlers[number] = signal.signal(number, self._take_note)
+        model._schedule.at_boundary = self._agreement.at_boundary
+        self._agreement.begin()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        agreement = self._agreement
+        assert agreement is not None
+        self._model._schedule.at_boundary = None
+        for number, handler in self._handlers.items():
+            # None: it was not installed from Python, and Python cannot put it back.
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        self._handlers.clear()
+        agreement.leave()
+        self._wish.told &= not agreement.reached()
+
+    def _take_note(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            # A process that was forked in the context: whoever ends it (a pool, at exit) waits until it is gone.
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        self._wish.told = True
+
+
+class _Agreement:
+    """One worker's part in finding the round to stop after.
+
+    ``promise``, ``last`` and ``failure`` are written under ``changed``; the training thread waits on it for the last two.
+    """
+
+    def __init__(self, model: DecentralizedDataParallel, wish: _Wish, grace: float) -> None:
+        transport: Transport = model._transport
+        self._transport, self._board, self._engine = transport, transport.board, model._engine
+        self._where, self._wish, self._grace = f"preemption/{wish.turns}", wish, grace
+        self._changed = threading.Condition()
+        self._promise: int | None = None
+        self._last: int | None = None
+        self._failure: Exception | None = None
+        self._was_looked_at = False
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="decent_dp-preemption", daemon=True)
+        self._pause = max(_IDLE, _IDLE_BY_WORKER * transport.world_size)
+
+    # -- in the training thread ---------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        self._thread.start()
+
+    def reached(self) -> bool:
+        self._was_looked_at = True
+        return self._last is not None and self._engine.round >= self._last
+
+    def at_boundary(self) -> None:
+        """After a round: waits where another must not be begun before the outcome is known.
+
+        Raises:
+            PeerLostError, PeerTimeoutError: a worker that has not answered is gone, or has not within the grace period.
+        """
+        with self._changed:
+            if self._promise is None or self._engine.round < self._promise:
+                return
+            # The watching thread gives up after the grace period; a board that hangs must not hang this one.
+            bound = 2 * self._grace
+            if not self._changed.wait_for(lambda: self._last is not None or self._failure is not None, bound):
+                raise PeerTimeoutError(f"no round to stop after was agreed on within {bound:g} s: the store does not answer.")
+            if self._last is None and self._failure is not None:
+                raise self._failure
+
+    def leave(self) -> None:
+        """The worker makes no more rounds in this context: the others need not wait for it."""
+        self._over.set()
+        self._thread.join(_IDLE)
+        try:
+            self._give_promise(self._engine.round)
+        except ConnectionError as error:
+            _log.info("left without a word to the others: %s", error)
+
+    # -- in the watching thread ---------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        try:
+            while not self._over.is_set() and not self._is_asked():
+                deadline = time.monotonic() + self._pause
+                while not self._wish.told and time.monotonic() < deadline and not self._over.wait(_BUSY):
+                    pass
+            if not self._over.is_set():
+                self._agree()
+        except ConnectionError as error:
+            self._fail(PeerLostError(f"the workers cannot agree on a round to stop after: {error}."))
+        except PeerError as error:
+            self._fail(error)
+        if self._last is not None and not self._over.wait(self._grace) and not self._was_looked_at:
+            _log.error("the training goes on %g s after round %d was agreed on: nobody asks .due", self._grace, self._last)
+
+    def _is_asked(self) -> bool:
+        if self._wish.told:
+            _log.warning("worker %d was told to go: all workers stop after the same round", self._transport.rank)
+            self._board.post(f"{self._where}/asked", str(self._transport.rank))
+            return True
+        return self._board.read(f"{self._where}/asked") is not None
+
+    def _agree(self) -> None:
+        deadline = time.monotonic() + self._grace
+        self._give_promise(None)
+        while (last := self._board.read(f"{self._where}/last")) is None:
+            late, lost = time.monotonic() > deadline, self._transport.lost()
+            if late or lost:
+                promises = self._promises()
+                absent = [rank for rank, promise in enumerate(promises) if promise is None]
+                gone = [rank for rank in absent if rank in lost]
+                if gone:
+                    raise PeerLostError(f"worker {gone[0]} is gone, and the workers were to agree on a round to stop after.")
+                if not absent:
+                    self._decide()  # whoever was to do it may be gone; all come to the same
+                elif late:
+                    raise PeerTimeoutError(
+                        f"worker {absent[0]} has not said within the grace period of {self._grace:g} s which round it can stop "
+                        "after: Preemption is to be entered on all workers, around the same loop."
+                    )
+            if self._over.wait(_BUSY):
+                return
+        with self._changed:
+            self._last = int(last)
+            self._changed.notify_all()
+        _log.warning("all workers stop after round %s", last)
+
+    def _give_promise(self, round_: int | None) -> None:
+        """Says once which round this worker will not go beyond alone. None: the one after that which is under way."""
+        with self._changed:
+            if self._promise is not None:
+                return
+            self._promise = self._engine.round + 1 if round_ is None else round_
+        self._board.post(f"{self._where}/promise/{self._transport.rank}", str(self._promise))
+        if self._board.count(f"{self._where}/promises") == self._transport.world_size:
+            self._decide()
+
+    def _decide(self) -> None:
+        self._board.post(f"{self._where}/last", str(max(int(promise) for promise in self._promises() if promise is not None)))
+
+    def _promises(self) -> list[str | None]:
+        return [self._board.read(f"{self._where}/promise/{rank}") for rank in range(self._transport.world_size)]
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()
+        _log.error("%s", error)

@@ -1,0 +1,407 @@
+"""save: the training thread copies its replica's state, and other threads make a checkpoint of it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from decent_dp.checkpoint import index
+from decent_dp.checkpoint.commit import Pages, Record, check_records, first_workers, is_quiet
+from decent_dp.checkpoint.export import check_wrapper
+from decent_dp.checkpoint.files import FileInfo, Manifest, write_worker
+from decent_dp.checkpoint.meeting import meet_in, part_from
+from decent_dp.checkpoint.staging import Staged, Staging
+from decent_dp.checkpoint.state import random_states
+from decent_dp.checkpoint.tree import encode
+from decent_dp.ddp import DecentralizedDataParallel
+from decent_dp.errors import CheckpointError, PeerLostError, PeerTimeoutError
+from decent_dp.replica.agree import model_signature
+from decent_dp.transport.base import Transport
+from decent_dp.transport.waiter import Waiter
+
+__all__ = ["Saver", "Saving", "save", "saver_of"]
+
+_log = logging.getLogger(__name__)
+
+# Seconds that a worker which goes waits for its checkpoints; the second when an error ends it.
+_AT_EXIT, _AT_ERROR = 30.0, 2.0
+# Seconds in which a checkpoint that only waits for its folder's first worker is completed.
+_ANY_MOMENT = 5.0
+_SAVERS: WeakKeyDictionary[DecentralizedDataParallel, Saver] = WeakKeyDictionary()
+
+
+def save(
+    model: DecentralizedDataParallel, path: str | os.PathLike[str], *, keep: int = 3, wait: bool = True, **extra: Any
+) -> Saving:
+    """Saves everything that training needs to go on exactly, as the newest checkpoint in the folder ``path``.
+
+    Called by all workers at the same update, between two iterations or before the first. An owed update is made first. What
+    this thread does is one copy of the replica's state in memory: parameters, buffers, optimizer states, gradients of an open
+    window, and what this worker has put on the wire for the exchange under way. Other threads write it, one file a worker, and
+    name it in ``path/latest`` when all files are durable; until then the checkpoint before it is the newest. No worker waits
+    for another in this: a second save while the first is being written waits for this worker's own writing only.
+
+    Workers without a shared disk get a whole set of names, and their own file, each in their own ``path``. One run at a time
+    saves in a folder: what a stopped one has left there unfinished is removed at the first save.
+
+    Args:
+        model: the wrapper. Inside a backward or ``model.averaged()`` there is nothing to save.
+        path: the folder for checkpoints; made when it is missing.
+        keep: so many complete ones stay, at least 1; older ones are removed when a new one is complete.
+        wait: return when the checkpoint is complete. False: return after the copy; errors then come at the next ``save``, or
+            at ``wait()`` of what is returned.
+        **extra: what ``load`` returns to this worker: the epoch, a sampler's position, … Anything of dicts, lists, tuples,
+            None, bool, int, float, str, bytes, tensors and arrays.
+
+    Returns:
+        The checkpoint under way. Where a file could not be written (a full disk) the training goes on: its ``error`` says so
+        on all workers, and so does the log.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong, or an extra cannot be saved; names it.
+        RuntimeError: this is no moment to save, or the wrapper was closed.
+        OutOfStepError: the workers have saved at different updates.
+        PeerLostError, PeerTimeoutError: not all workers have come to this save; names who has not.
+    """
+    check_wrapper(model, "save")
+    saving = saver_of(model).save(model, path, keep, extra)
+    if wait:
+        saving.wait()
+    return saving
+
+
+def saver_of(model: DecentralizedDataParallel) -> Saver:
+    """The one saver of this wrapper."""
+    saver = _SAVERS.get(model)
+    if saver is None:
+        saver = _SAVERS[model] = Saver(model._transport)
+        model._at_close.append(saver.close)
+        # Before the wrapper's own, which gives the connections back.
+        Finalize(model, _leave, args=(saver,), exitpriority=110)
+    return saver
+
+
+class Saving:
+    """A checkpoint under way.
+
+    Attributes:
+        path: its folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._over, self._lock = threading.Event(), threading.Lock()
+        self._error: Exception | None = None
+        self._heard = False
+
+    def __repr__(self) -> str:
+        state = "under way" if not self.done else "complete" if self._error is None else f"failed: {self._error}"
+        return f"Saving({str(self.path)!r}, {state})"
+
+    @property
+    def done(self) -> bool:
+        """It is complete, or has failed."""
+        return self._over.is_set()
+
+    @property
+    def error(self) -> Exception | None:
+        """Why it has failed; None while it is under way and when it is complete."""
+        return self._error
+
+    def wait(self, timeout: float | None = None) -> Path | None:
+        """Waits until it is complete.
+
+        Args:
+            timeout: in seconds. Without one the wait ends when other workers have been waited for as long as the process group
+                waits.
+
+        Returns:
+            The checkpoint's folder; None when it is not complete after ``timeout``, or a file could not be written (``error``).
+
+        Raises:
+            OutOfStepError, PeerLostError, PeerTimeoutError: as ``save``.
+        """
+        if not self.wait_over(timeout):
+            return None
+        self.raise_if_it_matters(again=True)
+        return None if self._error is not None else self.path
+
+    def wait_over(self, timeout: float | None = None) -> bool:
+        """Waits until it is complete or has failed; False when it is neither after ``timeout``."""
+        return self._over.wait(timeout)
+
+    def finish(self, error: Exception | None) -> None:
+        """It is over. The first call counts."""
+        with self._lock:
+            if not self._over.is_set():
+                self._error = error
+                self._over.set()
+
+    def raise_if_it_matters(self, *, again: bool = False) -> None:
+        """Raises an error that is not only about files; once, unless ``again``."""
+        if self._error is not None and not is_quiet(self._error) and (again or not self._heard):
+            self._heard = True
+            raise self._error
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One save on its way through the threads.
+
+    Attributes:
+        number: the how-manieth save of its wrapper.
+        root, name: of the checkpoint's folder.
+        signature: of the model, for the manifest.
+    """
+
+    saving: Saving
+    number: int
+    root: Path
+    name: str
+    keep: int
+    round: int
+    signature: list[Any]
+
+    @property
+    def folder(self) -> Path:
+        return self.root / self.name
+
+
+class Saver:
+    """Saves one wrapper, which it does not hold: the staging memory, the threads, and what they know.
+
+    One thread writes this worker's files. Another settles with the other workers, so that a slow one does not hold writing up.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._staging = Staging()
+        self._memory_is_free = threading.Event()
+        self._memory_is_free.set()
+        self._writer, self._committer = Waiter("decent_dp-checkpoint-writer"), Waiter("decent_dp-checkpoint-committer")
+        self._saves = 0
+        self._under_way: deque[Saving] = deque()
+        self._places: dict[Path, str] = {}
+        # Of the save before, which is cleared from the board when all have come to the next.
+        self._last_pages: Pages | None = None
+
+    # -- in the training thread ---------------------------------------------------------------------------------------
+
+    def save(self, model: DecentralizedDataParallel, path: str | os.PathLike[str], keep: int, extra: dict[str, Any]) -> Saving:
+        """Copies the state of ``model`` and hands it to the threads."""
+        if model._schedule.closed:
+            raise RuntimeError("the wrapper was closed: save before close(), or keep model.module.state_dict().")
+        if model._schedule.joining:
+            raise RuntimeError("save was called inside join(), where some workers have run out: call it after the with-block.")
+        number, self._saves = self._saves, self._saves + 1
+        round_ = model._engine.round
+        try:
+            self._raise_unheard()
+            job, text, tensors = self._describe(model, number, _checked_path(path), _checked_keep(keep), extra)
+            round_ = job.round
+            staged = self._stage(tensors)
+        except Exception as error:
+            # The others must not wait for what will not come, and their next save is this worker's next.
+            refused, record = Saving(Path(os.devnull)), Record.of_error(round_, error)
+            self._under_way.append(refused)
+            self._committer.submit(lambda: self._refuse(refused, number, record))
+            raise
+        self._under_way.append(job.saving)
+        self._writer.submit(lambda: self._write(job, staged, text))
+        return job.saving
+
+    def drain(self) -> None:
+        """Waits until no save is under way."""
+        for saving in list(self._under_way):
+            saving.wait_over()
+
+    def close(self, seconds: float = _AT_EXIT) -> None:
+        """Ends the threads when what they have is done, waiting up to ``seconds`` for it, or the timeout if that is less."""
+        seconds = min(self._transport.timeout, seconds)
+        deadline = time.monotonic() + seconds
+        for saving in list(self._under_way):
+            if not saving.wait_over(max(0.0, deadline - time.monotonic())):
+                saving.finish(PeerTimeoutError(f"{saving.path} was not complete {seconds:g} s after its worker was to leave."))
+                _log.warning("%s", saving.error)
+        self._writer.close()
+        self._committer.close()
+        if self._memory_is_free.is_set():
+            self._staging = Staging()
+
+    def _describe(
+        self, model: DecentralizedDataParallel, number: int, root: Path, keep: int, extra: dict[str, Any]
+    ) -> tuple[_Job, str, dict[str, Tensor]]:
+        random = random_states(model.module)
+        snapshot = model._snapshot()
+        text, tensors = encode({"snapshot": snapshot, "random": random, "extra": extra}, "")
+        round_ = snapshot["round"]
+        name = index.folder_name(round_, self._transport.run_id, number)
+        return _Job(Saving(root / name), number, root, name, keep, round_, model_signature(model.module)), text, tensors
+
+    def _stage(self, tensors: dict[str, Tensor]) -> Staged:
+        if not self._memory_is_free.is_set():
+            began = time.monotonic()
+            self._memory_is_free.wait()
+            _log.info("save waited %.3f s for the save before it to be written", time.monotonic() - began)
+        staged = self._staging.copy(tensors)
+        self._memory_is_free.clear()
+        return staged
+
+    def _raise_unheard(self) -> None:
+        """Of saves that nobody has waited for."""
+        while self._under_way and self._under_way[0].done:
+            self._under_way.popleft().raise_if_it_matters()
+
+    # -- in the writer's thread ---------------------------------------------------------------------------------------
+
+    def _write(self, job: _Job, staged: Staged, text: str) -> None:
+        error: Exception | None = None
+        try:
+            staged.wait()
+            place = self._place(job.root)
+            info = write_worker(index.make_folder(job.root, job.name), self._transport.rank, staged.tensors, text)
+            record = Record(job.round, place, info.name, info.bytes, info.sha256)
+        except Exception as caught:
+            error, record = caught, Record.of_error(job.round, caught)
+        finally:
+            del staged
+            self._memory_is_free.set()
+        self._committer.submit(lambda: self._commit(job, record, error))
+
+    def _place(self, root: Path) -> str:
+        """A name for this worker's ``root``, the same on all workers that see the same folder there."""
+        if root not in self._places:
+            self._places[root] = meet_in(root, self._transport.run_id)
+        return self._places[root]
+
+    # -- in the committer's thread ------------------------------------------------------------------------------------
+
+    def _refuse(self, saving: Saving, number: int, record: Record) -> None:
+        with contextlib.suppress(Exception):  # it is raised in the training thread
+            self._hand_in(number, f"save number {number}", record)
+        saving.finish(None)
+
+    def _commit(self, job: _Job, record: Record, own: Exception | None) -> None:
+        try:
+            error = self._settle(job, record)
+        except Exception as failure:
+            error = failure
+        if own is not None and (error is None or is_quiet(error)):
+            error = own
+        if error is None:
+            _log.info("%s is complete", job.folder)
+        elif not is_quiet(error):
+            _log.error("%s is not complete: %s", job.folder, error)
+        else:
+            level = logging.WARNING if own is None else logging.ERROR
+            _log.log(level, "%s is not complete, and training goes on without it: %s", job.folder, error)
+        job.saving.finish(error)
+
+    def _settle(self, job: _Job, record: Record) -> Exception | None:
+        """Finds out whether the checkpoint is complete, and does this worker's part in it. None: it is."""
+        try:
+            pages, records = self._hand_in(job.number, job.name, record)
+            error = check_records(records)
+            if error is None:
+                return self._complete(job, pages, records)
+        except ConnectionError as unreachable:
+            return self._look_on_disk(job, unreachable)
+        except (PeerLostError, PeerTimeoutError) as absent:
+            error = absent
+        with contextlib.suppress(OSError, CheckpointError):
+            index.discard(job.root, [job.name])
+        return error
+
+    def _hand_in(self, number: int, name: str, record: Record) -> tuple[Pages, list[Record]]:
+        pages = Pages(self._transport, number, name)
+        pages.hand_in(record)
+        records = pages.records()
+        last, self._last_pages = self._last_pages, pages
+        if last is not None:
+            last.clear()
+        return pages, records
+
+    def _complete(self, job: _Job, pages: Pages, records: Sequence[Record]) -> Exception | None:
+        """The switch, in each folder by its first worker; the oldest checkpoint stays until all have switched."""
+        first = first_workers(records)
+        switching, several = self._transport.rank in first, len(first) > 1
+        parts = tuple(FileInfo(record.name, record.bytes, record.sha256) for record in records)
+        manifest = Manifest(job.round, len(records), parts, {"model": job.signature})
+        if switching:
+            pages.completed(first, self._switch(job, manifest, job.keep + several))
+            part_from(job.root, self._transport.run_id)  # all have found it
+        try:
+            failed = pages.verdict(first)
+        except (PeerLostError, PeerTimeoutError) as absent:
+            return absent  # it may still be completed: nothing is removed
+        if failed:
+            rank, text = next(iter(failed.items()))
+            return CheckpointError(f"worker {rank} could not complete it: {text}")
+        if switching and several:
+            self._switch(job, manifest, job.keep)
+        return None
+
+    def _switch(self, job: _Job, manifest: Manifest, keep: int) -> Exception | None:
+        try:
+            index.commit(job.root, job.name, manifest, keep)
+        except (OSError, CheckpointError) as error:
+            if _is_listed(job):
+                _log.warning("%s is complete, and what follows has failed: %s", job.folder, error)
+                return None
+            return error
+        return None
+
+    def _look_on_disk(self, job: _Job, error: ConnectionError) -> Exception | None:
+        """Without a board: whether the checkpoint has been completed, or is within a moment. None: it has."""
+        deadline = time.monotonic() + min(self._transport.timeout, _ANY_MOMENT)
+        while not _is_listed(job):
+            if time.monotonic() > deadline:
+                return PeerLostError(f"no word of the others: {error}. Where no launcher keeps the store worker 0 does.")
+            time.sleep(0.05)
+        return None
+
+
+def _is_listed(job: _Job) -> bool:
+    try:
+        return job.name in index.complete(job.root)
+    except (OSError, CheckpointError):
+        return False
+
+
+def _checked_path(path: Any) -> Path:
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"path must be the folder for checkpoints, got {path!r}")
+    root = Path(os.fspath(path)).absolute()
+    if index.is_checkpoint(root):
+        raise ValueError(f"{root} is one checkpoint: pass the folder for checkpoints, {root.parent}, to save")
+    return root
+
+
+def _checked_keep(keep: Any) -> int:
+    if isinstance(keep, bool) or not hasattr(keep, "__index__"):
+        raise TypeError(f"keep must be a whole number of checkpoints, at least 1, got {keep!r}")
+    if keep < 1:
+        raise ValueError(f"keep must be a whole number of checkpoints, at least 1, got {keep!r}")
+    return int(keep)
+
+
+def _leave(saver: Saver) -> None:
+    """The interpreter ends, or the wrapper was dropped."""
+    if threading.current_thread().name.startswith("decent_dp-"):
+        # The garbage collector runs in any thread, and these would wait for themselves.
+        threading.Thread(target=saver.close, name="leaving").start()
+        return
+    saver.close(_AT_ERROR if getattr(sys, "last_value", None) is not None else _AT_EXIT)

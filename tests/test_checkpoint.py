@@ -1,0 +1,591 @@
+"""save and load through files: what goes on equals what was not interrupted; what is broken is refused by all workers."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import resource
+import shutil
+import signal
+import time
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from decent_dp.checkpoint import Saving, latest, load, save
+from decent_dp.ddp import DecentralizedDataParallel
+from decent_dp.errors import CheckpointError, OutOfStepError, PeerLostError, PeerTimeoutError
+from decent_dp.transport import InProcessTransport, run_replicas
+from tests.checkpoint_cases import AT, KINDS, STEPS, error_of, make, run, seed_all, state
+from tests.helpers import SGD, alone, loss, net, values
+from tests.resuming import JOBS, assert_equal, dumb_copy
+
+pytestmark = pytest.mark.timeout(90)
+
+# -- going on exactly ------------------------------------------------------------------------------------------------------
+
+
+def uninterrupted(rank: int, n: int, path: str) -> dict[str, Any]:
+    """Runs that save on the way, one with each way to wait for it; and, as a check, one that does not."""
+    found = {}
+    for kind in KINDS:
+        ends = []
+        for saves in (True, False):
+            model = make(kind)
+            seed_all(rank)
+            run(model, kind, rank, 0, AT)
+            if saves:
+                wait = len(kind) % 2 == 0
+                saving = save(model, f"{path}/{kind}", wait=wait, position=[AT, rank], weights=torch.full((2,), float(rank)))
+            run(model, kind, rank, AT, STEPS)
+            if saves:
+                assert saving.wait() == saving.path
+            ends.append(state(model))
+            model.close()
+        assert ends[0] == ends[1], kind
+        found[kind] = ends[0]
+    return found
+
+
+def interrupted(rank: int, n: int, path: str) -> dict[str, Any]:
+    found = {}
+    for kind in KINDS:
+        model = make(kind, seed=77)
+        seed_all(999)
+        extra = load(model, f"{path}/{kind}")
+        assert extra is not None
+        assert extra["position"] == [AT, rank]
+        assert torch.equal(extra["weights"], torch.full((2,), float(rank)))
+        run(model, kind, rank, AT, STEPS)
+        found[kind] = state(model)
+        model.close()
+    return found
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_a_run_that_is_resumed_equals_one_that_was_not_stopped(workers, tmp_path, n):
+    whole = workers(n, uninterrupted, str(tmp_path), timeout=80)
+    parts = workers(n, interrupted, str(tmp_path), timeout=80)
+    for rank in range(n):
+        for kind in KINDS:
+            differing = [k for k in whole[rank][kind] if whole[rank][kind][k] != parts[rank][kind].get(k)]
+            assert parts[rank][kind] == whole[rank][kind], (rank, kind, differing)
+
+
+# Those whose state is not all plain tensors.
+IN_FILES = ["momentum", "scaler", "scaled windows", "owed", "zoo, clipped", "hooked", "sparse momentum", "reentrant"]
+
+
+def every_job(rank: int, n: int, path: str, whole: bool) -> Any:
+    """``whole``: the runs that nobody stops, which save on the way. Else what goes on from there."""
+    warnings.filterwarnings("ignore", message="Converting a tensor with requires_grad")
+    ends = {}
+    for name in IN_FILES:
+        job = JOBS[name]
+        model = job.wrap(0 if whole else 50 + rank, topology="ring")
+        if whole:
+            job.train(model, range(AT), rank)
+            save(model, f"{path}/{name}", wait=False)
+        else:
+            assert load(model, f"{path}/{name}") == {}
+        job.train(model, range(AT, STEPS), rank)
+        ends[name] = dumb_copy(model._snapshot())
+        model.close()
+    return ends
+
+
+def test_every_kind_of_job_goes_through_files(workers, tmp_path):
+    """Models, optimizers and loops of many kinds; what ends them is compared with all that a snapshot has."""
+    whole, parts = (workers(2, every_job, str(tmp_path), is_whole, timeout=80) for is_whole in (True, False))
+    assert_equal(whole, parts)
+
+
+def rolled_back(rank: int, n: int, path: str) -> Any:
+    """In a process that goes on: the same end from the same checkpoint, twice; a save that nobody has waited for is there."""
+    model = make("int8")
+    seed_all(rank)
+    assert load(model, path, missing_ok=True) is None
+    save(model, path, at=0)
+    run(model, "int8", rank, 0, AT)
+    save(model, path, wait=False, at=AT)
+    ends = []
+    for _ in range(2):
+        run(model, "int8", rank, AT, STEPS)
+        ends.append(state(model))
+        extra = load(model, path)
+        assert extra == {"at": AT}
+    save(model, path, wait=False, at="this moment")
+    assert load(model, path) == {"at": "this moment"}
+    first = load(model, sorted(str(p) for p in Path(path).glob("step-*"))[0])
+    assert first == {"at": 0}
+    assert model.stats().rounds == 0
+    run(model, "int8", rank, 0, STEPS)
+    ends.append(state(model))
+    model.close()
+    return ends
+
+
+def test_a_running_process_goes_back(workers, tmp_path):
+    for ends in workers(2, rolled_back, str(tmp_path)):
+        assert ends[0] == ends[1] == ends[2]
+
+
+def test_another_bucket_size_and_topology(tmp_path):
+    """A run may go on differently; what it starts from is what was saved."""
+
+    def first(transport: InProcessTransport) -> Any:
+        model = DecentralizedDataParallel(net(), SGD, topology="ring", transport=transport)
+        for t in range(4):
+            loss(model, t, transport.rank).backward()
+        save(model, tmp_path)
+        return copy.deepcopy([values(model.module), model.optim_state_dict()["state"]])
+
+    def second(transport: InProcessTransport) -> Any:
+        options: dict[str, Any] = {"topology": "complete", "bucket_size_in_mb": 0.0002, "wire": "bfloat16"}
+        model = DecentralizedDataParallel(net(9), SGD, transport=transport, **options)
+        load(model, tmp_path)
+        found = copy.deepcopy([values(model.module), model.optim_state_dict()["state"]])
+        assert len(model.optimizers) > 1
+        loss(model, 4, transport.rank).backward()
+        return found
+
+    for before, after in zip(run_replicas(4, first, 20), run_replicas(4, second, 20), strict=True):
+        for name, value in before[0].items():
+            assert torch.equal(value, after[0][name])
+            assert torch.equal(before[1][name]["momentum_buffer"], after[1][name]["momentum_buffer"])
+
+
+# -- what save does ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_last_k_are_kept_and_nothing_else(tmp_path):
+    model = alone(net())
+    for t in range(5):
+        loss(model, t).backward()
+        saving = save(model, str(tmp_path), keep=2)
+        assert isinstance(saving, Saving)
+        assert saving.done
+        assert saving.error is None
+        assert latest(tmp_path) == saving.path == saving.wait()
+        assert f"-0000000{t + 1}-" in str(saving.path)
+    names = (tmp_path / "latest").read_text().split()
+    assert sorted(os.listdir(tmp_path)) == sorted(["latest", *names])
+    assert [name[:13] for name in names] == ["step-00000005", "step-00000004"]
+    assert sorted(os.listdir(tmp_path / names[0])) == ["manifest.json", "worker-0000.safetensors"]
+    model.close()
+
+
+def test_what_a_stopped_run_has_left_is_removed(tmp_path):
+    left, copied, other = (tmp_path / name for name in ("step-00000009-abcdef", "step-00000003-aaaaaa", "notes"))
+    for folder in (left, copied, other):
+        folder.mkdir()
+        (folder / "worker-0000.safetensors").write_text("x")
+    (copied / "manifest.json").write_text("{}")
+    (tmp_path / ".folder-0123456789ab").write_text("x")
+    model = alone(net())
+    save(model, tmp_path)
+    assert not left.exists()
+    assert copied.exists()
+    assert other.exists()
+    assert not list(tmp_path.glob(".folder*"))
+    model.close()
+
+
+def test_saving_with_wait_false_takes_the_values_of_the_moment(tmp_path):
+    """Training goes on at once, on the same memory, while it is written."""
+    model = alone(net())
+    for t in range(20):
+        loss(model, t).backward()
+        expected = values(model.module)
+        saving = save(model, tmp_path, wait=False, t=t)
+        with torch.no_grad():
+            for param in model.module.parameters():
+                param.fill_(float("nan"))
+        assert saving.wait() is not None
+        assert load(model, tmp_path) == {"t": t}
+        for name, value in values(model.module).items():
+            assert torch.equal(value, expected[name])
+    model.close()
+
+
+def test_saves_that_nobody_waits_for_are_all_whole(tmp_path):
+    """The memory of one is not used for the next before it is written; the board does not fill up."""
+    model = DecentralizedDataParallel(
+        nn.Linear(400, 400), partial(torch.optim.SGD, lr=0.1), transport=(transport := InProcessTransport())
+    )
+    expected, savings = [], []
+    for t in range(20):
+        model(torch.randn(2, 400)).sum().backward()
+        savings.append(save(model, tmp_path, keep=30, wait=False, t=t))
+        expected.append(values(model.module))
+    assert [saving.wait() for saving in savings] == [saving.path for saving in savings]
+    for t, saving in enumerate(savings):
+        assert load(model, saving.path) == {"t": t}
+        assert torch.equal(model.module.weight, expected[t]["weight"])
+    texts: Any = transport.board
+    assert sum(len(text) for text in texts._texts.values()) < 2000
+    model.close()
+
+
+def test_wrong_arguments(tmp_path):
+    model = alone(net())
+    for call, kind, text in (
+        (lambda: save(model.module, tmp_path), TypeError, "Sequential"),  # type: ignore[arg-type]
+        (lambda: save(model, 3), TypeError, "path"),  # type: ignore[arg-type]
+        (lambda: save(model, tmp_path, keep=0), ValueError, "keep"),
+        (lambda: save(model, tmp_path, keep=1.5), TypeError, "keep"),  # type: ignore[arg-type]
+        (lambda: save(model, tmp_path, sampler={"x": object()}), TypeError, r"sampler.*'x'.*object"),
+        (lambda: load(model, tmp_path / "nothing"), FileNotFoundError, "nothing"),
+        (lambda: load(model, tmp_path, resize="median"), ValueError, "median"),
+        (lambda: load(model.module, tmp_path), TypeError, "Sequential"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(kind, match=text):
+            call()
+    assert latest(tmp_path) is None
+    assert load(model, tmp_path / "nothing", missing_ok=True) is None
+    done = save(model, tmp_path, x=1)
+    assert done.wait() == latest(tmp_path)
+    with pytest.raises(ValueError, match="one checkpoint"):
+        save(model, done.path)
+    model.close()
+    model.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        save(model, tmp_path)
+    with pytest.raises(RuntimeError, match="closed"):
+        load(model, tmp_path)
+
+
+def test_moments(tmp_path):
+    """Inside a backward there is no boundary; inside averaged() the replica's own values are saved."""
+    model = alone(net())
+    caught: list[str] = []
+
+    def inside(_: Tensor) -> None:
+        try:
+            save(model, tmp_path)
+        except RuntimeError as error:
+            caught.append(str(error))
+
+    hook = next(model.module.parameters()).register_hook(inside)
+    loss(model, 0).backward()
+    hook.remove()
+    assert len(caught) == 1
+    assert "inside a backward" in caught[0]
+    assert latest(tmp_path) is None
+    for call in (save, load):
+        with model.join(), pytest.raises(RuntimeError, match=r"inside join\(\)"):
+            call(model, tmp_path)
+    save(model, tmp_path, ok=True)  # the numbers of saves go on
+    assert load(model, tmp_path) == {"ok": True}
+    model.close()
+
+    def averaging(transport: InProcessTransport) -> bool:
+        model = DecentralizedDataParallel(net(), SGD, topology="ring", transport=transport)
+        for t in range(3):
+            loss(model, t, transport.rank).backward()
+        own = values(model.module)
+        with model.averaged():
+            assert not torch.equal(own["0.weight"], model.module.get_parameter("0.weight"))
+            save(model, tmp_path / "averaged")
+        load(model, tmp_path / "averaged")
+        return all(torch.equal(own[name], value) for name, value in values(model.module).items())
+
+    assert run_replicas(2, averaging, 20) == [True, True]
+
+
+# -- workers that do not keep together --------------------------------------------------------------------------------------
+
+
+def out_of_step(rank: int, n: int, path: str) -> Any:
+    model = DecentralizedDataParallel(net(), SGD, topology="ring", mix_every=1000)
+    for t in range(3 + (rank == 1)):
+        loss(model, t, rank).backward()
+    found = [error_of(lambda: save(model, path))]
+    later = save(model, path, wait=False)  # the same again, told later
+    while not later.done:
+        time.sleep(0.01)
+    if rank != 1:
+        loss(model, 3, rank).backward()
+    found.append(error_of(lambda: save(model, path)))
+    found.append(error_of(lambda: save(model, path, fine=True)))
+    found.append(error_of(later.wait))
+    model.close()
+    return found, os.listdir(path)
+
+
+def test_saves_at_different_updates(workers, tmp_path):
+    for found, names in workers(3, out_of_step, str(tmp_path)):
+        kinds = [kind for kind, _ in found]
+        assert kinds == ["OutOfStepError", "OutOfStepError", "", "OutOfStepError"]
+        assert "worker 0: 3, worker 1: 4, worker 2: 3" in found[0][1]
+        assert sum(name.startswith("step-") for name in names) == 1
+    assert latest(tmp_path) is not None
+
+
+def one_does_not_come(rank: int, n: int, path: str) -> Any:
+    model = DecentralizedDataParallel(net(), SGD, topology="ring")
+    loss(model, 0, rank).backward()
+    found = []
+    if rank == 1:
+        time.sleep(4)
+    else:
+        began = time.monotonic()
+        found = [*error_of(lambda: save(model, path)), time.monotonic() - began]
+    if rank == 2:
+        # The one extra that cannot be saved, on one worker: the others hear of it.
+        found = [*found, error_of(lambda: save(model, path + "/second", x=object()))]
+    else:
+        found = [*found, error_of(lambda: save(model, path + "/second", x=1))]
+    model.close()
+    return found
+
+
+def test_a_worker_that_does_not_come_is_named(workers, tmp_path):
+    results = workers(3, one_does_not_come, str(tmp_path), group_timeout=2)
+    for rank in (0, 2):
+        kind, text, seconds, _ = results[rank]
+        assert kind == "PeerTimeoutError"
+        assert "from worker 1 within 2 s" in text
+        assert 1.5 < seconds < 4
+    assert latest(tmp_path) is None
+
+
+def test_an_extra_that_one_worker_cannot_save(workers, tmp_path):
+    results = workers(2, unsavable, str(tmp_path))
+    assert results[1][0][0] == "TypeError"
+    assert results[0][0][0] == "RuntimeError"
+    assert "worker 1" in results[0][0][1]
+    assert "object" in results[0][0][1]
+    assert [found[1] for found in results] == [("", ""), ("", "")]
+
+
+def unsavable(rank: int, n: int, path: str) -> Any:
+    model = DecentralizedDataParallel(net(), SGD, topology="ring")
+    loss(model, 0, rank).backward()
+    found = [error_of(lambda: save(model, path, x=object() if rank == 1 else 1)), error_of(lambda: save(model, path))]
+    model.close()
+    return found
+
+
+def killed_before_its_part(rank: int, n: int, path: str) -> Any:
+    model = DecentralizedDataParallel(net(), SGD, topology="ring")
+    loss(model, 0, rank).backward()
+    if rank == 1:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    return (*error_of(lambda: save(model, path)), time.monotonic() - began)
+
+
+def test_a_worker_that_is_killed_is_named_at_once(workers, tmp_path):
+    kind, text, seconds = workers.outcomes(2, killed_before_its_part, str(tmp_path))[0].value
+    assert kind == "PeerLostError"
+    assert "worker 1" in text
+    assert seconds < 5
+
+
+# -- the disk ---------------------------------------------------------------------------------------------------------------
+
+
+def full_disk(rank: int, n: int, path: str) -> Any:
+    """Worker 1 may write small files only, for a while."""
+    model = DecentralizedDataParallel(net(), SGD, topology="ring")
+    loss(model, 0, rank).backward()
+    save(model, path, at=1)
+    loss(model, 1, rank).backward()
+    if rank == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    failed = save(model, path, at=2)
+    result = failed.done, type(failed.error).__name__, str(failed.error), failed.wait(), latest(path), repr(failed)
+    loss(model, 2, rank).backward()
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    later = save(model, path, at=3)
+    names = sorted(os.listdir(path))
+    extra = load(model, path)
+    model.close()
+    return result, later.error, names, extra
+
+
+def test_a_full_disk_does_not_stop_the_training(workers, tmp_path):
+    for rank, (failed, later, names, extra) in enumerate(workers(2, full_disk, str(tmp_path))):
+        done, kind, text, path, newest, shown = failed
+        assert done
+        assert path is None
+        assert issubclass({"OSError": OSError, "CheckpointError": CheckpointError}[kind], Exception)
+        assert ("worker 1" in text) == (rank == 0)
+        assert "File too large" in text
+        assert "failed" in shown
+        assert newest.name.startswith("step-00000001-")
+        assert later is None
+        assert extra == {"at": 3}
+        assert [name[:13] for name in names] == ["latest", "step-00000001", "step-00000003"]
+
+
+def test_a_folder_that_cannot_be_made(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    model = alone(net())
+    saving = save(model, tmp_path / "file" / "below")
+    assert isinstance(saving.error, OSError)
+    assert saving.wait() is None
+    assert "training goes on" in caplog.text
+    loss(model, 0).backward()
+    assert save(model, tmp_path / "other").error is None
+    model.close()
+
+
+# -- folders of their own ----------------------------------------------------------------------------------------------------
+
+
+def separate(rank: int, n: int, path: str) -> Any:
+    """Workers 0 and 1 share a disk, worker 2 has its own."""
+    own = f"{path}/disk{rank // 2}"
+    model = DecentralizedDataParallel(net(), SGD, topology="ring")
+    for t in range(4):
+        loss(model, t, rank).backward()
+        save(model, own, keep=2, t=t)
+    model._transport.control.gather(None)  # who completes a folder also removes what is too old there
+    found = [sorted(os.listdir(own)), sorted(os.listdir(str(latest(own))))]
+    before = values(model.module)
+    loss(model, 4, rank).backward()
+    newest = latest(own)
+    assert newest is not None
+    # A disk on which the newest is broken: all are told.
+    if rank == 2:
+        (newest / "manifest.json").write_text("{")
+    model._transport.control.gather(None)
+    found.append(error_of(lambda: load(model, own)))
+    # A disk that has lost the newest: all go on from the one before.
+    if rank == 2:
+        shutil.rmtree(newest)
+    model._transport.control.gather(None)
+    assert load(model, own) == {"t": 2}
+    loss(model, 3, rank).backward()
+    assert all(torch.equal(before[k], v) for k, v in values(model.module).items())
+    found.append(error_of(lambda: load(model, own, resize="mean")))
+    if rank == 2:
+        shutil.rmtree(own)
+    model._transport.control.gather(None)
+    found.append(error_of(lambda: load(model, own)))
+    found.append(error_of(lambda: load(model, own, missing_ok=True)))
+    model.close()
+    return found
+
+
+def test_workers_without_a_shared_disk(workers, tmp_path):
+    results = workers(3, separate, str(tmp_path))
+    for rank, (names, files, torn, resized, lost, still_lost) in enumerate(results):
+        assert [name[:13] for name in names] == ["latest", "step-00000003", "step-00000004"]
+        parts = ["worker-0002.safetensors"] if rank == 2 else ["worker-0000.safetensors", "worker-0001.safetensors"]
+        assert files == ["manifest.json", *parts]
+        assert torn[0] == resized[0] == "CheckpointError"
+        assert torn[1].startswith("worker 2: ")
+        assert "disk1" in torn[1]
+        assert "manifest.json" in torn[1]
+        assert "worker-000" in resized[1]
+        assert "missing" in resized[1]
+        assert lost == still_lost
+        assert lost[0] == "CheckpointError"
+        assert "worker 2 sees no checkpoint" in lost[1]
+    assert {str(result[2:]) for result in results} == {str(results[0][2:])}
+
+
+def test_a_disk_that_fails_at_the_switch_does_not_cost_the_last_checkpoint_of_all(tmp_path):
+    """One folder has switched and the other has not: what both have stays, also where only one is to be kept."""
+
+    def work(transport: InProcessTransport) -> Any:
+        own = tmp_path / str(transport.rank)
+        model = DecentralizedDataParallel(net(), SGD, topology="ring", transport=transport)
+        save(model, own, keep=1, at=0)
+        loss(model, 0, transport.rank).backward()
+        if transport.rank == 1:
+            names = (own / "latest").read_text()
+            (own / "latest").write_text("broken")
+        failed = save(model, own, keep=1, at=1)
+        if transport.rank == 1:
+            (own / "latest").write_text(names)
+        transport.control.gather(None)
+        extra = load(model, own)
+        model.close()
+        return failed.wait(), type(failed.error).__name__, str(failed.error), extra
+
+    for path, kind, text, extra in run_replicas(2, work, 20):
+        assert path is None
+        assert kind == "CheckpointError"
+        assert "worker 1" in text
+        assert "latest" in text
+        assert extra == {"at": 0}
+
+
+# -- another number of workers --------------------------------------------------------------------------------------------
+
+
+def test_another_number_of_workers_is_refused_unless_resized(tmp_path):
+    def saving(transport: InProcessTransport) -> Any:
+        model = DecentralizedDataParallel(net(), SGD, transport=transport, topology="complete")
+        for t in range(3):
+            loss(model, t, transport.rank).backward()
+        save(model, tmp_path, rank=transport.rank)
+        return values(model.module)
+
+    def loading(transport: InProcessTransport, how: str | None) -> Any:
+        model = DecentralizedDataParallel(net(), SGD, transport=transport, topology="complete")
+        if how is None:
+            with pytest.raises(
+                ValueError, match=r"saved by 3 workers and this run has 2: pass resize='mean' or resize='spread'"
+            ):
+                load(model, tmp_path)
+            return None
+        assert load(model, tmp_path, resize=how) is not None
+        found = values(model.module)
+        loss(model, 3, transport.rank).backward()
+        return found
+
+    replicas = run_replicas(3, saving, 20)
+    run_replicas(2, partial(loading, how=None), 20)
+    for found in run_replicas(2, partial(loading, how="mean"), 20):
+        for name, value in found.items():
+            mean = torch.stack([replica[name].double() for replica in replicas]).mean(0)
+            torch.testing.assert_close(value.double(), mean, rtol=0, atol=1e-7)
+    # As many: the same checkpoint, averaged if that is asked for, and dealt out as it is if not.
+    dealt = run_replicas(3, partial(loading, how="spread"), 20)
+    assert all(torch.equal(a[k], b[k]) for a, b in zip(dealt, replicas, strict=True) for k in a)
+    mean = run_replicas(3, partial(loading, how="mean"), 20)
+    assert torch.equal(mean[0]["0.weight"], mean[1]["0.weight"])
+
+
+# -- leaving -----------------------------------------------------------------------------------------------------------------
+
+
+def leaves_without_waiting(rank: int, n: int, path: str, how: str) -> None:
+    model = DecentralizedDataParallel(net(), SGD, topology="ring")
+    loss(model, 0, rank).backward()
+    time.sleep(0.2 * rank)
+    save(model, path, wait=False, how=how)
+    if how == "close":
+        model.close()
+    elif how == "drop":
+        del model
+
+
+@pytest.mark.parametrize("how", ["close", "drop", "exit"])
+def test_who_leaves_finishes_its_checkpoint(workers, tmp_path, how):
+    workers(2, leaves_without_waiting, str(tmp_path), how)
+    newest = latest(tmp_path)
+    assert newest is not None
+    assert not list(newest.glob("*.tmp"))
+    assert json.loads((newest / "manifest.json").read_text())["world_size"] == 2
+
+
+def test_errors_are_of_these_kinds():
+    assert issubclass(OutOfStepError, RuntimeError)
+    assert issubclass(PeerLostError, RuntimeError)
+    assert issubclass(PeerTimeoutError, RuntimeError)

@@ -1,0 +1,154 @@
+"""A broken checkpoint is refused by all workers, with the file and the cause; nothing is executed, and nothing is changed."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import pickle
+import random
+import re
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from decent_dp.checkpoint import latest, load, save
+from decent_dp.ddp import DecentralizedDataParallel
+from tests.checkpoint_cases import AT, STEPS, error_of, make, run, state
+from tests.helpers import SGD, values
+
+pytestmark = pytest.mark.timeout(90)
+
+
+# -- what is broken ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def as_it_was(folder: Path) -> Iterator[None]:
+    copy = folder.with_name(folder.name + "-copy")
+    shutil.copytree(folder, copy)
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder)
+        copy.rename(folder)
+
+
+def harms(newest: Path) -> dict[str, tuple[Callable[[], Any], str, str]]:
+    """What can happen to a checkpoint, which error comes of it, and what it says."""
+    part, manifest = newest / "worker-0001.safetensors", newest / "manifest.json"
+
+    def edit(**changes: Any) -> None:
+        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), **changes}))
+
+    def flip() -> None:
+        raw = bytearray(part.read_bytes())
+        raw[-20] ^= 1
+        part.write_bytes(raw)
+
+    def bomb() -> None:
+        part.write_bytes(pickle.dumps(Bomb()))
+
+    def whole_bomb() -> None:
+        """With a checksum that fits."""
+        bomb()
+        files = json.loads(manifest.read_text())["files"]
+        files[1] |= {"bytes": part.stat().st_size, "sha256": hashlib.sha256(part.read_bytes()).hexdigest()}
+        edit(files=files)
+
+    def huge_header() -> None:
+        part.write_bytes(struct.pack("<Q", 1 << 62) + b"{}")
+        files = json.loads(manifest.read_text())["files"]
+        files[1] |= {"bytes": part.stat().st_size, "sha256": hashlib.sha256(part.read_bytes()).hexdigest()}
+        edit(files=files)
+
+    def linked() -> None:
+        target = newest.parent / "elsewhere"
+        part.rename(target)
+        part.symlink_to(target)
+
+    return {
+        "cut off": (lambda: os.truncate(part, part.stat().st_size // 2), "CheckpointError", "worker-0001.*cut off"),
+        "flipped": (flip, "CheckpointError", "worker-0001.*sha256"),
+        "missing": (part.unlink, "CheckpointError", "worker-0001.*missing"),
+        "a pickle": (bomb, "CheckpointError", "worker-0001"),
+        "a pickle with its checksum": (whole_bomb, "CheckpointError", "worker-0001.*header"),
+        "a huge header": (huge_header, "CheckpointError", "worker-0001.*header"),
+        "a link": (linked, "CheckpointError", "worker-0001.*plain file"),
+        "newer": (partial(edit, version=99), "CheckpointError", "manifest.json.*newer decent_dp"),
+        "no JSON": (lambda: manifest.write_text("{"), "CheckpointError", "manifest.json"),
+        "a pickled manifest": (lambda: manifest.write_bytes(pickle.dumps(Bomb())), "CheckpointError", "manifest.json"),
+        "a way out": (
+            lambda: (newest.parent / "latest").write_text("../../etc\n"),
+            "CheckpointError",
+            "latest.*no name of a checkpoint",
+        ),
+    }
+
+
+class Bomb:
+    """Marks that it was executed."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (os.environ["BOMB"],)
+
+
+def broken(rank: int, n: int, path: str) -> Any:
+    root = Path(path)
+    os.environ["BOMB"] = str(root.parent / "executed")
+    model = make("int8")
+    run(model, "int8", rank, 0, AT)
+    save(model, root, n=n)
+    run(model, "int8", rank, AT, AT + 2)
+    newest = latest(root)
+    assert newest is not None
+    found = {}
+    for name, (harm, _, _) in harms(newest).items():
+        model._transport.control.gather(None)
+        with contextlib.ExitStack() as undone:
+            if rank == 0:
+                undone.enter_context(as_it_was(root))
+                harm()
+            model._transport.control.gather(None)
+            before, draws = values(model.module), (random.getstate(), torch.get_rng_state())
+            found[name] = error_of(lambda: load(model, root))
+            assert all(torch.equal(before[k], v) for k, v in values(model.module).items()), name
+            assert random.getstate() == draws[0]
+            assert torch.equal(torch.get_rng_state(), draws[1])
+            model._transport.control.gather(None)
+    # After all of that, the exchange under way is still the one that it was.
+    run(model, "int8", rank, AT + 2, STEPS)
+    found["after"] = state(model)
+    twin = make("int8")
+    run(twin, "int8", rank, 0, STEPS)
+    found["twin"] = {k: v for k, v in state(twin).items() if k.startswith(("parameter", "state"))}
+
+    other = DecentralizedDataParallel(nn.Linear(6, 3), SGD, topology="ring")
+    found["another model"] = error_of(lambda: load(other, root))
+    for wrapper in (model, twin, other):
+        wrapper.close()
+    return found
+
+
+def test_broken_files_are_refused_on_all_workers(workers, tmp_path):
+    results = workers(2, broken, str(tmp_path / "saved"), timeout=60)
+    for name, (_, kind, pattern) in harms(tmp_path / "any").items():
+        texts = {found[name] for found in results}
+        assert {found[name][0] for found in results} == {kind}, (name, texts)
+        for found in results:
+            assert re.search(pattern, found[name][1]), (name, texts)
+        assert len({text.removeprefix("worker 1: ") for _, text in texts}) == 1, (name, texts)
+    for found in results:
+        kind, text = found["another model"]
+        assert kind == "CheckpointError"
+        assert "another model" in text
+        assert "'0.weight' [16, 6]" in text
+    assert not (tmp_path / "executed").exists()

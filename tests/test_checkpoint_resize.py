@@ -1,0 +1,474 @@
+"""Another number of workers: means and copies against NumPy in float64."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from decent_dp.checkpoint.files import Manifest, Reader, open_worker, write_manifest, write_worker
+from decent_dp.checkpoint.resize import HOW, combined, resized, sources
+from decent_dp.checkpoint.tree import encode
+from decent_dp.errors import CheckpointError
+from decent_dp.replica.snapshot import pack_sparse, unpack_sparse
+
+
+def state(**changes: Any) -> dict[str, Any]:
+    """The least that a worker saves."""
+    snapshot: dict[str, Any] = {
+        "parameters": {},
+        "buffers": {},
+        "extra_state": {},
+        "optim": {"state": {}, "param_groups": {}, "schedulers": None, "scaler": None, "round": 7},
+        "optimizer": None,
+        "round": 7,
+        "steps": 7,
+        "factor": 1.0,
+        "accumulate": False,
+        "window": "idle",
+        "grads": {},
+        "order": None,
+        "link": {"rank": 0},
+        "exchange": {"parameters": {"w": {"sent": torch.ones(2)}}, "disowned": []},
+    }
+    extra = changes.pop("extra", {})
+    optim = {**snapshot["optim"], **changes.pop("optim", {})}
+    return {"snapshot": {**snapshot, "optim": optim, **changes}, "random": {"python": (1, 2)}, "extra": extra}
+
+
+@contextlib.contextmanager
+def saved(folder: Path, trees: Sequence[Any]) -> Iterator[list[Reader]]:
+    folder.mkdir(exist_ok=True)
+    infos = []
+    for rank, tree in enumerate(trees):
+        text, tensors = encode(tree, "")
+        infos.append(write_worker(folder, rank, tensors, text))
+    write_manifest(folder, Manifest(7, len(trees), tuple(infos), None))
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(open_worker(folder, rank)) for rank in range(len(trees))]
+
+
+def mean_of(folder: Path, trees: Sequence[Any]) -> dict[str, Any]:
+    with saved(folder, trees) as readers:
+        tree = resized(readers, 0, 3, "mean")
+    assert tree["random"] is None
+    assert tree["snapshot"]["exchange"] is None
+    return tree
+
+
+def exactly(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+    if isinstance(a, dict):
+        return type(a) is type(b) and a.keys() == b.keys() and all(exactly(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple, deque)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(exactly, a, b))
+    if isinstance(a, np.ndarray):
+        return np.array_equal(a, b)
+    return type(a) is type(b) and a == b
+
+
+# -- who -------------------------------------------------------------------------------------------------------------------
+
+
+def test_groups_and_copies():
+    assert [sources(8, i, 5, "spread") for i in range(5)] == [[0, 1], [2, 3], [4], [5, 6], [7]]
+    assert [sources(5, i, 8, "spread") for i in range(8)] == [[0], [0], [1], [1], [2], [3], [3], [4]]
+    assert [sources(3, i, 3, "spread") for i in range(3)] == [[0], [1], [2]]
+    assert [sources(3, i, 2, "mean") for i in range(2)] == [[0, 1, 2], [0, 1, 2]]
+
+
+@pytest.mark.parametrize("saved_by", range(1, 10))
+@pytest.mark.parametrize("world_size", range(1, 10))
+def test_every_replica_is_dealt_out(saved_by, world_size):
+    dealt = [sources(saved_by, rank, world_size, "spread") for rank in range(world_size)]
+    assert all(dealt)
+    flat = [j for group in dealt for j in group]
+    assert flat == sorted(flat)
+    assert set(flat) == set(range(saved_by))
+    sizes = [len(group) for group in dealt] if world_size <= saved_by else list(Counter(flat).values())
+    assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize(
+    ("how", "hint"), [("means", "did you mean 'mean'?"), ("spred", "did you mean 'spread'?"), (None, "None.")]
+)
+def test_unknown_ways_are_refused(how, hint):
+    with pytest.raises(ValueError, match="resize must be 'mean' or 'spread'") as caught:
+        sources(2, 0, 3, how)
+    assert str(caught.value).endswith(hint)
+    assert HOW == ("mean", "spread")
+
+
+# -- tensors ---------------------------------------------------------------------------------------------------------------
+
+FLOATING = ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn"]
+
+
+@pytest.mark.parametrize("name", FLOATING)
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+def test_means_of_floating_tensors(tmp_path, name, n):
+    dtype = getattr(torch, name)
+    generator = torch.Generator().manual_seed(n)
+    shapes = {"w": (3, 4), "scalar": (), "empty": (0, 2), "one": (1,)}
+    parts = [{key: torch.randn(shape, generator=generator).to(dtype) for key, shape in shapes.items()} for _ in range(n)]
+    made = mean_of(tmp_path, [state(parameters=part, buffers=part) for part in parts])["snapshot"]
+    for key in shapes:
+        expected = np.mean([part[key].to(torch.float64).numpy() for part in parts], axis=0)
+        for kind in ("parameters", "buffers"):
+            got = made[kind][key]
+            assert (got.dtype, got.shape) == (dtype, shapes[key])
+            error = np.abs(got.to(torch.float64).numpy() - expected)
+            assert np.all(error <= np.abs(expected) * torch.finfo(dtype).eps * 0.51 + 2.0**-10 * (dtype.itemsize == 1)), key
+
+
+def test_the_mean_is_summed_in_float64(tmp_path):
+    parts = [1.0, 2.0**-30, 2.0**-30, -1.0]
+    made = mean_of(tmp_path, [state(parameters={"w": torch.tensor([x])}) for x in parts])["snapshot"]["parameters"]["w"]
+    assert made.item() == 2.0**-31
+    halves = [torch.tensor([60000.0], dtype=torch.float16), torch.tensor([49984.0], dtype=torch.float16)]
+    made = mean_of(tmp_path, [state(buffers={"w": half}) for half in halves])["snapshot"]["buffers"]["w"]
+    assert made.item() == 54976.0  # 54992 to the even float16, by way of a sum that float16 does not hold
+
+
+def test_equal_tensors_stay_exactly_what_they_are(tmp_path):
+    values = torch.tensor([0.1, 1 / 3, float("nan"), -0.0, float("inf"), 1e308], dtype=torch.float64)
+    whole = torch.tensor([2**62 + 1, -5])
+    tree = state(parameters={"w": values}, buffers={"i": whole, "u": whole.to(torch.uint64), "b": torch.tensor([True])})
+    made = mean_of(tmp_path, [copy.deepcopy(tree) for _ in range(3)])["snapshot"]
+    assert made["parameters"]["w"].view(torch.int64).tolist() == values.view(torch.int64).tolist()
+    assert exactly(made["buffers"], tree["snapshot"]["buffers"])
+
+
+def test_complex_and_odd_tensors(tmp_path):
+    a, b = torch.randn(3, dtype=torch.complex128), torch.randn(3, dtype=torch.complex128)
+    made = mean_of(
+        tmp_path,
+        [state(parameters={"w": a, "v": a.to(torch.complex64)}), state(parameters={"w": b, "v": b.to(torch.complex64)})],
+    )
+    np.testing.assert_allclose(made["snapshot"]["parameters"]["w"].numpy(), (a.numpy() + b.numpy()) / 2, rtol=1e-15)
+    assert made["snapshot"]["parameters"]["v"].dtype == torch.complex64
+
+
+@pytest.mark.parametrize("name", ["int64", "int32", "int8", "uint8", "uint16", "uint64"])
+def test_integer_tensors_are_rounded(tmp_path, name):
+    dtype = getattr(torch, name)
+    rows = [[1, 2, 3, 100], [2, 3, 3, 0], [2, 3, 3, 0]]
+    for n in (2, 3):
+        made = mean_of(tmp_path, [state(buffers={"count": torch.tensor(row).to(dtype)}) for row in rows[:n]])
+        expected = np.rint(np.mean(np.array(rows[:n], dtype=np.float64), axis=0)).astype(np.int64)
+        got = made["snapshot"]["buffers"]["count"]
+        assert got.dtype == dtype
+        assert got.to(torch.int64).tolist() == expected.tolist()
+    flags = [
+        state(buffers={"f": torch.tensor(f), "i": torch.tensor(2**60 + 3 - i)}) for i, f in enumerate([True, False, False])
+    ]
+    made = mean_of(tmp_path, flags)["snapshot"]["buffers"]
+    assert made["f"].item() is True
+    assert made["i"].item() == 2**60 + 3  # too large for a mean: the first one's
+
+
+# -- optimizers ------------------------------------------------------------------------------------------------------------
+
+
+def adam(step: float, seed: int, names: Sequence[str] = ("w", "b")) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: {
+            "step": torch.tensor(float(step)),
+            "exp_avg": torch.randn(3, generator=generator),
+            "exp_avg_sq": torch.rand(3, generator=generator),
+            "count": int(step),
+            "momentum_buffer": None if seed == 0 else torch.randn(3, generator=generator),
+        }
+        for name in names
+    }
+
+
+def test_states_of_optimizers(tmp_path):
+    steps = [5, 6, 6, 9]
+    states = [adam(step, i, ("w", "b") if i != 2 else ("w",)) for i, step in enumerate(steps)]
+    trees = [
+        state(
+            steps=step,
+            optim={
+                "state": of_one,
+                "param_groups": {"w": {"lr": 0.1 * (i + 1), "betas": (0.9, 0.99 - i / 10), "amsgrad": i == 0, "foreach": None}},
+                "schedulers": {
+                    "last_epoch": step,
+                    "_step_count": step + 1,
+                    "milestones": Counter({3: 1, 5: 1}),
+                    "base_lrs": [0.1 * (i + 1)],
+                    "kind": "cos",
+                    "best": math.inf if i else 3.0,
+                    "by_name": {"w": {"_last_lr": 0.1 / (i + 1)}},
+                },
+            },
+        )
+        for i, (step, of_one) in enumerate(zip(steps, states, strict=True))
+    ]
+    made = mean_of(tmp_path, trees)["snapshot"]
+    optim = made["optim"]
+    for name, having in {"w": states, "b": [states[0], states[1], states[3]]}.items():
+        for key in ("exp_avg", "exp_avg_sq"):
+            expected = np.mean([of_one[name][key].double().numpy() for of_one in having], axis=0)
+            np.testing.assert_allclose(optim["state"][name][key].numpy(), expected, rtol=1e-7, atol=1e-8)
+        assert optim["state"][name]["step"].dtype == torch.float32
+    buffers = [of_one["w"]["momentum_buffer"] for of_one in states]
+    expected = np.mean([buffer.double().numpy() for buffer in buffers if buffer is not None], axis=0)
+    np.testing.assert_allclose(optim["state"]["w"]["momentum_buffer"].numpy(), expected, rtol=1e-6, atol=1e-7)
+    # (5 + 6 + 6 + 9) / 4 = 6.5 to the even 6, and (5 + 6 + 9) / 3 = 6.67 to 7.
+    assert [optim["state"][name][key] for name in "wb" for key in ("step", "count")] == [6, 6, 7, 7]
+    assert made["steps"] == 6
+    group = optim["param_groups"]["w"]
+    assert group["lr"] == pytest.approx(0.25, rel=1e-15)
+    assert group["betas"] == pytest.approx((0.9, 0.84), rel=1e-15)
+    assert group["betas"][0] == 0.9
+    assert isinstance(group["betas"], tuple)
+    assert (group["amsgrad"], group["foreach"]) == (True, None)
+    schedulers = optim["schedulers"]
+    assert (schedulers["last_epoch"], schedulers["_step_count"], schedulers["kind"]) == (6, 8, "cos")
+    assert schedulers["milestones"] == Counter({3: 1, 5: 1})
+    assert type(schedulers["milestones"]) is Counter
+    assert schedulers["base_lrs"] == pytest.approx([0.25])
+    assert schedulers["best"] == math.inf
+    assert schedulers["by_name"]["w"]["_last_lr"] == pytest.approx(np.mean([0.1 / i for i in (1, 2, 3, 4)]))
+
+
+def test_states_that_are_not_alike(tmp_path):
+    states = [
+        {
+            "kind": {"a": torch.ones(2)},
+            "list": [torch.ones(1), torch.ones(1)],
+            "shape": torch.ones(2),
+            "steps": 3.0,
+            "step": 2.0,
+        },
+        {"kind": 3.0, "list": [torch.zeros(1)], "shape": torch.zeros(3), "steps": 4.0, "step": 3.0, "new": torch.ones(1)},
+    ]
+    made = mean_of(tmp_path, [state(optim={"state": {"w": own}}) for own in states])["snapshot"]["optim"]["state"]["w"]
+    assert exactly(made, {**states[0], "steps": 3.5, "step": 2.0, "new": torch.ones(1)})
+    packed = [pack_sparse(sparse([i], [1.0])) for i in range(2)]
+    packed[1]["sparse_shape"] = [6]
+    made = mean_of(tmp_path, [state(window="open", grads={"w": grad}) for grad in packed])["snapshot"]["grads"]["w"]
+    assert isinstance(made, dict)
+    assert torch.equal(unpack_sparse(made).to_dense(), sparse([0], [1.0]).to_dense())
+
+
+def test_only_optimizers_count_in_floats(tmp_path):
+    steps = [
+        {"step": torch.tensor(1.0), "last_epoch": torch.tensor([2.0])},
+        {"step": torch.tensor(2.0), "last_epoch": torch.tensor([3.0])},
+    ]
+    made = mean_of(tmp_path, [state(parameters=own, buffers=own, extra=own, optim={"state": {"w": own}}) for own in steps])
+    halves = {"step": torch.tensor(1.5), "last_epoch": torch.tensor([2.5])}
+    assert exactly([made["snapshot"]["parameters"], made["snapshot"]["buffers"], made["extra"]], [halves] * 3)
+    assert exactly(made["snapshot"]["optim"]["state"]["w"], {"step": torch.tensor(2.0), "last_epoch": torch.tensor([2.0])})
+
+
+def test_plain_numbers_lose_nothing_on_the_way(tmp_path):
+    made = mean_of(tmp_path, [state(factor=x) for x in (1e16, 1.0, -1e16)])
+    assert made["snapshot"]["factor"] == 1 / 3
+
+
+@given(st.lists(st.floats(-1e300, 1e300), min_size=2, max_size=6), st.lists(st.integers(), min_size=2, max_size=6))
+@settings(max_examples=30, deadline=None, derandomize=True)
+def test_means_of_plain_numbers(tmp_path_factory, floats, whole):
+    n = min(len(floats), len(whole))
+    trees = [state(factor=floats[i], steps=whole[i]) for i in range(n)]
+    made = mean_of(tmp_path_factory.mktemp("numbers"), trees)["snapshot"]
+    assert made["factor"] == float(sum(Fraction(x) for x in floats[:n]) / n)
+    twice = Fraction(2 * sum(whole[:n]), n)
+    assert abs(twice - 2 * made["steps"]) <= 1  # no integer is nearer
+    assert abs(twice - 2 * made["steps"]) < 1 or made["steps"] % 2 == 0
+    assert type(made["steps"]) is int
+
+
+def test_the_scaler_of_the_smallest_scale(tmp_path):
+    scalers = [{"scale": 1024.0, "_growth_tracker": 3}, None, {"scale": 256.0, "_growth_tracker": 1}, {}]
+    made = mean_of(tmp_path, [state(optim={"scaler": scaler}) for scaler in scalers])
+    assert made["snapshot"]["optim"]["scaler"] == scalers[2]
+    assert mean_of(tmp_path, [state(), state()])["snapshot"]["optim"]["scaler"] is None
+
+
+def test_before_the_first_update(tmp_path):
+    empty = {"state": {}, "param_groups": {}, "schedulers": None, "scaler": None, "round": 0}
+    made = mean_of(tmp_path, [state(optim=empty, round=0, steps=0)] * 2)["snapshot"]
+    assert made["optim"] == empty
+    assert (made["round"], made["steps"], made["order"]) == (0, 0, None)
+
+
+# -- windows, the rest -----------------------------------------------------------------------------------------------------
+
+
+def test_the_open_window(tmp_path):
+    grads = [{}, {"w": torch.tensor([1.0, 4.0])}, {"w": torch.tensor([2.0, 6.0]), "b": torch.tensor([3.0])}]
+    trees = [state(window="idle" if i == 0 else "open", accumulate=i == 1, grads=own) for i, own in enumerate(grads)]
+    trees[0]["snapshot"]["grads"] = {"w": torch.tensor([100.0, 100.0])}  # of no window
+    made = mean_of(tmp_path, trees)["snapshot"]
+    assert (made["window"], made["accumulate"]) == ("open", True)
+    assert exactly(made["grads"], {"w": torch.tensor([1.5, 5.0]), "b": torch.tensor([3.0])})
+    made = mean_of(tmp_path, trees[:1] * 2)["snapshot"]
+    assert (made["window"], made["grads"]["w"].tolist()) == ("idle", [100.0, 100.0])
+
+
+def sparse(indices: list[int], values: list[float]) -> Tensor:
+    return torch.sparse_coo_tensor([indices], values, (5,), check_invariants=True)
+
+
+@pytest.mark.parametrize("pack", [pack_sparse, lambda tensor: tensor], ids=["packed", "as they are"])
+def test_sparse_gradients(tmp_path, pack):
+    own = [sparse([0, 3, 0], [1.0, 2.0, 5.0]), sparse([1, 3, 4], [10.0, 20.0, 30.0]), sparse([3], [2.0])]
+    made = mean_of(tmp_path, [state(window="open", grads={"w": pack(grad)}) for grad in own])["snapshot"]["grads"]["w"]
+    assert isinstance(made, Tensor) is isinstance(pack(own[0]), Tensor)
+    made = unpack_sparse(made)
+    assert made.is_coalesced()
+    np.testing.assert_allclose(made.to_dense().numpy(), [2, 10 / 3, 0, 8, 10], rtol=1e-7)
+    dense = torch.tensor([3.0, 0.0, 0.0, 0.0, 0.0])
+    mixed = [state(window="open", grads={"w": pack(own[0])}), state(window="open", grads={"w": dense})]
+    made = mean_of(tmp_path, mixed)["snapshot"]["grads"]["w"]
+    assert made.tolist() == [4.5, 0.0, 0.0, 1.0, 0.0]
+    with saved(tmp_path, mixed) as readers:
+        alone = combined(readers[:1])["snapshot"]["grads"]["w"]
+    assert torch.equal(unpack_sparse(alone).to_dense(), own[0].to_dense())
+
+
+def test_the_users_own(tmp_path):
+    def extra(i: int) -> dict[str, Any]:
+        own = {
+            "epoch": 3 + i,
+            "loss": 0.5 * i,
+            "ema": {"w": torch.full((2,), float(i)), "n": torch.tensor(i), "steps": torch.tensor(float(i))},
+            "list": [torch.tensor([float(i)]), i, "x"],
+            "tuple": (torch.tensor([2.0 * i]),),
+            "recent": deque([torch.tensor(float(i)), i], 4),
+            "another shape": torch.zeros(i + 1),
+            "another kind": torch.zeros(2) if i else 5.0,
+            "array": np.array([float(i)]),
+            "none": None if i == 0 else 3,
+            "longer": [torch.tensor([1.0 + i])] * (2 if i == 0 else 1),
+            "deeper": {"a": torch.ones(1)} if i == 0 else 4.0,
+            "flag": torch.tensor(i == 0),
+        }
+        return {**own, **({"only mine": torch.ones(1)} if i == 0 else {"only theirs": torch.ones(1)})}
+
+    trees = [state(extra=extra(i), extra_state={"fp8": {"scale": torch.tensor([float(i)]), "n": i}}) for i in range(4)]
+    made = mean_of(tmp_path, trees)
+    first = extra(0)
+    expected = {
+        **first,
+        "ema": {"w": torch.full((2,), 1.5), "n": torch.tensor(0), "steps": torch.tensor(1.5)},
+        "list": [torch.tensor([1.5]), 0, "x"],
+        "tuple": (torch.tensor([3.0]),),
+        "longer": [torch.tensor([2.5]), torch.tensor([1.0])],
+    }
+    assert exactly(made["extra"], expected)
+    assert list(made["extra"]) == list(first)
+    assert exactly(made["snapshot"]["extra_state"], {"fp8": {"scale": torch.tensor([1.5]), "n": 0}})
+
+
+def test_what_is_the_first_ones(tmp_path):
+    trees = [
+        state(order=order, optimizer=kind, link={"rank": i}, nested=i == 0)
+        for i, (order, kind) in enumerate([(None, None), (["w"], "Adam")])
+    ]
+    made = mean_of(tmp_path, trees)["snapshot"]
+    assert (made["order"], made["optimizer"], made["link"], made["nested"]) == (["w"], "Adam", {"rank": 0}, True)
+
+
+# -- all of it -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("n", "m"), [(8, 5), (5, 8), (3, 1), (1, 4), (4, 4)])
+@pytest.mark.parametrize("how", HOW)
+def test_from_n_to_m(tmp_path, n, m, how):
+    generator = torch.Generator().manual_seed(n)
+    weights = [torch.randn(4, 3, generator=generator) for _ in range(n)]
+    trees = [
+        state(
+            parameters={"w": w, "frozen": torch.full((2,), 0.1)},
+            optim={"state": {"w": {"exp_avg": w * 2}}},
+            extra={"rank": j, "ema": w},
+        )
+        for j, w in enumerate(weights)
+    ]
+    wide = np.stack([w.double().numpy() for w in weights])
+    with saved(tmp_path, trees) as readers:
+        for i in range(m):
+            tree = resized(readers, i, m, how)
+            if how == "mean":
+                group = list(range(n))
+            else:
+                group = [j for j in range(n) if math.floor(j * m / n) == i] if m < n else [math.floor(i * n / m)]
+            expected = wide[group].mean(axis=0)
+            snapshot = tree["snapshot"]
+            np.testing.assert_allclose(snapshot["parameters"]["w"].numpy(), expected, rtol=1e-6, atol=1e-7)
+            np.testing.assert_allclose(snapshot["optim"]["state"]["w"]["exp_avg"].numpy(), 2 * expected, rtol=1e-6, atol=1e-7)
+            np.testing.assert_allclose(tree["extra"]["ema"].numpy(), expected, rtol=1e-6, atol=1e-7)
+            assert torch.equal(snapshot["parameters"]["frozen"], torch.full((2,), 0.1))
+            assert tree["extra"]["rank"] == group[0]
+            assert tree.keys() == {"snapshot", "random", "extra"}
+            assert (tree["random"], snapshot["exchange"]) == (None, None)
+            if len(group) == 1:
+                assert exactly(tree["snapshot"], {**trees[group[0]]["snapshot"], "exchange": None})
+
+
+def test_the_mean_keeps_the_mean(tmp_path):
+    """Any dealing of 6 replicas to 3 workers keeps their mean, in float64."""
+    weights = [torch.randn(50, dtype=torch.float64) for _ in range(6)]
+    with saved(tmp_path, [state(parameters={"w": w}) for w in weights]) as readers:
+        dealt = [resized(readers, i, 3, "spread")["snapshot"]["parameters"]["w"] for i in range(3)]
+    np.testing.assert_allclose(torch.stack(dealt).mean(0).numpy(), torch.stack(weights).mean(0).numpy(), rtol=1e-13, atol=1e-15)
+
+
+def test_one_tensor_of_one_worker_at_a_time(tmp_path, monkeypatch):
+    n, size = 6, 1000
+    trees = [state(parameters={f"w{k}": torch.randn(size) for k in range(5)}, exchange=None) for _ in range(n)]
+    alive: list[Any] = []
+    most = 0
+    real = Reader.tensor
+
+    def watched(self: Reader, key: str) -> Tensor:
+        nonlocal most
+        import weakref
+
+        tensor = real(self, key)
+        if tensor.numel() == size:
+            alive.append(weakref.ref(tensor))
+            most = max(most, sum(ref() is not None for ref in alive))
+        return tensor
+
+    with saved(tmp_path, trees) as readers:
+        monkeypatch.setattr(Reader, "tensor", watched)
+        tree = resized(readers, 0, 2, "mean")
+    assert len(alive) == 5 * n
+    assert most <= 3  # the first worker's, the one before and this one
+    assert len(tree["snapshot"]["parameters"]) == 5
+
+
+def test_parameters_that_do_not_fit_are_named(tmp_path):
+    good = state(parameters={"w": torch.ones(2)})
+    for bad, message in [
+        (state(parameters={"w": torch.ones(3)}), "parameter 'w' has another shape or dtype"),
+        (state(parameters={"w": torch.ones(2, dtype=torch.float64)}), "parameter 'w' has another shape or dtype"),
+        (state(parameters={}), "it has no parameter 'w'"),
+        (state(parameters={"w": 3}), "it has no parameter 'w'"),
+        ({"snapshot": [], "extra": {}}, "its tree is not the state of a worker"),
+        ([1], "its tree is not the state of a worker"),
+        ({"snapshot": {"parameters": {}}, "extra": {}}, "its tree is not the state of a worker"),
+    ]:
+        with saved(tmp_path, [good, bad]) as readers, pytest.raises(CheckpointError, match="worker-0001") as caught:
+            combined(readers)
+        assert message in str(caught.value)

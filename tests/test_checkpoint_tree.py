@@ -1,0 +1,475 @@
+"""A tree as text and tensors, and back: bit for bit, and nothing but values."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import enum
+import itertools
+import json
+import math
+import random
+import struct
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+from decent_dp.checkpoint.tree import RESERVED, Stored, decode, encode, parse
+from decent_dp.errors import CheckpointError
+
+
+def there_and_back(tree: Any) -> Any:
+    text, tensors = encode(tree, "extra")
+    assert text.isascii()
+    json.loads(text, parse_constant=lambda name: pytest.fail(name))
+    kept = {key: tensor.clone() for key, tensor in tensors.items()}
+    for key, tensor in tensors.items():
+        key.encode()  # no surrogates
+        assert tensor.is_contiguous()
+        assert not any([tensor.requires_grad, tensor.is_conj(), tensor.is_neg()])
+    return decode(text, kept.__getitem__)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two values are the same bit for bit, with the same types."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Tensor):
+        if a.layout is torch.sparse_coo:
+            return (
+                a.shape == b.shape
+                and a.is_coalesced() == b.is_coalesced()
+                and same(a._indices(), b._indices())
+                and same(a._values(), b._values())
+            )
+        return a.dtype == b.dtype and a.shape == b.shape and raw(a) == raw(b)
+    if isinstance(a, (np.ndarray, np.generic)):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, float):
+        return struct.pack("d", a) == struct.pack("d", b)
+    if isinstance(a, complex):
+        return same(a.real, b.real) and same(a.imag, b.imag)
+    if isinstance(a, dict):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a.items(), b.items(), strict=True))
+    if isinstance(a, deque):
+        return a.maxlen == b.maxlen and same(list(a), list(b))
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)
+
+
+def raw(tensor: Tensor) -> bytes:
+    return bytes(tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+# -- values ----------------------------------------------------------------------------------------------------------------
+
+finite_text = st.text(alphabet=st.characters(), max_size=8)  # lone surrogates included
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.integers(min_value=2**52, max_value=2**70),
+    st.floats(),
+    st.binary(max_size=8),
+    finite_text,
+    st.sampled_from(["!tensor", "!", "", "__tree__", "!dict", "\ud83d\ude00", "\ud800"]),
+    st.complex_numbers(),
+)
+keys = st.recursive(scalars, lambda inner: st.lists(inner, max_size=2).map(tuple), max_leaves=4).filter(
+    lambda key: "nan" not in repr(key)
+)
+trees = st.recursive(
+    scalars,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=4).map(tuple),
+        st.dictionaries(finite_text, inner, max_size=4),
+        st.dictionaries(keys, inner, max_size=4),
+        st.lists(inner, max_size=3).map(lambda members: deque(members, 5)),
+    ),
+    max_leaves=20,
+)
+
+
+@given(trees)
+@settings(max_examples=400, deadline=None)
+def test_any_tree_of_values_comes_back(tree):
+    assert same(there_and_back(tree), tree)
+
+
+@given(st.floats(width=64))
+def test_floats_come_back_exactly(x):
+    assert same(
+        there_and_back([x, -x, np.float32(x) if abs(x) < 1e38 else 0.0]), [x, -x, np.float32(x) if abs(x) < 1e38 else 0.0]
+    )
+
+
+def test_values_that_json_has_not():
+    quiet_nan = struct.unpack(">d", bytes.fromhex("7ff8000000000123"))[0]
+    tree = {
+        "nan": float("nan"),
+        "another nan": quiet_nan,
+        "infinities": (math.inf, -math.inf),
+        "zero": -0.0,
+        "smallest": 5e-324,
+        "long": 10**5000,
+        "negative": -(2**64),
+        "edge": [2**53, 2**53 + 1, -(2**53) - 1],
+        "surrogates": ["\ud83d\ude00", {"\ud83d\ude00": 1}],
+        "pair": "😀",
+        "bytes": bytes(range(256)),
+        "looks like a tag": {"!tensor": "weight", "a": 1},
+        "a tag alone": {"!int": "0x1"},
+        "nested tags": {"!dict": [["a", {"!tuple": []}]]},
+        "numbers": {1: "int", 1.5: "float", None: "None", False: 0, (1, ("a", None)): "tuple", b"b": 2, "1": "str"},
+        "empty": [{}, [], (), "", b""],
+        "milestones": Counter({3: 2, 5: 1}),
+        "recent": deque([1, 2], maxlen=3),
+        "sets": [{1, 2, (3, "a")}, frozenset({None, "x"}), {frozenset({1})}, set()],
+        "torch": [torch.Size([2, 0, 3]), torch.bfloat16, torch.float8_e5m2, torch.device("cuda", 1), torch.device("cpu")],
+        "complex": complex(math.nan, -0.0),
+    }
+    back = there_and_back(tree)
+    assert same({k: v for k, v in back.items() if k != "sets"}, {k: v for k, v in tree.items() if k != "sets"})
+    assert back["sets"] == tree["sets"]
+
+
+def test_numbers_that_others_would_read_wrongly_are_no_json_numbers():
+    text, _ = encode([2**53, 2**53 + 1, -(2**53) - 1], "extra")
+    assert json.loads(text) == [2**53, {"!int": hex(2**53 + 1)}, {"!int": hex(-(2**53) - 1)}]
+
+
+def test_kinds_that_come_back_as_plain_ones():
+    ordered = OrderedDict(b=1, a=OrderedDict(c=2))
+    default: dict[str, list[int]] = defaultdict(list)
+    default["x"].append(1)
+
+    class Version(str):
+        __slots__ = ()
+
+    back = there_and_back({"ordered": ordered, "default": default, "torch": torch.__version__, "own": Version("1.0")})
+    assert same(
+        back, {"ordered": {"b": 1, "a": {"c": 2}}, "default": {"x": [1]}, "torch": str(torch.__version__), "own": "1.0"}
+    )
+    assert type(back["torch"]) is str
+    assert type(back["ordered"]) is dict
+
+
+# -- tensors ---------------------------------------------------------------------------------------------------------------
+
+DTYPES = [
+    *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "bfloat16", "float32"),
+    *("float64", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
+    *(name for name in ("float8_e8m0fnu", "float4_e2m1fn_x2") if hasattr(torch, name)),
+]
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_every_dtype_and_shape(name):
+    dtype = getattr(torch, name)
+    generator = torch.Generator().manual_seed(3)
+    for shape in [(), (1,), (0,), (3, 0, 2), (2, 3, 4)]:
+        n = math.prod(shape) * dtype.itemsize
+        bits = torch.randint(0, 2 if dtype is torch.bool else 256, (n,), dtype=torch.uint8, generator=generator)
+        tensor = bits.view(dtype).reshape(shape)
+        assert same(there_and_back({"a": tensor})["a"], tensor)
+
+
+def test_views_of_all_kinds():
+    base = torch.randn(4, 3, 5, 2)
+    tree = {
+        "base": base,
+        "again": base,
+        "transposed": base.permute(3, 1, 0, 2),
+        "row": base[1],
+        "overlapping": base[:2],
+        "strided": base[::2, :, 1],
+        "expanded": torch.tensor([1.0, 2.0]).expand(3, 2),
+        "channels last": base.contiguous(memory_format=torch.channels_last),
+        "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
+        "negative": torch.randn(3, dtype=torch.complex128).conj().imag,
+        "negated": torch._neg_view(torch.randn(3)),
+        "parameter": nn.Parameter(torch.randn(3)),
+        "not a leaf": nn.Parameter(torch.randn(3)) * 2,
+        "scalar view": base[0, 0, 0, 0],
+        "empty view": base[:0],
+    }
+    back = there_and_back(tree)
+    for key, tensor in tree.items():
+        assert type(back[key]) is Tensor, key
+        assert torch.equal(back[key], tensor.detach()), key
+        assert not back[key].requires_grad
+
+
+def test_no_two_tensors_overlap_and_what_is_apart_is_not_copied():
+    block = torch.arange(20.0)
+    inner = {"e": block[1:3], "f": block[5:6]}
+    text, tensors = encode({"a": block[:8], "b": block[8:16], "c": block[12:], "d": block[:2], **inner}, "extra")
+    spans = sorted((t.data_ptr(), t.data_ptr() + 4 * t.numel()) for t in tensors.values())
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+    assert tensors["extra.b"].data_ptr() == block[8:].data_ptr()
+    assert len(encode([block, block, block], "extra")[1]) == 1
+    assert same(decode(text, tensors.__getitem__)["c"], block[12:])
+
+
+def test_tensors_alias_and_everything_else_is_copied():
+    tensor, array, inner = torch.zeros(3), np.zeros(3), [1]
+    text, tensors = encode({"t": tensor, "a": array, "l": inner}, "x")
+    tensor += 1
+    array += 1
+    inner.append(2)
+    back = decode(text, tensors.__getitem__)
+    assert (back["t"].tolist(), back["a"].tolist(), back["l"]) == ([1, 1, 1], [0, 0, 0], [1])
+
+
+@pytest.mark.parametrize("coalesced", [False, True])
+def test_sparse_tensors_keep_their_flag(coalesced):
+    sparse = torch.sparse_coo_tensor([[2, 0, 2]], torch.randn(3, 2), (4, 2), check_invariants=True)
+    sparse = sparse.coalesce() if coalesced else sparse
+    empty = torch.sparse_coo_tensor(torch.zeros(1, 0, dtype=torch.int64), torch.zeros(0), (3,), check_invariants=True)
+    double = torch.sparse_coo_tensor([[1], [0]], torch.ones(1, dtype=torch.complex128), (2, 2), check_invariants=True)
+    single = torch.sparse_coo_tensor([[1]], [2.0], (3,), check_invariants=True)._coalesced_(coalesced)
+    tree = {"s": sparse, "e": empty, "d": double, "1": single}
+    assert same(there_and_back(tree), tree)
+
+
+def test_arrays_and_random_states():
+    rng = np.random.default_rng(1)
+    readonly = np.arange(3)
+    readonly.flags.writeable = False
+    arrays = {
+        "fortran": np.asfortranarray(rng.normal(size=(3, 4))),
+        "backwards": np.arange(5)[::-1],
+        "big-endian": np.arange(3, dtype=">i4"),
+        "text": np.array(["a", "long\ud800"]),
+        "bytes": np.array([b"a", b"bcd"]),
+        "dates": np.array(["2020-01-01", "NaT"], dtype="datetime64[s]"),
+        "half": np.array([1.5, np.nan], dtype=np.float16),
+        "flags": np.array([True, False]),
+        "scalar": np.array(3.5),
+        "empty": np.zeros((0, 3)),
+        "complex": np.array([1 + 2j]),
+        "long double": np.array([1.1], dtype=np.longdouble),
+        "read-only": readonly,
+        "numbers": [
+            np.float32(1.1),
+            np.int64(-3),
+            np.bool_(True),
+            np.float64(np.nan),
+            np.datetime64("2021-02-03"),
+            np.uint8(7),
+        ],
+        "keys": {np.int64(3): 1},
+    }
+    back = there_and_back(arrays)
+    assert same(back, arrays)
+    back["read-only"][0] = 5  # what comes back may be written to
+    generator = random.Random(5)
+    np.random.seed(3)
+    states = {
+        "python": generator.getstate(),
+        "numpy": np.random.get_state(),
+        "generator": rng.bit_generator.state,
+        "mersenne": np.random.Generator(np.random.MT19937(3)).bit_generator.state,
+        "torch": torch.get_rng_state(),
+    }
+    expected = (generator.random(), np.random.rand(), rng.normal())
+    back = there_and_back(states)
+    assert same(back, copy.deepcopy(states))
+    generator.setstate(back["python"])
+    np.random.set_state(back["numpy"])
+    rng.bit_generator.state = back["generator"]
+    assert (generator.random(), np.random.rand(), rng.normal()) == expected
+
+
+def schedulers() -> list[Any]:
+    def optimizer() -> torch.optim.Optimizer:
+        return torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
+
+    o = optimizer()
+    return [
+        lr_scheduler.LambdaLR(optimizer(), lambda epoch: 0.9),
+        lr_scheduler.MultiStepLR(optimizer(), [1, 1, 3]),
+        lr_scheduler.ReduceLROnPlateau(optimizer()),
+        lr_scheduler.CosineAnnealingWarmRestarts(optimizer(), 3),
+        lr_scheduler.OneCycleLR(optimizer(), 0.1, total_steps=10),
+        lr_scheduler.CyclicLR(optimizer(), 0.1, 0.2),
+        lr_scheduler.ChainedScheduler([lr_scheduler.LinearLR(o), lr_scheduler.ExponentialLR(o, 0.9)], o),
+    ]
+
+
+@pytest.mark.parametrize("scheduler", schedulers(), ids=lambda s: type(s).__name__)
+def test_states_of_schedulers(scheduler):
+    state = scheduler.state_dict()
+    assert there_and_back(state) == state
+
+
+@pytest.mark.parametrize("kind", ["Adam", "Adagrad", "NAdam", "Adafactor", "LBFGS", "Rprop"])
+def test_states_of_optimizers(kind):
+    parameter = nn.Parameter(torch.randn(3, 2))
+    optimizer = getattr(torch.optim, kind)([parameter])
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (parameter**2).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    state = optimizer.state_dict()
+    assert same(there_and_back(state), {**state, "state": dict(state["state"])})
+
+
+def test_keys_of_tensors_can_be_read_by_people():
+    tree = {"snapshot": {"parameters": {"layer.0.weight": torch.ones(1)}}, "a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}
+    assert list(encode(tree, "")[1]) == ["snapshot.parameters.layer.0.weight", "a.b", "a.b#2"]
+    odd = {"__metadata__": torch.ones(1), "__tree__": torch.zeros(1), "\ud800": torch.ones(1), "x" * 10_000: torch.ones(2)}
+    text, tensors = encode(odd, "")
+    assert not set(RESERVED) & tensors.keys()
+    assert max(len(key.encode()) for key in tensors) < 300
+    assert same(decode(text, tensors.__getitem__), odd)
+    assert list(encode(torch.ones(1), "")[1]) == ["value"]
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------------
+
+
+class Foo:
+    x = 3
+
+
+class Colour(enum.IntEnum):
+    RED = 1
+
+
+Point = namedtuple("Point", "x y")
+
+
+class OwnDict(dict):  # type: ignore[type-arg]
+    pass
+
+
+class OwnTensor(Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (Foo(), "is a Foo: save its state_dict() or plain values"),
+        (Foo, "is a type:"),
+        (Colour.RED, "is a Colour: save its .value"),
+        (Point(1, 2), "is a Point:"),
+        (OwnDict(), "is an OwnDict:"),
+        (argparse.Namespace(a=1), "is a Namespace:"),
+        (random.Random(1), "is a Random:"),
+        (torch.Generator(), "is a Generator:"),
+        (len, "is a builtin_function_or_method:"),
+        (np.array([None]), "is a ndarray of object:"),
+        (np.zeros(2, dtype="i4,f4"), "is a ndarray of"),
+        (np.ma.masked_array([1], [True]), "is a MaskedArray of int64:"),
+        (torch.empty(2, device="meta"), "is a tensor without values:"),
+        (nn.UninitializedParameter(), "is a tensor without values:"),
+        (torch.ones(2).as_subclass(OwnTensor), "is an OwnTensor:"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_cannot_be_saved_is_named(value, message):
+    with pytest.raises(TypeError) as caught:
+        encode({"sampler": [0, {"x": value}]}, "extra")
+    assert str(caught.value).startswith("extra['sampler'][1]['x'] " + message)
+    with pytest.raises(TypeError, match=r"^extra is "):
+        encode(value, "extra")
+    with pytest.raises(TypeError, match=r"^extra\['sampler'\] is "):
+        encode({"extra": {"sampler": value}}, "")
+
+
+@pytest.mark.parametrize("key", [Foo(), (1, Foo()), torch.zeros(1), Point(1, 2), frozenset({Foo()})])
+def test_keys_that_cannot_be_saved(key):
+    for tree in ({"a": {key: 1}}, {"a": {key}}):
+        with pytest.raises(TypeError, match=r"^a key or member of extra\['a'\] is a"):
+            encode(tree, "extra")
+
+
+def test_cycles_and_depth():
+    cycle: dict[str, Any] = {"a": []}
+    cycle["a"].append(cycle)
+    with pytest.raises(TypeError, match=r"^extra\['a'\]\[0\] contains itself"):
+        encode(cycle, "extra")
+    shared = [1]
+    assert there_and_back([shared, shared]) == [[1], [1]]  # twice is no cycle
+    for wrap in (lambda inner: [inner], lambda inner: {"a": inner}, lambda inner: {1: inner}, lambda inner: {(1, (2,)): inner}):
+        deep: Any = 1
+        for _ in range(90):
+            deep = wrap(deep)
+        assert there_and_back(deep) == deep
+        for _ in range(20_000):
+            deep = wrap(deep)
+        with pytest.raises(TypeError, match="nested more than 100 levels deep"):
+            encode(deep, "extra")
+        while isinstance(deep, (list, dict)):  # taken down from the outside: Python would do it by recursion
+            deep = deep[0] if isinstance(deep, list) else deep.popitem()[1]
+
+
+MALFORMED = [
+    *("", "[", "{}x", "\ud800", "NaN", "[Infinity]", "-Infinity", "nul", '{"a":1,"a":2}', '{"!x":1}', '{"!":1}'),
+    *('{"!int":"1"}', '{"!int":1}', '{"!int":"0xg"}', '{"!float":"7ff"}', '{"!float":1}', '{"!str":"a"}', '{"!bytes":"é"}'),
+    *('{"!bytes":"a"}', '{"!dict":{}}', '{"!dict":[[1]]}', '{"!dict":[[[1],2]]}', '{"!dict":[[1,2],[1,3]]}'),
+    *('{"!dict":[[{"!tensor":"w"},2]]}', '{"!set":[[1]]}', '{"!set":1}', '{"!tuple":{}}', '{"!complex":[1,2]}'),
+    *('{"!complex":[1.0]}', '{"!complex":[{"!float":"x"},1.0]}', '{"!a":1,"b":2}', '{"!int":"0x1","!float":2}'),
+    *('{"!deque":[[1],-1]}', '{"!deque":[[1],true]}', '{"!size":[-1]}', '{"!size":[1.5]}', '{"!dtype":"load"}'),
+    *('{"!dtype":"__class__"}', '{"!device":"cuda:0; rm"}', '{"!device":"foo"}', '{"!tensor":"q"}', '{"!tensor":3}'),
+    *('{"!tensor":["w","int99",[1]]}', '{"!tensor":["w","float64",[3]]}', '{"!tensor":["w","uint8",[5]]}'),
+    *('{"!array":["w","O",[1]]}', '{"!array":["w","|O",[1]]}', '{"!array":["w","<i8",[7]]}', '{"!array":["q","<i8",[7]]}'),
+    *('{"!array":["w","|V4",[3]]}', '{"!array":["w","i4,i4",[3]]}', '{"!scalar":["<f8","00"]}', '{"!scalar":["<f8"]}'),
+    *('{"!scalar":["|O","0000000000000000"]}', '{"!sparse":[1,2,[3],true]}', '{"!sparse":[{"!tensor":"w"}]}'),
+    '{"!sparse":[{"!tensor":"i"},{"!tensor":"w"},[2],false]}',  # an index that is out of range
+    '{"!sparse":[{"!tensor":"w"},{"!tensor":"w"},[9],false]}',
+    *("[" * 100_000, "[" * 150 + "]" * 150, '{"a":' * 150 + "1" + "}" * 150),
+    '{"!scalar":["<f8","00000000000000000000000000000000"]}',
+    "1" * 10_000,
+]
+
+
+@pytest.mark.parametrize("text", MALFORMED, ids=lambda text: text[:30])
+def test_malformed_text_is_refused(text):
+    tensors = {"w": torch.ones(3), "i": torch.tensor([[0, 1, 5]])}
+    with pytest.raises(CheckpointError, match="the saved tree"):
+        decode(text, tensors.__getitem__)
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_text_with_an_error_is_refused_or_read(data):
+    tree = {"a": [1, 2.5, None, {"b": torch.ones(2)}], 3: (np.arange(2), b"xyz", -(2**80)), "s": {1}, "c": complex(1, math.inf)}
+    text, tensors = encode(tree, "extra")
+    at = data.draw(st.integers(0, len(text) - 1))
+    changed = text[:at] + data.draw(st.characters(max_codepoint=0x17F)) + text[at + data.draw(st.integers(0, 3)) :]
+    try:
+        decode(changed, tensors.__getitem__)
+    except CheckpointError:
+        return
+
+
+def test_parse_leaves_tensors_where_they_are():
+    text, tensors = encode({"w": torch.ones(2), "z": torch.zeros(2, dtype=torch.complex128), "n": np.arange(3), "x": [1]}, "e")
+    outline = parse(text)
+    assert [outline[key].kind for key in "wzn"] == ["tensor", "tensor", "array"]
+    assert isinstance(outline["w"], Stored)
+    assert outline["x"] == [1]
+    asked: list[str] = []
+
+    def get(key: str) -> Tensor:
+        asked.append(key)
+        return tensors[key]
+
+    assert same(outline["z"].load(get), torch.zeros(2, dtype=torch.complex128))
+    assert asked == ["e.z"]

@@ -1,0 +1,593 @@
+"""The model to keep: exports, BatchNorm's statistics, moving averages."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
+
+from decent_dp.checkpoint.average import AveragedReplica
+from decent_dp.checkpoint.export import calibrate, export
+from decent_dp.ddp import DecentralizedDataParallel
+from decent_dp.errors import CheckpointError, DisagreementError, OutOfStepError
+from decent_dp.transport import run_replicas
+from tests.helpers import SGD, alone, loss, net, values
+
+ADAMW = partial(torch.optim.AdamW, lr=0.02)
+FORMATS = ("model.pt", "model.safetensors")
+
+
+class Everything(nn.Module):
+    """Tied, frozen, strided and half-precision parameters; buffers of all kinds; a random mask; an extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(6, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.drop = nn.Dropout(0.3)
+        self.tied = nn.Linear(6, 6)
+        self.tied.weight = self.first.weight
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.fixed = nn.BatchNorm1d(6).eval()
+        self.kernel = nn.Parameter(torch.randn(2, 3, 2, 2).to(memory_format=torch.channels_last))
+        self.scale = nn.Parameter(torch.ones(6, dtype=torch.bfloat16))
+        self.out = nn.Linear(6, 3)
+        self.register_buffer("mask", torch.rand(6) > 0.5)
+        self.register_buffer("phase", torch.randn(3, dtype=torch.complex64))
+        self.register_buffer("table", torch.randn(7))
+        self.register_buffer("hidden", torch.randn(4), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.hidden.add_(1)
+        x = self.drop(self.norm(self.first(x)).relu()) + self.frozen(self.fixed(x))
+        result: Tensor = self.out(self.tied(x) * self.scale) + self.kernel.square().sum() * 1e-2
+        return result
+
+    def get_extra_state(self) -> Any:
+        return torch.tensor([3, 4])
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state.tolist() == [3, 4]
+
+
+def everything_of(model: Any) -> dict[str, Tensor]:
+    module = model.module
+    found = {name: t.detach().clone() for name, t in (*module.named_parameters(), *module.named_buffers())}
+    found["modes"] = torch.tensor([m.training for m in module.modules()])
+    found["momenta"] = torch.tensor([m.momentum for m in module.modules() if isinstance(m, nn.BatchNorm1d)])
+    found["random"] = torch.get_rng_state()
+    return found
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].stride() == b[name].stride(), name
+        assert torch.equal(a[name], b[name]), name
+
+
+def trained(rank: int, steps: int, **options: Any) -> DecentralizedDataParallel:
+    torch.manual_seed(100 + rank)
+    model = DecentralizedDataParallel(Everything(), ADAMW, topology="ring", **options)
+    for t in range(steps):
+        loss(model, t, rank).backward()
+    return model
+
+
+def batches(rank: int, count: int | None = None) -> list[Any]:
+    """Different numbers and sizes on each worker."""
+    generator = torch.Generator().manual_seed(50 + rank)
+    found = [torch.randn(4 + i, 6, generator=generator) for i in range(2 + rank if count is None else count)]
+    return [found[0], *((x, "label") for x in found[1:])]
+
+
+# -- export -----------------------------------------------------------------------------------------------------------
+
+
+def export_in_the_middle(rank: int, n: int, folder: str, exports: bool) -> Any:
+    model = trained(rank, 5)
+    before = everything_of(model)
+    if exports:
+        for name in FORMATS:
+            assert export(model, f"{folder}/deep/{name}") == Path(folder, "deep", name)
+            assert export(model, Path(folder, f"fitted-{name}"), loader=batches(rank)) == Path(folder, f"fitted-{name}")
+        same(everything_of(model), before)
+    rounds = model.stats().rounds
+    for t in range(5, 9):
+        loss(model, t, rank).backward()
+    return before, everything_of(model), rounds
+
+
+def opened(path: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+    return found
+
+
+def check_mean(path: Path, replicas: list[dict[str, Tensor]], skip: tuple[str, ...] = ()) -> None:
+    state = opened(path)
+    reference = Everything().state_dict()
+    assert set(state) == set(reference)
+    names = {name: "first.weight" if name == "tied.weight" else name for name in state if not name.endswith("_extra_state")}
+    for key, name in names.items():
+        if key.endswith(skip):
+            continue
+        own, of_all = state[key], [replica[name] for replica in replicas]
+        assert (own.shape, own.dtype) == (of_all[0].shape, of_all[0].dtype)
+        if own.is_floating_point() and name not in ("table", "frozen.weight", "frozen.bias"):
+            mean = np.mean([value.double().numpy() for value in of_all], axis=0)
+            tolerance = 1e-2 if own.dtype == torch.bfloat16 else 2e-7
+            np.testing.assert_allclose(own.double().numpy(), mean, rtol=tolerance, atol=tolerance, err_msg=key)
+        else:
+            assert torch.equal(own, of_all[0]), key
+    Everything().load_state_dict(state, strict=True)
+
+
+@pytest.fixture(scope="module")
+def exported(workers, tmp_path_factory) -> tuple[Path, list[Any]]:
+    folder = tmp_path_factory.mktemp("exported")
+    return folder, workers(3, export_in_the_middle, str(folder), True)
+
+
+def test_an_export_is_the_mean_of_the_replicas(exported):
+    folder, found = exported
+    replicas = [before for before, _, _ in found]
+    assert not torch.equal(replicas[0]["first.weight"], replicas[1]["first.weight"])
+    assert not torch.equal(replicas[0]["norm.running_mean"], replicas[1]["norm.running_mean"])
+    for name in FORMATS:
+        check_mean(folder / "deep" / name, replicas)
+    assert sorted(p.name for p in folder.rglob("*") if p.is_file()) == sorted([*FORMATS, *(f"fitted-{n}" for n in FORMATS)])
+
+
+def test_an_export_disturbs_nothing(exported, workers):
+    without = workers(3, export_in_the_middle, "", False)
+    for (_, after, rounds), (_, expected, expected_rounds) in zip(exported[1], without, strict=True):
+        same(after, expected)
+        assert rounds == expected_rounds == 5
+
+
+def mean_model(replicas: list[dict[str, Tensor]]) -> Everything:
+    model = Everything()
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.copy_(torch.stack([replica[name].double() for replica in replicas]).mean(0))
+    return model
+
+
+def test_an_export_with_a_loader_has_the_statistics_of_the_mean_model(exported):
+    """As torch's update_bn finds them on the mean model over the batches of all workers."""
+    folder, found = exported
+    replicas = [before for before, _, _ in found]
+    model = mean_model(replicas)
+    model.drop.p = 0.0  # the workers' masks are not ours; `norm` comes before the mask and `fixed` does not see it
+    update_bn([batch for rank in range(3) for batch in batches(rank)], model)
+    for name in FORMATS:
+        check_mean(folder / f"fitted-{name}", replicas, skip=("running_mean", "running_var", "num_batches_tracked"))
+        path = folder / f"fitted-{name}"
+        state = load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+        for norm in ("norm", "fixed"):
+            for which in ("running_mean", "running_var"):
+                torch.testing.assert_close(
+                    state[f"{norm}.{which}"], model.state_dict()[f"{norm}.{which}"], rtol=1e-5, atol=1e-6
+                )
+            assert state[f"{norm}.num_batches_tracked"] == 2 + 3 + 4
+
+
+WITHOUT_US = """
+import sys
+sys.modules["decent_dp"] = None  # whoever imports it now gets an ImportError
+import torch
+from torch import nn
+from safetensors.torch import load_file
+model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 3))
+for path in sys.argv[1:]:
+    state = load_file(path) if path.endswith(".safetensors") else torch.load(path, weights_only=True)
+    model.load_state_dict(state, strict=True)
+    print(repr(sum(p.double().sum().item() for p in model.parameters())))
+assert not [name for name in sys.modules if name.startswith("decent_dp.")]
+"""
+
+
+def test_an_export_opens_where_decent_dp_is_not_installed(tmp_path):
+    model = alone(net())
+    loss(model, 0).backward()
+    paths = [str(export(model, tmp_path / name)) for name in (*FORMATS, "model.pth", "model.bin")]
+    done = subprocess.run([sys.executable, "-c", WITHOUT_US, *paths], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert {float(line) for line in done.stdout.split()} == {sum(p.double().sum().item() for p in model.parameters())}
+
+
+def test_an_export_replaces_the_file_in_one_step(tmp_path, monkeypatch):
+    model = alone(net())
+    path = export(model, tmp_path / "model.pt")
+    first = torch.load(path, weights_only=True)
+    loss(model, 0).backward()
+
+    def half(state: Any, file: Any) -> None:
+        Path(file).write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", half)
+        with pytest.raises(CheckpointError, match=r"model\.pt'.*No space left"):
+            export(model, path)
+    same(torch.load(path, weights_only=True), first)
+    assert [p.name for p in tmp_path.iterdir()] == ["model.pt"]
+    export(model, path)
+    same(torch.load(path, weights_only=True), dict(model.state_dict()))
+
+
+def errors(rank: int, n: int, folder: str) -> list[str]:
+    model = trained(rank, 2)
+    Path(folder, "file").write_text("")
+    Path(folder, "folder.pt").mkdir(exist_ok=True)
+    found = []
+
+    def expect(kind: type[Exception], path: str, **options: Any) -> None:
+        before = everything_of(model)
+        with pytest.raises(kind) as caught:
+            export(model, f"{folder}/{path}", **options)
+        found.append(f"{type(caught.value).__name__} {caught.value}".removeprefix(f"{kind.__name__} worker 0: "))
+        same(everything_of(model), before)
+
+    expect(ValueError, "model.h5")
+    expect(ValueError, "model")
+    expect(CheckpointError, "file/model.pt")
+    expect(CheckpointError, "folder.pt")
+    expect(ValueError, "model.pt", loader=[] if rank == 1 else batches(rank))
+    expect(RuntimeError, "model.pt", loader=[torch.ones(4, 7)] if rank == 1 else batches(rank))
+    expect(TypeError, "model.pt", loader=[{"x": torch.ones(4, 6)}])
+    model.module.get_extra_state = lambda: {3}
+    expect(TypeError, "model.safetensors")
+    model.module.get_extra_state = lambda: nn.Linear(2, 2)
+    expect(TypeError, "model.pt")
+    model.module.get_extra_state = lambda: {"a": [1, "b"]}
+    export(model, f"{folder}/model.pt")
+    return found
+
+
+def test_errors_of_an_export_are_raised_on_all_workers(workers, tmp_path):
+    first, second = workers(2, errors, str(tmp_path))
+    assert [a.partition(" ")[0] for a in first] == [b.partition(" ")[0] for b in second]
+    for found in (first, second):
+        assert "got '" in found[0]
+        assert ".safetensors, .pt, .pth, .bin" in found[1]
+        assert "file/model.pt'" in found[2]
+        assert "folder.pt'" in found[3]
+        assert "worker 1: the loader gave no batch" in found[4] or found is second
+        assert "the loader gave no batch" in found[4]
+        assert "7" in found[5]
+        assert "batch 0 of the loader must be a tensor" in found[6]
+        assert "a set under '_extra_state'" in found[7]
+        assert "a Linear under '_extra_state'" in found[8]
+    assert torch.load(tmp_path / "model.pt", weights_only=True)["_extra_state"] == {"a": [1, "b"]}
+
+
+def out_of_step(rank: int, n: int, folder: str) -> None:
+    model = DecentralizedDataParallel(net(), SGD, mix_every=5)
+    ema = AveragedReplica(model)
+    for t in range(1 + rank):
+        loss(model, t, rank).backward()
+        ema.update()
+    for what, call in (
+        ("export", lambda: export(model, f"{folder}/model.pt")),
+        ("calibrate", lambda: calibrate(model, [])),
+        ("averaged of AveragedReplica", lambda: ema.averaged().__enter__()),
+    ):
+        with pytest.raises(OutOfStepError, match=f"^{what} needs all .*worker 0: 1, worker 1: 2"):
+            call()
+    if rank == 0:
+        loss(model, 1, rank).backward()
+    with pytest.raises(OutOfStepError, match="taken in 1 updates on worker 0 and 2 on worker 1"), ema.averaged():
+        pass
+    if rank == 0:
+        ema.update()
+    ema.decay = 0.5 + rank / 10
+    with pytest.raises(DisagreementError, match=r"0\.5 on worker 0 and 0\.6 on worker 1"), ema.averaged():
+        pass
+    assert not Path(folder, "model.pt").exists()
+    ema.decay = 0.5
+    with ema.averaged():
+        pass
+
+
+def test_workers_that_are_out_of_step(workers, tmp_path):
+    workers(2, out_of_step, str(tmp_path))
+
+
+def test_only_a_wrapper_is_exported(tmp_path):
+    for call in (lambda m: export(m, tmp_path / "model.pt"), lambda m: calibrate(m, []), AveragedReplica):
+        with pytest.raises(TypeError, match="DecentralizedDataParallel that wraps the model, got a Sequential"):
+            call(net())
+
+
+# -- inside averaged() ------------------------------------------------------------------------------------------------
+
+
+def inside(rank: int, n: int, folder: str) -> Any:
+    model = trained(rank, 4, sync_buffer_in_global_avg=True)
+    ema = AveragedReplica(model, 0.5)
+    for t in range(4, 7):
+        loss(model, t, rank).backward()
+        ema.update()
+    own = everything_of(model)
+    found = []
+    for name, context in (("ema", ema.averaged()), ("mean", model.averaged())):
+        with context:
+            calibrate(model, batches(rank))
+            there = everything_of(model)
+            export(model, f"{folder}/{name}.pt")
+            same(everything_of(model), there)
+        found.append({key: value for key, value in there.items() if key in model.state_dict()})
+        left = everything_of(model)
+        if name == "mean":  # it puts back what it averages: not the integers of calibrate
+            left, own = ({k: v for k, v in all_.items() if "tracked" not in k} for all_ in (left, own))
+        same(left, own)
+    return found
+
+
+def test_inside_averaged_what_is_there_is_written(workers, tmp_path):
+    found = workers(3, inside, str(tmp_path))
+    for i, name in enumerate(("ema", "mean")):
+        state = torch.load(tmp_path / f"{name}.pt", weights_only=True)
+        for replicas in found:
+            for key, value in replicas[i].items():
+                assert torch.equal(state[key], value), key
+    assert not torch.equal(found[0][0]["first.weight"], found[0][1]["first.weight"])
+
+
+def test_what_is_there_is_written_bit_for_bit(tmp_path):
+    """The mean of seven equal numbers is not always that number."""
+
+    def work(transport: Any) -> Any:
+        model = DecentralizedDataParallel(net(), SGD, topology="ring", transport=transport)
+        loss(model, 0, transport.rank).backward()
+        with model.averaged():
+            mean = values(model.module)
+            export(model, tmp_path / "model.pt")
+            same(values(model.module), mean)
+        return mean
+
+    for mean in run_replicas(7, work):
+        same(torch.load(tmp_path / "model.pt", weights_only=True), mean)
+
+
+# -- calibrate --------------------------------------------------------------------------------------------------------
+
+
+def test_calibrate_of_one_worker_is_torchs():
+    model = alone(Everything(), ADAMW)
+    for t in range(3):
+        loss(model, t).backward()
+    twin, stats = copy.deepcopy(model.module), model.stats()
+    before = everything_of(model)
+    calibrate(model, batches(2))
+    after = everything_of(model)
+    update_bn(batches(2), twin)
+    statistics = {name for name in after if name.endswith(("running_mean", "running_var", "tracked"))}
+    assert len(statistics) == 6
+    for name in statistics:
+        assert torch.equal(after[name], dict(twin.named_buffers())[name])
+        assert not torch.equal(after[name], before[name]), name
+    same({k: v for k, v in after.items() if k not in statistics}, {k: v for k, v in before.items() if k not in statistics})
+    assert model.stats() == stats
+    assert all(p.grad is None for p in model.parameters())
+    loss(model, 3).backward()
+    assert model.stats().updates == stats.updates + 1
+
+
+def test_calibrate_asks_nothing_of_a_model_without_statistics():
+    def loader() -> Any:
+        raise AssertionError("nobody should look")
+        yield
+
+    for module in (net(), nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3, track_running_stats=False))):
+        model = alone(module)
+        before = everything_of(model)
+        calibrate(model, loader())
+        same(everything_of(model), before)
+
+
+# -- a moving average -------------------------------------------------------------------------------------------------
+
+
+def averages(rank: int, n: int, decay: float, watched: bool) -> Any:
+    model = DecentralizedDataParallel(net(), ADAMW, topology="one-peer-exp")
+    ema, theirs = AveragedReplica(model, decay), AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(decay))
+    seen: list[dict[str, Tensor]] = []
+    looks: list[dict[str, Tensor]] = []
+    for t in range(12):
+        loss(model, t, rank).backward()
+        ema.update()
+        theirs.update_parameters(model.module)
+        seen.append(values(model.module))
+        if watched and t % 4 == 3:
+            with ema.averaged():
+                looks.append(values(model.module))
+                with model.averaged(), ema.averaged():
+                    pass
+            with model.averaged():
+                mean = values(model.module)
+                with ema.averaged():
+                    for name, value in values(model.module).items():
+                        assert torch.equal(value, looks[-1][name])
+                for name, value in values(model.module).items():
+                    assert torch.equal(value, mean[name])
+            for name, value in values(model.module).items():
+                assert torch.equal(value, seen[-1][name])
+    for (name, param), own in zip(theirs.module.named_parameters(), ema.state_dict()["average"].values(), strict=True):
+        assert torch.equal(param, own), name
+    return seen, looks
+
+
+def test_the_mean_of_the_averages_is_the_average_of_the_mean(workers):
+    """Against float64 on the means of the replicas at each step; exchanges under way are not disturbed."""
+    decay = 0.8
+    found = workers(4, averages, decay, True)
+    expected: dict[str, Any] = {}
+    for t in range(12):
+        for name in found[0][0][t]:
+            mean = np.mean([seen[t][name].double().numpy() for seen, _ in found], axis=0)
+            expected[name] = mean if t == 0 else decay * expected[name] + (1 - decay) * mean
+        if t % 4 == 3:
+            for _, looks in found:
+                for name, value in looks[t // 4].items():
+                    np.testing.assert_allclose(value.double().numpy(), expected[name], rtol=2e-6, atol=2e-7, err_msg=name)
+                    assert torch.equal(value, found[0][1][t // 4][name])
+    unwatched = workers(4, averages, decay, False)
+    for (seen, _), (undisturbed, _) in zip(found, unwatched, strict=True):
+        same(seen[-1], undisturbed[-1])
+
+
+def test_an_average_of_low_precision_moves():
+    """In bfloat16 a step of a thousandth would be rounded away."""
+    model = alone(nn.Linear(1, 1, bias=False).to(torch.bfloat16), partial(torch.optim.SGD, lr=1.0))
+    ema = AveragedReplica(model, 0.999)
+    with torch.no_grad():
+        model.module.weight.fill_(1.0)
+    ema.update()
+    with torch.no_grad():
+        model.module.weight.fill_(2.0)
+    for _ in range(500):
+        ema.update()
+    with ema.averaged():
+        assert model.module.weight.item() == pytest.approx(2 - 0.999**500, abs=4e-3)
+    assert ema.state_dict()["average"]["weight"].dtype == torch.float32
+
+
+def test_an_average_goes_on_where_it_was_saved():
+    model = alone(net(), ADAMW)
+    ema, other = AveragedReplica(model, 0.7), AveragedReplica(alone(net(seed=3)), 0.7)
+    for t in range(4):
+        loss(model, t).backward()
+        ema.update()
+    saved = copy.deepcopy(ema.state_dict())
+    other.load_state_dict(saved)
+    assert other.updates == 4
+    same(other.state_dict()["average"], ema.state_dict()["average"])
+    loss(model, 4).backward()
+    ema.update()
+    same(saved["average"], other.state_dict()["average"])  # copied, and the new update is not in it
+    again = AveragedReplica(model, 0.7)
+    again.load_state_dict(saved)
+    again.update()
+    same(again.state_dict()["average"], ema.state_dict()["average"])
+
+    del saved["average"]["2.bias"]
+    average = ema.state_dict()["average"]
+    for state, message in (
+        ({"average": {}}, r"has 'updates' and 'average', got \['average'\]"),
+        (saved, r"'2\.bias' is a trainable parameter of the model only"),
+        (
+            {**saved, "average": {**average, "x": torch.ones(1)}},
+            "'x' is a trainable parameter of the state",
+        ),
+        ({**saved, "average": {**average, "2.bias": torch.ones(5)}}, r"'2\.bias' is \(5,\) in the state"),
+    ):
+        before = copy.deepcopy(other.state_dict())
+        with pytest.raises(ValueError, match=message):
+            other.load_state_dict(state)
+        same(other.state_dict()["average"], before["average"])
+
+
+def test_what_an_average_refuses():
+    model = alone(net())
+    for decay in (1.0, -0.1, float("nan"), 2):
+        with pytest.raises(ValueError, match=r"decay must be in \[0, 1\), got"):
+            AveragedReplica(model, decay)
+    ema = AveragedReplica(model, 0)
+    with ema.averaged(), pytest.raises(RuntimeError, match=r"not there inside averaged\(\)"):
+        ema.update()
+    model.global_avg()
+    with pytest.raises(RuntimeError, match=r"not there inside averaged\(\)"):
+        ema.update()
+
+
+def test_an_owed_update_is_made_before_the_average_looks():
+    model = alone(net())
+    ema = AveragedReplica(model, 0.5)
+    model.set_accumulate_grad(True)
+    loss(model, 0).backward()
+    model.set_accumulate_grad(False)
+    ema.update()
+    assert model.stats().updates == 1
+    same(ema.state_dict()["average"], values(model.module))
+
+
+def test_an_update_inside_goes_on_from_the_average():
+    def work(transport: Any) -> Any:
+        model = DecentralizedDataParallel(net(), SGD, topology="ring", transport=transport)
+        ema = AveragedReplica(model, 0.5)
+        for t in range(3):
+            loss(model, t, transport.rank).backward()
+            ema.update()
+        with ema.averaged():
+            there = values(model.module)
+            model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+        loaded = values(model.module)
+        with ema.averaged():
+            loss(model, 3, transport.rank).backward()
+        moved = values(model.module)
+        return there, loaded, moved
+
+    first, second = run_replicas(2, work)
+    for name in first[0]:
+        assert torch.equal(first[1][name], first[0][name] + 1)
+        # One step of SGD from the common average, each with its own gradient: the exchange of before is dropped.
+        step = [there[name] - moved[name] for there, _, moved in (first, second)]
+        assert not torch.equal(*step)
+        assert max(float(s.abs().max()) for s in step) < 1.0
+
+
+# -- torch's own ------------------------------------------------------------------------------------------------------
+
+
+def with_swa_utils(rank: int, n: int) -> Any:
+    model = DecentralizedDataParallel(
+        nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)),
+        partial(torch.optim.SGD, lr=0.1),
+        partial(SWALR, swa_lr=0.02, anneal_epochs=5),
+        topology="ring",
+        bucket_size_in_mb=1e-4,
+    )
+    averaged = AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    flat = AveragedModel(model.module)  # stochastic weight averaging: all equal
+    seen, rates = [], []
+    for t in range(8):
+        loss(model, t, rank).backward()
+        averaged.update_parameters(model.module)
+        flat.update_parameters(model)
+        seen.append(values(model.module))
+        rates.append(model.get_lr())
+    own = values(model.module)
+    update_bn(batches(rank, 3), averaged)
+    loss(averaged, 0, rank).backward()  # of the copy: no update, no round
+    same(values(model.module), own)
+    assert model.stats().rounds == 8
+    expected: dict[str, Any] = {}
+    for t, step in enumerate(seen):
+        for name, value in step.items():
+            expected[name] = value.double() if t == 0 else 0.9 * expected[name] + 0.1 * value.double()
+    for name, value in averaged.module.named_parameters():
+        torch.testing.assert_close(value.double(), expected[name], rtol=1e-5, atol=1e-6, check_dtype=False)
+        mean = torch.stack([step[name] for step in seen]).mean(0)
+        torch.testing.assert_close(flat.module.state_dict()[name], mean, rtol=1e-5, atol=1e-6)
+    return rates, len(model.optimizers)
+
+
+def test_torchs_averages_and_schedule(workers):
+    for rates, buckets in workers(2, with_swa_utils):
+        assert buckets > 1
+        assert rates[-1] == pytest.approx(0.02)
+        assert 0.02 < rates[1] < 0.1

@@ -1,0 +1,381 @@
+"""A signal to any worker stops all of them after the same round."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from decent_dp.checkpoint import Preemption, latest, load, save
+from decent_dp.ddp import DecentralizedDataParallel
+from tests.helpers import SGD, alone, loss, net, values
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def tell(pid: int | None = None) -> None:
+    os.kill(os.getpid() if pid is None else pid, signal.SIGTERM)
+
+
+def wrapped(n: int, **options: Any) -> DecentralizedDataParallel:
+    return DecentralizedDataParallel(net(), SGD, topology="complete" if n == 1 else "ring", **options)
+
+
+def digest(model: DecentralizedDataParallel) -> float:
+    return sum(float(value.double().sum()) for value in values(model.module).values())
+
+
+# -- real workers ----------------------------------------------------------------------------------------------------------
+
+
+def train_until_due(
+    model: DecentralizedDataParallel, rank: int, told: dict[int, list[int]], steps: int = 400, each: int = 1
+) -> tuple[bool, int]:
+    """Trains until ``due``; the workers named in ``told`` get their signal at those of their steps. What came of it."""
+    pace = 0.001 * (1 + 2 * rank)
+    with Preemption(model, grace=20.0) as stop:
+        for t in range(steps):
+            for _ in range(told.get(rank, []).count(t)):
+                tell()
+            time.sleep(pace)
+            with model.no_sync() if (t + 1) % each else contextlib.nullcontext():
+                loss(model, t, rank).backward()
+            if stop.due:
+                break
+        return stop.due, model.stats().rounds
+
+
+def everything_that_stops(rank: int, n: int, path: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    last = n - 1
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def case(name: str, *args: Any, **options: Any) -> DecentralizedDataParallel:
+        model = wrapped(n)
+        found[name] = train_until_due(model, rank, *args, **options)
+        return model
+
+    model = case("one", {last: [7]})
+    save(model, f"{path}/one", rank=rank)
+    model.close()
+    case("all at once", {r: [5] for r in range(n)}).close()
+    case("all, one after the other", {r: [5 + r] for r in range(n)}).close()
+    case("twice", {0: [4, 4, 5]}).close()
+    case("before the first update", {0: [0]}).close()
+    case("in a window of three", {last: [10]}, each=3).close()
+    case("nobody", {}, steps=10).close()
+
+    model = wrapped(n)
+    with Preemption(model) as stop:
+        for t in range(3):
+            loss(model, t, rank).backward()
+        if rank == 0:
+            tell()
+        with model.averaged(), torch.no_grad():
+            time.sleep(0.5)
+        first = stop.due
+        loss(model, 3, rank).backward()
+        found["in an evaluation"] = (first, stop.due, model.stats().rounds)
+    model.close()
+
+    # The signal comes with the last update of a context: the next one obeys it.
+    model = wrapped(n)
+    with Preemption(model) as stop:
+        loss(model, 0, rank).backward()
+        if rank == last:
+            tell()
+    found["between two contexts"] = [stop.due, *train_until_due(model, rank, {})]
+    model.close()
+    found["handlers are back"] = signal.getsignal(signal.SIGTERM) is handler
+    return found
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_all_stop_after_one_round(workers, tmp_path, n):
+    results = workers(n, everything_that_stops, str(tmp_path))
+    for name in results[0]:
+        assert all(found[name] == results[0][name] for found in results), (name, results)
+    first = results[0]
+    for name, earliest in (("one", 8), ("all at once", 6), ("all, one after the other", 6), ("twice", 5)):
+        due, round_ = first[name]
+        assert due, name
+        assert earliest <= round_ < 400, (name, round_)
+    assert first["before the first update"][0]
+    assert first["in a window of three"][0]
+    assert first["nobody"] == (False, 10)
+    assert first["in an evaluation"] == (False, True, 4)
+    assert first["between two contexts"][:2] == [False, True]
+    assert first["handlers are back"] is True
+    folder = latest(tmp_path / "one")
+    assert folder is not None
+    assert folder.name.startswith(f"step-{first['one'][1]:08d}-")
+
+
+def uneven(rank: int, n: int, path: str) -> Any:
+    """Worker 0 has run out when the signal comes."""
+    model = wrapped(n)
+    batches = 5 if rank == 0 else 400
+    with Preemption(model) as stop:
+        with model.join():
+            for t in range(batches):
+                loss(model, t, rank).backward()
+                time.sleep(0.002)
+                if rank == n - 1 and t == 30:
+                    tell()
+                if stop.due:
+                    break
+        due = stop.due
+        saving = save(model, path, steps=model.stats().updates)
+    rounds, saved = model.stats().rounds, digest(model)
+    for t in range(3):
+        loss(model, t, rank).backward()
+    extra = load(model, path)
+    assert extra is not None
+    result = due, rounds, saving.path.name, extra["steps"], digest(model) == saved
+    model.close()
+    return result
+
+
+def test_a_worker_that_has_run_out_of_batches_takes_part(workers, tmp_path):
+    results = workers(3, uneven, str(tmp_path))
+    assert {result[:3] for result in results} == {results[0][:3]}
+    due, rounds, _, steps, _ = results[0]
+    assert due
+    assert 31 <= rounds < 400
+    assert steps == 5
+    assert [result[3] for result in results[1:]] == [rounds, rounds]
+    assert all(result[4] for result in results)
+
+
+def until_told(rank: int, n: int, folder: str) -> Any:
+    model = wrapped(n)
+    (Path(folder) / f"pid{rank}").write_text(str(os.getpid()))
+    with Preemption(model) as stop:
+        for t in range(100_000):
+            loss(model, t, rank).backward()
+            if stop.due:
+                break
+    save(model, f"{folder}/saved", t=t)
+    return model.stats().rounds, digest(model)
+
+
+@pytest.mark.parametrize("whom", ["all", "the last"])
+def test_a_signal_from_outside(workers, tmp_path, whom):
+    """As a launcher sends it: in whatever the worker does just then. Exit codes are 0, and what is saved is loaded."""
+    n = 2
+
+    def send() -> None:
+        files = [tmp_path / f"pid{rank}" for rank in range(n)]
+        while not all(file.exists() and file.read_text() for file in files):
+            time.sleep(0.01)
+        time.sleep(0.3)
+        for file in files if whom == "all" else files[-1:]:
+            tell(int(file.read_text()))
+
+    sender = threading.Thread(target=send, daemon=True)
+    sender.start()
+    results = workers(n, until_told, str(tmp_path))
+    sender.join(10)
+    assert len({rounds for rounds, _ in results}) == 1
+    assert workers(n, resumed, str(tmp_path / "saved")) == [(*result, result[0] - 1) for result in results]
+
+
+def resumed(rank: int, n: int, path: str) -> Any:
+    model = wrapped(n)
+    extra = load(model, path)
+    assert extra is not None
+    return model.stats().rounds, digest(model), extra["t"]
+
+
+def with_a_peer_that_does_not_answer(rank: int, n: int, killed: bool) -> Any:
+    model = wrapped(n)
+    for t in range(2):
+        loss(model, t, rank).backward()
+    if rank == 1:
+        loss(model, 2, rank).backward()
+        if not killed:
+            time.sleep(4)
+            return None
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    try:
+        with Preemption(model, grace=60.0 if killed else 1.0):
+            tell()
+            time.sleep(0.5)
+            for t in range(2, 50):
+                loss(model, t, rank).backward()
+    except RuntimeError as error:
+        return type(error).__name__, str(error), time.monotonic() - began, model.stats().rounds
+    return None
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_peer_that_does_not_answer_is_named(workers, killed):
+    outcome = workers.outcomes(2, with_a_peer_that_does_not_answer, killed)[0]
+    assert outcome.error == "", outcome.trace
+    kind, text, seconds, rounds = outcome.value
+    assert kind == ("PeerLostError" if killed else "PeerTimeoutError")
+    assert "worker 1" in text
+    assert seconds < 5
+    assert rounds == 3  # the one that was promised
+
+
+def leaves_first(rank: int, n: int) -> Any:
+    """Worker 1 has finished its loop, or closed, before worker 0 is told."""
+    found = []
+    for closes in (False, True):
+        model = wrapped(n)
+        with Preemption(model, grace=20) as stop:
+            for t in range(3):
+                loss(model, t, rank).backward()
+            if rank == 0:
+                time.sleep(0.3)
+                tell()
+                time.sleep(0.5)
+                assert stop._agreement is not None
+                found.append((stop.due, stop._agreement._last))
+            elif closes:
+                model.close()
+        if not closes or rank == 0:
+            model.close()
+    return found
+
+
+def test_a_peer_that_has_finished_is_not_waited_for(workers):
+    # Worker 0 has promised not to go beyond a round that it cannot make alone: it is agreed on, and nobody comes to it.
+    assert workers(2, leaves_first)[0] == [(False, 4), (False, 4)]
+
+
+# -- one worker ------------------------------------------------------------------------------------------------------------
+
+
+def test_one_worker_alone():
+    model = alone(net())
+    with Preemption(model) as stop:
+        assert not stop.due
+        loss(model, 0).backward()
+        tell()
+        rounds = []
+        for t in range(1, 1000):
+            loss(model, t).backward()
+            rounds.append(model.stats().rounds)
+            if stop.due:
+                break
+            time.sleep(0.005)
+    assert stop.due
+    assert model.stats().rounds == rounds[-1] < 900
+    model.close()
+
+
+def test_signals_inside_the_handler_do_no_harm():
+    """Two kinds of signals whose handlers interrupt each other."""
+    model = alone(net())
+    with Preemption(model, signals=(signal.SIGTERM, signal.SIGUSR1)) as stop:
+        for _ in range(500):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            tell()
+        for t in range(1000):
+            loss(model, t).backward()
+            if stop.due:
+                break
+            time.sleep(0.005)
+    assert stop.due
+    model.close()
+
+
+def test_a_forked_process_still_ends_by_the_signal():
+    """Pools and data loaders end their processes with it."""
+    model = alone(net())
+    with Preemption(model) as stop:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # newer Pythons warn of threads
+            child = os.fork()
+        if child == 0:
+            time.sleep(30)
+            os._exit(0)
+        tell(child)
+        assert os.waitpid(child, 0)[1] == signal.SIGTERM
+        loss(model, 0).backward()
+        time.sleep(0.3)
+        loss(model, 1).backward()
+        assert not stop.due
+    model.close()
+
+
+def test_a_loop_that_never_asks_goes_on_and_says_so(caplog):
+    model = alone(net())
+    with caplog.at_level(logging.WARNING), Preemption(model, grace=0.3):
+        tell()
+        for t in range(200):
+            loss(model, t).backward()
+            time.sleep(0.005)
+    assert "worker 0 was told to go" in caplog.text
+    assert "nobody asks .due" in caplog.text
+    assert model.stats().rounds == 200
+    model.close()
+
+
+def test_wrong_arguments_and_places():
+    model = alone(net())
+    for wrong, kind, text in (
+        (lambda: Preemption(model.module), TypeError, "Sequential"),
+        (lambda: Preemption(model, signals=signal.SIGTERM), TypeError, "sequence"),
+        (lambda: Preemption(model, signals=(signal.SIGKILL,)), ValueError, "SIGKILL"),
+        (lambda: Preemption(model, signals=(12345,)), ValueError, "12345"),
+        (lambda: Preemption(model, grace=0), ValueError, "grace"),
+        (lambda: Preemption(model, grace=float("nan")), ValueError, "grace"),
+    ):
+        with pytest.raises(kind, match=text):
+            wrong()
+    with Preemption(model), pytest.raises(RuntimeError, match="inside Preemption"), Preemption(model):
+        raise AssertionError
+    caught: list[str] = []
+
+    def enter() -> None:
+        with Preemption(model, signals=()) as stop:  # only follows
+            loss(model, 0).backward()
+            assert not stop.due
+        try:
+            with Preemption(model):
+                raise AssertionError
+        except RuntimeError as error:
+            caught.append(str(error))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join(10)
+    assert len(caught) == 1
+    assert "main thread" in caught[0]
+    with Preemption(model):
+        loss(model, 1).backward()
+    model.close()
+    with pytest.raises(RuntimeError, match="closed"), Preemption(model):
+        raise AssertionError
+
+
+def test_the_wrapper_is_not_kept_and_no_thread_stays():
+    before = set(threading.enumerate())
+    model = alone(net())
+    stop = Preemption(model)
+    with stop:
+        loss(model, 0).backward()
+    model.close()
+    gone = weakref.ref(model)
+    del model, stop
+    gc.collect()
+    assert gone() is None
+    assert set(threading.enumerate()) <= before
+    assert "decent_dp.checkpoint.preempt" in sys.modules

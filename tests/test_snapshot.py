@@ -1,0 +1,225 @@
+"""A run that is stopped and goes on equals the one that is not, bit for bit; and a snapshot that does not fit changes
+nothing."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from decent_dp.ddp import DecentralizedDataParallel
+from decent_dp.topo import TopologyReg
+from decent_dp.transport import InProcessTransport, run_replicas
+from decent_dp.wire import WIRES
+from tests.resuming import JOBS, MANY, Branches, Job, assert_equal, go_on, run_through, step_in_windows
+
+TOTAL = 7
+
+
+def stopped_everywhere(job: Job, n: int, stops: list[int], total: int = TOTAL, **then: Any) -> None:
+    """Stops a run before each of ``stops``, with all that belongs to it thrown away, and compares with the one that goes
+    through. ``then`` are options in which the second run differs."""
+    through = run_replicas(n, lambda at: run_through(job, at, at.rank, total, stops), timeout=20)
+    for stop in stops:
+
+        def again(at: InProcessTransport, stop: int = stop) -> Any:
+            return go_on(job, at, at.rank, range(stop, total), through[at.rank][0][stop], **then)
+
+        for rank, (losses, end) in enumerate(run_replicas(n, again, timeout=20)):
+            where = f"stopped at {stop}, worker {rank}"
+            assert_equal(losses, through[rank][1][stop:], where)
+            assert_equal(end, through[rank][2], where)
+
+
+# -- bit for bit -----------------------------------------------------------------------------------------------------------
+
+
+WAYS = [(wire, overlap) for wire in WIRES for overlap in (True, False)]
+
+
+@pytest.mark.parametrize("n", [4, 8])
+@pytest.mark.parametrize("topology", list(TopologyReg.registry))
+def test_every_topology_and_wire(topology, n):
+    """Each before the first step, after it, or at some later update."""
+    ways = WAYS if n == 4 else WAYS[zlib.crc32(topology.encode()) % 2 :: 2]
+    for number, (wire, overlap) in enumerate(ways):
+        job = Job({"topology": topology, "wire": wire, "overlap": overlap, "_local_world_size": 2})
+        late = 2 + zlib.crc32(f"{topology} {n} {wire}".encode()) % 4
+        stopped_everywhere(job, n, [0, late] if number == 0 else [1, late])
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_every_kind_of_job(name):
+    synchronous = list(WIRES)[zlib.crc32(name.encode()) % 3]
+    for wire, overlap, stops in (("int8", True, [1, 2, 3, 5]), ("bfloat16", True, [4]), (synchronous, False, [2, 4])):
+        job = JOBS[name]
+        how = {"topology": "alternating-exp-ring", "wire": wire, "overlap": overlap, "_local_world_size": 2}
+        stopped_everywhere(replace(job, options={**how, **job.options}), 4, stops)
+
+
+@pytest.mark.parametrize("name", ["windows", "owed", "zoo", "accum-adamw"])
+def test_looking_changes_nothing(name):
+    job = replace(JOBS[name], options={**JOBS[name].options, "topology": "one-peer-exp", "wire": "int8"})
+    ends = [
+        run_replicas(2, lambda at, stops=stops: run_through(job, at, at.rank, TOTAL, stops)[1:], timeout=20)
+        for stops in ([], range(TOTAL))
+    ]
+    assert_equal(*ends)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+def test_other_numbers_of_workers(n, wire):
+    """Alone, and with workers that sit rounds out."""
+    for topology in ("ring", "complete") if n > 1 else ("complete",):
+        stopped_everywhere(Job({"topology": topology, "wire": wire, **MANY}), n, [0, 1, 2, 4])
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_chain_of_stops(wire):
+    """Stopped and gone on at once, several times, also when nothing was done in between."""
+    job = Job({"topology": "one-peer-exp", "wire": wire}, step=step_in_windows)
+    through = run_replicas(4, lambda at: run_through(job, at, at.rank, TOTAL), timeout=20)
+    saved: list[Any] = run_replicas(4, lambda at: run_through(job, at, at.rank, 2)[2], timeout=20)
+    for first, last in ((2, 2), (2, 3), (3, 5), (5, 5), (5, TOTAL)):
+        part = run_replicas(
+            4, lambda at, s=range(first, last), kept=saved: go_on(job, at, at.rank, s, kept[at.rank]), timeout=20
+        )
+        saved = [end for _, end in part]
+    assert_equal(saved, [end for *_, end in through])
+
+
+LAYOUTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"bucket_size_in_mb": 25}, MANY),
+    (MANY, {"bucket_size_in_mb": 1e-3}),
+    ({"bucket_size_in_mb": 1e-3}, {"bucket_size_in_mb": 25, "param_as_bucket_view": False}),
+    ({"param_as_bucket_view": False}, {"param_as_bucket_view": True, "bucket_size_in_mb": 1e-3}),
+]
+
+
+@pytest.mark.parametrize("layout", range(len(LAYOUTS)))
+@pytest.mark.parametrize("name", ["momentum", "zoo", "windows"])
+def test_other_buckets(name, layout):
+    before, after = LAYOUTS[layout]
+    for wire in WIRES:
+        job = JOBS[name]
+        job = replace(job, options={**job.options, "topology": "one-peer-exp", "wire": wire, **before})
+        stopped_everywhere(job, 4, [1, 4], **after)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_another_order_of_first_use(wire):
+    """The order that counts is the saved one: buckets are made from it before the first backward."""
+    made: list[list[str]] = []
+
+    def job(order: tuple[int, ...], names: list[list[str]] | None = None) -> Job:
+        def noting(params: list[Any]) -> torch.optim.Optimizer:
+            if names is not None:
+                names.append([name for name, _ in params])
+            return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+        options = {"topology": "one-peer-exp", "wire": wire, "bucket_size_in_mb": 1e-4}
+        return Job(options, model=partial(Branches, order=order), optim_fn=noting)
+
+    def body(at: InProcessTransport, job: Job, saved: Any = None) -> Any:
+        if saved is None:
+            return run_through(job, at, at.rank, TOTAL, [4])
+        return go_on(job, at, at.rank, range(4, TOTAL), saved[at.rank])
+
+    through = run_replicas(1, partial(body, job=job((0, 1, 2, 3), made)), timeout=20)
+    first = list(made)
+    made.clear()
+    run_replicas(1, partial(body, job=job((3, 1, 0, 2), made)), timeout=20)
+    assert made != first, "the order of first use does not show"
+    made.clear()
+    run_replicas(1, partial(body, job=job((3, 1, 0, 2), made), saved=[through[0][0][4]]), timeout=20)
+    assert made == first
+
+    through = run_replicas(4, partial(body, job=job((0, 1, 2, 3))), timeout=20)
+    saved = [snapshots[4] for snapshots, *_ in through]
+    found = run_replicas(4, partial(body, job=job((3, 1, 0, 2)), saved=saved), timeout=20)
+    for (_, losses, end), (others, other) in zip(through, found, strict=True):
+        assert_equal(others, losses[4:])
+        assert_equal(other, end)
+
+
+# -- back in a run that goes on ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "synchronous"])
+@pytest.mark.parametrize("wire", WIRES)
+def test_back_to_an_earlier_update(wire, overlap):
+    """In the same wrappers, over the same connections, several times and over different data in between."""
+    job = replace(JOBS["windows"], options={"topology": "alternating-exp-ring", "wire": wire, "overlap": overlap})
+    stops = [0, 1, 4, 5]
+    through = run_replicas(4, lambda at: run_through(job, at, at.rank, TOTAL, stops), timeout=20)
+
+    def body(at: InProcessTransport) -> list[Any]:
+        model = job.wrap(5, at)
+        lists = model.optimizers, model._lr_schedulers
+        ends = []
+        for number, stop in enumerate((4, 1, 5, 0, 4)):
+            if number:
+                model._engine.buckets[0].wire.rejected += 1000
+            model._restore(through[at.rank][0][stop])
+            ends.append((job.train(model, range(stop, TOTAL), at.rank), model._snapshot()))
+            assert (model.optimizers, model._lr_schedulers) == lists
+            assert model.optimizers is lists[0]
+            assert [bucket.optimizer for bucket in model._engine.buckets] == model.optimizers
+            assert_equal(ends[-1], (through[at.rank][1][stop:], through[at.rank][2]), f"back to {stop}")
+            job.train(model, [50, 51, 53, 55, 59], at.rank)
+            at.control.gather(None)
+            under_way = sum(key[0] == "exchange" for key in at._hub._meetings)  # type: ignore[index]
+            at.control.gather(None)
+            assert under_way <= 2, "what was under way before a load was not finished"
+        assert 4000 <= model.stats().rejected < 5000
+        return ends
+
+    run_replicas(4, body, timeout=20)
+
+
+def test_what_was_announced_before_a_load_is_not_used(monkeypatch):
+    """Replicas of another, wilder run at the same round: a quick worker must wait for the new announcement of a slow one."""
+    calm = Job({"topology": "one-peer-exp", "wire": "int8"})
+    through = run_replicas(2, lambda at: run_through(calm, at, at.rank, TOTAL, [3]), timeout=20)
+
+    def body(at: InProcessTransport, dropped: bool) -> Any:
+        model = calm.wrap(0, at)
+        for t in range(3):
+            for param in model.module.parameters():
+                param.grad = torch.full_like(param, 10.0 * (at.rank + t))
+            model.update()
+        if at.rank:
+            slow(model)
+        snapshot = through[at.rank][0][3]
+        model._restore({**snapshot, "exchange": None} if dropped else snapshot)
+        losses = calm.train(model, range(3, TOTAL), at.rank)
+        return losses, model._snapshot()
+
+    def slow(model: DecentralizedDataParallel) -> None:
+        exchange = model._transport.exchange
+        announce = exchange.announce
+
+        def late(*args: Any) -> None:
+            time.sleep(0.05)
+            announce(*args)
+
+        monkeypatch.setattr(exchange, "announce", late)
+
+    found = run_replicas(2, partial(body, dropped=False), timeout=20)
+    for (losses, end), (_, all_losses, reference) in zip(found, through, strict=True):
+        assert_equal(losses, all_losses[3:])
+        assert_equal(end, reference)
+
+    def fresh(at: InProcessTransport) -> Any:
+        return go_on(calm, at, at.rank, range(3, TOTAL), {**through[at.rank][0][3], "exchange": None})
+
+    dropped = run_replicas(2, partial(body, dropped=True), timeout=20)
+    for (losses, end), (others, reference) in zip(dropped, run_replicas(2, fresh, timeout=20), strict=True):
+        assert_equal(losses, others)
+        assert_equal(end, reference)

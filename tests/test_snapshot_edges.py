@@ -1,0 +1,594 @@
+"""Snapshots at moments that are none, of runs that do not fit, and of exchanges that cannot go on."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from decent_dp.ddp import DecentralizedDataParallel
+from decent_dp.errors import OutOfStepError
+from decent_dp.replica.snapshot import pack_sparse, unpack_sparse
+from decent_dp.transport import InProcessTransport, run_replicas
+from decent_dp.wire import WIRES, Item, Moment, Wire
+from decent_dp.wire.base import _RUN_ON_CPU
+from tests.helpers import SGD, alone, assert_same, batch, loss, net, values
+from tests.resuming import (
+    JOBS,
+    MANY,
+    Job,
+    Zoo,
+    assert_equal,
+    dumb_copy,
+    go_on,
+    run_through,
+    step_in_windows,
+    tensors_of,
+)
+
+PAIRS = Job({"topology": "one-peer-exp"})
+
+
+def trained(job: Job, steps: int, transport: Any = None, **options: Any) -> DecentralizedDataParallel:
+    model = job.wrap(0, transport or InProcessTransport(), **options)
+    job.train(model, range(steps), 0 if transport is None else transport.rank)
+    return model
+
+
+# -- moments ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("view", [True, False], ids=["view", "no-view"])
+def test_inside_averaged_the_replicas_own_values_are_taken(view):
+    """As if the context had been left, buffers too."""
+    job = replace(JOBS["zoo"], options={"topology": "one-peer-exp", "sync_buffer_in_global_avg": True})
+    job = replace(job, options={**job.options, "param_as_bucket_view": view})
+
+    def body(at: InProcessTransport) -> None:
+        model = trained(job, 3, at)
+        before = dumb_copy(model._snapshot())
+        with model.averaged():
+            inside = dumb_copy(model._snapshot())
+            mean = tensors_of(model.module)
+            with model.averaged():
+                assert_equal(dumb_copy(model._snapshot()), before)
+        assert_equal(inside, before)
+        assert any(not torch.equal(mean[name], value) for name, value in before["parameters"].items())
+        assert not torch.equal(mean["norm.running_mean"], before["buffers"]["norm.running_mean"])
+        with model.averaged():
+            model.global_avg(will_revert=False)  # for good: there are no own values any more
+            kept = dumb_copy(model._snapshot())
+        assert_equal(kept["parameters"], dumb_copy(model._snapshot())["parameters"])
+
+    run_replicas(2, body, timeout=20)
+
+
+def test_between_averaging_and_reverting_there_is_nothing_to_save():
+    def body(at: InProcessTransport) -> None:
+        model = trained(PAIRS, 3, at)
+        before = dumb_copy(model._snapshot())
+        model.global_avg()
+        with pytest.raises(RuntimeError, match=r"between global_avg\(\) and revert_global_avg\(\).*will_revert=False"):
+            model._snapshot()
+        with model.averaged(), pytest.raises(RuntimeError, match="between global_avg"):
+            model._snapshot()
+        model.revert_global_avg()
+        assert_equal(dumb_copy(model._snapshot()), before)
+        model.global_avg(will_revert=False)
+        after = dumb_copy(model._snapshot())
+        assert sorted(after["exchange"]["disowned"]) == sorted(after["parameters"])
+
+    run_replicas(2, body, timeout=20)
+
+
+def test_a_load_while_replicas_are_the_mean_is_what_stays():
+    through = run_replicas(2, lambda at: run_through(PAIRS, at, at.rank, 6, [2]), timeout=20)
+
+    def body(at: InProcessTransport, reverted: bool) -> None:
+        model = trained(PAIRS, 4, at)
+        snapshots, _, end = through[at.rank]
+        if reverted:
+            model.global_avg()
+            model._restore(snapshots[2])
+            with pytest.raises(RuntimeError, match="nothing to revert"):
+                model.revert_global_avg()
+        else:
+            with model.averaged():
+                model._restore(snapshots[2])
+        PAIRS.train(model, range(2, 6), at.rank)
+        assert_equal(dumb_copy(model._snapshot()), end)
+
+    for reverted in (True, False):
+        run_replicas(2, partial(body, reverted=reverted), timeout=20)
+
+
+def test_values_that_were_replaced_before_the_save_stay_replaced():
+    """The difference under way belongs to the old values, also after a stop: of some parameters, and of all."""
+    new = values(net(7))
+    for loaded in (["0.weight", "2.bias"], list(new)):
+
+        def replaced(at: InProcessTransport, loaded: list[str] = loaded) -> Any:
+            model = trained(PAIRS, 4, at)
+            model.load_state_dict({name: new[name] + at.rank for name in loaded}, strict=False)
+            snapshot = dumb_copy(model._snapshot())
+            assert sorted(snapshot["exchange"]["disowned"]) == sorted(loaded)
+            return snapshot, PAIRS.train(model, range(4, 9), at.rank), dumb_copy(model._snapshot())
+
+        through = run_replicas(2, replaced, timeout=20)
+        found = run_replicas(2, lambda at, t=through: go_on(PAIRS, at, at.rank, range(4, 9), t[at.rank][0]), timeout=20)
+        for (_, *reference), again in zip(through, found, strict=True):
+            assert_equal(list(again), reference)
+
+
+def test_inside_a_backward_there_is_no_step_boundary():
+    model = alone(net(), SGD)
+    saved = dumb_copy(model._snapshot())
+    errors: list[str] = []
+
+    def hook(grad: Tensor) -> None:
+        for call in (model._snapshot, lambda: model._restore(saved)):
+            try:
+                call()
+            except RuntimeError as error:
+                errors.append(str(error))
+
+    output = model(batch(0)[0])
+    output.register_hook(hook)
+    output.square().mean().backward()
+    assert len(errors) == 2
+    assert all("inside a backward: call it after the backward has returned" in error for error in errors)
+    assert model.stats().updates == 1
+
+
+def test_after_close_the_model_and_its_optimizer_can_be_saved():
+    model = alone(net(), SGD)
+    for t in range(3):
+        loss(model, t).backward()
+    open_ = dumb_copy(model._snapshot())
+    model.close()
+    closed = dumb_copy(model._snapshot())
+    assert closed["exchange"] is None
+    for key in ("parameters", "buffers", "optim", "round", "order", "steps"):
+        assert_equal(closed[key], open_[key])
+    with pytest.raises(RuntimeError, match="was closed"):
+        model._restore(open_)
+    other = alone(net(5), SGD)
+    other._restore(closed)
+    for t in range(3, 5):
+        loss(other, t).backward()
+    assert other.stats().updates == 5
+
+
+def test_after_an_update_that_failed_the_state_is_not_one_to_go_on_from():
+    class Failing(torch.optim.SGD):
+        fails = False
+
+        def step(self, closure: Any = None) -> Any:
+            if self.fails:
+                raise ValueError("no more")
+            return super().step(closure)
+
+    model = alone(net(), lambda params: Failing([p for _, p in params], lr=0.1))
+    loss(model, 0).backward()
+    saved = dumb_copy(model._snapshot())
+    Failing.fails = True
+    with pytest.raises(ValueError, match="no more"):
+        loss(model, 1).backward()
+    Failing.fails = False
+    with pytest.raises(RuntimeError, match=r"save came after an update that failed half-way \(ValueError: no more\)"):
+        model._snapshot()
+    with pytest.raises(RuntimeError, match="an update failed earlier"):
+        model._restore(saved)
+
+
+def test_a_backward_that_raised_is_made_up_for_before_the_save():
+    def body(at: InProcessTransport) -> None:
+        model = trained(PAIRS, 2, at)
+        output = model(batch(2, at.rank)[0])
+        if at.rank:
+            output.register_hook(lambda grad: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                output.square().mean().backward()
+        else:
+            output.square().mean().backward()
+        snapshot = model._snapshot()
+        assert (snapshot["round"], snapshot["steps"]) == (3, 3 - at.rank)
+
+    run_replicas(2, body, timeout=20)
+
+
+def test_in_join_workers_save_what_they_have_and_do_not_load():
+    def body(at: InProcessTransport) -> Any:
+        model = PAIRS.wrap(0, at)
+        with model.join():
+            PAIRS.train(model, range(3), at.rank)
+            snapshot = dumb_copy(model._snapshot())
+            with pytest.raises(RuntimeError, match=r"inside join\(\).*before the with-block"):
+                model._restore(snapshot)
+            PAIRS.train(model, range(3, 5 + 2 * at.rank), at.rank)
+        return snapshot, dumb_copy(model._snapshot())
+
+    through = run_replicas(2, body, timeout=20)
+
+    def again(at: InProcessTransport) -> Any:
+        model = PAIRS.wrap(3, at)
+        model._restore(through[at.rank][0])
+        with model.join():
+            PAIRS.train(model, range(3, 5 + 2 * at.rank), at.rank)
+        return dumb_copy(model._snapshot())
+
+    assert_equal(run_replicas(2, again, timeout=20), [end for _, end in through])
+
+
+def test_an_optimizer_state_that_waits_for_the_first_update_goes_on_waiting():
+    before = trained(PAIRS, 4)
+    state = dumb_copy(before.optim_state_dict())
+    reference = alone(net(3), SGD)
+    reference.load_optim_state_dict(dumb_copy(state))
+    snapshot = reference._snapshot()
+    kept = dumb_copy(snapshot)
+    assert kept["order"] is None
+    assert kept["round"] == 4
+    for _ in range(2):  # the snapshot is not used up
+        model = alone(net(9), SGD)
+        model._restore(kept)
+        assert_equal(dumb_copy(model.optim_state_dict()), state)
+        PAIRS.train(model, range(2), 0)
+    PAIRS.train(reference, range(2), 0)
+    assert_same(model.module, reference.module)
+    assert_equal(dumb_copy(model._snapshot()), dumb_copy(reference._snapshot()))
+
+
+class Noting(torch.optim.lr_scheduler.LRScheduler):
+    """Its state is a list that grows."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.rates: list[float] = []
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        self.rates.append(0.1 / (1 + len(self.rates)))
+        return [self.rates[-1] for _ in self.optimizer.param_groups]
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_snapshot_is_not_used_up(wire):
+    """What goes on from it shares nothing with it."""
+    job = Job({"topology": "one-peer-exp", "wire": wire}, optim_fn=partial(torch.optim.AdamW, lr=0.02), step=step_in_windows)
+    job = replace(job, options={**job.options, "lr_scheduler_fn": Noting})
+    saved = run_replicas(2, lambda at: run_through(job, at, at.rank, 4)[2], timeout=20)
+    kept = dumb_copy(saved)
+    ends = [run_replicas(2, lambda at: go_on(job, at, at.rank, range(4, 9), saved[at.rank]), timeout=20) for _ in range(2)]
+    assert_equal(*ends)
+    assert_equal(saved, kept)
+
+
+def test_a_stale_graph_is_noticed():
+    """The values that a forward has saved are gone after a load: torch's own error, not a wrong gradient."""
+    model = trained(PAIRS, 2)
+    saved = dumb_copy(model._snapshot())
+    value = loss(model, 2)
+    model._restore(saved)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        value.backward()
+
+
+# -- what does not fit -----------------------------------------------------------------------------------------------------
+
+
+def changed(snapshot: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """A copy with another value at ``path``; None: without it."""
+    found = dumb_copy(snapshot)
+    *way, last = path.split("/")
+    inner = found
+    for key in way:
+        inner = inner[key]
+    if value is None:
+        del inner[last]
+    else:
+        inner[last] = value
+    return found
+
+
+class Picky(nn.Module):
+    """Has extra state that it may refuse."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.inner = Zoo(seed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.inner(x)
+        return result
+
+
+UNFIT: list[tuple[str, Any, type[Exception], str]] = [
+    ("parameters/inner.turned", None, ValueError, r"parameter 'inner\.turned' is not in the snapshot"),
+    ("parameters/inner.more", torch.zeros(3), ValueError, r"the parameter 'inner\.more', and this model has none"),
+    (
+        "parameters/inner.turned",
+        torch.zeros(3, 8),
+        ValueError,
+        r"'inner\.turned' was saved as \(3, 8\) float32, and is \(8, 3\)",
+    ),
+    ("parameters/inner.wide.bias", torch.zeros(8), ValueError, r"'inner\.wide\.bias' was saved as \(8,\) float32.*float64"),
+    ("buffers/inner.seen", None, ValueError, r"buffer 'inner\.seen' is not in the snapshot"),
+    ("buffers/inner.phase", torch.zeros(3), ValueError, r"buffer 'inner\.phase' was saved as \(3,\) float32.*complex64"),
+    ("extra_state/inner.counted", None, ValueError, r"extra state of the module 'inner\.counted' is not in the snapshot"),
+    ("extra_state/inner.counted", {"calls": -1}, ValueError, "calls below zero"),
+    ("optim/param_groups/inner.turned", None, ValueError, r"nothing for parameter 'inner\.turned'"),
+    ("optimizer", "AdamW", ValueError, r"the optimizer was AdamW when this was saved, and is Wide now"),
+    ("scheduler", "StepLR", ValueError, r"the scheduler was StepLR when this was saved, and is None now"),
+    ("optim/scaler", {"scale": 2.0}, ValueError, r"saved with a GradScaler, and this wrapper has none"),
+    ("order", ["inner.turned"], ValueError, "order of the parameters"),
+    ("round", -1, ValueError, "'round' is -1"),
+    ("window", "owed", ValueError, "'window' is 'owed'"),
+    ("factor", 1.5, ValueError, r"'factor' is 1\.5"),
+    ("grads", None, ValueError, "no snapshot of a replica: it has no entry 'grads'"),
+    ("grads/inner.turned", torch.zeros(3), ValueError, r"gradient of 'inner\.turned' was saved as \(3,\)"),
+    ("grads/inner.more", torch.zeros(3), ValueError, r"gradient of 'inner\.more', which is no trainable"),
+    (
+        "exchange/parameters/inner.turned/sent",
+        None,
+        ValueError,
+        r"'sent' of the exchange of parameter 'inner\.turned' is missing",
+    ),
+    ("exchange/parameters/inner.turned/told", torch.zeros(2, dtype=torch.int8), ValueError, r"'told' .* is \(2,\)"),
+    ("exchange/parameters/inner.turned/ranges", torch.zeros(1, 4), ValueError, r"'ranges' .*float32, and should be .*float64"),
+]
+
+
+def state_of(model: DecentralizedDataParallel) -> Any:
+    """Everything that a refused load must leave alone."""
+    objects = [*model.optimizers, *model._engine.buckets, *model.module.parameters()]
+    return dumb_copy(model._snapshot()), [id(one) for one in objects]
+
+
+@pytest.mark.parametrize("bad", [0, 1], ids=["worker 0", "worker 1"])
+def test_what_does_not_fit_is_refused_on_all_workers_and_changes_nothing(bad):
+    job = Job({"topology": "one-peer-exp", "wire": "int8", **MANY}, model=Picky, optim_fn=JOBS["zoo"].optim_fn)
+    job = replace(job, step=step_in_windows)
+    through = run_replicas(2, lambda at: run_through(job, at, at.rank, 9), timeout=20)
+
+    def body(at: InProcessTransport) -> list[tuple[str, str]]:
+        model = trained(job, 4, at)
+        fits = dumb_copy(model._snapshot())
+        job.train(model, range(4, 5), at.rank)  # in the middle of a window
+        errors = []
+        for path, value, kind, _ in UNFIT:
+            before = state_of(model)
+            with pytest.raises(kind) as caught:
+                model._restore(changed(fits, path, value) if at.rank == bad else fits)
+            errors.append((type(caught.value).__name__, str(caught.value)))
+            assert_equal(state_of(model), before, path)
+        job.train(model, range(5, 9), at.rank)
+        assert_equal(dumb_copy(model._snapshot()), through[at.rank][2])
+        return errors
+
+    found = run_replicas(2, body, timeout=30)
+    assert found[0] == found[1]
+    for (path, _, kind, match), (name, message) in zip(UNFIT, found[0], strict=True):
+        with pytest.raises(AssertionError, match=match):
+            raise AssertionError(message)
+        assert name == kind.__name__, path
+        assert message.startswith(f"worker {bad}: "), path
+
+
+def test_an_optim_fn_that_fails_changes_nothing():
+    fails = [False]
+
+    def optim_fn(params: list[Any]) -> torch.optim.Optimizer:
+        if fails[0]:
+            raise ValueError("not again")
+        return SGD([param for _, param in params])
+
+    job = replace(PAIRS, optim_fn=optim_fn)
+    through = run_replicas(2, lambda at: run_through(job, at, at.rank, 6), timeout=20)
+
+    def body(at: InProcessTransport) -> None:
+        model = trained(job, 3, at)
+        before = state_of(model)
+        at.control.gather(None)
+        fails[0] = True
+        with pytest.raises(ValueError, match="not again"):
+            model._restore(before[0])
+        at.control.gather(None)
+        fails[0] = False
+        assert_equal(state_of(model), before)
+        job.train(model, range(3, 6), at.rank)
+        assert_equal(dumb_copy(model._snapshot()), through[at.rank][2])
+
+    run_replicas(2, body, timeout=20)
+
+
+def test_workers_whose_snapshots_do_not_belong_together():
+    through = run_replicas(2, lambda at: run_through(PAIRS, at, at.rank, 5, [0, 2, 4])[0], timeout=20)
+    one_bucket = run_replicas(2, lambda at: run_through(replace(PAIRS, options=MANY), at, at.rank, 3, [2])[0], timeout=20)
+
+    def body(at: InProcessTransport) -> list[str]:
+        model = PAIRS.wrap(0, at)
+        own = through[at.rank]
+        turned = one_bucket[at.rank][2]
+        turned = {**turned, "order": turned["order"][::-1]}
+        errors = []
+        for snapshot, kind in (
+            (own[2 + 2 * at.rank], OutOfStepError),
+            (own[2] if at.rank else own[0], OutOfStepError),
+            (turned if at.rank else own[2], ValueError),
+        ):
+            before = state_of(model)
+            with pytest.raises(kind) as caught:
+                model._restore(snapshot)
+            errors.append(str(caught.value))
+            assert_equal(state_of(model), before)
+        PAIRS.train(model, range(2), at.rank)
+        assert_equal(dumb_copy(model._snapshot()), own[2])
+        return errors
+
+    found = run_replicas(2, body, timeout=20)
+    assert found[0] == found[1]
+    assert "different rounds (worker 0: 2, worker 1: 4)" in found[0][0]
+    assert "different rounds (worker 0: 0, worker 1: 2)" in found[0][1]
+    assert "different orders" in found[0][2]
+
+
+def test_a_scaler_of_another_run():
+    job = JOBS["scaler"]
+    scaled, plain = trained(job, 2), trained(PAIRS, 2)
+    for model, snapshot, words in (
+        (plain, scaled._snapshot(), "with a GradScaler, and this wrapper has none"),
+        (scaled, plain._snapshot(), "without a GradScaler, and this wrapper has one"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            model._restore(dumb_copy(snapshot))
+
+
+# -- an exchange that cannot go on -----------------------------------------------------------------------------------------
+
+OTHERWISE: dict[str, dict[str, Any]] = {
+    "topology": {"topology": "ring"},
+    "wire": {"wire": "bfloat16"},
+    "synchronous": {"overlap": False},
+    "mix_every": {"mix_every": 2},
+}
+
+
+@pytest.mark.parametrize("what", [*OTHERWISE, "one worker"])
+def test_an_exchange_that_does_not_fit_is_dropped_on_all_workers(what):
+    """The replicas are exactly the saved ones, and their mean goes on moving by steps alone."""
+    job = Job({"topology": "one-peer-exp", "wire": "int8"})
+    through = run_replicas(4, lambda at: run_through(job, at, at.rank, 5, [4])[0][4], timeout=20)
+
+    def body(at: InProcessTransport) -> tuple[Any, Any]:
+        model = job.wrap(9, at, **OTHERWISE.get(what, {}))
+        snapshot = through[at.rank]
+        model._restore({**snapshot, "exchange": None} if what == "one worker" and at.rank == 2 else snapshot)
+        after = dumb_copy(model._snapshot())
+        assert after["exchange"] is None
+        for key in ("parameters", "optim", "round", "order"):
+            assert_equal(after[key], snapshot[key])
+        for optimizer in model.optimizers:
+            optimizer.param_groups[0]["lr"] = 0.0
+        job.train(model, range(4, 16), at.rank)
+        return values(model.module), model.consensus_distance()
+
+    found = run_replicas(4, body, timeout=20)
+    apart = math.sqrt(
+        sum(
+            float(
+                (through[rank]["parameters"][name].double() - sum(w["parameters"][name].double() for w in through) / 4).norm()
+            )
+            ** 2
+            for rank in range(4)
+            for name in through[0]["parameters"]
+        )
+        / 4
+    )
+    for name in values(net()):
+        means = [
+            sum(part[name].double() for part in parts) / 4
+            for parts in ([f for f, _ in found], [w["parameters"] for w in through])
+        ]
+        torch.testing.assert_close(*means, rtol=0, atol=1e-6)
+    assert all(distance < 0.9 * apart for _, distance in found), "nothing was mixed"
+
+
+def test_the_link_is_something_that_json_holds():
+    snapshot = trained(PAIRS, 2)._snapshot()
+    assert json.loads(json.dumps(snapshot["link"])) == snapshot["link"]
+
+
+# -- loads that fail half-way ----------------------------------------------------------------------------------------------
+
+
+def test_a_load_that_fails_inside_averaged_leaves_the_replicas_own_values():
+    right = net(8).state_dict()
+    wrong = {**right, "4.weight": torch.zeros(2, 2)}
+
+    def body(at: InProcessTransport) -> None:
+        model = trained(PAIRS, 3, at)
+        before = values(model.module)
+        with model.averaged(), pytest.raises(RuntimeError, match="size mismatch"):
+            model.load_state_dict(wrong)
+        assert_same(values(model.module), before)
+        with model.averaged():
+            model.load_state_dict(right)
+        assert_same(values(model.module), right)
+
+    run_replicas(2, body, timeout=20)
+
+
+# -- messages, item by item ------------------------------------------------------------------------------------------------
+
+SIZES = [3, 0, _RUN_ON_CPU + 5, 1, 700, 2 * _RUN_ON_CPU]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", WIRES)
+def test_a_message_is_made_of_what_its_items_say(name, dtype):
+    """Whatever else is in the bucket; and it is put together again from that."""
+    draw = torch.Generator().manual_seed(3)
+    items = [torch.randn(size, generator=draw).to(dtype) for size in SIZES]
+    items[4][2] = math.inf  # a run of classes
+
+    def coded(chosen: list[int]) -> tuple[Wire, Tensor, list[dict[str, Tensor]]]:
+        wire = WIRES[name]([Item(i, len(items[i])) for i in chosen], dtype, torch.device("cpu"))
+        values = [items[i] for i in chosen]
+        out = torch.full((wire.nbytes,), 255, dtype=torch.uint8)
+        for _ in wire.encode(values, out, Moment(5, 1), [wire.announcement(values)]):
+            pass
+        return wire, out, wire.take_apart(out)
+
+    everything = list(range(len(SIZES)))
+    wire, message, parts = coded(everything)
+    for order in (everything[::-1], [2], [1], [4, 0], [1, 3, 5]):
+        _, _, found = coded(order)
+        for i, part in zip(order, found, strict=True):
+            assert_equal(part, parts[i], f"item {i} of {order}")
+    for i, part in enumerate(parts):
+        wanted = wire.entries(SIZES[i], under_way=True)
+        assert all((tuple(part[key].shape), part[key].dtype) == wanted[key] for key in part), i
+    again = torch.full((wire.nbytes,), 255, dtype=torch.uint8)
+    wire.put_together(dumb_copy(parts), again)
+    assert torch.equal(again, message)
+
+
+def test_what_a_wire_has_learnt_and_announced_belongs_to_its_items():
+    sizes = [700, 0, _RUN_ON_CPU + 5, 3]
+    values = [torch.randn(size) * 10.0**-i for i, size in enumerate(sizes)]
+
+    def made(order: list[int]) -> Wire:
+        return WIRES["int8"]([Item(i, sizes[i]) for i in order], torch.float32, torch.device("cpu"))
+
+    wire = made([0, 1, 2, 3])
+    text = wire.announcement(values)
+    parts, learnt = wire.announcement_by_item(text), dumb_copy(wire.memory())
+    assert [len(part) for part in parts] == [1, 0, 2, 1]
+    turned = [3, 2, 0, 1]
+    other = made(turned)
+    other.remember([learnt[i] for i in turned])
+    assert other.announcement_of([parts[i] for i in turned]) == other.announcement([10 * values[i] for i in turned])
+    assert_equal(other.memory(), [learnt[i] for i in turned])
+
+
+def test_sparse_tensors_are_packed_in_their_parts():
+    uncoalesced = torch.sparse_coo_tensor(torch.tensor([[1, 1, 0]]), torch.randn(3, 2), (4, 2), check_invariants=True)
+    tree = {"a": [uncoalesced, uncoalesced.coalesce(), torch.ones(2)], "b": (None, 3)}
+    packed = pack_sparse(tree)
+    back = unpack_sparse(dumb_copy(packed))
+    for one, other in zip(tree["a"][:2], back["a"][:2], strict=True):
+        assert one.is_coalesced() == other.is_coalesced()
+        assert torch.equal(one._indices(), other._indices())
+        assert torch.equal(one._values(), other._values())
+        assert one.shape == other.shape
+    assert torch.equal(back["a"][2], torch.ones(2))
+    assert back["b"] == (None, 3)
+    packed["a"][0]["sparse_indices"] = torch.tensor([[1, 9, 0]])
+    with pytest.raises(RuntimeError, match="size is inconsistent with indices"):
+        unpack_sparse(packed)

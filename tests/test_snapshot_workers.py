@@ -1,0 +1,162 @@
+"""Real workers that are stopped and go on with new wrappers and new connections, and that go back to an earlier update."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from decent_dp.ddp import DecentralizedDataParallel
+from decent_dp.errors import OutOfStepError
+from decent_dp.transport import run_replicas
+from decent_dp.wire import WIRES
+from tests.resuming import JOBS, MANY, Job, assert_equal, dumb_copy, go_on, run_through, step_in_windows
+from tests.test_wires_in_training import Bag
+
+TOTAL = 7
+CASES: list[tuple[str, str, dict[str, Any]]] = [
+    *(("alternating-exp-ring", wire, {"overlap": overlap}) for wire in WIRES for overlap in (True, False)),
+    *(("one-peer-exp", wire, MANY) for wire in WIRES),
+    ("complete", "int8", {**MANY, "grad_clip_norm": 0.3}),
+    ("complete", "float32", {"param_as_bucket_view": False}),
+    ("random-matching", "int8", {}),
+    ("ring", "bfloat16", {"mix_every": 2}),
+]
+
+
+def case(n: int, topology: str, wire: str, how: dict[str, Any]) -> Job:
+    topology = topology if n == 4 or topology in ("complete", "ring", "random-matching") else "base-2"
+    return Job({"topology": topology, "wire": wire, "_local_world_size": 2, **how}, step=step_in_windows)
+
+
+def stopped(rank: int, n: int) -> list[Any]:
+    ends = []
+    for number, (topology, wire, how) in enumerate(CASES):
+        job = case(n, topology, wire, how)
+        stops = [(number + 1) % 3, 3 + number % 4]
+        snapshots, losses, end = run_through(job, None, rank, TOTAL, stops)
+        for stop in stops:
+            where = f"{topology}, {wire}, {how}, stopped at {stop}"
+            others, other = go_on(job, None, rank, range(stop, TOTAL), snapshots[stop])
+            assert_equal(others, losses[stop:], where)
+            assert_equal(other, end, where)
+        ends.append(end)
+    return ends
+
+
+@pytest.mark.parametrize("n", [3, 4])
+def test_stopped_and_gone_on(workers, n):
+    """And processes are where threads are."""
+    found = workers(n, stopped)
+    for number, (topology, wire, how) in enumerate(CASES):
+        job = case(n, topology, wire, how)
+        threads = run_replicas(n, lambda at, job=job: run_through(job, at, at.rank, TOTAL)[2], timeout=20)
+        if job.options["topology"] != "alternating-exp-ring":  # threads are of one node, and sum groups in another order
+            assert_equal([ends[number] for ends in found], threads, f"{topology}, {wire}, {how}")
+
+
+def step_drawn(model: Any, t: int, rank: int) -> float:
+    draw = torch.Generator().manual_seed(1000 * rank + t)
+    for param in model.module.parameters():
+        param.grad = torch.randn(param.shape, generator=draw)
+    model.update()
+    return 0.0
+
+
+def large(wire: str, **how: Any) -> Job:
+    """Parameters of more than one run, also in buckets of other sizes."""
+    options = {"topology": "one-peer-exp", "wire": wire, **how}
+    return Job(options, model=Bag, optim_fn=partial(torch.optim.SGD, lr=0.01, momentum=0.9), step=step_drawn)
+
+
+def in_other_buckets(rank: int, n: int) -> bool:
+    for wire in WIRES:
+        job = large(wire)
+        snapshots, _, end = run_through(job, None, rank, 6, [3])
+        for how in ({}, MANY, {"param_as_bucket_view": False}, {"bucket_size_in_mb": 1e-3}):
+            _, other = go_on(job, None, rank, range(3, 6), snapshots[3], **how)
+            assert_equal(other, end, f"{wire} {how}")
+        # In groups a piece may have another root, whose sums are made in another order.
+        job = replace(job, options={**job.options, "topology": "complete"})
+        snapshots, _, end = run_through(job, None, rank, 6, [3])
+        _, other = go_on(job, None, rank, range(3, 6), snapshots[3], **MANY)
+        for name, value in end["parameters"].items():
+            tolerance = {"float32": 1e-6, "bfloat16": 0.05, "int8": 0.05}[wire]
+            torch.testing.assert_close(other["parameters"][name], value, rtol=0, atol=tolerance)
+    return True
+
+
+def test_in_other_buckets(workers):
+    assert workers(4, in_other_buckets) == [True] * 4
+
+
+def back(rank: int, n: int) -> bool:
+    """To an earlier update, in the same wrapper, after other data and replicas that are further apart."""
+    for wire, topology in (("int8", "complete"), ("int8", "one-peer-exp"), ("float32", "one-peer-exp")):
+        job = replace(JOBS["momentum"], options={**JOBS["momentum"].options, "topology": topology, "wire": wire})
+        snapshots, losses, end = run_through(job, None, rank, TOTAL, [1, 4])
+        model = job.wrap(3)
+        for stop in (4, 1, 4):
+            for t in range(4 if stop == 4 else 3):
+                for param in model.module.parameters():
+                    param.grad = torch.full_like(param, 5.0 * rank + t)
+                model.update()
+            model._restore(snapshots[stop])
+            assert_equal(job.train(model, range(stop, TOTAL), rank), losses[stop:])
+            assert_equal(dumb_copy(model._snapshot()), end)
+        model.close()
+    return True
+
+
+def test_back_to_an_earlier_update(workers):
+    assert workers(4, back) == [True] * 4
+
+
+def refused(rank: int, n: int) -> list[str]:
+    job = Job({"topology": "ring", "wire": "int8"})
+    snapshots, _, end = run_through(job, None, rank, TOTAL, [2, 4])
+    model = job.wrap(3)
+    errors = []
+    for bad in (
+        {**snapshots[2], "round": 7} if rank == 1 else snapshots[2],
+        {**snapshots[2], "optimizer": "Adam"} if rank == 2 else snapshots[2],
+        {"round": 3} if rank == 0 else snapshots[2],
+    ):
+        try:
+            model._restore(bad)
+        except (OutOfStepError, ValueError) as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    model._restore(snapshots[4])
+    job.train(model, range(4, TOTAL), rank)
+    assert_equal(dumb_copy(model._snapshot()), end)
+    model.close()
+    return errors
+
+
+def test_what_one_worker_cannot_load_is_refused_on_all(workers):
+    found = workers(3, refused)
+    assert found[0] == found[1] == found[2]
+    assert [text.partition(":")[0] for text in found[0]] == ["OutOfStepError", "ValueError", "ValueError"]
+    assert "worker 2: the optimizer was Adam" in found[0][1]
+
+
+def nobody_waits(rank: int, n: int) -> int:
+    """A snapshot asks no other worker: with exchanges under way that no neighbour has joined yet."""
+    model = DecentralizedDataParallel(Bag(0), partial(torch.optim.SGD, lr=0.1), topology="complete")
+    step_drawn(model, 0, rank)
+    control = model._transport.control
+    if rank:
+        control.gather(None)  # stays behind until worker 0 has its snapshot
+    step_drawn(model, 1, rank)
+    snapshot = model._snapshot()
+    if not rank:
+        control.gather(None)
+    model.close()
+    return int(snapshot["round"])
+
+
+def test_saving_waits_for_nobody(workers):
+    assert workers(2, nobody_waits, group_timeout=8) == [2, 2]
