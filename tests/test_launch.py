@@ -6,13 +6,16 @@ import os
 import socket
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from decent_dp.launch import Launch, initialize_dist, read_environment
+from decent_dp.launch import Launch, _unused_store, initialize_dist, read_environment
 from tests.helpers import listening
 
 TORCHRUN = {
@@ -369,3 +372,28 @@ def test_torchrun_for_real(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "[0 of 2: 3.0 gloo 2]" in done.stdout
     assert "[1 of 2: 3.0 gloo 2]" in done.stdout
+
+
+# -- restarts --------------------------------------------------------------------------------------------------------------
+
+
+def test_workers_do_not_meet_those_of_an_earlier_attempt(monkeypatch):
+    """torchrun's agent keeps one store for all attempts; workers of the last one may have died anywhere."""
+    monkeypatch.setattr("decent_dp.launch._PATIENCE", 5.0)
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for attempt, n in enumerate((3, 3, 3, 2, 1)):
+        # One that died before it had a name.
+        server.set("decent_dp/worker/1", "an old number")
+        # Worker 0 comes last or first: what is there until the others come is old.
+        delays = [0.05 * (rank if attempt % 2 else n - rank) for rank in range(n)]
+        with ThreadPoolExecutor(n) as pool:
+            stores = list(pool.map(partial(_come, server.port, n), range(n), delays))
+        for store in stores:
+            assert not store.check(["address"])
+        stores[0].set("address", str(attempt))
+        assert [store.get("address") for store in stores] == [str(attempt).encode()] * n
+
+
+def _come(port: int, n: int, rank: int, delay: float) -> Any:
+    time.sleep(delay)
+    return _unused_store("127.0.0.1", port, rank, n)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import time
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 __all__ = ["Launch", "initialize_dist", "read_environment"]
 
 # Below the range that Linux gives to outgoing connections, spread by the job's number.
 _SLURM_PORTS = range(20000, 30000)
+# Seconds in which all workers have to come, and between two looks.
+_PATIENCE, _LOOK = 1800.0, 0.01
 
 
 @dataclass(frozen=True)
@@ -143,7 +149,10 @@ def initialize_dist() -> tuple[int, int]:
     os.environ.setdefault("MASTER_ADDR", launch.address)
     os.environ.setdefault("MASTER_PORT", str(launch.port))
     try:
-        dist.init_process_group(backend, rank=launch.rank, world_size=launch.world_size)
+        store = None
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            store = _unused_store(launch.address, launch.port or 0, launch.rank, launch.world_size)
+        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size)
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
             raise
@@ -152,6 +161,39 @@ def initialize_dist() -> tuple[int, int]:
             "free port, or start with `torchrun --standalone`, which picks one."
         ) from error
     return dist.get_rank(), dist.get_world_size()
+
+
+def _unused_store(address: str, port: int, rank: int, world_size: int) -> Store:
+    """The store that torchrun's agent keeps, without what workers before a restart have left in it.
+
+    The agent keeps one store for all attempts, and gloo would take the addresses in it for those of the workers that are there
+    now. The count of restarts does not tell attempts apart: agents of several nodes count only those that they have begun. So
+    worker 0 draws a name, and takes it for agreed on when every worker has answered with it. Whoever answers knows that it is
+    not an old name by its own number beside it, which is drawn anew, too.
+    """
+    store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_PATIENCE))
+    own, deadline = uuid.uuid4().hex, time.monotonic() + _PATIENCE
+    numbers = [f"decent_dp/worker/{other}" for other in range(world_size)]
+    answers = [f"decent_dp/answer/{other}" for other in range(1, world_size)]
+    store.set(numbers[rank], own)
+    offered: list[str] = []
+    while True:
+        if rank == 0:
+            if store.check(numbers):
+                found = [number.decode() for number in store.multi_get(numbers)]
+                if found != offered:
+                    offered = found
+                    store.set("decent_dp/name", json.dumps([own, found]))
+                if not answers or (store.check(answers) and {a.decode() for a in store.multi_get(answers)} == {own}):
+                    return PrefixStore(own, store)
+        elif store.check(["decent_dp/name"]):
+            name, found = json.loads(store.get("decent_dp/name"))
+            if own in found:
+                store.set(f"decent_dp/answer/{rank}", name)
+                return PrefixStore(name, store)
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"worker {rank} of {world_size} waited {_PATIENCE:g} s for the others to start")
+        time.sleep(_LOOK)
 
 
 def _own_gpu(launch: Launch, visible: int, environ: Mapping[str, str]) -> int | None:
