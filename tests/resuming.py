@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.optim import AccumAdamW
-from tests.helpers import SGD, batch, loss, net
+from tests.helpers import SGD, loss, net
 
 _ONE_AT_A_TIME = threading.Lock()
 ADAMW = partial(torch.optim.AdamW, lr=0.02)
@@ -107,6 +107,7 @@ def go_on(job: Job, transport: Any, rank: int, steps: Iterable[int], snapshot: A
     """Another worker, with other weights, that goes on from a snapshot: its losses and where it ends."""
     model = job.wrap(100 + rank, transport, **options)
     model._restore(snapshot)
+    assert_equal(dumb_copy(model._snapshot()), snapshot, "just restored")
     losses = job.train(model, steps, rank)
     end = dumb_copy(model._snapshot())
     model.close()
@@ -265,6 +266,11 @@ def step_in_windows(model: Any, t: int, rank: int) -> float:
     return step_plain(model, t, rank)
 
 
+def step_in_windows_scaled(model: Any, t: int, rank: int) -> float:
+    model.set_accumulate_grad(t % 2 == 0)
+    return step_scaled(model, t, rank)
+
+
 def step_owed(model: Any, t: int, rank: int) -> float:
     """The documents' loop."""
     if t % 3 == 0:
@@ -312,7 +318,7 @@ JOBS: dict[str, Job] = {
     "windows": Job(MANY, step=step_in_windows, optim_fn=ADAMW),
     "owed": Job({}, step=step_owed, optim_fn=partial(AccumAdamW, lr=0.02, accum_iter=2)),
     "no_sync": Job({}, step=step_no_sync),
-    "scaled windows": Job({"lr_scheduler_fn": cosine}, scaled=True, step=lambda m, t, r: step_in_windows_scaled(m, t, r)),
+    "scaled windows": Job({"lr_scheduler_fn": cosine}, scaled=True, step=step_in_windows_scaled),
     "clamped": Job({}, step=step_clamped),
     "factor": Job({}, step=step_with_factor),
     "by hand": Job(MANY, step=step_by_hand),
@@ -326,28 +332,5 @@ JOBS: dict[str, Job] = {
 }
 
 
-def step_in_windows_scaled(model: Any, t: int, rank: int) -> float:
-    model.set_accumulate_grad(t % 2 == 0)
-    return step_scaled(model, t, rank)
-
-
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-
-
-__all__ = [
-    "ADAMW",
-    "JOBS",
-    "MANY",
-    "Branches",
-    "Job",
-    "Zoo",
-    "assert_equal",
-    "batch",
-    "dumb_copy",
-    "go_on",
-    "run_through",
-    "step_in_windows",
-    "step_plain",
-    "tensors_of",
-]

@@ -41,7 +41,7 @@ for _room in ("mixing", "wire", "bucket", "planner"):
 BELOW["transport"] = {"errors", "topo", "mixing", "wire", "bucket", "planner"}
 BELOW["replica"] = BELOW["transport"] | {"transport", "handed"}
 BELOW["ddp"] = BELOW["replica"] | {"replica"}
-BELOW["checkpoint"] = BELOW["ddp"] | {"ddp"}
+BELOW["checkpoint"] = BELOW["ddp"] | {"ddp", "__init__"}
 BELOW["cli"] = BELOW["checkpoint"] | {"checkpoint", "sim", "optim", "launch", "plots", "utils", "__init__"}
 BELOW["sim"] = {"errors", "topo", "mixing", "wire", "optim", "handed"}
 BELOW["__init__"] = set()  # names are looked up lazily

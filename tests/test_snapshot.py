@@ -16,6 +16,7 @@ from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.topo import TopologyReg
 from decent_dp.transport import InProcessTransport, run_replicas
 from decent_dp.wire import WIRES
+from tests.helpers import SGD
 from tests.resuming import JOBS, MANY, Branches, Job, assert_equal, go_on, run_through, step_in_windows
 
 TOTAL = 7
@@ -146,6 +147,22 @@ def test_another_order_of_first_use(wire):
     for (_, losses, end), (others, other) in zip(through, found, strict=True):
         assert_equal(others, losses[4:])
         assert_equal(other, end)
+
+
+def test_states_and_gradients_lie_as_their_parameters_do():
+    """A file holds no strides, and sums depend on the order of the memory."""
+    job = replace(JOBS["zoo"], optim_fn=SGD, step=step_in_windows)
+    [(_, _, saved)] = run_replicas(1, lambda at: run_through(job, at, 0, 5))
+    model = job.wrap(3, InProcessTransport())
+    model._restore(saved)
+    states = {id(param): state for optimizer in model.optimizers for param, state in optimizer.state.items()}
+    strides = {}
+    for name, param in model.module.named_parameters():
+        if param.grad is not None and "momentum_buffer" in states[id(param)]:
+            strides[name] = param.stride()
+            assert param.stride() == param.grad.stride() == states[id(param)]["momentum_buffer"].stride(), name
+    assert strides["turned"] == (1, 8)
+    assert strides["conv.weight"] == (8, 1, 4, 2)
 
 
 # -- back in a run that goes on ---------------------------------------------------------------------------------------------
