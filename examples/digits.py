@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 4 --max-restarts 3 examples/digits.py --checkpoint runs/digits   # goes on where it was stopped
 
 ``--method ddp`` trains the same with PyTorch DDP, to compare; all of it that is only there for this is marked "DDP".
-Needs scikit-learn, which brings the data along, and safetensors for checkpoints: pip install -e '.[demo]'
+Needs scikit-learn, which brings the data along, and for --checkpoint safetensors: pip install -e '.[demo]'
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from decent_dp.checkpoint import Preemption, load, save
+from decent_dp import checkpoint
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.optim import lr_scheduler_fn_cosine_with_warmup, optim_fn_accum_adamw, optim_fn_adamw
 from decent_dp.utils import initialize_dist
@@ -101,11 +101,11 @@ def train(config: Config, report: Callable[[str], None] = lambda line: None) -> 
     # What a checkpoint has to know beside the model: how far this worker is, and what it has seen.
     at: dict[str, Any] = {"epoch": 0, "batch": 0, "losses": [], "history": []}
     if config.checkpoint:
-        at = load(model, config.checkpoint, missing_ok=True) or at
+        at = checkpoint.load(model, config.checkpoint, missing_ok=True) or at
 
     seconds: list[float] = []
     # A SIGTERM to any worker: all stop after the same update.
-    with Preemption(model) if config.checkpoint else contextlib.nullcontext() as stop:
+    with checkpoint.Preemption(model) if config.checkpoint else contextlib.nullcontext() as stop:
         for epoch in range(at["epoch"], config.epochs):
             sampler.set_epoch(epoch)
             draws.manual_seed(epoch)  # so that an epoch is the same when it is begun again after a restart
@@ -121,11 +121,13 @@ def train(config: Config, report: Callable[[str], None] = lambda line: None) -> 
                 at["losses"].append(loss.detach())
                 at["batch"] = batch
                 if stop and stop.due:
-                    save(model, config.checkpoint, **at)
+                    saving = checkpoint.save(model, config.checkpoint, **at)
                     model.close()
+                    if saving.error is not None:
+                        raise SystemExit(f"stopped, and nothing could be saved: {saving.error}")  # with exit code 1
                     return None
                 if stop and (epoch * len(loader) + batch) % config.checkpoint_every == 0:
-                    save(model, config.checkpoint, wait=False, **at)  # a copy; it is written while the training goes on
+                    checkpoint.save(model, config.checkpoint, wait=False, **at)  # a copy, written while training goes on
 
             # The mean of a metric over workers: one all-reduce an epoch is enough for all its steps.
             losses = mean_over_workers(torch.stack(at["losses"])).tolist()

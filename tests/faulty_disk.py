@@ -66,7 +66,8 @@ class FaultyDisk:
     def installed(self) -> Iterator[None]:
         real_open, real_save = open, files.save_file
         real = {
-            name: getattr(os, name) for name in ("open", "fsync", "replace", "unlink", "mkdir", "rmdir", "chmod", "scandir")
+            name: getattr(os, name)
+            for name in ("open", "fsync", "replace", "unlink", "mkdir", "rmdir", "chmod", "scandir", "lstat")
         }
 
         def replace(source: Any, target: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.optim import AccumAdamW
+from decent_dp.transport import InProcessTransport
 from tests.helpers import SGD, loss, net
 
 _ONE_AT_A_TIME = threading.Lock()
@@ -24,6 +26,10 @@ ADAMW = partial(torch.optim.AdamW, lr=0.02)
 
 def dumb_copy(value: Any) -> Any:
     """A copy that shares nothing and knows nothing but shape, dtype and bytes: what a file would hold."""
+    if isinstance(value, Tensor) and value.layout == torch.sparse_coo:
+        indices, numbers = dumb_copy(value._indices()), dumb_copy(value._values())
+        whole = value.is_coalesced() or None
+        return torch.sparse_coo_tensor(indices, numbers, value.shape, is_coalesced=whole, check_invariants=True)
     if isinstance(value, Tensor):
         assert value.layout == torch.strided, "no file holds this"
         raw = bytes(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()) if value.numel() else b""
@@ -38,13 +44,19 @@ def dumb_copy(value: Any) -> Any:
 
 
 def assert_equal(a: Any, b: Any, where: str = "") -> None:
-    """Every bit of two nested values is the same."""
+    """Every bit of two nested values is the same; what is no number is equal to what is none."""
     assert type(a) is type(b), (where, a, b)
     if isinstance(a, Tensor):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape), (where, a.dtype, b.dtype, a.shape, b.shape)
+        assert (a.dtype, a.shape, a.layout) == (b.dtype, b.shape, b.layout), (where, a.dtype, b.dtype, a.shape, b.shape)
+        if a.layout == torch.sparse_coo:
+            assert a.is_coalesced() == b.is_coalesced(), where
+            assert_equal((a._indices(), a._values()), (b._indices(), b._values()), where)
+            return
         one, other = (t.detach().contiguous().reshape(-1) for t in (a, b))
+        if a.is_floating_point():
+            one, other = (t.masked_fill(t.isnan(), math.nan) for t in (one, other))
         same = not a.numel() or torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-        assert same, (where, float((one.double() - other.double()).abs().max()))
+        assert same, (where, (one.double() - other.double()).abs().nan_to_num(math.inf).max())
     elif isinstance(a, dict):
         assert a.keys() == b.keys(), (where, sorted(a.keys() ^ b.keys()))
         for key in a:
@@ -54,7 +66,7 @@ def assert_equal(a: Any, b: Any, where: str = "") -> None:
         for i, (one, other) in enumerate(zip(a, b, strict=True)):
             assert_equal(one, other, f"{where}/{i}")
     else:
-        assert a == b, (where, a, b)
+        assert a == b or (a != a and b != b), (where, a, b)
 
 
 # -- jobs ------------------------------------------------------------------------------------------------------------------
@@ -84,13 +96,25 @@ class Job:
             model = self.model(seed)
         return DecentralizedDataParallel(model, self.optim_fn, transport=transport, **how)
 
-    def train(self, model: DecentralizedDataParallel, steps: Iterable[int], rank: int) -> list[float]:
-        return [self.step(model, t, rank) for t in steps]
+    def train(self, model: DecentralizedDataParallel, steps: Iterable[int], rank: int) -> list[Any]:
+        """Of each iteration: its loss, and the learning rates after it."""
+        return [(self.step(model, t, rank), rates(model)) for t in steps]
+
+
+def rates(model: DecentralizedDataParallel) -> list[list[float]]:
+    """Those of the optimizers' first groups, of their second ones, …: whatever the buckets are, and empty groups too."""
+    found: list[set[float]] = []
+    for optimizer, scheduler in zip(model.optimizers, model._lr_schedulers, strict=True):
+        for i, group in enumerate(optimizer.param_groups):
+            found += [set()] * (i >= len(found))
+            last = scheduler.get_last_lr() if scheduler is not None else []
+            found[i] |= {float(group["lr"]), *map(float, last[i : i + 1])}
+    return [sorted(own) for own in found]
 
 
 def run_through(
     job: Job, transport: Any, rank: int, total: int, stops: Iterable[int] = (), **options: Any
-) -> tuple[dict[int, Any], list[float], Any]:
+) -> tuple[dict[int, Any], list[Any], Any]:
     """The run that nobody stops: copies of its snapshots before the iterations ``stops``, its losses, and where it ends."""
     model = job.wrap(0, transport, **options)
     snapshots, losses = {}, []
@@ -103,7 +127,7 @@ def run_through(
     return snapshots, losses, end
 
 
-def go_on(job: Job, transport: Any, rank: int, steps: Iterable[int], snapshot: Any, **options: Any) -> tuple[list[float], Any]:
+def go_on(job: Job, transport: Any, rank: int, steps: Iterable[int], snapshot: Any, **options: Any) -> tuple[list[Any], Any]:
     """Another worker, with other weights, that goes on from a snapshot: its losses and where it ends."""
     model = job.wrap(100 + rank, transport, **options)
     model._restore(snapshot)
@@ -112,6 +136,15 @@ def go_on(job: Job, transport: Any, rank: int, steps: Iterable[int], snapshot: A
     end = dumb_copy(model._snapshot())
     model.close()
     return losses, end
+
+
+PAIRS = Job({"topology": "one-peer-exp"})
+
+
+def trained(job: Job, steps: int, transport: Any = None, **options: Any) -> DecentralizedDataParallel:
+    model = job.wrap(0, transport or InProcessTransport(), **options)
+    job.train(model, range(steps), 0 if transport is None else transport.rank)
+    return model
 
 
 # -- models and iterations of many kinds -----------------------------------------------------------------------------------
@@ -307,9 +340,21 @@ def cosine(optimizer: Any) -> Any:
     )
 
 
+def one_cycle(optimizer: Any) -> Any:
+    return lr_scheduler.OneCycleLR(optimizer, [0.2 / (i + 1) for i in range(len(optimizer.param_groups))], total_steps=12)
+
+
+def decayed(params: Any) -> torch.optim.Optimizer:
+    """Two groups, whatever is in the bucket."""
+    weights, rest = ([p for name, p in params if name.endswith("weight") is is_weight] for is_weight in (True, False))
+    groups = [{"params": weights, "weight_decay": 0.1}, {"params": rest, "lr": 0.02}]
+    return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+
 MANY = {"bucket_size_in_mb": 1e-6}
 JOBS: dict[str, Job] = {
     "momentum": Job({"lr_scheduler_fn": cosine, **MANY}),
+    "empty groups": Job({"lr_scheduler_fn": one_cycle, **MANY}, optim_fn=decayed),
     "clip": Job({"grad_clip_norm": 0.3, **MANY}, optim_fn=ADAMW),
     "scaler": Job(MANY, scaled=True, step=step_scaled),
     "accum-adamw": Job({}, optim_fn=partial(AccumAdamW, lr=0.02, accum_iter=3)),

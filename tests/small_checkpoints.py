@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from decent_dp.checkpoint import index
-from decent_dp.checkpoint.files import Manifest, open_worker, read_manifest, verify, write_worker
+from decent_dp.checkpoint.files import MANIFEST, Manifest, open_worker, read_manifest, verify, worker_name, write_worker
 from decent_dp.checkpoint.tree import encode
 from decent_dp.errors import CheckpointError
 
 N = 2
+WHOLE = {MANIFEST, *(worker_name(rank) for rank in range(N))}
 
 
 def tree_of(round_: int, rank: int, size: int = 50) -> dict[str, Any]:
@@ -54,3 +55,18 @@ def check(folder: Path) -> int:
 
 def names_in(folder: Path) -> set[str]:
     return {entry.name for entry in folder.iterdir()}
+
+
+def start_and_save(path: Path, round_: int, run: str, keep: int = 2) -> str:
+    """The first save of a run, which also removes what others have left over."""
+    before = index.leftovers(path)
+    name = save(path, round_, run, keep)
+    index.discard(path, before)
+    return name
+
+
+def check_tidy(path: Path) -> None:
+    names = index.read_latest(path)
+    assert names_in(path) == {"latest", *names}
+    for name in names:
+        assert names_in(path / name) == WHOLE

@@ -79,6 +79,7 @@ def harms(newest: Path) -> dict[str, tuple[Callable[[], Any], str, str]]:
         "cut off": (lambda: os.truncate(part, part.stat().st_size // 2), "CheckpointError", "worker-0001.*cut off"),
         "flipped": (flip, "CheckpointError", "worker-0001.*sha256"),
         "missing": (part.unlink, "CheckpointError", "worker-0001.*missing"),
+        "no manifest": (manifest.unlink, "CheckpointError", "manifest.json is missing.*names that checkpoint"),
         "a pickle": (bomb, "CheckpointError", "worker-0001"),
         "a pickle with its checksum": (whole_bomb, "CheckpointError", "worker-0001.*header"),
         "a huge header": (huge_header, "CheckpointError", "worker-0001.*header"),
@@ -106,6 +107,7 @@ def broken(rank: int, n: int, path: str) -> Any:
     os.environ["BOMB"] = str(root.parent / "executed")
     model = make("int8")
     run(model, "int8", rank, 0, AT)
+    save(model, root, older=True)  # nobody falls back to it without a word
     save(model, root, n=n)
     run(model, "int8", rank, AT, AT + 2)
     newest = latest(root)

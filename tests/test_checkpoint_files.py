@@ -38,6 +38,7 @@ from decent_dp.checkpoint.files import (
     write_manifest,
     write_worker,
 )
+from decent_dp.checkpoint.staging import Staging
 from decent_dp.checkpoint.tree import encode
 from decent_dp.errors import CheckpointError
 from tests.small_checkpoints import names_in, save
@@ -52,7 +53,7 @@ def test_what_is_written_comes_back(tmp_path):
         "d": torch.zeros(0, 2, dtype=torch.bfloat16),
     }
     text, tensors = encode(tree, "")
-    info = write_worker(tmp_path, 3, tensors, text)
+    info = write_worker(tmp_path, 3, Staging().copy(tensors).tensors, text)
     content = (tmp_path / "worker-0003.safetensors").read_bytes()
     assert info == FileInfo("worker-0003.safetensors", len(content), hashlib.sha256(content).hexdigest())
     assert names_in(tmp_path) == {info.name}
@@ -399,6 +400,7 @@ GOOD = {
 }
 
 
+@pytest.mark.timeout(20)
 @pytest.mark.parametrize(
     ("content", "cause"),
     [
@@ -420,7 +422,12 @@ GOOD = {
         ({**GOOD, "round": True}, "'round' must be"),
         ({**GOOD, "world_size": 0, "files": []}, "'world_size' must be"),
         ({**GOOD, "world_size": 2}, "'files' must be one a worker"),
-        ({**GOOD, "files": [FILE, FILE]}, "'files' must be one a worker"),
+        ({**GOOD, "files": [FILE, FILE]}, "'files' must be one a worker, and there are 2 of 1 workers"),
+        ({**GOOD, "world_size": 10**15}, "'files' must be one a worker, and there are 1 of 1000000000000000 workers"),
+        (
+            {**GOOD, "world_size": 2, "files": [FILE, {**FILE, "name": "worker-0002.safetensors"}]},
+            "worker-0001.safetensors was due, got worker-0002.safetensors",
+        ),
         ({**GOOD, "files": [{**FILE, "name": "worker-0001.safetensors"}]}, "'files' must be one a worker"),
         ({**GOOD, "files": {}}, "'files' must be a list"),
         ({**GOOD, "files": [3]}, "'files' must be a list"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import errno
 import multiprocessing
 import os
 import random
@@ -23,25 +23,7 @@ from decent_dp.checkpoint.files import MANIFEST, Reader, open_worker, read_manif
 from decent_dp.checkpoint.tree import encode
 from decent_dp.errors import CheckpointError
 from tests.faulty_disk import Died, FaultyDisk
-from tests.small_checkpoints import N, check, names_in, save, tree_of, write
-
-WHOLE = {MANIFEST, *(worker_name(rank) for rank in range(N))}
-
-
-def start_and_save(path: Path, round_: int, run: str, keep: int = 2) -> str:
-    """The first save of a run, which also removes what others have left over."""
-    before = index.leftovers(path)
-    name = save(path, round_, run, keep)
-    index.discard(path, before)
-    return name
-
-
-def check_tidy(path: Path) -> None:
-    names = index.read_latest(path)
-    assert names_in(path) == {"latest", *names}
-    for name in names:
-        assert names_in(path / name) == WHOLE
-
+from tests.small_checkpoints import check, check_tidy, names_in, save, start_and_save, tree_of, write
 
 # -- names -----------------------------------------------------------------------------------------------------------------
 
@@ -113,26 +95,52 @@ def test_what_is_the_users_own_stays(tmp_path):
     assert not (tmp_path / name).exists()
 
 
-def test_folders_that_were_removed_by_hand(tmp_path):
+def test_folders_that_were_removed_by_hand(tmp_path, caplog):
     old, new = save(tmp_path, 1), save(tmp_path, 2)
+    assert index.complete(tmp_path) == [new, old]
+    assert caplog.text == ""
     shutil.rmtree(tmp_path / new)
     assert index.read_latest(tmp_path) == [new, old]
     assert index.complete(tmp_path) == [old]
+    assert f"names {new}, which is gone" in caplog.text
     newest = save(tmp_path, 3)
+    assert index.complete(tmp_path) == [newest, old], "what is gone takes no other's place"
     save(tmp_path, 4)
     assert index.complete(tmp_path)[1] == newest
 
 
-def test_a_folder_that_cannot_be_removed_is_logged_and_tried_again(tmp_path, caplog):
+def test_a_folder_that_cannot_be_removed_is_logged_and_tried_again(tmp_path, caplog, monkeypatch):
     old = save(tmp_path, 1, keep=1)
-    (tmp_path / old / "mine").mkdir()
-    with caplog.at_level(logging.WARNING):
+    real = os.unlink
+
+    def unlink(path: Any) -> None:
+        if worker_name(1) in str(path):
+            raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+        real(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", unlink)
         new = save(tmp_path, 2, keep=1)
     assert old in caplog.text
     assert index.complete(tmp_path) == [new]
     assert not index.is_checkpoint(tmp_path / old)
-    (tmp_path / old / "mine").rmdir()
     save(tmp_path, 3, keep=1)
+    check_tidy(tmp_path)
+
+
+def test_files_of_the_user_in_a_checkpoints_folder_stay(tmp_path, caplog):
+    old = save(tmp_path, 1, keep=1)
+    (tmp_path / old / "eval.json").write_text("mine")
+    (tmp_path / old / "plots").mkdir()
+    (tmp_path / old / "worker-0000.safetensors.tmp").write_text("left over")
+    (tmp_path / old / ".tmpQ4x7Zb").write_text("left over")
+    for round_ in range(2, 5):
+        start_and_save(tmp_path, round_, run=str(round_), keep=1)
+    assert names_in(tmp_path / old) == {"eval.json", "plots"}
+    assert (tmp_path / old / "eval.json").read_text() == "mine"
+    assert caplog.text.count(old) == 1
+    assert "no save made" in caplog.text
+    shutil.rmtree(tmp_path / old)
     check_tidy(tmp_path)
 
 
@@ -207,7 +215,8 @@ def test_a_folder_that_is_a_link_is_no_checkpoint(tmp_path):
     path.mkdir()
     (path / A).symlink_to(elsewhere / name)
     index.switch_latest(path, [A])
-    assert index.complete(path) == []
+    with pytest.raises(CheckpointError, match=f"{A}/manifest.json is missing"):
+        index.complete(path)
     save(path, 2, keep=1)
     assert check(elsewhere / name) == 1
 

@@ -7,26 +7,49 @@ import gc
 import logging
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 import warnings
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from decent_dp.checkpoint import Preemption, latest, load, save
+from decent_dp.checkpoint import Preemption, latest, load, preempt, save
 from decent_dp.ddp import DecentralizedDataParallel
+from decent_dp.errors import PeerTimeoutError
+from decent_dp.transport import run_replicas
 from tests.helpers import SGD, alone, loss, net, values
 
 pytestmark = pytest.mark.timeout(60)
 
 
+@pytest.fixture(autouse=True)
+def _handlers_as_they_were() -> Iterator[None]:
+    """After a stop the handlers that only take note stay."""
+    numbers = (signal.SIGTERM, signal.SIGUSR1)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
 def tell(pid: int | None = None) -> None:
     os.kill(os.getpid() if pid is None else pid, signal.SIGTERM)
+
+
+def train(stop: Preemption, model: DecentralizedDataParallel, steps: int = 1000) -> None:
+    """One worker, until it is due."""
+    for t in range(steps):
+        loss(model, t).backward()
+        if stop.due:
+            break
+        time.sleep(0.005)
 
 
 def wrapped(n: int, **options: Any) -> DecentralizedDataParallel:
@@ -67,7 +90,10 @@ def everything_that_stops(rank: int, n: int, path: str) -> dict[str, Any]:
         found[name] = train_until_due(model, rank, *args, **options)
         return model
 
+    case("nobody", {}, steps=10).close()
+    found["handlers are back"] = signal.getsignal(signal.SIGTERM) is handler
     model = case("one", {last: [7]})
+    tell()  # when all have been told to stop, this ends nobody any more
     save(model, f"{path}/one", rank=rank)
     model.close()
     case("all at once", {r: [5] for r in range(n)}).close()
@@ -75,7 +101,6 @@ def everything_that_stops(rank: int, n: int, path: str) -> dict[str, Any]:
     case("twice", {0: [4, 4, 5]}).close()
     case("before the first update", {0: [0]}).close()
     case("in a window of three", {last: [10]}, each=3).close()
-    case("nobody", {}, steps=10).close()
 
     model = wrapped(n)
     with Preemption(model) as stop:
@@ -98,7 +123,6 @@ def everything_that_stops(rank: int, n: int, path: str) -> dict[str, Any]:
             tell()
     found["between two contexts"] = [stop.due, *train_until_due(model, rank, {})]
     model.close()
-    found["handlers are back"] = signal.getsignal(signal.SIGTERM) is handler
     return found
 
 
@@ -167,7 +191,9 @@ def until_told(rank: int, n: int, folder: str) -> Any:
             loss(model, t, rank).backward()
             if stop.due:
                 break
+    tell()  # of the next node, where it comes later
     save(model, f"{folder}/saved", t=t)
+    tell()
     return model.stats().rounds, digest(model)
 
 
@@ -268,16 +294,145 @@ def test_one_worker_alone():
         assert not stop.due
         loss(model, 0).backward()
         tell()
-        rounds = []
-        for t in range(1, 1000):
-            loss(model, t).backward()
-            rounds.append(model.stats().rounds)
-            if stop.due:
+        train(stop, model)
+    assert stop.due
+    assert 1 < model.stats().rounds < 900
+    model.close()
+
+
+LATE_SIGNALS = """
+import os, signal, sys
+from decent_dp.checkpoint import Preemption, save
+from tests.helpers import alone, loss, net
+from tests.test_preemption import tell, train
+
+
+class AtTheVeryEnd:
+    def __del__(self, tell=tell, say=os.write):
+        tell()  # the interpreter is being taken down: modules are gone, and Python's handlers
+        say(1, b"and left")
+
+
+model, the_end = alone(net()), AtTheVeryEnd()
+with Preemption(model, signals=(signal.SIGTERM, signal.SIGUSR1)) as stop:
+    tell()
+    train(stop, model)
+assert stop.due
+tell()
+os.kill(os.getpid(), signal.SIGUSR1)
+save(model, sys.argv[1])
+tell()
+os.write(1, b"saved ")
+"""
+
+
+def test_no_later_signal_ends_a_worker_that_was_told_to_stop(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", LATE_SIGNALS, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        cwd=Path(__file__).parents[1],
+    )
+    assert (done.returncode, done.stdout) == (0, "saved and left"), done.stderr
+    assert latest(tmp_path) is not None
+
+
+def test_handlers_are_given_back_where_no_stop_was_reached():
+    heard: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    model = alone(net())
+    with Preemption(model) as stop:
+        loss(model, 0).backward()
+    tell()
+    assert heard == [signal.SIGTERM]
+    assert not stop.due
+    with Preemption(model) as stop:
+        tell()
+        train(stop, model)
+    assert stop.due
+    tell()
+    assert heard == [signal.SIGTERM]
+    model.close()
+
+
+def test_after_the_context_due_is_what_it_was():
+    """The round that was agreed on is made outside, later: nobody is to stop for it."""
+    model = alone(net())
+    with Preemption(model) as stop:
+        loss(model, 0).backward()
+        tell()
+        deadline = time.monotonic() + 10
+        while stop._agreement is None or stop._agreement._last is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert stop._agreement._last == 2
+    assert not stop.due
+    loss(model, 1).backward()
+    loss(model, 2).backward()
+    assert not stop.due
+    with Preemption(model) as stop:
+        train(stop, model)
+    assert stop.due
+    loss(model, 0).backward()
+    assert stop.due
+    model.close()
+
+
+def asked_in_the_last_round(transport: Any) -> Any:
+    """Worker 1 is told, and promises not to go beyond the last round; worker 0 has left the loop before it hears of that."""
+    model = DecentralizedDataParallel(net(), SGD, topology="complete", transport=transport)
+    found = []
+    for t in range(2):
+        with Preemption(model, signals=(), grace=10) as stop:
+            for _ in range(3):
+                if (transport.rank, t, model.stats().rounds) == (1, 0, 2):
+                    stop._wish.told = True
+                    time.sleep(0.15)
+                loss(model, t, transport.rank).backward()
+                if t == 1:
+                    time.sleep(0.3)
+                if stop.due:
+                    break
+        found.append((stop.due, model.stats().rounds))
+    model.close()
+    return found
+
+
+def test_all_come_to_the_same_where_somebody_is_asked_in_the_last_round():
+    first, second = run_replicas(2, asked_in_the_last_round)
+    assert first == second
+    assert first[0] == (False, 3)
+    assert first[1][0]
+
+
+def test_two_wrappers_are_told_by_one_signal():
+    """As for a generator and a discriminator, each in a context of its own."""
+    old = signal.getsignal(signal.SIGTERM)
+    generator, discriminator = alone(net()), alone(net(1))
+    with Preemption(generator) as outer, Preemption(discriminator) as inner:
+        tell()
+        for t in range(1000):
+            loss(generator, t).backward()
+            loss(discriminator, t).backward()
+            if outer.due and inner.due:
                 break
             time.sleep(0.005)
-    assert stop.due
-    assert model.stats().rounds == rounds[-1] < 900
-    model.close()
+    assert outer.due
+    assert inner.due
+    tell()
+    signal.signal(signal.SIGTERM, old)
+    # Only the inner one has reached its round: the process is to go all the same.
+    with Preemption(generator) as outer:
+        with Preemption(discriminator) as inner:
+            tell()
+            train(inner, discriminator)
+        tell()
+    assert (outer.due, inner.due) == (False, True)
+    assert signal.getsignal(signal.SIGTERM) not in (old, signal.SIG_DFL)
+    tell()
+    generator.close()
+    discriminator.close()
 
 
 def test_signals_inside_the_handler_do_no_harm():
@@ -287,31 +442,50 @@ def test_signals_inside_the_handler_do_no_harm():
         for _ in range(500):
             os.kill(os.getpid(), signal.SIGUSR1)
             tell()
-        for t in range(1000):
-            loss(model, t).backward()
-            if stop.due:
-                break
-            time.sleep(0.005)
+        train(stop, model)
     assert stop.due
     model.close()
 
 
 def test_a_forked_process_still_ends_by_the_signal():
-    """Pools and data loaders end their processes with it."""
+    """Pools and data loaders end their processes with SIGTERM. What else a group of processes is sent does not end them."""
     model = alone(net())
-    with Preemption(model) as stop:
+    is_there, there = os.pipe()
+    with Preemption(model, signals=(signal.SIGTERM, signal.SIGUSR1)) as stop:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # newer Pythons warn of threads
             child = os.fork()
         if child == 0:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            os.write(there, b"x")
             time.sleep(30)
             os._exit(0)
+        os.close(there)
+        assert os.read(is_there, 1) == b"x"
         tell(child)
         assert os.waitpid(child, 0)[1] == signal.SIGTERM
         loss(model, 0).backward()
         time.sleep(0.3)
         loss(model, 1).backward()
         assert not stop.due
+    model.close()
+    os.close(is_there)
+
+
+def test_a_store_that_hangs_is_waited_for_little_longer_than_the_grace_period(monkeypatch):
+    monkeypatch.setattr(preempt, "_MARGIN", 0.2)
+    model = alone(net())
+    with Preemption(model, grace=1.5) as stop:
+        loss(model, 0).backward()
+        hangs = threading.Event()
+        monkeypatch.setattr(model._transport.board, "read", lambda key: hangs.wait(20))
+        tell()
+        time.sleep(0.3)
+        began = time.monotonic()
+        with pytest.raises(PeerTimeoutError, match=r"within 1\.7 s: the store does not answer"):
+            train(stop, model)
+        assert time.monotonic() - began < 2.5
+        hangs.set()
     model.close()
 
 
@@ -342,6 +516,9 @@ def test_wrong_arguments_and_places():
             wrong()
     with Preemption(model), pytest.raises(RuntimeError, match="inside Preemption"), Preemption(model):
         raise AssertionError
+    with model.join(), pytest.raises(RuntimeError, match=r"inside join\(\)"), Preemption(model):
+        raise AssertionError
+    assert Preemption(model)._grace == 15.0
     caught: list[str] = []
 
     def enter() -> None:

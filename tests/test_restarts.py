@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import importlib
 import json
 import os
 import random
@@ -10,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -56,9 +59,16 @@ def torchrun(folder: Path, *options: str, restarts: int = 0) -> Iterator[subproc
                 process.wait()
 
 
-def numbers(folder: Path) -> dict[str, Any]:
-    result = json.loads((folder / "result.json").read_text())
+def numbers(result: dict[str, Any]) -> dict[str, Any]:
     return {name: result[name] for name in NUMBERS}
+
+
+def train(rank: int, n: int, folder: str, checkpoints: str | None) -> Any:
+    """The example in this process: what it would write into its result."""
+    from examples import digits
+
+    config = digits.Config(topology="ring", epochs=EPOCHS, checkpoint=checkpoints, checkpoint_every=10**6)
+    return json.loads(json.dumps(digits.train(config)))
 
 
 def workers_of(process: subprocess.Popen[str]) -> dict[int, int]:
@@ -86,12 +96,9 @@ def wait_for(process: subprocess.Popen[str], folder: Path, happened: Callable[[]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory) -> dict[str, Any]:
+def undisturbed(workers) -> dict[str, Any]:
     """One that knows nothing of checkpoints."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    with torchrun(folder) as process:
-        assert process.wait(60) == 0, (folder / "output.txt").read_text()
-    found = numbers(folder)
+    found = numbers(workers(2, train, "", None)[0])
     assert found["accuracy"] > 0.9
     assert found["consensus_distance"] > 0
     assert len(found["history"]) == STEPS
@@ -110,27 +117,73 @@ def test_a_worker_that_is_killed_costs_nothing_but_time(undisturbed, tmp_path):
         os.kill(workers_of(process)[draw.randrange(2)], signal.SIGKILL)
         assert process.wait(90) == 0, (tmp_path / "output.txt").read_text()
     assert "(exitcode: -9)" in (tmp_path / "output.txt").read_text()
-    assert numbers(tmp_path) == undisturbed
+    assert numbers(json.loads((tmp_path / "result.json").read_text())) == undisturbed
 
 
 @pytest.mark.timeout(180)
-def test_workers_that_are_told_to_stop_save_and_leave(undisturbed, tmp_path):
-    """SIGTERM to one worker ends all of them well; so does a SIGTERM to torchrun. The next launch goes on."""
+def test_workers_that_are_told_to_stop_save_and_leave(undisturbed, workers, tmp_path):
+    """SIGTERM to one worker, and to the other when that has saved, ends all of them well; so does a SIGTERM to torchrun.
+
+    The next launch goes on.
+    """
     # No checkpoints but those of the signals.
-    options = ["--checkpoint", str(tmp_path / "checkpoints"), "--checkpoint-every", "1000000"]
+    checkpoints = str(tmp_path / "checkpoints")
     steps = [0]
-    for epoch, told in ((5, "a worker"), (10, "torchrun")):
-        with torchrun(tmp_path, *options, restarts=3) as process:
+    for epoch, told in ((5, "workers"), (10, "torchrun")):
+        with torchrun(tmp_path, "--checkpoint", checkpoints, "--checkpoint-every", "1000000", restarts=3) as process:
             wait_for(process, tmp_path, lambda epoch=epoch: f"epoch {epoch:3d}:" in (tmp_path / "output.txt").read_text())
             if told == "torchrun":
                 process.send_signal(signal.SIGTERM)  # ends with an error of its own
                 process.wait(60)
             else:
-                os.kill(workers_of(process)[1], signal.SIGTERM)
+                pids = workers_of(process)
+                os.kill(pids[1], signal.SIGTERM)
+                wait_for(process, tmp_path, lambda: saved_step(tmp_path) > 0)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pids[0], signal.SIGTERM)
                 assert process.wait(60) == 0, (tmp_path / "output.txt").read_text()
         steps.append(saved_step(tmp_path))
         assert max(steps[-2], epoch * 22) < steps[-1] < STEPS
         assert not (tmp_path / "result.json").exists()
-    with torchrun(tmp_path, *options) as process:
-        assert process.wait(60) == 0, (tmp_path / "output.txt").read_text()
-    assert numbers(tmp_path) == undisturbed
+    assert numbers(workers(2, train, "", checkpoints)[0]) == undisturbed
+
+
+def told_with_a_full_disk(rank: int, n: int, folder: str) -> None:
+    from decent_dp.checkpoint import saver
+
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def tell() -> None:
+        while signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    saver.write_worker = full
+    threading.Thread(target=tell, daemon=True).start()
+    train(rank, n, folder, folder)
+
+
+def test_workers_that_could_not_save_do_not_say_that_all_is_well(workers, tmp_path):
+    outcomes = workers.outcomes(2, told_with_a_full_disk, str(tmp_path))
+    assert [outcome.error for outcome in outcomes] == ["SystemExit"] * 2, outcomes
+    for outcome in outcomes:
+        assert outcome.message.startswith("stopped, and nothing could be saved: ")  # a text: exit code 1
+        assert "No space left" in outcome.message
+    assert latest(tmp_path) is None
+
+
+def without_safetensors(rank: int, n: int) -> list[str]:
+    for name in list(sys.modules):
+        if name.startswith(("safetensors", "decent_dp.checkpoint", "examples")):
+            del sys.modules[name]
+    sys.modules["safetensors"] = sys.modules["safetensors.torch"] = None  # type: ignore[assignment]
+    digits = importlib.import_module("examples.digits")
+    result = digits.train(digits.Config(epochs=1))
+    with pytest.raises(ImportError, match=r"pip install 'decent-dp\[checkpoint\]'"):
+        digits.train(digits.Config(epochs=1, checkpoint="nowhere"))
+    return sorted(result)
+
+
+def test_only_checkpoints_need_safetensors(workers):
+    assert set(NUMBERS) < set(workers(1, without_safetensors)[0])

@@ -46,18 +46,18 @@ WAYS = [(wire, overlap) for wire in WIRES for overlap in (True, False)]
 @pytest.mark.parametrize("n", [4, 8])
 @pytest.mark.parametrize("topology", list(TopologyReg.registry))
 def test_every_topology_and_wire(topology, n):
-    """Each before the first step, after it, or at some later update."""
+    """Each at some update, the overlapped ones after the first step too; one of a topology before it."""
     ways = WAYS if n == 4 else WAYS[zlib.crc32(topology.encode()) % 2 :: 2]
     for number, (wire, overlap) in enumerate(ways):
         job = Job({"topology": topology, "wire": wire, "overlap": overlap, "_local_world_size": 2})
-        late = 2 + zlib.crc32(f"{topology} {n} {wire}".encode()) % 4
-        stopped_everywhere(job, n, [0, late] if number == 0 else [1, late])
+        late = 2 + zlib.crc32(f"{topology} {n} {wire}".encode()) % 3
+        stopped_everywhere(job, n, [*([0] if number == 1 else [1] if overlap and n == 4 else []), late], TOTAL - 1)
 
 
 @pytest.mark.parametrize("name", JOBS)
 def test_every_kind_of_job(name):
     synchronous = list(WIRES)[zlib.crc32(name.encode()) % 3]
-    for wire, overlap, stops in (("int8", True, [1, 2, 3, 5]), ("bfloat16", True, [4]), (synchronous, False, [2, 4])):
+    for wire, overlap, stops in (("int8", True, [1, 3, 5]), ("bfloat16", True, [4]), (synchronous, False, [2])):
         job = JOBS[name]
         how = {"topology": "alternating-exp-ring", "wire": wire, "overlap": overlap, "_local_world_size": 2}
         stopped_everywhere(replace(job, options={**how, **job.options}), 4, stops)
@@ -78,7 +78,7 @@ def test_looking_changes_nothing(name):
 def test_other_numbers_of_workers(n, wire):
     """Alone, and with workers that sit rounds out."""
     for topology in ("ring", "complete") if n > 1 else ("complete",):
-        stopped_everywhere(Job({"topology": topology, "wire": wire, **MANY}), n, [0, 1, 2, 4])
+        stopped_everywhere(Job({"topology": topology, "wire": wire, **MANY}), n, [0, 1, 2] if n < 5 else [1, 2], 5)
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -107,10 +107,10 @@ LAYOUTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 @pytest.mark.parametrize("name", ["momentum", "zoo", "windows"])
 def test_other_buckets(name, layout):
     before, after = LAYOUTS[layout]
-    for wire in WIRES:
+    for number, wire in enumerate(WIRES):
         job = JOBS[name]
         job = replace(job, options={**job.options, "topology": "one-peer-exp", "wire": wire, **before})
-        stopped_everywhere(job, 4, [1, 4], **after)
+        stopped_everywhere(job, 4, [(1, 4)[(number + layout) % 2]], **after)
 
 
 @pytest.mark.parametrize("wire", WIRES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from dataclasses import replace
@@ -10,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from decent_dp.checkpoint.files import Manifest, open_worker, write_manifest, write_worker
+from decent_dp.checkpoint.staging import Staging
+from decent_dp.checkpoint.tree import encode
 from decent_dp.ddp import DecentralizedDataParallel
-from decent_dp.errors import OutOfStepError
-from decent_dp.replica.snapshot import pack_sparse, unpack_sparse
 from decent_dp.transport import InProcessTransport, run_replicas
 from decent_dp.wire import WIRES, Item, Moment, Wire
 from decent_dp.wire.base import _RUN_ON_CPU
@@ -22,24 +24,16 @@ from tests.helpers import SGD, alone, assert_same, batch, loss, net, values
 from tests.resuming import (
     JOBS,
     MANY,
+    PAIRS,
     Job,
-    Zoo,
     assert_equal,
     dumb_copy,
     go_on,
     run_through,
     step_in_windows,
     tensors_of,
+    trained,
 )
-
-PAIRS = Job({"topology": "one-peer-exp"})
-
-
-def trained(job: Job, steps: int, transport: Any = None, **options: Any) -> DecentralizedDataParallel:
-    model = job.wrap(0, transport or InProcessTransport(), **options)
-    job.train(model, range(steps), 0 if transport is None else transport.rank)
-    return model
-
 
 # -- moments ---------------------------------------------------------------------------------------------------------------
 
@@ -146,23 +140,15 @@ def test_inside_a_backward_there_is_no_step_boundary():
     assert model.stats().updates == 1
 
 
-def test_after_close_the_model_and_its_optimizer_can_be_saved():
+def test_after_close_there_is_nothing_to_save_or_to_go_on():
     model = alone(net(), SGD)
-    for t in range(3):
-        loss(model, t).backward()
-    open_ = dumb_copy(model._snapshot())
+    loss(model, 0).backward()
+    saved = dumb_copy(model._snapshot())
     model.close()
-    closed = dumb_copy(model._snapshot())
-    assert closed["exchange"] is None
-    for key in ("parameters", "buffers", "optim", "round", "order", "steps"):
-        assert_equal(closed[key], open_[key])
+    with pytest.raises(RuntimeError, match=r"was closed: save before close\(\), or keep model\.module\.state_dict\(\)"):
+        model._snapshot()
     with pytest.raises(RuntimeError, match="was closed"):
-        model._restore(open_)
-    other = alone(net(5), SGD)
-    other._restore(closed)
-    for t in range(3, 5):
-        loss(other, t).backward()
-    assert other.stats().updates == 5
+        model._restore(saved)
 
 
 def test_after_an_update_that_failed_the_state_is_not_one_to_go_on_from():
@@ -245,6 +231,108 @@ def test_an_optimizer_state_that_waits_for_the_first_update_goes_on_waiting():
     assert_equal(dumb_copy(model._snapshot()), dumb_copy(reference._snapshot()))
 
 
+def test_a_window_of_a_scaler_ends_before_anything_is_scaled_again():
+    """A scaler has no scale of its own before it has scaled something: the gradients that were saved must not see that."""
+    job = Job(scaled=True)
+
+    def opened(model: DecentralizedDataParallel, steps: range) -> None:
+        model.set_accumulate_grad(True)
+        for t in steps:
+            model._policy.scaler.scale(loss(model, t)).backward()
+
+    def ended(model: DecentralizedDataParallel, steps: range) -> Any:
+        model.set_accumulate_grad(False)
+        model.eval()
+        with torch.no_grad():
+            found = [loss(model, 9)]
+        model.train()
+        for t in steps:
+            model._policy.scaler.scale(loss(model, t)).backward()
+        return found, dumb_copy(model._snapshot())
+
+    model = job.wrap(0, InProcessTransport())
+    opened(model, range(2))
+    saved = dumb_copy(model._snapshot())
+    other = job.wrap(3, InProcessTransport())
+    other._restore(saved)
+    assert other._policy.scaler.get_scale() == 256.0
+    assert_equal(ended(other, range(2, 5)), ended(model, range(2, 5)))
+
+
+@pytest.mark.parametrize("view", [True, False], ids=["view", "no-view"])
+@pytest.mark.parametrize("name", ["zoo", "scaled windows", "sparse momentum"])
+def test_a_load_where_the_caller_infers(name, view):
+    """What it makes trains, whatever it was made from."""
+    job = replace(JOBS[name], options={**JOBS[name].options, "topology": "one-peer-exp", "wire": "int8"})
+    job = replace(job, options={**job.options, "param_as_bucket_view": view})
+    through = run_replicas(2, lambda at: run_through(job, at, at.rank, 7, [0, 4]), timeout=20)
+
+    def body(at: InProcessTransport, stop: int) -> None:
+        model = trained(job, 2, at)
+        with torch.inference_mode():
+            model._restore(dumb_copy(through[at.rank][0][stop]))
+        assert_equal(job.train(model, range(stop, 7), at.rank), through[at.rank][1][stop:])
+        assert_equal(dumb_copy(model._snapshot()), through[at.rank][2])
+
+    for stop in (4, 0):
+        run_replicas(2, partial(body, stop=stop), timeout=20)
+
+
+def lies_alone(param: Tensor) -> bool:
+    return param.storage_offset() == 0 and param.untyped_storage().nbytes() == param.numel() * param.element_size()
+
+
+def test_before_the_first_update_parameters_lie_on_their_own():
+    """Also after a load that was refused, and in their strides: a sum may depend on where its numbers lie."""
+    job = replace(JOBS["zoo"], optim_fn=SGD)
+    [(snapshots, losses, end)] = run_replicas(1, lambda at: run_through(job, at, 0, 4, [0, 3]))
+    strides = {name: param.stride() for name, param in job.model(0).named_parameters()}
+
+    def alone_and_equal(model: DecentralizedDataParallel, saved: Any) -> None:
+        for name, param in model.module.named_parameters():
+            assert lies_alone(param), name
+            assert param.stride() == strides[name]
+        assert_equal(dumb_copy(model._snapshot()), saved)
+
+    model = trained(job, 3)
+    assert not all(lies_alone(param) for param in model._guard.params)
+    model._restore(snapshots[0])
+    alone_and_equal(model, snapshots[0])
+    assert_equal(job.train(model, range(4), 0), losses)
+    assert_equal(dumb_copy(model._snapshot()), end)
+
+    fresh = job.wrap(0, InProcessTransport())
+    before = dumb_copy(fresh._snapshot())
+    with pytest.raises(ValueError, match="the optimizer was Adam"):
+        fresh._restore({**snapshots[3], "optimizer": "Adam"})
+    alone_and_equal(fresh, before)
+    assert_equal(job.train(fresh, range(4), 0), losses)
+
+
+@pytest.mark.parametrize("name", ["sparse", "sparse momentum"])
+def test_sparse_tensors_through_a_file(name, tmp_path):
+    """Gradients of an open window, coalesced or not, and states."""
+    job = JOBS[name]
+    stop = 4 if name == "sparse" else 3
+    snapshots, losses, end = run_through(job, InProcessTransport(), 0, 6, [stop])
+    assert any(tensor.is_sparse for tensor in tensors_in(snapshots[stop]))
+    text, tensors = encode(snapshots[stop], "")
+    assert all(tensor.layout is torch.strided for tensor in tensors.values())
+    info = write_worker(tmp_path, 0, Staging().copy(tensors).tensors, text)
+    write_manifest(tmp_path, Manifest(4, 1, (info,), None))
+    with open_worker(tmp_path, 0) as reader:
+        others, other = go_on(job, InProcessTransport(), 0, range(stop, 6), reader.tree())
+    assert_equal(others, losses[stop:])
+    assert_equal(other, end)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    members = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for member in members for tensor in tensors_in(member)]
+
+
 class Noting(torch.optim.lr_scheduler.LRScheduler):
     """Its state is a list that grows."""
 
@@ -255,6 +343,29 @@ class Noting(torch.optim.lr_scheduler.LRScheduler):
     def get_lr(self) -> list[float]:
         self.rates.append(0.1 / (1 + len(self.rates)))
         return [self.rates[-1] for _ in self.optimizer.param_groups]
+
+
+def test_a_snapshot_that_waits_for_the_first_update_is_not_kept():
+    """Its owner may write to it at once: to a list of a scheduler's, to a rate, to a tensor."""
+    options = {"lr_scheduler_fn": Noting, **MANY}
+    job = Job(options, optim_fn=lambda params: torch.optim.Adam([p for _, p in params], lr=torch.tensor(0.05), foreach=False))
+    state = trained(job, 3).optim_state_dict()
+    ends = []
+    for spoilt in (False, True):
+        waiting = job.wrap(9, InProcessTransport())
+        waiting.load_optim_state_dict(copy.deepcopy(state))
+        kept = waiting._snapshot()
+        assert kept["order"] is None
+        model = job.wrap(9, InProcessTransport())
+        model._restore(kept)
+        if spoilt:
+            kept["optim"]["schedulers"]["rates"].clear()
+            for name, own in kept["optim"]["state"].items():
+                own["exp_avg"].fill_(7.0)
+                kept["optim"]["param_groups"][name]["lr"].fill_(3.0)
+        ends.append((job.train(model, range(3, 6), 0), dumb_copy(model._snapshot())))
+        assert len(model.lr_schedulers[-1].rates) == len(state["schedulers"]["rates"]) + 3
+    assert_equal(*ends)
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -277,176 +388,6 @@ def test_a_stale_graph_is_noticed():
     model._restore(saved)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         value.backward()
-
-
-# -- what does not fit -----------------------------------------------------------------------------------------------------
-
-
-def changed(snapshot: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """A copy with another value at ``path``; None: without it."""
-    found = dumb_copy(snapshot)
-    *way, last = path.split("/")
-    inner = found
-    for key in way:
-        inner = inner[key]
-    if value is None:
-        del inner[last]
-    else:
-        inner[last] = value
-    return found
-
-
-class Picky(nn.Module):
-    """Has extra state that it may refuse."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.inner = Zoo(seed)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.inner(x)
-        return result
-
-
-UNFIT: list[tuple[str, Any, type[Exception], str]] = [
-    ("parameters/inner.turned", None, ValueError, r"parameter 'inner\.turned' is not in the snapshot"),
-    ("parameters/inner.more", torch.zeros(3), ValueError, r"the parameter 'inner\.more', and this model has none"),
-    (
-        "parameters/inner.turned",
-        torch.zeros(3, 8),
-        ValueError,
-        r"'inner\.turned' was saved as \(3, 8\) float32, and is \(8, 3\)",
-    ),
-    ("parameters/inner.wide.bias", torch.zeros(8), ValueError, r"'inner\.wide\.bias' was saved as \(8,\) float32.*float64"),
-    ("buffers/inner.seen", None, ValueError, r"buffer 'inner\.seen' is not in the snapshot"),
-    ("buffers/inner.phase", torch.zeros(3), ValueError, r"buffer 'inner\.phase' was saved as \(3,\) float32.*complex64"),
-    ("extra_state/inner.counted", None, ValueError, r"extra state of the module 'inner\.counted' is not in the snapshot"),
-    ("extra_state/inner.counted", {"calls": -1}, ValueError, "calls below zero"),
-    ("optim/param_groups/inner.turned", None, ValueError, r"nothing for parameter 'inner\.turned'"),
-    ("optimizer", "AdamW", ValueError, r"the optimizer was AdamW when this was saved, and is Wide now"),
-    ("scheduler", "StepLR", ValueError, r"the scheduler was StepLR when this was saved, and is None now"),
-    ("optim/scaler", {"scale": 2.0}, ValueError, r"saved with a GradScaler, and this wrapper has none"),
-    ("order", ["inner.turned"], ValueError, "order of the parameters"),
-    ("round", -1, ValueError, "'round' is -1"),
-    ("window", "owed", ValueError, "'window' is 'owed'"),
-    ("factor", 1.5, ValueError, r"'factor' is 1\.5"),
-    ("grads", None, ValueError, "no snapshot of a replica: it has no entry 'grads'"),
-    ("grads/inner.turned", torch.zeros(3), ValueError, r"gradient of 'inner\.turned' was saved as \(3,\)"),
-    ("grads/inner.more", torch.zeros(3), ValueError, r"gradient of 'inner\.more', which is no trainable"),
-    (
-        "exchange/parameters/inner.turned/sent",
-        None,
-        ValueError,
-        r"'sent' of the exchange of parameter 'inner\.turned' is missing",
-    ),
-    ("exchange/parameters/inner.turned/told", torch.zeros(2, dtype=torch.int8), ValueError, r"'told' .* is \(2,\)"),
-    ("exchange/parameters/inner.turned/ranges", torch.zeros(1, 4), ValueError, r"'ranges' .*float32, and should be .*float64"),
-]
-
-
-def state_of(model: DecentralizedDataParallel) -> Any:
-    """Everything that a refused load must leave alone."""
-    objects = [*model.optimizers, *model._engine.buckets, *model.module.parameters()]
-    return dumb_copy(model._snapshot()), [id(one) for one in objects]
-
-
-@pytest.mark.parametrize("bad", [0, 1], ids=["worker 0", "worker 1"])
-def test_what_does_not_fit_is_refused_on_all_workers_and_changes_nothing(bad):
-    job = Job({"topology": "one-peer-exp", "wire": "int8", **MANY}, model=Picky, optim_fn=JOBS["zoo"].optim_fn)
-    job = replace(job, step=step_in_windows)
-    through = run_replicas(2, lambda at: run_through(job, at, at.rank, 9), timeout=20)
-
-    def body(at: InProcessTransport) -> list[tuple[str, str]]:
-        model = trained(job, 4, at)
-        fits = dumb_copy(model._snapshot())
-        job.train(model, range(4, 5), at.rank)  # in the middle of a window
-        errors = []
-        for path, value, kind, _ in UNFIT:
-            before = state_of(model)
-            with pytest.raises(kind) as caught:
-                model._restore(changed(fits, path, value) if at.rank == bad else fits)
-            errors.append((type(caught.value).__name__, str(caught.value)))
-            assert_equal(state_of(model), before, path)
-        job.train(model, range(5, 9), at.rank)
-        assert_equal(dumb_copy(model._snapshot()), through[at.rank][2])
-        return errors
-
-    found = run_replicas(2, body, timeout=30)
-    assert found[0] == found[1]
-    for (path, _, kind, match), (name, message) in zip(UNFIT, found[0], strict=True):
-        with pytest.raises(AssertionError, match=match):
-            raise AssertionError(message)
-        assert name == kind.__name__, path
-        assert message.startswith(f"worker {bad}: "), path
-
-
-def test_an_optim_fn_that_fails_changes_nothing():
-    fails = [False]
-
-    def optim_fn(params: list[Any]) -> torch.optim.Optimizer:
-        if fails[0]:
-            raise ValueError("not again")
-        return SGD([param for _, param in params])
-
-    job = replace(PAIRS, optim_fn=optim_fn)
-    through = run_replicas(2, lambda at: run_through(job, at, at.rank, 6), timeout=20)
-
-    def body(at: InProcessTransport) -> None:
-        model = trained(job, 3, at)
-        before = state_of(model)
-        at.control.gather(None)
-        fails[0] = True
-        with pytest.raises(ValueError, match="not again"):
-            model._restore(before[0])
-        at.control.gather(None)
-        fails[0] = False
-        assert_equal(state_of(model), before)
-        job.train(model, range(3, 6), at.rank)
-        assert_equal(dumb_copy(model._snapshot()), through[at.rank][2])
-
-    run_replicas(2, body, timeout=20)
-
-
-def test_workers_whose_snapshots_do_not_belong_together():
-    through = run_replicas(2, lambda at: run_through(PAIRS, at, at.rank, 5, [0, 2, 4])[0], timeout=20)
-    one_bucket = run_replicas(2, lambda at: run_through(replace(PAIRS, options=MANY), at, at.rank, 3, [2])[0], timeout=20)
-
-    def body(at: InProcessTransport) -> list[str]:
-        model = PAIRS.wrap(0, at)
-        own = through[at.rank]
-        turned = one_bucket[at.rank][2]
-        turned = {**turned, "order": turned["order"][::-1]}
-        errors = []
-        for snapshot, kind in (
-            (own[2 + 2 * at.rank], OutOfStepError),
-            (own[2] if at.rank else own[0], OutOfStepError),
-            (turned if at.rank else own[2], ValueError),
-        ):
-            before = state_of(model)
-            with pytest.raises(kind) as caught:
-                model._restore(snapshot)
-            errors.append(str(caught.value))
-            assert_equal(state_of(model), before)
-        PAIRS.train(model, range(2), at.rank)
-        assert_equal(dumb_copy(model._snapshot()), own[2])
-        return errors
-
-    found = run_replicas(2, body, timeout=20)
-    assert found[0] == found[1]
-    assert "different rounds (worker 0: 2, worker 1: 4)" in found[0][0]
-    assert "different rounds (worker 0: 0, worker 1: 2)" in found[0][1]
-    assert "different orders" in found[0][2]
-
-
-def test_a_scaler_of_another_run():
-    job = JOBS["scaler"]
-    scaled, plain = trained(job, 2), trained(PAIRS, 2)
-    for model, snapshot, words in (
-        (plain, scaled._snapshot(), "with a GradScaler, and this wrapper has none"),
-        (scaled, plain._snapshot(), "without a GradScaler, and this wrapper has one"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            model._restore(dumb_copy(snapshot))
 
 
 # -- an exchange that cannot go on -----------------------------------------------------------------------------------------
@@ -575,20 +516,3 @@ def test_what_a_wire_has_learnt_and_announced_belongs_to_its_items():
     other.remember([learnt[i] for i in turned])
     assert other.announcement_of([parts[i] for i in turned]) == other.announcement([10 * values[i] for i in turned])
     assert_equal(other.memory(), [learnt[i] for i in turned])
-
-
-def test_sparse_tensors_are_packed_in_their_parts():
-    uncoalesced = torch.sparse_coo_tensor(torch.tensor([[1, 1, 0]]), torch.randn(3, 2), (4, 2), check_invariants=True)
-    tree = {"a": [uncoalesced, uncoalesced.coalesce(), torch.ones(2)], "b": (None, 3)}
-    packed = pack_sparse(tree)
-    back = unpack_sparse(dumb_copy(packed))
-    for one, other in zip(tree["a"][:2], back["a"][:2], strict=True):
-        assert one.is_coalesced() == other.is_coalesced()
-        assert torch.equal(one._indices(), other._indices())
-        assert torch.equal(one._values(), other._values())
-        assert one.shape == other.shape
-    assert torch.equal(back["a"][2], torch.ones(2))
-    assert back["b"] == (None, 3)
-    packed["a"][0]["sparse_indices"] = torch.tensor([[1, 9, 0]])
-    with pytest.raises(RuntimeError, match="size is inconsistent with indices"):
-        unpack_sparse(packed)

@@ -169,11 +169,18 @@ def test_a_chain_of_restarts(as_view):
 
 def test_the_keys_are_names():
     model = alone(net(), bucket_size_in_mb=SOME, **SETUPS["sequential"])
-    assert model.optim_state_dict() == {"state": {}, "param_groups": {}, "schedulers": None, "scaler": None, "round": 0}
+    assert model.optim_state_dict() == {
+        "state": {},
+        "param_groups": {},
+        "groups": [],
+        "schedulers": None,
+        "scaler": None,
+        "round": 0,
+    }
     train(model, range(3))
     found = model.optim_state_dict()
     names = [name for name, _ in net().named_parameters()]
-    assert found.keys() == {"state", "param_groups", "schedulers", "scaler", "round"}
+    assert found.keys() == {"state", "param_groups", "groups", "schedulers", "scaler", "round"}
     assert found["round"] == 3
     assert sorted(found["state"]) == sorted(found["param_groups"]) == sorted(names)
     assert all(found["state"][name]["momentum_buffer"].shape == param.shape for name, param in net().named_parameters())
@@ -459,3 +466,106 @@ def test_empty_groups_and_cyclic_schedules(early, schedule):
     model.load_optim_state_dict(saved[1])
     assert train(model, range(4, 8))[1] == train(reference, range(4, 8))[1]
     assert_same(model.module, reference.module)
+
+
+def test_an_empty_group_has_what_others_of_its_number_have():
+    """Whatever the buckets are: the first group of the first bucket is what users look at."""
+
+    def rates(model: DecentralizedDataParallel) -> set[tuple[float, ...]]:
+        found = set()
+        for optimizer, scheduler in zip(model.optimizers, model.lr_schedulers, strict=True):
+            groups = [(float(group["lr"]), group["weight_decay"]) for group in optimizer.param_groups]
+            found.add((*groups, *scheduler.get_last_lr()))
+        return found
+
+    def groups(edited: int, params: Any) -> torch.optim.Optimizer:
+        weights, rest = ([p for _, p in params if (p.ndim > 1) is matrix] for matrix in (True, False))
+        made = [{"params": weights, "weight_decay": 0.1}, {"params": rest, "lr": 0.02}, {"params": [], "lr": 0.3}]
+        for group in made[:2]:
+            group["lr"] = edited * group.get("lr", 0.1)
+        return torch.optim.SGD(made, momentum=0.9)
+
+    setup = {"optim_fn": partial(groups, 1), "lr_scheduler_fn": SETUPS["lambda"]["lr_scheduler_fn"]}
+    for before, after in ((MANY, MANY), (ONE, MANY), (MANY, ONE)):
+        reference = alone(net(), bucket_size_in_mb=before, **setup)
+        train(reference, range(3))
+        assert len(rates(reference)) == 1
+        saved = through_a_file((reference.state_dict(), reference.optim_state_dict()))
+        for early in (True, False):
+            model = restarted(saved, {**setup, "optim_fn": partial(groups, 7)}, after, early=early)
+            twin = restarted(saved, setup, before, early=True)
+            for m in (model, twin):
+                train(m, range(3, 5))
+            assert rates(model) == rates(twin)
+            assert model.get_lr() == twin.get_lr()
+        train(reference, range(3, 5))
+        assert rates(model) == rates(reference)
+
+
+def test_an_empty_group_does_not_stand_for_those_that_are_not():
+    model = alone(net(), decay_apart, bucket_size_in_mb=MANY)
+    train(model, range(1))
+    filled = [g for optimizer in model.optimizers for g in optimizer.param_groups if g["params"]]
+    assert len(filled) == 6 < sum(len(optimizer.param_groups) for optimizer in model.optimizers)
+    assert not all(optimizer.param_groups[0]["params"] for optimizer in model.optimizers[:2])
+    for group in filled:
+        group["lr"] = 0.5
+    other = alone(net(), decay_apart, bucket_size_in_mb=MANY)
+    other.load_optim_state_dict(through_a_file(model.optim_state_dict()))
+    train(other, range(1))
+    assert {group["lr"] for optimizer in other.optimizers for group in optimizer.param_groups} == {0.5}
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_states_are_brought_into_the_strides_of_their_parameters(early):
+    """A file need not keep strides; and the caller may be about to infer."""
+
+    def turned(seed: int) -> nn.Module:
+        model = net(seed)
+        for layer in (model[0], model[2]):
+            layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
+        return model
+
+    reference = alone(turned(0), partial(AccumAdamW, lr=0.01, accum_iter=2) if early else SGD)
+    optim_fn = SGD if not early else partial(AccumAdamW, lr=0.01, accum_iter=2)
+    train(reference, range(3))
+    weights, saved = through_a_file((reference.state_dict(), reference.optim_state_dict()))
+    for state in saved["state"].values():
+        for key, value in state.items():
+            state[key] = value.contiguous()
+    model = alone(turned(5), optim_fn)
+    if not early:
+        train(model, range(2))
+    model.load_state_dict(weights)
+    with torch.inference_mode():
+        model.load_optim_state_dict(saved)
+    train(model, range(3, 6))
+    train(reference, range(3, 6))
+    assert_same(model.module, reference.module)
+    for optimizer in model.optimizers:
+        for param, state in optimizer.state.items():
+            assert all(value.stride() == param.stride() for value in state.values() if value.shape == param.shape)
+
+
+class Growing(lr_scheduler.LRScheduler):
+    """Its state is a list that grows."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.seen: list[int] = []
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        self.seen.append(len(self.seen))
+        return [0.1 / (1 + len(self.seen)) for _ in self.optimizer.param_groups]
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_schedulers_share_nothing_that_was_loaded(early):
+    setup = {"optim_fn": SGD, "lr_scheduler_fn": Growing}
+    reference = alone(net(), bucket_size_in_mb=ONE, **setup)
+    train(reference, range(3))
+    saved = copy.deepcopy((reference.state_dict(), reference.optim_state_dict()))
+    kept = copy.deepcopy(saved[1]["schedulers"])
+    model = restarted(saved, setup, MANY, early=early)
+    assert train(model, range(3, 6)) == train(reference, range(3, 6))
+    assert saved[1]["schedulers"] == kept

@@ -25,7 +25,7 @@ from decent_dp.handed import (
     check_scaler,
 )
 from decent_dp.replica import consensus
-from decent_dp.replica.agree import agree_on_signature, meet, model_signature
+from decent_dp.replica.agree import agree, agree_on_signature, meet, model_signature
 from decent_dp.replica.building import Builder
 from decent_dp.replica.engine import Bucket, Engine
 from decent_dp.replica.guard import Guard, insert_module
@@ -168,7 +168,7 @@ class DecentralizedDataParallel(nn.Module):
         self._settings = settings
         self._topology = made_topology
         self._transport = transport
-        self._backup: list[Tensor] | None = None
+        self._backup: list[tuple[Tensor, Tensor]] | None = None  # what is not its own just now, and its own values
         self._averaging = False  # in `averaged`: the backup comes back by itself
         self._at_close: list[Callable[[], None]] = []  # what is to be finished while there are connections
         self._guard = Guard(model, before=self._settle, loaded=self._forget)
@@ -385,8 +385,7 @@ class DecentralizedDataParallel(nn.Module):
                 "there is nothing to revert: call global_avg() (with will_revert=True) first. An update or a load after it "
                 "drops the backup."
             )
-        params = [param.detach() for param in self._guard.params]
-        for tensor, saved in zip(params + self._float_buffers(), self._backup, strict=True):
+        for tensor, saved in self._backup:
             tensor.copy_(saved)
         self._backup = None
 
@@ -438,6 +437,9 @@ class DecentralizedDataParallel(nn.Module):
         """The optimizers' state by parameter name, with schedulers, scaler and the round that comes next.
 
         It fits whatever buckets it is loaded into.
+
+        Raises:
+            ValueError: an optimizer keeps what belongs to no parameter; names it.
         """
         self._settle()
         return collect_optim_state(self._engine.buckets, self._policy.scaler, self._engine.round, self._builder.pending)
@@ -471,8 +473,12 @@ class DecentralizedDataParallel(nn.Module):
         values are taken, as they are after it. The tensors are live: copy them before the next update.
 
         Raises:
-            RuntimeError: inside a backward; after an update that failed; between ``global_avg`` and ``revert_global_avg``.
+            RuntimeError: inside a backward; after an update that failed; between ``global_avg`` and ``revert_global_avg``;
+                after ``close``.
+            ValueError: an optimizer keeps what belongs to no parameter; names it.
         """
+        if self._schedule.closed:
+            raise RuntimeError("the wrapper was closed: save before close(), or keep model.module.state_dict().")
         self._schedule.settle_for("save")
         own: dict[int, Tensor] = {}
         if self._backup is not None:
@@ -482,8 +488,7 @@ class DecentralizedDataParallel(nn.Module):
                     "after revert_global_avg(), or average for good with global_avg(will_revert=False), or save inside "
                     "`with model.averaged():`, where the replica's own values are saved."
                 )
-            tensors = [*self._guard.params, *self._float_buffers()]
-            own = {id(tensor): saved for tensor, saved in zip(tensors, self._backup, strict=True)}
+            own = {id(tensor): saved for tensor, saved in self._backup}
         return take(self._replica, own)
 
     def _restore(self, snapshot: dict[str, Any]) -> None:
@@ -493,16 +498,24 @@ class DecentralizedDataParallel(nn.Module):
         changed and not kept.
 
         Raises:
-            ValueError, RuntimeError: it does not fit this model, optimizer or scaler; the same error on all workers, and
-                nothing is changed.
+            ValueError, TypeError, RuntimeError: it does not fit this model, optimizer or scaler, or a worker is inside a
+                backward; the same error on all workers, and nothing is changed.
             OutOfStepError: the workers' snapshots are of different rounds; likewise.
+            RuntimeError: inside ``join``, or after ``close``.
         """
         schedule = self._schedule
+        # Who has run out waits for another word of ours than those with which workers agree.
         if schedule.joining:
             raise RuntimeError("load was called inside join(), where some workers have run out: call it before the with-block.")
         if schedule.closed:
             schedule.check()
-        schedule.settle_for("load", failed=True)
+
+        def refuse() -> None:
+            schedule.refuse_inside("load")
+            schedule.check()
+
+        agree(self._transport.control, refuse)  # before an owed update, for which the others would wait
+        schedule.settle_for("load")
         put_back(self._replica, snapshot)
         self._backup = None
 
@@ -555,7 +568,7 @@ class DecentralizedDataParallel(nn.Module):
         if not will_revert:
             self._forget(self._guard.params)
         elif self._backup is None:
-            self._backup = [tensor.clone() for tensor in tensors]
+            self._backup = [(tensor, tensor.detach().clone()) for tensor in (*self._guard.params, *self._float_buffers())]
         return consensus.average_(self._transport.control, tensors)[: len(params)]
 
     def _meet(self, what: str) -> None:

@@ -50,7 +50,8 @@ class AveragedReplica:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Takes the replica in, as it is now. Call it after each update, on all workers.
+        """Takes the replica in, as it is now. Call it after each update, on all workers; with uneven inputs once after each
+        ``join``, as workers that have run out make no more updates in it.
 
         Raises:
             RuntimeError: inside ``averaged``, where the replica has other values.
@@ -72,8 +73,8 @@ class AveragedReplica:
 
         Called by all workers. Buffers are as inside ``model.averaged()``: BatchNorm's statistics are those of the replica,
         averaged over workers with ``sync_buffer_in_global_avg``; ``calibrate`` and ``export`` fit them to the parameters. All
-        buffers are as before afterwards. The exchange under way goes on. Before the first ``update``, it is the replica as
-        it was when this object was made.
+        buffers are as before afterwards, and ``save`` saves what they were before. The exchange under way goes on. Before the
+        first ``update``, it is the replica as it was when this object was made.
 
         Raises:
             OutOfStepError: the workers have made different numbers of updates, of the model or of the average.
@@ -83,25 +84,27 @@ class AveragedReplica:
         model._meet("averaged of AveragedReplica")
         self._compare()
         nested = model._backup is not None
-        own, buffers = [*model._guard.params, *model._float_buffers()], list(model.buffers())
-        before, kept = ([tensor.detach().clone() for tensor in tensors] for tensors in (own, buffers))
+        before = [(tensor, tensor.detach().clone()) for tensor in (*model._guard.params, *model.buffers())]
+        # What a save takes in the place of what is here, and a revert puts back: buffers, too, as `calibrate` changes them.
+        backup = [] if model._backup is None else model._backup
+        covered = {id(tensor) for tensor, _ in backup}
+        backup = [*backup, *(pair for pair in before if id(pair[0]) not in covered)]
         with torch.no_grad():
             means = [average.clone() for average in self._averages]
             consensus.average_(model._transport.control, [*means, *model._float_buffers()])
             for param, mean in zip(model._guard.params, means, strict=True):
                 param.copy_(mean)
             del means
-        outer, model._averaging = model._averaging, model._averaging or not nested
-        if not nested:
-            model._backup = before
+        averaging, model._averaging = model._averaging, model._averaging or not nested
+        outer, model._backup = model._backup, backup
         try:
             yield
         finally:
-            model._averaging = outer
-            if model._backup is not None:  # else an update or a load has made these values the replica's own
-                model._backup = model._backup if nested else None
+            model._averaging = averaging
+            if model._backup is not None:  # else it was reverted, or an update or a load has made these the replica's own
+                model._backup = outer
                 with torch.no_grad():
-                    for tensor, value in zip([*own, *buffers], [*before, *kept], strict=True):
+                    for tensor, value in before:
                         tensor.copy_(value)
 
     def state_dict(self) -> dict[str, Any]:
@@ -147,5 +150,6 @@ class AveragedReplica:
             if updates != found[0][0]:
                 raise OutOfStepError(
                     f"AveragedReplica has taken in {found[0][0]} updates on worker 0 and {updates} on worker {rank}: call its "
-                    "update() on every worker, after the same updates of the model"
+                    "update() on every worker, after the same updates of the model. With uneven inputs, where workers run out "
+                    "in join(), call it once after each join() instead."
                 )

@@ -19,7 +19,7 @@ from decent_dp.errors import CheckpointError, OutOfStepError, PeerError, PeerLos
 from decent_dp.replica.agree import worker_counts
 from decent_dp.transport.base import Transport
 
-__all__ = ["Pages", "Record", "check_records", "first_workers", "is_quiet"]
+__all__ = ["Pages", "Record", "UndecidedError", "check_records", "first_workers", "is_quiet"]
 
 # Seconds between two looks at the board: short at first, as others are often just about to post.
 _FIRST_LOOK, _LAST_LOOK = 0.002, 0.05
@@ -57,6 +57,10 @@ def is_quiet(error: Exception) -> bool:
     return isinstance(error, (OSError, CheckpointError)) and not isinstance(error, ConnectionError)
 
 
+class UndecidedError(PeerTimeoutError):
+    """No word has come of how it ended, so it may have ended in any way."""
+
+
 class Pages:
     """The pages of one save.
 
@@ -81,8 +85,9 @@ class Pages:
         """What all have handed in, by rank.
 
         Raises:
-            PeerLostError: a worker is gone that has not handed in anything.
+            PeerLostError: a worker is gone that has not handed in anything; on all workers, as the next.
             PeerTimeoutError: one has not within the timeout.
+            UndecidedError: nobody has said which of these it is.
             ConnectionError: the board cannot be reached.
         """
         everybody = range(self._transport.world_size)
@@ -111,7 +116,8 @@ class Pages:
         """What went wrong with whom of the ``first``; empty when the checkpoint is complete.
 
         Raises:
-            PeerLostError, PeerTimeoutError, ConnectionError: as for ``records``.
+            PeerLostError, PeerTimeoutError: a first worker is gone or late; its folder may yet be complete.
+            UndecidedError, ConnectionError: as for ``records``.
         """
 
         def settle(absent: list[int], gone: list[int]) -> None:
@@ -148,7 +154,10 @@ class Pages:
         while (found := self._read(page)) is None:
             late, lost = time.monotonic() > deadline, self._transport.lost()
             if late and settled:
-                raise PeerTimeoutError(f"whoever had decided on {self._name} is gone before it could say how.")
+                raise UndecidedError(
+                    f"it is not known whether {self._name} has become complete: the worker that was to say so is gone, or "
+                    f"slower than {self._transport.timeout:g} s. `latest` names it if it has."
+                )
             if (late or lost) and not settled:
                 absent = [rank for rank in ranks if self._read(f"{kind}/{rank}") is None]
                 gone = [rank for rank in absent if rank in lost]

@@ -45,15 +45,14 @@ def export(model: DecentralizedDataParallel, path: str | Path, *, loader: Iterab
 
     Raises:
         ValueError: the path ends otherwise.
-        TypeError: the model keeps an extra state that the file cannot hold.
+        TypeError: it is no path, or the model keeps an extra state that the file cannot hold.
         CheckpointError: it cannot be written.
         OutOfStepError: the workers have made different numbers of updates. All of these on all workers.
     """
     check_wrapper(model, "export")
-    path = Path(path)
     control, rank = model._transport.control, model._transport.rank
     model._meet("export")
-    agree(control, lambda: _check_path(path))
+    file = agree(control, lambda: _checked_path(path))
     with contextlib.ExitStack() as undone:
         if model._backup is None:  # else the replicas are what is wanted: somebody has averaged them
             undone.enter_context(model.averaged())
@@ -61,8 +60,8 @@ def export(model: DecentralizedDataParallel, path: str | Path, *, loader: Iterab
         if loader is not None:
             calibrate(model, loader)
         _average_buffers(model)
-        agree(control, lambda: _write(model, path) if rank == 0 else None)
-    return path
+        agree(control, lambda: _write(model, file) if rank == 0 else None)
+    return file
 
 
 def calibrate(model: DecentralizedDataParallel, loader: Iterable[Any]) -> None:
@@ -73,7 +72,7 @@ def calibrate(model: DecentralizedDataParallel, loader: Iterable[Any]) -> None:
     Inside ``with model.averaged()`` they belong to the mean model; they stay when it is left, unless
     ``sync_buffer_in_global_avg`` is set. ``export(..., loader=...)`` and the ``averaged()`` of an ``AveragedReplica`` put the
     old ones back. Other buffers, modes and torch's random state are as before. A model without such statistics is left as it
-    is.
+    is. A norm that is frozen, in eval mode while the rest trains, gets new ones, too, and trains on with them.
 
     Args:
         model: ``model.module`` is called with each batch.
@@ -111,11 +110,15 @@ def check_wrapper(model: Any, what: str) -> None:
         raise TypeError(f"{what} takes the DecentralizedDataParallel that wraps the model, got a {type(model).__name__}")
 
 
-def _check_path(path: Path) -> None:
+def _checked_path(given: object) -> Path:
+    if not isinstance(given, (str, os.PathLike)):
+        raise TypeError(f"export takes the path of the file to write, got {given!r}")
+    path = Path(os.fspath(given))
     if path.suffix not in (_SAFETENSORS, *_TORCH):
         raise ValueError(f"export writes files that end in {_SAFETENSORS}, {', '.join(_TORCH)}, got {str(path)!r}")
     if path.suffix == _SAFETENSORS:
         _save_file()
+    return path
 
 
 def _save_file() -> Callable[..., None]:

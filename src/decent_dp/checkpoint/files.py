@@ -41,6 +41,7 @@ __all__ = [
     "FileInfo",
     "Manifest",
     "Reader",
+    "check_present",
     "open_worker",
     "read_manifest",
     "read_text",
@@ -135,9 +136,11 @@ class Manifest:
             raise ValueError(f"'round' must be a number, at least 0, got {self.round!r}")
         if type(self.world_size) is not int or self.world_size < 1:
             raise ValueError(f"'world_size' must be a number, at least 1, got {self.world_size!r}")
-        names, due = [info.name for info in self.files], [worker_name(rank) for rank in range(self.world_size)]
-        if names != due:
-            raise ValueError(f"'files' must be one a worker, {due}, got {names}")
+        if len(self.files) != self.world_size:
+            raise ValueError(f"'files' must be one a worker, and there are {len(self.files)} of {self.world_size} workers")
+        for rank, info in enumerate(self.files):
+            if info.name != worker_name(rank):
+                raise ValueError(f"'files' must be one a worker, by rank: {worker_name(rank)} was due, got {info.name}")
         versions = self.saved_with
         if not isinstance(versions, Mapping) or not all(isinstance(v, str) for pair in versions.items() for v in pair):
             raise ValueError(f"'saved_with' must be names and versions, got {versions!r}")
@@ -200,7 +203,9 @@ def read_manifest(folder: Path) -> Manifest:
         CheckpointError: there is none, it is broken, or it was written by a newer version; names the file.
     """
     file = folder / MANIFEST
-    text = read_text(file, f"{folder} is no complete checkpoint")
+    text = read_text(file)
+    if text is None:
+        raise CheckpointError(f"{folder} is no complete checkpoint: {file} is missing")
     try:
         return Manifest.from_json(text)
     except ValueError as error:
@@ -218,7 +223,7 @@ def write_worker(folder: Path, rank: int, tensors: Mapping[str, Tensor], text: s
     Args:
         folder: of the checkpoint.
         rank: the worker.
-        tensors: contiguous and not overlapping, and not changed before this returns; as :func:`tree.encode` gives them.
+        tensors: of the tree, contiguous and not overlapping, and not changed before this returns; as :mod:`staging` has them.
         text: the tree they belong to, as :func:`tree.encode` gives it.
 
     Raises:
@@ -376,11 +381,29 @@ def verify(folder: Path, manifest: Manifest, ranks: Iterable[int]) -> None:
             size, sha256 = _measure(file, info.bytes)
         except OSError as error:
             raise _unreadable(file, error) from error
-        if size != info.bytes:
-            cause = "it was cut off" if size < info.bytes else "something was added"
-            raise CheckpointError(f"{file} cannot be used: it has {size} bytes and was written with {info.bytes}: {cause}")
+        _check_size(file, size, info)
         if sha256 != info.sha256:
             raise CheckpointError(f"{file} cannot be used: its sha256 is not the one it was written with: it was changed")
+
+
+def check_present(folder: Path, info: FileInfo) -> None:
+    """Looks whether a worker's file is there with its size, without reading it.
+
+    Raises:
+        CheckpointError: it is missing, cut off or no plain file; names it.
+    """
+    file = folder / info.name
+    try:
+        size = _plain_size(file)
+    except OSError as error:
+        raise _unreadable(file, error) from error
+    _check_size(file, size, info)
+
+
+def _check_size(file: Path, size: int, info: FileInfo) -> None:
+    if size != info.bytes:
+        cause = "it was cut off" if size < info.bytes else "something was added"
+        raise CheckpointError(f"{file} cannot be used: it has {size} bytes and was written with {info.bytes}: {cause}")
 
 
 # -- plain files -----------------------------------------------------------------------------------------------------------
@@ -405,21 +428,17 @@ def write_text(file: Path, text: str) -> None:
     sync_folder(file.parent)
 
 
-def read_text(file: Path, missing: str) -> str:
-    """The text of a small file.
-
-    Args:
-        file: must be a plain one; a link is refused.
-        missing: what it means when it is not there.
+def read_text(file: Path) -> str | None:
+    """The text of a small file, which must be a plain one; None where there is none.
 
     Raises:
-        CheckpointError: it cannot be read; names it.
+        CheckpointError: it cannot be read, or be looked for; names it.
     """
     try:
         with open(_open(file), "rb") as opened:
             return opened.read().decode()
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{missing}: {file} is missing") from error
+    except FileNotFoundError:
+        return None
     except OSError as error:
         raise _unreadable(file, error) from error
     except UnicodeDecodeError as error:
@@ -458,9 +477,15 @@ def _forget(file: Path) -> None:
 
 def _open(file: Path) -> int:
     """Opens a plain file. A link, or a pipe that would block, is refused."""
-    if not stat.S_ISREG(os.lstat(file).st_mode):
-        raise OSError(errno.EINVAL, "it is no plain file", str(file))
+    _plain_size(file)
     return os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
+def _plain_size(file: Path) -> int:
+    found = os.lstat(file)
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "it is no plain file", str(file))
+    return found.st_size
 
 
 def _measure(file: Path, due: int | None = None) -> tuple[int, str]:

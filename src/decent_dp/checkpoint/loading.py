@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from decent_dp.checkpoint.export import check_wrapper
 from decent_dp.checkpoint.files import Manifest, open_worker, read_manifest
 from decent_dp.checkpoint.resize import combined, sources
 from decent_dp.checkpoint.saver import saver_of
-from decent_dp.checkpoint.state import first_difference, set_random_states
+from decent_dp.checkpoint.state import check_random_states, first_difference, set_random_states
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import CheckpointError
 from decent_dp.replica.agree import agree, model_signature
@@ -41,7 +43,8 @@ def load(
         resize: for another number of workers than was saved. 'mean': all start from the mean of replicas and optimizer states,
             also where the number is the same. 'spread': replicas are dealt out; fewer workers start from means of groups, more
             from copies, and as many go on exactly. Means and copies have no random states and no exchange under way.
-        missing_ok: return None when no worker sees a checkpoint, so that a first start and a restart are the same line.
+        missing_ok: return None when no worker finds anything there, so that a first start and a restart are the same line.
+            What is there and cannot be read, or is no checkpoint and should be one, is an error all the same.
 
     Returns:
         The extras that were given to ``save``, this worker's own. Resized: floating-point tensors as the replicas, and all
@@ -49,9 +52,9 @@ def load(
 
     Raises:
         FileNotFoundError: no worker sees a checkpoint, and not ``missing_ok``.
-        CheckpointError: some workers see one and others do not; a file is missing or broken; it is of another model or of a
-            newer version; names the worker, the file and the cause.
-        ValueError: it was saved by another number of workers, and ``resize`` is not given.
+        CheckpointError: some workers see one and others do not; a file is missing, broken or cannot be read; it is of another
+            model or of a newer version; names the worker, the file and the cause.
+        ValueError: it was saved by another number of workers, and ``resize`` is not given; the path is ''.
         RuntimeError: this is no moment to load. All of these on all workers.
     """
     check_wrapper(model, "load")
@@ -66,7 +69,7 @@ def load(
     def look() -> tuple[Path, list[str]]:
         if resize is not None:
             sources(n, rank, n, resize)  # looks at it
-        return _seen(Path(os.fspath(path)).absolute())
+        return _seen(index.folder_of(path))
 
     root, own = agree(control, look)
     seen: list[list[str]] = control.gather(own)
@@ -80,7 +83,7 @@ def load(
         raise CheckpointError(f"the workers see different files in {folder}: copy the same checkpoint to all of them.")
     same = manifest.world_size == n and resize != "mean"
     ranks = [rank] if same or resize is None else sources(manifest.world_size, rank, n, resize)
-    tree = agree(control, lambda: _read(folder, manifest, ranks))
+    tree = agree(control, lambda: _read(folder, manifest, ranks, model if same else None))
     model._restore(tree["snapshot"])
     if same:
         set_random_states(tree["random"], model.module)
@@ -90,17 +93,32 @@ def load(
 
 
 def latest(path: str | os.PathLike[str]) -> Path | None:
-    """The folder of the newest complete checkpoint in ``path``, as this worker sees it; None when there is none."""
-    root = Path(os.fspath(path)).absolute()
-    names = index.complete(root)
+    """The folder of the newest complete checkpoint in ``path``, as this worker sees it; None when there is none.
+
+    Raises:
+        CheckpointError: it cannot be told; names the file and the cause.
+    """
+    root, names = _seen(index.folder_of(path))
     return root / names[0] if names else None
 
 
 def _seen(path: Path) -> tuple[Path, list[str]]:
-    """The folder of checkpoints, and the names of those in it that this worker may load, newest first."""
-    if index.is_checkpoint(path):
-        return path.parent, [path.name]
-    return path, index.complete(path)
+    """The folder of checkpoints, and the names of those in it that this worker may load, newest first.
+
+    Raises:
+        CheckpointError: what is there cannot be read, or should be a checkpoint and is none: others must not start anew.
+    """
+    try:
+        if not index.exists(path):
+            return path, []
+        if not stat.S_ISDIR(os.stat(path).st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, "it is no folder", str(path))
+        if index.is_checkpoint(path) or index.is_unfinished(path):
+            read_manifest(path)
+            return path.parent, [path.name]
+        return path, index.complete(path)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or path} cannot be read: {error.strerror or error}") from error
 
 
 def _choose(root: Path, seen: Sequence[Sequence[str]]) -> str:
@@ -140,11 +158,20 @@ def _checked(folder: Path, model: DecentralizedDataParallel, n: int, resize: str
     return manifest
 
 
-def _read(folder: Path, manifest: Manifest, ranks: Sequence[int]) -> Any:
-    """What these workers saved, or what is made of it for one worker."""
+def _read(folder: Path, manifest: Manifest, ranks: Sequence[int], going_on: DecentralizedDataParallel | None) -> Any:
+    """What these workers saved, or what is made of it for one worker; it fits ``going_on``, whose random states it has."""
     with contextlib.ExitStack() as opened:
         readers = [opened.enter_context(open_worker(folder, rank, manifest)) for rank in ranks]
-        return readers[0].tree() if len(readers) == 1 else combined(readers)
+        tree = readers[0].tree() if len(readers) == 1 else combined(readers)
+    file = readers[0].file
+    if not isinstance(tree, dict) or not all(isinstance(tree.get(key), dict) for key in ("snapshot", "extra")):
+        raise CheckpointError(f"{file} cannot be used: its tree is not the state of a worker")
+    if going_on is not None:
+        try:
+            check_random_states(tree.get("random"), going_on.module)
+        except ValueError as error:
+            raise CheckpointError(f"{file} cannot be used: {error}") from error
+    return tree
 
 
 def _workers(ranks: Sequence[int]) -> str:

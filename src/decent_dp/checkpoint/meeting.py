@@ -65,8 +65,12 @@ def _place(root: Path, run_id: str) -> Path:
 
 
 def _write_once(place: Path, word: str) -> None:
-    with open(place, "x") as file:
-        file.write(word)
+    place.touch(exist_ok=False)
+    try:
+        place.write_text(word)
+    except BaseException:
+        place.unlink(missing_ok=True)  # without its word it would stop every later save
+        raise
 
 
 def _read(place: Path) -> str:

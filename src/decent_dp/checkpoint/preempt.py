@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
 import os
@@ -9,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,8 +26,12 @@ _log = logging.getLogger(__name__)
 
 # Seconds between two looks at the board: while nothing is asked (more where many workers look), and while all wait.
 _IDLE, _IDLE_BY_WORKER, _BUSY = 0.2, 0.001, 0.02
+# Seconds more than the grace period that the training thread waits for the thread that gives up after it.
+_MARGIN = 5.0
 # What cannot be caught.
 _NEVER = {getattr(signal, name) for name in ("SIGKILL", "SIGSTOP") if hasattr(signal, name)}
+# What ends a process that was forked in a context; whatever else is sent to a group of processes is not meant for it.
+_ENDS = (signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass
@@ -46,6 +51,56 @@ class _Wish:
 _WISHES: WeakKeyDictionary[DecentralizedDataParallel, _Wish] = WeakKeyDictionary()
 
 
+@dataclass
+class _Ear:
+    """The handler of one context, which takes note and does nothing else. It may outlive the context, so it holds no wrapper.
+
+    Attributes:
+        wish: where it takes note.
+        before: the handlers that it stands in for; those that are ears themselves, of an outer context, hear of it, too.
+        stays: a stop was reached in it, or inside it: this process is to go, and no signal may end it before it has.
+        process: which hears; others are forked from it.
+    """
+
+    wish: _Wish
+    before: dict[int, Any] = field(default_factory=dict)
+    stays: bool = False
+    process: int = field(default_factory=os.getpid)
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self.process:
+            # Whoever ends it (a pool, at exit) waits until it is gone.
+            if number in _ENDS:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            return
+        self.wish.told = True
+        outer = self.before.get(number)
+        if isinstance(outer, _Ear):
+            outer(number, frame)
+
+    def listen(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self.before[number] = signal.signal(number, self)
+
+    def give_back(self) -> None:
+        """Puts back the handlers of before; or none that would do anything, if it stays."""
+        for number, handler in self.before.items():
+            if isinstance(handler, _Ear):
+                handler.stays |= self.stays
+            elif self.stays:
+                atexit.register(_ignore_at_exit, number)
+                continue
+            # None: it was not installed from Python, and Python cannot put it back.
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+
+def _ignore_at_exit(number: int) -> None:
+    """While the interpreter is taken down it has no handlers, and a signal would end it with an exit code of its own."""
+    if isinstance(signal.getsignal(number), _Ear):
+        signal.signal(number, signal.SIG_IGN)
+
+
 class Preemption:
     """A context in which a signal to any worker stops all of them after the same round.
 
@@ -57,16 +112,23 @@ class Preemption:
                 if stop.due:
                     break
         if stop.due:
-            save(model, path, epoch=epoch)
-            sys.exit(0)
+            sys.exit(0 if save(model, path, epoch=epoch).error is None else 1)
 
     Called on all workers. Ask ``due`` after each update, on every worker at the same ones: it becomes true after the round that
-    all have agreed on, which is one or two updates after the signal; save then, outside ``model.join()``. A signal during an
-    evaluation, a save or before the first update takes effect after the update that follows.
+    all have agreed on, which is one or two updates after the signal; save then. A signal during an evaluation, a save or before
+    the first update takes effect after the update that follows. ``model.join()`` goes inside the context.
 
     A signal alone ends nothing: a loop that never asks ``due`` goes on, and says so in the log, until whoever sent the signal
-    kills it. Signals that come again, or to all workers at once, are one. After the context the old handlers are back; a signal
-    that came too late for a round to be agreed on is obeyed in the next one.
+    kills it. Signals that come again, or to all workers at once, are one. So when a stop was reached, the handlers that only
+    take note stay for the rest of the process: a signal that comes to one worker later than to another must not end it while
+    it saves. Where none was reached the old handlers are back after the context, ``due`` stays False, and a signal that came
+    too late for a round to be agreed on is obeyed in the next one.
+
+    Each of several wrappers has a ``Preemption`` of its own, one inside the other: a signal is for all of them. Stop when all
+    of them are ``due``. A round is a number: who goes back with ``load`` inside the context has it that much farther ahead.
+
+    Processes that are forked in the context (of a ``DataLoader``) end by SIGTERM and SIGINT, and take no notice of what else
+    is in ``signals``.
 
     How the workers agree. Signal handlers only take note. A thread of each worker looks at the board; when somebody has been
     told to go, it promises, for its worker, not to begin a round after the one under way without knowing the outcome. The
@@ -77,14 +139,15 @@ class Preemption:
     Args:
         model: the wrapper.
         signals: what is caught, in the place of the handlers that there are; () for a worker that only follows the others.
-        grace: seconds after which workers that do not answer are given up.
+        grace: seconds that workers which do not answer are waited for, with an error after it. Well below what is left
+            between the signal and the kill, as saving needs the rest.
 
     Raises:
         TypeError, ValueError: an argument is wrong.
     """
 
     def __init__(
-        self, model: DecentralizedDataParallel, signals: Iterable[int] = (signal.SIGTERM,), grace: float = 30.0
+        self, model: DecentralizedDataParallel, signals: Iterable[int] = (signal.SIGTERM,), grace: float = 15.0
     ) -> None:
         check_wrapper(model, "Preemption")
         if isinstance(signals, int):
@@ -96,21 +159,29 @@ class Preemption:
         if not (isinstance(grace, (int, float)) and math.isfinite(grace) and grace > 0):
             raise ValueError(f"grace must be a positive number of seconds, got {grace!r}")
         self._model, self._grace = model, float(grace)
-        self._handlers: dict[signal.Signals, Any] = {}
         self._wish = _WISHES.setdefault(model, _Wish())
+        self._ear = _Ear(self._wish)
         self._agreement: _Agreement | None = None
-        self._process = os.getpid()
+        self._was_due = False
 
     @property
     def due(self) -> bool:
-        """Whether this worker has made the last round before it is to go; the same on all workers at the same round."""
-        return self._agreement is not None and self._agreement.reached()
+        """Whether this worker has made the last round before it is to go; the same on all workers at the same round.
+
+        After the context, what it was at its end.
+        """
+        return self._was_due if self._agreement is None else self._agreement.reached()
 
     def __enter__(self) -> Preemption:
         model = self._model
         model._schedule.check()
         if model._schedule.at_boundary is not None:
             raise RuntimeError("Preemption was entered inside Preemption: one is enough, around the loop.")
+        if model._schedule.joining:
+            raise RuntimeError(
+                "Preemption was entered inside join(), where workers that have run out still make rounds after it: put "
+                "`with Preemption(model) as stop:` around `with model.join():`."
+            )
         if self._signals and threading.current_thread() is not threading.main_thread():
             raise RuntimeError(
                 "Preemption catches signals, which only the main thread of a process can: enter it there, or pass signals=() "
@@ -118,8 +189,8 @@ class Preemption:
             )
         self._wish.turns += 1
         self._agreement = _Agreement(model, self._wish, self._grace)
-        for number in self._signals:
-            self._handlers[number] = signal.signal(number, self._take_note)
+        self._ear = _Ear(self._wish)
+        self._ear.listen(self._signals)
         model._schedule.at_boundary = self._agreement.at_boundary
         self._agreement.begin()
         return self
@@ -128,20 +199,13 @@ class Preemption:
         agreement = self._agreement
         assert agreement is not None
         self._model._schedule.at_boundary = None
-        for number, handler in self._handlers.items():
-            # None: it was not installed from Python, and Python cannot put it back.
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-        self._handlers.clear()
+        # Frozen: a round made later, outside, may be the one that was agreed on.
+        self._was_due = agreement.reached()
+        self._ear.stays |= self._was_due
+        self._ear.give_back()
         agreement.leave()
-        self._wish.told &= not agreement.reached()
-
-    def _take_note(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:
-            # A process that was forked in the context: whoever ends it (a pool, at exit) waits until it is gone.
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-            return
-        self._wish.told = True
+        self._agreement = None
+        self._wish.told &= not self._was_due
 
 
 class _Agreement:
@@ -182,18 +246,22 @@ class _Agreement:
             if self._promise is None or self._engine.round < self._promise:
                 return
             # The watching thread gives up after the grace period; a board that hangs must not hang this one.
-            bound = 2 * self._grace
+            bound = self._grace + _MARGIN
             if not self._changed.wait_for(lambda: self._last is not None or self._failure is not None, bound):
                 raise PeerTimeoutError(f"no round to stop after was agreed on within {bound:g} s: the store does not answer.")
             if self._last is None and self._failure is not None:
                 raise self._failure
 
     def leave(self) -> None:
-        """The worker makes no more rounds in this context: the others need not wait for it."""
+        """The worker makes no more rounds in this context: the others need not wait for it.
+
+        It promises what it would in the middle of one more round, and that is beyond the last: whoever was asked in the last
+        round, and has promised not to go beyond it, must not stop there either.
+        """
         self._over.set()
         self._thread.join(_IDLE)
         try:
-            self._give_promise(self._engine.round)
+            self._give_promise()
         except ConnectionError as error:
             _log.info("left without a word to the others: %s", error)
 
@@ -223,7 +291,7 @@ class _Agreement:
 
     def _agree(self) -> None:
         deadline = time.monotonic() + self._grace
-        self._give_promise(None)
+        self._give_promise()
         while (last := self._board.read(f"{self._where}/last")) is None:
             late, lost = time.monotonic() > deadline, self._transport.lost()
             if late or lost:
@@ -246,12 +314,12 @@ class _Agreement:
             self._changed.notify_all()
         _log.warning("all workers stop after round %s", last)
 
-    def _give_promise(self, round_: int | None) -> None:
-        """Says once which round this worker will not go beyond alone. None: the one after that which is under way."""
+    def _give_promise(self) -> None:
+        """Says once which round this worker will not go beyond alone: the one that is under way."""
         with self._changed:
             if self._promise is not None:
                 return
-            self._promise = self._engine.round + 1 if round_ is None else round_
+            self._promise = self._engine.round + 1
         self._board.post(f"{self._where}/promise/{self._transport.rank}", str(self._promise))
         if self._board.count(f"{self._where}/promises") == self._transport.world_size:
             self._decide()

@@ -20,7 +20,6 @@ What the mean of several workers' states is:
 from __future__ import annotations
 
 import difflib
-import functools
 import math
 from collections import deque
 from collections.abc import Sequence
@@ -33,7 +32,6 @@ from torch import Tensor
 from decent_dp.checkpoint.files import Reader
 from decent_dp.checkpoint.tree import Stored
 from decent_dp.errors import CheckpointError
-from decent_dp.replica.snapshot import pack_sparse, unpack_sparse
 
 __all__ = ["HOW", "combined", "resized", "sources"]
 
@@ -149,7 +147,7 @@ def _mean(name: str, parts: Sequence[_Part]) -> Any:
     nodes = [part.node for part in parts]
     if all(type(node) in (int, float) for node in nodes):
         return _number(name, nodes)
-    if all(isinstance(node, Stored) or _is_packed(node) for node in nodes):
+    if all(isinstance(node, Stored) for node in nodes):
         return _tensor(name, parts)
     if len({type(node) for node in nodes}) > 1:
         return _first(parts)
@@ -189,11 +187,11 @@ def _tensor(name: str, parts: Sequence[_Part], must_fit: str = "", integers: boo
 
     Args:
         name: the key that they have; a counter is rounded.
-        parts: nodes that are :class:`Stored` or a packed sparse tensor.
+        parts: nodes that are :class:`Stored`.
         must_fit: what to say where one has another shape or dtype; the first one's is taken where it is empty.
         integers: whether tensors of integers have a mean.
     """
-    load = _load_sparse if all(_is_sparse(part.node) for part in parts) else _load_dense
+    load = _load if all(part.node.kind == "sparse" for part in parts) else _load_dense
     first = load(parts[0])
     if not isinstance(first, Tensor):
         return first
@@ -212,8 +210,7 @@ def _tensor(name: str, parts: Sequence[_Part], must_fit: str = "", integers: boo
         if averaged:
             total = first.to(wide, copy=True) if total is None else total
             total += other.to(wide)
-    made = first if total is None or equal else _as(first, total / len(parts), name)
-    return pack_sparse(made) if _is_packed(parts[0].node) else made
+    return first if total is None or equal else _as(first, total / len(parts), name)
 
 
 def _as(like: Tensor, mean: Tensor, name: str) -> Tensor:
@@ -276,28 +273,9 @@ def _load(part: _Part) -> Any:
     return node
 
 
-def _load_sparse(part: _Part) -> Any:
-    return unpack_sparse(_load(part)) if _is_packed(part.node) else _load(part)
-
-
 def _load_dense(part: _Part) -> Any:
-    value = _load_sparse(part)
+    value = _load(part)
     return value.to_dense() if isinstance(value, Tensor) and value.is_sparse else value
-
-
-def _is_packed(node: Any) -> bool:
-    """Whether it is what a snapshot has in the place of a sparse tensor."""
-    return type(node) is dict and node.keys() == _packed_keys()
-
-
-def _is_sparse(node: Any) -> bool:
-    return _is_packed(node) or (isinstance(node, Stored) and node.kind == "sparse")
-
-
-@functools.cache
-def _packed_keys() -> frozenset[str]:
-    empty = torch.sparse_coo_tensor(torch.zeros((1, 0), dtype=torch.int64), torch.zeros(0), (1,), check_invariants=True)
-    return frozenset(pack_sparse(empty))
 
 
 def _at(key: Any, parts: Sequence[_Part]) -> list[_Part]:

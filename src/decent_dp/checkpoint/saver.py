@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from decent_dp.checkpoint import index
-from decent_dp.checkpoint.commit import Pages, Record, check_records, first_workers, is_quiet
+from decent_dp.checkpoint.commit import Pages, Record, UndecidedError, check_records, first_workers, is_quiet
 from decent_dp.checkpoint.export import check_wrapper
 from decent_dp.checkpoint.files import FileInfo, Manifest, write_worker
 from decent_dp.checkpoint.meeting import meet_in, part_from
@@ -36,11 +37,16 @@ __all__ = ["Saver", "Saving", "save", "saver_of"]
 
 _log = logging.getLogger(__name__)
 
-# Seconds that a worker which goes waits for its checkpoints; the second when an error ends it.
+# Seconds that a worker which goes waits for the others' part in its checkpoints; when an error ends it, for everything.
 _AT_EXIT, _AT_ERROR = 30.0, 2.0
 # Seconds in which a checkpoint that only waits for its folder's first worker is completed.
 _ANY_MOMENT = 5.0
+# Seconds beyond the timeout after which no word of the others will come: whoever can speak has given up by then.
+_MARGIN = 10.0
+# Seconds between two looks at whether that is so.
+_LOOK = 0.1
 _SAVERS: WeakKeyDictionary[DecentralizedDataParallel, Saver] = WeakKeyDictionary()
+_ADMITTING = threading.Lock()
 
 
 def save(
@@ -55,11 +61,12 @@ def save(
     for another in this: a second save while the first is being written waits for this worker's own writing only.
 
     Workers without a shared disk get a whole set of names, and their own file, each in their own ``path``. One run at a time
-    saves in a folder: what a stopped one has left there unfinished is removed at the first save.
+    saves in a folder: what a stopped one has left there unfinished is removed at the first save. Several wrappers of one
+    process, such as the two of a GAN, save in a folder each.
 
     Args:
-        model: the wrapper. Inside a backward or ``model.averaged()`` there is nothing to save.
-        path: the folder for checkpoints; made when it is missing.
+        model: the wrapper, not inside a backward. Inside ``model.averaged()`` the replica's own values are saved.
+        path: the folder for checkpoints, of this wrapper alone; made when it is missing.
         keep: so many complete ones stay, at least 1; older ones are removed when a new one is complete.
         wait: return when the checkpoint is complete. False: return after the copy; errors then come at the next ``save``, or
             at ``wait()`` of what is returned.
@@ -87,7 +94,8 @@ def saver_of(model: DecentralizedDataParallel) -> Saver:
     """The one saver of this wrapper."""
     saver = _SAVERS.get(model)
     if saver is None:
-        saver = _SAVERS[model] = Saver(model._transport)
+        with _ADMITTING:
+            saver = _SAVERS[model] = Saver(model._transport)
         model._at_close.append(saver.close)
         # Before the wrapper's own, which gives the connections back.
         Finalize(model, _leave, args=(saver,), exitpriority=110)
@@ -101,11 +109,12 @@ class Saving:
         path: its folder.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, others: _Others) -> None:
         self.path = path
         self._over, self._lock = threading.Event(), threading.Lock()
         self._error: Exception | None = None
         self._heard = False
+        self._others, self._is_written = others, False
 
     def __repr__(self) -> str:
         state = "under way" if not self.done else "complete" if self._error is None else f"failed: {self._error}"
@@ -114,7 +123,19 @@ class Saving:
     @property
     def done(self) -> bool:
         """It is complete, or has failed."""
+        if self.waits_for_others and self._others.are_silent():
+            self.finish(
+                PeerTimeoutError(
+                    f"it is not known whether {self.path} has become complete: this worker's part was written, and for "
+                    f"{self._others.limit:g} s neither the others nor the store that they share have answered."
+                )
+            )
         return self._over.is_set()
+
+    @property
+    def waits_for_others(self) -> bool:
+        """This worker's part is written, and what happens now is not its own doing."""
+        return self._is_written and self._others.are_waited_for
 
     @property
     def error(self) -> Exception | None:
@@ -125,8 +146,8 @@ class Saving:
         """Waits until it is complete.
 
         Args:
-            timeout: in seconds. Without one the wait ends when other workers have been waited for as long as the process group
-                waits.
+            timeout: in seconds. With or without one the wait ends some seconds after other workers have been waited for as long
+                as the process group waits; for this worker's own disk there is no limit.
 
         Returns:
             The checkpoint's folder; None when it is not complete after ``timeout``, or a file could not be written (``error``).
@@ -141,7 +162,17 @@ class Saving:
 
     def wait_over(self, timeout: float | None = None) -> bool:
         """Waits until it is complete or has failed; False when it is neither after ``timeout``."""
-        return self._over.wait(timeout)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self.done:
+            left = _LOOK if deadline is None else min(_LOOK, deadline - time.monotonic())
+            if left <= 0:
+                return False
+            self._over.wait(left)
+        return True
+
+    def has_been_written(self) -> None:
+        """This worker has done its part, or failed in it."""
+        self._is_written = True
 
     def finish(self, error: Exception | None) -> None:
         """It is over. The first call counts."""
@@ -155,6 +186,34 @@ class Saving:
         if self._error is not None and not is_quiet(self._error) and (again or not self._heard):
             self._heard = True
             raise self._error
+
+
+class _Others:
+    """Since when one of this worker's threads has been waiting for a word of the others.
+
+    Whoever waits for them gives up after the timeout. That the silence lasts longer means that not even the store answers, so
+    that the thread cannot know.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self.limit = timeout + _MARGIN
+        self._since: float | None = None
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        self._since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._since = None
+
+    @property
+    def are_waited_for(self) -> bool:
+        return self._since is not None
+
+    def are_silent(self) -> bool:
+        since = self._since
+        return since is not None and time.monotonic() - since > self.limit
 
 
 @dataclass(frozen=True)
@@ -194,7 +253,12 @@ class Saver:
         self._writer, self._committer = Waiter("decent_dp-checkpoint-writer"), Waiter("decent_dp-checkpoint-committer")
         self._saves = 0
         self._under_way: deque[Saving] = deque()
+        self._others = _Others(transport.timeout)
+        self._is_closed = False
+        # The folders that it saves in, with their true names; and those where it has met the other workers.
+        self._roots: dict[Path, str] = {}
         self._places: dict[Path, str] = {}
+        self._signature: tuple[Any, list[Any]] = (None, [])
         # Of the save before, which is cleared from the board when all have come to the next.
         self._last_pages: Pages | None = None
 
@@ -210,14 +274,17 @@ class Saver:
         round_ = model._engine.round
         try:
             self._raise_unheard()
-            job, text, tensors = self._describe(model, number, _checked_path(path), _checked_keep(keep), extra)
+            root = _checked_path(path)
+            self._admit(root)
+            job, text, tensors = self._describe(model, number, root, _checked_keep(keep), extra)
             round_ = job.round
             staged = self._stage(tensors)
         except Exception as error:
             # The others must not wait for what will not come, and their next save is this worker's next.
-            refused, record = Saving(Path(os.devnull)), Record.of_error(round_, error)
+            refused, record = Saving(Path(os.devnull), self._others), Record.of_error(round_, error)
             self._under_way.append(refused)
-            self._committer.submit(lambda: self._refuse(refused, number, record))
+            # By way of the writer, so that it does not overtake the saves before it.
+            self._writer.submit(lambda: self._hand_over(refused, lambda: self._refuse(refused, number, record)))
             raise
         self._under_way.append(job.saving)
         self._writer.submit(lambda: self._write(job, staged, text))
@@ -228,12 +295,18 @@ class Saver:
         for saving in list(self._under_way):
             saving.wait_over()
 
-    def close(self, seconds: float = _AT_EXIT) -> None:
-        """Ends the threads when what they have is done, waiting up to ``seconds`` for it, or the timeout if that is less."""
-        seconds = min(self._transport.timeout, seconds)
-        deadline = time.monotonic() + seconds
+    def close(self, at_error: bool = False) -> None:
+        """Ends the threads when what they have is done.
+
+        Waits for this worker's own disk, however slow, and for the others up to half a minute, or the timeout if that is less.
+        ``at_error``: when an error ends the interpreter, two seconds for all of it.
+        """
+        self._is_closed = True
+        seconds = left = min(self._transport.timeout, _AT_ERROR if at_error else _AT_EXIT)
         for saving in list(self._under_way):
-            if not saving.wait_over(max(0.0, deadline - time.monotonic())):
+            while left > 0 and not saving.wait_over(min(_LOOK, left)):
+                left -= _LOOK if at_error or saving.waits_for_others else 0.0
+            if not saving.done:
                 saving.finish(PeerTimeoutError(f"{saving.path} was not complete {seconds:g} s after its worker was to leave."))
                 _log.warning("%s", saving.error)
         self._writer.close()
@@ -244,12 +317,48 @@ class Saver:
     def _describe(
         self, model: DecentralizedDataParallel, number: int, root: Path, keep: int, extra: dict[str, Any]
     ) -> tuple[_Job, str, dict[str, Tensor]]:
-        random = random_states(model.module)
         snapshot = model._snapshot()
+        random = random_states(model.module)  # after it: an owed update may draw
         text, tensors = encode({"snapshot": snapshot, "random": random, "extra": extra}, "")
         round_ = snapshot["round"]
         name = index.folder_name(round_, self._transport.run_id, number)
-        return _Job(Saving(root / name), number, root, name, keep, round_, model_signature(model.module)), text, tensors
+        saving = Saving(root / name, self._others)
+        return _Job(saving, number, root, name, keep, round_, self._signature_of(model.module)), text, tensors
+
+    def _signature_of(self, model: nn.Module) -> list[Any]:
+        """As ``model_signature``, which is not made anew for every save."""
+        own = [(tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in (*model.parameters(), *model.buffers())]
+        if own != self._signature[0]:
+            self._signature = own, model_signature(model)
+        return self._signature[1]
+
+    def _admit(self, root: Path) -> None:
+        """Before the first save in a folder: no other wrapper of this process, which is of another run, may save there.
+
+        Raises:
+            ValueError: one does.
+        """
+        if root in self._roots:
+            return
+        name = os.path.realpath(root)
+        for last in (False, True):
+            with _ADMITTING:
+                if not any(saver._saves_in(name) for saver in _SAVERS.values() if not self._is_with(saver)):
+                    self._roots[root] = name
+                    return
+            if not last:
+                gc.collect()  # it may have been dropped
+        raise ValueError(
+            f"another wrapper of this process saves in {root}, and each would take the other's checkpoints for its own: give "
+            "each wrapper its own folder, or close() the one that is no longer used"
+        )
+
+    def _saves_in(self, name: str) -> bool:
+        return not self._is_closed and name in self._roots.values()
+
+    def _is_with(self, other: Saver) -> bool:
+        """Whether it is of the same run: also as another of its workers, which is a thread of this process."""
+        return self._transport.run_id == other._transport.run_id
 
     def _stage(self, tensors: dict[str, Tensor]) -> Staged:
         if not self._memory_is_free.is_set():
@@ -279,7 +388,11 @@ class Saver:
         finally:
             del staged
             self._memory_is_free.set()
-        self._committer.submit(lambda: self._commit(job, record, error))
+        self._hand_over(job.saving, lambda: self._commit(job, record, error))
+
+    def _hand_over(self, saving: Saving, settle: Callable[[], None]) -> None:
+        self._committer.submit(settle)
+        saving.has_been_written()
 
     def _place(self, root: Path) -> str:
         """A name for this worker's ``root``, the same on all workers that see the same folder there."""
@@ -319,6 +432,8 @@ class Saver:
                 return self._complete(job, pages, records)
         except ConnectionError as unreachable:
             return self._look_on_disk(job, unreachable)
+        except UndecidedError as unknown:
+            return unknown  # it may still be completed: what it is not, the next run removes
         except (PeerLostError, PeerTimeoutError) as absent:
             error = absent
         with contextlib.suppress(OSError, CheckpointError):
@@ -326,37 +441,42 @@ class Saver:
         return error
 
     def _hand_in(self, number: int, name: str, record: Record) -> tuple[Pages, list[Record]]:
-        pages = Pages(self._transport, number, name)
-        pages.hand_in(record)
-        records = pages.records()
-        last, self._last_pages = self._last_pages, pages
-        if last is not None:
-            last.clear()
+        with self._others.waiting():
+            pages = Pages(self._transport, number, name)
+            pages.hand_in(record)
+            records = pages.records()
+            last, self._last_pages = self._last_pages, pages
+            if last is not None:
+                last.clear()
         return pages, records
 
     def _complete(self, job: _Job, pages: Pages, records: Sequence[Record]) -> Exception | None:
         """The switch, in each folder by its first worker; the oldest checkpoint stays until all have switched."""
-        first = first_workers(records)
+        first, place = first_workers(records), records[self._transport.rank].folder
         switching, several = self._transport.rank in first, len(first) > 1
         parts = tuple(FileInfo(record.name, record.bytes, record.sha256) for record in records)
+        here = [part for part, record in zip(parts, records, strict=True) if record.folder == place]
         manifest = Manifest(job.round, len(records), parts, {"model": job.signature})
         if switching:
-            pages.completed(first, self._switch(job, manifest, job.keep + several))
+            error = self._switch(job, manifest, job.keep + several, here)
+            with self._others.waiting():
+                pages.completed(first, error)
             part_from(job.root, self._transport.run_id)  # all have found it
         try:
-            failed = pages.verdict(first)
+            with self._others.waiting():
+                failed = pages.verdict(first)
         except (PeerLostError, PeerTimeoutError) as absent:
             return absent  # it may still be completed: nothing is removed
         if failed:
             rank, text = next(iter(failed.items()))
             return CheckpointError(f"worker {rank} could not complete it: {text}")
         if switching and several:
-            self._switch(job, manifest, job.keep)
+            self._switch(job, manifest, job.keep, here)
         return None
 
-    def _switch(self, job: _Job, manifest: Manifest, keep: int) -> Exception | None:
+    def _switch(self, job: _Job, manifest: Manifest, keep: int, here: Sequence[FileInfo]) -> Exception | None:
         try:
-            index.commit(job.root, job.name, manifest, keep)
+            index.commit(job.root, job.name, manifest, keep, here)
         except (OSError, CheckpointError) as error:
             if _is_listed(job):
                 _log.warning("%s is complete, and what follows has failed: %s", job.folder, error)
@@ -376,17 +496,16 @@ class Saver:
 
 def _is_listed(job: _Job) -> bool:
     try:
-        return job.name in index.complete(job.root)
-    except (OSError, CheckpointError):
+        return job.name in index.read_latest(job.root)
+    except CheckpointError:
         return False
 
 
 def _checked_path(path: Any) -> Path:
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"path must be the folder for checkpoints, got {path!r}")
-    root = Path(os.fspath(path)).absolute()
-    if index.is_checkpoint(root):
-        raise ValueError(f"{root} is one checkpoint: pass the folder for checkpoints, {root.parent}, to save")
+    root = index.folder_of(path)
+    with contextlib.suppress(OSError):  # the writer comes upon it, too, and there it does not end the training
+        if index.is_checkpoint(root):
+            raise ValueError(f"{root} is one checkpoint: pass the folder for checkpoints, {root.parent}, to save")
     return root
 
 
@@ -404,4 +523,5 @@ def _leave(saver: Saver) -> None:
         # The garbage collector runs in any thread, and these would wait for themselves.
         threading.Thread(target=saver.close, name="leaving").start()
         return
-    saver.close(_AT_ERROR if getattr(sys, "last_value", None) is not None else _AT_EXIT)
+    # An interactive session goes on after an error, and keeps it.
+    saver.close(at_error=getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1"))

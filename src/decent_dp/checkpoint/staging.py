@@ -37,25 +37,44 @@ class Staged:
 class Staging:
     """Memory for copies of one set of tensors at a time: page-locked for those of a GPU, which is then not waited for.
 
-    New memory costs more than the copy into it, as the system hands it out page by page: so it is kept.
+    New memory costs more than the copy into it, as the system hands it out page by page: so it is kept, and the places of the
+    tensors in it with it.
     """
 
     def __init__(self) -> None:
         self._memory: dict[bool, Tensor] = {}
+        self._layout: list[Any] = []
+        self._places: dict[str, Tensor] = {}
+        # The keys of the tensors that are copied in one call.
+        self._groups: dict[tuple[torch.device, torch.dtype], list[str]] = {}
 
     def copy(self, tensors: Mapping[str, Tensor]) -> Staged:
-        """Copies ``tensors`` (dense, of any dtype and device). What an earlier call returned must not be in use any more."""
-        copies: dict[str, Tensor] = {}
-        for on_gpu in (False, True):
-            group = {key: tensor for key, tensor in tensors.items() if tensor.is_cuda is on_gpu}
-            copies.update(self._places(group, pinned=on_gpu))
-        sources = [tensor for tensor in tensors.values() if tensor.is_cuda]
-        with torch.no_grad():
-            for key, tensor in tensors.items():
-                copies[key].copy_(tensor, non_blocking=tensor.is_cuda)
-        return Staged(copies, sources, _events({tensor.device for tensor in sources}))
+        """Copies ``tensors`` (dense, of any dtype, strides and device; they may overlap).
 
-    def _places(self, tensors: Mapping[str, Tensor], *, pinned: bool) -> dict[str, Tensor]:
+        What an earlier call returned must not be in use any more.
+        """
+        layout = [(key, tensor.shape, tensor.dtype, tensor.device) for key, tensor in tensors.items()]
+        if layout != self._layout:
+            self._lay_out(tensors)
+            self._layout = layout
+        sources = []
+        with torch.no_grad():
+            for (device, _), keys in self._groups.items():
+                on_gpu = device.type == "cuda"
+                group = [tensors[key] for key in keys]
+                torch._foreach_copy_([self._places[key] for key in keys], group, non_blocking=on_gpu)
+                sources += group if on_gpu else []
+        return Staged(dict(self._places), sources, _events({tensor.device for tensor in sources}))
+
+    def _lay_out(self, tensors: Mapping[str, Tensor]) -> None:
+        self._layout, self._places, self._groups = [], {}, {}
+        for on_gpu in (False, True):
+            block = {key: tensor for key, tensor in tensors.items() if tensor.is_cuda is on_gpu}
+            self._places.update(self._places_of(block, pinned=on_gpu))
+        for key, tensor in tensors.items():
+            self._groups.setdefault((tensor.device, tensor.dtype), []).append(key)
+
+    def _places_of(self, tensors: Mapping[str, Tensor], *, pinned: bool) -> dict[str, Tensor]:
         """A place for each, one behind the other in one block."""
         starts, end = [], 0
         for tensor in tensors.values():

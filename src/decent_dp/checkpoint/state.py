@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,10 @@ import numpy as np
 import torch
 from torch import nn
 
-__all__ = ["first_difference", "random_states", "set_random_states"]
+__all__ = ["check_random_states", "first_difference", "random_states", "set_random_states"]
+
+# Replicas that are threads share the generators.
+_ONE_AT_A_TIME = threading.Lock()
 
 
 def random_states(model: nn.Module) -> dict[str, Any]:
@@ -22,6 +26,25 @@ def random_states(model: nn.Module) -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "cuda": [torch.cuda.get_rng_state(index) for index in _gpus(model)],
     }
+
+
+def check_random_states(states: Any, model: nn.Module) -> None:
+    """Tries ``set_random_states``, and leaves the generators as they are.
+
+    Raises:
+        ValueError: it would fail.
+    """
+    with _ONE_AT_A_TIME:
+        own = random_states(model)
+        try:
+            set_random_states(states, model)
+        except (LookupError, TypeError, ValueError, RuntimeError, AttributeError, OverflowError) as error:
+            raise ValueError(
+                f"its random states do not fit the generators here ({type(error).__name__}: {error}): use the kinds of "
+                "generators that it was saved with"
+            ) from error
+        finally:
+            set_random_states(own, model)
 
 
 def set_random_states(states: dict[str, Any], model: nn.Module) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import base64
 import enum
 import json
+import math
 import re
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -39,6 +40,8 @@ RESERVED = ("__metadata__", "__tree__")
 # Levels of a tree; each is at most three levels of JSON, which Python's reader must follow by recursion.
 _MAX_DEPTH = 100
 _MAX_KEY = 200
+# Up to here every reader of JSON has integers exactly.
+_EXACT = 1 << 53
 
 # What safetensors keeps as it is; other dtypes go as bytes.
 _DIRECT = frozenset(
@@ -67,8 +70,8 @@ def encode(tree: Any, where: str) -> tuple[str, dict[str, Tensor]]:
         where: what errors call the tree, such as ``"extra"``; "" calls its entries by their own keys.
 
     Returns:
-        ASCII text, and the tensors by key: contiguous, no two of them overlapping, on the device where they were, and
-        sharing memory with the tree's own where that is so already. All else of the tree is copied.
+        ASCII text, and the tensors by key, as they are in the tree where that is possible: of any strides, on any device, and
+        maybe overlapping. Copy them (:mod:`staging`) before they are written. All else of the tree is copied.
 
     Raises:
         TypeError: something else is in the tree, or it contains itself; names the place.
@@ -76,7 +79,7 @@ def encode(tree: Any, where: str) -> tuple[str, dict[str, Tensor]]:
     encoder = _Encoder(where)
     node = encoder.node(tree)
     text = json.dumps(node, ensure_ascii=True, allow_nan=False, check_circular=False, separators=(",", ":"))
-    return text, _apart(encoder.tensors)
+    return text, encoder.tensors
 
 
 class _Encoder:
@@ -84,22 +87,27 @@ class _Encoder:
         self.tensors: dict[str, Tensor] = {}
         self._where = where
         self._path: list[Any] = []
+        # Of the container that is open, for the keys of tensors.
+        self._prefix = _spelled(where)
         self._open: set[int] = set()
         # The same object again is the same tensor in the file; kept alive so that no other takes its id.
-        self._seen: dict[int, tuple[str, Tensor]] = {}
+        self._seen: dict[int, tuple[Any, Tensor]] = {}
+        self._plain_keys: set[str] = set()
 
     def node(self, value: Any) -> Any:
-        if value is None or type(value) is bool:
+        if _is_itself(value):
             return value
         if isinstance(value, Tensor):
-            return self._tensor(value)
+            if id(value) not in self._seen:
+                self._seen[id(value)] = self._tensor(value), value
+            return self._seen[id(value)][0]
         if isinstance(value, np.generic) and not isinstance(value, (str, bytes)):
             return self._scalar(value)
         if isinstance(value, enum.Enum):
             raise self._refuse(value, "save its .value")
         if isinstance(value, int):
             number = int(value)
-            return number if abs(number) <= 1 << 53 else {"!int": hex(number)}
+            return number if abs(number) <= _EXACT else {"!int": hex(number)}
         if isinstance(value, (float, str, bytes, complex)):
             return _plain(value)
         if isinstance(value, np.ndarray):
@@ -119,10 +127,12 @@ class _Encoder:
         if len(self._path) >= _MAX_DEPTH:
             raise TypeError(f"{self._name()} is nested more than {_MAX_DEPTH} levels deep: save flatter values")
         self._open.add(id(value))
+        prefix, self._prefix = self._prefix, self._joined()
         try:
             return self._members(kind, value)
         finally:
             self._open.discard(id(value))
+            self._prefix = prefix
 
     def _members(self, kind: type, value: Any) -> Any:
         if kind is list:
@@ -137,9 +147,15 @@ class _Encoder:
             return {"!tuple": [self._inside(i, member) for i, member in enumerate(value)]}
         if kind in (set, frozenset):
             return {f"!{kind.__name__}": [self._key(member) for member in value]}
-        if all(type(key) is str and not key.startswith("!") and not _has_surrogates(key) for key in value):
+        if all(type(key) is str and (key in self._plain_keys or self._is_plain(key)) for key in value):
             return {key: self._inside(key, member) for key, member in value.items()}
         return {"!dict": self._pairs(value)}
+
+    def _is_plain(self, key: str) -> bool:
+        if key.startswith("!") or _has_surrogates(key):
+            return False
+        self._plain_keys.add(key)
+        return True
 
     def _pairs(self, value: dict[Any, Any]) -> list[list[Any]]:
         return [[self._key(key), self._inside(key, member)] for key, member in value.items()]
@@ -153,15 +169,17 @@ class _Encoder:
         return self._inside(key, key)
 
     def _inside(self, step: Any, value: Any) -> Any:
+        if _is_itself(value):
+            return value
         self._path.append(step)
         node = self.node(value)
         self._path.pop()
         return node
 
     def _tensor(self, tensor: Tensor) -> Any:
-        if torch.nn.parameter.is_lazy(tensor) or tensor.device.type == "meta":
+        if tensor.is_meta or (type(tensor) is not Tensor and torch.nn.parameter.is_lazy(tensor)):
             raise self._refuse(tensor, "it has no values yet", what="tensor without values")
-        plain = tensor.detach()
+        plain = tensor if type(tensor) is Tensor and not tensor.requires_grad else tensor.detach()
         what = type(plain).__name__ if type(plain) is not Tensor else None
         if what is not None or plain.is_quantized or plain.is_nested:
             raise self._refuse(tensor, "save a plain tensor", what=what or "quantized or nested tensor")
@@ -170,18 +188,14 @@ class _Encoder:
             return {"!sparse": [*parts, list(plain.shape), plain.is_coalesced()]}
         if plain.layout is not torch.strided:
             raise self._refuse(tensor, "save it .to_dense() or as sparse COO", what=f"{plain.layout} tensor")
-        return self._dense(plain, "", same_as=tensor)
+        return self._dense(plain, "")
 
-    def _dense(self, tensor: Tensor, suffix: str, same_as: Tensor | None = None) -> Any:
-        dtype = None if tensor.dtype in _DIRECT else str(tensor.dtype).removeprefix("torch.")
-        if same_as is not None and id(same_as) in self._seen:
-            key = self._seen[id(same_as)][0]
-        else:
-            kept = tensor.resolve_conj().resolve_neg().contiguous()
-            key = self._keep(kept if dtype is None else kept.reshape(-1).view(torch.uint8), suffix)
-        if same_as is not None:
-            self._seen[id(same_as)] = (key, same_as)
-        return {"!tensor": key if dtype is None else [key, dtype, list(tensor.shape)]}
+    def _dense(self, tensor: Tensor, suffix: str) -> Any:
+        kept = tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
+        if kept.dtype in _DIRECT:
+            return {"!tensor": self._keep(kept, suffix)}
+        key = self._keep(kept.contiguous().reshape(-1).view(torch.uint8), suffix)
+        return {"!tensor": [key, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]}
 
     def _array(self, array: np.ndarray[Any, Any]) -> Any:
         if type(array) not in (np.ndarray, np.memmap) or array.dtype.kind not in _ARRAY_KINDS or not array.dtype.itemsize:
@@ -195,14 +209,19 @@ class _Encoder:
         return {"!scalar": [value.dtype.str, value.tobytes().hex()]}
 
     def _keep(self, tensor: Tensor, suffix: str) -> str:
-        steps = [str(step).encode("utf-8", "replace").decode() for step in ([self._where] if self._where else []) + self._path]
-        base = (".".join(steps) or "value")[:_MAX_KEY] + suffix
+        base = (self._joined() or "value") + suffix
         key, n = base, 1
         while key in self.tensors or key in RESERVED:
             n += 1
             key = f"{base}#{n}"
         self.tensors[key] = tensor
         return key
+
+    def _joined(self) -> str:
+        if not self._path:
+            return self._prefix[:_MAX_KEY]
+        step = _spelled(self._path[-1])
+        return (f"{self._prefix}.{step}" if self._prefix else step)[:_MAX_KEY]
 
     def _name(self) -> str:
         first, rest = (self._where, self._path) if self._where or not self._path else (str(self._path[0]), self._path[1:])
@@ -213,6 +232,20 @@ class _Encoder:
 
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, tuple, set, frozenset, deque, torch.Size)
+
+
+def _is_itself(value: Any) -> bool:
+    """Whether it is the same in JSON: the kinds that come most often."""
+    kind = type(value)
+    if kind is str:
+        return bool(value.isascii())
+    if kind is int:
+        return bool(-_EXACT <= value <= _EXACT)
+    return value is None or kind is bool or (kind is float and math.isfinite(value))
+
+
+def _spelled(step: Any) -> str:
+    return step if type(step) is str and step.isascii() else str(step).encode("utf-8", "replace").decode()
 
 
 def _plain(value: float | str | bytes | complex) -> Any:
@@ -239,20 +272,6 @@ def _may_be_key(key: Any) -> bool:
 
 def _a(what: str) -> str:
     return f"{'an' if what[:1] in 'AEIOaeio' else 'a'} {what}"
-
-
-def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of those that overlap with another in memory: a file holds each byte of a tensor once."""
-    ends: dict[tuple[torch.device, int], int] = {}
-    apart = dict(tensors)
-    for key, tensor in sorted(tensors.items(), key=lambda item: item[1].data_ptr()):
-        if tensor.numel():
-            block = (tensor.device, tensor.untyped_storage().data_ptr())
-            start = tensor.data_ptr()
-            if start < ends.get(block, 0):
-                apart[key] = tensor.clone()
-            ends[block] = max(ends.get(block, 0), start + tensor.numel() * tensor.element_size())
-    return apart
 
 
 # -- in --------------------------------------------------------------------------------------------------------------------

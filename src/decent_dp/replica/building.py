@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -96,6 +97,16 @@ class Builder:
             make_bucket(self._made + i, plan, self._guard.params, wire, *make, as_view=self._as_view)
             for i, plan in enumerate(plan_buckets(specs, order, limit, first))
         ]
+
+    @torch.no_grad()
+    def release(self) -> None:
+        """Each parameter lies on its own again, as before there were buckets: a place at another distance from the start of
+        its memory may be reason enough for a kernel to sum in another order."""
+        if not self._as_view:
+            return
+        for spec, param in zip(self._guard.specs, self._guard.params, strict=True):
+            own = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+            param.data = own.copy_(param.detach())
 
     def install(self, buckets: Sequence[Bucket], order: Sequence[int] | None) -> None:
         """These take the place of all buckets that there were."""

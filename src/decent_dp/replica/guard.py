@@ -27,6 +27,7 @@ class Guard:
     Attributes:
         names: of the trainable parameters, in registration order; one name for a tied parameter.
         params: these parameters.
+        numbers: the place of a name in ``names``.
         specs: what they were like at construction; all workers agreed on it.
     """
 
@@ -37,6 +38,7 @@ class Guard:
         trained = [(name, param) for name, param in self._at_construction.items() if param.requires_grad]
         self.names = [name for name, _ in trained]
         self.params = [param for _, param in trained]
+        self.numbers = {name: number for number, name in enumerate(self.names)}
         self.specs = [TensorSpec.of(name, param) for name, param in trained]
         self._frozen = [param for param in self._at_construction.values() if not param.requires_grad]
         self._present = list(_parameters(model))

@@ -260,17 +260,21 @@ class Schedule:
             if self.window is Window.OWED and not self.failed:
                 self._update(step=True)
 
-    def settle_for(self, what: str, *, failed: bool = False) -> None:
+    def refuse_inside(self, what: str) -> None:
+        """Raises RuntimeError inside a backward, for a call of the user's named ``what``."""
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(f"{what} was called inside a backward: call it after the backward has returned.")
+
+    def settle_for(self, what: str) -> None:
         """Comes to a step boundary, for a call of the user's named ``what``.
 
         Raises:
-            RuntimeError: inside a backward; after an update that failed half-way, unless with ``failed``.
+            RuntimeError: inside a backward; after an update that failed half-way.
         """
-        if torch._C._current_graph_task_id() != -1:
-            raise RuntimeError(f"{what} was called inside a backward: call it after the backward has returned.")
+        self.refuse_inside(what)
         if not self.failed:
             self.settle()
-        if self._fault is not None and not failed:
+        if self._fault is not None:
             raise RuntimeError(
                 f"{what} came after an update that failed half-way ({type(self._fault).__name__}: {self._fault}): this replica "
                 "is out of step with the others. Start the workers again from what was saved before."
@@ -295,8 +299,7 @@ class Schedule:
 
     def update(self) -> None:
         """One update with the gradients that are there now."""
-        if torch._C._current_graph_task_id() != -1:
-            raise RuntimeError("update() was called inside a backward: call it after the backward has returned.")
+        self.refuse_inside("update()")
         with self._lock:
             self.recover()
             self._update(step=True)

@@ -15,8 +15,6 @@ and so do its neighbours, each its own side. The dict has these entries:
     order         names, in the order from which the buckets were planned; None before the first update
     link          what the exchange under way depends on: ``exchange`` is of use where it is the same
     exchange      {"parameters": {name: see ``Bucket.held``}, "disowned": names}; None where nothing can go on
-
-Gradients and optimizer states that are sparse are kept as dicts of their parts.
 """
 
 from __future__ import annotations
@@ -25,13 +23,14 @@ import contextlib
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 from decent_dp.errors import OutOfStepError
 from decent_dp.handed import Policy
@@ -45,15 +44,15 @@ from decent_dp.replica.states import check_optim_state, collect_optim_state, loa
 from decent_dp.topo import Topology
 from decent_dp.transport import Transport
 
-__all__ = ["Replica", "pack_sparse", "put_back", "take", "unpack_sparse"]
+__all__ = ["Replica", "put_back", "take"]
 
 _ENTRIES = {
-    *("parameters", "buffers", "extra_state", "optim", "optimizer", "round", "steps", "factor", "accumulate", "window"),
-    *("grads", "order", "link", "exchange"),
+    *("parameters", "buffers", "extra_state", "optim", "optimizer", "scheduler", "round", "steps", "factor"),
+    *("accumulate", "window", "nested", "arrived", "grads", "order", "link", "exchange"),
 }
 
-# The parts of a sparse tensor.
-_INDICES, _VALUES, _SHAPE, _COALESCED = "sparse_indices", "sparse_values", "sparse_shape", "coalesced"
+# Of a GradScaler's state, what counts; the rest are factors.
+_WHOLE = ("growth_interval", "_growth_tracker")
 
 
 @dataclass(frozen=True)
@@ -97,16 +96,19 @@ def take(replica: Replica, own: Mapping[int, Tensor]) -> dict[str, Any]:
     Returns:
         The entries that the module names. The tensors are the replica's own and change with its next update: whoever keeps
         them has to copy them before.
+
+    Raises:
+        ValueError: an optimizer keeps what belongs to no parameter; names it.
     """
     engine, builder, guard, schedule = replica.engine, replica.builder, replica.guard, replica.schedule
     optim = collect_optim_state(engine.buckets, replica.policy.scaler, engine.round, builder.pending)
     grads = {name: param.grad for name, param in zip(guard.names, guard.params, strict=True) if param.grad is not None}
-    going = engine.buckets and not schedule.closed and engine.started == engine.round - 1
+    going = engine.buckets and engine.started == engine.round - 1
     return {
         "parameters": {name: own.get(id(param), param.detach()) for name, param in replica.model.named_parameters()},
         "buffers": {name: own.get(id(buffer), buffer.detach()) for name, buffer in replica.model.named_buffers()},
         "extra_state": {name: module.get_extra_state() for name, module in _with_extra_state(replica.model).items()},
-        "optim": {**optim, "state": {name: pack_sparse(state) for name, state in optim["state"].items()}},
+        "optim": optim,
         "optimizer": _kind(builder.optimizers),
         "scheduler": _kind([scheduler for scheduler in builder.schedulers if scheduler is not None]),
         "round": engine.round,
@@ -116,7 +118,7 @@ def take(replica: Replica, own: Mapping[int, Tensor]) -> dict[str, Any]:
         "window": schedule.window.value,
         "nested": schedule.nested,
         "arrived": [guard.names[i] for i in schedule.arrived] if builder.order is None else [],
-        "grads": {name: pack_sparse(grad.detach()) for name, grad in grads.items()},
+        "grads": {name: grad.detach() for name, grad in grads.items()},
         "order": None if builder.order is None else [guard.names[i] for i in builder.order],
         "link": replica.link(engine.round),
         "exchange": _exchange(engine.buckets) if going else None,
@@ -148,75 +150,103 @@ def put_back(replica: Replica, snapshot: dict[str, Any]) -> None:
         ValueError, TypeError, RuntimeError: it does not fit; the same error on all workers, and nothing is changed.
         OutOfStepError: it was saved at different rounds; likewise.
     """
-    engine, builder, control = replica.engine, replica.builder, replica.transport.control
-    agree(control, lambda: _check(replica, snapshot))
-    resumed = _compare(replica, snapshot)
-    undo = contextlib.ExitStack()
-
-    def prepare() -> tuple[list[Bucket], list[bytes | None]]:
-        order, optim = snapshot["order"], snapshot["optim"]
-        buckets, told = [], []
-        if order is not None:
-            buckets = builder.lay_out([replica.guard.names.index(name) for name in order])
-            _check_kinds(snapshot, buckets)
-            state = {name: unpack_sparse(of_one) for name, of_one in optim["state"].items()}
-            load_optim_state(buckets, {**optim, "state": state}, exact=True)
-        for bucket in buckets if resumed else ():
-            sends = replica.settings.overlap and len(replica.topology.get_edge(snapshot["round"] - 1).ranks) > 1
-            told.append(bucket.hold(snapshot["exchange"]["parameters"], under_way=sends))
-        modules = _with_extra_state(replica.model)
-        for name, value in snapshot["extra_state"].items():
-            undo.callback(modules[name].set_extra_state, copy.deepcopy(modules[name].get_extra_state()))
-            modules[name].set_extra_state(copy.deepcopy(value))
-        return buckets, told
-
-    try:
-        buckets, told = agree(control, prepare)
-    except BaseException:
-        undo.close()  # the old buckets adopt their parameters again when they are used
-        raise
-    with replica.schedule.faults(), torch.inference_mode(False), torch.no_grad():
-        engine.wait_all()
-        _write(replica, snapshot)
-        _install(replica, snapshot, buckets)
-        if resumed:
-            _start_again(engine, snapshot, told)
+    # Whatever the caller does: what is made here has to train.
+    with torch.inference_mode(False), torch.no_grad():
+        control = replica.transport.control
+        resumed = _compare(replica, snapshot, agree(control, lambda: _check(replica, snapshot)))
+        undo = contextlib.ExitStack()
+        try:
+            buckets, told = agree(control, lambda: _prepare(replica, snapshot, resumed, undo))
+        except BaseException:
+            undo.close()
+            if not replica.engine.buckets:  # otherwise they adopt their parameters again when they are used
+                replica.builder.release()
+            raise
+        with replica.schedule.faults():
+            # What was announced of it, and of the round after it, is left where it is: nobody asks for it, as the labels of
+            # the new buckets are others, and it goes with the connections.
+            replica.engine.wait_all()
+            if replica.engine.buckets and not buckets:
+                replica.builder.release()
+            _write(replica, snapshot)
+            _install(replica, snapshot, buckets)
+            if resumed:
+                _start_again(replica.engine, snapshot, told)
 
 
-def _check(replica: Replica, snapshot: dict[str, Any]) -> None:
-    """Looks whether a snapshot can be put into this replica."""
+def _prepare(
+    replica: Replica, snapshot: dict[str, Any], resumed: bool, undo: contextlib.ExitStack
+) -> tuple[list[Bucket], list[bytes | None]]:
+    """New buckets, and for each what was announced of its exchange; all that the user's objects may still refuse."""
+    order, numbers, topology = snapshot["order"], replica.guard.numbers, replica.topology
+    buckets, told = [], []
+    if order is not None:
+        buckets = replica.builder.lay_out([numbers[name] for name in order])
+        _check_kinds(snapshot, buckets)
+        load_optim_state(buckets, snapshot["optim"], exact=True)
+    if resumed:
+        sends = replica.settings.overlap and len(topology.get_edge(snapshot["round"] - 1).ranks) > 1
+        if any(bucket.wire.announces for bucket in buckets):
+            topology.get_edge(snapshot["round"])  # the edge that is told: if it cannot be made, now
+        told = [bucket.hold(snapshot["exchange"]["parameters"], under_way=sends) for bucket in buckets]
+    modules = _with_extra_state(replica.model)
+    for name, value in snapshot["extra_state"].items():
+        undo.callback(modules[name].set_extra_state, copy.deepcopy(modules[name].get_extra_state()))
+        modules[name].set_extra_state(copy.deepcopy(value))
+    return buckets, told
+
+
+def _check(replica: Replica, snapshot: dict[str, Any]) -> bool:
+    """Looks whether a snapshot can be put into this replica; whether its exchange can go on, as far as this worker knows."""
     missing = _ENTRIES - snapshot.keys()
     if missing:
         raise ValueError(f"this is no snapshot of a replica: it has no entry {', '.join(map(repr, sorted(missing)))}")
     replica.schedule.check()
     replica.guard.check()
     model, names = replica.model, replica.guard.names
+    _check_values(snapshot)
     _check_tensors("parameter", snapshot["parameters"], dict(model.named_parameters()))
     _check_tensors("buffer", snapshot["buffers"], dict(model.named_buffers()))
     _check_names("extra state of the module", snapshot["extra_state"], _with_extra_state(model))
     check_optim_state(snapshot["optim"], names)
-    params = dict(zip(names, replica.guard.params, strict=True))
-    for name, grad in snapshot["grads"].items():
-        if name not in params:
-            raise ValueError(f"the snapshot has a gradient of '{name}', which is no trainable parameter of this model")
-        shape = tuple(unpack_sparse(grad).shape)
-        if shape != tuple(params[name].shape):
-            raise ValueError(f"the gradient of '{name}' was saved as {shape}, and the parameter is {tuple(params[name].shape)}")
+    _check_gradients(snapshot["grads"], dict(zip(names, replica.guard.params, strict=True)))
     order = snapshot["order"]
     if order is not None and sorted(order) != sorted(names):
         raise ValueError(
             "the order of the parameters in the snapshot does not name each trainable parameter of this model once"
         )
+    unknown = [name for name in snapshot["arrived"] if name not in replica.guard.numbers]
+    if unknown:
+        raise ValueError(f"the snapshot has a gradient of '{unknown[0]}', which is no trainable parameter of this model")
+    _check_scaler(replica.policy.scaler, snapshot["optim"].get("scaler"))
+    return snapshot["exchange"] is not None and snapshot["link"] == replica.link(snapshot["round"])
+
+
+def _check_values(snapshot: dict[str, Any]) -> None:
+    exchange = snapshot["exchange"]
     for what, fits in {
         "round": type(snapshot["round"]) is int and snapshot["round"] >= 0,
         "steps": type(snapshot["steps"]) is int and snapshot["steps"] >= 0,
         "factor": type(snapshot["factor"]) is float and 0.0 <= snapshot["factor"] <= 1.0,
         "accumulate": type(snapshot["accumulate"]) is bool,
         "window": snapshot["window"] in (Window.IDLE.value, Window.OPEN.value),
+        "nested": type(snapshot["nested"]) is bool,
+        "arrived": isinstance(snapshot["arrived"], list),
+        "exchange": exchange is None or (isinstance(exchange, dict) and exchange.keys() == {"parameters", "disowned"}),
     }.items():
         if not fits:
             raise ValueError(f"this is no snapshot of a replica: its '{what}' is {snapshot[what]!r}")
-    _check_scaler(replica.policy.scaler, snapshot["optim"].get("scaler"))
+
+
+def _check_gradients(saved: Mapping[str, Any], params: Mapping[str, Parameter]) -> None:
+    for name, grad in saved.items():
+        if name not in params:
+            raise ValueError(f"the snapshot has a gradient of '{name}', which is no trainable parameter of this model")
+        param = params[name]
+        # Newer versions of torch let gradients have a dtype of their own; None stands for any.
+        theirs, ours = _described(grad), _described(param, getattr(param, "grad_dtype", param.dtype) or grad.dtype)
+        if theirs != ours:
+            raise ValueError(f"the gradient of '{name}' was saved as {theirs}, and is {ours} in this model")
 
 
 def _check_names(what: str, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
@@ -231,9 +261,9 @@ def _check_names(what: str, saved: Mapping[str, Any], own: Mapping[str, Any]) ->
 def _check_tensors(what: str, saved: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
     _check_names(what, saved, own)
     for name, tensor in own.items():
-        theirs, ours = ((tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in (saved[name], tensor))
+        theirs, ours = _described(saved[name]), _described(tensor)
         if theirs != ours:
-            raise ValueError(f"{what} '{name}' was saved as {theirs[0]} {theirs[1]}, and is {ours[0]} {ours[1]} in this model")
+            raise ValueError(f"{what} '{name}' was saved as {theirs}, and is {ours} in this model")
 
 
 def _check_scaler(scaler: torch.amp.GradScaler | None, saved: Mapping[str, Any] | None) -> None:
@@ -242,8 +272,14 @@ def _check_scaler(scaler: torch.amp.GradScaler | None, saved: Mapping[str, Any] 
         raise ValueError(
             f"the snapshot was saved {there}, and this wrapper {here}: pass the same `scaler` as in the run before"
         )
-    if scaler is not None and saved is not None and saved.keys() != scaler.state_dict().keys():
+    if scaler is None or saved is None:
+        return
+    own = scaler.state_dict()
+    if saved.keys() != own.keys():
         raise ValueError(f"the GradScaler's state in the snapshot has the entries {sorted(saved)}: it is of another torch")
+    for key, value in saved.items():
+        if type(value) is not int and (type(value) is not float or key in _WHOLE):
+            raise ValueError(f"the GradScaler's '{key}' in the snapshot is {value!r}, and should be a number like {own[key]!r}")
 
 
 def _check_kinds(snapshot: dict[str, Any], buckets: Sequence[Bucket]) -> None:
@@ -252,17 +288,16 @@ def _check_kinds(snapshot: dict[str, Any], buckets: Sequence[Bucket]) -> None:
         "scheduler": _kind([bucket.scheduler for bucket in buckets if bucket.scheduler is not None]),
     }
     for what, kind in own.items():
-        if snapshot.get(what, kind) != kind:
+        if snapshot[what] != kind:
             raise ValueError(
                 f"the {what} was {snapshot[what]} when this was saved, and is {kind} now: their states do not fit each other. "
                 "Go on with the same one, or load the parameters alone (load_state_dict)."
             )
 
 
-def _compare(replica: Replica, snapshot: dict[str, Any]) -> bool:
-    """Compares the workers' snapshots; whether the exchange under way can go on on all of them."""
+def _compare(replica: Replica, snapshot: dict[str, Any], fits: bool) -> bool:
+    """Compares the workers' snapshots; whether the exchange under way can go on on all of them, as on this one (``fits``)."""
     engine = replica.engine
-    fits = snapshot["exchange"] is not None and snapshot["link"] == replica.link(snapshot["round"])
     order = hashlib.sha256(json.dumps(snapshot["order"]).encode()).hexdigest()
     now = engine.round if engine.buckets else None
     found = replica.transport.control.gather([snapshot["round"], order, fits, now])
@@ -292,25 +327,27 @@ def _write(replica: Replica, snapshot: dict[str, Any]) -> None:
             tensor.copy_(values[name])
     for name, param in zip(replica.guard.names, replica.guard.params, strict=True):
         grad = snapshot["grads"].get(name)
-        param.grad = None if grad is None else _like(unpack_sparse(grad), param)
+        param.grad = None if grad is None else _like(grad, param)
 
 
 def _install(replica: Replica, snapshot: dict[str, Any], buckets: list[Bucket]) -> None:
-    engine, builder, names = replica.engine, replica.builder, replica.guard.names
+    engine, builder, numbers = replica.engine, replica.builder, replica.guard.numbers
     order, optim = snapshot["order"], snapshot["optim"]
-    builder.install(buckets, None if order is None else [names.index(name) for name in order])
+    builder.install(buckets, None if order is None else [numbers[name] for name in order])
     builder.pending = None
     if order is None and optim["param_groups"]:
-        state = {name: _copied(unpack_sparse(of_one)) for name, of_one in optim["state"].items()}
-        builder.pending = {**optim, "state": state, "schedulers": copy.deepcopy(optim.get("schedulers"))}
+        rest = {key: value for key, value in optim.items() if key != "state"}
+        builder.pending = {**copy.deepcopy(rest), "state": _copied(optim["state"])}
     engine.round, engine.steps, engine.factor = snapshot["round"], snapshot["steps"], snapshot["factor"]
     schedule = replica.schedule
     schedule.install(buckets)
     schedule.window, schedule.accumulate = Window(snapshot["window"]), snapshot["accumulate"]
-    schedule.nested = snapshot.get("nested", False)
-    schedule.arrived = {names.index(name): None for name in snapshot.get("arrived", ()) if name in names}
-    if replica.policy.scaler is not None:
-        replica.policy.scaler.load_state_dict(optim["scaler"])
+    schedule.nested, schedule.arrived = snapshot["nested"], {numbers[name]: None for name in snapshot["arrived"]}
+    scaler = replica.policy.scaler
+    if scaler is not None:
+        scaler.load_state_dict(optim["scaler"])
+        # It has its scale from the first loss on, and the gradients that are there had theirs in another run.
+        scaler.scale(torch.zeros((), device=replica.guard.params[0].device))
 
 
 def _start_again(engine: Engine, snapshot: dict[str, Any], told: Sequence[bytes | None]) -> None:
@@ -328,46 +365,20 @@ def _start_again(engine: Engine, snapshot: dict[str, Any], told: Sequence[bytes 
 # -- values ----------------------------------------------------------------------------------------------------------------
 
 
-def pack_sparse(value: Any) -> Any:
-    """``value`` with a dict of its parts in the place of every sparse tensor in it; other tensors stay what they are."""
-
-    def parts(tensor: Tensor) -> Any:
-        if tensor.layout != torch.sparse_coo:
-            return tensor
-        return {
-            _INDICES: tensor._indices(),
-            _VALUES: tensor._values(),
-            _SHAPE: list(tensor.shape),
-            _COALESCED: tensor.is_coalesced(),
-        }
-
-    return _mapped(value, parts)
-
-
-def unpack_sparse(value: Any) -> Any:
-    """The inverse of ``pack_sparse``."""
-    if isinstance(value, Mapping):
-        if value.keys() == {_INDICES, _VALUES, _SHAPE, _COALESCED}:
-            parts = value[_INDICES], value[_VALUES], value[_SHAPE]
-            return torch.sparse_coo_tensor(*parts, is_coalesced=value[_COALESCED], check_invariants=True)
-        return {key: unpack_sparse(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(unpack_sparse(item) for item in value)
-    return value
-
-
 def _copied(value: Any) -> Any:
-    return _mapped(value, lambda tensor: tensor.detach().clone())
-
-
-def _mapped(value: Any, of_tensor: Callable[[Tensor], Any]) -> Any:
     if isinstance(value, Tensor):
-        return of_tensor(value)
+        return value.detach().clone()
     if isinstance(value, Mapping):
-        return {key: _mapped(item, of_tensor) for key, item in value.items()}
+        return {key: _copied(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_mapped(item, of_tensor) for item in value)
+        return type(value)(_copied(item) for item in value)
     return value
+
+
+def _described(value: Any, dtype: torch.dtype | None = None) -> str:
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    return f"{tuple(value.shape)} {str(dtype or value.dtype).removeprefix('torch.')}"
 
 
 def _like(value: Tensor, param: Tensor) -> Tensor:

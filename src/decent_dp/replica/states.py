@@ -4,7 +4,9 @@ The dict has these entries:
 
     state          {parameter name: the optimizer's state of that parameter}
     param_groups   {parameter name: the options of its group (lr, betas, …)}
-    schedulers     what all schedulers have in common, and under ``by_name`` what is kept by parameter group; None without one
+    groups         the options of the first group, the second …: for those that have no parameter in some bucket
+    schedulers     what all schedulers have in common, and what is kept by parameter group: under ``by_name`` as in
+                   ``param_groups``, under ``by_group`` as in ``groups``; None without one
     scaler         the GradScaler's state, or None
     round          the round that comes next: rounds made so far, also those before an earlier restart
 """
@@ -12,7 +14,7 @@ The dict has these entries:
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,24 +33,30 @@ _BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "base_momentums", 
 def collect_optim_state(
     buckets: Sequence[Bucket], scaler: torch.amp.GradScaler | None, round_: int, pending: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The state of all buckets' optimizers and schedulers, by parameter name; ``pending`` while that waits for buckets."""
+    """The state of all buckets' optimizers and schedulers, by parameter name; ``pending`` while that waits for buckets.
+
+    Raises:
+        ValueError: an optimizer or a scheduler keeps what cannot be kept by parameter name; names it.
+    """
     beside = {"scaler": None if scaler is None else scaler.state_dict(), "round": round_}
     if pending is not None:
         return {**pending, **beside}
     state: dict[str, Any] = {}
     options: dict[str, Any] = {}
     schedulers: dict[str, Any] | None = None
-    for bucket in buckets:
+    examples = _examples([bucket.optimizer for bucket in buckets])
+    for number, bucket in enumerate(buckets):
         names = _names(bucket)
+        _refuse_nameless(bucket.optimizer, names)
         for group in bucket.optimizer.param_groups:
             for param in group["params"]:
                 name = names[id(param)]
-                options[name] = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+                options[name] = _options(group)
                 if param in bucket.optimizer.state:
                     state[name] = bucket.optimizer.state[param]
         if bucket.scheduler is not None:
             common, by_group = _split(bucket.scheduler.state_dict())
-            schedulers = schedulers or {**common, "by_name": {}}
+            schedulers = schedulers or {**common, "by_name": {}, "by_group": [{} for _ in examples]}
             for key, value in common.items():
                 if isinstance(value, list) and value != schedulers[key]:
                     raise ValueError(
@@ -58,12 +66,44 @@ def collect_optim_state(
             for group, own in zip(bucket.optimizer.param_groups, by_group, strict=False):
                 for param in group["params"]:
                     schedulers["by_name"][names[id(param)]] = own
+            for i, own in enumerate(by_group):
+                if examples[i] == number:
+                    schedulers["by_group"][i] = own
     return {
         "state": state,
         "param_groups": options,
+        "groups": [_options(buckets[number].optimizer.param_groups[i]) for i, number in enumerate(examples)],
         "schedulers": schedulers,
         **beside,
     }
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _examples(optimizers: Sequence[Optimizer]) -> list[int]:
+    """Whose i-th group stands for all i-th ones, for every i: the first that has parameters there, or else a group."""
+    longest = max((len(optimizer.param_groups) for optimizer in optimizers), default=0)
+    found = []
+    for i in range(longest):
+        having = [n for n, optimizer in enumerate(optimizers) if len(optimizer.param_groups) > i]
+        found.append(next((n for n in having if optimizers[n].param_groups[i]["params"]), having[0]))
+    return found
+
+
+def _refuse_nameless(optimizer: Optimizer, names: Mapping[int, str]) -> None:
+    """Raises ValueError when an optimizer keeps what belongs to none of these parameters, by id."""
+    state: Mapping[Any, Any] = optimizer.state
+    kept = [key for key, value in state.items() if id(key) not in names and (value or not isinstance(value, Mapping))]
+    if type(optimizer).state_dict is not Optimizer.state_dict or optimizer._optimizer_state_dict_post_hooks:
+        kept += [key for key in optimizer.state_dict() if key not in ("state", "param_groups")]
+    if kept:
+        what = "a tensor" if isinstance(kept[0], Tensor) else repr(kept[0])
+        raise ValueError(
+            f"{type(optimizer).__name__} keeps {what}, which belongs to no parameter of its bucket, and its state is saved by "
+            "parameter name: keep it in param_groups (each group's options are saved), or in the state of a parameter."
+        )
 
 
 def check_optim_state(state_dict: dict[str, Any], names: Sequence[str]) -> None:
@@ -100,35 +140,53 @@ def check_optim_state(state_dict: dict[str, Any], names: Sequence[str]) -> None:
 def load_optim_state(buckets: Sequence[Bucket], state_dict: dict[str, Any], *, exact: bool = False) -> None:
     """Puts a checked dict into the buckets' optimizers and schedulers.
 
-    With ``exact``, which is for parameters of the same dtypes, all tensors keep their dtypes (torch's optimizers would cast
-    them to their parameters') and nothing in the dict is used again.
+    With ``exact``, which is for parameters of the same shapes and dtypes, all tensors keep their dtypes (torch's optimizers
+    would cast them to their parameters') and nothing in the dict is used again.
+
+    Raises:
+        ValueError: with ``exact``, a tensor has not the shape that the optimizer needs; names the parameter.
     """
     if not state_dict["param_groups"]:
         return
     for bucket in buckets:
-        names = _names(bucket)
-        _load_optimizer(bucket.optimizer, names, state_dict)
-        saved = state_dict.get("schedulers")
+        names, optimizer = _names(bucket), bucket.optimizer
         if exact:
-            saved = copy.deepcopy(saved)
-            for param, state in bucket.optimizer.state.items():
-                bucket.optimizer.state[param] = _exact(state, state_dict["state"].get(names[id(param)]), param)
-        if bucket.scheduler is not None and saved is not None:
+            _check_shapes(optimizer, names, state_dict["state"])
+        _load_optimizer(optimizer, names, state_dict)
+        with torch.inference_mode(False), torch.no_grad():
+            for param, state in optimizer.state.items():
+                saved = state_dict["state"].get(names[id(param)])
+                optimizer.state[param] = _exact(state, saved, param) if exact else _laid(state, param)
+        # A copy for each: some go on writing to what they were given.
+        schedulers = copy.deepcopy(state_dict.get("schedulers"))
+        if bucket.scheduler is not None and schedulers is not None:
+            by_name, examples = schedulers.pop("by_name"), schedulers.pop("by_group", [])
             _, by_group = _split(bucket.scheduler.state_dict())
-            for own, group in zip(by_group, bucket.optimizer.param_groups, strict=False):
-                if group["params"]:  # an empty one keeps what it has
-                    own.update(saved["by_name"][names[id(group["params"][0])]])
-            bucket.scheduler.load_state_dict(_join({k: v for k, v in saved.items() if k != "by_name"}, by_group))
+            for i, (own, group) in enumerate(zip(by_group, optimizer.param_groups, strict=False)):
+                own.update(_of_group(group["params"], i, names, by_name, examples))
+            bucket.scheduler.load_state_dict(_join(schedulers, by_group))
+
+
+def _of_group(
+    members: Sequence[Parameter],
+    number: int,
+    names: Mapping[int, str],
+    by_name: Mapping[str, dict[str, Any]],
+    examples: Sequence[dict[str, Any]],
+) -> dict[str, Any]:
+    """What was saved for a group. One without members has what others of its number have, and keeps its own if none has."""
+    if members:
+        return by_name[names[id(members[0])]]
+    return examples[number] if number < len(examples) else {}
 
 
 def _load_optimizer(optimizer: Optimizer, names: dict[int, str], state_dict: dict[str, Any]) -> None:
     state: dict[int, Any] = {}
     groups: list[dict[str, Any]] = []
     number = 0
-    for group in optimizer.param_groups:
+    for i, group in enumerate(optimizer.param_groups):
         members: list[Parameter] = group["params"]
-        # What is saved, over what the group has: an empty one keeps its own.
-        saved = state_dict["param_groups"][names[id(members[0])]] if members else {}
+        saved = _of_group(members, i, names, state_dict["param_groups"], state_dict.get("groups", []))
         groups.append({**group, **saved, "params": list(range(number, number + len(members)))})
         for param in members:
             if names[id(param)] in state_dict["state"]:
@@ -137,10 +195,40 @@ def _load_optimizer(optimizer: Optimizer, names: dict[int, str], state_dict: dic
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
+def _check_shapes(optimizer: Optimizer, names: Mapping[int, str], saved: Mapping[str, Any]) -> None:
+    """Looks whether saved tensors have the shapes of those that the optimizer already has, where it is a new one that has any.
+
+    torch's optimizers and ours keep numbers, and tensors of a parameter's shape or reduced to 1 along some dimensions: of
+    these others are refused, too. What other optimizers keep may have any shape.
+    """
+    regular = f"{type(optimizer).__module__}.".startswith(("torch.optim.", "decent_dp.optim."))
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            name = names[id(param)]
+            own = dict(_tensors(optimizer.state.get(param, {})))
+            for key, tensor in _tensors(saved.get(name, {})):
+                like, shape = own.get(key, param), tuple(tensor.shape)
+                reduced = len(shape) == like.dim() and all(a in (1, b) for a, b in zip(shape, like.shape, strict=True))
+                if (shape != like.shape) if key in own else (regular and tensor.numel() != 1 and not reduced):
+                    raise ValueError(
+                        f"'{key}' in the optimizer state of parameter '{name}' was saved as {shape}, and should be "
+                        f"{tuple(like.shape)} for {type(optimizer).__name__}: it is the state of another parameter or optimizer"
+                    )
+
+
+def _tensors(value: Any, key: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors in a state, and where."""
+    if isinstance(value, Tensor):
+        yield key, value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for step, member in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _tensors(member, f"{key}/{step}" if key else str(step))
+
+
 def _exact(loaded: Any, saved: Any, param: Tensor) -> Any:
     """``loaded``, with copies of the tensors in ``saved``: of their dtypes, where the optimizer has put them."""
     if isinstance(loaded, Tensor) and isinstance(saved, Tensor):
-        if saved.layout != torch.strided or saved.shape != param.shape:
+        if not _is_like(saved, param):
             return saved.detach().to(loaded.device, copy=True)
         # In the parameter's strides, as optimizers make them.
         return torch.empty_like(param, dtype=saved.dtype, device=loaded.device).copy_(saved)
@@ -149,6 +237,23 @@ def _exact(loaded: Any, saved: Any, param: Tensor) -> Any:
     if isinstance(loaded, (list, tuple)) and isinstance(saved, (list, tuple)) and len(loaded) == len(saved):
         return type(loaded)(_exact(a, b, param) for a, b in zip(loaded, saved, strict=True))
     return loaded
+
+
+def _laid(loaded: Any, param: Tensor) -> Any:
+    """``loaded``, with tensors of the parameter's shape in its strides: a file need not have kept them."""
+    if isinstance(loaded, Tensor):
+        if not _is_like(loaded, param) or loaded.stride() == param.stride():
+            return loaded
+        return torch.empty_like(param, dtype=loaded.dtype, device=loaded.device).copy_(loaded)
+    if isinstance(loaded, dict):
+        return {key: _laid(value, param) for key, value in loaded.items()}
+    if isinstance(loaded, (list, tuple)):
+        return type(loaded)(_laid(value, param) for value in loaded)
+    return loaded
+
+
+def _is_like(value: Tensor, param: Tensor) -> bool:
+    return value.layout == torch.strided and value.shape == param.shape
 
 
 def _names(bucket: Bucket) -> dict[int, str]:

@@ -1,0 +1,354 @@
+"""What a save does beside its files: in which order, for how long, and for whom."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from decent_dp.checkpoint import commit, latest, load, meeting, save, saver
+from decent_dp.ddp import DecentralizedDataParallel
+from decent_dp.errors import PeerTimeoutError
+from decent_dp.replica.agree import model_signature
+from decent_dp.transport import Board, InProcessTransport, LocalHub, run_replicas
+from tests.checkpoint_cases import error_of
+from tests.helpers import SGD, alone, loss, net, values
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def slow_writing(monkeypatch: pytest.MonkeyPatch, seconds: float, rank: int = 0) -> None:
+    real = saver.write_worker
+
+    def slow(folder: Path, own: int, *args: Any) -> Any:
+        if own == rank:
+            time.sleep(seconds)
+        return real(folder, own, *args)
+
+    monkeypatch.setattr(saver, "write_worker", slow)
+
+
+# -- in order --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_a_save_that_is_refused_does_not_overtake_those_before_it(tmp_path, monkeypatch, both):
+    """It is told after them, so nobody waits for a page that comes later."""
+    slow_writing(monkeypatch, 0.4, rank=1)
+
+    def work(transport: InProcessTransport) -> Any:
+        model = DecentralizedDataParallel(net(), SGD, topology="ring", transport=transport)
+        loss(model, 0, transport.rank).backward()
+        first = save(model, tmp_path, wait=False)
+        if transport.rank == 0:
+            time.sleep(0.2)
+        wrong = both or transport.rank == 1
+        second = error_of(lambda: save(model, tmp_path, wait=not wrong, x=object() if wrong else 1))
+        found = first.wait(), second
+        assert save(model, tmp_path, last=True).error is None
+        model.close()
+        return found
+
+    began = time.monotonic()
+    found = run_replicas(2, work, 8)
+    assert time.monotonic() - began < 6
+    assert [path for path, _ in found] == [found[0][0]] * 2
+    assert found[0][0] is not None
+    assert [kind for _, (kind, _) in found] == ["TypeError" if both else "RuntimeError", "TypeError"]
+
+
+class Noisy(torch.optim.SGD):
+    """Draws in its step."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.add_(0.01 * torch.randn_like(param))
+
+
+def test_an_owed_update_is_made_before_random_states_are_taken(tmp_path):
+    def window(model: Any, t: int) -> None:
+        model.set_accumulate_grad(True)
+        loss(model, 2 * t).backward()
+        loss(model, 2 * t + 1).backward()
+        model.set_accumulate_grad(False)
+
+    def end(model: Any) -> dict[str, Tensor]:
+        window(model, 2)
+        model.state_dict()  # the update that is owed
+        return values(model.module)
+
+    model = alone(net(), lambda params: Noisy(params, lr=0.1))
+    torch.manual_seed(7)
+    window(model, 0)
+    window(model, 1)
+    save(model, tmp_path)
+    whole = end(model)
+    model.close()
+    resumed = alone(net(), lambda params: Noisy(params, lr=0.1))
+    torch.manual_seed(99)
+    load(resumed, tmp_path)
+    part = end(resumed)
+    resumed.close()
+    assert all(torch.equal(whole[name], value) for name, value in part.items())
+
+
+# -- for how long ----------------------------------------------------------------------------------------------------------
+
+
+def test_whoever_closes_waits_for_its_own_disk(tmp_path, monkeypatch):
+    slow_writing(monkeypatch, 0.8)
+    monkeypatch.setattr(saver, "_AT_EXIT", 0.2)
+    monkeypatch.setattr(saver, "_AT_ERROR", 0.2)
+    for at_error in (False, True):
+        model = alone(net())
+        saving = save(model, tmp_path / str(at_error), wait=False)
+        if at_error:
+            began = time.monotonic()
+            saver.saver_of(model).close(at_error=True)
+            assert time.monotonic() - began < 0.6
+            assert isinstance(saving.error, PeerTimeoutError)
+        else:
+            model.close()
+            assert saving.error is None
+            assert latest(tmp_path / str(at_error)) == saving.path
+
+
+@pytest.mark.parametrize(("error", "interactive", "hurry"), [(False, False, False), (True, False, True), (True, True, False)])
+def test_who_is_in_a_hurry(monkeypatch, error, interactive, hurry):
+    """An interactive session has seen an error and goes on."""
+    for name, there in (("last_value", error), ("ps1", interactive)):
+        if there:
+            monkeypatch.setattr(sys, name, KeyError(name), raising=False)
+        else:
+            monkeypatch.delattr(sys, name, raising=False)
+    asked: list[bool] = []
+    leaving: Any = SimpleNamespace(close=lambda at_error: asked.append(at_error))
+    saver._leave(leaving)
+    assert asked == [hurry]
+
+
+class Silent(Board):
+    """A board that does not answer any more, and does not fail, while it is ``stopped``."""
+
+    def __init__(self, board: Board) -> None:
+        self._board, self.answers = board, threading.Event()
+        self.answers.set()
+
+    def post(self, key: str, text: str) -> None:
+        self.answers.wait()
+        self._board.post(key, text)
+
+    def read(self, key: str) -> str | None:
+        self.answers.wait()
+        return self._board.read(key)
+
+    def count(self, key: str) -> int:
+        self.answers.wait()
+        return self._board.count(key)
+
+
+def test_a_store_that_hangs_is_not_waited_for_without_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(saver, "_MARGIN", 0.3)
+    transport = InProcessTransport(0, LocalHub(1, timeout=0.3))
+    board = transport._board = Silent(transport.board)
+    model = DecentralizedDataParallel(net(), SGD, transport=transport)
+    # A slow disk of one's own is no reason.
+    with monkeypatch.context() as patch:
+        slow_writing(patch, 1.0)
+        assert save(model, tmp_path, at=0).error is None
+    board.answers.clear()
+    began = time.monotonic()
+    unheard = save(model, tmp_path, wait=False, at=1)
+    assert unheard.wait(0.1) is None
+    with pytest.raises(PeerTimeoutError, match=r"not known whether .* nor the store") as caught:
+        unheard.wait()
+    assert 0.5 < time.monotonic() - began < 3
+    assert str(unheard.path) in str(caught.value)
+    with pytest.raises(PeerTimeoutError, match="not known whether"):  # of the one before, again of its own, and of a load
+        save(model, tmp_path)
+    with pytest.raises(PeerTimeoutError, match="not known whether"):
+        save(model, tmp_path)
+    waiting = save(model, tmp_path, wait=False)
+    while not waiting.done:
+        time.sleep(0.02)
+    assert load(model, tmp_path) == {"at": 0}
+    model.close()
+    assert time.monotonic() - began < 8
+    board.answers.set()
+
+
+def test_what_nobody_has_decided_is_left_alone(tmp_path, monkeypatch):
+    """Worker 1 has decided, and is not heard of: whether the checkpoint is complete is for the disk to tell."""
+    monkeypatch.setattr(commit, "_ANY_MOMENT", 0.3)
+
+    def work(transport: InProcessTransport) -> Any:
+        model = DecentralizedDataParallel(net(), SGD, topology="ring", transport=transport)
+        found = None
+        if transport.rank == 1:
+            transport.board.count("checkpoint/0/decided")
+        transport.control.gather(None)
+        if transport.rank == 0:
+            saving = save(model, tmp_path, wait=False)
+            found = error_of(saving.wait), os.listdir(saving.path)
+        return found
+
+    (kind, text), names = run_replicas(2, work, 0.7)[0]
+    assert kind == "UndecidedError"
+    assert "not known whether step-" in text
+    assert "`latest` names it if it has" in text
+    assert names == ["worker-0000.safetensors"]
+
+
+# -- for whom --------------------------------------------------------------------------------------------------------------
+
+
+def test_each_wrapper_of_a_process_has_its_own_folder(tmp_path):
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "saved")
+
+    def work(transport: InProcessTransport) -> Any:
+        first, second = (DecentralizedDataParallel(net(seed), SGD, topology="ring", transport=transport) for seed in (0, 1))
+        second._transport = InProcessTransport(transport.rank, transport._hub)  # as connect() would give it one of its own
+        assert save(first, tmp_path / "saved", who=1).error is None
+        found = [error_of(lambda name=name: save(second, tmp_path / name, who=2)) for name in ("saved", "link")]
+        assert save(second, tmp_path / "second", who=2).error is None
+        assert save(first, tmp_path / "saved", who=1).error is None
+        first.close()
+        assert save(second, tmp_path / "saved", who=2).error is None  # it is no longer used
+        assert load(second, tmp_path / "saved") == {"who": 2}
+        second.close()
+        return found
+
+    for found in run_replicas(2, work, 20):
+        for kind, text in found:
+            assert kind == "ValueError"
+            assert "another wrapper of this process saves in" in text
+            assert "each wrapper its own folder" in text
+
+
+def test_a_wrapper_that_was_dropped_is_in_nobodys_way(tmp_path):
+    for t in range(3):
+        model = alone(net())
+        save(model, tmp_path, t=t)
+        del model
+    model = alone(net())
+    assert load(model, tmp_path) == {"t": 2}
+    model.close()
+
+
+# -- the disk --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_path_that_cannot_be_looked_at_does_not_end_the_training(tmp_path, monkeypatch, caplog):
+    model = alone(net())
+    assert isinstance(save(model, tmp_path / ("x" * 300)).error, OSError)
+    real: Callable[..., Any] = os.lstat
+
+    def stale(path: Any) -> Any:
+        if "stale" in str(path):
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return real(path)
+
+    (tmp_path / "stale").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "lstat", stale)
+        failed = save(model, tmp_path / "stale")
+    assert "Stale file handle" in str(failed.error)
+    assert caplog.text.count("training goes on without it") == 2
+    loss(model, 0).backward()
+    assert save(model, tmp_path / "stale").error is None
+    model.close()
+
+
+def test_a_disk_that_is_full_when_workers_meet_stops_no_later_save(tmp_path, monkeypatch):
+    """Where there are no links, too."""
+
+    def no_link(*_: Any) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    def full(self: Path, text: str) -> int:
+        if self.parent == tmp_path and self.name == f".folder-{run_id[:12]}":
+            raise OSError(errno.ENOSPC, "No space left on device", str(self))
+        return real(self, text)
+
+    monkeypatch.setattr(meeting, "_ANY_MOMENT", 1.0)
+    monkeypatch.setattr(os, "link", no_link)
+    model, real = alone(net()), Path.write_text
+    run_id = model._transport.run_id
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        failed = save(model, tmp_path)
+    assert "No space left" in str(failed.error)
+    assert not list(tmp_path.glob(".folder*"))
+    assert save(model, tmp_path).error is None
+    model.close()
+
+
+def test_a_part_that_is_gone_before_the_switch(tmp_path, monkeypatch, caplog):
+    """The one before stays, also where only one is to be kept; parts on other disks are not looked for."""
+    real = saver.write_worker
+
+    def loses(folder: Path, rank: int, *args: Any) -> Any:
+        info = real(folder, rank, *args)
+        if rank == 2 and losing.is_set():
+            (folder / info.name).unlink()
+        return info
+
+    losing = threading.Event()
+    monkeypatch.setattr(saver, "write_worker", loses)
+
+    def work(transport: InProcessTransport) -> Any:
+        rank = transport.rank
+        own = tmp_path / f"disk{rank // 2}" if rank < 3 else tmp_path / "disk1"
+        model = DecentralizedDataParallel(net(), SGD, topology="ring", transport=transport)
+        assert save(model, own, keep=1, at=0).error is None
+        transport.control.gather(None)
+        losing.set()
+        failed = save(model, own, keep=1, at=1)
+        transport.control.gather(None)
+        losing.clear()
+        extra = load(model, own)
+        assert save(model, own, keep=1, at=2).error is None
+        model.close()
+        return str(failed.error), extra
+
+    with caplog.at_level(logging.WARNING):
+        for text, extra in run_replicas(4, work, 20):
+            assert "worker 2 could not complete it" in text
+            assert "worker-0002.safetensors is missing" in text
+            assert extra == {"at": 0}
+
+
+# -- the model -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_manifest_names_the_model_of_the_moment(tmp_path):
+    model = alone(net())
+    model.module.register_buffer("seen", torch.zeros(2))
+    keeper = saver.saver_of(model)
+
+    def saved() -> Any:
+        return json.loads((save(model, tmp_path).path / "manifest.json").read_text())["signature"]["model"]
+
+    assert saved() == model_signature(model.module)
+    assert keeper._signature_of(model.module) is keeper._signature_of(model.module)
+    model.module.seen = torch.zeros(3)
+    assert saved() == model_signature(model.module)
+    model.module.seen = torch.zeros(3, dtype=torch.int64)
+    assert saved() == model_signature(model.module)
+    model.close()

@@ -1,0 +1,458 @@
+"""Snapshots that do not fit, and loads that not all workers can make: refused on all of them, and nothing is changed."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from decent_dp.ddp import DecentralizedDataParallel
+from decent_dp.errors import OutOfStepError
+from decent_dp.topo import Edge
+from decent_dp.transport import InProcessTransport, run_replicas
+from tests.helpers import SGD, alone, batch, loss, net
+from tests.resuming import (
+    ADAMW,
+    JOBS,
+    MANY,
+    PAIRS,
+    Job,
+    Zoo,
+    assert_equal,
+    dumb_copy,
+    go_on,
+    run_through,
+    step_in_windows,
+    trained,
+)
+
+
+def changed(snapshot: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """A copy with another value at ``path``; None: without it."""
+    found = dumb_copy(snapshot)
+    *way, last = path.split("/")
+    inner = found
+    for key in way:
+        inner = inner[key]
+    if value is None:
+        del inner[last]
+    else:
+        inner[last] = value
+    return found
+
+
+class Picky(nn.Module):
+    """Has extra state that it may refuse."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.inner = Zoo(seed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.inner(x)
+        return result
+
+
+UNFIT: list[tuple[str, Any, type[Exception], str]] = [
+    ("parameters/inner.turned", None, ValueError, r"parameter 'inner\.turned' is not in the snapshot"),
+    ("parameters/inner.more", torch.zeros(3), ValueError, r"the parameter 'inner\.more', and this model has none"),
+    (
+        "parameters/inner.turned",
+        torch.zeros(3, 8),
+        ValueError,
+        r"'inner\.turned' was saved as \(3, 8\) float32, and is \(8, 3\)",
+    ),
+    ("parameters/inner.wide.bias", torch.zeros(8), ValueError, r"'inner\.wide\.bias' was saved as \(8,\) float32.*float64"),
+    ("buffers/inner.seen", None, ValueError, r"buffer 'inner\.seen' is not in the snapshot"),
+    ("buffers/inner.phase", torch.zeros(3), ValueError, r"buffer 'inner\.phase' was saved as \(3,\) float32.*complex64"),
+    ("extra_state/inner.counted", None, ValueError, r"extra state of the module 'inner\.counted' is not in the snapshot"),
+    ("extra_state/inner.counted", {"calls": -1}, ValueError, "calls below zero"),
+    ("optim/param_groups/inner.turned", None, ValueError, r"nothing for parameter 'inner\.turned'"),
+    ("optimizer", "AdamW", ValueError, r"the optimizer was AdamW when this was saved, and is Wide now"),
+    ("scheduler", "StepLR", ValueError, r"the scheduler was StepLR when this was saved, and is None now"),
+    ("optim/scaler", {"scale": 2.0}, ValueError, r"saved with a GradScaler, and this wrapper has none"),
+    ("order", ["inner.turned"], ValueError, "order of the parameters"),
+    ("round", -1, ValueError, "'round' is -1"),
+    ("window", "owed", ValueError, "'window' is 'owed'"),
+    ("factor", 1.5, ValueError, r"'factor' is 1\.5"),
+    ("grads", None, ValueError, "no snapshot of a replica: it has no entry 'grads'"),
+    ("grads/inner.turned", torch.zeros(3), ValueError, r"gradient of 'inner\.turned' was saved as \(3,\)"),
+    ("grads/inner.more", torch.zeros(3), ValueError, r"gradient of 'inner\.more', which is no trainable"),
+    ("grads/inner.turned", torch.zeros(8, 3).double(), ValueError, r"gradient of 'inner\.turned' .* \(8, 3\) float64, and is"),
+    ("grads/inner.narrow.bias", torch.zeros(8), ValueError, r"saved as \(8,\) float32, and is \(8,\) bfloat16"),
+    ("grads/inner.turned", [1.0], ValueError, r"gradient of 'inner\.turned' was saved as a list, and is \(8, 3\) float32"),
+    ("parameters/inner.turned", 3.0, ValueError, r"'inner\.turned' was saved as a float, and is"),
+    *((name, None, ValueError, f"it has no entry '{name}'") for name in ("scheduler", "nested", "arrived")),
+    ("nested", 1, ValueError, "'nested' is 1"),
+    ("arrived", "x", ValueError, "'arrived' is 'x'"),
+    ("arrived", ["inner.more"], ValueError, r"gradient of 'inner\.more', which is no trainable"),
+    ("exchange", [], ValueError, r"'exchange' is \[\]"),
+    ("exchange/disowned", None, ValueError, "'exchange' is {'parameters': "),
+    (
+        "exchange/parameters/inner.turned/sent",
+        None,
+        ValueError,
+        r"'sent' of the exchange of parameter 'inner\.turned' is missing",
+    ),
+    ("exchange/parameters/inner.turned/told", torch.zeros(2, dtype=torch.int8), ValueError, r"'told' .* is \(2,\)"),
+    ("exchange/parameters/inner.turned/ranges", torch.zeros(1, 4), ValueError, r"'ranges' .*float32, and should be .*float64"),
+]
+
+
+def state_of(model: DecentralizedDataParallel) -> Any:
+    """Everything that a refused load must leave alone."""
+    objects = [*model.optimizers, *model._engine.buckets, *model.module.parameters()]
+    return dumb_copy(model._snapshot()), [id(one) for one in objects]
+
+
+@pytest.mark.parametrize("bad", [0, 1], ids=["worker 0", "worker 1"])
+def test_what_does_not_fit_is_refused_on_all_workers_and_changes_nothing(bad):
+    job = Job({"topology": "one-peer-exp", "wire": "int8", **MANY}, model=Picky, optim_fn=JOBS["zoo"].optim_fn)
+    job = replace(job, step=step_in_windows)
+    through = run_replicas(2, lambda at: run_through(job, at, at.rank, 9), timeout=20)
+
+    def body(at: InProcessTransport) -> list[tuple[str, str]]:
+        model = trained(job, 4, at)
+        fits = dumb_copy(model._snapshot())
+        job.train(model, range(4, 5), at.rank)  # in the middle of a window
+        errors = []
+        for path, value, kind, _ in UNFIT:
+            before = state_of(model)
+            with pytest.raises(kind) as caught:
+                model._restore(changed(fits, path, value) if at.rank == bad else fits)
+            errors.append((type(caught.value).__name__, str(caught.value)))
+            assert_equal(state_of(model), before, path)
+            assert not model._schedule.failed, path
+        job.train(model, range(5, 9), at.rank)
+        assert_equal(dumb_copy(model._snapshot()), through[at.rank][2])
+        return errors
+
+    found = run_replicas(2, body, timeout=30)
+    assert found[0] == found[1]
+    for (path, _, kind, match), (name, message) in zip(UNFIT, found[0], strict=True):
+        with pytest.raises(AssertionError, match=match):
+            raise AssertionError(message)
+        assert name == kind.__name__, path
+        assert message.startswith(f"worker {bad}: "), path
+
+
+def test_an_optim_fn_that_fails_changes_nothing():
+    fails = [False]
+
+    def optim_fn(params: list[Any]) -> torch.optim.Optimizer:
+        if fails[0]:
+            raise ValueError("not again")
+        return SGD([param for _, param in params])
+
+    job = replace(PAIRS, optim_fn=optim_fn)
+    through = run_replicas(2, lambda at: run_through(job, at, at.rank, 6), timeout=20)
+
+    def body(at: InProcessTransport) -> None:
+        model = trained(job, 3, at)
+        before = state_of(model)
+        at.control.gather(None)
+        fails[0] = True
+        with pytest.raises(ValueError, match="not again"):
+            model._restore(before[0])
+        at.control.gather(None)
+        fails[0] = False
+        assert_equal(state_of(model), before)
+        job.train(model, range(3, 6), at.rank)
+        assert_equal(dumb_copy(model._snapshot()), through[at.rank][2])
+
+    run_replicas(2, body, timeout=20)
+
+
+def test_workers_whose_snapshots_do_not_belong_together():
+    through = run_replicas(2, lambda at: run_through(PAIRS, at, at.rank, 5, [0, 2, 4])[0], timeout=20)
+    one_bucket = run_replicas(2, lambda at: run_through(replace(PAIRS, options=MANY), at, at.rank, 3, [2])[0], timeout=20)
+
+    def body(at: InProcessTransport) -> list[str]:
+        model = PAIRS.wrap(0, at)
+        own = through[at.rank]
+        turned = one_bucket[at.rank][2]
+        turned = {**turned, "order": turned["order"][::-1]}
+        errors = []
+        for snapshot, kind in (
+            (own[2 + 2 * at.rank], OutOfStepError),
+            (own[2] if at.rank else own[0], OutOfStepError),
+            (turned if at.rank else own[2], ValueError),
+        ):
+            before = state_of(model)
+            with pytest.raises(kind) as caught:
+                model._restore(snapshot)
+            errors.append(str(caught.value))
+            assert_equal(state_of(model), before)
+        PAIRS.train(model, range(2), at.rank)
+        assert_equal(dumb_copy(model._snapshot()), own[2])
+        return errors
+
+    found = run_replicas(2, body, timeout=20)
+    assert found[0] == found[1]
+    assert "different rounds (worker 0: 2, worker 1: 4)" in found[0][0]
+    assert "different rounds (worker 0: 0, worker 1: 2)" in found[0][1]
+    assert "different orders" in found[0][2]
+
+
+def test_a_scaler_of_another_run():
+    job = JOBS["scaler"]
+    scaled, plain = trained(job, 2), trained(PAIRS, 2)
+    for model, snapshot, words in (
+        (plain, scaled._snapshot(), "with a GradScaler, and this wrapper has none"),
+        (scaled, plain._snapshot(), "without a GradScaler, and this wrapper has one"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            model._restore(dumb_copy(snapshot))
+
+
+@pytest.mark.parametrize("key", ["scale", "growth_factor", "growth_interval", "_growth_tracker"])
+def test_a_scaler_with_what_is_no_number(key):
+    job = JOBS["scaler"]
+    model = trained(job, 3)
+    saved = dumb_copy(model._snapshot())
+    job.train(model, range(3, 4), 0)
+    before = state_of(model)
+    for value in ("x", True, [1.0], *((2.5,) if key in ("growth_interval", "_growth_tracker") else ())):
+        with pytest.raises(ValueError, match=f"GradScaler's '{key}' in the snapshot is .* should be a number like"):
+            model._restore(changed(saved, f"optim/scaler/{key}", value))
+        assert_equal(state_of(model), before)
+        assert not model._schedule.failed
+    whole = replace(job, scaled=False).wrap(0, InProcessTransport(), scaler=torch.amp.GradScaler("cpu", init_scale=4))
+    whole._restore(saved)  # a number that was given as an int
+    assert whole._policy.scaler.get_scale() == saved["optim"]["scaler"]["scale"]
+
+
+# -- states of optimizers --------------------------------------------------------------------------------------------------
+
+
+class Whitening(torch.optim.Optimizer):
+    """Keeps a square matrix a parameter, in a shape that a parameter of another model might have."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__([param for _, param in params], {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            flat = param.grad.reshape(len(param), -1)
+            state = self.state[param]
+            state["square"] = state.get("square", torch.eye(len(param))) * 0.9 + 0.1 * flat @ flat.T
+            state["table"] = [torch.arange(5.0)]
+            param.sub_(0.05 * torch.linalg.solve(state["square"], flat).reshape(param.shape))
+
+
+class Prepared(torch.optim.Optimizer):
+    """Has its state from the start."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__([param for _, param in params], {"lr": 0.1})
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["parts"] = [torch.zeros(7), 0]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["parts"][0] += param.grad.mean()
+            param.sub_(0.1 * self.state[param]["parts"][0].mean())
+
+
+SHAPES: list[tuple[str, Any, str, tuple[int, ...]]] = [
+    ("momentum_buffer", SGD, "2.weight", (3, 3)),
+    ("momentum_buffer", SGD, "2.weight", (144,)),
+    ("exp_avg", ADAMW, "2.weight", (12, 2)),
+    ("exp_avg_sq", ADAMW, "2.bias", (11,)),
+    ("step", ADAMW, "2.bias", (2,)),
+    ("sum", partial(torch.optim.Adagrad, lr=0.1), "2.bias", (1,)),
+    ("row_var", torch.optim.Adafactor, "2.weight", (11, 1)),
+    ("parts/0", Prepared, "0.bias", (12,)),
+]
+
+
+@pytest.mark.parametrize("case", SHAPES, ids=lambda case: f"{case[0]}-{case[3]}")
+def test_a_state_of_another_shape_is_refused(case):
+    key, optim_fn, name, shape = case
+    if optim_fn in (torch.optim.Adafactor,):
+        optim_fn = partial(_unnamed, optim_fn)
+    job = Job({"topology": "one-peer-exp"}, optim_fn=optim_fn)
+
+    def body(at: InProcessTransport) -> None:
+        model = trained(job, 2, at)
+        saved = dumb_copy(model._snapshot())
+        bad = changed(saved, f"optim/state/{name}/parts", [torch.zeros(shape), 0]) if key == "parts/0" else None
+        bad = bad or changed(saved, f"optim/state/{name}/{key}", torch.zeros(shape))
+        job.train(model, [2], at.rank)
+        before = state_of(model)
+        with pytest.raises(ValueError, match=f"worker 1: '{key}' in the optimizer state of parameter '{name}' was saved as"):
+            model._restore(bad if at.rank else saved)
+        assert_equal(state_of(model), before)
+        model._restore(saved)
+        job.train(model, [2], at.rank)
+        assert_equal(dumb_copy(model._snapshot()), before[0])
+
+    run_replicas(2, body, timeout=20)
+
+
+def _unnamed(kind: Any, params: Any) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = kind([param for _, param in params])
+    return optimizer
+
+
+@pytest.mark.parametrize("optim_fn", [Whitening, Prepared, partial(_unnamed, torch.optim.Adafactor)])
+def test_states_of_other_shapes_than_their_parameters(optim_fn):
+    """Of optimizers that need them."""
+    job = Job({}, optim_fn=optim_fn)
+    snapshots, losses, end = run_through(job, InProcessTransport(), 0, 6, [3])
+    others, other = go_on(job, InProcessTransport(), 0, range(3, 6), snapshots[3])
+    assert_equal(others, losses[3:])
+    assert_equal(other, end)
+
+
+class Global(torch.optim.SGD):
+    """Keeps something of all parameters together."""
+
+    def __init__(self, params: Any, key: Any, value: Any) -> None:
+        super().__init__([param for _, param in params], lr=0.1)
+        self.state[key] = value
+
+
+class Beside(torch.optim.SGD):
+    def __init__(self, params: Any) -> None:
+        super().__init__([param for _, param in params], lr=0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "seen": 3}
+
+
+@pytest.mark.parametrize(
+    ("optim_fn", "what"),
+    [
+        (partial(Global, key="k", value={"n": 0}), "Global keeps 'k'"),
+        (partial(Global, key="k", value=7), "Global keeps 'k'"),
+        (partial(Global, key=torch.zeros(2), value={"n": 0}), "Global keeps a tensor"),
+        (Beside, "Beside keeps 'seen'"),
+    ],
+)
+def test_what_an_optimizer_keeps_of_no_parameter_is_not_dropped_silently(optim_fn, what):
+    model = alone(net(), optim_fn)
+    empty = dumb_copy(model._snapshot())  # there are none yet
+    loss(model, 0).backward()
+    for save in (model._snapshot, model.optim_state_dict):
+        with pytest.raises(ValueError, match=f"{what}, which belongs to no parameter .* keep it in param_groups"):
+            save()
+    loss(model, 1).backward()
+    assert model.stats().updates == 2
+    model._restore(empty)
+
+
+@pytest.mark.parametrize("key", ["k", torch.zeros(2)], ids=["word", "tensor"])
+def test_an_entry_that_was_only_looked_at_is_nothing(key):
+    model = alone(net(), partial(Global, key=key, value={}))
+    loss(model, 0).backward()
+    assert model._snapshot()["optim"]["state"] == {}
+
+
+def test_what_a_hook_puts_beside_the_state_is_not_dropped_silently():
+    model = alone(net(), SGD)
+    loss(model, 0).backward()
+    model.optimizers[0].register_state_dict_post_hook(lambda optimizer, state: {**state, "more": 1})
+    with pytest.raises(ValueError, match="SGD keeps 'more', which belongs to no parameter"):
+        model._snapshot()
+
+
+# -- one worker alone ------------------------------------------------------------------------------------------------------
+
+
+def test_a_load_inside_a_backward_of_one_worker():
+    """Told to all at once: nobody waits for one that has gone on, and no owed update is made."""
+
+    def body(at: InProcessTransport) -> str:
+        model = trained(PAIRS, 2, at)
+        saved = dumb_copy(model._snapshot())
+        errors: list[str] = []
+
+        def load(_: Any = None) -> None:
+            with pytest.raises(RuntimeError) as caught:
+                model._restore(saved)
+            errors.append(str(caught.value))
+
+        if at.rank:
+            model.set_accumulate_grad(True)
+            loss(model, 2, at.rank).backward()
+            model.set_accumulate_grad(False)  # owed
+            load()
+            assert model._engine.round == 2
+            model.update()
+        else:
+            output = model(batch(2)[0])
+            output.register_hook(load)
+            output.square().mean().backward()
+        assert (model.stats().updates, model._schedule.failed) == (3, False)
+        [error] = errors
+        return error
+
+    began = time.monotonic()
+    found = run_replicas(2, body, timeout=20)
+    assert time.monotonic() - began < 10
+    assert found[0] == found[1]
+    assert found[0].startswith("worker 0: load was called inside a backward")
+
+
+@pytest.mark.parametrize(("wire", "unknown"), [("float32", 2), ("int8", 2), ("int8", 3)])
+def test_a_topology_that_raises_on_one_worker(wire, unknown):
+    """Asked for the round of the exchange under way, and for the one that is told ahead."""
+    job = Job({"topology": "one-peer-exp", "wire": wire})
+
+    def body(at: InProcessTransport) -> str:
+        model = trained(job, 3, at)
+        saved = dumb_copy(model._snapshot())
+        job.train(model, [3], at.rank)
+        before = state_of(model)
+        ask = model._topology.get_edge
+
+        def refuse(step: int) -> Edge:
+            if step == unknown:
+                raise IndexError(f"no round {step}")
+            return ask(step)
+
+        with pytest.MonkeyPatch.context() as patch:
+            if at.rank:
+                patch.setattr(model._topology, "get_edge", refuse)
+            with pytest.raises(RuntimeError) as caught:
+                model._restore(saved)
+        assert not model._schedule.failed
+        assert_equal(state_of(model), before)
+        model._restore(saved)
+        job.train(model, [3], at.rank)
+        assert_equal(dumb_copy(model._snapshot()), before[0])
+        return str(caught.value)
+
+    assert run_replicas(2, body, timeout=20) == [f"worker 1: IndexError: no round {unknown}"] * 2
+
+
+def test_a_load_at_different_updates():
+    """Who is ahead cannot be taken back while the other's exchange is still to come."""
+
+    def body(at: InProcessTransport) -> str:
+        model = trained(PAIRS, 3, at)
+        saved = dumb_copy(model._snapshot())
+        if at.rank == 0:
+            PAIRS.train(model, [3], 0)
+        before = state_of(model)
+        with pytest.raises(OutOfStepError, match="loading needs all workers at the same update") as caught:
+            model._restore(saved)
+        assert_equal(state_of(model), before)
+        assert not model._schedule.failed
+        if at.rank == 1:
+            PAIRS.train(model, [3], 1)
+        model._restore(saved)
+        assert_equal(dumb_copy(model._snapshot()), saved)
+        return str(caught.value)
+
+    found = run_replicas(2, body, timeout=20)
+    assert found[0] == found[1]
+    assert "worker 0: 4, worker 1: 3" in found[0]
