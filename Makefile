@@ -57,7 +57,7 @@ bench-optim: $(VENV)/.installed  ## an update of AccumAdamW beside torch's fused
 bench-plan: $(VENV)/.installed  ## the planner against the lab's results and a published table
 	$(BIN)/python -m benchmarks.plan
 
-bench-checkpoint: $(VENV)/.installed  ## what saving, resuming and other numbers of workers cost (10 GiB of memory, 6 GB of disk)
+bench-checkpoint: $(VENV)/.installed  ## what saving, resuming and other numbers of workers cost (12 GiB of memory, 7 GB of disk)
 	$(BIN)/python -m benchmarks.checkpoint
 
 clean:  ## removes the environment and what runs have written

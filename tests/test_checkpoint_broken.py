@@ -23,7 +23,7 @@ from torch import nn
 from decent_dp.checkpoint import latest, load, save
 from decent_dp.ddp import DecentralizedDataParallel
 from tests.checkpoint_cases import AT, STEPS, error_of, make, run, state
-from tests.helpers import SGD, values
+from tests.helpers import SGD, alone, assert_same, values
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -154,3 +154,22 @@ def test_broken_files_are_refused_on_all_workers(workers, tmp_path):
         assert "another model" in text
         assert "'0.weight' [16, 6]" in text
     assert not (tmp_path / "executed").exists()
+
+
+def test_another_optimizer_is_refused_with_the_folder(tmp_path):
+    def make_one(optim_fn: Any) -> DecentralizedDataParallel:
+        torch.manual_seed(0)
+        model = alone(nn.Linear(4, 2), optim_fn)
+        model(torch.ones(3, 4)).sum().backward()
+        return model
+
+    first = make_one(SGD)
+    folder = save(first, tmp_path).path
+    first.close()
+    other = make_one(partial(torch.optim.Adam, lr=0.1))
+    before = values(other.module)
+    kind, text = error_of(lambda: load(other, tmp_path))
+    assert kind == "CheckpointError"
+    assert text.startswith(f"{folder} does not fit this run: the optimizer was SGD")
+    assert_same(values(other.module), before)
+    other.close()

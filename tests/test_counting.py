@@ -444,10 +444,11 @@ def test_update_closes_a_window():
     assert_same(model, plain(net(), [[0, 1]]))
 
 
-def test_update_inside_a_backward_is_refused():
+@pytest.mark.parametrize("call", ["update", "global_avg", "consensus_distance"])
+def test_what_cannot_be_inside_a_backward_is_refused_there(call):
     model = alone(net())
     x = batch(0)[0].requires_grad_()
-    x.register_hook(lambda _: model.update())
+    x.register_hook(lambda _: getattr(model, call)())
     with pytest.raises(RuntimeError, match="inside a backward"):
         model(x).sum().backward()
 

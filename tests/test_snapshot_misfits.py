@@ -368,7 +368,7 @@ def test_what_a_hook_puts_beside_the_state_is_not_dropped_silently():
 
 
 def test_a_load_inside_a_backward_of_one_worker():
-    """Told to all at once: nobody waits for one that has gone on, and no owed update is made."""
+    """Told to all at once: nobody waits for one that has gone on."""
 
     def body(at: InProcessTransport) -> str:
         model = trained(PAIRS, 2, at)
@@ -385,8 +385,6 @@ def test_a_load_inside_a_backward_of_one_worker():
             loss(model, 2, at.rank).backward()
             model.set_accumulate_grad(False)  # owed
             load()
-            assert model._engine.round == 2
-            model.update()
         else:
             output = model(batch(2)[0])
             output.register_hook(load)
@@ -400,6 +398,32 @@ def test_a_load_inside_a_backward_of_one_worker():
     assert time.monotonic() - began < 10
     assert found[0] == found[1]
     assert found[0].startswith("worker 0: load was called inside a backward")
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "synchronous"])
+@pytest.mark.parametrize("due", ["raised", "owed"])
+def test_a_load_where_one_worker_has_an_update_to_make(due, overlap):
+    """The others are waiting for it, before they come to the load."""
+    job = Job({"topology": "one-peer-exp", "overlap": overlap})
+
+    def body(at: InProcessTransport) -> None:
+        model = trained(job, 2, at)
+        saved = dumb_copy(model._snapshot())
+        if at.rank == 0:
+            job.train(model, [2], 0)
+        elif due == "owed":
+            model.set_accumulate_grad(True)
+            loss(model, 2, 1).backward()
+            model.set_accumulate_grad(False)
+        else:
+            output = model(batch(2, 1)[0])
+            output.register_hook(lambda grad: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                output.square().mean().backward()
+        model._restore(saved)
+        assert_equal(dumb_copy(model._snapshot()), saved)
+
+    run_replicas(2, body, timeout=5)
 
 
 @pytest.mark.parametrize(("wire", "unknown"), [("float32", 2), ("int8", 2), ("int8", 3)])

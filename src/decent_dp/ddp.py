@@ -510,12 +510,14 @@ class DecentralizedDataParallel(nn.Module):
         if schedule.closed:
             schedule.check()
 
+        # First what is due here, as others may be waiting for its exchange; inside a backward nothing is.
+        schedule.settle()
+
         def refuse() -> None:
             schedule.refuse_inside("load")
             schedule.check()
 
-        agree(self._transport.control, refuse)  # before an owed update, for which the others would wait
-        schedule.settle_for("load")
+        agree(self._transport.control, refuse)
         put_back(self._replica, snapshot)
         self._backup = None
 
@@ -577,6 +579,7 @@ class DecentralizedDataParallel(nn.Module):
             raise RuntimeError(
                 f"{what} was called inside join(), where some workers have run out: call it after the with-block."
             )
+        self._schedule.refuse_inside(what)
         self._settle()
         self._schedule.check()
         meet(self._transport.control, self._engine.round, what)

@@ -66,7 +66,7 @@ class Pages:
 
     Args:
         transport: whose board they are on.
-        number: the how-manieth save this is.
+        number: of this save, counted from 0.
         name: of the checkpoint, for errors.
     """
 

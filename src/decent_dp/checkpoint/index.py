@@ -44,6 +44,7 @@ __all__ = [
     "is_unfinished",
     "leftovers",
     "make_folder",
+    "make_path",
     "prune",
     "read_latest",
     "switch_latest",
@@ -78,7 +79,7 @@ def folder_name(round_: int, run_id: str, ordinal: int) -> str:
     Args:
         round_: the round that comes next.
         run_id: of this run of the job; drawn anew at each start.
-        ordinal: the how-manieth save of this run.
+        ordinal: number of the save in this run, from 0.
     """
     suffix = hashlib.sha256(f"{run_id}/{ordinal}".encode()).hexdigest()[:6]
     return f"step-{round_:08d}-{suffix}"
@@ -91,15 +92,16 @@ def make_folder(path: Path, name: str) -> Path:
         OSError: it cannot be made, or something else has its name.
     """
     folder = path / _checked(name)
-    _make(folder)
+    make_path(folder)
     if folder.is_symlink():
         raise FileExistsError(f"{folder} is a link, and a checkpoint must be a folder: remove it")
     return folder
 
 
-def _make(folder: Path) -> None:
+def make_path(folder: Path) -> None:
+    """Makes a folder and those above it. Durable when it returns; OSError when it cannot be made."""
     if not folder.is_dir():
-        _make(folder.parent)
+        make_path(folder.parent)
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder)
         if not folder.is_dir():

@@ -53,7 +53,7 @@ def load(
     Raises:
         FileNotFoundError: no worker sees a checkpoint, and not ``missing_ok``.
         CheckpointError: some workers see one and others do not; a file is missing, broken or cannot be read; it is of another
-            model or of a newer version; names the worker, the file and the cause.
+            model, another optimizer or a newer version; names the worker, the file and the cause.
         ValueError: it was saved by another number of workers, and ``resize`` is not given; the path is ''.
         RuntimeError: this is no moment to load. All of these on all workers.
     """
@@ -62,6 +62,7 @@ def load(
         raise RuntimeError("the wrapper was closed: load before close(), into a wrapper that is to train.")
     if model._schedule.joining:
         raise RuntimeError("load was called inside join(), where some workers have run out: call it before the with-block.")
+    model._schedule.settle()  # an owed update first: the others may be waiting for its exchange
     saver_of(model).drain()
     transport = model._transport
     control, rank, n = transport.control, transport.rank, transport.world_size
@@ -84,7 +85,10 @@ def load(
     same = manifest.world_size == n and resize != "mean"
     ranks = [rank] if same or resize is None else sources(manifest.world_size, rank, n, resize)
     tree = agree(control, lambda: _read(folder, manifest, ranks, model if same else None))
-    model._restore(tree["snapshot"])
+    try:
+        model._restore(tree["snapshot"])
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{folder} does not fit this run: {error}") from error
     if same:
         set_random_states(tree["random"], model.module)
     _log.info("went on from %s, round %d", folder, manifest.round)

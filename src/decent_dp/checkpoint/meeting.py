@@ -29,7 +29,7 @@ def meet_in(root: Path, run_id: str) -> str:
         OSError: the folder cannot be made or written to.
         CheckpointError: its list of checkpoints is broken.
     """
-    root.mkdir(parents=True, exist_ok=True)
+    index.make_path(root)
     unfinished = index.leftovers(root)
     word, place = secrets.token_hex(_LENGTH // 2), _place(root, run_id)
     own = place.with_name(f"{place.name}-{word}")

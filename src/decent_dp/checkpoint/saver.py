@@ -333,7 +333,7 @@ class Saver:
         return self._signature[1]
 
     def _admit(self, root: Path) -> None:
-        """Before the first save in a folder: no other wrapper of this process, which is of another run, may save there.
+        """Before the first save in a folder: no other wrapper of this process may save there.
 
         Raises:
             ValueError: one does.
@@ -343,7 +343,7 @@ class Saver:
         name = os.path.realpath(root)
         for last in (False, True):
             with _ADMITTING:
-                if not any(saver._saves_in(name) for saver in _SAVERS.values() if not self._is_with(saver)):
+                if not any(saver._saves_in(name) for saver in _SAVERS.values() if self._is_beside(saver)):
                     self._roots[root] = name
                     return
             if not last:
@@ -356,9 +356,9 @@ class Saver:
     def _saves_in(self, name: str) -> bool:
         return not self._is_closed and name in self._roots.values()
 
-    def _is_with(self, other: Saver) -> bool:
-        """Whether it is of the same run: also as another of its workers, which is a thread of this process."""
-        return self._transport.run_id == other._transport.run_id
+    def _is_beside(self, other: Saver) -> bool:
+        """Whether it is of another wrapper of the same worker. Other workers may be threads of this process."""
+        return other is not self and other._transport.rank == self._transport.rank
 
     def _stage(self, tensors: dict[str, Tensor]) -> Staged:
         if not self._memory_is_free.is_set():
