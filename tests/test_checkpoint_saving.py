@@ -371,3 +371,23 @@ def test_the_manifest_names_the_model_of_the_moment(tmp_path):
     model.module.seen = torch.zeros(3, dtype=torch.int64)
     assert saved() == model_signature(model.module)
     model.close()
+
+
+def test_a_load_makes_an_owed_update_before_it_meets_the_others(tmp_path):
+    """Without overlap the others are in their update, and wait for this worker's."""
+
+    def work(transport: InProcessTransport) -> int:
+        model = DecentralizedDataParallel(net(), SGD, topology="ring", overlap=False, transport=transport)
+        save(model, tmp_path)
+        owes = transport.rank == 1
+        if owes:
+            model.set_accumulate_grad(True)
+        loss(model, 0).backward()
+        if owes:
+            model.set_accumulate_grad(False)
+        load(model, tmp_path)
+        rounds = model.stats().rounds
+        model.close()
+        return rounds
+
+    assert run_replicas(2, work, timeout=5) == [0, 0]
