@@ -221,7 +221,7 @@ class _Job:
     """One save on its way through the threads.
 
     Attributes:
-        number: the how-manieth save of its wrapper.
+        number: of this save of its wrapper, from 0.
         root, name: of the checkpoint's folder.
         signature: of the model, for the manifest.
     """
