@@ -391,3 +391,16 @@ def test_a_load_makes_an_owed_update_before_it_meets_the_others(tmp_path):
         return rounds
 
     assert run_replicas(2, work, timeout=5) == [0, 0]
+
+
+def test_a_path_that_is_a_file_ends_no_training_and_is_named(tmp_path, caplog):
+    path = tmp_path / "file"
+    path.write_text("mine")
+    model = alone(net())
+    saving = save(model, path)
+    assert isinstance(saving.error, NotADirectoryError)
+    assert str(saving.error) == f"{path} is no folder: give another path, or move it away"
+    assert "training goes on without it" in caplog.text
+    loss(model, 0).backward()
+    assert path.read_text() == "mine"
+    model.close()
