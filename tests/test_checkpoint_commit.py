@@ -69,13 +69,17 @@ def test_there_is_one_outcome_however_late_somebody_is():
     assert min(outcomes["all"], outcomes["given up"]) >= 5, outcomes
 
 
-def test_whoever_was_to_post_the_outcome_has_gone():
-    """After it was counted, and before it could post: the others do it in its place."""
+def two_of_three_have_handed_in(name: str) -> tuple[LocalHub, list[Pages]]:
     hub = LocalHub(3, timeout=20)
-    transports = [hub.transport(rank) for rank in range(3)]
-    pages = [Pages(transport, 0, "step") for transport in transports]
+    pages = [Pages(hub.transport(rank), 0, name) for rank in range(3)]
     for rank in (0, 1):
         pages[rank].hand_in(Record(round=rank))
+    return hub, pages
+
+
+def test_whoever_was_to_post_the_outcome_has_gone():
+    """After it was counted, and before it could post: the others do it in its place."""
+    hub, pages = two_of_three_have_handed_in("step")
     pages[2]._post("worker/2", vars(Record(round=2)))
     pages[2]._count("workers")
     hub.lose(2)
@@ -88,11 +92,7 @@ def test_whoever_was_to_post_the_outcome_has_gone():
 
 
 def test_a_lost_worker_is_named_at_once():
-    hub = LocalHub(3, timeout=20)
-    transports = [hub.transport(rank) for rank in range(3)]
-    pages = [Pages(transport, 0, "step-x") for transport in transports]
-    for rank in (0, 1):
-        pages[rank].hand_in(Record(round=rank))
+    hub, pages = two_of_three_have_handed_in("step-x")
     hub.lose(2)
     for rank in (0, 1):
         with pytest.raises(PeerLostError, match="lost worker 2 before a part of step-x"):
