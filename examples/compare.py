@@ -1,4 +1,4 @@
-"""Compares PyTorch DDP with decent_dp on four topologies, on 4 workers of this machine: what ``make demo`` runs.
+"""Compares PyTorch DDP, ``gossip()`` on five topologies and the wrapper, on 4 workers of this machine: ``make demo`` runs it.
 
     python -m examples.compare                                    # one seed, below two minutes on two cores: make demo
     python -m examples.compare --seeds 0 1 2 --out runs/accuracy  # the numbers of the documents: make accuracy
@@ -291,7 +291,7 @@ def main() -> None:
     console, began = make_console(), time.monotonic()
     module = ["examples.contenders", "--epochs", str(options.epochs), "--rounds", str(options.rounds)]
     module += ["--steps", str(options.steps), "--seeds", *map(str, options.seeds)]
-    print(f"Training on {options.workers} workers: PyTorch DDP, and decent_dp on four topologies.", flush=True)
+    print(f"Training on {options.workers} workers: PyTorch DDP, gossip() on five topologies, and the wrapper.", flush=True)
     events = run_workers(options.workers, module, console)
     lines = write_results(events, options.out)
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from decent_dp.utils import initialize_dist
-from examples.digits import WARM_UP_STEPS, Config, leave, load_data, make_model, max_over_workers, train, wrap
+from examples.digits import WARM_UP_STEPS, Config, Trainee, leave, load_data, make_model, max_over_workers, train
 
 OPTIMIZERS = {"AdamW": "adamw", "AccumAdamW": "accum-adamw"}
 
@@ -34,9 +34,11 @@ class Contender:
 
 
 def contenders(epochs: int) -> list[Contender]:
-    """PyTorch DDP, then the topologies, with each optimizer: all else is the same."""
+    """PyTorch DDP, then ``gossip()`` with each topology, and the wrapper once, with each optimizer: all else is the same."""
     methods = {
         "PyTorch DDP": Config(method="ddp"),
+        "base-2": Config(topology="base-2"),
+        "base-2, wrapper": Config(method="wrapper", topology="base-2"),
         "complete": Config(topology="complete"),
         "ring": Config(topology="ring"),
         "one-peer-exp": Config(topology="one-peer-exp"),
@@ -58,21 +60,20 @@ def time_a_step(config: Config, steps: int) -> float:
     dataset, _, _ = load_data()
     loader = DataLoader(dataset, batch_size=config.batch_size, shuffle=True, drop_last=True)
     batches = cycle(list(islice(loader, 8)))
-    model = wrap(make_model(config.seed), config, steps=WARM_UP_STEPS + steps)
+    trainee = Trainee(make_model(config.seed), config, steps=WARM_UP_STEPS + steps)
     criterion = nn.CrossEntropyLoss()
 
     def run(steps: int) -> None:
         for images, labels in islice(batches, steps):
-            criterion(model(images), labels).backward()
-            if config.method == "ddp":
-                model.step()
+            criterion(trainee.model(images), labels).backward()
+            trainee.step()
 
     run(WARM_UP_STEPS)
     dist.barrier()
     began = time.perf_counter()
     run(steps)
     seconds = max_over_workers(time.perf_counter() - began)
-    model.close()
+    trainee.replica.close()
     return 1e3 * seconds / steps
 
 

@@ -1,10 +1,11 @@
 """Trains a small network on handwritten digits, decentralized. Copy this file as a start.
 
-    torchrun --nproc-per-node 4 examples/digits.py --topology one-peer-exp
+    torchrun --nproc-per-node 4 examples/digits.py
     python examples/digits.py                          # one worker
     torchrun --nproc-per-node 4 --max-restarts 3 examples/digits.py --checkpoint runs/digits   # goes on where it was stopped
 
-``--method ddp`` trains the same with PyTorch DDP, to compare; all of it that is only there for this is marked "DDP".
+``--method ddp`` trains the same with PyTorch DDP, to compare, and ``--method wrapper`` with decent_dp's wrapper, which makes
+the optimizers itself and steps them inside the backward. What is only there for these two is marked "DDP" and "wrapper".
 Needs scikit-learn, which brings the data along, and for --checkpoint safetensors: pip install -e '.[demo]'
 """
 
@@ -30,8 +31,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+import decent_dp
 from decent_dp import checkpoint
-from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.optim import lr_scheduler_fn_cosine_with_warmup, optim_fn_accum_adamw, optim_fn_adamw
 from decent_dp.utils import initialize_dist
 
@@ -41,8 +42,8 @@ WARM_UP_STEPS = 10  # also left out of the time of a step
 
 @dataclass(frozen=True)
 class Config:
-    method: str = "decent_dp"  # or "ddp"
-    topology: str = "one-peer-exp"
+    method: str = "gossip"  # or "wrapper", or "ddp"
+    topology: str = "base-2"
     wire: str = "float32"
     optimizer: str = "adamw"
     epochs: int = 30
@@ -70,21 +71,47 @@ def make_model(seed: int) -> nn.Module:
     return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
 
 
-def wrap(model: nn.Module, config: Config, steps: int) -> Any:
-    """The model, ready to be trained for so many steps."""
-    # Factories, because decent_dp makes one optimizer a bucket, with the scheduler that belongs to it.
-    optim_fn = partial(OPTIMIZERS[config.optimizer], lr=config.lr, weight_decay=0.1)
-    lr_scheduler_fn = partial(lr_scheduler_fn_cosine_with_warmup, t_warmup=WARM_UP_STEPS, t_max=max(1, steps - WARM_UP_STEPS))
-    if config.method == "ddp":
-        return DDP(model, optim_fn, lr_scheduler_fn)
-    return DecentralizedDataParallel(
-        model,
-        optim_fn,
-        lr_scheduler_fn,
-        topology=config.topology,
-        wire=config.wire,
-        _local_world_size=config.local_world_size,
-    )
+class Trainee:
+    """A model in training: ``step`` is what follows the backward, ``replica`` what mixes with the neighbours."""
+
+    def __init__(self, model: nn.Module, config: Config, steps: int) -> None:
+        named = list(model.named_parameters())
+        warm_up = {"t_warmup": WARM_UP_STEPS, "t_max": max(1, steps - WARM_UP_STEPS)}
+        optim_fn = partial(OPTIMIZERS[config.optimizer], lr=config.lr, weight_decay=0.1)
+        self.model: Any = model
+        self.optimizer = self.scheduler = None
+        if config.method == "wrapper":  # it makes one optimizer for each bucket, with its scheduler
+            scheduler_fn = partial(lr_scheduler_fn_cosine_with_warmup, **warm_up)
+            options = {"topology": config.topology, "wire": config.wire, "_local_world_size": config.local_world_size}
+            self.model = self.replica = decent_dp.DecentralizedDataParallel(model, optim_fn, scheduler_fn, **options)
+            return
+        if config.method == "ddp":
+            self.model, self.replica = DistributedDataParallel(model), Equal(model)  # DDP: its replicas are equal
+        self.optimizer = optim_fn(named)
+        self.scheduler = lr_scheduler_fn_cosine_with_warmup(self.optimizer, **warm_up)
+        if config.method == "gossip":
+            # The one line: from here on each step of the optimizer is followed by a mix with the neighbours.
+            self.replica = decent_dp.gossip(
+                model,
+                self.optimizer,
+                topology=config.topology,
+                compression=None if config.wire == "float32" else config.wire,
+                local_world_size=config.local_world_size,
+            )
+
+    def step(self) -> None:
+        if self.optimizer is not None:  # the wrapper has stepped already
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint has to hold beside model and optimizer."""
+        return {} if self.scheduler is None else {"scheduler": self.scheduler.state_dict()}
+
+    def load(self, extra: dict[str, Any]) -> None:
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(extra.pop("scheduler"))
 
 
 def train(config: Config, report: Callable[[str], None] = lambda line: None) -> dict[str, Any] | None:
@@ -95,17 +122,21 @@ def train(config: Config, report: Callable[[str], None] = lambda line: None) -> 
     # A generator of its own: what the loader draws neither depends on the model's random numbers nor changes them.
     draws = torch.Generator()
     loader = DataLoader(dataset, batch_size=config.batch_size, sampler=sampler, drop_last=True, generator=draws)
-    model = wrap(make_model(config.seed), config, steps=config.epochs * len(loader))
+    trainee = Trainee(make_model(config.seed), config, steps=config.epochs * len(loader))
+    model, replica = trainee.model, trainee.replica
     criterion = nn.CrossEntropyLoss()
 
     # What a checkpoint has to know beside the model: how far this worker is, and what it has seen.
     at: dict[str, Any] = {"epoch": 0, "batch": 0, "losses": [], "history": []}
     if config.checkpoint:
-        at = checkpoint.load(model, config.checkpoint, missing_ok=True) or at
+        found = checkpoint.load(replica, config.checkpoint, missing_ok=True)
+        if found:
+            trainee.load(found)
+            at = found
 
     seconds: list[float] = []
     # A SIGTERM to any worker: all stop after the same update.
-    with checkpoint.Preemption(model) if config.checkpoint else contextlib.nullcontext() as stop:
+    with checkpoint.Preemption(replica) if config.checkpoint else contextlib.nullcontext() as stop:
         for epoch in range(at["epoch"], config.epochs):
             sampler.set_epoch(epoch)
             draws.manual_seed(epoch)  # so that an epoch is the same when it is begun again after a restart
@@ -114,24 +145,24 @@ def train(config: Config, report: Callable[[str], None] = lambda line: None) -> 
                     continue  # it was trained with before the run was stopped
                 began = time.perf_counter()
                 loss = criterion(model(images), labels)
-                loss.backward()  # and that is all: it mixes with the neighbours, steps the optimizer and the scheduler
-                if config.method == "ddp":
-                    model.step()
+                loss.backward()
+                trainee.step()
                 seconds.append(time.perf_counter() - began)
                 at["losses"].append(loss.detach())
                 at["batch"] = batch
                 if stop and stop.due:
-                    saving = checkpoint.save(model, config.checkpoint, **at)
-                    model.close()
+                    saving = checkpoint.save(replica, config.checkpoint, **trainee.state(), **at)
+                    replica.close()
                     if saving.error is not None:
                         raise SystemExit(f"stopped, and nothing could be saved: {saving.error}")  # with exit code 1
                     return None
                 if stop and (epoch * len(loader) + batch) % config.checkpoint_every == 0:
-                    checkpoint.save(model, config.checkpoint, wait=False, **at)  # a copy, written while training goes on
+                    # A copy, which is written while training goes on.
+                    checkpoint.save(replica, config.checkpoint, wait=False, **trainee.state(), **at)
 
             # The mean of a metric over workers: one all-reduce an epoch is enough for all its steps.
             losses = mean_over_workers(torch.stack(at["losses"])).tolist()
-            distance = model.consensus_distance()
+            distance = replica.consensus_distance()
             first = epoch * len(loader) + 1
             history = [{"step": first + i, "loss": value, "consensus_distance": None} for i, value in enumerate(losses)]
             history[-1]["consensus_distance"] = distance
@@ -144,13 +175,13 @@ def train(config: Config, report: Callable[[str], None] = lambda line: None) -> 
     timed = seconds[WARM_UP_STEPS:] or seconds or [0.0]
     # Replicas differ: what counts is their mean, and that is what is saved. A single one is looked at to see the difference.
     worst = -max_over_workers(-accuracy(model, x_val, y_val))
-    with model.averaged():
+    with replica.averaged():
         of_mean = accuracy(model, x_val, y_val)
         with torch.no_grad():
             loss_of_mean = float(criterion(model(x_val), y_val))
         if config.save and dist.get_rank() == 0:
             Path(config.save).parent.mkdir(parents=True, exist_ok=True)
-            torch.save(model.state_dict(), config.save)  # plain keys: it loads into make_model(...)
+            torch.save(getattr(model, "module", model).state_dict(), config.save)  # plain keys: it loads into make_model(...)
     result = {
         "config": asdict(config),
         "workers": dist.get_world_size(),
@@ -158,12 +189,12 @@ def train(config: Config, report: Callable[[str], None] = lambda line: None) -> 
         "accuracy": of_mean,
         "worst_accuracy": worst,
         "validation_loss": loss_of_mean,
-        "consensus_distance": model.consensus_distance(),
-        "bytes_a_step": bytes_a_step(model, len(seconds)),
+        "consensus_distance": replica.consensus_distance(),
+        "bytes_a_step": bytes_a_step(replica, len(seconds)),
         "ms_a_step": 1e3 * float(mean_over_workers(torch.tensor(statistics.median(timed)))),
         "history": at["history"],
     }
-    model.close()
+    replica.close()
     return result
 
 
@@ -187,35 +218,25 @@ def max_over_workers(value: float) -> float:
     return float(tensor)
 
 
-def bytes_a_step(model: Any, steps: int) -> float:
+def bytes_a_step(replica: Any, steps: int) -> float:
     """What a worker has sent for each of its steps, on average over workers: as counted, or, for DDP, by a ring all-reduce."""
-    if isinstance(model, DDP):
+    if isinstance(replica, Equal):
         n = dist.get_world_size()
-        return 2 * (n - 1) / n * sum(p.numel() * p.element_size() for p in model.parameters())
-    return float(mean_over_workers(torch.tensor(model.stats().bytes_sent / max(1, steps))))
+        return 2 * (n - 1) / n * sum(p.numel() * p.element_size() for p in replica.model.parameters())
+    return float(mean_over_workers(torch.tensor(replica.stats().bytes_sent / max(1, steps))))
 
 
-class DDP(DistributedDataParallel):
-    """DDP: PyTorch's, with the calls that the loop above makes. Replicas are equal, so each of them is the mean."""
+@dataclass
+class Equal:
+    """DDP: replicas are equal, so each of them is the mean."""
 
-    def __init__(self, model: nn.Module, optim_fn: Any, lr_scheduler_fn: Any) -> None:
-        super().__init__(model)
-        self.optimizer = optim_fn(list(model.named_parameters()))
-        self.scheduler = lr_scheduler_fn(self.optimizer)
-
-    def step(self) -> None:
-        self.optimizer.step()
-        self.scheduler.step()
-        self.optimizer.zero_grad()
+    model: nn.Module
 
     def averaged(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def consensus_distance(self) -> float:
         return 0.0
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module.state_dict(*args, **kwargs)
 
     def close(self) -> None:
         pass
@@ -229,7 +250,7 @@ def leave() -> None:
 def main() -> None:
     default = Config()
     parser = argparse.ArgumentParser(description="Decentralized training on handwritten digits.")
-    parser.add_argument("--method", choices=["decent_dp", "ddp"], default=default.method)
+    parser.add_argument("--method", choices=["gossip", "wrapper", "ddp"], default=default.method)
     parser.add_argument("--topology", default=default.topology, help="a name: complete, base-2, hierarchical, ...")
     parser.add_argument("--wire", default=default.wire, help="what is sent of a parameter: float32, bfloat16 or int8")
     parser.add_argument("--optimizer", choices=sorted(OPTIMIZERS), default=default.optimizer)

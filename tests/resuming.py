@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.optim import AccumAdamW
+from decent_dp.replica.snapshot import put_back, take
 from decent_dp.transport import InProcessTransport
 from tests.helpers import SGD, loss, net
 
@@ -120,9 +121,9 @@ def run_through(
     snapshots, losses = {}, []
     for t in range(total):
         if t in stops:
-            snapshots[t] = dumb_copy(model._snapshot())
+            snapshots[t] = dumb_copy(take(model.replica))
         losses += job.train(model, [t], rank)
-    end = dumb_copy(model._snapshot())
+    end = dumb_copy(take(model.replica))
     model.close()
     return snapshots, losses, end
 
@@ -130,10 +131,10 @@ def run_through(
 def go_on(job: Job, transport: Any, rank: int, steps: Iterable[int], snapshot: Any, **options: Any) -> tuple[list[Any], Any]:
     """Another worker, with other weights, that goes on from a snapshot: its losses and where it ends."""
     model = job.wrap(100 + rank, transport, **options)
-    model._restore(snapshot)
-    assert_equal(dumb_copy(model._snapshot()), snapshot, "just restored")
+    put_back(model.replica, snapshot)
+    assert_equal(dumb_copy(take(model.replica)), snapshot, "just restored")
     losses = job.train(model, steps, rank)
-    end = dumb_copy(model._snapshot())
+    end = dumb_copy(take(model.replica))
     model.close()
     return losses, end
 
@@ -287,7 +288,7 @@ def step_clamped(model: Any, t: int, rank: int) -> float:
 
 
 def step_scaled(model: Any, t: int, rank: int) -> float:
-    scaler = model._policy.scaler
+    scaler = model.replica.policy.scaler
     value = loss(model, t, rank)
     scaler.scale(value * (float("inf") if t == 3 else 1.0)).backward()
     return float(value.detach()) + scaler.get_scale()

@@ -36,14 +36,17 @@ BELOW: dict[str, set[str]] = {
     "utils": {"errors", "launch"},
 }
 BELOW["topo"] = {"errors"}
-for _room in ("mixing", "wire", "bucket", "planner"):
+for _room in ("rules", "wire", "planner"):
     BELOW[_room] = {"errors", "topo"}
-BELOW["transport"] = {"errors", "topo", "mixing", "wire", "bucket", "planner"}
-BELOW["replica"] = BELOW["transport"] | {"transport", "handed"}
-BELOW["ddp"] = BELOW["replica"] | {"replica"}
+BELOW["transport"] = {"errors", "topo", "wire", "planner"}
+BELOW["engine"] = BELOW["transport"] | {"transport", "rules"}
+BELOW["replica"] = BELOW["engine"] | {"engine", "handed"}
+BELOW["backward"] = BELOW["replica"] | {"replica"}
+BELOW["_gossip"] = BELOW["replica"] | {"replica"}
+BELOW["ddp"] = BELOW["backward"] | {"backward"}
 BELOW["checkpoint"] = BELOW["ddp"] | {"ddp", "__init__"}
+BELOW["sim"] = BELOW["engine"] | {"engine", "optim", "handed"}
 BELOW["cli"] = BELOW["checkpoint"] | {"checkpoint", "sim", "optim", "launch", "plots", "utils", "__init__"}
-BELOW["sim"] = {"errors", "topo", "mixing", "wire", "optim", "handed"}
 BELOW["__init__"] = set()  # names are looked up lazily
 
 MAY_IMPORT_DISTRIBUTED = {"transport", "launch", "checkpoint"}
@@ -179,6 +182,32 @@ def test_the_core_needs_torch_and_numpy_alone():
         assert torch_at_top == []
 
 
+# What a user's subclass may call its own attributes is not ours to choose, so a topology's own are underscored.
+TOPOLOGYS = {"_rank", "_edges_ahead", "_settled"}
+TORCHS = {"_values"}  # of a sparse tensor
+
+
+def test_no_room_reaches_into_another():
+    """``thing._name`` is for the room that defines ``_name``, and ``self._name`` for subclasses."""
+    trees = {path: ast.parse(path.read_text()) for path in FILES}
+    defined: dict[str, set[str]] = {}
+    for path, tree in trees.items():
+        own = defined.setdefault(room_of(module_of(path)), set())
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name.startswith("_"):
+                own.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr.startswith("_"):
+                own.add(node.attr)
+    wrong = []
+    for path, tree in trees.items():
+        room = room_of(module_of(path))
+        others = set().union(*(names for other, names in defined.items() if other != room)) - defined[room] - TOPOLOGYS - TORCHS
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and node.attr in others and ast.unparse(node.value) not in ("self", "super()"):
+                wrong.append(f"{path.relative_to(SOURCE)}:{node.lineno} {ast.unparse(node)}")
+    assert wrong == []
+
+
 # -- sizes -----------------------------------------------------------------------------------------------------------------
 
 
@@ -295,8 +324,10 @@ def test_public_names():
         "AccumAdamW",
         "DecentralizedDataParallel",
         "Edge",
+        "Gossip",
         "Topology",
         "TopologyReg",
+        "gossip",
         "initialize_dist",
     ]
     assert {"LR_SCHEDULER_FN_TYPE", "OPTIM_FN_TYPE", "DecentralizedDataParallel"} <= set(decent_dp.ddp.__all__)
@@ -343,7 +374,7 @@ def test_the_wrappers_arguments():
     positional, _, rest = shape(decent_dp.DecentralizedDataParallel.__init__).partition(", *")
     assert positional + ", *" == "(" + documented
     keywords = rest.removeprefix(", ").removesuffix(", **unknown)").split(", ")
-    assert keywords == ["overlap=True", "wire='float32'", "mix_every=1", "process_group=None", "transport=None"]
+    assert keywords == ["overlap=True", "wire='float32'", "mix_every=1", "rule=None", "process_group=None", "transport=None"]
 
 
 METHODS = {
@@ -378,6 +409,28 @@ def test_the_wrappers_methods():
     assert isinstance(inspect.getattr_static(wrapper, "optimizers"), property)
     assert isinstance(inspect.getattr_static(wrapper, "lr_schedulers"), property)
     assert "FLOAT_DTYPES" in vars(wrapper)
+
+
+GOSSIP = (
+    "(model, optimizer, *, topology='base-2', compression=None, mix_every=1, rule=None, overlap=True, scaler=None, "
+    "bucket_size_in_mb=25, local_world_size=None, process_group=None, transport=None)"
+)
+GOSSIPS_METHODS = {
+    "averaged": "(buffers=True)",
+    "average_": "()",
+    "consensus_distance": "()",
+    "stats": "()",
+    "join": "()",
+    "state_dict": "()",
+    "load_state_dict": "(state_dict)",
+    "flush": "()",
+    "close": "()",
+}
+
+
+def test_gossip():
+    assert shape(decent_dp.gossip) == GOSSIP
+    assert {name: shape(getattr(decent_dp.Gossip, name)) for name in GOSSIPS_METHODS} == GOSSIPS_METHODS
 
 
 FUNCTIONAL = "(params, grads, exp_avgs, exp_avg_sqs, accum_grads, state_steps, beta1, beta2, lr, weight_decay, eps, accum_iter)"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from decent_dp.bucket import MIB, Block, TensorSpec, dense_stride, plan_buckets
+from decent_dp.engine.layout import MIB, Block, TensorSpec, dense_stride, plan_buckets
 
 CPU = torch.device("cpu")
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -185,7 +185,7 @@ def test_both_settings_agree(dtype, by_parameter):
         expected = [t.permute(0, 2, 3, 1) if t.dim() == 4 else t.t() if t.dim() == 2 else t for t in tensors]
         flat = torch.cat([t.reshape(-1) for t in expected])
         block, params = block_of(tensors, as_view=as_view)
-        values = block.flat_values(by_parameter=by_parameter)
+        values = block.values(by_parameter=by_parameter)
         one = as_view and not by_parameter
         assert [v.shape for v in values] == [flat.shape] if one else [(t.numel(),) for t in tensors]
         assert all(v.dtype == dtype and not v.requires_grad for v in values)
@@ -197,7 +197,7 @@ def test_both_settings_agree(dtype, by_parameter):
         for value in values:
             value.add_(torch.arange(len(value)))
         found[as_view] = [p.detach().clone() for p in params]
-        moved = torch.cat(block.flat_values(by_parameter=True))
+        moved = torch.cat(block.values(by_parameter=True))
         assert torch.equal(moved, torch.cat(values))
         assert not torch.equal(moved, flat)
     if by_parameter:
@@ -228,12 +228,12 @@ def test_replaced_storage_is_adopted(as_view):
     block.adopt()
     for param, value in zip(params, new, strict=True):
         assert torch.equal(param.detach(), value)
-    assert torch.equal(torch.cat(block.flat_values(by_parameter=True)), torch.cat([t.reshape(-1) for t in new]))
+    assert torch.equal(torch.cat(block.values(by_parameter=True)), torch.cat([t.reshape(-1) for t in new]))
     if as_view:
         assert block.flat is not None
         assert params[0].data_ptr() == block.flat.data_ptr()
     # What goes into the block reaches the parameters again.
-    for t in block.flat_values(by_parameter=False):
+    for t in block.values(by_parameter=False):
         t.add_(1)
     assert torch.equal(params[0].detach(), torch.full((2, 3), 6.0))
     # A second call finds nothing to do.
@@ -255,7 +255,7 @@ def test_a_parameter_that_was_turned_in_place_is_adopted():
     param.data = param.data.t()
     block.adopt()
     assert torch.equal(param.detach(), turned)
-    assert torch.equal(block.flat_values(by_parameter=True)[0], turned.reshape(-1))
+    assert torch.equal(block.values(by_parameter=True)[0], turned.reshape(-1))
 
 
 @pytest.mark.parametrize("as_view", [True, False])
@@ -295,7 +295,7 @@ def test_written_makes_saved_tensors_stale(as_view):
     product = (weight * weight).sum()
     before = weight._version
     with torch.no_grad():
-        for t in block.flat_values(by_parameter=False):
+        for t in block.values(by_parameter=False):
             t.add_(1.0)
         block.written()
     assert weight._version > before

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from decent_dp.checkpoint import Saving, latest, load, save
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import CheckpointError
+from decent_dp.replica.snapshot import take
 from decent_dp.transport import InProcessTransport, run_replicas
 from tests.checkpoint_cases import AT, KINDS, STEPS, error_of, make, run, seed_all, state
 from tests.helpers import SGD, alone, loss, net, values
@@ -95,7 +96,7 @@ def every_job(rank: int, n: int, path: str, whole: bool) -> Any:
         else:
             assert load(model, f"{path}/{name}") == {}
         job.train(model, range(AT, STEPS), rank)
-        ends[name] = dumb_copy(model._snapshot())
+        ends[name] = dumb_copy(take(model.replica))
         model.close()
     return ends
 
@@ -452,7 +453,7 @@ def separate(rank: int, n: int, path: str) -> Any:
     for t in range(4):
         loss(model, t, rank).backward()
         save(model, own, keep=2, t=t)
-    model._transport.control.gather(None)  # who completes a folder also removes what is too old there
+    model.replica.transport.control.gather(None)  # who completes a folder also removes what is too old there
     found = [sorted(os.listdir(own)), sorted(os.listdir(str(latest(own))))]
     before = values(model.module)
     loss(model, 4, rank).backward()
@@ -461,19 +462,19 @@ def separate(rank: int, n: int, path: str) -> Any:
     # A disk on which the newest is broken: all are told.
     if rank == 2:
         (newest / "manifest.json").write_text("{")
-    model._transport.control.gather(None)
+    model.replica.transport.control.gather(None)
     found.append(error_of(lambda: load(model, own)))
     # A disk that has lost the newest: all go on from the one before.
     if rank == 2:
         shutil.rmtree(newest)
-    model._transport.control.gather(None)
+    model.replica.transport.control.gather(None)
     assert load(model, own) == {"t": 2}
     loss(model, 3, rank).backward()
     assert all(torch.equal(before[k], v) for k, v in values(model.module).items())
     found.append(error_of(lambda: load(model, own, resize="mean")))
     if rank == 2:
         shutil.rmtree(own)
-    model._transport.control.gather(None)
+    model.replica.transport.control.gather(None)
     found.append(error_of(lambda: load(model, own)))
     found.append(error_of(lambda: load(model, own, missing_ok=True)))
     model.close()

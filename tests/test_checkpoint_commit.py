@@ -220,7 +220,7 @@ def closes_while_a_peer_is_away(rank: int, n: int, path: str) -> Any:
         return None
     saving = save(model, path, wait=False)
     soon = saving.wait(0.2), saving.done
-    model._engine.wait_all()
+    model.replica.engine.drop()
     began = time.monotonic()
     model.close()
     return soon, time.monotonic() - began, saving.done, type(saving.error).__name__

@@ -21,7 +21,7 @@ from torch import Tensor
 from decent_dp.checkpoint import commit, latest, load, meeting, save, saver
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import PeerTimeoutError
-from decent_dp.replica.agree import model_signature
+from decent_dp.replica.consistency import model_signature
 from decent_dp.transport import Board, InProcessTransport, LocalHub, run_replicas
 from tests.checkpoint_cases import error_of
 from tests.helpers import SGD, alone, loss, net, values
@@ -121,7 +121,7 @@ def test_whoever_closes_waits_for_its_own_disk(tmp_path, monkeypatch):
     assert latest(tmp_path / "slow") == saving.path
     model = alone(net())
     saving, began = save(model, tmp_path / "error", wait=False), time.monotonic()
-    saver.saver_of(model).close(at_error=True)
+    saver.saver_of(model.replica).close(at_error=True)
     assert time.monotonic() - began < 0.6
     assert isinstance(saving.error, PeerTimeoutError)
 
@@ -135,7 +135,7 @@ def test_whoever_closes_waits_for_others_only_for_a_while(tmp_path, monkeypatch)
             transport.control.gather(None)
             return None
         saving, began = save(model, tmp_path, wait=False), time.monotonic()
-        saver.saver_of(model).close()
+        saver.saver_of(model.replica).close()
         took = time.monotonic() - began
         transport.control.gather(None)
         return took, str(saving.error)
@@ -242,7 +242,9 @@ def test_each_wrapper_of_a_process_has_its_own_folder(tmp_path):
 
     def work(transport: InProcessTransport) -> Any:
         first, second = (DecentralizedDataParallel(net(seed), SGD, topology="ring", transport=transport) for seed in (0, 1))
-        second._transport = InProcessTransport(transport.rank, transport._hub)  # as connect() would give it one of its own
+        second.replica.transport = InProcessTransport(
+            transport.rank, transport._hub
+        )  # as connect() would give it one of its own
         assert save(first, tmp_path / "saved", who=1).error is None
         found = [error_of(lambda name=name: save(second, tmp_path / name, who=2)) for name in ("saved", "link")]
         assert save(second, tmp_path / "second", who=2).error is None
@@ -308,7 +310,7 @@ def test_a_disk_that_is_full_when_workers_meet_stops_no_later_save(tmp_path, mon
     monkeypatch.setattr(meeting, "_ANY_MOMENT", 1.0)
     monkeypatch.setattr(os, "link", no_link)
     model, real = alone(net()), Path.write_text
-    run_id = model._transport.run_id
+    run_id = model.replica.transport.run_id
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_text", full)
         failed = save(model, tmp_path)
@@ -359,7 +361,7 @@ def test_a_part_that_is_gone_before_the_switch(tmp_path, monkeypatch, caplog):
 def test_the_manifest_names_the_model_of_the_moment(tmp_path):
     model = alone(net())
     model.module.register_buffer("seen", torch.zeros(2))
-    keeper = saver.saver_of(model)
+    keeper = saver.saver_of(model.replica)
 
     def saved() -> Any:
         return json.loads((save(model, tmp_path).path / "manifest.json").read_text())["signature"]["model"]

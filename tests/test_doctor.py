@@ -129,7 +129,7 @@ def on_known_links(rank: int, n: int, seconds: float) -> Any:
             assert edge.ranks == list(pair)  # one pair at a time
             return Slow(inner, *known[pair]).start(edge, parcel)
 
-    probe._pairs._exchange = Known()  # type: ignore[attr-defined]
+    type(probe._pairs).exchange = Known()  # type: ignore[assignment]
     nodes = probe.nodes()
     began = time.monotonic()
     found = probe.survey(nodes, now.append)
@@ -168,13 +168,13 @@ def test_no_two_pairs_at_once_share_a_node(sizes: list[int]) -> None:
 
 def with_silent_nodes(rank: int, n: int) -> Any:
     """Workers 0 and 1 on one node, 2 and 3 on another; what the two nodes send each other is lost on the way."""
-    exchange, waits = process_group._ByEdge.start, []
+    exchange, waits = process_group.ProcessGroupTransport.start, []
 
     def start(self: Any, edge: Edge, parcel: Parcel) -> Handle:
         a, b = edge.ranks
         if a // 2 == b // 2:
             return exchange(self, edge, parcel)
-        limit = self._transport._meeting.timeout.total_seconds()
+        limit = self._meeting.timeout.total_seconds()
 
         def wait() -> None:
             waits.append(limit)
@@ -183,7 +183,7 @@ def with_silent_nodes(rank: int, n: int) -> Any:
 
         return Later(wait)
 
-    process_group._ByEdge.start = start  # type: ignore[method-assign]
+    process_group.ProcessGroupTransport.start = start  # type: ignore[method-assign]
     slots: list[list[tuple[int, int]]] = []
     probe_ = Probe(0.02, 3.0)
     began = time.monotonic()

@@ -76,17 +76,20 @@ def test_the_demonstration_from_end_to_end(tmp_path: Path) -> None:
     short = ["--workers", "2", "--epochs", "1", "--rounds", "1", "--steps", "2", "--out", str(tmp_path)]
     done = start("-m", "examples.compare", *short, timeout=80)
     assert done.returncode == 0, done.stderr
-    for name in ("PyTorch DDP", "complete", "ring", "one-peer-exp", "alternating-exp-ring"):
+    assert "gossip() on five topologies, and the wrapper" in done.stdout
+    for name in ("PyTorch DDP", "base-2", "base-2, wrapper", "complete", "ring", "one-peer-exp", "alternating-exp-ring"):
         assert f"\n{name} " in done.stdout  # in the table
     results = json.loads((tmp_path / "digits.json").read_text())
-    assert len(results["table"]) == 10
+    named = {line["contender"] for line in results["table"]}
+    assert named == {"PyTorch DDP", "base-2, wrapper", "base-2", "complete", "ring", "one-peer-exp", "alternating-exp-ring"}
+    assert len(results["table"]) == 2 * len(named)
     assert results["workers"] == 2
     lines = {(line["contender"], line["optimizer"]): line for line in results["table"]}
     # The same model, data, seed and number of steps.
     assert {len(line["accuracy_by_seed"]) for line in lines.values()} == {1}
     assert lines["PyTorch DDP", "AdamW"]["ratio_to_ddp"] == 1
     rows = json.loads((tmp_path / "digits_rows.json").read_text())
-    assert len(rows) == 10 * 22
+    assert len(rows) == 14 * 22
     first = {row["run"]: row["loss"] for row in rows if row["step"] == 1}
     assert len({round(loss, 5) for loss in first.values()}) == 1
     assert (tmp_path / "digits.png").read_bytes().startswith(b"\x89PNG")

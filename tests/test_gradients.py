@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from dataclasses import dataclass
 from functools import partial
@@ -665,3 +666,41 @@ def _as_torch(wrapper: DecentralizedDataParallel, optimizer: torch.optim.Optimiz
     state = wrapper.optim_state_dict()["state"]
     names = [name for name, _ in wrapper.named_parameters()]
     return {**optimizer.state_dict(), "state": {i: copy.deepcopy(state[name]) for i, name in enumerate(names)}}
+
+
+def test_an_outer_backward_that_raises_after_its_inner_one():
+    """The output is an object that nobody looks into, and the graph lives on: the next forward completes the round."""
+
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            if fails:
+                raise RuntimeError("out of memory")
+            return grad
+
+    class Opaque:
+        def __init__(self, tensor: Tensor) -> None:
+            self.tensor = tensor
+
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Any:
+            x = Failing.apply(self.first(x.requires_grad_()))
+            return Opaque(checkpoint(self.second, x, use_reentrant=True))
+
+    model = alone(Nested())
+    losses = []
+    for t, fails in enumerate((False, True, False, False)):
+        losses.append(model(batch(t)[0]).tensor.sum())  # all graphs are kept
+        with pytest.raises(RuntimeError, match="out of memory") if fails else contextlib.nullcontext():
+            losses[-1].backward()
+    assert model.stats().rounds == 4
+    assert model.stats().updates == 3
+    model.close()

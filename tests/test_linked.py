@@ -15,7 +15,7 @@ from torch import Tensor
 
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import PeerTimeoutError
-from decent_dp.replica.leaving import leave
+from decent_dp.replica.shutdown import shut_down
 from decent_dp.topo import Edge
 from decent_dp.transport import Label, ProcessGroupTransport, process_group
 from decent_dp.wire import Int8, Lossless, Moment
@@ -175,8 +175,8 @@ def collected_in_the_links_thread(rank: int, n: int) -> bool:
     model = DecentralizedDataParallel(net(), SGD, topology="ring")
     for t in range(3):
         loss(model, t, rank).backward()
-    links = model._transport._links  # type: ignore[attr-defined]
-    links.call(lambda: leave(model._engine, model._transport))
+    links = model.replica.transport._links  # type: ignore[attr-defined]
+    links.call(lambda: shut_down(model.replica.engine, model.replica.transport))
     links._thread.join(10)
     return bool(links._thread.is_alive())
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from decent_dp.errors import WireError
+from decent_dp.transport import connection
 from decent_dp.transport import links as module
 from decent_dp.transport.connection import DATA, GRANT, HEADER, HELLO, NOTE, OFFER, VERSION, WINDOW, round_trip_us, tune
 from decent_dp.transport.links import Key, Links, Receiving, Sending
@@ -38,6 +39,16 @@ def reach(name: Any, buffer: int | None = None) -> socket.socket:
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
     stream.connect(name)
     return stream
+
+
+def receive_exactly(stream: socket.socket, count: int) -> bytes:
+    parts = b""
+    while len(parts) < count:
+        part = stream.recv(count - len(parts))
+        if not part:
+            raise EOFError
+        parts += part
+    return parts
 
 
 class Net:
@@ -270,18 +281,9 @@ class ByHand:
         self.frame(GRANT, key, upto, size)
 
     def read(self) -> tuple[int, Key, int, int, bytes]:
-        kind, version, length, round_, bucket, slot, offset, size, _ = HEADER.unpack(self._exactly(HEADER.size))
+        kind, version, length, round_, bucket, slot, offset, size, _ = HEADER.unpack(receive_exactly(self.stream, HEADER.size))
         assert version == VERSION
-        return kind, (round_, bucket, slot), offset, size, self._exactly(length)
-
-    def _exactly(self, count: int) -> bytes:
-        parts = b""
-        while len(parts) < count:
-            part = self.stream.recv(count - len(parts))
-            if not part:
-                raise EOFError
-            parts += part
-        return parts
+        return kind, (round_, bucket, slot), offset, size, receive_exactly(self.stream, length)
 
     def quiet(self) -> bool:
         """Nothing comes for a while."""
@@ -538,6 +540,67 @@ def test_a_slow_peer_does_not_hold_up_another():
     links.close()
     net.close()
     assert wait([asked]).done
+
+
+def test_an_earlier_round_has_the_link_for_itself(monkeypatch):
+    """What another peer has asked for in a later round waits while the link is full of an earlier one, and no longer."""
+    size, under_way = 1_000_000, {}
+    monkeypatch.setattr(connection, "unacknowledged", lambda stream: under_way.get(stream.getpeername(), 0))
+    first = ByHand()
+    second = reach(first.name)
+    second.sendall(HEADER.pack(HELLO, VERSION, len(TOKEN), 2, 0, 0, 0, 0, 0) + TOKEN)
+    full = {first.stream.getsockname(): 2**16}
+
+    def ask(peer: int, round_: int, upto: int) -> None:
+        stream = {1: first.stream, 2: second}[peer]
+        stream.sendall(HEADER.pack(GRANT, VERSION, 0, round_, 0, 0, upto, size, 0))
+
+    def read(peer: int, count: int) -> int:
+        """The round of a message of which exactly so many bytes come."""
+        stream, rounds = {1: first.stream, 2: second}[peer], set()
+        while count:
+            _, _, length, round_, *_ = HEADER.unpack(receive_exactly(stream, HEADER.size))
+            count -= len(receive_exactly(stream, length))
+            rounds |= {round_} if length else set()
+        (found,) = rounds
+        return found
+
+    def quiet() -> bool:
+        time.sleep(0.1)
+        second.setblocking(False)
+        try:
+            return not second.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        finally:
+            second.settimeout(SECONDS)
+
+    for peer, round_ in ((1, 3), (2, 3), (2, 4)):
+        send(first.links, peer, (round_, 0, 0), bytes(size))
+    assert HEADER.unpack(receive_exactly(second, HEADER.size))[0] == OFFER
+    assert HEADER.unpack(receive_exactly(second, HEADER.size))[0] == OFFER
+    under_way |= full
+    ask(1, 3, size // 2)
+    assert read(1, size // 2) == 3
+    ask(2, 4, size // 2)
+    assert quiet()
+    ask(2, 3, size // 2)  # of the same round: both at once
+    assert read(2, size // 2) == 3
+    ask(1, 3, size // 2 + 1)
+    assert read(1, 1) == 3
+    assert quiet()
+    under_way.clear()  # the first peer asks for nothing: the link is free
+    assert read(2, size // 2) == 4
+    under_way |= full
+    ask(1, 3, size - 1)
+    assert read(1, size // 2 - 2) == 3
+    ask(2, 4, size)
+    assert quiet()
+    ask(1, 3, size)  # the end of it: no more will come, whatever is under way
+    assert read(2, size // 2) == 4
+    second.close()
+    first.stream.close()
+    first.links.close()
 
 
 class Told:

@@ -15,8 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decent_dp.bucket import choose_sizes
+from decent_dp.engine.layout import choose_sizes
 from decent_dp.planner import Choice, Cluster, Job, Link, candidates, left_out, plan, predict
+from decent_dp.planner.events import simulate
 from decent_dp.planner.prediction import make_timing
 from decent_dp.planner.traffic import buckets_of, capacities, collective, make_rounds
 from decent_dp.topo import Edge, Topology, TopologyReg, make_topology
@@ -155,6 +156,20 @@ def test_links_inside_a_node_limit_a_worker_each() -> None:
     found = predict(cluster(4, 4, inside=40e6), job(), OPE)
     assert found.step_ms == pytest.approx(1000, rel=0.01)
     assert found.limit == "links inside a node"
+
+
+@pytest.mark.parametrize(("name", "n", "rests"), [("ring", 6, 0), ("ring", 5, 1), ("base-2", 6, 1), ("base-2", 5, 2)])
+def test_who_sits_out_waits_for_more_than_one_exchange(name: str, n: int, rests: int) -> None:
+    """The mean is an exchange. After r rounds in a row without a peer a step takes r + 1 exchanges less r computations; but all
+    workers together have ended a step an exchange after the one before.
+    """
+    made, work, choice = cluster(n, rate=40e6), job(), Choice("ours", name)
+    rounds, shares = make_rounds(made, choice), buckets_of(work, choice, 12)
+    steps = 4 * len(rounds)
+    ends = simulate(rounds, make_timing(made, work, choice, shares, steps, 0), *capacities(made)).ends[2 * len(rounds) - 1 :]
+    assert np.diff(ends, axis=0).mean() == pytest.approx(1.0, rel=0.01)
+    assert np.diff(ends, axis=0).max() == pytest.approx(1.0 + rests * (1.0 - 0.09), rel=0.06)
+    assert np.diff(ends.max(axis=1)).max() == pytest.approx(1.0, rel=0.01)
 
 
 def test_a_slow_worker_slows_its_ring() -> None:

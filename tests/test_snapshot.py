@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from decent_dp.ddp import DecentralizedDataParallel
+from decent_dp.replica.snapshot import put_back, take
 from decent_dp.topo import TopologyReg
 from decent_dp.transport import InProcessTransport, run_replicas
 from decent_dp.wire import WIRES
@@ -154,7 +155,7 @@ def test_states_and_gradients_lie_as_their_parameters_do():
     job = replace(JOBS["zoo"], optim_fn=SGD, step=step_in_windows)
     [(_, _, saved)] = run_replicas(1, lambda at: run_through(job, at, 0, 5))
     model = job.wrap(3, InProcessTransport())
-    model._restore(saved)
+    put_back(model.replica, saved)
     states = {id(param): state for optimizer in model.optimizers for param, state in optimizer.state.items()}
     strides = {}
     for name, param in model.module.named_parameters():
@@ -182,12 +183,12 @@ def test_back_to_an_earlier_update(wire, overlap):
         ends = []
         for number, stop in enumerate((4, 1, 5, 0, 4)):
             if number:
-                model._engine.buckets[0].wire.rejected += 1000
-            model._restore(through[at.rank][0][stop])
-            ends.append((job.train(model, range(stop, TOTAL), at.rank), model._snapshot()))
+                model.replica.engine.buckets[0].wire.rejected += 1000
+            put_back(model.replica, through[at.rank][0][stop])
+            ends.append((job.train(model, range(stop, TOTAL), at.rank), take(model.replica)))
             assert (model.optimizers, model._lr_schedulers) == lists
             assert model.optimizers is lists[0]
-            assert [bucket.optimizer for bucket in model._engine.buckets] == model.optimizers
+            assert [unit.optimizer for unit in model.replica.units] == model.optimizers
             assert_equal(ends[-1], (through[at.rank][1][stop:], through[at.rank][2]), f"back to {stop}")
             job.train(model, [50, 51, 53, 55, 59], at.rank)
             at.control.gather(None)
@@ -214,12 +215,12 @@ def test_what_was_announced_before_a_load_is_not_used(monkeypatch):
         if at.rank:
             slow(model)
         snapshot = through[at.rank][0][3]
-        model._restore({**snapshot, "exchange": None} if dropped else snapshot)
+        put_back(model.replica, {**snapshot, "exchange": None} if dropped else snapshot)
         losses = calm.train(model, range(3, TOTAL), at.rank)
-        return losses, model._snapshot()
+        return losses, take(model.replica)
 
     def slow(model: DecentralizedDataParallel) -> None:
-        exchange = model._transport.exchange
+        exchange = model.replica.transport.exchange
         announce = exchange.announce
 
         def late(*args: Any) -> None:

@@ -17,6 +17,7 @@ from decent_dp.checkpoint.files import Manifest, open_worker, write_manifest, wr
 from decent_dp.checkpoint.staging import Staging
 from decent_dp.checkpoint.tree import encode
 from decent_dp.ddp import DecentralizedDataParallel
+from decent_dp.replica.snapshot import put_back, take
 from decent_dp.transport import InProcessTransport, run_replicas
 from decent_dp.wire import WIRES, Item, Moment, Wire
 from decent_dp.wire.base import _RUN_ON_CPU
@@ -46,19 +47,19 @@ def test_inside_averaged_the_replicas_own_values_are_taken(view):
 
     def body(at: InProcessTransport) -> None:
         model = trained(job, 3, at)
-        before = dumb_copy(model._snapshot())
+        before = dumb_copy(take(model.replica))
         with model.averaged():
-            inside = dumb_copy(model._snapshot())
+            inside = dumb_copy(take(model.replica))
             mean = tensors_of(model.module)
             with model.averaged():
-                assert_equal(dumb_copy(model._snapshot()), before)
+                assert_equal(dumb_copy(take(model.replica)), before)
         assert_equal(inside, before)
         assert any(not torch.equal(mean[name], value) for name, value in before["parameters"].items())
         assert not torch.equal(mean["norm.running_mean"], before["buffers"]["norm.running_mean"])
         with model.averaged():
             model.global_avg(will_revert=False)  # for good: there are no own values any more
-            kept = dumb_copy(model._snapshot())
-        assert_equal(kept["parameters"], dumb_copy(model._snapshot())["parameters"])
+            kept = dumb_copy(take(model.replica))
+        assert_equal(kept["parameters"], dumb_copy(take(model.replica))["parameters"])
 
     run_replicas(2, body, timeout=20)
 
@@ -66,16 +67,16 @@ def test_inside_averaged_the_replicas_own_values_are_taken(view):
 def test_between_averaging_and_reverting_there_is_nothing_to_save():
     def body(at: InProcessTransport) -> None:
         model = trained(PAIRS, 3, at)
-        before = dumb_copy(model._snapshot())
+        before = dumb_copy(take(model.replica))
         model.global_avg()
         with pytest.raises(RuntimeError, match=r"between global_avg\(\) and revert_global_avg\(\).*will_revert=False"):
-            model._snapshot()
+            take(model.replica)
         with model.averaged(), pytest.raises(RuntimeError, match="between global_avg"):
-            model._snapshot()
+            take(model.replica)
         model.revert_global_avg()
-        assert_equal(dumb_copy(model._snapshot()), before)
+        assert_equal(dumb_copy(take(model.replica)), before)
         model.global_avg(will_revert=False)
-        after = dumb_copy(model._snapshot())
+        after = dumb_copy(take(model.replica))
         assert sorted(after["exchange"]["disowned"]) == sorted(after["parameters"])
 
     run_replicas(2, body, timeout=20)
@@ -89,14 +90,14 @@ def test_a_load_while_replicas_are_the_mean_is_what_stays():
         snapshots, _, end = through[at.rank]
         if reverted:
             model.global_avg()
-            model._restore(snapshots[2])
+            put_back(model.replica, snapshots[2])
             with pytest.raises(RuntimeError, match="nothing to revert"):
                 model.revert_global_avg()
         else:
             with model.averaged():
-                model._restore(snapshots[2])
+                put_back(model.replica, snapshots[2])
         PAIRS.train(model, range(2, 6), at.rank)
-        assert_equal(dumb_copy(model._snapshot()), end)
+        assert_equal(dumb_copy(take(model.replica)), end)
 
     for reverted in (True, False):
         run_replicas(2, partial(body, reverted=reverted), timeout=20)
@@ -110,9 +111,9 @@ def test_values_that_were_replaced_before_the_save_stay_replaced():
         def replaced(at: InProcessTransport, loaded: list[str] = loaded) -> Any:
             model = trained(PAIRS, 4, at)
             model.load_state_dict({name: new[name] + at.rank for name in loaded}, strict=False)
-            snapshot = dumb_copy(model._snapshot())
+            snapshot = dumb_copy(take(model.replica))
             assert sorted(snapshot["exchange"]["disowned"]) == sorted(loaded)
-            return snapshot, PAIRS.train(model, range(4, 9), at.rank), dumb_copy(model._snapshot())
+            return snapshot, PAIRS.train(model, range(4, 9), at.rank), dumb_copy(take(model.replica))
 
         through = run_replicas(2, replaced, timeout=20)
         found = run_replicas(2, lambda at, t=through: go_on(PAIRS, at, at.rank, range(4, 9), t[at.rank][0]), timeout=20)
@@ -122,11 +123,11 @@ def test_values_that_were_replaced_before_the_save_stay_replaced():
 
 def test_inside_a_backward_there_is_no_step_boundary():
     model = alone(net(), SGD)
-    saved = dumb_copy(model._snapshot())
+    saved = dumb_copy(take(model.replica))
     errors: list[str] = []
 
     def hook(grad: Tensor) -> None:
-        for call in (model._snapshot, lambda: model._restore(saved)):
+        for call in (lambda: take(model.replica), lambda: put_back(model.replica, saved)):
             try:
                 call()
             except RuntimeError as error:
@@ -143,12 +144,12 @@ def test_inside_a_backward_there_is_no_step_boundary():
 def test_after_close_there_is_nothing_to_save_or_to_go_on():
     model = alone(net(), SGD)
     loss(model, 0).backward()
-    saved = dumb_copy(model._snapshot())
+    saved = dumb_copy(take(model.replica))
     model.close()
     with pytest.raises(RuntimeError, match=r"was closed: save before close\(\), or keep model\.module\.state_dict\(\)"):
-        model._snapshot()
+        take(model.replica)
     with pytest.raises(RuntimeError, match="was closed"):
-        model._restore(saved)
+        put_back(model.replica, saved)
 
 
 def test_after_an_update_that_failed_the_state_is_not_one_to_go_on_from():
@@ -162,15 +163,15 @@ def test_after_an_update_that_failed_the_state_is_not_one_to_go_on_from():
 
     model = alone(net(), lambda params: Failing([p for _, p in params], lr=0.1))
     loss(model, 0).backward()
-    saved = dumb_copy(model._snapshot())
+    saved = dumb_copy(take(model.replica))
     Failing.fails = True
     with pytest.raises(ValueError, match="no more"):
         loss(model, 1).backward()
     Failing.fails = False
     with pytest.raises(RuntimeError, match=r"save came after an update that failed half-way \(ValueError: no more\)"):
-        model._snapshot()
+        take(model.replica)
     with pytest.raises(RuntimeError, match="an update failed earlier"):
-        model._restore(saved)
+        put_back(model.replica, saved)
 
 
 def test_a_backward_that_raised_is_made_up_for_before_the_save():
@@ -183,7 +184,7 @@ def test_a_backward_that_raised_is_made_up_for_before_the_save():
                 output.square().mean().backward()
         else:
             output.square().mean().backward()
-        snapshot = model._snapshot()
+        snapshot = take(model.replica)
         assert (snapshot["round"], snapshot["steps"]) == (3, 3 - at.rank)
 
     run_replicas(2, body, timeout=20)
@@ -194,20 +195,20 @@ def test_in_join_workers_save_what_they_have_and_do_not_load():
         model = PAIRS.wrap(0, at)
         with model.join():
             PAIRS.train(model, range(3), at.rank)
-            snapshot = dumb_copy(model._snapshot())
+            snapshot = dumb_copy(take(model.replica))
             with pytest.raises(RuntimeError, match=r"inside join\(\).*before the with-block"):
-                model._restore(snapshot)
+                put_back(model.replica, snapshot)
             PAIRS.train(model, range(3, 5 + 2 * at.rank), at.rank)
-        return snapshot, dumb_copy(model._snapshot())
+        return snapshot, dumb_copy(take(model.replica))
 
     through = run_replicas(2, body, timeout=20)
 
     def again(at: InProcessTransport) -> Any:
         model = PAIRS.wrap(3, at)
-        model._restore(through[at.rank][0])
+        put_back(model.replica, through[at.rank][0])
         with model.join():
             PAIRS.train(model, range(3, 5 + 2 * at.rank), at.rank)
-        return dumb_copy(model._snapshot())
+        return dumb_copy(take(model.replica))
 
     assert_equal(run_replicas(2, again, timeout=20), [end for _, end in through])
 
@@ -217,18 +218,18 @@ def test_an_optimizer_state_that_waits_for_the_first_update_goes_on_waiting():
     state = dumb_copy(before.optim_state_dict())
     reference = alone(net(3), SGD)
     reference.load_optim_state_dict(dumb_copy(state))
-    snapshot = reference._snapshot()
+    snapshot = take(reference.replica)
     kept = dumb_copy(snapshot)
     assert kept["order"] is None
     assert kept["round"] == 4
     for _ in range(2):  # the snapshot is not used up
         model = alone(net(9), SGD)
-        model._restore(kept)
+        put_back(model.replica, kept)
         assert_equal(dumb_copy(model.optim_state_dict()), state)
         PAIRS.train(model, range(2), 0)
     PAIRS.train(reference, range(2), 0)
     assert_same(model.module, reference.module)
-    assert_equal(dumb_copy(model._snapshot()), dumb_copy(reference._snapshot()))
+    assert_equal(dumb_copy(take(model.replica)), dumb_copy(take(reference.replica)))
 
 
 def test_a_window_of_a_scaler_ends_before_anything_is_scaled_again():
@@ -238,7 +239,7 @@ def test_a_window_of_a_scaler_ends_before_anything_is_scaled_again():
     def opened(model: DecentralizedDataParallel, steps: range) -> None:
         model.set_accumulate_grad(True)
         for t in steps:
-            model._policy.scaler.scale(loss(model, t)).backward()
+            model.replica.policy.scaler.scale(loss(model, t)).backward()
 
     def ended(model: DecentralizedDataParallel, steps: range) -> Any:
         model.set_accumulate_grad(False)
@@ -247,15 +248,15 @@ def test_a_window_of_a_scaler_ends_before_anything_is_scaled_again():
             found = [loss(model, 9)]
         model.train()
         for t in steps:
-            model._policy.scaler.scale(loss(model, t)).backward()
-        return found, dumb_copy(model._snapshot())
+            model.replica.policy.scaler.scale(loss(model, t)).backward()
+        return found, dumb_copy(take(model.replica))
 
     model = job.wrap(0, InProcessTransport())
     opened(model, range(2))
-    saved = dumb_copy(model._snapshot())
+    saved = dumb_copy(take(model.replica))
     other = job.wrap(3, InProcessTransport())
-    other._restore(saved)
-    assert other._policy.scaler.get_scale() == 256.0
+    put_back(other.replica, saved)
+    assert other.replica.policy.scaler.get_scale() == 256.0
     assert_equal(ended(other, range(2, 5)), ended(model, range(2, 5)))
 
 
@@ -270,9 +271,9 @@ def test_a_load_where_the_caller_infers(name, view):
     def body(at: InProcessTransport, stop: int) -> None:
         model = trained(job, 2, at)
         with torch.inference_mode():
-            model._restore(dumb_copy(through[at.rank][0][stop]))
+            put_back(model.replica, dumb_copy(through[at.rank][0][stop]))
         assert_equal(job.train(model, range(stop, 7), at.rank), through[at.rank][1][stop:])
-        assert_equal(dumb_copy(model._snapshot()), through[at.rank][2])
+        assert_equal(dumb_copy(take(model.replica)), through[at.rank][2])
 
     for stop in (4, 0):
         run_replicas(2, partial(body, stop=stop), timeout=20)
@@ -292,19 +293,19 @@ def test_before_the_first_update_parameters_lie_on_their_own():
         for name, param in model.module.named_parameters():
             assert lies_alone(param), name
             assert param.stride() == strides[name]
-        assert_equal(dumb_copy(model._snapshot()), saved)
+        assert_equal(dumb_copy(take(model.replica)), saved)
 
     model = trained(job, 3)
-    assert not all(lies_alone(param) for param in model._guard.params)
-    model._restore(snapshots[0])
+    assert not all(lies_alone(param) for param in model.replica.parameters.params)
+    put_back(model.replica, snapshots[0])
     alone_and_equal(model, snapshots[0])
     assert_equal(job.train(model, range(4), 0), losses)
-    assert_equal(dumb_copy(model._snapshot()), end)
+    assert_equal(dumb_copy(take(model.replica)), end)
 
     fresh = job.wrap(0, InProcessTransport())
-    before = dumb_copy(fresh._snapshot())
+    before = dumb_copy(take(fresh.replica))
     with pytest.raises(ValueError, match="the optimizer was Adam"):
-        fresh._restore({**snapshots[3], "optimizer": "Adam"})
+        put_back(fresh.replica, {**snapshots[3], "optimizer": "Adam"})
     alone_and_equal(fresh, before)
     assert_equal(job.train(fresh, range(4), 0), losses)
 
@@ -354,16 +355,16 @@ def test_a_snapshot_that_waits_for_the_first_update_is_not_kept():
     for spoilt in (False, True):
         waiting = job.wrap(9, InProcessTransport())
         waiting.load_optim_state_dict(copy.deepcopy(state))
-        kept = waiting._snapshot()
+        kept = take(waiting.replica)
         assert kept["order"] is None
         model = job.wrap(9, InProcessTransport())
-        model._restore(kept)
+        put_back(model.replica, kept)
         if spoilt:
             kept["optim"]["schedulers"]["rates"].clear()
             for name, own in kept["optim"]["state"].items():
                 own["exp_avg"].fill_(7.0)
                 kept["optim"]["param_groups"][name]["lr"].fill_(3.0)
-        ends.append((job.train(model, range(3, 6), 0), dumb_copy(model._snapshot())))
+        ends.append((job.train(model, range(3, 6), 0), dumb_copy(take(model.replica))))
         assert len(model.lr_schedulers[-1].rates) == len(state["schedulers"]["rates"]) + 3
     assert_equal(*ends)
 
@@ -383,9 +384,9 @@ def test_a_snapshot_is_not_used_up(wire):
 def test_a_stale_graph_is_noticed():
     """The values that a forward has saved are gone after a load: torch's own error, not a wrong gradient."""
     model = trained(PAIRS, 2)
-    saved = dumb_copy(model._snapshot())
+    saved = dumb_copy(take(model.replica))
     value = loss(model, 2)
-    model._restore(saved)
+    put_back(model.replica, saved)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         value.backward()
 
@@ -409,8 +410,8 @@ def test_an_exchange_that_does_not_fit_is_dropped_on_all_workers(what):
     def body(at: InProcessTransport) -> tuple[Any, Any]:
         model = job.wrap(9, at, **OTHERWISE.get(what, {}))
         snapshot = through[at.rank]
-        model._restore({**snapshot, "exchange": None} if what == "one worker" and at.rank == 2 else snapshot)
-        after = dumb_copy(model._snapshot())
+        put_back(model.replica, {**snapshot, "exchange": None} if what == "one worker" and at.rank == 2 else snapshot)
+        after = dumb_copy(take(model.replica))
         assert after["exchange"] is None
         for key in ("parameters", "optim", "round", "order"):
             assert_equal(after[key], snapshot[key])
@@ -441,7 +442,7 @@ def test_an_exchange_that_does_not_fit_is_dropped_on_all_workers(what):
 
 
 def test_the_link_is_something_that_json_holds():
-    snapshot = trained(PAIRS, 2)._snapshot()
+    snapshot = take(trained(PAIRS, 2).replica)
     assert json.loads(json.dumps(snapshot["link"])) == snapshot["link"]
 
 

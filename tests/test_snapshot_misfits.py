@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import OutOfStepError
+from decent_dp.replica.snapshot import put_back, take
 from decent_dp.topo import Edge
 from decent_dp.transport import InProcessTransport, run_replicas
 from tests.helpers import SGD, alone, batch, loss, net
@@ -75,7 +76,7 @@ UNFIT: list[tuple[str, Any, type[Exception], str]] = [
     ("optim/param_groups/inner.turned", None, ValueError, r"nothing for parameter 'inner\.turned'"),
     ("optimizer", "AdamW", ValueError, r"the optimizer was AdamW when this was saved, and is Wide now"),
     ("scheduler", "StepLR", ValueError, r"the scheduler was StepLR when this was saved, and is None now"),
-    ("optim/scaler", {"scale": 2.0}, ValueError, r"saved with a GradScaler, and this wrapper has none"),
+    ("optim/scaler", {"scale": 2.0}, ValueError, r"saved with a GradScaler, and this run has none"),
     ("order", ["inner.turned"], ValueError, "order of the parameters"),
     ("round", -1, ValueError, "'round' is -1"),
     ("window", "owed", ValueError, "'window' is 'owed'"),
@@ -106,8 +107,8 @@ UNFIT: list[tuple[str, Any, type[Exception], str]] = [
 
 def state_of(model: DecentralizedDataParallel) -> Any:
     """Everything that a refused load must leave alone."""
-    objects = [*model.optimizers, *model._engine.buckets, *model.module.parameters()]
-    return dumb_copy(model._snapshot()), [id(one) for one in objects]
+    objects = [*model.optimizers, *model.replica.engine.buckets, *model.module.parameters()]
+    return dumb_copy(take(model.replica)), [id(one) for one in objects]
 
 
 @pytest.mark.parametrize("bad", [0, 1], ids=["worker 0", "worker 1"])
@@ -118,18 +119,18 @@ def test_what_does_not_fit_is_refused_on_all_workers_and_changes_nothing(bad):
 
     def body(at: InProcessTransport) -> list[tuple[str, str]]:
         model = trained(job, 4, at)
-        fits = dumb_copy(model._snapshot())
+        fits = dumb_copy(take(model.replica))
         job.train(model, range(4, 5), at.rank)  # in the middle of a window
         errors = []
         for path, value, kind, _ in UNFIT:
             before = state_of(model)
             with pytest.raises(kind) as caught:
-                model._restore(changed(fits, path, value) if at.rank == bad else fits)
+                put_back(model.replica, changed(fits, path, value) if at.rank == bad else fits)
             errors.append((type(caught.value).__name__, str(caught.value)))
             assert_equal(state_of(model), before, path)
-            assert not model._schedule.failed, path
+            assert not model.replica.failed, path
         job.train(model, range(5, 9), at.rank)
-        assert_equal(dumb_copy(model._snapshot()), through[at.rank][2])
+        assert_equal(dumb_copy(take(model.replica)), through[at.rank][2])
         return errors
 
     found = run_replicas(2, body, timeout=30)
@@ -158,12 +159,12 @@ def test_an_optim_fn_that_fails_changes_nothing():
         at.control.gather(None)
         fails[0] = True
         with pytest.raises(ValueError, match="not again"):
-            model._restore(before[0])
+            put_back(model.replica, before[0])
         at.control.gather(None)
         fails[0] = False
         assert_equal(state_of(model), before)
         job.train(model, range(3, 6), at.rank)
-        assert_equal(dumb_copy(model._snapshot()), through[at.rank][2])
+        assert_equal(dumb_copy(take(model.replica)), through[at.rank][2])
 
     run_replicas(2, body, timeout=20)
 
@@ -185,11 +186,11 @@ def test_workers_whose_snapshots_do_not_belong_together():
         ):
             before = state_of(model)
             with pytest.raises(kind) as caught:
-                model._restore(snapshot)
+                put_back(model.replica, snapshot)
             errors.append(str(caught.value))
             assert_equal(state_of(model), before)
         PAIRS.train(model, range(2), at.rank)
-        assert_equal(dumb_copy(model._snapshot()), own[2])
+        assert_equal(dumb_copy(take(model.replica)), own[2])
         return errors
 
     found = run_replicas(2, body, timeout=20)
@@ -203,28 +204,28 @@ def test_a_scaler_of_another_run():
     job = JOBS["scaler"]
     scaled, plain = trained(job, 2), trained(PAIRS, 2)
     for model, snapshot, words in (
-        (plain, scaled._snapshot(), "with a GradScaler, and this wrapper has none"),
-        (scaled, plain._snapshot(), "without a GradScaler, and this wrapper has one"),
+        (plain, take(scaled.replica), "with a GradScaler, and this run has none"),
+        (scaled, take(plain.replica), "without a GradScaler, and this run has one"),
     ):
         with pytest.raises(ValueError, match=words):
-            model._restore(dumb_copy(snapshot))
+            put_back(model.replica, dumb_copy(snapshot))
 
 
 @pytest.mark.parametrize("key", ["scale", "growth_factor", "growth_interval", "_growth_tracker"])
 def test_a_scaler_with_what_is_no_number(key):
     job = JOBS["scaler"]
     model = trained(job, 3)
-    saved = dumb_copy(model._snapshot())
+    saved = dumb_copy(take(model.replica))
     job.train(model, range(3, 4), 0)
     before = state_of(model)
     for value in ("x", True, [1.0], *((2.5,) if key in ("growth_interval", "_growth_tracker") else ())):
         with pytest.raises(ValueError, match=f"GradScaler's '{key}' in the snapshot is .* should be a number like"):
-            model._restore(changed(saved, f"optim/scaler/{key}", value))
+            put_back(model.replica, changed(saved, f"optim/scaler/{key}", value))
         assert_equal(state_of(model), before)
-        assert not model._schedule.failed
+        assert not model.replica.failed
     whole = replace(job, scaled=False).wrap(0, InProcessTransport(), scaler=torch.amp.GradScaler("cpu", init_scale=4))
-    whole._restore(saved)  # a number that was given as an int
-    assert whole._policy.scaler.get_scale() == saved["optim"]["scaler"]["scale"]
+    put_back(whole.replica, saved)  # a number that was given as an int
+    assert whole.replica.policy.scaler.get_scale() == saved["optim"]["scaler"]["scale"]
 
 
 # -- states of optimizers --------------------------------------------------------------------------------------------------
@@ -282,17 +283,17 @@ def test_a_state_of_another_shape_is_refused(case):
 
     def body(at: InProcessTransport) -> None:
         model = trained(job, 2, at)
-        saved = dumb_copy(model._snapshot())
+        saved = dumb_copy(take(model.replica))
         bad = changed(saved, f"optim/state/{name}/parts", [torch.zeros(shape), 0]) if key == "parts/0" else None
         bad = bad or changed(saved, f"optim/state/{name}/{key}", torch.zeros(shape))
         job.train(model, [2], at.rank)
         before = state_of(model)
         with pytest.raises(ValueError, match=f"worker 1: '{key}' in the optimizer state of parameter '{name}' was saved as"):
-            model._restore(bad if at.rank else saved)
+            put_back(model.replica, bad if at.rank else saved)
         assert_equal(state_of(model), before)
-        model._restore(saved)
+        put_back(model.replica, saved)
         job.train(model, [2], at.rank)
-        assert_equal(dumb_copy(model._snapshot()), before[0])
+        assert_equal(dumb_copy(take(model.replica)), before[0])
 
     run_replicas(2, body, timeout=20)
 
@@ -339,21 +340,21 @@ class Beside(torch.optim.SGD):
 )
 def test_what_an_optimizer_keeps_of_no_parameter_is_not_dropped_silently(optim_fn, what):
     model = alone(net(), optim_fn)
-    empty = dumb_copy(model._snapshot())  # there are none yet
+    empty = dumb_copy(take(model.replica))  # there are none yet
     loss(model, 0).backward()
-    for save in (model._snapshot, model.optim_state_dict):
+    for save in (lambda: take(model.replica), model.optim_state_dict):
         with pytest.raises(ValueError, match=f"{what}, which belongs to no parameter .* keep it in param_groups"):
             save()
     loss(model, 1).backward()
     assert model.stats().updates == 2
-    model._restore(empty)
+    put_back(model.replica, empty)
 
 
 @pytest.mark.parametrize("key", ["k", torch.zeros(2)], ids=["word", "tensor"])
 def test_an_entry_that_was_only_looked_at_is_nothing(key):
     model = alone(net(), partial(Global, key=key, value={}))
     loss(model, 0).backward()
-    assert model._snapshot()["optim"]["state"] == {}
+    assert take(model.replica)["optim"]["state"] == {}
 
 
 def test_what_a_hook_puts_beside_the_state_is_not_dropped_silently():
@@ -361,7 +362,7 @@ def test_what_a_hook_puts_beside_the_state_is_not_dropped_silently():
     loss(model, 0).backward()
     model.optimizers[0].register_state_dict_post_hook(lambda optimizer, state: {**state, "more": 1})
     with pytest.raises(ValueError, match="SGD keeps 'more', which belongs to no parameter"):
-        model._snapshot()
+        take(model.replica)
 
 
 # -- one worker alone ------------------------------------------------------------------------------------------------------
@@ -372,12 +373,12 @@ def test_a_load_inside_a_backward_of_one_worker():
 
     def body(at: InProcessTransport) -> str:
         model = trained(PAIRS, 2, at)
-        saved = dumb_copy(model._snapshot())
+        saved = dumb_copy(take(model.replica))
         errors: list[str] = []
 
         def load(_: Any = None) -> None:
             with pytest.raises(RuntimeError) as caught:
-                model._restore(saved)
+                put_back(model.replica, saved)
             errors.append(str(caught.value))
 
         if at.rank:
@@ -389,7 +390,7 @@ def test_a_load_inside_a_backward_of_one_worker():
             output = model(batch(2)[0])
             output.register_hook(load)
             output.square().mean().backward()
-        assert (model.stats().updates, model._schedule.failed) == (3, False)
+        assert (model.stats().updates, model.replica.failed) == (3, False)
         [error] = errors
         return error
 
@@ -408,7 +409,7 @@ def test_a_load_where_one_worker_has_an_update_to_make(due, overlap):
 
     def body(at: InProcessTransport) -> None:
         model = trained(job, 2, at)
-        saved = dumb_copy(model._snapshot())
+        saved = dumb_copy(take(model.replica))
         if at.rank == 0:
             job.train(model, [2], 0)
         elif due == "owed":
@@ -420,8 +421,8 @@ def test_a_load_where_one_worker_has_an_update_to_make(due, overlap):
             output.register_hook(lambda grad: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 output.square().mean().backward()
-        model._restore(saved)
-        assert_equal(dumb_copy(model._snapshot()), saved)
+        put_back(model.replica, saved)
+        assert_equal(dumb_copy(take(model.replica)), saved)
 
     run_replicas(2, body, timeout=5)
 
@@ -433,10 +434,10 @@ def test_a_topology_that_raises_on_one_worker(wire, unknown):
 
     def body(at: InProcessTransport) -> str:
         model = trained(job, 3, at)
-        saved = dumb_copy(model._snapshot())
+        saved = dumb_copy(take(model.replica))
         job.train(model, [3], at.rank)
         before = state_of(model)
-        ask = model._topology.get_edge
+        ask = model.replica.topology.get_edge
 
         def refuse(step: int) -> Edge:
             if step == unknown:
@@ -445,14 +446,14 @@ def test_a_topology_that_raises_on_one_worker(wire, unknown):
 
         with pytest.MonkeyPatch.context() as patch:
             if at.rank:
-                patch.setattr(model._topology, "get_edge", refuse)
+                patch.setattr(model.replica.topology, "get_edge", refuse)
             with pytest.raises(RuntimeError) as caught:
-                model._restore(saved)
-        assert not model._schedule.failed
+                put_back(model.replica, saved)
+        assert not model.replica.failed
         assert_equal(state_of(model), before)
-        model._restore(saved)
+        put_back(model.replica, saved)
         job.train(model, [3], at.rank)
-        assert_equal(dumb_copy(model._snapshot()), before[0])
+        assert_equal(dumb_copy(take(model.replica)), before[0])
         return str(caught.value)
 
     assert run_replicas(2, body, timeout=20) == [f"worker 1: IndexError: no round {unknown}"] * 2
@@ -463,18 +464,18 @@ def test_a_load_at_different_updates():
 
     def body(at: InProcessTransport) -> str:
         model = trained(PAIRS, 3, at)
-        saved = dumb_copy(model._snapshot())
+        saved = dumb_copy(take(model.replica))
         if at.rank == 0:
             PAIRS.train(model, [3], 0)
         before = state_of(model)
         with pytest.raises(OutOfStepError, match="loading needs all workers at the same update") as caught:
-            model._restore(saved)
+            put_back(model.replica, saved)
         assert_equal(state_of(model), before)
-        assert not model._schedule.failed
+        assert not model.replica.failed
         if at.rank == 1:
             PAIRS.train(model, [3], 1)
-        model._restore(saved)
-        assert_equal(dumb_copy(model._snapshot()), saved)
+        put_back(model.replica, saved)
+        assert_equal(dumb_copy(take(model.replica)), saved)
         return str(caught.value)
 
     found = run_replicas(2, body, timeout=20)

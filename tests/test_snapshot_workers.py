@@ -11,6 +11,7 @@ import torch
 
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import OutOfStepError
+from decent_dp.replica.snapshot import put_back, take
 from decent_dp.transport import run_replicas
 from decent_dp.wire import WIRES
 from tests.resuming import JOBS, MANY, Job, assert_equal, dumb_copy, go_on, run_through, step_in_windows
@@ -104,9 +105,9 @@ def back(rank: int, n: int) -> bool:
                 for param in model.module.parameters():
                     param.grad = torch.full_like(param, 5.0 * rank + t)
                 model.update()
-            model._restore(snapshots[stop])
+            put_back(model.replica, snapshots[stop])
             assert_equal(job.train(model, range(stop, TOTAL), rank), losses[stop:])
-            assert_equal(dumb_copy(model._snapshot()), end)
+            assert_equal(dumb_copy(take(model.replica)), end)
         model.close()
     return True
 
@@ -126,12 +127,12 @@ def refused(rank: int, n: int) -> list[str]:
         {"round": 3} if rank == 0 else snapshots[2],
     ):
         try:
-            model._restore(bad)
+            put_back(model.replica, bad)
         except (OutOfStepError, ValueError) as error:
             errors.append(f"{type(error).__name__}: {error}")
-    model._restore(snapshots[4])
+    put_back(model.replica, snapshots[4])
     job.train(model, range(4, TOTAL), rank)
-    assert_equal(dumb_copy(model._snapshot()), end)
+    assert_equal(dumb_copy(take(model.replica)), end)
     model.close()
     return errors
 
@@ -147,11 +148,11 @@ def nobody_waits(rank: int, n: int) -> int:
     """A snapshot asks no other worker: with exchanges under way that no neighbour has joined yet."""
     model = DecentralizedDataParallel(Bag(0), partial(torch.optim.SGD, lr=0.1), topology="complete")
     step_drawn(model, 0, rank)
-    control = model._transport.control
+    control = model.replica.transport.control
     if rank:
         control.gather(None)  # stays behind until worker 0 has its snapshot
     step_drawn(model, 1, rank)
-    snapshot = model._snapshot()
+    snapshot = take(model.replica)
     if not rank:
         control.gather(None)
     model.close()

@@ -39,6 +39,8 @@ def decode(wire: Wire, sent: Tensor, received: Tensor) -> list[Tensor]:
     """Differences by item, in float64; a run that is not told is filled with 12345."""
     found = [torch.full((item.numel,), 12345.0, dtype=torch.float64) for item in wire.items]
     for run, difference, unit in wire.differences(sent, received):
+        if difference is None:
+            continue
         assert difference.shape == (run.numel,)
         found[run.item][run.start : run.stop] = difference.double() * unit
     return found

@@ -246,7 +246,7 @@ def loading(rank: int, n: int, topology: str) -> Any:
     expected = 3.0 * (n - 1) / 2
     for _ in range(4):
         distances.append(go_on(6))
-    rejected = sum(bucket.wire.rejected for bucket in model._engine.buckets)
+    rejected = sum(bucket.wire.rejected for bucket in model.replica.engine.buckets)
     with model.averaged():
         off = float((inner.params[1] - Bag(0).params[1]).detach().mean()) - expected
     stats = model.stats()

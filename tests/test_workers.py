@@ -631,7 +631,7 @@ class Late(Topology):
 def late_group(rank: int, n: int, how: str) -> Any:
     model = DecentralizedDataParallel(net(), SGD, topology=Late())
     loss(model, 0, rank).backward()
-    model._transport.control.gather(None)
+    model.replica.transport.control.gather(None)
     began = time.monotonic()
     if rank == 0:
         if how == "gone":

@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from decent_dp._gossip import Gossip, gossip
     from decent_dp.ddp import DecentralizedDataParallel
     from decent_dp.launch import initialize_dist
     from decent_dp.optim import AccumAdam, AccumAdamW
@@ -18,8 +19,10 @@ __all__ = [
     "AccumAdamW",
     "DecentralizedDataParallel",
     "Edge",
+    "Gossip",
     "Topology",
     "TopologyReg",
+    "gossip",
     "initialize_dist",
 ]
 
@@ -29,8 +32,10 @@ _HOMES = {
     "AccumAdamW": "decent_dp.optim",
     "DecentralizedDataParallel": "decent_dp.ddp",
     "Edge": "decent_dp.topo",
+    "Gossip": "decent_dp._gossip",
     "Topology": "decent_dp.topo",
     "TopologyReg": "decent_dp.topo",
+    "gossip": "decent_dp._gossip",
     "initialize_dist": "decent_dp.launch",
 }
 

@@ -1,6 +1,6 @@
 """What users hand in, what it must be, and what becomes of one replica's gradients before its step.
 
-All of it concerns one replica alone. It is what the wrapper and the simulator share beside the law of mixing.
+All of it concerns one replica alone. It is what the drivers and the simulator share beside the rules.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -35,6 +34,15 @@ OPTIM_FN_TYPE = Callable[[list[tuple[str, Tensor]]], Optimizer]
 LR_SCHEDULER_FN_TYPE = Callable[[Optimizer], LRScheduler]
 
 
+# Wrappers by the names of their classes (not to import them), and what to do.
+_OTHERS = {
+    "DistributedDataParallel": "pass its .module",
+    "DecentralizedDataParallel": "pass its .module",
+    "DataParallel": "pass its .module, and start one process for each GPU",
+    "FullyShardedDataParallel": "its parameters are flat shards, which cannot be mixed: use a model that fits one GPU",
+    "DeepSpeedEngine": "it averages gradients itself: pass its .module, and train with a plain optimizer",
+}
+
 # -- the model -----------------------------------------------------------------------------------------------------------
 
 
@@ -47,22 +55,29 @@ def check_model(model: Any) -> None:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if isinstance(model, DistributedDataParallel):
-        raise TypeError("model is already wrapped in DistributedDataParallel: pass its .module")
+    for module in model.modules():
+        kinds = {kind.__name__ for kind in type(module).__mro__}
+        for kind, advice in _OTHERS.items():
+            if kind in kinds:
+                where = "model is already wrapped in" if module is model else "a part of the model is wrapped in"
+                raise TypeError(f"{where} {kind}: {advice}")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.layout != torch.strided:
             raise ValueError(
                 f"'{name}' is a sparse tensor: make it dense, or keep it outside the model's parameters and buffers"
             )
-        if isinstance(tensor, UninitializedParameter) or tensor.is_meta:
-            raise ValueError(
-                f"'{name}' has no values yet (lazy or on the meta device): initialise the model before wrapping it"
+        if type(tensor).__name__ == "DTensor":
+            raise TypeError(
+                f"'{name}' is a DTensor (fully_shard, tensor parallelism): sharded replicas are not supported yet. Use a model "
+                "that fits one device."
             )
+        if isinstance(tensor, UninitializedParameter) or tensor.is_meta:
+            raise ValueError(f"'{name}' has no values yet (lazy or on the meta device): initialise the model first")
     trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     if not trained:
         raise ValueError(
             "model has no trainable parameters (none with requires_grad=True): nothing would train or mix. Unfreeze what is "
-            "to train before wrapping the model."
+            "to train first."
         )
     for name, param in trained:
         if param.dtype not in FLOAT_DTYPES:

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decent_dp.checkpoint.export import check_wrapper
-from decent_dp.ddp import DecentralizedDataParallel
+from decent_dp.checkpoint.owner import Trained, replica_of
 from decent_dp.errors import DisagreementError, OutOfStepError
-from decent_dp.replica import consensus
+from decent_dp.replica.averages import average_
 
 __all__ = ["AveragedReplica"]
 
@@ -26,7 +25,7 @@ class AveragedReplica:
     replica``, as ``torch.optim.swa_utils.get_ema_multi_avg_fn`` does. It is kept in float32 at least.
 
     Args:
-        model: the wrapper; its trainable parameters are averaged.
+        model: the wrapper, or what ``decent_dp.gossip`` returned; its trainable parameters are averaged.
         decay: in [0, 1), the same on all workers. About 1 / (1 - decay) updates take part.
 
     Attributes:
@@ -37,15 +36,15 @@ class AveragedReplica:
         ValueError: ``decay`` is outside [0, 1).
     """
 
-    def __init__(self, model: DecentralizedDataParallel, decay: float = 0.999) -> None:
-        check_wrapper(model, "AveragedReplica")
+    def __init__(self, model: Trained, decay: float = 0.999) -> None:
+        self._replica = replica_of(model, "AveragedReplica")
         if not 0.0 <= decay < 1.0:
             raise ValueError(f"decay must be in [0, 1), got {decay!r}")
         self.decay = float(decay)
         self.updates = 0
-        self._model = model
         self._averages = [
-            param.detach().to(torch.promote_types(param.dtype, torch.float32), copy=True) for param in model._guard.params
+            param.detach().to(torch.promote_types(param.dtype, torch.float32), copy=True)
+            for param in self._replica.parameters.params
         ]
 
     @torch.no_grad()
@@ -56,10 +55,10 @@ class AveragedReplica:
         Raises:
             RuntimeError: inside ``averaged``, where the replica has other values.
         """
-        self._model._settle()
-        if self._model._backup is not None:
+        self._replica.catch_up()
+        if self._replica.mean.backup is not None:
             raise RuntimeError("update() of AveragedReplica takes the replica in, which is not there inside averaged()")
-        pairs = zip(self._model._guard.params, self._averages, strict=True)
+        pairs = zip(self._replica.parameters.params, self._averages, strict=True)
         params = [param.detach().to(average.dtype) for param, average in pairs]
         if self.updates == 0:
             torch._foreach_copy_(self._averages, params)
@@ -80,32 +79,19 @@ class AveragedReplica:
             OutOfStepError: the workers have made different numbers of updates, of the model or of the average.
             DisagreementError: they were given different decays. On all workers.
         """
-        model = self._model
-        model._meet("averaged of AveragedReplica")
+        replica = self._replica
+        replica.meet("averaged of AveragedReplica")
         self._compare()
-        nested = model._backup is not None
-        before = [(tensor, tensor.detach().clone()) for tensor in (*model._guard.params, *model.buffers())]
-        # What a save takes in the place of what is here, and a revert puts back: buffers, too, as `calibrate` changes them.
-        backup = [] if model._backup is None else model._backup
-        covered = {id(tensor) for tensor, _ in backup}
-        backup = [*backup, *(pair for pair in before if id(pair[0]) not in covered)]
-        with torch.no_grad():
-            means = [average.clone() for average in self._averages]
-            consensus.average_(model._transport.control, [*means, *model._float_buffers()])
-            for param, mean in zip(model._guard.params, means, strict=True):
-                param.copy_(mean)
-            del means
-        averaging, model._averaging = model._averaging, model._averaging or not nested
-        outer, model._backup = model._backup, backup
-        try:
+        params = replica.parameters.params
+        # Of the buffers a save takes, and a revert puts back, what they were before, too: `calibrate` changes them.
+        with replica.mean.holding([*params, *replica.model.buffers()]):
+            with torch.no_grad():
+                means = [average.clone() for average in self._averages]
+                average_(replica.transport.control, [*means, *replica.averaged_buffers()])
+                for param, mean in zip(params, means, strict=True):
+                    param.copy_(mean)
+                del means
             yield
-        finally:
-            model._averaging = averaging
-            if model._backup is not None:  # else it was reverted, or an update or a load has made these the replica's own
-                model._backup = outer
-                with torch.no_grad():
-                    for tensor, value in before:
-                        tensor.copy_(value)
 
     def state_dict(self) -> dict[str, Any]:
         """What has to be saved, each worker's its own: ``save(model, path, ema=ema.state_dict())``.
@@ -113,7 +99,7 @@ class AveragedReplica:
         Returns:
             'updates', and 'average', a dict of the tensors by parameter name. They are not copies.
         """
-        return {"updates": self.updates, "average": dict(zip(self._model._guard.names, self._averages, strict=True))}
+        return {"updates": self.updates, "average": dict(zip(self._replica.parameters.names, self._averages, strict=True))}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -140,7 +126,7 @@ class AveragedReplica:
         self.updates = int(state_dict["updates"])
 
     def _compare(self) -> None:
-        found = self._model._transport.control.gather([self.updates, self.decay])
+        found = self._replica.transport.control.gather([self.updates, self.decay])
         for rank, (updates, decay) in enumerate(found):
             if decay != found[0][1]:
                 raise DisagreementError(

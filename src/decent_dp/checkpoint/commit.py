@@ -16,7 +16,7 @@ from typing import Any
 
 from decent_dp import errors
 from decent_dp.errors import CheckpointError, OutOfStepError, PeerError, PeerLostError, PeerTimeoutError
-from decent_dp.replica.agree import worker_counts
+from decent_dp.replica.consistency import worker_counts
 from decent_dp.transport.base import Transport
 
 __all__ = ["Pages", "Record", "UndecidedError", "check_records", "first_workers", "is_quiet"]

@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import update_bn
 
-from decent_dp.ddp import DecentralizedDataParallel
+from decent_dp.checkpoint.owner import Trained, replica_of
 from decent_dp.errors import CheckpointError
-from decent_dp.replica import consensus
-from decent_dp.replica.agree import agree
+from decent_dp.handed import FLOAT_DTYPES
+from decent_dp.replica.averages import average_
+from decent_dp.replica.consistency import agree
+from decent_dp.replica.replica import Replica
 
 __all__ = ["calibrate", "export"]
 
@@ -26,7 +28,7 @@ _SAFETENSORS = ".safetensors"
 _TORCH = (".pt", ".pth", ".bin")
 
 
-def export(model: DecentralizedDataParallel, path: str | Path, *, loader: Iterable[Any] | None = None) -> Path:
+def export(model: Trained, path: str | Path, *, loader: Iterable[Any] | None = None) -> Path:
     """Writes the mean of all replicas as one plain state dict, with the model's own keys. Called by all workers.
 
     Worker 0 writes; the file is there, whole and durable, when the call returns. Replicas, buffers, modes, torch's random state
@@ -49,22 +51,22 @@ def export(model: DecentralizedDataParallel, path: str | Path, *, loader: Iterab
         CheckpointError: it cannot be written.
         OutOfStepError: the workers have made different numbers of updates. All of these on all workers.
     """
-    check_wrapper(model, "export")
-    control, rank = model._transport.control, model._transport.rank
-    model._meet("export")
+    replica = replica_of(model, "export")
+    control, rank = replica.transport.control, replica.transport.rank
+    replica.meet("export")
     file = agree(control, lambda: _checked_path(path))
     with contextlib.ExitStack() as undone:
-        if model._backup is None:  # else the replicas are what is wanted: somebody has averaged them
-            undone.enter_context(model.averaged())
-        undone.enter_context(_put_back(model.module))
+        if replica.mean.backup is None:  # else the replicas are what is wanted: somebody has averaged them
+            undone.enter_context(replica.averaged())
+        undone.enter_context(_put_back(replica.model))
         if loader is not None:
-            calibrate(model, loader)
-        _average_buffers(model)
-        agree(control, lambda: _write(model, file) if rank == 0 else None)
+            _calibrate(replica, loader)
+        _average_buffers(replica)
+        agree(control, lambda: _write(replica.model, file) if rank == 0 else None)
     return file
 
 
-def calibrate(model: DecentralizedDataParallel, loader: Iterable[Any]) -> None:
+def calibrate(model: Trained, loader: Iterable[Any]) -> None:
     """Estimates BatchNorm's statistics anew, for the values that the parameters have now. Called by all workers.
 
     Each worker runs the model over its own ``loader``, without gradients (this is no update), and the statistics are averaged
@@ -75,7 +77,7 @@ def calibrate(model: DecentralizedDataParallel, loader: Iterable[Any]) -> None:
     is. A norm that is frozen, in eval mode while the rest trains, gets new ones, too, and trains on with them.
 
     Args:
-        model: ``model.module`` is called with each batch.
+        model: the wrapper, whose ``module`` is called with each batch, or the ``Gossip``, whose ``model`` is.
         loader: of tensors, or of tuples or lists that begin with one. At least one batch on every worker.
 
     Raises:
@@ -83,31 +85,29 @@ def calibrate(model: DecentralizedDataParallel, loader: Iterable[Any]) -> None:
         TypeError: it gave something else.
         OutOfStepError: the workers have made different numbers of updates. All of these on all workers, and nothing is changed.
     """
-    check_wrapper(model, "calibrate")
-    model._meet("calibrate")
-    control = model._transport.control
-    norms = [m for m in model.module.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+    replica = replica_of(model, "calibrate")
+    replica.meet("calibrate")
+    _calibrate(replica, loader)
+
+
+def _calibrate(replica: Replica, loader: Iterable[Any]) -> None:
+    control, model = replica.transport.control, replica.model
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
     if not norms:
         return
     statistics = [t for norm in norms for t in (norm.running_mean, norm.running_var) if t is not None]
-    with torch.no_grad(), _put_back(model.module) as kept:
-        own = agree(control, lambda: _run(model.module, loader))
+    with torch.no_grad(), _put_back(model) as kept:
+        own = agree(control, lambda: _run(model, loader))
         batches = control.gather(own)
         share = own * len(batches) / sum(batches)
         means = [share * t.to(torch.promote_types(t.dtype, torch.float32)) for t in statistics]
-        consensus.average_(control, means)
+        average_(control, means)
         for tensor, mean in zip(statistics, means, strict=True):
             tensor.copy_(mean)
         for norm in norms:
             if norm.num_batches_tracked is not None:
                 statistics.append(norm.num_batches_tracked.fill_(sum(batches)))
         kept.difference_update(id(tensor) for tensor in statistics)
-
-
-def check_wrapper(model: Any, what: str) -> None:
-    """Raises TypeError when ``model`` is no wrapper."""
-    if not isinstance(model, DecentralizedDataParallel):
-        raise TypeError(f"{what} takes the DecentralizedDataParallel that wraps the model, got a {type(model).__name__}")
 
 
 def _checked_path(given: object) -> Path:
@@ -186,19 +186,19 @@ def _run(model: nn.Module, loader: Iterable[Any]) -> int:
     return count
 
 
-def _average_buffers(model: DecentralizedDataParallel) -> None:
+def _average_buffers(replica: Replica) -> None:
     """Floating-point buffers that are saved become their mean; what is equal on all workers stays bit for bit."""
     found = {
         id(tensor): tensor
-        for module in model.module.modules()
+        for module in replica.model.modules()
         for name, tensor in module._buffers.items()
-        if tensor is not None and name not in module._non_persistent_buffers_set and tensor.dtype in model.FLOAT_DTYPES
+        if tensor is not None and name not in module._non_persistent_buffers_set and tensor.dtype in FLOAT_DTYPES
     }
     buffers = list(found.values())
-    control = model._transport.control
+    control = replica.transport.control
     digests = control.gather([_digest(buffer) for buffer in buffers])
     with torch.no_grad():
-        consensus.average_(control, [b for b, *own in zip(buffers, *digests, strict=True) if len(set(own)) > 1])
+        average_(control, [b for b, *own in zip(buffers, *digests, strict=True) if len(set(own)) > 1])
 
 
 def _digest(tensor: Tensor) -> str:
@@ -209,7 +209,7 @@ def _digest(tensor: Tensor) -> str:
 # -- the file ---------------------------------------------------------------------------------------------------------
 
 
-def _write(model: DecentralizedDataParallel, path: Path) -> None:
+def _write(model: nn.Module, path: Path) -> None:
     state = model.state_dict()
     for key, value in state.items():
         if isinstance(value, Tensor):

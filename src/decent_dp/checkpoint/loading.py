@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from decent_dp.checkpoint import index
-from decent_dp.checkpoint.export import check_wrapper
 from decent_dp.checkpoint.files import Manifest, open_worker, read_manifest
+from decent_dp.checkpoint.owner import Trained, replica_of
 from decent_dp.checkpoint.resize import combined, sources
 from decent_dp.checkpoint.saver import saver_of
 from decent_dp.checkpoint.state import check_random_states, first_difference, set_random_states
-from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import CheckpointError
-from decent_dp.replica.agree import agree, model_signature
+from decent_dp.replica.consistency import agree, model_signature
+from decent_dp.replica.replica import Replica
+from decent_dp.replica.snapshot import put_back
 
 __all__ = ["latest", "load"]
 
@@ -28,17 +29,19 @@ _log = logging.getLogger(__name__)
 
 
 def load(
-    model: DecentralizedDataParallel, path: str | os.PathLike[str], *, resize: str | None = None, missing_ok: bool = False
+    model: Trained, path: str | os.PathLike[str], *, resize: str | None = None, missing_ok: bool = False
 ) -> dict[str, Any] | None:
     """Goes on from the newest checkpoint in ``path`` that all workers see. Called by all workers, at any time between updates.
 
     A run that is stopped and resumed equals the one that was not, bit for bit on CPUs: replicas, optimizers, schedulers,
     scaler, gradients of an open window, exchanges under way and random states (of Python, NumPy and torch) are as they were
-    when it was saved. Nothing in the files is executed. On any error the model is as it was.
+    when it was saved. Nothing in the files is executed. On any error the model is as it was. Schedulers are the wrapper's:
+    those of ``decent_dp.gossip`` are the user's own, who saves their state dicts as extras.
 
     Args:
-        model: the wrapper, of the model that was saved; bucket size may be another, and so may topology, wire and ``overlap``
-            (the exchange under way is then dropped, which leaves the mean over workers as it is).
+        model: the wrapper, or what ``decent_dp.gossip`` returned, of the model that was saved; bucket size may be another,
+            and so may topology, wire and ``overlap`` (the exchange under way is then dropped, which leaves the mean over
+            workers as it is).
         path: the folder that was given to ``save``, or that of one checkpoint in it.
         resize: for another number of workers than was saved. 'mean': all start from the mean of replicas and optimizer states,
             also where the number is the same. 'spread': replicas are dealt out; fewer workers start from means of groups, more
@@ -57,14 +60,13 @@ def load(
         ValueError: it was saved by another number of workers, and ``resize`` is not given; the path is ''.
         RuntimeError: this is no moment to load. All of these on all workers.
     """
-    check_wrapper(model, "load")
-    if model._schedule.closed:
-        raise RuntimeError("the wrapper was closed: load before close(), into a wrapper that is to train.")
-    if model._schedule.joining:
-        raise RuntimeError("load was called inside join(), where some workers have run out: call it before the with-block.")
-    model._schedule.settle()  # an owed update first: the others may be waiting for its exchange
-    saver_of(model).drain()
-    transport = model._transport
+    replica = replica_of(model, "load")
+    if replica.closed:
+        raise RuntimeError(f"{replica.WHAT} was closed: load before close(), into one that is to train.")
+    replica.refuse_in_join("load", "before")
+    replica.catch_up()  # what is due first: the others may be waiting for its exchange
+    saver_of(replica).drain()
+    transport = replica.transport
     control, rank, n = transport.control, transport.rank, transport.world_size
 
     def look() -> tuple[Path, list[str]]:
@@ -79,18 +81,18 @@ def load(
             return None
         raise FileNotFoundError(f"no worker sees a checkpoint in {path}: another path, or nothing has been saved there.")
     folder = root / agree(control, lambda: _choose(root, seen))
-    manifest = agree(control, lambda: _checked(folder, model, n, resize))
+    manifest = agree(control, lambda: _checked(folder, replica, n, resize))
     if len({json.dumps(found) for found in control.gather([info.sha256 for info in manifest.files])}) > 1:
         raise CheckpointError(f"the workers see different files in {folder}: copy the same checkpoint to all of them.")
     same = manifest.world_size == n and resize != "mean"
     ranks = [rank] if same or resize is None else sources(manifest.world_size, rank, n, resize)
-    tree = agree(control, lambda: _read(folder, manifest, ranks, model if same else None))
+    tree = agree(control, lambda: _read(folder, manifest, ranks, replica if same else None))
     try:
-        model._restore(tree["snapshot"])
+        put_back(replica, tree["snapshot"])
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{folder} does not fit this run: {error}") from error
     if same:
-        set_random_states(tree["random"], model.module)
+        set_random_states(tree["random"], replica.model)
     _log.info("went on from %s, round %d", folder, manifest.round)
     extra: dict[str, Any] = tree["extra"]
     return extra
@@ -148,11 +150,11 @@ def _choose(root: Path, seen: Sequence[Sequence[str]]) -> str:
     return common[0]
 
 
-def _checked(folder: Path, model: DecentralizedDataParallel, n: int, resize: str | None) -> Manifest:
+def _checked(folder: Path, replica: Replica, n: int, resize: str | None) -> Manifest:
     """The manifest, if it is for this run."""
     manifest = read_manifest(folder)
     saved = manifest.signature.get("model") if isinstance(manifest.signature, dict) else None
-    different = first_difference(saved, model_signature(model.module))
+    different = first_difference(saved, model_signature(replica.model))
     if different is not None:
         raise CheckpointError(f"{folder} is of another model: {different}. Build the model that was saved.")
     if manifest.world_size != n and resize is None:
@@ -162,17 +164,17 @@ def _checked(folder: Path, model: DecentralizedDataParallel, n: int, resize: str
     return manifest
 
 
-def _read(folder: Path, manifest: Manifest, ranks: Sequence[int], going_on: DecentralizedDataParallel | None) -> Any:
+def _read(folder: Path, manifest: Manifest, ranks: Sequence[int], going_on: Replica | None) -> Any:
     """What these workers saved, or what is made of it for one worker; it fits ``going_on``, whose random states it has."""
     with contextlib.ExitStack() as opened:
         readers = [opened.enter_context(open_worker(folder, rank, manifest)) for rank in ranks]
-        tree = readers[0].tree() if len(readers) == 1 else combined(readers)
+        tree = readers[0].tree() if going_on is not None else combined(readers)
     file = readers[0].file
     if not isinstance(tree, dict) or not all(isinstance(tree.get(key), dict) for key in ("snapshot", "extra")):
         raise CheckpointError(f"{file} cannot be used: its tree is not the state of a worker")
     if going_on is not None:
         try:
-            check_random_states(tree.get("random"), going_on.module)
+            check_random_states(tree.get("random"), going_on.model)
         except ValueError as error:
             raise CheckpointError(f"{file} cannot be used: {error}") from error
     return tree

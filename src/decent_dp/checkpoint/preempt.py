@@ -15,10 +15,9 @@ from types import FrameType, TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from decent_dp.checkpoint.export import check_wrapper
-from decent_dp.ddp import DecentralizedDataParallel
+from decent_dp.checkpoint.owner import Trained, replica_of
 from decent_dp.errors import PeerError, PeerLostError, PeerTimeoutError
-from decent_dp.transport.base import Transport
+from decent_dp.replica.replica import Listener, Replica
 
 __all__ = ["Preemption"]
 
@@ -48,7 +47,7 @@ class _Wish:
     told: bool = False
 
 
-_WISHES: WeakKeyDictionary[DecentralizedDataParallel, _Wish] = WeakKeyDictionary()
+_WISHES: WeakKeyDictionary[Replica, _Wish] = WeakKeyDictionary()
 
 
 @dataclass
@@ -137,7 +136,7 @@ class Preemption:
     ``join``) promises, too.
 
     Args:
-        model: the wrapper.
+        model: the wrapper, or what ``decent_dp.gossip`` returned.
         signals: what is caught, in the place of the handlers that there are; () for a worker that only follows the others.
         grace: seconds that workers which do not answer are waited for, with an error after it. Well below what is left
             between the signal and the kill, as saving needs the rest.
@@ -146,10 +145,8 @@ class Preemption:
         TypeError, ValueError: an argument is wrong.
     """
 
-    def __init__(
-        self, model: DecentralizedDataParallel, signals: Iterable[int] = (signal.SIGTERM,), grace: float = 15.0
-    ) -> None:
-        check_wrapper(model, "Preemption")
+    def __init__(self, model: Trained, signals: Iterable[int] = (signal.SIGTERM,), grace: float = 15.0) -> None:
+        replica = replica_of(model, "Preemption")
         if isinstance(signals, int):
             raise TypeError(f"signals must be a sequence of signals, such as (signal.SIGTERM,), got {signals!r}")
         self._signals = tuple(signal.Signals(number) for number in signals)
@@ -158,8 +155,8 @@ class Preemption:
                 raise ValueError(f"{number.name} cannot be caught: take signals that can, such as SIGTERM or SIGUSR1.")
         if not (isinstance(grace, (int, float)) and math.isfinite(grace) and grace > 0):
             raise ValueError(f"grace must be a positive number of seconds, got {grace!r}")
-        self._model, self._grace = model, float(grace)
-        self._wish = _WISHES.setdefault(model, _Wish())
+        self._replica, self._grace = replica, float(grace)
+        self._wish = _WISHES.setdefault(replica, _Wish())
         self._ear = _Ear(self._wish)
         self._agreement: _Agreement | None = None
         self._was_due = False
@@ -173,11 +170,11 @@ class Preemption:
         return self._was_due if self._agreement is None else self._agreement.reached()
 
     def __enter__(self) -> Preemption:
-        model = self._model
-        model._schedule.check()
-        if model._schedule.at_boundary is not None:
+        replica = self._replica
+        replica.check()
+        if any(isinstance(listener, _Agreement) for listener in replica.listeners):
             raise RuntimeError("Preemption was entered inside Preemption: one is enough, around the loop.")
-        if model._schedule.joining:
+        if replica.joining:
             raise RuntimeError(
                 "Preemption was entered inside join(), where workers that have run out still make rounds after it: put "
                 "`with Preemption(model) as stop:` around `with model.join():`."
@@ -188,17 +185,17 @@ class Preemption:
                 "for a worker that only follows the others."
             )
         self._wish.turns += 1
-        self._agreement = _Agreement(model, self._wish, self._grace)
+        self._agreement = _Agreement(replica, self._wish, self._grace)
         self._ear = _Ear(self._wish)
         self._ear.listen(self._signals)
-        model._schedule.at_boundary = self._agreement.at_boundary
+        replica.listeners.append(self._agreement)
         self._agreement.begin()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         agreement = self._agreement
         assert agreement is not None
-        self._model._schedule.at_boundary = None
+        self._replica.listeners.remove(agreement)
         # Frozen: a round made later, outside, may be the one that was agreed on.
         self._was_due = agreement.reached()
         self._ear.stays |= self._was_due
@@ -208,15 +205,15 @@ class Preemption:
         self._wish.told &= not self._was_due
 
 
-class _Agreement:
+class _Agreement(Listener):
     """One worker's part in finding the round to stop after.
 
     ``promise``, ``last`` and ``failure`` are written under ``changed``; the training thread waits on it for the last two.
     """
 
-    def __init__(self, model: DecentralizedDataParallel, wish: _Wish, grace: float) -> None:
-        transport: Transport = model._transport
-        self._transport, self._board, self._engine = transport, transport.board, model._engine
+    def __init__(self, replica: Replica, wish: _Wish, grace: float) -> None:
+        transport = replica.transport
+        self._transport, self._board, self._engine = transport, transport.board, replica.engine
         self._where, self._wish, self._grace = f"preemption/{wish.turns}", wish, grace
         self._changed = threading.Condition()
         self._promise: int | None = None
@@ -236,7 +233,7 @@ class _Agreement:
         self._was_looked_at = True
         return self._last is not None and self._engine.round >= self._last
 
-    def at_boundary(self) -> None:
+    def round_ended(self) -> None:
         """After a round: waits where another must not be begun before the outcome is known.
 
         Raises:

@@ -12,9 +12,10 @@ What the mean of several workers' states is:
     what some do not have          of those that have it: the state of a parameter that had no gradient everywhere
     the scaler                     the one of the smallest scale
     the open window                open if it is anywhere; the mean of the gradients of those that have one
+    the rule's state               the mean
     the user's own and modules' extra state   floating and complex tensors: the mean; the rest is the first worker's
     all else                       the first worker's
-    random states, the exchange    none: they belong to workers that are no more
+    random states, the exchange, what a compression has learnt of single edges    none: their workers are no more
 """
 
 from __future__ import annotations
@@ -119,6 +120,10 @@ def _snapshot(parts: Sequence[_Part]) -> dict[str, Any]:
             made[key] = _optim(own)
         elif key == "exchange":
             made[key] = None
+        elif key == "compression":
+            made[key] = {}
+        elif key == "rule":
+            made[key] = _mean("", own)
         elif key in ("window", "accumulate"):
             made[key] = _at(key, opened or parts)[0].node
         elif key == "grads":
@@ -154,8 +159,9 @@ def _mean(name: str, parts: Sequence[_Part]) -> Any:
     kind = type(nodes[0])
     if kind is dict:
         return {key: _mean(str(key), _at(key, parts)) for key in _keys(parts)}
-    if kind in (list, tuple) and len({len(node) for node in nodes}) == 1:
-        return kind(_mean(name, [_Part(part.reader, part.node[i]) for part in parts]) for i in range(len(nodes[0])))
+    if kind in (list, tuple, deque) and len({len(node) for node in nodes}) == 1:
+        members = [_mean(name, [_Part(part.reader, part.node[i]) for part in parts]) for i in range(len(nodes[0]))]
+        return deque(members, nodes[0].maxlen) if kind is deque else kind(members)
     return _first(parts)
 
 

@@ -21,15 +21,16 @@ from torch import Tensor, nn
 
 from decent_dp.checkpoint import index
 from decent_dp.checkpoint.commit import Pages, Record, UndecidedError, check_records, first_workers, is_quiet
-from decent_dp.checkpoint.export import check_wrapper
 from decent_dp.checkpoint.files import FileInfo, Manifest, write_worker
 from decent_dp.checkpoint.meeting import meet_in, part_from
+from decent_dp.checkpoint.owner import Trained, replica_of
 from decent_dp.checkpoint.staging import Staged, Staging
 from decent_dp.checkpoint.state import random_states
 from decent_dp.checkpoint.tree import encode
-from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import CheckpointError, PeerLostError, PeerTimeoutError
-from decent_dp.replica.agree import model_signature
+from decent_dp.replica.consistency import model_signature
+from decent_dp.replica.replica import Listener, Replica
+from decent_dp.replica.snapshot import take
 from decent_dp.transport.base import Transport
 from decent_dp.transport.waiter import Waiter
 
@@ -45,13 +46,11 @@ _ANY_MOMENT = 5.0
 _MARGIN = 10.0
 # Seconds between two looks at whether that is so.
 _LOOK = 0.1
-_SAVERS: WeakKeyDictionary[DecentralizedDataParallel, Saver] = WeakKeyDictionary()
+_SAVERS: WeakKeyDictionary[Replica, Saver] = WeakKeyDictionary()
 _ADMITTING = threading.Lock()
 
 
-def save(
-    model: DecentralizedDataParallel, path: str | os.PathLike[str], *, keep: int = 3, wait: bool = True, **extra: Any
-) -> Saving:
+def save(model: Trained, path: str | os.PathLike[str], *, keep: int = 3, wait: bool = True, **extra: Any) -> Saving:
     """Saves everything that training needs to go on exactly, as the newest checkpoint in the folder ``path``.
 
     Called by all workers at the same update, between two iterations or before the first. An owed update is made first. What
@@ -65,12 +64,14 @@ def save(
     process, such as the two of a GAN, save in a folder each.
 
     Args:
-        model: the wrapper, not inside a backward. Inside ``model.averaged()`` the replica's own values are saved.
+        model: the wrapper, or what ``decent_dp.gossip`` returned; not inside a backward. Inside ``model.averaged()`` the
+            replica's own values are saved.
         path: the folder for checkpoints, of this wrapper alone; made when it is missing.
         keep: so many complete ones stay, at least 1; older ones are removed when a new one is complete.
         wait: return when the checkpoint is complete. False: return after the copy; errors then come at the next ``save``, or
             at ``wait()`` of what is returned.
-        **extra: what ``load`` returns to this worker: the epoch, a sampler's position, … Anything of dicts, lists, tuples,
+        **extra: what ``load`` returns to this worker: the epoch, a sampler's position, with ``decent_dp.gossip`` the state
+            dicts of schedulers, … Anything of dicts, lists, tuples,
             None, bool, int, float, str, bytes, tensors and arrays.
 
     Returns:
@@ -83,22 +84,22 @@ def save(
         OutOfStepError: the workers have saved at different updates.
         PeerLostError, PeerTimeoutError: not all workers have come to this save; names who has not.
     """
-    check_wrapper(model, "save")
-    saving = saver_of(model).save(model, path, keep, extra)
+    replica = replica_of(model, "save")
+    saving = saver_of(replica).save(replica, path, keep, extra)
     if wait:
         saving.wait()
     return saving
 
 
-def saver_of(model: DecentralizedDataParallel) -> Saver:
-    """The one saver of this wrapper."""
-    saver = _SAVERS.get(model)
+def saver_of(replica: Replica) -> Saver:
+    """The one saver of this replica."""
+    saver = _SAVERS.get(replica)
     if saver is None:
         with _ADMITTING:
-            saver = _SAVERS[model] = Saver(model._transport)
-        model._at_close.append(saver.close)
-        # Before the wrapper's own, which gives the connections back.
-        Finalize(model, _leave, args=(saver,), exitpriority=110)
+            saver = _SAVERS[replica] = Saver(replica.transport)
+        replica.listeners.append(saver)
+        # Before the replica's own, which gives the connections back.
+        Finalize(replica, _leave, args=(saver,), exitpriority=110)
     return saver
 
 
@@ -239,7 +240,7 @@ class _Job:
         return self.root / self.name
 
 
-class Saver:
+class Saver(Listener):
     """Saves one wrapper, which it does not hold: the staging memory, the threads, and what they know.
 
     One thread writes this worker's files. Another settles with the other workers, so that a slow one does not hold writing up.
@@ -264,19 +265,21 @@ class Saver:
 
     # -- in the training thread ---------------------------------------------------------------------------------------
 
-    def save(self, model: DecentralizedDataParallel, path: str | os.PathLike[str], keep: int, extra: dict[str, Any]) -> Saving:
-        """Copies the state of ``model`` and hands it to the threads."""
-        if model._schedule.closed:
-            raise RuntimeError("the wrapper was closed: save before close(), or keep model.module.state_dict().")
-        if model._schedule.joining:
-            raise RuntimeError("save was called inside join(), where some workers have run out: call it after the with-block.")
+    def closing(self) -> None:
+        self.close()
+
+    def save(self, replica: Replica, path: str | os.PathLike[str], keep: int, extra: dict[str, Any]) -> Saving:
+        """Copies the state of ``replica`` and hands it to the threads."""
+        if replica.closed:
+            raise RuntimeError(f"{replica.WHAT} was closed: save before close(), or keep {replica.MODEL}.state_dict().")
+        replica.refuse_in_join("save")
         number, self._saves = self._saves, self._saves + 1
-        round_ = model._engine.round
+        round_ = replica.engine.round
         try:
             self._raise_unheard()
             root = _checked_path(path)
             self._admit(root)
-            job, text, tensors = self._describe(model, number, root, _checked_keep(keep), extra)
+            job, text, tensors = self._describe(replica, number, root, _checked_keep(keep), extra)
             round_ = job.round
             staged = self._stage(tensors)
         except Exception as error:
@@ -315,15 +318,15 @@ class Saver:
             self._staging = Staging()
 
     def _describe(
-        self, model: DecentralizedDataParallel, number: int, root: Path, keep: int, extra: dict[str, Any]
+        self, replica: Replica, number: int, root: Path, keep: int, extra: dict[str, Any]
     ) -> tuple[_Job, str, dict[str, Tensor]]:
-        snapshot = model._snapshot()
-        random = random_states(model.module)  # after it: an owed update may draw
+        snapshot = take(replica)
+        random = random_states(replica.model)  # after it: an owed update may draw
         text, tensors = encode({"snapshot": snapshot, "random": random, "extra": extra}, "")
         round_ = snapshot["round"]
         name = index.folder_name(round_, self._transport.run_id, number)
         saving = Saving(root / name, self._others)
-        return _Job(saving, number, root, name, keep, round_, self._signature_of(model.module)), text, tensors
+        return _Job(saving, number, root, name, keep, round_, self._signature_of(replica.model)), text, tensors
 
     def _signature_of(self, model: nn.Module) -> list[Any]:
         """As ``model_signature``, which is not made anew for every save."""

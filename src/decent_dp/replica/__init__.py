@@ -1,8 +1,8 @@
-"""What the wrapper is made of: everything about one replica that is neither its public face nor how bytes move.
+"""One worker's replica of a model in a run: what the drivers share, whoever drives.
 
-settings   what it is told once               agree      how workers agree on it, and fail together
-guard      the model, watched                 engine     finish, step and start of a bucket
-schedule   from autograd's events to updates  building   the buckets and optimizers, alike on all workers
-states     optimizer state by parameter name  snapshot   all of it at a step boundary, and going on from there
-consensus  the mean of the replicas           leaving    how a worker goes
+replica       rounds, their listeners, and life         parameters    what users do to them: adopted or refused
+mean          what is put aside for the mean            averages      the mean of the replicas, and the distance to it
+consistency   what fails on one worker fails on all     settings      what all workers must have alike
+snapshot      all of it at a step boundary              module_hooks  state dicts saved and loaded in between
+construction  from arguments to connected replicas      shutdown      how a worker goes
 """

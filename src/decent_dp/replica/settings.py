@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["Settings", "local_world_size", "refuse_ddp_keywords"]
+__all__ = ["Settings", "refuse_ddp_keywords", "workers_per_node"]
 
 # What users of PyTorch DDP pass, and what to do instead.
 _DDP_KEYWORDS = {
@@ -67,9 +67,9 @@ def _check_count(name: str, value: Any, want: str) -> None:
         raise ValueError(f"{name} must be {want}, got {value!r}")
 
 
-def local_world_size(given: Any) -> int:
-    """Workers a node: as given, else from the launcher's environment, else 1."""
-    source, value = "_local_world_size", given
+def workers_per_node(name: str, given: Any) -> int:
+    """As given in the argument ``name``, else from the launcher's environment, else 1."""
+    source, value = name, given
     if value is None:
         source, value = "the environment variable LOCAL_WORLD_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1")
     try:

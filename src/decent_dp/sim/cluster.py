@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from decent_dp.handed import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, check_scaler
+from decent_dp.rules import Rule, check_rule
 from decent_dp.sim.checks import flag, number, real, whole
 from decent_dp.sim.exchange import Exchange, LosslessExchange, WiredExchange
 from decent_dp.sim.gradients import LOSS_FN_TYPE, Gradients
@@ -80,6 +81,7 @@ class VirtualCluster:
         wire: 'float32' (lossless: the parameters' own dtype), 'bfloat16' or 'int8'.
         overlap: mix with what was sent an update ago (True), or with this update's values (False).
         mix_every: mix in every h-th update only.
+        rule: of ``decent_dp.rules``, such as ``OuterNesterov()``; None for plain gossip.
         grad_clip_norm: of each replica's gradients together, as ``torch.nn.utils.clip_grad_norm_``; 0.0 for no clipping.
         scaler: a ``torch.GradScaler``; each replica gets a copy, which scales its loss, skips its steps and is updated.
         vectorize: True: all replicas in one pass, or raise; False: one replica after another, each with Python objects of its
@@ -106,6 +108,7 @@ class VirtualCluster:
         wire: str = "float32",
         overlap: bool = True,
         mix_every: int = 1,
+        rule: Rule | None = None,
         grad_clip_norm: float = 0.0,
         scaler: torch.amp.GradScaler | None = None,
         vectorize: bool | None = None,
@@ -129,10 +132,9 @@ class VirtualCluster:
         self.topology = Topology.every(made, mix_every)  # of the class: a subclass may have an attribute of this name
         self._stack = Stack(model, n)
         kind = check_wire(wire, [(name, param.dtype) for name, param in self._stack.params.items()])
+        shared = self._stack, self.topology, check_rule(rule)
         lossless = kind is Lossless
-        self._exchange: Exchange = (
-            LosslessExchange(self._stack, self.topology) if lossless else WiredExchange(self._stack, self.topology, kind)
-        )
+        self._exchange: Exchange = LosslessExchange(*shared) if lossless else WiredExchange(*shared, kind)
         self._gradients = Gradients(self._stack, loss_fn or _cross_entropy, vectorize)
         self._stepper = self._make_stepper()
         self._evaluated_at_once = True

@@ -1,22 +1,25 @@
-"""What the replicas of one process send each other, and what they make of it: the law of ``decent_dp.mixing``.
+"""What the replicas of one process send each other, and what a rule makes of it.
 
 ``start`` and ``finish`` are what a worker's are. Lossless: for all edges of a round at once, on the stacked tensors. Other
-wires: the wire's own messages, replica by replica.
+wires: the engine's own buckets, replica by replica.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from decent_dp.mixing import Gossip, MixRule
+from decent_dp.engine.bucket import Bucket, InFlight
+from decent_dp.engine.layout import Block, TensorSpec, plan_buckets
+from decent_dp.rules import Round, Rule, apply_rule, pull_of
 from decent_dp.sim.stack import Stack
 from decent_dp.topo import Edge, Topology
-from decent_dp.wire import Item, Moment, Wire
+from decent_dp.wire import Moment, Wire
 
 __all__ = ["Exchange", "LosslessExchange", "WiredExchange"]
 
@@ -27,15 +30,16 @@ class Exchange(ABC):
     Args:
         stack: the replicas.
         topology: who mixes with whom.
+        rule: what is proposed, and what becomes of what came.
 
     Attributes:
         factor: the adaptive factor γ.
         bytes_sent: that the workers together have put on wires. A pair sends a message each, a group of m 2 (m - 1) in all.
     """
 
-    def __init__(self, stack: Stack, topology: Topology) -> None:
+    def __init__(self, stack: Stack, topology: Topology, rule: Rule) -> None:
         self._stack, self._topology = stack, topology
-        self._rule: MixRule = Gossip()
+        self._rule = rule
         self.factor = 1.0
         self.bytes_sent = 0
 
@@ -47,14 +51,12 @@ class Exchange(ABC):
     def finish(self) -> None:
         """Mixes with what is on the wire, if anything is."""
 
-    def _round(self, t: int) -> list[Edge]:
+    def _edges(self, t: int) -> list[Edge]:
         self._topology.get_edge(t)  # checks a round that a topology without a period makes up
         return self._topology.round(t)
 
-
-def _scale(size: int) -> float:
-    """Of a group the mean of all comes: the mean of the others is as much further away."""
-    return 1.0 if size == 2 else size / (size - 1)
+    def _round(self, t: int) -> Round:
+        return Round(t, Topology.mixes(self._topology, t))
 
 
 # -- lossless ------------------------------------------------------------------------------------------------------------
@@ -66,19 +68,21 @@ class _Part:
 
     Attributes:
         rows: their members, edge by edge; None for all replicas in their order.
-        partners: of an edge of two, the other member; None for larger ones.
-        size: members of an edge.
-        pull: 1 - w.
+        partners: of an edge of two, the other member; None for others.
+        edge: one of them.
     """
 
     rows: Tensor | None
     partners: Tensor | None
-    size: int
-    pull: float
+    edge: Edge
+
+    @property
+    def size(self) -> int:
+        return len(self.edge.ranks)
 
 
 @dataclass(frozen=True)
-class _Round:
+class _Plan:
     parts: tuple[_Part, ...]
     copies: int  # of a replica that are sent in all
 
@@ -86,114 +90,92 @@ class _Round:
 class LosslessExchange(Exchange):
     """Values as they are."""
 
-    def __init__(self, stack: Stack, topology: Topology) -> None:
-        super().__init__(stack, topology)
+    def __init__(self, stack: Stack, topology: Topology, rule: Rule) -> None:
+        super().__init__(stack, topology, rule)
         self._params: list[Tensor] = [param.detach() for param in stack.params.values()]
+        self._states = [rule.state(param) for param in self._params]
         self._nbytes = sum(param[0].numel() * param.itemsize for param in self._params)
-        self._plans: dict[int, _Round] = {}
-        self._under_way: list[tuple[_Part, list[Tensor]]] = []
+        self._plans: dict[int, _Plan] = {}
+        self._in_flight: tuple[Round, list[tuple[_Part, list[Tensor | None]]]] | None = None
 
     @torch.no_grad()
     def start(self, t: int) -> None:
-        plan = self._plan(t)
-        self._under_way = [(part, [_differences(param, part) for param in self._params]) for part in plan.parts]
+        plan, round_ = self._plan(t), self._round(t)
+        proposed = [self._rule.propose(param, state, round_) for param, state in zip(self._params, self._states, strict=True)]
+        self._in_flight = round_, [(part, [_differences(proposal, part) for proposal in proposed]) for part in plan.parts]
         self.bytes_sent += plan.copies * self._nbytes
 
     @torch.no_grad()
     def finish(self) -> None:
-        under_way, self._under_way = self._under_way, []
-        for part, differences in under_way:
-            pull = self.factor * part.pull * _scale(part.size)
-            if part.rows is None:
-                self._rule.mix(self._params, differences, pull)
-                continue
-            own = [param.index_select(0, part.rows) for param in self._params]
-            self._rule.mix(own, differences, pull)
-            for param, value in zip(self._params, own, strict=True):
-                param.index_copy_(0, part.rows, value)
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is None:
+            return
+        round_, parts = in_flight
+        for part, differences in parts:
+            pull = pull_of(part.edge, self.factor) if part.size > 1 else 0.0
+            for param, state, difference in zip(self._params, self._states, differences, strict=True):
+                self._apply(part.rows, param, state, difference, pull, round_)
 
-    def _plan(self, t: int) -> _Round:
+    def _apply(
+        self,
+        rows: Tensor | None,
+        param: Tensor,
+        state: dict[str, Tensor],
+        difference: Tensor | None,
+        pull: float,
+        round_: Round,
+    ) -> None:
+        if rows is None:
+            apply_rule(self._rule, param, state, difference, pull, round_)
+            return
+        own, *others = (tensor.index_select(0, rows) for tensor in (param, *state.values()))
+        apply_rule(self._rule, own, dict(zip(state, others, strict=True)), difference, pull, round_)
+        for tensor, value in zip((param, *state.values()), (own, *others), strict=True):
+            tensor.index_copy_(0, rows, value)
+
+    def _plan(self, t: int) -> _Plan:
         period = self._topology.period
         key = t if period is None else t % period
         if key not in self._plans:
             if period is None:
                 self._plans.clear()
-            self._plans[key] = _plan_round(self._round(t), self._stack.n, self._params[0].device)
+            edges = [edge for edge in self._edges(t) if len(edge.ranks) > 1 or self._rule.acts_alone]
+            self._plans[key] = _plan_round(edges, self._stack.n, self._params[0].device)
         return self._plans[key]
 
 
-def _plan_round(edges: list[Edge], n: int, device: torch.device) -> _Round:
+def _plan_round(edges: Sequence[Edge], n: int, device: torch.device) -> _Plan:
     alike: dict[tuple[int, float], list[Edge]] = {}
-    copies = 0
     for edge in edges:
-        size = len(edge.ranks)
-        if size > 1:
-            alike.setdefault((size, edge.weight), []).append(edge)
-            copies += 2 * (size - 1)
+        alike.setdefault((len(edge.ranks), edge.weight), []).append(edge)
     parts = []
-    for (size, weight), found in alike.items():
+    for (size, _), found in alike.items():
         if size == 2:
-            ranks = [rank for edge in found for rank in edge.ranks]
             others = {rank: other for edge in found for rank, other in (edge.ranks, edge.ranks[::-1])}
-            ranks = sorted(ranks)
+            ranks = sorted(others)
             partners = torch.tensor([others[rank] for rank in ranks], device=device)
         else:
             ranks, partners = [rank for edge in found for rank in sorted(edge.ranks)], None
         rows = None if ranks == list(range(n)) else torch.tensor(ranks, device=device)
-        parts.append(_Part(rows, partners, size, 1.0 - weight))
-    return _Round(tuple(parts), copies)
+        parts.append(_Part(rows, partners, found[0]))
+    return _Plan(tuple(parts), sum(2 * (len(edge.ranks) - 1) for edge in edges))
 
 
-def _differences(param: Tensor, part: _Part) -> Tensor:
-    """What comes less what is sent, in float32 at least, for the rows of a part."""
-    wide = torch.promote_types(param.dtype, torch.float32)
-    own = param if part.rows is None else param.index_select(0, part.rows)
+def _differences(proposed: Tensor, part: _Part) -> Tensor | None:
+    """What comes less what is sent, in float32 at least, for the rows of a part; None where nothing comes."""
+    if part.size == 1:
+        return None
+    wide = torch.promote_types(proposed.dtype, torch.float32)
+    own = proposed if part.rows is None else proposed.index_select(0, part.rows)
     if part.partners is not None:
-        came = param.index_select(0, part.partners).to(wide)
+        came = proposed.index_select(0, part.partners).to(wide)
         return came.sub_(own)
     groups = own.view(-1, part.size, *own.shape[1:])
-    mean = groups.sum(1, keepdim=True, dtype=wide).div_(part.size).to(param.dtype)
+    mean = groups.sum(1, keepdim=True, dtype=wide).div_(part.size).to(proposed.dtype)
     return torch.sub(mean.to(wide), groups).flatten(0, 1)
 
 
 # -- other wires ---------------------------------------------------------------------------------------------------------
-
-
-class _Line:
-    """One replica's wire for its parameters of one dtype and device, and what it has on it.
-
-    Args:
-        wire: the kind.
-        indices: the parameters' numbers among the trainable ones.
-        values: their values, as 1-D views.
-    """
-
-    def __init__(self, wire: type[Wire], rank: int, indices: list[int], values: list[Tensor]) -> None:
-        self.rank, self.values = rank, values
-        items = [Item(index, value.numel()) for index, value in zip(indices, values, strict=True)]
-        self.wire = wire(items, values[0].dtype, values[0].device)
-        # What this replica has told the members of its next edge.
-        self._announced: bytes | None = None
-        self.sent: Tensor | None = None
-
-    def announce(self) -> bytes:
-        """What the members of this round's edge were told, a round ahead; tells those of the next one."""
-        now = self.wire.announcement(self.values) if self._announced is None else self._announced
-        self._announced = self.wire.announcement(self.values)
-        return now
-
-    def encode(self, t: int, heard: list[bytes]) -> Tensor:
-        sent = torch.empty(self.wire.nbytes, dtype=torch.uint8, device=self.wire.device)
-        for _ in self.wire.encode(self.values, sent, Moment(t, self.rank), heard):
-            pass
-        self.sent = sent
-        return sent
-
-    def mix(self, received: Tensor, rule: MixRule, pull: float) -> None:
-        assert self.sent is not None
-        for run, difference, unit in self.wire.differences(self.sent, received):
-            rule.mix([self.values[run.item][run.start : run.stop]], [difference], pull * unit)
-        self.sent = None
 
 
 class WiredExchange(Exchange):
@@ -203,53 +185,65 @@ class WiredExchange(Exchange):
         wire: the kind.
     """
 
-    def __init__(self, stack: Stack, topology: Topology, wire: type[Wire]) -> None:
-        super().__init__(stack, topology)
-        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        for index, param in enumerate(stack.params.values()):
-            kinds.setdefault((param.dtype, param.device), []).append(index)
-        rows = [stack.rows(i) for i in range(stack.n)]
-        # By kind, then by replica.
-        self._lines = [
-            [_Line(wire, i, indices, [rows[i][index] for index in indices]) for i in range(stack.n)]
-            for indices in kinds.values()
-        ]
-        self._under_way: list[tuple[_Line, Tensor, Edge]] = []
+    def __init__(self, stack: Stack, topology: Topology, rule: Rule, wire: type[Wire]) -> None:
+        super().__init__(stack, topology, rule)
+        replicas = [[Parameter(param.detach()[i]) for param in stack.params.values()] for i in range(stack.n)]
+        specs = [TensorSpec.of(name, param) for name, param in zip(stack.params, replicas[0], strict=True)]
+        plans = plan_buckets(specs, range(len(specs)), float("inf"))
+        # By kind of parameter, then by replica.
+        self._buckets = [[Bucket(0, Block(plan, params, as_view=False), wire, rule) for params in replicas] for plan in plans]
 
     @property
     def rejected(self) -> int:
         """Runs of parameters that were not mixed, as replicas were further apart than the wire could tell."""
-        return sum(line.wire.rejected for lines in self._lines for line in lines)
+        return sum(bucket.wire.rejected for buckets in self._buckets for bucket in buckets)
 
     @torch.no_grad()
     def start(self, t: int) -> None:
-        edges = self._round(t)
-        self._under_way = []
-        for lines in self._lines:
-            announced = [line.announce() if line.wire.announces else b"" for line in lines]
+        edges, round_ = self._edges(t), self._round(t)
+        for buckets in self._buckets:
+            proposals = [bucket.propose(round_) for bucket in buckets]
+            announces = buckets[0].wire.announces
+            hints = [
+                bucket.hints.turn(proposal) if announces else b"" for bucket, proposal in zip(buckets, proposals, strict=True)
+            ]
             for edge in edges:
+                for rank in edge.ranks:
+                    buckets[rank].in_flight = InFlight(round_, edge, hints[rank])
                 if len(edge.ranks) > 1:
-                    self._under_way += self._exchange(edge, t, lines, announced)
+                    self._exchange(edge, t, buckets, proposals, hints if announces else [])
 
-    def _exchange(self, edge: Edge, t: int, lines: list[_Line], announced: list[bytes]) -> Iterator[tuple[_Line, Tensor, Edge]]:
-        members = [lines[rank] for rank in sorted(edge.ranks)]
-        heard = [announced[line.rank] for line in members] if members[0].wire.announces else []
-        sent = [line.encode(t, heard) for line in members]
-        self.bytes_sent += 2 * (len(members) - 1) * members[0].wire.nbytes
-        if len(members) == 2:
-            yield members[0], sent[1], edge
-            yield members[1], sent[0], edge
+    def _exchange(
+        self, edge: Edge, t: int, buckets: Sequence[Bucket], proposals: Sequence[list[Tensor]], hints: Sequence[bytes]
+    ) -> None:
+        ranks = tuple(sorted(edge.ranks))
+        heard = [hints[rank] for rank in ranks] if hints else []
+        for rank in ranks:
+            bucket = buckets[rank]
+            for _ in bucket.wire.encode(proposals[rank], bucket.messages[0], Moment(t, rank, ranks), heard):
+                pass
+        sent = [buckets[rank].messages[0] for rank in ranks]
+        wire = buckets[ranks[0]].wire
+        self.bytes_sent += 2 * (len(ranks) - 1) * wire.nbytes
+        if len(ranks) == 2:
+            for rank, other in zip(ranks, sent[::-1], strict=True):
+                buckets[rank].messages[1].copy_(other)
             return
         # As one node would: every piece's root sums all messages.
-        wire, mean = members[0].wire, torch.empty_like(sent[0])
+        mean = torch.empty_like(sent[0])
         for piece in wire.pieces:
             there = slice(piece.start, piece.stop)
-            wire.combine(piece, [message[there] for message in sent], [1] * len(sent), mean[there], Moment(t, -1))
-        for line in members:
-            yield line, mean, edge
+            moment = Moment(t, -1, ranks)
+            wire.combine(piece, [message[there] for message in sent], [1] * len(sent), mean[there], moment)
+        for rank in ranks:
+            buckets[rank].messages[1].copy_(mean)
 
     @torch.no_grad()
     def finish(self) -> None:
-        under_way, self._under_way = self._under_way, []
-        for line, received, edge in under_way:
-            line.mix(received, self._rule, self.factor * (1.0 - edge.weight) * _scale(len(edge.ranks)))
+        for buckets in self._buckets:
+            for bucket in buckets:
+                in_flight, bucket.in_flight = bucket.in_flight, None
+                if in_flight is not None and in_flight.sits_out:
+                    bucket.mix_nothing(in_flight.round)
+                elif in_flight is not None:
+                    bucket.mix(in_flight, self.factor)

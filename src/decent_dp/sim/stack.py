@@ -55,14 +55,6 @@ class Stack:
         """Replica i's tensors by name: views."""
         return {name: tensor[i] for name, tensor in self.values().items()}
 
-    def rows(self, i: int) -> list[Tensor]:
-        """Replica i's trainable parameters as 1-D views, in the order of their memory."""
-        found = []
-        for param in self.params.values():
-            row = param.detach()[i]
-            found.append(row.as_strided((row.numel(),), (1,), row.storage_offset()))
-        return found
-
     @torch.no_grad()
     def replica(self, i: int) -> nn.Module:
         """A model of its own with replica i's values."""

@@ -251,6 +251,13 @@ class Topology(metaclass=TopologyMeta):
             W[edge.ranks, edge.ranks] = edge.weight
         return W
 
+    def mixes(self, t: int) -> bool:
+        """Whether round ``t`` is one for mixing, and not one of those between two mixes."""
+        return self._mixes(_integer("round", t, 0))
+
+    def _mixes(self, t: int) -> bool:
+        return True
+
     def _settled(self) -> tuple[Topology, int]:
         """What mixes in the end, and the number of updates from one mix to the next: of compositions their last part."""
         return self, 1

@@ -47,6 +47,10 @@ class EveryTopology(Topology):
         mix, update = divmod(_integer("round", t, 0), self._h)
         return self._inner._checked(mix) if update == self._h - 1 else self._idle
 
+    def _mixes(self, t: int) -> bool:
+        mix, update = divmod(t, self._h)
+        return update == self._h - 1 and self._inner._mixes(mix)
+
     def _settled(self) -> tuple[Topology, int]:
         topology, h = self._inner._settled()
         return topology, h * self._h
@@ -121,6 +125,10 @@ class SwitchTopology(Topology):
     def _checked(self, t: int) -> list[Edge]:
         part, at = self._at(t)
         return part._checked(at)
+
+    def _mixes(self, t: int) -> bool:
+        part, at = self._at(t)
+        return part._mixes(at)
 
     def _settled(self) -> tuple[Topology, int]:
         return self._parts[-1]._settled()

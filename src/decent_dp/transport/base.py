@@ -33,10 +33,11 @@ class Parcel:
 
     Attributes:
         wire: how values become bytes.
-        values: what is coded, as the wire's items; not changed until the exchange has been waited for.
+        values: what is coded, as the wire's items; not changed until it has been read (``Handle.let_go``).
         sent, received: messages, ``wire.nbytes`` long, where the bucket is.
         announced: what this worker had announced for it (``Wire.announcement``).
         rank, label: whose it is, and of which exchange.
+        edge: the members of the edge, sorted.
         coded: ``sent`` is written already, in a run that was stopped: it goes out as it is.
     """
 
@@ -47,15 +48,16 @@ class Parcel:
     announced: bytes
     rank: int
     label: Label
+    edge: tuple[int, ...] = ()
     coded: bool = False
 
     def encode(self, heard: Sequence[bytes]) -> Iterator[int]:
         """Writes ``sent`` front to back, given the others' announcements; yields how many bytes of it are final."""
+        moment = Moment(self.label.round, self.rank, self.edge)
         if self.coded:
-            self.wire.resume([self.announced, *heard])
+            self.wire.resume(moment, [self.announced, *heard])
             yield self.wire.nbytes
             return
-        moment = Moment(self.label.round, self.rank)
         steps = self.wire.encode(self.values, self.sent, moment, [self.announced, *heard])
         while True:
             with torch.no_grad():  # not around the yield: it would hold for whoever goes on
@@ -67,7 +69,7 @@ class Parcel:
     def combine(self, piece: int, messages: Sequence[Tensor], sizes: Sequence[int], out: Tensor, part: int) -> None:
         """The mean of some workers' messages, for one piece: of all (``part`` 0), or of a part of them (from 1)."""
         with torch.no_grad():
-            self.wire.combine(self.wire.pieces[piece], messages, sizes, out, Moment(self.label.round, -1 - part))
+            self.wire.combine(self.wire.pieces[piece], messages, sizes, out, Moment(self.label.round, -1 - part, self.edge))
 
 
 class Handle(ABC):

@@ -13,7 +13,7 @@ import struct
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -25,6 +25,7 @@ __all__ = [
     "HEADER",
     "HELLO",
     "LOCAL",
+    "LOOK",
     "NOTE",
     "OFFER",
     "VERSION",
@@ -50,6 +51,9 @@ _MOST = 2**25
 _SPELL = 0.05
 # Bytes that the kernel holds of a connection and has not sent.
 _UNSENT = 2**16
+# A link is full of messages while so many bytes of them are with the kernel; seconds between two looks, as no event tells.
+_FULL = _UNSENT
+LOOK = 0.005
 # The family of connections within a network stack.
 LOCAL = getattr(socket, "AF_UNIX", None)
 # Below this first round trip two workers are at one site. (A busy machine takes some milliseconds to answer.)
@@ -121,6 +125,7 @@ class Lane:
         near: within a node, where nothing is scarce.
         outstanding: bytes asked for and not there yet.
         busy: a connection in the middle of a frame of data; nothing else of this lane may go before.
+        held: the message whose turn it is waits for another's bytes to arrive.
     """
 
     near: bool
@@ -128,6 +133,17 @@ class Lane:
     due: list[tuple[Turn, Receiving]] = field(default_factory=list)
     outstanding: int = 0
     busy: Connection | None = None
+    held: bool = False
+
+    def holds(self, sending: Sending, connections: Iterable[Connection]) -> bool:
+        """Whether a message has to wait, as the link is full of what goes to another peer in an earlier round.
+
+        The peer of the later round may have asked long ago, as it has nothing else to do. The kernel would give either half of
+        the link, and the earlier exchange, for which both its members wait, would take twice as long.
+        """
+        others = (other for other in connections if other.lane is self and other.peer != sending.peer)
+        self.held = not self.near and any(other.is_full_before(sending.key[0]) for other in others)
+        return self.held
 
 
 class Connection:
@@ -164,6 +180,12 @@ class Connection:
         self.frame: tuple[int, Key, int] | None = None
         self.body: memoryview | None = None
         self.filled = 0
+
+    def is_full_before(self, round_: int) -> bool:
+        """The kernel holds messages, and there is more to come of rounds before this one."""
+        earliest = next(iter(self.sendings), None)  # they are added round by round
+        before = earliest is not None and earliest[0] < round_
+        return before and self.socket is not None and unacknowledged(self.socket) >= _FULL
 
     def window(self) -> int:
         """Bytes that may be asked for on this connection's lane and not be there yet."""

@@ -251,7 +251,7 @@ def _stage(parcel: Parcel, delivery: _Delivery) -> Parcel:
         parcel.received.copy_(received, non_blocking=pin)
 
     delivery.land = land
-    return _OnHost(parcel.wire, parcel.values, sent, received, parcel.announced, parcel.rank, parcel.label)
+    return _OnHost(parcel.wire, parcel.values, sent, received, parcel.announced, parcel.rank, parcel.label, parcel.edge)
 
 
 class _OnHost(Parcel):

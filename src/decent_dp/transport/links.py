@@ -33,6 +33,7 @@ from decent_dp.transport.connection import (
     HEADER,
     HELLO,
     LOCAL,
+    LOOK,
     NOTE,
     OFFER,
     VERSION,
@@ -207,7 +208,8 @@ class Links:
             self._tear_down()
 
     def _turn(self) -> None:
-        patience = 0.0 if self._commands else None if self._closing is None else 0.01
+        idle = LOOK if self._lanes[False].held else None if self._closing is None else 0.01
+        patience = 0.0 if self._commands else idle
         for key, events in self._selector.select(patience):
             if key.fileobj is self._bell:
                 with contextlib.suppress(BlockingIOError):
@@ -363,13 +365,15 @@ class Links:
 
     def _next_of(self, lane: Lane) -> Connection | None:
         """The connection whose turn it is to send data."""
+        lane.held = False
         if lane.busy is not None:
             return lane.busy
         while lane.heap:
             sending = lane.heap[0][1]
             connection = self._connections[sending.peer]
             if sending.sendable and connection.lost is None and not connection.mute:
-                return connection if connection.socket is not None else None
+                may = connection.socket is not None and not lane.holds(sending, self._connections.values())
+                return connection if may else None
             heapq.heappop(lane.heap)
             sending.queued = False
         return None
@@ -526,9 +530,7 @@ class Links:
         if kind == NOTE:
             with self._notes_lock:
                 self._notes[connection.peer, key] = bytes(body or b"")
-                awaited = self._awaited.pop((connection.peer, key), None)
-                if awaited is not None:
-                    awaited()
+                self._awaited.pop((connection.peer, key), lambda: None)()
             return
         receiving = connection.receivings[key]
         receiving.received += length

@@ -37,13 +37,13 @@ def connect(process_group: dist.ProcessGroup | None) -> Transport:
             "before wrapping the model, and start the script with torchrun for more than one worker."
         )
     if dist.get_rank(process_group) < 0:
-        raise ValueError("this worker is not a member of process_group: wrap the model on its members only.")
+        raise ValueError("this worker is not a member of process_group: call gossip() or wrap the model on its members only.")
     if dist.get_world_size(process_group) == 1:
         return InProcessTransport()
     return ProcessGroupTransport(process_group)
 
 
-class ProcessGroupTransport(Transport):
+class ProcessGroupTransport(Transport, Exchange):
     """Workers that are processes.
 
     A gloo communicator of all workers serves the collectives; exchanges have connections of their own, or go over NCCL
@@ -66,11 +66,10 @@ class ProcessGroupTransport(Transport):
         self._control = _GlooControl(everybody, self._explain_all)
         self._links = Links(meeting.rank, meeting.near, listen(meeting), lambda peer: dial(meeting, peer), meeting.token)
         self._linked = LinkedExchange(self._links, meeting.rank, meeting.node_of, self._waiter, self.timeout, self._explain)
-        self._exchange = _ByEdge(self)
 
     @property
     def exchange(self) -> Exchange:
-        return self._exchange
+        return self
 
     @property
     def control(self) -> Control:
@@ -111,6 +110,9 @@ class ProcessGroupTransport(Transport):
     def announce(self, edge: Edge, label: Label, text: bytes) -> None:
         self._linked.announce(edge, label, text)
 
+    def start(self, edge: Edge, parcel: Parcel) -> Handle:
+        return self.choose(edge, parcel).start(edge, parcel)
+
     def _nccl_pairs(self) -> Exchange:
         everybody = range(self._meeting.world_size)
         communicator = self._made("nccl", everybody, lambda: self._meeting.nccl_communicator("nccl", everybody))
@@ -139,17 +141,6 @@ class ProcessGroupTransport(Transport):
     def _explain_all(self, error: RuntimeError, what: str) -> RuntimeError:
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         return peer_error(error, others, what, self._notes, self._meeting.timeout)
-
-
-class _ByEdge(Exchange):
-    def __init__(self, transport: ProcessGroupTransport) -> None:
-        self._transport = transport
-
-    def announce(self, edge: Edge, label: Label, text: bytes) -> None:
-        self._transport.announce(edge, label, text)
-
-    def start(self, edge: Edge, parcel: Parcel) -> Handle:
-        return self._transport.choose(edge, parcel).start(edge, parcel)
 
 
 class _GlooControl(Control):

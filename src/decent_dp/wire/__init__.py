@@ -1,7 +1,7 @@
 """What goes on the wire: lossless, bfloat16, int8.
 
 A wire codes the values of a bucket into a message and says, from two messages alone, how far apart the two replicas are.
-Only such differences are mixed in (``decent_dp.mixing``), and both ends find the same with opposite signs, so the mean over
+Only such differences are mixed in (``decent_dp.rules``), and both ends find the same with opposite signs, so the mean over
 workers stays whatever the rounding.
 """
 
@@ -12,11 +12,24 @@ from collections.abc import Iterable
 
 import torch
 
-from decent_dp.wire.base import Item, Moment, Piece, Run, Wire
+from decent_dp.wire.base import Hints, Item, Moment, Piece, Run, Wire
 from decent_dp.wire.modulo import Int8
 from decent_dp.wire.plain import BFloat16, Lossless
 
-__all__ = ["WIRES", "BFloat16", "Int8", "Item", "Lossless", "Moment", "Piece", "Run", "Wire", "check_wire"]
+__all__ = [
+    "WIRES",
+    "BFloat16",
+    "Hints",
+    "Int8",
+    "Item",
+    "Lossless",
+    "Moment",
+    "Piece",
+    "Run",
+    "Wire",
+    "check_compression",
+    "check_wire",
+]
 
 WIRES: dict[str, type[Wire]] = {wire.name: wire for wire in (Lossless, BFloat16, Int8)}
 
@@ -41,3 +54,18 @@ def check_wire(name: object, tensors: Iterable[tuple[str, torch.dtype]]) -> type
                 "point (float16, bfloat16, float32 or float64)."
             )
     return WIRES[name]
+
+
+def check_compression(compression: object, tensors: Iterable[tuple[str, torch.dtype]]) -> str:
+    """The name of the wire for a ``compression``: None, 'bfloat16' or 'int8'.
+
+    Raises:
+        ValueError: there is no such compression.
+        TypeError: a parameter's dtype is nothing that can be mixed.
+    """
+    names = [name for name in WIRES if name != Lossless.name]
+    if compression is not None and compression not in names:
+        close = difflib.get_close_matches(str(compression), names, n=1, cutoff=0.4)
+        hint = f" Did you mean '{close[0]}'?" if close else ""
+        raise ValueError(f"compression must be None (every dtype as it is), 'bfloat16' or 'int8', got {compression!r}.{hint}")
+    return check_wire(Lossless.name if compression is None else compression, tensors).name

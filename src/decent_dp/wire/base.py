@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-__all__ = ["Item", "Moment", "Piece", "Run", "Wire"]
+__all__ = ["Hints", "Item", "Moment", "Piece", "Run", "Wire"]
 
 # Elements that are worked on at once: on a CPU few enough for the temporaries to stay in its cache, on a GPU many enough
 # for a kernel to be worth its launch.
@@ -60,10 +60,17 @@ class Piece:
 
 @dataclass(frozen=True)
 class Moment:
-    """What a message belongs to; seeds its rounding."""
+    """What a message belongs to; round and rank seed its rounding.
+
+    Attributes:
+        round: of the exchange.
+        rank: of the worker that codes; negative for the mean of a group.
+        edge: the members of the edge: a wire that learns by edge keeps what it has learnt under them.
+    """
 
     round: int
     rank: int
+    edge: tuple[int, ...] = ()
 
 
 class Wire(ABC):
@@ -135,12 +142,12 @@ class Wire(ABC):
         """
 
     @abstractmethod
-    def differences(self, sent: Tensor, received: Tensor) -> Iterator[tuple[Run, Tensor, float]]:
-        """What was received minus what was sent, run by run; nothing for a run that cannot be told.
+    def differences(self, sent: Tensor, received: Tensor) -> Iterator[tuple[Run, Tensor | None, float]]:
+        """What was received minus what was sent: every run of the bucket, one after the other.
 
         Yields:
-            The run; a 1-D tensor of the dtype ``compute``, which is good until the next one; and what it is to be
-            multiplied by.
+            The run; a 1-D tensor of the dtype ``compute``, which is good until the next one and may be written to, or None for
+            a run whose difference cannot be told; and what it is to be multiplied by.
         """
 
     @abstractmethod
@@ -196,7 +203,7 @@ class Wire(ABC):
                 if self._record:
                     out[run.record : run.record + self._record].view(torch.float64).copy_(part["records"][number])
 
-    def resume(self, heard: Sequence[bytes]) -> None:
+    def resume(self, moment: Moment, heard: Sequence[bytes]) -> None:
         """In the place of ``encode``, for a message that was written in a run that was stopped."""
         return
 
@@ -206,6 +213,17 @@ class Wire(ABC):
 
     def remember(self, memory: Sequence[Mapping[str, Tensor]]) -> None:
         """Goes on with what ``memory`` returned."""
+        return
+
+    def edge_state(self) -> list[dict[str, Tensor]]:
+        """What the wire has learnt of single edges, item by item: live tensors under keys of its own that name the edge.
+
+        Saved in checkpoints, and handed to ``load_edge_state`` of a new wire.
+        """
+        return [{} for _ in self.items]
+
+    def load_edge_state(self, by_item: Sequence[Mapping[str, Tensor]]) -> None:
+        """Goes on with what ``edge_state`` returned; an edge that is missing starts anew."""
         return
 
     def announcement_by_item(self, announcement: bytes) -> list[Tensor]:
@@ -258,3 +276,21 @@ class Wire(ABC):
         if pending:
             close()
         return tuple(pieces)
+
+
+class Hints:
+    """The announcements of one bucket: each is made a round before the exchange that it is for, of what is proposed then.
+
+    Attributes:
+        coming: the one for the coming round; None before the first.
+    """
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self.coming: bytes | None = None
+
+    def turn(self, proposal: Sequence[Tensor]) -> bytes:
+        """The announcement for this round, and makes that for the next. The first is made just in time."""
+        now = self._wire.announcement(proposal) if self.coming is None else self.coming
+        self.coming = self._wire.announcement(proposal)
+        return now

@@ -109,7 +109,7 @@ class Int8(Wire):
         exponents = np.ceil(np.log2(np.where(np.isfinite(step), step, 1.0)))
         return bytes(np.clip(exponents, -126, 127).astype(np.int8))
 
-    def resume(self, heard: Sequence[bytes]) -> None:
+    def resume(self, moment: Moment, heard: Sequence[bytes]) -> None:
         self._agree(heard)
 
     def entries(self, numel: int, *, under_way: bool) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -173,7 +173,7 @@ class Int8(Wire):
                 place += 1
             yield piece.stop
 
-    def differences(self, sent: Tensor, received: Tensor) -> Iterator[tuple[Run, Tensor, float]]:
+    def differences(self, sent: Tensor, received: Tensor) -> Iterator[tuple[Run, Tensor | None, float]]:
         scratch = _Scratch(self)
         ours, theirs = self._read(sent), self._read(received)
         for place, run in enumerate(self._runs):
@@ -188,6 +188,7 @@ class Int8(Wire):
             found = scratch.wrapped(ours[place], our_codes, theirs[place], their_codes)
             if found is None:
                 self._reject(place)
+                yield run, None, 1.0
                 continue
             steps, largest = found
             self._saw(place, max(theirs[place, 2], largest))

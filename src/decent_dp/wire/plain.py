@@ -43,7 +43,7 @@ class Lossless(Wire):
         """Writes the mean of a group as codes."""
         codes.copy_(mean)
 
-    def differences(self, sent: Tensor, received: Tensor) -> Iterator[tuple[Run, Tensor, float]]:
+    def differences(self, sent: Tensor, received: Tensor) -> Iterator[tuple[Run, Tensor | None, float]]:
         scratch = torch.empty(2, self.run_elements, dtype=self.compute, device=self.device)
         for piece in self.pieces:
             for run in piece.runs:

@@ -8,10 +8,10 @@ import sys
 import threading
 from collections.abc import Iterator
 
-from decent_dp.replica.engine import Engine
+from decent_dp.engine import Engine
 from decent_dp.transport import Transport
 
-__all__ = ["given_back_on_error", "leave"]
+__all__ = ["given_back_on_error", "shut_down"]
 
 _log = logging.getLogger(__name__)
 
@@ -28,17 +28,17 @@ def given_back_on_error(transport: Transport, ours: bool) -> Iterator[None]:
         raise
 
 
-def leave(engine: Engine, transport: Transport) -> None:
+def shut_down(engine: Engine, transport: Transport) -> None:
     """A worker that goes must not break the exchange that its neighbours are still in."""
     if threading.current_thread().name.startswith("decent_dp-"):
         # The garbage collector runs in any thread, and one that moves bytes would wait for itself.
-        threading.Thread(target=leave, args=(engine, transport), name="leaving").start()
+        threading.Thread(target=shut_down, args=(engine, transport), name="leaving").start()
         return
     error = getattr(sys, "last_value", None)  # what ends this interpreter, if something does
     if error is not None:
         transport.report(f"{type(error).__name__} in round {engine.round}: {error}")
     try:
-        engine.wait_all()
+        engine.drop()
     except Exception as lost:
         if error is None:
             _log.warning("the last exchange could not be finished: %s", lost)

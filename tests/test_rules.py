@@ -1,4 +1,4 @@
-"""The law of mixing against NumPy in float64."""
+"""Rules, and the law that they are built on, against NumPy in float64."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from decent_dp.mixing import Gossip, MixRule
+from decent_dp.rules import Gossip, Round, Rule, apply_rule
 
-RULE = Gossip()
+RULE, ROUND = Gossip(), Round(0)
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -20,7 +20,8 @@ def mix(own: list[Tensor], sent: list[Tensor], others: list[Tensor], pull: float
     own = [t.clone() for t in own]
     wider = [torch.promote_types(t.dtype, torch.float32) for t in own]
     differences = [o.to(w) - s.to(w) for o, s, w in zip(others, sent, wider, strict=True)]
-    RULE.mix(own, differences, pull)
+    for value, difference in zip(own, differences, strict=True):
+        apply_rule(RULE, value, {}, difference, pull, ROUND)
     return own
 
 
@@ -104,13 +105,13 @@ def test_an_edit_in_between_survives():
     torch.testing.assert_close(mixed, edited + 0.5 * (others - before))
 
 
-def test_propose_changes_nothing_and_mix_writes_in_place():
+def test_propose_changes_nothing_and_apply_writes_in_place():
     own = [randn(3), randn(2, 2, seed=1).t()]
     kept = [t.clone() for t in own]
     addresses = [t.data_ptr() for t in own]
-    for proposed, k in zip(RULE.propose(own), kept, strict=True):
-        assert torch.equal(proposed, k)
-    RULE.mix(own, [torch.ones_like(t) for t in own], 0.5)
+    for value, k in zip(own, kept, strict=True):
+        assert torch.equal(RULE.propose(value, {}, ROUND), k)
+        apply_rule(RULE, value, {}, torch.ones_like(value), 0.5, ROUND)
     assert [t.data_ptr() for t in own] == addresses
     for o, k in zip(own, kept, strict=True):
         torch.testing.assert_close(o, k + 0.5)
@@ -120,7 +121,7 @@ def test_propose_changes_nothing_and_mix_writes_in_place():
 def test_wider_differences_are_rounded_once(dtype):
     """A difference that the replica's dtype could not hold beside a large value still counts in full."""
     own, difference = torch.full((4,), 3.0, dtype=dtype), torch.full((4,), 1 / 3, dtype=torch.float64)
-    RULE.mix([own], [difference.clone()], 0.75)
+    apply_rule(RULE, own, {}, difference.clone(), 0.75, ROUND)
     assert torch.equal(own, torch.full((4,), 3.25, dtype=dtype))
 
 
@@ -142,5 +143,5 @@ def test_scalars_and_empty_tensors():
 
 def test_the_rule_is_abstract_or_final():
     with pytest.raises(TypeError, match="abstract"):
-        MixRule()
-    assert isinstance(RULE, MixRule)
+        Rule()
+    assert isinstance(RULE, Rule)

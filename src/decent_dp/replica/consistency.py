@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from decent_dp import errors
-from decent_dp.bucket import TensorSpec
+from decent_dp.engine.layout import TensorSpec
 from decent_dp.transport import Control
 
 __all__ = ["agree", "agree_on_signature", "meet", "model_signature", "share", "worker_counts"]
@@ -26,7 +26,10 @@ _KINDS: dict[str, type[Exception]] = {
 def agree(control: Control, attempt: Callable[[], T]) -> T:
     """Calls ``attempt`` on every worker and returns its value, or raises the same error on all if one of them failed."""
     value, failure = _try(attempt)
-    _settle(control, failure)
+    try:
+        _settle(control, failure)
+    finally:
+        del failure  # it would hold this frame, and with it connections that are to be closed
     assert value is not None
     return value[0]
 
@@ -41,7 +44,10 @@ def agree_on_signature(control: Control, rank: int, attempt: Callable[[], tuple[
     reference = share(control, rank, found[0][1] if found is not None else None)
     if found is not None and reference is not None:
         _, failure = _try(lambda: _compare(reference, json.loads(json.dumps(found[0][1])), rank))
-    _settle(control, failure)
+    try:
+        _settle(control, failure)
+    finally:
+        del failure
     assert found is not None
     return found[0][0]
 
@@ -112,7 +118,10 @@ def _settle(control: Control, failure: Exception | None) -> None:
         return
     rank, (kind, text) = failed[0]
     if failure is not None and all(outcome == own for outcome in outcomes):
-        raise failure
+        try:
+            raise failure
+        finally:
+            del failure
     raise _KINDS.get(kind, RuntimeError)(f"worker {rank}: {text if kind in _KINDS else f'{kind}: {text}'}") from failure
 
 

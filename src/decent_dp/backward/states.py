@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from decent_dp.replica.engine import Bucket
+from decent_dp.backward.units import Unit
+from decent_dp.replica.optimizers import exact_state, is_like
 
 __all__ = ["check_optim_state", "collect_optim_state", "load_optim_state"]
 
@@ -31,7 +32,7 @@ _BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "base_momentums", 
 
 
 def collect_optim_state(
-    buckets: Sequence[Bucket], scaler: torch.amp.GradScaler | None, round_: int, pending: dict[str, Any] | None = None
+    units: Sequence[Unit], scaler: torch.amp.GradScaler | None, round_: int, pending: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """The state of all buckets' optimizers and schedulers, by parameter name; ``pending`` while that waits for buckets.
 
@@ -44,26 +45,26 @@ def collect_optim_state(
     state: dict[str, Any] = {}
     options: dict[str, Any] = {}
     schedulers: dict[str, Any] | None = None
-    examples = _examples([bucket.optimizer for bucket in buckets])
-    for number, bucket in enumerate(buckets):
-        names = _names(bucket)
-        _refuse_nameless(bucket.optimizer, names)
-        for group in bucket.optimizer.param_groups:
+    examples = _examples([unit.optimizer for unit in units])
+    for number, unit in enumerate(units):
+        names = _names(unit)
+        _refuse_nameless(unit.optimizer, names)
+        for group in unit.optimizer.param_groups:
             for param in group["params"]:
                 name = names[id(param)]
                 options[name] = _options(group)
-                if param in bucket.optimizer.state:
-                    state[name] = bucket.optimizer.state[param]
-        if bucket.scheduler is not None:
-            common, by_group = _split(bucket.scheduler.state_dict())
+                if param in unit.optimizer.state:
+                    state[name] = unit.optimizer.state[param]
+        if unit.scheduler is not None:
+            common, by_group = _split(unit.scheduler.state_dict())
             schedulers = schedulers or {**common, "by_name": {}, "by_group": [{} for _ in examples]}
             for key, value in common.items():
                 if isinstance(value, list) and value != schedulers[key]:
                     raise ValueError(
-                        f"{type(bucket.scheduler).__name__} keeps '{key}' by parameter group, and how to save that by name "
+                        f"{type(unit.scheduler).__name__} keeps '{key}' by parameter group, and how to save that by name "
                         "is not known: save model.lr_schedulers' own state dicts, and load them with the same buckets."
                     )
-            for group, own in zip(bucket.optimizer.param_groups, by_group, strict=False):
+            for group, own in zip(unit.optimizer.param_groups, by_group, strict=False):
                 for param in group["params"]:
                     schedulers["by_name"][names[id(param)]] = own
             for i, own in enumerate(by_group):
@@ -72,7 +73,7 @@ def collect_optim_state(
     return {
         "state": state,
         "param_groups": options,
-        "groups": [_options(buckets[number].optimizer.param_groups[i]) for i, number in enumerate(examples)],
+        "groups": [_options(units[number].optimizer.param_groups[i]) for i, number in enumerate(examples)],
         "schedulers": schedulers,
         **beside,
     }
@@ -137,7 +138,7 @@ def check_optim_state(state_dict: dict[str, Any], names: Sequence[str]) -> None:
             raise ValueError(f"the optimizer state holds '{name}', which is no trainable parameter of this model")
 
 
-def load_optim_state(buckets: Sequence[Bucket], state_dict: dict[str, Any], *, exact: bool = False) -> None:
+def load_optim_state(units: Sequence[Unit], state_dict: dict[str, Any], *, exact: bool = False) -> None:
     """Puts a checked dict into the buckets' optimizers and schedulers.
 
     With ``exact``, which is for parameters of the same shapes and dtypes, all tensors keep their dtypes (torch's optimizers
@@ -148,23 +149,23 @@ def load_optim_state(buckets: Sequence[Bucket], state_dict: dict[str, Any], *, e
     """
     if not state_dict["param_groups"]:
         return
-    for bucket in buckets:
-        names, optimizer = _names(bucket), bucket.optimizer
+    for unit in units:
+        names, optimizer = _names(unit), unit.optimizer
         if exact:
             _check_shapes(optimizer, names, state_dict["state"])
         _load_optimizer(optimizer, names, state_dict)
         with torch.inference_mode(False), torch.no_grad():
             for param, state in optimizer.state.items():
                 saved = state_dict["state"].get(names[id(param)])
-                optimizer.state[param] = _exact(state, saved, param) if exact else _laid(state, param)
+                optimizer.state[param] = exact_state(state, saved, param) if exact else _laid(state, param)
         # A copy for each: some go on writing to what they were given.
         schedulers = copy.deepcopy(state_dict.get("schedulers"))
-        if bucket.scheduler is not None and schedulers is not None:
+        if unit.scheduler is not None and schedulers is not None:
             by_name, examples = schedulers.pop("by_name"), schedulers.pop("by_group", [])
-            _, by_group = _split(bucket.scheduler.state_dict())
+            _, by_group = _split(unit.scheduler.state_dict())
             for i, (own, group) in enumerate(zip(by_group, optimizer.param_groups, strict=False)):
                 own.update(_of_group(group["params"], i, names, by_name, examples))
-            bucket.scheduler.load_state_dict(_join(schedulers, by_group))
+            unit.scheduler.load_state_dict(_join(schedulers, by_group))
 
 
 def _of_group(
@@ -225,24 +226,10 @@ def _tensors(value: Any, key: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from _tensors(member, f"{key}/{step}" if key else str(step))
 
 
-def _exact(loaded: Any, saved: Any, param: Tensor) -> Any:
-    """``loaded``, with copies of the tensors in ``saved``: of their dtypes, where the optimizer has put them."""
-    if isinstance(loaded, Tensor) and isinstance(saved, Tensor):
-        if not _is_like(saved, param):
-            return saved.detach().to(loaded.device, copy=True)
-        # In the parameter's strides, as optimizers make them.
-        return torch.empty_like(param, dtype=saved.dtype, device=loaded.device).copy_(saved)
-    if isinstance(loaded, dict) and isinstance(saved, dict):
-        return {key: _exact(value, saved[key], param) if key in saved else value for key, value in loaded.items()}
-    if isinstance(loaded, (list, tuple)) and isinstance(saved, (list, tuple)) and len(loaded) == len(saved):
-        return type(loaded)(_exact(a, b, param) for a, b in zip(loaded, saved, strict=True))
-    return loaded
-
-
 def _laid(loaded: Any, param: Tensor) -> Any:
     """``loaded``, with tensors of the parameter's shape in its strides: a file need not have kept them."""
     if isinstance(loaded, Tensor):
-        if not _is_like(loaded, param) or loaded.stride() == param.stride():
+        if not is_like(loaded, param) or loaded.stride() == param.stride():
             return loaded
         return torch.empty_like(param, dtype=loaded.dtype, device=loaded.device).copy_(loaded)
     if isinstance(loaded, dict):
@@ -252,12 +239,8 @@ def _laid(loaded: Any, param: Tensor) -> Any:
     return loaded
 
 
-def _is_like(value: Tensor, param: Tensor) -> bool:
-    return value.layout == torch.strided and value.shape == param.shape
-
-
-def _names(bucket: Bucket) -> dict[int, str]:
-    return {id(param): name for name, param in zip(bucket.block.names, bucket.block.params, strict=True)}
+def _names(unit: Unit) -> dict[int, str]:
+    return {id(param): name for name, param in zip(unit.block.names, unit.block.params, strict=True)}
 
 
 def _split(state: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:

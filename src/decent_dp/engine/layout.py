@@ -44,9 +44,9 @@ class TensorSpec:
         """Raises RuntimeError when ``tensor`` has another shape, dtype or device; strides may differ."""
         if tensor.shape != self.shape or tensor.dtype != self.dtype or tensor.device != self.device:
             raise RuntimeError(
-                f"parameter '{self.name}' was {self.shape} {self.dtype} on {self.device} when the model was wrapped and is "
-                f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device} now: convert or move the model before wrapping it, "
-                "and wrap it again after a change."
+                f"parameter '{self.name}' was {self.shape} {self.dtype} on {self.device} when the workers agreed on the model, "
+                f"and is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device} now: convert or move the model before "
+                "gossip() or the wrapper is called, and call it again after a change."
             )
 
 
@@ -130,7 +130,7 @@ def _lay_out(group: Iterable[int], specs: Sequence[TensorSpec]) -> BucketPlan:
 
 
 class Block:
-    """The parameters of a bucket.
+    """The tensors of a bucket, which somebody else owns and may give other storage.
 
     With ``as_view`` they become views of one flat tensor; without, they stay separate tensors, with the same numbers.
     """
@@ -140,20 +140,31 @@ class Block:
         self.params = [params[slot.index] for slot in plan.slots]
         self.names = [slot.spec.name for slot in plan.slots]
         self.flat = torch.empty(plan.numel, dtype=plan.dtype, device=plan.device) if as_view else None
-        self._addresses = [-1] * len(self.params)
+        self._strides = [slot.spec.stride for slot in plan.slots]
+        # Where the tensors lie, once they have been adopted.
+        self._addresses: list[int] = []
+        self._values: dict[bool, list[Tensor]] = {}
         self.adopt()
 
     def adopt(self) -> None:
-        """Takes parameters whose storage was replaced since the last call back into the block, with their new values.
+        """Takes tensors whose storage was replaced since the last call back into the block, with their new values.
 
         Raises:
-            RuntimeError: a parameter no longer has the shape, dtype or device that it had at construction.
+            RuntimeError: a tensor no longer has the shape, dtype or device that it had at construction.
         """
-        for i, (slot, param) in enumerate(zip(self.plan.slots, self.params, strict=True)):
+        params = self.params
+        # Called in every step: lists are compared at once, and only a difference is looked into.
+        if (
+            [p.data_ptr() for p in params] == self._addresses
+            and [p.stride() for p in params] == self._strides
+            and all(p.dtype is self.plan.dtype for p in params)
+        ):
+            return
+        known = self._addresses or [-1] * len(params)
+        for slot, param, address in zip(self.plan.slots, params, known, strict=True):
             spec = slot.spec
-            same = param.data_ptr() == self._addresses[i]
-            turned = param.stride() != spec.stride
-            if same and not turned and param.shape == spec.shape and param.dtype == spec.dtype:
+            same, turned = param.data_ptr() == address, param.stride() != spec.stride
+            if same and not turned and param.dtype == spec.dtype:
                 continue
             spec.check(param)
             if self.flat is not None:
@@ -163,22 +174,27 @@ class Block:
                 param.data = view
             elif turned:
                 param.data = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device).copy_(param)
-            self._addresses[i] = param.data_ptr()
+        self._addresses = [p.data_ptr() for p in params]
+        self._values.clear()
 
-    def flat_values(self, *, by_parameter: bool) -> list[Tensor]:
-        """The parameters' values as 1-D tensors, in the order of their memory: one of all where they lie in one block and
-        ``by_parameter`` does not forbid it, else one a parameter."""
-        if self.flat is None:
-            return [p.detach().as_strided((p.numel(),), (1,), p.storage_offset()) for p in self.params]
-        if not by_parameter:
-            return [self.flat]
-        return [self.flat[slot.offset : slot.offset + slot.spec.numel] for slot in self.plan.slots]
+    def values(self, *, by_parameter: bool) -> list[Tensor]:
+        """The tensors' values as 1-D tensors, in the order of their memory: one of all where they lie in one block and
+        ``by_parameter`` does not forbid it, else one each."""
+        if by_parameter not in self._values:
+            if self.flat is None:
+                found = [p.detach().as_strided((p.numel(),), (1,), p.storage_offset()) for p in self.params]
+            elif by_parameter:
+                found = [self.flat[slot.offset : slot.offset + slot.spec.numel] for slot in self.plan.slots]
+            else:
+                found = [self.flat]
+            self._values[by_parameter] = found
+        return self._values[by_parameter]
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """One view of ``flat`` (1-D, laid out as this block) a parameter, in the parameter's shape and strides."""
+        """One view of ``flat`` (1-D, laid out as this block) for each tensor, in its shape and strides."""
         return [slot.view(flat) for slot in self.plan.slots]
 
     def written(self) -> None:
-        """Tells autograd that the parameters were written to, so that its own check for stale saved tensors works."""
+        """Tells autograd that the tensors were written to, so that its own check for stale saved tensors works."""
         if self.flat is not None:
             torch.autograd.graph.increment_version(self.params)

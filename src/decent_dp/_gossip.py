@@ -1,0 +1,492 @@
+"""WHEN, for the user's own optimizer: its step ends a round.
+
+Everything happens after the step: ``x <- step(x)``, then what the neighbours sent a step ago is mixed in, then the new ``x`` is
+sent while the next forward, backward and step run. The law is a difference, so it does not matter that the mix comes after the
+step instead of before it. Nothing is done before a step: some frameworks run forward and backward inside
+``optimizer.step(closure)``. A step that a GradScaler skips tells nobody, so with a scaler its ``update()`` ends the round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+from torch._compile import _disable_dynamo
+from torch.optim import Optimizer
+
+from decent_dp.engine import Bucket
+from decent_dp.engine.layout import MIB, Block, choose_sizes, plan_buckets
+from decent_dp.handed import check_model, check_scaler
+from decent_dp.replica.construction import Agreed, Checked, connect_replicas
+from decent_dp.replica.optimizers import check_optimizers, load_optimizer, params_of, saved_optimizer, signature_of
+from decent_dp.replica.replica import Replica, refuse_trained_elsewhere
+from decent_dp.replica.settings import Settings, workers_per_node
+from decent_dp.replica.shutdown import given_back_on_error
+from decent_dp.replica.snapshot import check_engine_state, check_scaler_state, copied, first_loss_scale, restore
+from decent_dp.rules import Rule, check_rule
+from decent_dp.topo import Topology
+from decent_dp.transport import Transport, connect
+from decent_dp.wire import WIRES, check_compression
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["Gossip", "gossip"]
+
+# Calls between a scaler's step and the hook behind the optimizer's, wrappers of schedulers and profilers included.
+_FRAMES_TO_SCALER = 12
+
+# What torch puts around the step of each class of optimizers, and what calls the hooks.
+_HOOKED_STEP = Optimizer.profile_hook_step(lambda *_: None).__code__
+
+
+def gossip(
+    model: nn.Module,
+    optimizer: Optimizer | Iterable[Optimizer],
+    *,
+    topology: str | Topology = "base-2",
+    compression: str | None = None,
+    mix_every: int = 1,
+    rule: Rule | None = None,
+    overlap: bool = True,
+    scaler: torch.amp.GradScaler | None = None,
+    bucket_size_in_mb: float = 25,
+    local_world_size: int | None = None,
+    process_group: ProcessGroup | None = None,
+    transport: Transport | None = None,
+) -> Gossip:
+    """Makes ``model`` a replica that mixes with its neighbours after each ``optimizer.step()``. Called by all workers.
+
+    The model stays the module that it is and the optimizer stays the user's; so do ``loss.backward()``, clipping, accumulation,
+    schedulers, EMA and logging. Parameters and buffers become those of rank 0. Replicas differ from then on: evaluate and save
+    their mean (``averaged``).
+
+    Args:
+        model: already on its device.
+        optimizer: any ``torch.optim.Optimizer`` over the model's parameters, or several: then a round ends when each has
+            stepped since the last one.
+        topology: a registered name or a ``Topology``: who mixes with whom in each round. Also names in turn, as in
+            'complete:500,base-2': the first for 500 rounds, then the second.
+        compression: None: every parameter in its own dtype. 'bfloat16', or 'int8' (a byte, relative to the distance between
+            replicas).
+        mix_every: mix in every so many rounds only, with steps of each replica on its own in between.
+        rule: what is proposed to the neighbours and what becomes of what came, of ``decent_dp.rules``; None for plain gossip.
+        overlap: exchange during the next forward, backward and step. False: the step returns when its exchange is mixed in.
+        scaler: the ``torch.GradScaler`` that steps the optimizers: its ``update()`` ends the round.
+        bucket_size_in_mb: upper size of what is exchanged together, in MiB.
+        local_world_size: workers on each node; None for the launcher's ``LOCAL_WORLD_SIZE``, else 1.
+        process_group: whose workers mix; None for the default group. Ranks of a topology are ranks in it.
+        transport: how bytes move, for workers that are no processes (``InProcessTransport``); None for torch.distributed.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong, or the workers were given different models, optimizers, settings or
+            topologies. The same error on all workers.
+        RuntimeError: there is no process group.
+    """
+    given, transport = transport, transport if transport is not None else connect(process_group)
+    optimizers: list[Optimizer] = []
+
+    def check() -> Checked:
+        check_model(model)
+        _refuse_shared_memory(model)
+        refuse_trained_elsewhere(model)
+        optimizers.extend(check_optimizers(optimizer, model))
+        wire = check_compression(compression, [(name, p.dtype) for name, p in model.named_parameters() if p.requires_grad])
+        scaled = check_scaler(scaler) is not None
+        settings = Settings(0.0, bucket_size_in_mb, bool(overlap), True, scaled, wire, mix_every)
+        local = workers_per_node("local_world_size", local_world_size)
+        return settings, topology, check_rule(rule), local, {"optimizers": signature_of(optimizers, model)}
+
+    agreed = connect_replicas(model, transport, given is None, check)
+    with given_back_on_error(transport, given is None):
+        return Gossip(model, transport, agreed, optimizers, check_scaler(scaler))
+
+
+class Gossip(Replica):
+    """A replica whose rounds are made by the user's optimizers: what ``gossip`` returns.
+
+    It lives as long as the optimizers, so it need not be kept.
+
+    Attributes:
+        optimizers: the user's.
+    """
+
+    KIND = "gossip"
+    WHAT = "this Gossip"
+    MODEL = "the model"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        transport: Transport,
+        agreed: Agreed,
+        optimizers: Sequence[Optimizer],
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        settings, topology, rule = agreed
+        super().__init__(model, transport, topology, rule, settings)
+        self.optimizers = list(optimizers)
+        self._scaler = scaler
+        # Of each optimizer: its steps since the last round, those that a scaler skipped too; and of all: whether one was taken.
+        self._stepped = [0] * len(self.optimizers)
+        self._taken = False
+        # Since the scaler's last update: the optimizers that have stepped, and those that it has looked at.
+        self._told: set[int] = set()
+        self._tried: set[int] = set()
+        # Optimizers whose first step we have seen.
+        self._seen: set[int] = set()
+        # What each had at the call; held, so that no other object takes one's id.
+        self._had = [params_of(optimizer) for optimizer in self.optimizers]
+        # Buckets are numbered through, so that what was announced for those that are gone is not taken for the new ones.
+        self._made = 0
+        self.engine.install(self._lay_out())
+        self._made = len(self.engine.buckets)
+        self._hooks: list[Any] = [
+            optimizer.register_step_post_hook(self._after_step(i)) for i, optimizer in enumerate(self.optimizers)
+        ]
+        if scaler is not None:
+            tells = {"unscale_": self._scaler_looked_at, "step": self._scaler_looked_at, "update": self._scaler_updated}
+            self._hooks += [_ScalerHook(scaler, name, tell) for name, tell in tells.items()]
+
+    # -- rounds -------------------------------------------------------------------------------------------------------
+
+    def _after_step(self, number: int) -> Callable[..., None]:
+        # Not for torch.compile, which would look into it when the step is compiled.
+        @_disable_dynamo
+        def after_step(*_: Any) -> None:
+            self._has_stepped(number)
+
+        return after_step
+
+    def _has_stepped(self, number: int) -> None:
+        optimizer = self.optimizers[number]
+        if _is_inner_step(optimizer):
+            return
+        self.check()
+        if number not in self._seen:
+            self._seen.add(number)
+            with self.faults():
+                _refuse_other_scaler(self._scaler)
+        self._stepped[number] += 1
+        self._told.add(number)
+        # A fused optimizer is called for a step that is to be skipped, too, and told so. On a GPU nobody asks what it was told:
+        # the step would wait for the answer, and only the count of steps would be the better for it.
+        found_inf: Any = getattr(optimizer, "found_inf", None)
+        self._taken |= found_inf is None or found_inf.is_cuda or not bool(found_inf)
+        if self._scaler is None:
+            self._end_round_if_complete()
+        elif min(self._stepped) > 1:
+            with self.faults():
+                raise RuntimeError(
+                    "the optimizers have stepped twice without an update() of the scaler that gossip() was given, which is "
+                    "what ends a round: pass the scaler that steps them, and call its update() after each step."
+                )
+
+    def _scaler_looked_at(self, optimizer: Optimizer, *_: Any, **__: Any) -> None:
+        self._tried |= {number for number, own in enumerate(self.optimizers) if own is optimizer}
+
+    def _scaler_updated(self, *_: Any, **__: Any) -> None:
+        for number in self._tried - self._told:  # skipped, by the scaler or by the user who has asked it
+            self._stepped[number] += 1
+        self._tried.clear()
+        self._told.clear()
+        self._end_round_if_complete()
+
+    def _end_round_if_complete(self) -> None:
+        """The round is over if each optimizer has stepped in it."""
+        if all(self._stepped):
+            self._round(step=True)
+
+    def mix_only(self) -> None:
+        self._round(step=False)
+
+    def _round(self, *, step: bool) -> None:
+        """Mixes in what came, and starts the next exchange."""
+        self.check()
+        engine = self.engine
+        with self.faults(), torch.inference_mode(False):
+            self.parameters.check()
+            self._check_groups()
+            self.begin_round(active=step)
+            for bucket in engine.buckets:
+                if self.settings.overlap:
+                    engine.finish(bucket).raise_if_lost()
+                engine.start(bucket)
+            if not self.settings.overlap:
+                for bucket in engine.buckets:
+                    engine.finish(bucket).raise_if_lost()
+            self.end_round(stepped=step and self._taken)
+            if step:
+                self._stepped, self._taken = [0] * len(self.optimizers), False
+        self.tell_round()
+
+    def _check_groups(self) -> None:
+        for optimizer, had in zip(self.optimizers, self._had, strict=True):
+            has = params_of(optimizer)
+            if list(map(id, has)) == list(map(id, had)):
+                continue
+            kind = type(optimizer).__name__
+            if len(has) != len(had):
+                raise RuntimeError(
+                    f"{kind} had {len(had)} parameters when gossip() was called and has {len(has)} now (add_param_group?): "
+                    "what was added would train and not mix. Call gossip() after all groups are added."
+                )
+            number = next(i for i, (now, before) in enumerate(zip(has, had, strict=True)) if now is not before)
+            raise RuntimeError(
+                f"parameter {number} of {kind} was replaced by another object after gossip() was called: it would train and "
+                "not mix. Change values in place (param.copy_ under torch.no_grad), or call gossip() after the change."
+            )
+
+    def catch_up(self) -> None:
+        """Nothing is ever due: a step is a round at once."""
+
+    def after_save(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+        """The parameters are what they always were: a state dict holds them as any model's does."""
+
+    def let_go_of_model(self) -> None:
+        super().let_go_of_model()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _lay_out(self) -> list[Bucket]:
+        """Buckets in reverse registration order, in which gradients come as a rule: the same on all workers."""
+        specs = self.parameters.specs
+        first, limit = choose_sizes(specs, self.settings.bucket_size_in_mb * MIB)
+        wire, rule = WIRES[self.settings.wire], self.engine.rule
+        plans = plan_buckets(specs, range(len(specs))[::-1], limit, first)
+        return [
+            Bucket(self._made + i, Block(plan, self.parameters.params, as_view=False), wire, rule)
+            for i, plan in enumerate(plans)
+        ]
+
+    # -- the mean -----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def averaged(self, buffers: bool = True) -> Iterator[None]:
+        """Inside, every replica is the mean of all; each has its own values back after it. Called by all workers.
+
+        Args:
+            buffers: floating-point buffers (BatchNorm's statistics), too. All buffers have their own values back.
+
+        Raises:
+            OutOfStepError: the workers have made different numbers of rounds; on all of them.
+        """
+        averaged = self.averaged_buffers()
+        own = [] if buffers else [(buffer, buffer.clone()) for buffer in averaged]
+        # Of all, whatever other workers were asked for.
+        with super().averaged():
+            with torch.no_grad():
+                for buffer, value in own:
+                    buffer.copy_(value)
+            yield
+
+    def average_(self) -> None:
+        """Every replica becomes the mean of all, floating-point buffers too, for good. Called by all workers.
+
+        Raises:
+            OutOfStepError: the workers have made different numbers of rounds; on all of them.
+        """
+        self.meet("average_")
+        self.forget()
+        self.become_mean(self.averaged_buffers())
+        self.engine.renew()
+
+    def flush(self) -> None:
+        """Finishes what is in flight and mixes it in, instead of after the next step. Called by all workers.
+
+        Raises:
+            OutOfStepError: the workers have made different numbers of rounds; on all of them.
+        """
+        self.meet("flush")
+        if self.mean.backup is not None:
+            raise RuntimeError("flush() was called inside averaged(), where the replica has other values: call it after it.")
+        with self.faults():
+            for bucket in self.engine.buckets:
+                bucket.block.adopt()
+                self.engine.finish(bucket).raise_if_lost()
+
+    # -- saves and loads ----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Round, exchange in flight and the rule's state: with the model's and the optimizers' own state dicts, all that a run
+        needs to go on exactly. Each worker has its own; the tensors are copies.
+        """
+        self.come_to_boundary("state_dict")
+        if self.mean.backup is not None:
+            raise RuntimeError("state_dict() was called inside averaged(), where the model has other values: call it after it.")
+        found: dict[str, Any] = copied({**self.engine_entries(), **self._progress()})
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from what ``state_dict`` returned. Called by all workers, after the model and the optimizers were loaded.
+
+        What is in flight now is dropped. The saved exchange goes on if it can on all workers (same topology, compression, rule
+        and overlap), and is dropped on all otherwise, which leaves the mean as it is.
+
+        Raises:
+            ValueError: it does not fit; the same error on all workers, and nothing is changed.
+            OutOfStepError: the workers' states are of different rounds; likewise.
+        """
+        self.refuse_in_join("load_state_dict", "before")
+
+        def check() -> None:
+            self.refuse_inside("load_state_dict")
+            self.check()
+            self.parameters.check()
+            wanted = {"driver", "steps", "round", "factor", "rule", "compression", "exchange", "link", "stepped", "taken"}
+            if not isinstance(state_dict, dict) or not wanted <= state_dict.keys() or state_dict["driver"] != self.KIND:
+                raise ValueError("load_state_dict takes what Gossip.state_dict() returned: something else was given")
+            check_engine_state(self, state_dict)
+            self._check_progress(state_dict)
+
+        def write() -> None:
+            self.steps = state_dict["steps"]
+
+        restore(self, state_dict, check, write)
+
+    def come_to_boundary(self, what: str) -> None:
+        super().come_to_boundary(what)
+        if self._tried:  # what the scaler has found is in no state dict
+            raise RuntimeError(
+                f"{what} was called between a step (or unscale_) of the GradScaler and its update(): call it after update()."
+            )
+
+    def _progress(self) -> dict[str, Any]:
+        return {"stepped": list(self._stepped), "taken": self._taken}
+
+    def _check_progress(self, state: Mapping[str, Any]) -> None:
+        stepped = state["stepped"]
+        if not isinstance(stepped, list):
+            raise ValueError(f"this is no state of a Gossip: its 'stepped' is {stepped!r}")
+        if len(stepped) != len(self.optimizers):
+            raise ValueError(f"this was saved with {len(stepped)} optimizers, and there are {len(self.optimizers)} now")
+
+    def saved_entries(self) -> dict[str, Any]:
+        """Of a snapshot:
+
+        optim     {"optimizers": a list, see ``replica.optimizers``; "scaler": its state, or None}
+        stepped   steps of each optimizer since the last round
+        taken     whether one of them was not skipped
+        """
+        optimizers = [saved_optimizer(optimizer, self.model) for optimizer in self.optimizers]
+        scaler = None if self._scaler is None else self._scaler.state_dict()
+        return {"optim": {"optimizers": optimizers, "scaler": scaler}, **self._progress()}
+
+    def check_entries(self, snapshot: Mapping[str, Any]) -> None:
+        for key in ("optim", "stepped", "taken"):
+            if key not in snapshot:
+                raise ValueError(f"this is no snapshot of a replica: it has no entry '{key}'")
+        self._check_progress(snapshot)
+        check_scaler_state(self._scaler, snapshot["optim"].get("scaler"))
+
+    def prepare_load(self, snapshot: Mapping[str, Any], undo: contextlib.ExitStack) -> list[Bucket]:
+        if "optim" in snapshot:  # not in a state_dict of ours: the user has loaded the optimizers
+            for optimizer, saved in zip(self.optimizers, snapshot["optim"]["optimizers"], strict=True):
+                load_optimizer(optimizer, self.model, saved, undo)
+        return self._lay_out()
+
+    def install(self, snapshot: Mapping[str, Any], buckets: list[Bucket]) -> None:
+        self._made += len(buckets)
+        self._stepped, self._taken = list(snapshot["stepped"]), bool(snapshot["taken"])
+        self._tried.clear()
+        self._told.clear()
+        if "optim" in snapshot and self._scaler is not None:
+            self._scaler.load_state_dict(snapshot["optim"]["scaler"])
+            first_loss_scale(self._scaler, self.parameters.params[0].device)
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise TypeError("a Gossip holds connections and cannot be copied: copy the model.")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError("a Gossip holds connections and cannot be pickled: save its state_dict().")
+
+    def __repr__(self) -> str:
+        kinds = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
+        return f"Gossip({type(self.model).__name__}, {kinds}, rank={self.transport.rank}, topology={self.topology!r})"
+
+
+def _refuse_shared_memory(model: nn.Module) -> None:
+    """Raises ValueError when two trainable parameters share memory, and would be mixed twice."""
+    spans = []
+    for name, param in model.named_parameters():
+        if param.requires_grad and param.numel():
+            last = sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
+            spans.append((str(param.device), param.data_ptr(), param.data_ptr() + (last + 1) * param.itemsize, name))
+    spans.sort()
+    for (device, _, end, before), (other, start, _, name) in itertools.pairwise(spans):
+        if device == other and start < end:
+            raise ValueError(
+                f"parameters '{before}' and '{name}' share memory, and would be mixed twice. Tie them by using one parameter "
+                "in both places, or give each its own (param.data = param.data.clone())."
+            )
+
+
+class _ScalerHook:
+    """Stands in the place of a method of one scaler, on the object, and tells of each call: of a step that a scaler skips
+    nobody else tells. Several may stand one upon another."""
+
+    def __init__(self, scaler: torch.amp.GradScaler, name: str, tell: Callable[..., None]) -> None:
+        self._scaler, self._name = scaler, name
+        self._inner: Callable[..., Any] = getattr(scaler, name)
+        self._tell: Callable[..., None] | None = tell
+        setattr(scaler, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._inner(*args, **kwargs)
+        if self._tell is not None:
+            self._tell(*args, **kwargs)
+        return result
+
+    def remove(self) -> None:
+        self._tell = None
+        top = vars(self._scaler).get(self._name)
+        while isinstance(top, _ScalerHook) and top._tell is None:
+            delattr(self._scaler, self._name)
+            top = top._inner
+            if isinstance(top, _ScalerHook):
+                setattr(self._scaler, self._name, top)
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise TypeError("this GradScaler ends the rounds of a Gossip and cannot be copied: load its state_dict() into another.")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError("this GradScaler ends the rounds of a Gossip and cannot be pickled: save its state_dict().")
+
+
+def _refuse_other_scaler(given: torch.amp.GradScaler | None) -> None:
+    """Raises RuntimeError when a GradScaler is stepping the optimizer of which ``gossip`` was not told: a step that it skips on
+    one worker would leave the others waiting."""
+    frame = sys._getframe(1)
+    for _ in range(_FRAMES_TO_SCALER):
+        scaler = frame.f_locals.get("self")
+        if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() and scaler is not given:
+            what = "was not given it: pass scaler=" if given is None else "was given another: pass the one that steps it"
+            raise RuntimeError(
+                f"a GradScaler steps this optimizer, and gossip() {what}, so that a step that it skips on one worker is a "
+                "round there, too."
+            )
+        if frame.f_back is None:
+            return
+        frame = frame.f_back
+
+
+def _is_inner_step(optimizer: Optimizer) -> bool:
+    """Whether a step of ``optimizer`` goes on around the one whose hook is running: a subclass has called its parent's step,
+    and torch hooks each class's once an optimizer of that class was made."""
+    frame, steps = sys._getframe(1).f_back, 0
+    while frame is not None and steps < 2:
+        code = frame.f_code
+        # Compiled, it is another object of the same origin.
+        if (
+            code.co_name == _HOOKED_STEP.co_name
+            and code.co_firstlineno == _HOOKED_STEP.co_firstlineno
+            and code.co_filename == _HOOKED_STEP.co_filename
+        ):
+            steps += frame.f_locals.get("args", (None,))[0] is optimizer
+        frame = frame.f_back
+    return steps == 2

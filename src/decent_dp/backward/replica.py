@@ -1,0 +1,540 @@
+"""From autograd's events to updates.
+
+Every backward is one update, unless gradients are being accumulated. A bucket is updated in one of two moments, by the same
+code. Streamed: at the first gradient that comes after its own were complete, while the rest of the backward goes on, so that
+hooks of the user's on its last parameter still see the gradient. Deferred: when the backward has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import enum
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from decent_dp.backward.output import tensors_in
+from decent_dp.backward.states import check_optim_state, collect_optim_state, load_optim_state
+from decent_dp.backward.units import Builder, Unit
+from decent_dp.engine import Bucket
+from decent_dp.errors import OutOfStepError
+from decent_dp.handed import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, Policy
+from decent_dp.replica.consistency import agree, share, worker_counts
+from decent_dp.replica.construction import Agreed
+from decent_dp.replica.module_hooks import copy_values, state_names, strip_prefix
+from decent_dp.replica.replica import Replica
+from decent_dp.replica.snapshot import check_scaler_state, copied, first_loss_scale
+from decent_dp.replica.stats import Stats
+from decent_dp.transport import Transport
+
+__all__ = ["BackwardReplica", "Window"]
+
+_current_task: Callable[[], int] = torch._C._current_graph_task_id
+
+
+class Window(enum.Enum):
+    """What the gradients that are there are waiting for."""
+
+    # Nothing is there. -> OPEN: a backward ends while gradients are accumulated.
+    IDLE = "idle"
+    # More may come. -> OWED: set_accumulate_grad(False). -> IDLE: the next backward without accumulation updates; zero_grad.
+    OPEN = "open"
+    # The window is complete. -> IDLE: the next backward joins it and updates, or whoever would observe it updates first.
+    OWED = "owed"
+
+
+class _End:
+    """The callback by which autograd's engine tells that a backward has ended.
+
+    The engine holds it as long as the backward lives. So when it is gone without a call, the backward has raised.
+    """
+
+    def __init__(self, replica: BackwardReplica) -> None:
+        self._replica = weakref.ref(replica)
+
+    def queue(self) -> None:
+        """Calls this when the backward that is running ends."""
+        engine: Any = Variable._execution_engine
+        engine.queue_callback(self)
+
+    def __call__(self) -> None:
+        replica = self._replica()
+        node: Any = torch._C._current_autograd_node()
+        if replica is not None and node is None:
+            replica.end_backward()
+        elif replica is not None:
+            # A backward inside another has ended (reentrant checkpointing): the node that ran it belongs to the outer one.
+            replica.nested = True
+
+            def again(*_: Any) -> None:
+                replica.between = None
+                handle.remove()
+                self.queue()
+
+            replica.between = handle = node.register_hook(again)
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """A backward that is running.
+
+    Attributes:
+        task: autograd's number for it; that of a backward inside it differs.
+        end: dead once the engine has let go of it.
+        accumulating: as it was when the backward began: it may end, or raise, after ``no_sync`` was left.
+        expected: it reaches parameters, so that it is an update even if it raises before the first gradient.
+        arrived: the parameters whose gradients came in it.
+    """
+
+    task: int
+    end: weakref.ref[_End]
+    accumulating: bool
+    expected: bool
+    arrived: set[int]
+
+    @property
+    def lost(self) -> bool:
+        """It raised: the engine has let go of it without telling its end."""
+        return self.end() is None
+
+
+class BackwardReplica(Replica):
+    """A replica whose optimizers step inside the backward: what ``DecentralizedDataParallel`` drives.
+
+    Args:
+        optim_fn, lr_scheduler_fn: called once for each bucket, at the first update.
+        as_view: parameters become views of one flat block in each bucket.
+
+    Attributes:
+        units: buckets with their optimizers; empty before the first update.
+        optimizers, schedulers: theirs, one for each bucket.
+        window: see ``Window``.
+        accumulate: gradients are kept for a later backward (``set_accumulate_grad``).
+        nested: gradients have come from a backward inside a backward (reentrant checkpointing): their order says nothing.
+        first_order: the order of the first gradients by parameter number, until the buckets are made from it.
+    """
+
+    KIND = "wrapper"
+    WHAT = "the wrapper"
+    MODEL = "model.module"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        transport: Transport,
+        agreed: Agreed,
+        optim_fn: OPTIM_FN_TYPE,
+        lr_scheduler_fn: LR_SCHEDULER_FN_TYPE | None,
+        scaler: torch.amp.GradScaler | None,
+        *,
+        as_view: bool,
+    ) -> None:
+        settings, topology, rule = agreed
+        super().__init__(model, transport, topology, rule, settings)
+        params = self.parameters.params
+        self.policy = Policy(params, scaler, settings.grad_clip_norm)
+        self._needs_all = self.policy.needs_all  # asked for at every gradient
+        self._builder = Builder(self.parameters, settings, rule, optim_fn, lr_scheduler_fn, as_view=as_view)
+        self.units: list[Unit] = []
+        # Users hold these two lists: they are changed in place.
+        self.optimizers: list[Optimizer] = []
+        self.schedulers: list[LRScheduler | None] = []
+        self._order: list[int] | None = None
+        # Optimizer state that was loaded before there were buckets.
+        self._pending_state: dict[str, Any] | None = None
+        self.window = Window.IDLE
+        self.accumulate = False
+        self._paused = 0
+        # On a GPU, hooks of CPU and CUDA parameters run in different threads.
+        self._lock = threading.RLock()
+
+        self._backward: _Backward | None = None
+        # The hook on the node that runs an inner backward, from the end of that one until the node is done.
+        self.between: Any = None
+        self.nested = False
+        self.first_order: dict[int, None] = {}
+        # The update that is being made: whether it has begun, and which bucket is next.
+        self._begun = False
+        self._stepped = False
+        self._next = 0
+        self._bucket_of: list[int] = []
+        self._loaded: list[Unit] = []  # between prepare_load and install
+        # Of each bucket: parameters whose gradients have not come in this backward.
+        self._missing: list[int] = []
+
+        me = weakref.ref(self)
+        untyped: Any = params  # torch does not type its hooks
+        self._hooks = [p.register_post_accumulate_grad_hook(_gradient_hook(me, i)) for i, p in enumerate(untyped)]
+
+    # -- what autograd tells ------------------------------------------------------------------------------------------
+
+    def watch(self, output: Any) -> None:
+        """Hooks the tensors of a forward's output, whose backward is then known of even if it raises before any gradient."""
+        me = weakref.ref(self)
+
+        def hook(_: Tensor) -> None:
+            replica = me()
+            if replica is not None:
+                replica.enter_backward()
+
+        tensor: Any
+        for tensor in tensors_in(output):
+            # A leaf would keep the hook for good.
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(hook)
+
+    def enter_backward(self) -> _Backward:
+        """Notes that a backward is running; its end is told by a callback of the engine's."""
+        with self._lock:
+            self.recover()
+            if self._backward is None:
+                end = _End(self)
+                end.queue()
+                accumulating = self.accumulate or self._paused > 0
+                self._backward = _Backward(_current_task(), weakref.ref(end), accumulating, self._reaches_parameters(), set())
+                self._missing = [len(unit.block.params) for unit in self.units]
+            return self._backward
+
+    def _reaches_parameters(self) -> bool:
+        """Whether the backward that is running accumulates gradients in parameters (torch.autograd.grad does not)."""
+        edges = (torch.autograd.graph.get_gradient_edge(param) for param in self.parameters.params if param.requires_grad)
+        try:
+            return any(torch._C._will_engine_execute_node(edge.node) for edge in edges)
+        except RuntimeError:
+            return False  # so torch answers for a leaf that torch.autograd.grad was asked for
+
+    def gradient(self, index: int) -> None:
+        """A parameter's gradient has been accumulated."""
+        with self._lock:
+            if self.closed or self._fault is not None:
+                self.check()
+            backward = self._backward
+            if backward is None or backward.task != _current_task():
+                backward = self.enter_backward()  # the first gradient, or one from another backward than those before
+                self.nested |= backward.task != _current_task()
+            if not self.units:
+                self.first_order.setdefault(index)
+            elif not backward.accumulating:
+                self._count(backward, index)
+            backward.arrived.add(index)
+
+    def _count(self, backward: _Backward, index: int) -> None:
+        """Updates the buckets that were complete before this gradient, in the order that is the same on all workers."""
+        if not (self.nested or self._needs_all):
+            while self._next < len(self._missing) and self._missing[self._next] == 0:
+                with self.faults():
+                    self._begin(active=True)
+                    self._update_next(step=True, keep=False)
+        bucket = self._bucket_of[index]
+        if index not in backward.arrived:
+            self._missing[bucket] -= 1
+        if bucket < self._next:
+            warnings.warn(
+                "a gradient came after its bucket was updated, from a backward inside the backward: it joins the next "
+                "update. From now on updates wait for the end of the backward.",
+                stacklevel=2,
+            )
+
+    def end_backward(self) -> None:
+        """The outermost backward has ended, without an error."""
+        with self._lock:
+            backward, self._backward = self._backward, None
+            if backward is None or not backward.arrived:
+                return  # autograd.grad, or a loss that no parameter takes part in
+            if backward.accumulating:
+                self.window = Window.OPEN
+            else:
+                self._update(step=True)
+
+    # -- windows ------------------------------------------------------------------------------------------------------
+
+    def set_accumulate(self, enable: bool) -> None:
+        """Whether gradients are kept for a later backward."""
+        self.catch_up()
+        self.accumulate = enable
+        held = any(param.grad is not None for param in self.parameters.params)
+        if not (enable or self._paused) and self.window is Window.OPEN and held:
+            self.window = Window.OWED
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Inside, gradients are kept for a later backward."""
+        self.catch_up()
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    def catch_up(self) -> None:
+        """The rest of a round whose backward raised, and an owed update. Inside a backward nothing is due yet."""
+        if _current_task() != -1:
+            return
+        with self._lock:
+            self.recover()
+            if self.window is Window.OWED and not self.failed:
+                self._update(step=True)
+
+    def recover(self) -> None:
+        """If the last backward raised half-way, makes the rest of its round: the others have made it, too. No step."""
+        with self._lock:
+            if self.between is not None and _current_task() == -1:  # nothing runs: the outer backward has raised
+                self.between.remove()
+                self.between = None
+            backward = self._backward
+            if backward is None or not backward.lost:
+                return
+            self._backward = None
+            if backward.accumulating:
+                self.window = Window.OPEN if backward.arrived else self.window
+            elif (backward.arrived or backward.expected or self._begun) and not self.failed:
+                self._update(step=False)
+
+    def discarded(self) -> None:
+        """The caller has cleared the gradients."""
+        if self.window is Window.OPEN:
+            self.window = Window.IDLE
+
+    # -- updates ------------------------------------------------------------------------------------------------------
+
+    def update(self) -> None:
+        """One update with the gradients that are there now."""
+        self.refuse_inside("update()")
+        with self._lock:
+            self.recover()
+            self._update(step=True)
+
+    def mix_only(self) -> None:
+        """One round without a step; gradients that are there stay."""
+        with self._lock:
+            self._update(step=False, keep=True)
+
+    def stats(self) -> Stats:
+        norm = self.policy.last_norm
+        return replace(super().stats(), grad_norm=None if norm is None else float(norm))
+
+    def check_before_forward(self) -> None:
+        """Raises RuntimeError when no update can be made any more, or a parameter is not what it was; names it."""
+        self.check()
+        self.parameters.check()
+
+    def _update(self, *, step: bool, keep: bool = False) -> None:
+        """Makes the rest of a round: all buckets that were not updated while the gradients came."""
+        self.check()
+        # An owed update may be made from inside an evaluation: what it allocates has to train later.
+        with self.faults(), torch.inference_mode(False):
+            self._begin(active=not keep)
+            step = step and self.policy.allows_step()
+            while self._next < len(self.units):
+                self._update_next(step=step, keep=keep)
+            if not self.settings.overlap:
+                for unit in self.units:
+                    self.engine.finish(unit.bucket, unit.edit).raise_if_lost()
+            self._next, self._begun = 0, False
+            self.end_round(stepped=step)
+        if not keep:
+            self.window = Window.IDLE
+        self.tell_round()
+
+    def _update_next(self, *, step: bool, keep: bool) -> None:
+        unit = self.units[self._next]
+        if self.settings.overlap:
+            self.engine.finish(unit.bucket, unit.edit).raise_if_lost()
+        if step:
+            unit.step()
+            self._stepped = True
+        elif self._stepped:
+            unit.pass_step()  # buckets before it had stepped when the backward raised: one rate for all
+        if not keep:
+            for param in unit.block.params:
+                param.grad = None
+        self.engine.start(unit.bucket)
+        self._next += 1
+
+    def _begin(self, *, active: bool) -> None:
+        if self._begun:
+            return
+        self._begun, self._stepped = True, False
+        self.begin_round(active=active)
+        if not self.units:
+            self._build()
+
+    # -- buckets ------------------------------------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        """At the first update: all workers lay out the same buckets, in worker 0's order of gradients."""
+        control, rank, round_ = self.transport.control, self.transport.rank, self.engine.round
+        rounds = control.gather(round_)
+        if len(set(rounds)) > 1:
+            raise OutOfStepError(
+                f"the first update is of different rounds ({worker_counts(rounds)}): the workers have loaded optimizer states "
+                "of different rounds, or some have loaded none. Load on every worker what was saved at the same update."
+            )
+        first: list[int] = share(control, rank, list(self.first_order) if rank == 0 else None)
+        whole = list(dict.fromkeys([*first, *range(len(self.parameters.params))]))
+
+        def make() -> list[Unit]:
+            units = self._builder.lay_out(whole)
+            if self._pending_state is not None:
+                load_optim_state(units, self._pending_state)
+            return units
+
+        units = agree(control, make)
+        self._pending_state = None
+        self._use(units, whole)
+        self.engine.install([unit.bucket for unit in units])
+
+    def _use(self, units: list[Unit], order: list[int] | None) -> None:
+        """These take the place of all units that there were."""
+        self._builder.use(units)
+        self.units, self._order = units, order
+        self.optimizers[:] = [unit.optimizer for unit in units]
+        self.schedulers[:] = [unit.scheduler for unit in units]
+        numbers = {id(param): number for number, param in enumerate(self.parameters.params)}
+        owner = {numbers[id(param)]: i for i, unit in enumerate(units) for param in unit.block.params}
+        self._bucket_of = [owner[number] for number in sorted(owner)]
+
+    # -- saves and loads ----------------------------------------------------------------------------------------------
+
+    def optim_state_dict(self) -> dict[str, Any]:
+        """Optimizers, schedulers, scaler and round: see ``decent_dp.backward.states``."""
+        self.catch_up()
+        return collect_optim_state(self.units, self.policy.scaler, self.engine.round, self._pending_state)
+
+    def load_optim_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what ``optim_state_dict`` returned, or keeps it for the first update."""
+        self.catch_up()
+        check_optim_state(state_dict, self.parameters.names)
+        scaler = self.policy.scaler
+        if scaler is not None and state_dict.get("scaler"):
+            scaler.load_state_dict(state_dict["scaler"])  # at once: the caller scales the next loss with it
+        if self.units:
+            load_optim_state(self.units, state_dict)
+        else:
+            self._pending_state = state_dict
+            self.engine.round = state_dict.get("round", self.engine.round)
+
+    def after_save(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+        """Copies: a view of a bucket would change with the next step."""
+        if module is self.model or not prefix:  # the one that was asked does it for all below it
+            copy_values(state, prefix)
+
+    def before_load(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+        """As any replica's, and takes the keys of a wrapper's state dict for the model's."""
+        if module is self.model:
+            strip_prefix(state, prefix, set(state_names(module)))
+        super().before_load(module, state, prefix)
+
+    def let_go_of_model(self) -> None:
+        super().let_go_of_model()
+        for hook in self._hooks:
+            hook.remove()
+
+    def saved_entries(self) -> dict[str, Any]:
+        """Of a snapshot:
+
+        optim         optimizers, schedulers and scaler, by parameter name: see ``states``
+        optimizer     the kind of the optimizers, None without any; ``scheduler`` likewise
+        accumulate, window    the window is 'idle' or 'open'
+        nested, arrived       whether a backward had another inside, and the first gradients' order until there are buckets
+        order         names, in the order from which the buckets were planned; None before the first update
+        """
+        names = self.parameters.names
+        return {
+            "optim": collect_optim_state(self.units, self.policy.scaler, self.engine.round, self._pending_state),
+            "optimizer": _kind(self.optimizers),
+            "scheduler": _kind([scheduler for scheduler in self.schedulers if scheduler is not None]),
+            "accumulate": self.accumulate,
+            "window": self.window.value,
+            "nested": self.nested,
+            "arrived": [names[i] for i in self.first_order] if self._order is None else [],
+            "order": None if self._order is None else [names[i] for i in self._order],
+        }
+
+    def check_entries(self, snapshot: Mapping[str, Any]) -> None:
+        names = self.parameters.names
+        for key in ("optim", "optimizer", "scheduler", "accumulate", "window", "nested", "arrived", "order"):
+            if key not in snapshot:
+                raise ValueError(f"this is no snapshot of a replica: it has no entry '{key}'")
+        for what, fits in {
+            "accumulate": type(snapshot["accumulate"]) is bool,
+            "window": snapshot["window"] in (Window.IDLE.value, Window.OPEN.value),
+            "nested": type(snapshot["nested"]) is bool,
+            "arrived": isinstance(snapshot["arrived"], list),
+        }.items():
+            if not fits:
+                raise ValueError(f"this is no snapshot of a replica: its '{what}' is {snapshot[what]!r}")
+        check_optim_state(snapshot["optim"], names)
+        order = snapshot["order"]
+        if order is not None and sorted(order) != sorted(names):
+            raise ValueError(
+                "the order of the parameters in the snapshot does not name each trainable parameter of this model once"
+            )
+        unknown = [name for name in snapshot["arrived"] if name not in self.parameters.numbers]
+        if unknown:
+            raise ValueError(f"the snapshot has a gradient of '{unknown[0]}', which is no trainable parameter of this model")
+        check_scaler_state(self.policy.scaler, snapshot["optim"].get("scaler"))
+
+    def prepare_load(self, snapshot: Mapping[str, Any], undo: contextlib.ExitStack) -> list[Bucket]:
+        """``optim_fn`` is called again: optimizers and schedulers are made anew, whatever the bucket size."""
+        order, numbers = snapshot["order"], self.parameters.numbers
+        self._loaded = []
+        if order is not None:
+            if not self.units:  # otherwise they adopt their parameters again when they are used
+                undo.callback(self._builder.release)
+            self._loaded = self._builder.lay_out([numbers[name] for name in order])
+            self._check_kinds(snapshot, self._loaded)
+            load_optim_state(self._loaded, snapshot["optim"], exact=True)
+        return [unit.bucket for unit in self._loaded]
+
+    def _check_kinds(self, snapshot: Mapping[str, Any], units: list[Unit]) -> None:
+        own = {
+            "optimizer": _kind([unit.optimizer for unit in units]),
+            "scheduler": _kind([unit.scheduler for unit in units if unit.scheduler is not None]),
+        }
+        for what, kind in own.items():
+            if snapshot[what] != kind:
+                raise ValueError(
+                    f"the {what} was {snapshot[what]} when this was saved, and is {kind} now: their states do not fit each "
+                    "other. Go on with the same one, or load the parameters alone (load_state_dict)."
+                )
+
+    def install(self, snapshot: Mapping[str, Any], buckets: list[Bucket]) -> None:
+        numbers, order, optim = self.parameters.numbers, snapshot["order"], snapshot["optim"]
+        if self.units and not buckets:
+            self._builder.release()
+        self._use(self._loaded, None if order is None else [numbers[name] for name in order])
+        self._loaded = []
+        self._pending_state = None
+        if order is None and optim["param_groups"]:
+            rest = {key: value for key, value in optim.items() if key != "state"}
+            self._pending_state = {**copy.deepcopy(rest), "state": copied(optim["state"])}
+        self.window, self.accumulate = Window(snapshot["window"]), snapshot["accumulate"]
+        self.nested, self.first_order = snapshot["nested"], {numbers[name]: None for name in snapshot["arrived"]}
+        scaler = self.policy.scaler
+        if scaler is not None:
+            scaler.load_state_dict(optim["scaler"])
+            first_loss_scale(scaler, self.parameters.params[0].device)
+
+
+def _kind(objects: list[Any]) -> str | None:
+    return ", ".join(sorted({type(one).__name__ for one in objects})) or None
+
+
+def _gradient_hook(replica: weakref.ref[BackwardReplica], index: int) -> Callable[[Tensor], None]:
+    def hook(_: Tensor) -> None:
+        target = replica()
+        if target is not None:
+            target.gradient(index)
+
+    return hook

@@ -1,0 +1,8 @@
+"""The engine: named tensors in buckets, rounds, and exchanges in flight. It knows no autograd, optimizer or module."""
+
+from __future__ import annotations
+
+from decent_dp.engine.bucket import Bucket, Edit
+from decent_dp.engine.engine import Engine, Outcome
+
+__all__ = ["Bucket", "Edit", "Engine", "Outcome"]

@@ -1,0 +1,290 @@
+"""One bucket: its tensors, how they are coded, the rule's state for them, and the exchange in flight."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from decent_dp.engine.layout import Block
+from decent_dp.rules import Round, Rule, apply_rule, group_scale, pull_of
+from decent_dp.topo import Edge
+from decent_dp.transport import Handle
+from decent_dp.wire import Hints, Item, Run, Wire
+
+__all__ = ["Bucket", "Edit", "InFlight"]
+
+# Sees, and may change, the weighted sum over the others of an edge before it is mixed in: of each tensor, in its shape.
+Edit: TypeAlias = Callable[[Edge, list[Tensor]], None]
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """An exchange that was started: what is finished is what was started.
+
+    Attributes:
+        hint: what this worker had announced to the members of the edge for it.
+        handle: None if this worker sits the round out.
+        proposal: what was proposed, as the wire's items; None after a restart.
+    """
+
+    round: Round
+    edge: Edge
+    hint: bytes = b""
+    handle: Handle | None = None
+    proposal: list[Tensor] | None = None
+
+    @property
+    def sits_out(self) -> bool:
+        """This worker exchanges nothing in the round."""
+        return len(self.edge.ranks) == 1
+
+
+class Bucket:
+    """Tensors of one dtype and device that are exchanged together.
+
+    ``number`` stands in its messages: that of no other bucket that this engine has had.
+
+    Attributes:
+        hints: what was announced for the coming round.
+        in_flight: the exchange that was started, or the round that this worker sits out; None before the first round.
+        stale: names of tensors whose values were replaced, so that the difference in flight does not belong to them.
+    """
+
+    def __init__(self, number: int, block: Block, wire: type[Wire], rule: Rule) -> None:
+        self.number = number
+        self.block = block
+        self.rule = rule
+        slots, plan = block.plan.slots, block.plan
+        if wire.by_parameter or block.flat is None:
+            items = [Item(slot.index, slot.spec.numel) for slot in slots]
+        else:
+            items = [Item(slots[0].index, plan.numel)]
+        self.wire = wire(items, plan.dtype, plan.device)
+        self.hints = Hints(self.wire)
+        self.in_flight: InFlight | None = None
+        self.stale: set[str] = set()
+        # Of these, those whose rule's state is still that of the old values.
+        self._outdated: set[str] = set()
+        # Made at the first exchange: a worker that never has one (n = 1) pays nothing.
+        self._messages: tuple[Tensor, Tensor] | None = None
+        with torch.no_grad():
+            self.states = [rule.state(value) for value in self.values]
+
+    @property
+    def values(self) -> list[Tensor]:
+        """The tensors' values as the wire's items."""
+        return self.block.values(by_parameter=self.wire.by_parameter)
+
+    @property
+    def messages(self) -> tuple[Tensor, Tensor]:
+        """What is sent and what is received."""
+        if self._messages is None:
+            device, nbytes = self.block.plan.device, self.wire.nbytes
+            sent, received = (torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+            self._messages = sent, received
+        return self._messages
+
+    # -- the rule -----------------------------------------------------------------------------------------------------
+
+    def propose(self, round: Round) -> list[Tensor]:
+        """What goes to the neighbours, as the wire's items."""
+        return [self.rule.propose(value, state, round) for value, state in zip(self.values, self.states, strict=True)]
+
+    def mix(self, in_flight: InFlight, factor: float, edit: Edit | None = None) -> None:
+        """Makes of what came what the rule says."""
+        with self._stale_kept() as some:
+            if some and edit is not None:
+                self._mix_edited(in_flight, factor, edit)
+            elif some:
+                pull = pull_of(in_flight.edge, factor)
+                for run, difference, unit in self.wire.differences(*self.messages):
+                    self._apply(run, difference, pull * unit, in_flight.round)
+                self.block.written()
+
+    def mix_nothing(self, round: Round) -> None:
+        """Tells the rule of a round in which nothing came."""
+        if not self.rule.acts_alone:
+            self.stale.clear()
+            return
+        with self._stale_kept() as some:
+            if some:
+                for value, state in zip(self.values, self.states, strict=True):
+                    self.rule.apply(value, state, None, round)
+                self.block.written()
+
+    @contextlib.contextmanager
+    def _stale_kept(self) -> Iterator[bool]:
+        """Inside, the rule may write to all; tensors whose values were replaced are as before after it. Yields whether there
+        are any others."""
+        named = [(value, *state.values()) for name, value, state in self._named() if name in self.stale] if self.stale else []
+        kept = [(tensor, tensor.clone()) for tensors in named for tensor in tensors]
+        yield len(self.stale) < len(self.block.names)
+        for tensor, value in kept:
+            tensor.copy_(value)
+        self.stale.clear()
+
+    def _apply(self, run: Run, difference: Tensor | None, pull: float, round: Round) -> None:
+        there = slice(run.start, run.stop)
+        state = {key: tensor[there] for key, tensor in self.states[run.item].items()}
+        apply_rule(self.rule, self.values[run.item][there], state, difference, pull, round)
+
+    def _mix_edited(self, in_flight: InFlight, factor: float, edit: Edit) -> None:
+        plan, weight = self.block.plan, 1.0 - in_flight.edge.weight
+        scale = group_scale(in_flight.edge)
+        others = torch.empty(plan.numel, dtype=plan.dtype, device=plan.device)
+        own = torch.empty_like(others)
+        firsts = [0]
+        for item in self.wire.items:
+            firsts.append(firsts[-1] + item.numel)
+
+        def place(flat: Tensor, item: int, start: int, stop: int) -> Tensor:
+            return flat[firsts[item] + start : firsts[item] + stop]
+
+        near = self.values if in_flight.proposal is None else in_flight.proposal
+        for run, proposal in self.wire.proposals(near, self.messages[0]):
+            for flat in (own, others):
+                place(flat, run.item, run.start, run.stop).copy_(proposal)
+        for run, difference, unit in self.wire.differences(*self.messages):
+            if difference is not None:
+                place(others, run.item, run.start, run.stop).add_(difference, alpha=scale * unit)
+        others.mul_(weight)
+        edit(in_flight.edge, self.block.views(others))
+        if weight:
+            others.div_(weight)
+        for number, value in enumerate(self.values):
+            difference = place(others, number, 0, len(value)) - place(own, number, 0, len(value))
+            apply_rule(self.rule, value, self.states[number], difference, factor * weight, in_flight.round)
+        self.block.written()
+
+    def mark_stale(self, names: set[str]) -> None:
+        """The values of these tensors are replaced."""
+        self.stale |= names
+        self._outdated |= names
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        """The rule begins anew with the tensors whose values were replaced."""
+        for name, value, state in self._named() if self._outdated else ():
+            if name in self._outdated:
+                for key, fresh in self.rule.state(value).items():
+                    state[key].copy_(fresh)
+        self._outdated.clear()
+
+    def _named(self) -> Iterable[tuple[str, Tensor, dict[str, Tensor]]]:
+        """Of each tensor its name, and its parts of the values and of the rule's state, 1-D."""
+        if self.block.flat is None or self.wire.by_parameter:
+            yield from zip(self.block.names, self.values, self.states, strict=True)
+            return
+        for slot in self.block.plan.slots:
+            there = slice(slot.offset, slot.offset + slot.spec.numel)
+            yield slot.spec.name, self.values[0][there], {key: tensor[there] for key, tensor in self.states[0].items()}
+
+    # -- a run that is stopped, and goes on -----------------------------------------------------------------------------
+
+    def rule_state(self) -> dict[str, dict[str, Tensor]]:
+        """By tensor name, the rule's state in the tensor's shape; live tensors."""
+        self.renew()
+        specs = {slot.spec.name: slot.spec for slot in self.block.plan.slots}
+        return {
+            name: {key: t.as_strided(specs[name].shape, specs[name].stride, t.storage_offset()) for key, t in state.items()}
+            for name, _, state in self._named()
+        }
+
+    def load_rule_state(self, by_name: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Takes back what ``rule_state`` returned.
+
+        Raises:
+            ValueError: something is missing, or of another shape; names the tensor.
+        """
+        for name, own in self.rule_state().items():
+            saved = by_name.get(name, {})
+            for key, tensor in own.items():
+                found = saved.get(key)
+                if found is None or found.shape != tensor.shape:
+                    was = "is missing" if found is None else f"was saved as {tuple(found.shape)}"
+                    raise ValueError(
+                        f"'{key}' in the state of the rule for parameter '{name}' {was}, and should be {tuple(tensor.shape)}"
+                    )
+                tensor.copy_(found)
+
+    def saved_exchange(self) -> dict[str, dict[str, Tensor]]:
+        """By tensor name, what an exchange needs beside the tensors: of the messages, and of what was announced.
+
+        The entries of a tensor do not depend on the bucket that it is in:
+
+            sent       what is in flight of it: codes, 1-D, in the order of its memory; and ``records``, see the wire
+            told       what was announced for the exchange in flight, int8
+            announced  what was announced for the round that comes, int8
+            ranges     what the wire has learnt, float64 of shape (runs, 4)
+
+        A wire without records, announcements or a memory has no such entries, and what is not in flight is not there.
+        Tensors on the bucket's device may be parts of the message: good until the next exchange starts.
+        """
+        wire, by_item = self.wire, self.wire.memory()
+        sending = self.in_flight if self.in_flight is not None and not self.in_flight.sits_out else None
+        texts = {"told": None if sending is None else sending.hint, "announced": self.hints.coming}
+        for key, text in texts.items():
+            if text is not None and wire.announces:
+                for entries, part in zip(by_item, wire.announcement_by_item(text), strict=True):
+                    entries[key] = part
+        if sending is not None:
+            for entries, parts in zip(by_item, wire.take_apart(self.messages[0]), strict=True):
+                entries.update(parts)
+        if len(by_item) < len(self.block.names):  # one of all, on a wire that only has codes
+            sent, slots = by_item[0].get("sent"), self.block.plan.slots
+            by_item = [{} if sent is None else {"sent": sent[slot.offset : slot.offset + slot.spec.numel]} for slot in slots]
+        return dict(zip(self.block.names, by_item, strict=True))
+
+    def load_exchange(self, by_name: Mapping[str, Mapping[str, Tensor]], *, sending: bool) -> bytes | None:
+        """Takes back what ``saved_exchange`` returned, maybe of other buckets.
+
+        Args:
+            sending: an exchange is to go on.
+
+        Returns:
+            What was announced for the exchange in flight; None: there is none.
+
+        Raises:
+            ValueError: something is missing, or of another shape or dtype; names the tensor.
+        """
+        wire, device = self.wire, self.block.plan.device
+        entries = [
+            _checked(slot.spec.name, by_name.get(slot.spec.name, {}), wire.entries(slot.spec.numel, under_way=sending))
+            for slot in self.block.plan.slots
+        ]
+        if wire.announces:
+            self.hints.coming = wire.announcement_of([entry["announced"] for entry in entries])
+            wire.remember(entries)
+        if not sending:
+            return None
+        parts: list[Mapping[str, Tensor]] = [{**entry, "sent": entry["sent"].to(device)} for entry in entries]
+        if len(wire.items) < len(parts):
+            parts = [{"sent": torch.cat([part["sent"] for part in parts])}]
+        wire.put_together(parts, self.messages[0])
+        return wire.announcement_of([entry["told"] for entry in entries]) if wire.announces else b""
+
+    def edge_state(self) -> dict[str, dict[str, Tensor]]:
+        """By tensor name, what the wire has learnt of single edges; only a wire whose items are tensors has any."""
+        by_item = self.wire.edge_state()
+        return dict(zip(self.block.names, by_item, strict=True)) if any(by_item) else {}
+
+    def load_edge_state(self, by_name: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Takes back what ``edge_state`` returned, maybe of other buckets."""
+        if len(self.wire.items) == len(self.block.names):
+            self.wire.load_edge_state([by_name.get(name, {}) for name in self.block.names])
+
+
+def _checked(
+    name: str, entries: Mapping[str, Tensor], wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+) -> Mapping[str, Tensor]:
+    for key, (shape, dtype) in wanted.items():
+        found = entries.get(key)
+        if found is None or tuple(found.shape) != shape or found.dtype != dtype:
+            was = "is missing" if found is None else f"is {tuple(found.shape)} {found.dtype}"
+            raise ValueError(f"'{key}' of the exchange of parameter '{name}' {was}, and should be {shape} {dtype}")
+    return entries

@@ -1,0 +1,287 @@
+"""Rounds of exchanges, bucket by bucket: finish the one in flight, start the next one.
+
+The verbs are separate, so that a driver can put its optimizer's step where it belongs: overlapped (finish, step, start, or
+step, finish, start) or synchronous (step, start, finish), and so that a round can go by without a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from decent_dp.engine.bucket import Bucket, Edit, InFlight
+from decent_dp.errors import PeerError, PeerLostError
+from decent_dp.rules import Round, Rule
+from decent_dp.topo import Edge, Topology
+from decent_dp.transport import Label, Parcel, Transport
+
+__all__ = ["ARRIVED", "SAT_OUT", "Engine", "Outcome"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the exchange of a bucket ended: what came was mixed in, this worker sat the round out, or the peer is lost."""
+
+    kind: Literal["arrived", "sat out", "lost"]
+    error: PeerError | None = None
+
+    def raise_if_lost(self) -> None:
+        """Raises the ``PeerError`` of a lost peer."""
+        if self.error is not None:
+            raise self.error
+
+
+ARRIVED, SAT_OUT = Outcome("arrived"), Outcome("sat out")
+
+
+class Engine:
+    """Exchanges the tensors of buckets, round by round.
+
+    Args:
+        topology: who mixes with whom in which round.
+        rule: what is proposed, and what becomes of what came.
+
+    Attributes:
+        round: that is being made or comes next; counts rounds, also those before a restart.
+        factor: the adaptive factor γ.
+        exchanges: finished, of single buckets.
+        bytes_sent: put on the wire by this worker for exchanges.
+        waited: seconds that the calling thread has waited for exchanges.
+        started: the last round whose exchanges these buckets have started, idle ones included; None: none yet.
+    """
+
+    def __init__(self, transport: Transport, topology: Topology, rule: Rule) -> None:
+        self._transport, self._topology = transport, topology
+        self.rule = rule
+        self.buckets: list[Bucket] = []
+        self.round = 0
+        self.factor = 1.0
+        self.exchanges = 0
+        self.bytes_sent = 0
+        self.waited = 0.0
+        self.started: int | None = None
+        # Of buckets that are gone.
+        self._rejected = 0
+
+    @property
+    def rejected(self) -> int:
+        """Runs whose difference a wire could not tell."""
+        return self._rejected + sum(bucket.wire.rejected for bucket in self.buckets)
+
+    def install(self, buckets: list[Bucket]) -> None:
+        """These take the place of all buckets that there were, which have nothing in flight."""
+        self._rejected = self.rejected
+        self.buckets, self.started = buckets, None
+
+    # -- a round ------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def finish(self, bucket: Bucket, edit: Edit | None = None) -> Outcome:
+        """Waits for the exchange in flight, if there is one, and mixes. (Where none is, this worker sits out, too.)
+
+        Args:
+            edit: sees, and may change, what is mixed in.
+
+        Raises:
+            WireError: what came is not what was due.
+        """
+        in_flight, bucket.in_flight = bucket.in_flight, None
+        if in_flight is None:
+            return SAT_OUT
+        if in_flight.sits_out:
+            bucket.mix_nothing(in_flight.round)
+            return SAT_OUT
+        assert in_flight.handle is not None
+        before = time.perf_counter()
+        try:
+            with record_function("decent_dp.wait"):
+                in_flight.handle.wait()
+        except PeerError as error:
+            bucket.mix_nothing(in_flight.round)
+            return Outcome("lost", error)
+        finally:
+            self.waited += time.perf_counter() - before
+        self.exchanges += 1
+        with record_function("decent_dp.mix"):
+            bucket.mix(in_flight, self.factor, edit)
+        return ARRIVED
+
+    @torch.no_grad()
+    def start(self, bucket: Bucket) -> None:
+        """Proposes the tensors to the neighbours of the current round."""
+        assert bucket.in_flight is None, "an exchange is started when the one before is finished"
+        bucket.stale.clear()
+        round_, edge = self._round(self.round), self._topology.get_edge(self.round)
+        proposal = bucket.propose(round_)
+        hint = self._announce(bucket, edge, proposal) if bucket.wire.announces else b""
+        self.started = self.round
+        self._send(bucket, round_, edge, proposal, hint)
+
+    def advance(self) -> None:
+        """The round is over: all buckets have been started in it."""
+        self.round += 1
+
+    def wait_for_read(self) -> None:
+        """Returns once the tensors may be written to by anybody: what is to be sent of them has been read."""
+        for bucket in self.buckets:
+            if bucket.in_flight is not None and bucket.in_flight.handle is not None:
+                bucket.in_flight.handle.let_go()
+
+    def mark_stale(self, names: Iterable[str] | None = None) -> None:
+        """The values of these tensors (None: of all) are replaced: the difference in flight is not added to the new ones, and
+        the rule begins anew with them: at ``renew``, or when the exchange in flight is finished."""
+        chosen = None if names is None else set(names)
+        for bucket in self.buckets:
+            own = set(bucket.block.names)
+            bucket.mark_stale(own if chosen is None else own & chosen)
+
+    def renew(self) -> None:
+        """The values of the tensors that were marked stale are there: the rule begins anew with them."""
+        for bucket in self.buckets:
+            bucket.renew()
+
+    def drop(self) -> None:
+        """Finishes what is in flight, and does not mix it in.
+
+        Raises:
+            PeerError: a peer is lost; after all others have been waited for.
+        """
+        self.mark_stale()
+        errors: list[Exception] = []
+        for bucket in self.buckets:
+            try:
+                self.finish(bucket).raise_if_lost()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _round(self, number: int) -> Round:
+        return Round(number, Topology.mixes(self._topology, number))
+
+    def _send(
+        self, bucket: Bucket, round_: Round, edge: Edge, proposal: list[Tensor], hint: bytes, *, coded: bool = False
+    ) -> None:
+        handle = None
+        if len(edge.ranks) > 1:
+            label, members = Label(round_.number, bucket.number), tuple(sorted(edge.ranks))
+            parcel = Parcel(bucket.wire, proposal, *bucket.messages, hint, self._transport.rank, label, members, coded)
+            handle = self._transport.exchange.start(edge, parcel)
+            self.bytes_sent += handle.bytes_sent
+        bucket.in_flight = InFlight(round_, edge, hint, handle, None if coded else proposal)
+
+    def _announce(self, bucket: Bucket, edge: Edge, proposal: list[Tensor]) -> bytes:
+        """Tells the members of the next edge what they must know, and returns what those of this one were told."""
+        in_time = bucket.hints.coming is not None
+        now = bucket.hints.turn(proposal)
+        if not in_time and len(edge.ranks) > 1:  # the first round of this run, which may be any
+            self._transport.exchange.announce(edge, Label(self.round, bucket.number), now)
+        self._announce_ahead(bucket, self.round + 1)
+        return now
+
+    def _announce_ahead(self, bucket: Bucket, round_: int) -> None:
+        coming, hint = self._topology.get_edge(round_), bucket.hints.coming
+        if hint is not None and len(coming.ranks) > 1:
+            # Who has made its last update may be gone already. If that round comes, its exchange says so.
+            with contextlib.suppress(PeerLostError):
+                self._transport.exchange.announce(coming, Label(round_, bucket.number), hint)
+
+    # -- a run that is stopped, and goes on -----------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is needed to go on as if nothing had happened; waits for no exchange.
+
+        Returns:
+            round, factor
+            rule          {"kind": its class, "state": {tensor name: {key: tensor}}}
+            compression   {tensor name: what the wire has learnt of single edges}
+            exchange      {"parameters": {tensor name: see ``Bucket.saved_exchange``}, "disowned": names of those whose
+                          difference is to be dropped, "in_flight": whether the round before is}; None where nothing can go on
+
+        The tensors are live: copy them before the next round.
+        """
+        going = bool(self.buckets) and self.started == self.round - 1
+        exchange: dict[str, Any] = {"parameters": {}, "disowned": [], "in_flight": False}
+        rule: dict[str, Any] = {"kind": type(self.rule).__name__, "state": {}}
+        compression: dict[str, Any] = {}
+        for bucket in self.buckets:
+            rule["state"].update({name: state for name, state in bucket.rule_state().items() if state})
+            compression.update(bucket.edge_state())
+            if going:
+                exchange["parameters"].update(bucket.saved_exchange())
+                exchange["in_flight"] |= bucket.in_flight is not None
+                if bucket.in_flight is not None:
+                    exchange["disowned"] += [name for name in bucket.block.names if name in bucket.stale]
+        return {
+            "round": self.round,
+            "factor": self.factor,
+            "rule": rule,
+            "compression": compression,
+            "exchange": exchange if going else None,
+        }
+
+    def check_rule_state(self, saved: Mapping[str, Any]) -> None:
+        """Looks whether the rule of ``state_dict`` is this one.
+
+        Raises:
+            ValueError: it has a state, and is of another class.
+        """
+        kind = type(self.rule).__name__
+        if saved["state"] and saved["kind"] != kind:
+            raise ValueError(
+                f"the rule was {saved['kind']} when this was saved, and is {kind} now: its state does not fit. Go on with the "
+                "same one, or load the parameters alone (load_state_dict)."
+            )
+
+    def prepare(self, bucket: Bucket, state: Mapping[str, Any], *, resumed: bool) -> bytes | None:
+        """Puts what ``state_dict`` returned into a new bucket, whose tensors need not have their values yet.
+
+        Args:
+            resumed: the exchange is to go on, on all workers.
+
+        Returns:
+            What was announced for the exchange in flight; None: nothing is.
+
+        Raises:
+            ValueError: it does not fit; names the tensor.
+        """
+        round_ = state["round"]
+        if state["rule"]["state"]:
+            bucket.load_rule_state(state["rule"]["state"])
+        bucket.load_edge_state(state["compression"])
+        if not resumed:
+            return None
+        if bucket.wire.announces:
+            self._topology.get_edge(round_)  # the edge that is told: if it cannot be made, now
+        sending = state["exchange"]["in_flight"] and len(self._topology.get_edge(round_ - 1).ranks) > 1
+        return bucket.load_exchange(state["exchange"]["parameters"], sending=sending)
+
+    @torch.no_grad()
+    def resume(self, state: Mapping[str, Any], hints: Iterable[bytes | None]) -> None:
+        """Puts on the wire again, for the round before, what the buckets' messages hold of a run that was stopped.
+
+        Args:
+            state: what ``state_dict`` returned; round and factor are set already.
+            hints: what ``prepare`` returned for each bucket.
+        """
+        self.started = self.round - 1
+        stale = set(state["exchange"]["disowned"])
+        round_, edge = self._round(self.round - 1), self._topology.get_edge(self.round - 1)
+        for bucket, hint in zip(self.buckets, hints, strict=True):
+            if hint is not None:
+                if bucket.wire.announces:
+                    self._transport.exchange.announce(edge, Label(round_.number, bucket.number), hint)
+                self._send(bucket, round_, edge, bucket.values, hint, coded=True)
+            elif state["exchange"]["in_flight"]:
+                bucket.in_flight = InFlight(round_, edge)
+            bucket.stale = stale & set(bucket.block.names)
+        for bucket in self.buckets:
+            if bucket.wire.announces:
+                self._announce_ahead(bucket, self.round)

@@ -1,0 +1,66 @@
+"""A replica that holds other values than its own for a while: the mean over the workers, or a moving average of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+__all__ = ["Mean"]
+
+
+class Mean:
+    """What a replica has put aside.
+
+    Attributes:
+        backup: the tensors that are not the replica's own just now, and its own values; None while all are its own.
+        scoped: the backup comes back by itself, at the end of a with-block.
+    """
+
+    def __init__(self) -> None:
+        self.backup: list[tuple[Tensor, Tensor]] | None = None
+        self.scoped = False
+
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """Puts the values of ``tensors`` aside, unless some are there already."""
+        if self.backup is None:
+            self.backup = [(tensor, tensor.detach().clone()) for tensor in tensors]
+
+    @torch.no_grad()
+    def revert(self) -> None:
+        """Puts the replica's own values back.
+
+        Raises:
+            RuntimeError: there is no backup.
+        """
+        if self.backup is None:
+            raise RuntimeError(
+                "there is nothing to revert: call global_avg() (with will_revert=True) first. An update or a load after it "
+                "drops the backup."
+            )
+        for tensor, value in self.backup:
+            tensor.copy_(value)
+        self.backup = None
+
+    @contextlib.contextmanager
+    def holding(self, tensors: Iterable[Tensor]) -> Iterator[None]:
+        """Inside, other values may be written to ``tensors``; they have the present ones back after it.
+
+        Not if there is no backup any more then: it was reverted, or an update or a load has made the values the replica's own.
+        """
+        outer, outer_scoped = self.backup, self.scoped
+        before = [(tensor, tensor.detach().clone()) for tensor in tensors]
+        covered = {id(tensor) for tensor, _ in outer or ()}
+        self.backup = [*(outer or ()), *(pair for pair in before if id(pair[0]) not in covered)]
+        self.scoped = outer_scoped or outer is None
+        try:
+            yield
+        finally:
+            self.scoped = outer_scoped
+            if self.backup is not None:
+                self.backup = outer
+                with torch.no_grad():
+                    for tensor, value in before:
+                        tensor.copy_(value)

@@ -1,0 +1,155 @@
+"""Hooks on a model's state dicts, so that a save or a load in the middle of a run does what it says."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+__all__ = ["Hooked", "ModuleHooks", "copy_values", "insert_module", "state_names", "strip_prefix"]
+
+# What wrappers put before the names of a model: an earlier decent_dp, and PyTorch DDP.
+_PREFIXES = ("_model.", "module.")
+
+
+class Hooked(Protocol):
+    """Who is told when a module of its model is saved or loaded."""
+
+    def before_save(self) -> None:
+        """The values of a module are about to be read."""
+
+    def after_save(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+        """They are in ``state``, behind ``prefix``: of the module that was asked, and all below it."""
+
+    def before_load(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+        """``state`` is about to be copied into the module's own parameters (of its children another call tells)."""
+
+    def after_load(self) -> None:
+        """What a module and all below it were told to load is in their parameters."""
+
+
+class ModuleHooks:
+    """The hooks on one model, for one owner, who is held weakly."""
+
+    def __init__(self, model: nn.Module, owner: Hooked) -> None:
+        me = weakref.ref(owner)
+        modules: list[Any] = list(model.modules())  # torch does not type the hooks
+        known = frozenset(map(id, modules))
+        self._hooks: list[Any] = []
+        for module in modules:
+            self._hooks += [
+                module.register_state_dict_pre_hook(_Hook(me, known, _before_save)),
+                module.register_state_dict_post_hook(_Hook(me, known, _after_save)),
+                module.register_load_state_dict_pre_hook(_Hook(me, known, _before_load)),
+                module.register_load_state_dict_post_hook(_Hook(me, known, _after_load)),
+            ]
+
+    def remove(self) -> None:
+        """Lets go of the model."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _before_save(owner: Hooked, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    owner.before_save()
+
+
+def _after_save(owner: Hooked, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    owner.after_save(module, state, prefix)
+
+
+def _before_load(owner: Hooked, module: nn.Module, state: dict[str, Any], prefix: str, local: Any, *_: Any) -> None:
+    if (local or {}).get("assign_to_params_buffers"):
+        raise ValueError(
+            "load_state_dict(assign=True) would put other tensors in the place of those that train and mix. Load with "
+            "assign=False: the values are copied into them."
+        )
+    owner.before_load(module, state, prefix)
+
+
+def _after_load(owner: Hooked, module: nn.Module, *_: Any) -> None:
+    owner.after_load()
+
+
+class _Hook:
+    """A module hook that a copy or a pickle of the model does not take along.
+
+    It copies as itself: a deep copy of the model then calls with a module that is not ours, and is let pass. In a pickle it
+    becomes a hook that does nothing.
+    """
+
+    def __init__(self, owner: weakref.ref[Any], known: frozenset[int], call: Callable[..., None]) -> None:
+        self._owner, self._known, self._call = owner, known, call
+
+    def __call__(self, module: nn.Module, *args: Any) -> None:
+        owner = self._owner()
+        if owner is not None and id(module) in self._known:
+            self._call(owner, module, *args)
+
+    def __deepcopy__(self, memo: Any) -> _Hook:
+        return self
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        return (_no_hook, ())
+
+
+def _no_hook() -> Callable[..., None]:
+    return _nothing
+
+
+def _nothing(*args: Any) -> None:
+    return None
+
+
+# -- what is done to a state dict -----------------------------------------------------------------------------------------
+
+
+def copy_values(state: dict[str, Any], prefix: str) -> None:
+    """Makes a dict hold copies: a view of a bucket would change with the next step and be saved with all of it."""
+    copies: dict[int, Tensor] = {}
+    for key, value in state.items():
+        # Under keep_vars the values are the parameters themselves, which the caller asked for.
+        if key.startswith(prefix) and isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+            identity = value.data_ptr() if value.numel() else id(value)
+            copy = copies.get(identity)
+            if copy is None or (copy.shape, copy.stride(), copy.dtype) != (value.shape, value.stride(), value.dtype):
+                copy = copies[identity] = value.detach().clone()
+            state[key] = copy
+
+
+def strip_prefix(state: dict[str, Any], prefix: str, expected: Iterable[str], insert: str = "") -> None:
+    """Renames, in place, the keys of a state dict that a wrapper had prefixed.
+
+    Args:
+        state: keys that start with ``prefix`` are looked at.
+        prefix: where the model sits in the module that is loaded.
+        expected: the model's own names. A wrapper's prefix is stripped only when none of them is there unstripped.
+        insert: put between ``prefix`` and the name.
+    """
+    expected = set(expected)
+    names = [key[len(prefix) :] for key in state if key.startswith(prefix)]
+    strip = ""
+    if not any(name in expected for name in names):
+        strip = next((p for p in _PREFIXES if any(n.startswith(p) and n[len(p) :] in expected for n in names)), "")
+    if not strip and not insert:
+        return
+    for name in names:
+        state[prefix + insert + name.removeprefix(strip)] = state.pop(prefix + name)
+
+
+def insert_module(wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """A load hook for a wrapper in a larger module: the model's own keys are found where torch looks for the child
+    ``module``."""
+    model = wrapper.get_submodule("module")
+    expected = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    strip_prefix(state, prefix, expected, insert="module.")
+
+
+def state_names(model: nn.Module) -> Iterator[str]:
+    """The names of all parameters and buffers, tied ones under each of theirs."""
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        yield name
+    for name, _ in model.named_buffers(remove_duplicate=False):
+        yield name

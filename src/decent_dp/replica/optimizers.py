@@ -1,0 +1,235 @@
+"""The user's optimizers: which parameters they have, and their state by parameter name."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import json
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+__all__ = ["check_optimizers", "exact_state", "is_like", "load_optimizer", "params_of", "saved_optimizer", "signature_of"]
+
+# Optimizers that make the workers' parameters equal in each step, by the names of their classes (not to import them).
+_EQUALIZING = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer", "ZeROOptimizer", "DistributedFusedAdam")
+# Of so many parameters an optimizer's signature has the names.
+_NAMED = 8
+
+
+def check_optimizers(given: object, model: nn.Module) -> list[Optimizer]:
+    """The optimizers, if each trainable parameter of ``model`` is in exactly one of them, and nothing else.
+
+    Raises:
+        TypeError: one is no optimizer whose steps can be followed.
+        ValueError: a parameter is in none, in two, or not the model's; names it.
+    """
+    one = isinstance(given, (Optimizer, Tensor, nn.Module, Mapping, str)) or not isinstance(given, Iterable)
+    found: list[Any] = [given] if one else list(given)  # type: ignore[call-overload]
+    if not found:
+        raise ValueError("optimizer is an empty list: pass the optimizer that steps the model's parameters, or several.")
+    for optimizer in found:
+        _check_kind(optimizer)
+    names = {id(param): name for name, param in model.named_parameters()}
+    owners: dict[int, Optimizer] = {}
+    for optimizer in found:
+        for number, param in enumerate(params_of(optimizer)):
+            name = names.get(id(param))
+            if name is None:
+                raise ValueError(
+                    f"parameter {number} of {type(optimizer).__name__}, of shape {tuple(param.shape)}, is not one of the "
+                    "model's: it would train and never be mixed. Make the optimizer from model.parameters(), after the model "
+                    "was moved or converted, and put what else trains into the model."
+                )
+            if id(param) in owners:
+                raise ValueError(f"parameter '{name}' is in two optimizers, or twice in one, and would be stepped twice.")
+            owners[id(param)] = optimizer
+    for name, param in model.named_parameters():
+        if param.requires_grad and id(param) not in owners:
+            raise ValueError(
+                f"parameter '{name}' is in no optimizer: it would be mixed and never trained. Give it to one, pass all "
+                "optimizers as a list, or freeze it (requires_grad_(False)) before gossip()."
+            )
+    return found
+
+
+def _check_kind(optimizer: Any) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, or a list of them, got {_described(optimizer)}")
+    kind = type(optimizer).__name__
+    if "_optimizer_step_post_hooks" not in vars(optimizer):
+        raise TypeError(
+            f"{kind} does not tell of its steps, as it was not made by torch.optim.Optimizer.__init__: if it wraps an "
+            "optimizer, pass that one (.optimizer)."
+        )
+    if any(base.__name__ in _EQUALIZING for base in type(optimizer).__mro__):
+        raise TypeError(
+            f"{kind} makes the parameters of all workers equal in each step, and here replicas differ and are mixed: pass the "
+            "optimizer that it is made of, over all of the model's parameters."
+        )
+    if getattr(optimizer, "pre_average_hook", None) is not None:
+        raise TypeError(
+            f"{kind} has a pre_average_hook, which only DecentralizedDataParallel calls: use that, or a rule (rule=)."
+        )
+
+
+def _described(thing: Any) -> str:
+    """What was given in the place of an optimizer, and what to do."""
+    name = type(thing).__name__
+    if isinstance(thing, type):
+        return f"the class {thing.__name__}: pass an object of it, {thing.__name__}(model.parameters(), ...)"
+    if hasattr(thing, "get_last_lr"):
+        return f"a learning-rate scheduler ({name}): pass its optimizer"
+    if isinstance(thing, Mapping):
+        return f"a {name}: pass list(optimizers.values())"
+    if isinstance(thing, Tensor):
+        return f"a {name}: pass the optimizer, not its parameters"
+    if isinstance(thing, nn.Module):
+        return f"a module ({name}): gossip(model, optimizer) takes the model first"
+    if callable(thing):
+        return f"a function ({getattr(thing, '__name__', name)}): gossip() takes the optimizer itself, not what makes one"
+    text = repr(thing)
+    return text if len(text) <= 60 else f"a {name}"
+
+
+def signature_of(optimizers: Sequence[Optimizer], model: nn.Module) -> list[Any]:
+    """In what the optimizers of all workers must be alike, as JSON can hold it, and short enough for a message."""
+    return [_signature(type(optimizer).__name__, _names_of(optimizer, model)) for optimizer in optimizers]
+
+
+def _signature(kind: str, names: list[str]) -> str:
+    if len(names) <= _NAMED:
+        return f"{kind} of {', '.join(names)}"
+    digest = hashlib.sha256(json.dumps(names).encode()).hexdigest()[:8]
+    return f"{kind} of {len(names)} parameters, {', '.join(names[: _NAMED // 2])}, ..., {names[-1]} ({digest})"
+
+
+# -- state ---------------------------------------------------------------------------------------------------------------
+
+
+def saved_optimizer(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
+    """Its ``state_dict()`` with names in the place of numbers; live tensors.
+
+    Returns:
+        kind: its class; state: {parameter name: its state}; other: what belongs to no parameter; groups: the options of each
+        parameter group, with the names under 'params'; more: what else its state dict has.
+
+    Raises:
+        ValueError: its state dict is not as torch's optimizers have theirs, or a parameter is not the model's.
+    """
+    names = _names_of(optimizer, model)
+    state_dict = optimizer.state_dict()
+    if not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError(
+            f"{type(optimizer).__name__}.state_dict() has {sorted(map(str, state_dict))}, and must have 'state' and "
+            "'param_groups', as torch's optimizers do, to be saved by parameter name."
+        )
+    state: Mapping[Any, Any] = state_dict["state"]
+    groups = [{**group, "params": [names[i] for i in group["params"]]} for group in state_dict["param_groups"]]
+    return {
+        "kind": type(optimizer).__name__,
+        "state": {names[key]: value for key, value in state.items() if type(key) is int},
+        "other": {key: value for key, value in state.items() if type(key) is not int},
+        "groups": groups,
+        "more": {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")},
+    }
+
+
+def load_optimizer(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, Any], undo: contextlib.ExitStack) -> None:
+    """Loads what ``saved_optimizer`` returned, bit for bit; ``undo`` takes it back as exactly.
+
+    Raises:
+        ValueError: it is of another optimizer; names the difference.
+    """
+    kind, names = type(optimizer).__name__, _names_of(optimizer, model)
+    if saved["kind"] != kind:
+        raise ValueError(
+            f"the optimizer was {saved['kind']} when this was saved, and is {kind} now: their states do not fit each other. Go "
+            "on with the same one, or load the parameters alone (load_state_dict)."
+        )
+    own = dict(zip(map(id, params_of(optimizer)), names, strict=True))
+    _compare_groups(
+        kind,
+        [group["params"] for group in saved["groups"]],
+        [[own[id(param)] for param in group["params"]] for group in optimizer.param_groups],
+    )
+    numbers = {name: number for number, name in enumerate(names)}
+    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in saved["groups"]]
+    state = {**{numbers[name]: value for name, value in saved["state"].items()}, **saved["other"]}
+    undo.callback(_load, optimizer, copy.deepcopy(optimizer.state_dict()))
+    try:
+        _load(optimizer, {**saved["more"], "state": state, "param_groups": groups})
+    except Exception as error:
+        raise ValueError(
+            f"{kind}.load_state_dict does not take what {kind}.state_dict returned when this was saved "
+            f"({type(error).__name__}: {error}): use the version that saved it"
+        ) from error
+
+
+def _compare_groups(kind: str, saved: Sequence[Sequence[str]], own: Sequence[Sequence[str]]) -> None:
+    same = "Make the same groups, with the same parameters in the same order."
+    if len(saved) != len(own):
+        raise ValueError(f"{kind} had {len(saved)} parameter groups when this was saved, and has {len(own)} now. {same}")
+    for number, (theirs, ours) in enumerate(zip(saved, own, strict=True)):
+        for place, (before, now) in enumerate(zip_longest(theirs, ours)):
+            if before != now:
+                was, is_ = (f"'{name}'" if name is not None else "none" for name in (before, now))
+                raise ValueError(
+                    f"{kind} had other parameters, or in another order, when this was saved: parameter {place} of group "
+                    f"{number} was {was}, and is {is_} now. {same}"
+                )
+
+
+def _load(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """``optimizer.load_state_dict``, with every tensor in its own dtype, and nothing of ``state_dict`` kept."""
+    optimizer.load_state_dict(copy.deepcopy(state_dict))
+    for number, param in enumerate(params_of(optimizer)):
+        if number in state_dict["state"] and param in optimizer.state:
+            optimizer.state[param] = exact_state(optimizer.state[param], state_dict["state"][number], param)
+
+
+def exact_state(loaded: Any, saved: Any, param: Tensor) -> Any:
+    """``loaded``, with copies of the tensors in ``saved``, where the optimizer has put them.
+
+    torch's optimizers cast tensors to their parameters' dtype, and make nonsense of strings and deques.
+    """
+    if isinstance(loaded, Tensor) and isinstance(saved, Tensor):
+        if not is_like(saved, param):
+            return saved.detach().to(loaded.device, copy=True)
+        # In the parameter's strides, as optimizers make them.
+        return torch.empty_like(param, dtype=saved.dtype, device=loaded.device).copy_(saved)
+    if isinstance(loaded, dict) and isinstance(saved, dict):
+        return {key: exact_state(value, saved[key], param) if key in saved else value for key, value in loaded.items()}
+    if isinstance(loaded, (list, tuple, deque)) and isinstance(saved, (list, tuple, deque)) and len(loaded) == len(saved):
+        members = [exact_state(a, b, param) for a, b in zip(loaded, saved, strict=True)]
+        return deque(members, saved.maxlen) if isinstance(saved, deque) else type(loaded)(members)
+    if type(loaded) is type(saved):
+        return copy.deepcopy(saved)
+    return loaded
+
+
+def is_like(value: Tensor, param: Tensor) -> bool:
+    """Whether a state's tensor is laid out as its parameter."""
+    return value.layout == torch.strided and value.shape == param.shape
+
+
+def params_of(optimizer: Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _names_of(optimizer: Optimizer, model: nn.Module) -> list[str]:
+    names = {id(param): name for name, param in model.named_parameters()}
+    params = params_of(optimizer)
+    for number, param in enumerate(params):
+        if id(param) not in names:
+            raise ValueError(
+                f"parameter {number} of {type(optimizer).__name__}, of shape {tuple(param.shape)}, is not one of the model's "
+                "any more, or was never (add_param_group after gossip()?): its state cannot be kept by name."
+            )
+    return [names[id(param)] for param in params]

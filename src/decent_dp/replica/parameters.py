@@ -1,0 +1,84 @@
+"""The parameters of a model in a run: what users do to them behind our back is adopted or refused, never ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from torch import nn
+
+from decent_dp.engine.layout import TensorSpec
+
+__all__ = ["Parameters"]
+
+
+class Parameters:
+    """Those of one model, as they were when all workers agreed on them.
+
+    Attributes:
+        names: of the trainable parameters, in registration order; one name for a tied parameter.
+        params: these parameters.
+        numbers: the place of a name in ``names``.
+        specs: what they were like at construction.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._at_construction = dict(model.named_parameters())
+        trained = [(name, param) for name, param in self._at_construction.items() if param.requires_grad]
+        self.names = [name for name, _ in trained]
+        self.params = [param for _, param in trained]
+        self.numbers = {name: number for number, name in enumerate(self.names)}
+        self.specs = [TensorSpec.of(name, param) for name, param in trained]
+        self._looks = [(spec.shape, spec.dtype, spec.device) for spec in self.specs]
+        self._names_by_id = {id(param): name for name, param in trained}
+        self._frozen = [param for param in self._at_construction.values() if not param.requires_grad]
+        self._present = list(_parameters(model))  # held, so that no other object takes one's id
+        self._present_ids = list(map(id, self._present))
+
+    def check(self) -> None:
+        """Looks whether the model still has the parameters that the workers agreed on.
+
+        Raises:
+            RuntimeError: a parameter was unfrozen, converted, replaced, added or removed since; the message names it.
+        """
+        # This runs in every step: lists are compared at once, and only a difference is looked into.
+        if [(p.shape, p.dtype, p.device) for p in self.params] != self._looks:
+            for spec, param in zip(self.specs, self.params, strict=True):
+                spec.check(param)
+        for param in self._frozen:
+            if param.requires_grad:
+                raise RuntimeError(
+                    f"parameter '{self._name_of(param)}' was frozen when the workers agreed on the model and requires "
+                    "a gradient now. It has no bucket and would not mix: call gossip() or the wrapper after unfreezing, or "
+                    "while it is unfrozen, and freeze it then."
+                )
+        # Walked by hand: named_parameters() takes several times as long.
+        if [id(param) for param in _parameters(self._model)] != self._present_ids:
+            known = {id(param) for param in self._at_construction.values()}
+            now = dict(self._model.named_parameters())
+            changed = [name for name, param in now.items() if id(param) not in known]
+            changed += [name for name in self._at_construction if name not in now]
+            raise RuntimeError(
+                f"parameter '{(changed or ['?'])[0]}' was added, removed or replaced by another object after the "
+                "workers agreed on the model. It would not mix: change values in place (param.copy_ under torch.no_grad), or "
+                "call gossip() or the wrapper after the change."
+            )
+
+    def names_of(self, params: Iterable[nn.Parameter]) -> list[str]:
+        """The names of those of ``params`` that are trainable ones of this model."""
+        return [self._names_by_id[id(param)] for param in params if id(param) in self._names_by_id]
+
+    def _name_of(self, param: nn.Parameter) -> str:
+        return next(name for name, p in self._at_construction.items() if p is param)
+
+
+def _parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Every parameter at every place, in a fixed order; shared modules as often as they occur."""
+    stack: list[nn.Module] = [module]
+    while stack:
+        current = stack.pop()
+        for param in current._parameters.values():
+            if param is not None:
+                yield param
+        children: Mapping[str, nn.Module | None] = current._modules
+        stack.extend(child for child in children.values() if child is not None)

@@ -1,0 +1,401 @@
+"""One worker's replica of a model in a run: what all drivers share.
+
+A driver turns events (gradients, an optimizer's step) into rounds of the engine. Here is what a round is to the rest of the
+library: when it begins and ends, who listens to it, what is refused in it, and what is kept of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import json
+import logging
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from multiprocessing.util import Finalize
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from decent_dp.engine import Bucket, Engine
+from decent_dp.handed import FLOAT_DTYPES
+from decent_dp.replica.averages import average_, squared_distance
+from decent_dp.replica.consistency import meet
+from decent_dp.replica.mean import Mean
+from decent_dp.replica.module_hooks import ModuleHooks
+from decent_dp.replica.parameters import Parameters
+from decent_dp.replica.settings import Settings
+from decent_dp.replica.shutdown import shut_down
+from decent_dp.replica.stats import Stats
+from decent_dp.rules import Rule, settings_of
+from decent_dp.topo import Topology
+from decent_dp.transport import Handle, Transport
+
+__all__ = ["Listener", "Replica", "refuse_trained_elsewhere"]
+
+_log = logging.getLogger(__name__)
+
+# How many of join's flags may be in flight: it bounds how far one worker can run ahead of the slowest there.
+_FLAGS_IN_FLIGHT = 32
+
+# Every replica that is there: two on one parameter would step it twice.
+_LIVING: weakref.WeakSet[Replica] = weakref.WeakSet()
+_LIVING_LOCK = threading.Lock()
+
+
+class Listener:
+    """Who wants to know of a replica's rounds: an entry of ``Replica.listeners``."""
+
+    def round_ended(self) -> None:
+        """A round is over, and the next has not begun. What this raises leaves the replica as it is."""
+
+    def closing(self) -> None:
+        """The replica is closed; its connections are still there."""
+
+
+class Replica(ABC):
+    """A model, its engine, and rounds.
+
+    Args:
+        model: its trainable parameters are exchanged.
+        topology: without ``mix_every``, which ``settings`` have.
+        settings: on which all workers agreed.
+
+    Attributes:
+        parameters: the trainable ones, with their names.
+        mean: what is put aside while the replica is the mean.
+        listeners: told of every round.
+        steps: optimizer steps taken.
+        joining: inside ``join``: every round tells the others that this worker is active.
+        closed: rounds are over.
+    """
+
+    # What a snapshot says that it is of, and what messages call it.
+    KIND: ClassVar[str]
+    WHAT: ClassVar[str]
+    # How users get at the model itself.
+    MODEL: ClassVar[str]
+
+    def __init__(self, model: nn.Module, transport: Transport, topology: Topology, rule: Rule, settings: Settings) -> None:
+        self.model = model
+        self.transport = transport
+        self.settings = settings
+        self.parameters = Parameters(model)
+        # Called on the class: what a subclass sets on itself may have any name.
+        self.topology = Topology.every(topology, settings.mix_every)
+        self.engine = Engine(transport, self.topology, rule)
+        self.mean = Mean()
+        self.listeners: list[Listener] = []
+        self.steps = 0
+        self.joining = False
+        self.closed = False
+        self._flags: deque[Handle] = deque()
+        self._fault: BaseException | None = None
+        self._module_hooks = ModuleHooks(model, self)
+        with _LIVING_LOCK:
+            _LIVING.add(self)
+        # Also at exit, and in workers that multiprocessing has started, where atexit is not run.
+        self._finalizer = Finalize(self, shut_down, args=(self.engine, transport), exitpriority=100)
+
+    # -- what a driver brings -----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def catch_up(self) -> None:
+        """Does what is due before anybody looks at the replica."""
+
+    @abstractmethod
+    def mix_only(self) -> None:
+        """One round without an optimizer step."""
+
+    @abstractmethod
+    def saved_entries(self) -> dict[str, Any]:
+        """What a snapshot holds of this driver: see ``decent_dp.replica.snapshot``."""
+
+    @abstractmethod
+    def check_entries(self, snapshot: Mapping[str, Any]) -> None:
+        """Looks whether a snapshot fits this driver; raises ValueError, and changes nothing."""
+
+    @abstractmethod
+    def prepare_load(self, snapshot: Mapping[str, Any], undo: contextlib.ExitStack) -> list[Bucket]:
+        """New buckets for a snapshot, and all that the user's objects may still refuse; ``undo`` takes it back."""
+
+    @abstractmethod
+    def install(self, snapshot: Mapping[str, Any], buckets: list[Bucket]) -> None:
+        """The buckets take the place of those that there were, and what is not a tensor of the model is loaded."""
+
+    # -- rounds -------------------------------------------------------------------------------------------------------
+
+    def begin_round(self, *, active: bool = True) -> None:
+        """Before any bucket is touched. ``active``: this worker has not run out of data."""
+        if self.joining and active:
+            # Before any other collective of this round: who has run out is waiting for it.
+            self._flags.append(self.transport.control.mean(torch.ones(1, device="cpu")))
+            if len(self._flags) > _FLAGS_IN_FLIGHT:
+                self._flags.popleft().wait()
+        if self.mean.backup is not None:  # if the replicas still are the mean, they stay it
+            self.forget()
+        for bucket in self.engine.buckets:
+            bucket.block.adopt()
+        self.engine.renew()
+
+    def end_round(self, *, stepped: bool) -> None:
+        """All buckets have been started."""
+        self.engine.wait_for_read()
+        self.engine.advance()
+        self.steps += stepped
+
+    def tell_round(self) -> None:
+        """Tells the listeners of the round that has ended; outside ``faults``."""
+        self.transport.report("")  # what went wrong before did not end the run
+        for listener in list(self.listeners):
+            listener.round_ended()
+
+    def forget(self, params: Iterable[Parameter] | None = None) -> None:
+        """The values of ``params`` (None: of all) are replaced from outside: what belongs to the old ones is dropped.
+
+        Where the replica holds the mean just now, it keeps it: all values are others then.
+        """
+        if self.mean.backup is not None:
+            self.mean.backup, params = None, None
+        self.engine.mark_stale(None if params is None else self.parameters.names_of(params))
+
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        """For uneven inputs: a worker that has run out goes on mixing, without steps, until all have.
+
+        Put the loop over the batches in it, on every worker. A worker may have no batch at all.
+        """
+        if self.joining:
+            raise RuntimeError("join() was entered inside join(): one is enough, around the loop.")
+        self.catch_up()
+        self.joining = True
+        try:
+            yield
+            self.catch_up()
+            while self._anybody_active():
+                self.mix_only()
+        except Exception as error:
+            self.transport.report(f"{type(error).__name__} in round {self.engine.round}: {error}")
+            raise
+        finally:
+            self.joining = False
+
+    def _anybody_active(self) -> bool:
+        """For a worker that has run out: whether any other makes the coming round."""
+        flag = torch.zeros(1, device="cpu")
+        self.transport.control.mean(flag).wait()
+        # Flags are summed in order: all of ours are in.
+        while self._flags:
+            self._flags.popleft().wait()
+        return bool(flag.item() > 0)
+
+    def stats(self) -> Stats:
+        """Counters of this worker, cheap enough to read at every step."""
+        engine = self.engine
+        return Stats(self.steps, engine.round, engine.bytes_sent, None, engine.exchanges, engine.waited, engine.rejected)
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def failed(self) -> bool:
+        """A round has failed, and no other can be made; what is there can still be looked at and saved."""
+        return self._fault is not None
+
+    @contextlib.contextmanager
+    def faults(self) -> Iterator[None]:
+        """What raises in it leaves a replica that can make no more rounds."""
+        try:
+            yield
+        except BaseException as error:
+            self._fault = error
+            self.transport.report(f"{type(error).__name__}: {error}")
+            raise
+
+    def check(self) -> None:
+        """Raises RuntimeError when no round can be made any more."""
+        if self.closed:
+            raise RuntimeError(f"{self.WHAT} was closed: train before close(), or use {self.MODEL} on its own.")
+        if self._fault is not None:
+            raise RuntimeError(
+                f"an update failed earlier ({type(self._fault).__name__}: {self._fault}), and this replica is out of step with "
+                "the others: start the workers again."
+            ) from self._fault
+
+    def come_to_boundary(self, what: str) -> None:
+        """Comes to a step boundary, for a call of the user's named ``what``.
+
+        Raises:
+            RuntimeError: inside a backward; after a round that failed half-way.
+        """
+        self.refuse_inside(what)
+        if not self.failed:
+            self.catch_up()
+        if self._fault is not None:
+            raise RuntimeError(
+                f"{what} came after an update that failed half-way ({type(self._fault).__name__}: {self._fault}): this replica "
+                "is out of step with the others. Start the workers again from what was saved before."
+            ) from self._fault
+
+    def refuse_inside(self, what: str) -> None:
+        """Raises RuntimeError inside a backward, for a call of the user's named ``what``."""
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(f"{what} was called inside a backward: call it after the backward has returned.")
+
+    def refuse_in_join(self, what: str, instead: str = "after") -> None:
+        """Raises RuntimeError inside ``join``, where some workers wait for other words than those of ``what``."""
+        if self.joining:
+            raise RuntimeError(
+                f"{what} was called inside join(), where some workers have run out: call it {instead} the with-block."
+            )
+
+    def meet(self, what: str) -> None:
+        """Before a collective of the user's: all must be there, and at the same round."""
+        self.refuse_in_join(what)
+        self.refuse_inside(what)
+        self.catch_up()
+        self.check()
+        meet(self.transport.control, self.engine.round, what)
+
+    def close(self) -> None:
+        """Finishes what is in flight and gives connections back; parameters stay as they are.
+
+        May be called again. The model is on its own after it.
+        """
+        if self.closed:
+            return
+        try:
+            with contextlib.ExitStack() as ending:  # from the last line to the first, whatever raises
+                ending.callback(self.engine.drop)
+                ending.callback(self.catch_up)
+                for listener in self.listeners:
+                    ending.callback(listener.closing)
+        except Exception as error:
+            if not self.failed:
+                raise
+            # It has been raised once, by the round that failed; do not hide that one in the caller's `finally`.
+            _log.warning("closed after a failed update: %s", error)
+        finally:
+            self.closed = True
+            self.let_go_of_model()
+            self.transport.close()
+
+    def let_go_of_model(self) -> None:
+        """Takes the hooks off."""
+        self._module_hooks.remove()
+
+    # -- the mean -----------------------------------------------------------------------------------------------------
+
+    def averaged_buffers(self) -> list[Tensor]:
+        """The floating-point buffers (BatchNorm's statistics, say), where they take part in averages."""
+        if not self.settings.sync_buffer_in_global_avg:
+            return []
+        return [buffer for buffer in self.model.buffers() if buffer.dtype in FLOAT_DTYPES]
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, every replica is the mean of all; each has its own values back after it. Called by all workers.
+
+        Raises:
+            OutOfStepError: the workers have made different numbers of updates; on all of them.
+        """
+        self.meet("averaged")
+        buffers = self.averaged_buffers()
+        # Where some buffers are averaged, the others come back, too: `calibrate` counts in them.
+        with self.mean.holding([*self.parameters.params, *(self.model.buffers() if buffers else ())]):
+            self.become_mean(buffers)
+            yield
+
+    @torch.no_grad()
+    def become_mean(self, buffers: Sequence[Tensor] = ()) -> list[Tensor]:
+        """Parameters and ``buffers`` become the mean; the squared distances of the parameters to it, as they were."""
+        params = [param.detach() for param in self.parameters.params]
+        return average_(self.transport.control, [*params, *buffers])[: len(params)]
+
+    @torch.no_grad()
+    def consensus_distance(self) -> float:
+        """Root mean square over workers of the replicas' L2 distance to their mean. Called by all workers.
+
+        Raises:
+            OutOfStepError: the workers have made different numbers of updates; on all of them.
+        """
+        self.meet("consensus_distance")
+        own = squared_distance(self.transport.control, [param.detach() for param in self.parameters.params])
+        squares = self.transport.control.gather(own)
+        return float((sum(squares) / len(squares)) ** 0.5)
+
+    # -- saves and loads ----------------------------------------------------------------------------------------------
+
+    def before_save(self) -> None:
+        """A module of the model is about to be saved."""
+        self.catch_up()
+
+    @abstractmethod
+    def after_save(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+        """Its values are in ``state``."""
+
+    def before_load(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+        """A module's own parameters are about to be overwritten by ``state``: what is in flight belongs to the old values."""
+        self.catch_up()
+        own = [p for name, p in module._parameters.items() if p is not None and prefix + name in state]
+        if own:
+            self.forget(own)
+
+    def after_load(self) -> None:
+        """Parameters have the values that were loaded."""
+        for bucket in self.engine.buckets:
+            bucket.block.adopt()
+        self.engine.renew()
+
+    @cached_property
+    def _fixed_link(self) -> dict[str, Any]:
+        specs = [[spec.name, list(spec.shape), list(spec.stride), str(spec.dtype)] for spec in self.parameters.specs]
+        return {
+            "rank": self.transport.rank,
+            "topology": self.topology.fingerprint(),
+            "mix_every": int(self.settings.mix_every),
+            "overlap": self.settings.overlap,
+            "wire": self.settings.wire,
+            "rule": settings_of(self.engine.rule),
+            "parameters": hashlib.sha256(json.dumps(specs).encode()).hexdigest()[:16],
+        }
+
+    def link(self, round_: int) -> dict[str, Any]:
+        """What the exchange before round ``round_`` depends on, as JSON can hold it."""
+        edge = self.topology.get_edge(round_ - 1) if round_ else None
+        return {**self._fixed_link, "edge": None if edge is None else [list(edge.ranks), edge.weight]}
+
+    def engine_entries(self) -> dict[str, Any]:
+        """What the engine needs to go on, and what tells whether it can: see ``decent_dp.replica.snapshot``."""
+        engine = self.engine
+        return {"driver": self.KIND, "steps": self.steps, **engine.state_dict(), "link": self.link(engine.round)}
+
+    def trains(self, param: Parameter) -> bool:
+        """Whether this replica updates ``param``."""
+        return not self.closed and any(param is own for own in self.parameters.params)
+
+
+def refuse_trained_elsewhere(model: nn.Module) -> None:
+    """Raises ValueError when another replica, which was neither closed nor dropped, trains a parameter of ``model``."""
+
+    def shared() -> str | None:
+        named = model.named_parameters()
+        with _LIVING_LOCK:
+            living = list(_LIVING)
+        return next((name for name, param in named if any(replica.trains(param) for replica in living)), None)
+
+    if shared() is None:
+        return
+    gc.collect()  # one that was dropped is in a cycle
+    name = shared()
+    if name is not None:
+        raise ValueError(
+            f"parameter '{name}' is trained by another DecentralizedDataParallel or gossip(), and two would step it twice: "
+            "close() the other one first."
+        )

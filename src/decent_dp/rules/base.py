@@ -1,0 +1,158 @@
+"""The seam of rules, the law that all of them are built on, and plain gossip.
+
+Let ``x`` be a replica's parameters, ``q`` what it proposed to its neighbours, ``γ`` the adaptive factor and ``w_ij`` the
+weights of a round. What comes back is
+
+    d_i  =  γ · Σ_j w_ij (q_j - q_i)
+
+which on an edge of ``m`` workers with self-weight ``w`` is ``γ · (1 - w) · (r - q)``, ``r`` being the mean of what the others
+proposed; with the mean of all ``m`` in the place of ``r`` it is ``m/(m - 1)`` times that. Only differences of what was sent
+are used. So the mean of ``d`` over the workers is zero whatever the precision on the wire, a replica keeps its own detail, and
+an edit of ``x`` made while the exchange was in flight survives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from decent_dp.topo import Edge
+
+__all__ = ["Gossip", "Round", "Rule", "apply_rule", "check_rule", "group_scale", "pull_of", "settings_of"]
+
+
+@dataclass(frozen=True)
+class Round:
+    """A round as a rule sees it.
+
+    Attributes:
+        number: counted by updates, from 0.
+        mixes: False for the rounds between two mixes (``mix_every``, ``Topology.every``), in which nobody exchanges anything.
+    """
+
+    number: int
+    mixes: bool = True
+
+
+class Rule(ABC):
+    """What a worker proposes to its neighbours, and what it makes of what came.
+
+    A rule works element by element. All its tensors have the same shape, and hold the same elements of a bucket: a part of it,
+    or the whole; one replica's, or (in the simulator) those of many replicas. How a bucket is cut must not change the numbers.
+
+    The object itself holds settings only, which are the same on all workers (a frozen dataclass is the natural form: its
+    fields are compared at construction). What a rule has to remember belongs into its state, which is saved in checkpoints
+    and averaged when a run goes on with another number of workers.
+
+    Attributes:
+        acts_alone: ``apply`` does something in a round in which nothing came. It is not called then if this is False.
+    """
+
+    acts_alone: ClassVar[bool] = True
+
+    def state(self, values: Tensor) -> dict[str, Tensor]:
+        """The state in the beginning, for a bucket with these parameters: named tensors of the shape of ``values``.
+
+        Called again for parameters whose values were loaded in the middle of a run.
+        """
+        return {}
+
+    def propose(self, values: Tensor, state: dict[str, Tensor], round: Round) -> Tensor:
+        """What the neighbours get: ``values`` itself, or a tensor of the state; of the shape and dtype of ``values``.
+
+        Called in every round, after the optimizer's step. What is returned is read until ``apply`` is called for this round.
+        Where nothing is sent (``round.mixes`` is False, or this worker sits the round out), scale hints are taken from it.
+        """
+        return values
+
+    @abstractmethod
+    def apply(self, values: Tensor, state: dict[str, Tensor], difference: Tensor | None, round: Round) -> None:
+        """What becomes of the parameters; writes ``values`` and the tensors of ``state`` in place.
+
+        Called once for every round, in order: when its exchange has arrived, which is an update later with overlap.
+
+        Args:
+            values: the parameters as they are now.
+            difference: ``d`` of the module's text: what plain gossip adds. Of the dtype of ``values`` or a wider one, and free
+                to be written to. None if nothing came: this worker sat the round out, or what came could not be used.
+            round: the round that ``propose`` was called for.
+        """
+
+
+class Gossip(Rule):
+    """Plain gossip: proposes the parameters, and adds the weighted difference to the neighbours'."""
+
+    acts_alone = False
+
+    def apply(self, values: Tensor, state: dict[str, Tensor], difference: Tensor | None, round: Round) -> None:
+        if difference is not None:
+            values.add_(difference)
+
+
+def group_scale(edge: Edge) -> float:
+    """How much further away the mean of the others is than what came: on a group (three workers or more) the mean of all."""
+    size = len(edge.ranks)
+    return 1.0 if size == 2 else size / (size - 1)
+
+
+def pull_of(edge: Edge, factor: float) -> float:
+    """What ``r - q`` is multiplied by on ``edge``, for the ``r`` that came."""
+    return factor * (1.0 - edge.weight) * group_scale(edge)
+
+
+def apply_rule(
+    rule: Rule, values: Tensor, state: dict[str, Tensor], difference: Tensor | None, pull: float, round: Round
+) -> None:
+    """Calls ``rule.apply`` with ``pull · difference``, where ``difference`` is ``r - q`` and is written to."""
+    if difference is None or pull == 0.0:  # a pull of zero must not turn a neighbour's infinity into NaN (0 · inf)
+        rule.apply(values, state, None, round)
+        return
+    # Scaled in a pass of its own: an add with alpha is fused in vectors and not in their tails, so that numbers would depend on
+    # where a tensor is cut.
+    if pull != 1.0:
+        difference.mul_(pull)
+    rule.apply(values, state, difference, round)
+
+
+def check_rule(rule: object) -> Rule:
+    """``rule`` itself, or plain gossip for None.
+
+    Raises:
+        TypeError: it is no rule, or its settings cannot be compared between workers.
+    """
+    if rule is None:
+        return Gossip()
+    if isinstance(rule, type) and issubclass(rule, Rule):
+        raise TypeError(f"rule must be an object, and {rule.__name__} is a class: pass rule={rule.__name__}(...)")
+    if not isinstance(rule, Rule):
+        raise TypeError(
+            f"rule must be a decent_dp.rules.Rule such as OuterNesterov(lr=0.7), or None for plain gossip, got {rule!r}"
+        )
+    try:
+        json.dumps(settings_of(rule))
+    except TypeError as error:
+        raise TypeError(f"the settings of rule {rule!r} must be numbers, strings and lists of them: {error}") from error
+    return rule
+
+
+def settings_of(rule: Rule) -> dict[str, Any]:
+    """In what the rules of all workers must be alike: the class, and the fields of a dataclass, or else its attributes."""
+    thing: Any = rule
+    if dataclasses.is_dataclass(thing):
+        return {"rule": type(rule).__name__, **{field.name: getattr(thing, field.name) for field in dataclasses.fields(thing)}}
+    return {"rule": type(rule).__name__, **vars(rule)}
+
+
+def check_number(name: str, value: Any, want: str, *, least: float, below: float = math.inf) -> float:
+    """``value`` as a float in [least, below). Raises TypeError or ValueError naming it."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be {want}, got {value!r}")
+    if not least <= value < below:
+        raise ValueError(f"{name} must be {want}, got {value!r}")
+    return float(value)

@@ -1,0 +1,69 @@
+"""An outer optimizer: momentum over what the workers have achieved between two mixes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from decent_dp.rules.base import Round, Rule, check_number
+
+__all__ = ["OuterNesterov"]
+
+
+@dataclass(frozen=True)
+class OuterNesterov(Rule):
+    """Nesterov momentum on the difference between where the last mix left the replica and where local steps took it.
+
+    Let ``a`` be the anchor (where the last mix left the replica), ``q`` the replica after the local steps, ``d`` the mix's
+    difference, and ``v`` the momentum. At each mix, with ``g = a - (q + d)``, the pseudo-gradient,
+
+        v <- μ v + g          a <- a - lr (g + μ v)          x <- x + (a - q)
+
+    Steps made while the exchange was in flight stay in ``x``, and count in the next pseudo-gradient. With the topology
+    'complete' and ``mix_every=h`` this is DiLoCo (arXiv 2311.08105; lr 0.7 and momentum 0.9 are its values), and with pairs
+    it is NoLoCo's (arXiv 2506.10911) with one coefficient for its two pulls, so that one copy of the parameters travels. With
+    lr 1 and momentum 0 it is plain gossip. Whatever the topology, the mean of the anchors moves as under one such optimizer
+    on the mean of the replicas. A worker that sits a mix out takes the step with its own difference alone.
+
+    It keeps three more copies of the parameters, of at least float32: anchor, momentum, proposal.
+
+    Args:
+        lr: of the outer step, positive.
+        momentum: in [0, 1).
+
+    Raises:
+        TypeError, ValueError: an argument is wrong.
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lr", check_number("lr of OuterNesterov", self.lr, "a positive number", least=5e-324))
+        object.__setattr__(
+            self, "momentum", check_number("momentum of OuterNesterov", self.momentum, "in [0, 1)", least=0.0, below=1.0)
+        )
+
+    def state(self, values: Tensor) -> dict[str, Tensor]:
+        wide = torch.promote_types(values.dtype, torch.float32)
+        anchor = values.to(wide, copy=True)
+        return {"anchor": anchor, "momentum": torch.zeros_like(anchor), "proposal": values.clone()}
+
+    def propose(self, values: Tensor, state: dict[str, Tensor], round: Round) -> Tensor:
+        if not round.mixes:
+            return values
+        return state["proposal"].copy_(values)
+
+    def apply(self, values: Tensor, state: dict[str, Tensor], difference: Tensor | None, round: Round) -> None:
+        if not round.mixes:
+            return
+        anchor, momentum, proposal = state["anchor"], state["momentum"], state["proposal"]
+        gradient = anchor - proposal
+        if difference is not None:
+            gradient -= difference
+        momentum.mul_(self.momentum).add_(gradient)
+        gradient.add_(momentum * self.momentum)
+        anchor.sub_(gradient.mul_(self.lr))
+        values.add_(anchor - proposal)

@@ -1,0 +1,589 @@
+"""``gossip``: the user's own optimizer makes the rounds, and the model stays what it was."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import os
+import pickle
+import signal
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from decent_dp import gossip
+from decent_dp.errors import OutOfStepError, PeerLostError
+from decent_dp.topo import Edge, Topology
+from decent_dp.transport import InProcessTransport
+from tests.helpers import SGD, assert_same, batch, loss, net, values
+
+ADAMW = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.0)
+
+
+def alone(model: nn.Module, optimizer: Any, **options: Any) -> Any:
+    """A replica of one worker; no process group is needed."""
+    return gossip(model, optimizer, transport=InProcessTransport(), **options)
+
+
+def train(model: Any, optimizer: Any, batches: Any, rank: int = 0) -> None:
+    for t in batches:
+        optimizer.zero_grad()
+        loss(model, t, rank).backward()
+        optimizer.step()
+
+
+# -- the model stays the module it was ---------------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.head = nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.Linear(8, 3)
+        self.fixed = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.register_buffer("count", torch.randint(9, (2,)))
+        self.register_buffer("hidden", torch.randn(2), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(torch.tanh(self.norm(self.body(x)))) + self.fixed
+        return result
+
+
+def test_the_model_stays_what_it_was(tmp_path):
+    model = Normed()
+    optimizer = SGD(model.parameters())
+    kind, keys, repr_ = type(model), list(model.state_dict()), repr(model)
+    params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    addresses = [p.data_ptr() for p in params.values()]
+    start = values(model)
+    replica = alone(model, optimizer)
+    train(model, optimizer, range(3))
+    assert (type(model), list(model.state_dict()), repr(model)) == (kind, keys, repr_)
+    assert all(p is params[name] for name, p in model.named_parameters())
+    assert all(b is buffers[name] for name, b in model.named_buffers())
+    assert [p.data_ptr() for p in model.parameters()] == addresses
+    assert replica.optimizers == [optimizer]
+    assert repr(replica).startswith("Gossip(Normed, SGD, rank=0, topology=")
+
+    # A state dict is torch's: the tensors themselves, each in a storage of its own.
+    state = model.state_dict()
+    assert [state[name].data_ptr() for name in params] == addresses
+    save_file(state, tmp_path / "model.safetensors")
+    for name, value in load_file(tmp_path / "model.safetensors").items():
+        assert torch.equal(value, state[name])
+
+    # Copies are the user's own: they train without rounds, and load what they are given.
+    optimizer_too = copy.deepcopy(optimizer)
+    for twin_, tools in (
+        (copy.deepcopy(model), SGD),
+        (pickle.loads(pickle.dumps(model)), SGD),
+        (copy.deepcopy({"model": model, "optimizer": optimizer})["model"], ADAMW),
+    ):
+        assert_same(twin_, model)
+        train(twin_, tools(twin_.parameters()), range(2))
+        twin_.load_state_dict(model.state_dict())
+        twin_.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    optimizer_too.step()
+    assert replica.stats().rounds == 3
+    for refused in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="a Gossip holds connections"):
+            refused(replica)
+
+    # After close it is the user's alone.
+    replica.close()
+    replica.close()
+    train(model, optimizer, range(2))
+    assert replica.stats().rounds == 3
+    hooks = [module._state_dict_hooks for module in model.modules()] + [optimizer._optimizer_step_post_hooks]
+    assert not any(hooks)
+    assert not torch.equal(start["body.weight"], model.body.weight)
+    alone(model, optimizer).close()
+
+
+def test_what_is_loaded_into_the_optimizer_goes_on():
+    model, twin_ = net(), net()
+    optimizer, other = ADAMW(model.parameters()), ADAMW(twin_.parameters())
+    replica = alone(model, optimizer)
+    for m, o in ((model, optimizer), (twin_, other)):
+        train(m, o, range(2))
+        o.load_state_dict(copy.deepcopy(o.state_dict()))
+        train(m, o, range(2, 4))
+    assert_same(model, twin_)
+    assert replica.stats().rounds == 4
+
+
+# -- on workers: what goes on around the steps -------------------------------------------------------------------------
+
+
+def seen(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+
+
+def observed(rank: int, n: int) -> Any:
+    found: dict[str, Any] = {}
+    torch.manual_seed(rank)
+    model = Normed()
+    optimizer = SGD(model.parameters())
+    replica = gossip(model, optimizer, topology="one-peer-exp")
+    found["start"] = seen(model)
+    assert (replica.stats().rounds, replica.stats().bytes_sent) == (0, 0)
+    assert replica.consensus_distance() == 0.0
+    with replica.averaged():
+        assert_same(seen(model), found["start"], 1e-7)
+    replica.flush()
+    train(model, optimizer, range(5), rank)
+    # On one worker only: nobody is waited for.
+    if rank == 1:
+        model.eval()
+        model(batch(0)[0])
+        model.train()
+        model.state_dict()
+        replica.stats()
+    stats = replica.stats()
+    assert (stats.updates, stats.rounds, stats.exchanges, stats.grad_norm) == (5, 5, 4, None)
+    # Messages are rounded up.
+    size = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    assert 5 * size <= stats.bytes_sent < 5 * (size + 64)
+    assert 0 < stats.waited_s < 20
+
+    found["own"] = seen(model)
+    found["distance"] = replica.consensus_distance()
+    with replica.averaged():
+        found["mean"] = seen(model)
+        assert replica.consensus_distance() < 1e-6
+        model(batch(rank)[0])  # counts and statistics come back, too
+    assert_same(seen(model), found["own"])
+    with contextlib.suppress(KeyError), replica.averaged(buffers=rank == 0):
+        found["mean, own buffers"] = seen(model)
+        raise KeyError
+    assert_same(seen(model), found["own"])
+
+    # The exchange in flight is mixed in now: pairs that have sent to each other.
+    replica.flush()
+    found["flushed"] = seen(model)
+    replica.flush()
+    assert_same(seen(model), found["flushed"])
+    assert replica.stats().exchanges == 5
+    train(model, optimizer, [5], rank)
+    train(model, optimizer, [6], rank)
+    replica.average_()
+    found["averaged"] = seen(model)
+    assert replica.consensus_distance() < 1e-6
+    # And what was in flight belongs to the old values.
+    replica.flush()
+    assert_same(seen(model), found["averaged"])
+    train(model, optimizer, [7], rank)
+    replica.close()
+    return found
+
+
+def mean_of(results: list[Any], key: str, name: str) -> Tensor:
+    return sum(found[key][name].double() for found in results) / len(results)
+
+
+def test_what_is_seen_of_a_run(workers):
+    results = workers(4, observed)
+    first = results[0]
+    names = [name for name in first["start"] if name not in ("count", "norm.num_batches_tracked", "fixed", "hidden")]
+    buffers = ["norm.running_mean", "norm.running_var"]
+    squares = []
+    for rank, found in enumerate(results):
+        assert_same(found["start"], first["start"])
+        assert_same(found["mean"], first["mean"])
+        assert_same(found["averaged"], first["averaged"])
+        square = 0.0
+        for name in names:
+            mean = mean_of(results, "own", name)
+            assert not torch.equal(found["own"][name], first["own"][name]) or rank == 0
+            torch.testing.assert_close(found["mean"][name].double(), mean, rtol=0, atol=1e-6)
+            kept = found["own" if name in buffers and rank > 0 else "mean"][name]
+            assert torch.equal(found["mean, own buffers"][name], kept), (rank, name)
+            torch.testing.assert_close(mean_of(results, "flushed", name), mean, rtol=0, atol=1e-6)
+            if name not in buffers:
+                assert not torch.equal(found["flushed"][name], found["own"][name])
+                square += float((found["own"][name].double() - mean).square().sum())
+        squares.append(square)
+    for found in results:
+        assert found["distance"] == pytest.approx((sum(squares) / 4) ** 0.5, rel=1e-4)
+
+
+def writes(rank: int, n: int) -> Any:
+    """Values that the user writes between steps: an edit lives on, and a load replaces."""
+    found: dict[str, Any] = {}
+    for overlap in (True, False):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        replica = gossip(model, optimizer, topology="complete", overlap=overlap)
+        train(model, optimizer, range(3), rank)
+        before = values(model)
+        # An edit: what is in flight is added to it.
+        with torch.no_grad():
+            model[0].weight.add_(1.0 + rank)
+            model[2].bias = model[2].bias  # the same object again
+        torch.nn.utils.vector_to_parameters(
+            2 * torch.nn.utils.parameters_to_vector(model[4].parameters()), model[4].parameters()
+        )
+        replica.flush()
+        found["edit", overlap] = before, values(model)
+
+        # A load, of a part: the rest goes on.
+        train(model, optimizer, [3], rank)
+        before = values(model)
+        model[0].load_state_dict({"weight": torch.ones(12, 6), "bias": torch.zeros(12)})
+        replica.flush()
+        after = values(model)
+        assert torch.equal(after["0.weight"], torch.ones(12, 6))
+        assert torch.equal(after["0.bias"], torch.zeros(12))
+        assert overlap != torch.equal(after["2.weight"], before["2.weight"])
+
+        # A load of all, twice: the loaded values go on, exactly.
+        train(model, optimizer, [4], rank)
+        model.load_state_dict(net(7).state_dict())
+        model.load_state_dict(net(8).state_dict())
+        train(model, optimizer, [5], rank)
+        found["load", overlap] = values(model)
+        assert replica.stats().rounds == 6
+        with pytest.raises(ValueError, match="assign=True"):
+            model.load_state_dict(net(7).state_dict(), assign=True)
+        replica.close()
+    return found
+
+
+def test_edits_live_and_loads_replace(workers):
+    results = workers(2, writes)
+    for overlap in (True, False):
+        (own, other), after = ([found["edit", overlap][i] for found in results] for i in (0, 1))
+        for name in own:
+            for rank, (mine, theirs) in enumerate([(own[name], other[name]), (other[name], own[name])]):
+                edited = mine * (2 if name.startswith("4.") else 1) + (1.0 + rank if name == "0.weight" else 0.0)
+                # What was sent after the last step is what was there before the edit.
+                difference = (theirs - mine) / 2 if overlap else 0.0
+                torch.testing.assert_close(after[rank][name], edited + difference, rtol=0, atol=1e-6)
+                assert overlap != torch.equal(after[rank][name], edited)
+    for rank in range(2):
+        plain = net(8)
+        train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), [5], rank)
+        assert_same(results[rank]["load", True], plain)
+    assert_same(results[0]["load", False], results[1]["load", False], 1e-6)
+
+
+def uneven(rank: int, n: int) -> Any:
+    found = []
+    for batches in ([3, 5, 0], [0, 0, 2], [0, 0, 0], [40, 3, 3]):
+        for overlap in (True, False):
+            for scaled in (True, False):
+                model = net()
+                optimizers = [SGD(model[0].parameters()), ADAMW(model[2:].parameters())]
+                scaler = torch.GradScaler("cpu", init_scale=2.0, enabled=scaled)
+                replica = gossip(model, optimizers, topology="complete", overlap=overlap, scaler=scaler)
+                for epoch in (1, 2):
+                    with replica.join():
+                        for t in range(batches[rank]):
+                            model.zero_grad()
+                            scaler.scale(loss(model, t, rank)).backward()
+                            for optimizer in optimizers:
+                                scaler.step(optimizer)
+                            scaler.update()
+                            if t == 1:
+                                with pytest.raises(RuntimeError, match=r"inside join\(\)"):
+                                    replica.flush()
+                    stats = replica.stats()
+                    assert (stats.updates, stats.rounds) == (epoch * batches[rank], epoch * max(batches))
+                distance = replica.consensus_distance()
+                assert overlap or distance < 1e-5
+                with replica.averaged():
+                    found.append(values(model))
+                replica.close()
+    return found
+
+
+def test_join(workers):
+    first, *others = workers(3, uneven, timeout=60)
+    for found in others:
+        for a, b in zip(first, found, strict=True):
+            assert_same(a, b)
+
+
+def out_of_step(rank: int, n: int) -> Any:
+    model = net()
+    optimizer = SGD(model.parameters())
+    replica = gossip(model, optimizer, topology="ring")
+    train(model, optimizer, range(3 + (rank == 0)), rank)
+    messages = []
+    for call in (replica.flush, replica.average_, replica.consensus_distance, lambda: replica.averaged().__enter__()):
+        with pytest.raises(OutOfStepError, match=r"worker 0: 4, worker 1: 3") as caught:
+            call()
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_other_numbers_of_rounds_are_named_on_all(workers):
+    first, second = workers(2, out_of_step)
+    assert first == second
+
+
+# -- life --------------------------------------------------------------------------------------------------------------
+
+
+def left(rank: int, n: int, how: str) -> Any:
+    """Nothing is kept of the call; and worker 0 is done first."""
+    model = net()
+    optimizer = SGD(model.parameters())
+    kept = gossip(model, optimizer, topology="one-peer-exp")
+    if how == "not kept":
+        del kept
+        gc.collect()
+    train(model, optimizer, range(6), rank)
+    if how == "closed":
+        time.sleep(0.3 * rank)
+        kept.close()
+    if how == "dropped":
+        del kept, optimizer
+        found = values(model)
+        del model
+        gc.collect()
+        return found
+    return values(model)
+
+
+def test_leaving(workers):
+    """With and without close, kept or not: the same numbers, and nobody's last exchange breaks."""
+    first = workers(4, left, "kept")
+    for how in ("not kept", "closed", "dropped"):
+        for a, b in zip(first, workers(4, left, how), strict=True):
+            assert_same(a, b)
+
+
+def groups(rank: int, n: int) -> Any:
+    group = dist.new_group([1, 3])
+    model = net(rank)
+    optimizer = SGD(model.parameters())
+    found = None
+    if rank in (1, 3):
+        replica = gossip(model, optimizer, topology="ring", overlap=False, process_group=group)
+        train(model, optimizer, range(3), rank)
+        found = values(model), replica.consensus_distance()
+        replica.close()
+    else:
+        with pytest.raises(ValueError, match="not a member"):
+            gossip(model, optimizer, process_group=group)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    everybody = gossip(model, optimizer, topology="complete", overlap=False)
+    train(model, optimizer, range(1), rank)
+    return found, float(total), everybody.consensus_distance()
+
+
+def test_a_process_group(workers):
+    results = workers(4, groups)
+    assert [total for _, total, _ in results] == [4.0] * 4
+    assert all(distance < 1e-6 for *_, distance in results)
+    assert_same(results[1][0][0], results[3][0][0], 1e-6)
+
+
+class Failing(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.body, self.how, self.calls = net(), how, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 4 and self.how == "raise":
+            raise ValueError("a bad batch in shard 17")
+        if self.calls == 4 and self.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        result: Tensor = self.body(x)
+        return result
+
+
+def failing(rank: int, n: int, how: str, topology: str) -> None:
+    model = Failing(how if rank == 2 else "")
+    optimizer = SGD(model.parameters())
+    gossip(model, optimizer, topology=topology)
+    train(model, optimizer, range(12), rank)
+
+
+@pytest.mark.parametrize(("how", "topology"), [("raise", "complete"), ("kill", "ring")])
+def test_a_worker_that_fails_is_named(workers, how, topology):
+    outcomes = workers.outcomes(4, failing, how, topology, group_timeout=10, timeout=25)
+    assert outcomes[2].error == ("ValueError" if how == "raise" else "Gone")
+    for rank in (0, 1, 3):
+        assert outcomes[rank].error == PeerLostError.__name__, outcomes[rank]
+        assert "2" in outcomes[rank].message
+        assert outcomes[rank].seconds < 9
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def unfreeze(model: Any, optimizer: Any) -> None:
+    model.fixed.requires_grad_(True)
+
+
+def replace(model: Any, optimizer: Any) -> None:
+    model.body.weight = nn.Parameter(model.body.weight.detach().clone())
+
+
+def replace_module(model: Any, optimizer: Any) -> None:
+    model.head = nn.Linear(8, 3)
+
+
+def replace_in_optimizer(model: Any, optimizer: Any) -> None:
+    optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.ones(2))
+
+
+def add_group(model: Any, optimizer: Any) -> None:
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+
+def convert(model: Any, optimizer: Any) -> None:
+    model.double()
+
+
+LATER = {
+    unfreeze: r"parameter 'fixed' was frozen",
+    replace: r"parameter 'body.weight' was added, removed or replaced",
+    replace_module: r"parameter 'head.weight' was added, removed or replaced",
+    replace_in_optimizer: r"parameter 0 of SGD was replaced",
+    add_group: r"SGD had 6 parameters .* has 7 now \(add_param_group\?\)",
+    convert: r"parameter 'body.weight' was .*float32.* is .*float64",
+}
+
+
+@pytest.mark.parametrize("change", LATER)
+def test_what_would_not_mix_is_refused_at_the_next_step(change):
+    model = Normed()
+    optimizer = SGD(model.parameters())
+    replica = alone(model, optimizer)
+    train(model, optimizer, range(2))
+    change(model, optimizer)
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match=LATER[change]):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="an update failed earlier"):
+        optimizer.step()
+    assert replica.stats().rounds == 2
+    replica.close()
+
+
+def scaler_step(scaler: Any, model: nn.Module, optimizer: Any, t: int, rank: int, spoil: bool = False) -> None:
+    optimizer.zero_grad()
+    scaler.scale(loss(model, t, rank) * (float("inf") if spoil else 1.0)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def scaler_mistakes(rank: int, n: int, mistake: str, only: int | None) -> str:
+    """Made by worker ``only``, or by both."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=mistake == "fused")
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # it wraps the step
+    wrong = only in (None, rank)
+    scaler, other = (torch.GradScaler("cpu", init_scale=2.0) for _ in range(2))
+    passed = None if mistake in ("unknown", "fused") else scaler
+    gossip(model, optimizer, scaler=passed, topology="complete")
+    for t in range(6):
+        if mistake == "unused" and wrong:
+            train(model, optimizer, [t], rank)
+        elif wrong:  # the first step is skipped on worker 0
+            scaler_step(other if mistake == "other" else scaler, model, optimizer, t, rank, spoil=(t, rank) == (0, 0))
+        elif passed is None:
+            train(model, optimizer, [t], rank)
+        else:
+            scaler_step(scaler, model, optimizer, t, rank)
+    return "went on"
+
+
+MISTAKES = {
+    "unknown": "gossip() was not given it: pass scaler=",
+    "fused": "gossip() was not given it: pass scaler=",
+    "other": "gossip() was given another: pass the one",
+    "unused": "without an update() of the scaler that gossip() was given",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("only", [None, 1])
+def test_a_scaler_that_gossip_does_not_know(workers, mistake, only):
+    outcomes = workers.outcomes(2, scaler_mistakes, mistake, only, group_timeout=10, timeout=25)
+    for rank, outcome in enumerate(outcomes):
+        if only in (None, rank):
+            assert outcome.error == "RuntimeError", outcome
+            assert MISTAKES[mistake] in outcome.message
+        else:
+            assert outcome.error == PeerLostError.__name__, outcome
+            assert "worker 1" in outcome.message
+            assert MISTAKES[mistake] in outcome.message
+        assert outcome.seconds < 9
+
+
+def test_an_unknown_scaler_is_found_after_a_load():
+    model = net()
+    optimizer = SGD(model.parameters())
+    replica = alone(model, optimizer)
+    train(model, optimizer, range(2))
+    saved = replica.state_dict()
+    replica.close()
+    again = alone(model, optimizer)
+    again.load_state_dict(saved)
+    with pytest.raises(RuntimeError, match="was not given it"):
+        scaler_step(torch.GradScaler("cpu", init_scale=2.0), model, optimizer, 0, 0)
+
+
+def weighted(rank: int, n: int) -> bool:
+    """A round that this worker sits out, and weights other than one half."""
+
+    class Uneven(Topology):
+        def _get_topo_edges(self) -> list[list[Edge]]:
+            return [[Edge([0, 1], 0.8), Edge([2], 1.0)], [Edge([0], 1.0), Edge([1, 2], 0.4)]]
+
+    made = [Uneven(1, world_size=n, rank=rank), "complete:2,ring"]
+    distances = []
+    for topology in made:
+        model = net()
+        optimizer = SGD(model.parameters())
+        replica = gossip(model, optimizer, topology=topology, rule=None, bucket_size_in_mb=1e-6)
+        train(model, optimizer, range(4), rank)
+        optimizer.param_groups[0]["lr"] = 0.0
+        model.zero_grad()
+        optimizer.param_groups[0]["momentum"] = 0.0
+        for _ in range(60):
+            optimizer.step()
+        distances.append(replica.consensus_distance())
+        replica.close()
+    assert max(distances) < 1e-5
+    return True
+
+
+def test_steps_that_change_nothing_bring_replicas_together(workers):
+    assert all(workers(3, weighted))
+
+
+def test_parameters_that_share_memory_are_refused():
+    """They would be mixed twice in a round. A tied parameter is one parameter, and neighbours in one block do not overlap."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    block = torch.zeros(2, 4)
+    model[0].bias.data, model[1].bias.data = block[0], block[1]
+    model[2].weight = model[0].weight
+    gossip(model, torch.optim.SGD(model.parameters(), lr=0.1), transport=InProcessTransport()).close()
+    model[1].weight.data = model[0].weight.data
+    with pytest.raises(ValueError, match=r"'0\.weight' and '1\.weight' share memory"):
+        gossip(model, torch.optim.SGD(model.parameters(), lr=0.1), transport=InProcessTransport())
+
+
+def test_flush_and_state_dict_are_refused_while_the_replica_is_the_mean():
+    model = nn.Linear(3, 2)
+    replica = gossip(model, torch.optim.SGD(model.parameters(), lr=0.1), transport=InProcessTransport())
+    with replica.averaged():
+        for call in (replica.flush, replica.state_dict):
+            with pytest.raises(RuntimeError, match=r"inside averaged\(\)"):
+                call()
+    replica.flush()
+    assert replica.state_dict()["round"] == 0
+    replica.close()

@@ -1,0 +1,881 @@
+"""Checkpoints of a ``Gossip``: with the user's own optimizers, a run that is stopped and goes on equals one that was not."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer, lr_scheduler
+
+import decent_dp
+from decent_dp.checkpoint import AveragedReplica, Preemption, calibrate, export, load, save
+from decent_dp.ddp import DecentralizedDataParallel
+from decent_dp.errors import CheckpointError
+from decent_dp.replica.snapshot import take
+from decent_dp.rules import OuterNesterov
+from decent_dp.transport import InProcessTransport, run_replicas
+from tests.checkpoint_cases import error_of
+from tests.helpers import SGD, batch, loss, net, values
+from tests.resuming import assert_equal, dumb_copy
+from tests.test_checkpoint_resize import mean_of as tree_of_mean
+from tests.test_checkpoint_resize import state as saved_state
+
+pytestmark = pytest.mark.timeout(90)
+
+_ONE_AT_A_TIME = threading.Lock()
+LAST = 9  # actions of each run, unless it is one of two optimizers
+
+
+def normed(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 3))
+    model[3].bias.requires_grad_(False)
+    return model
+
+
+def random_net(seed: int) -> nn.Module:
+    """Draws numbers, and counts in a buffer that no state dict has."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.Tanh(), nn.Dropout(0.3), nn.Linear(12, 3))
+    model.register_buffer("unsaved", torch.zeros(2), persistent=False)
+    return model
+
+
+class Halves(nn.Module):
+    """Parameters of two dtypes."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.narrow, self.out = nn.Linear(6, 8).bfloat16(), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.out(torch.tanh(self.narrow(x.bfloat16()).float()))
+        return result
+
+
+class Wide(Optimizer):
+    """Keeps its state in more digits than its parameters, in containers, beside what is no number and of no parameter."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.state["all"] = {"steps": self.state.get("all", {"steps": 0})["steps"] + 1, "seen": torch.ones(2).double() / 3}
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state |= {"sum": torch.zeros_like(param, dtype=torch.float32), "last": deque(maxlen=2), "phase": "long"}
+                    state["count"] = torch.zeros(3, dtype=torch.int64)
+                state["sum"].mul_(0.9).add_(param.grad.float())
+                state["last"].append(state["sum"].double() / 3)
+                state["count"] += 1001
+                turn = 1.0 if state["phase"] == "long" else 0.5
+                state["phase"] = "short" if state["phase"] == "long" else "long"
+                step = sum(state["last"]) * group["lr"] * turn + float(state["count"][0]) * 1e-7
+                param.copy_((param.double() - step).to(param.dtype))
+
+
+# -- runs of many kinds ----------------------------------------------------------------------------------------------------
+
+
+def step_plain(run: Run, t: int, part: int, rank: int) -> None:
+    optimizer = run.optimizers[part]
+    loss(run.model, t, rank).backward()
+    nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
+    optimizer.step()
+    for scheduler in run.schedulers[part : part + 1]:
+        scheduler.step()
+    for each in run.optimizers:
+        each.zero_grad()
+
+
+def step_plateau(run: Run, t: int, part: int, rank: int) -> None:
+    value = loss(run.model, t, rank)
+    value.backward()
+    run.optimizers[0].step()
+    run.schedulers[0].step(value.item())
+    run.optimizers[0].zero_grad()
+
+
+def step_closure(run: Run, t: int, part: int, rank: int) -> None:
+    def closure() -> Tensor:
+        run.optimizers[0].zero_grad()
+        value = loss(run.model, t, rank)
+        value.backward()
+        return value
+
+    run.optimizers[0].step(closure)
+
+
+def step_accumulating(run: Run, t: int, part: int, rank: int) -> None:
+    """The window is open after two of three."""
+    loss(run.model, t, rank).backward()
+    if t % 3 == 2:
+        run.optimizers[0].step()
+        run.optimizers[0].zero_grad()
+
+
+def step_scaled(run: Run, t: int, part: int, rank: int) -> None:
+    """One step is skipped on one worker."""
+    value = loss(run.model, t, rank) * (math.inf if (t, part, rank) == (2, 0, 1) else 1.0)
+    run.scaler.scale(value).backward()
+    run.scaler.unscale_(run.optimizers[part])
+    run.scaler.step(run.optimizers[part])
+    run.scaler.update()
+    for each in run.optimizers:
+        each.zero_grad()
+
+
+def step_settling(run: Run, t: int, part: int, rank: int) -> None:
+    """Finishes what is in flight, becomes the mean, or loads the model, right before some of the stops."""
+    step_plain(run, t, part, rank)
+    if t in (2, 6):
+        run.gossip.flush()
+    elif t == 3:
+        run.gossip.average_()
+    elif t == 4:
+        run.model.load_state_dict(
+            {name: value * 0.9 for name, value in run.model.state_dict().items() if "weight" in name}, False
+        )
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, how, and after how many actions it is stopped; ``parts`` actions are one iteration."""
+
+    optimizers: Callable[[nn.Module], list[Optimizer]]
+    options: dict[str, Any] = field(default_factory=dict)
+    stops: tuple[int, ...] = (1, 4)
+    model: Callable[[int], nn.Module] = normed
+    scheduler: Any = None
+    act: Callable[[Run, int, int, int], None] = step_plain
+    scaled: bool = False
+    parts: int = 1
+    by_hand: bool = True  # goes through torch.save, too
+
+
+class Run:
+    def __init__(self, case: Case, seed: int, transport: Any = None, **options: Any) -> None:
+        self.case = case
+        with _ONE_AT_A_TIME:  # workers that are threads share the random numbers
+            self.model = case.model(seed)
+        self.optimizers = case.optimizers(self.model)
+        self.schedulers = [case.scheduler(optimizer) for optimizer in self.optimizers] if case.scheduler else []
+        self.scaler: Any = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2) if case.scaled else None
+        given: dict[str, Any] = {"topology": "ring", "scaler": self.scaler, "transport": transport, **case.options, **options}
+        self.gossip = decent_dp.gossip(self.model, self.optimizers, **given)
+
+    def act(self, first: int, last: int, rank: int) -> None:
+        for i in range(first, last):
+            self.case.act(self, *divmod(i, self.case.parts), rank)
+
+    def extras(self) -> dict[str, Any]:
+        return {"schedulers": [scheduler.state_dict() for scheduler in self.schedulers]}
+
+    def load_extras(self, extras: Any) -> None:
+        for scheduler, state in zip(self.schedulers, extras["schedulers"], strict=True):
+            scheduler.load_state_dict(state)
+
+    def by_hand(self) -> dict[str, Any]:
+        """As users save without decent_dp.checkpoint."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "scaler": self.scaler and self.scaler.state_dict(),
+            "gossip": self.gossip.state_dict(),
+            **self.extras(),
+        }
+
+    def load_by_hand(self, saved: Any) -> None:
+        self.model.load_state_dict(saved["model"])
+        for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+        if self.scaler is not None:
+            self.scaler.load_state_dict(saved["scaler"])
+        self.load_extras(saved)
+        self.gossip.load_state_dict(saved["gossip"])
+
+    def state(self) -> Any:
+        """All that training has made."""
+        stats = self.gossip.stats()
+        return {
+            "values": {name: t.detach() for name, t in (*self.model.named_parameters(), *self.model.named_buffers())},
+            "gradients": {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None},
+            "counts": [stats.rounds, stats.updates],
+            **self.by_hand(),
+        }
+
+    def now(self) -> Any:
+        return dumb_copy(_plain(self.state()))
+
+    def end(self) -> Any:
+        found = self.now()
+        self.gossip.close()
+        return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, deque):
+        return ["deque", value.maxlen, *map(_plain, value)]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_plain, value))
+    return value
+
+
+def one(make: Any, **options: Any) -> Callable[[nn.Module], list[Optimizer]]:
+    return lambda model: [make(model.parameters(), **options)]
+
+
+def grouped(model: nn.Module) -> list[Optimizer]:
+    weights, rest = ([p for name, p in model.named_parameters() if name.endswith("weight") is is_w] for is_w in (True, False))
+    groups = [{"params": rest, "weight_decay": 0.0}, {"params": weights, "lr": 0.01, "amsgrad": True}]
+    return [torch.optim.AdamW(groups, lr=0.02)]
+
+
+def tensor_rate(model: nn.Module) -> list[Optimizer]:
+    return [torch.optim.Adam(model.parameters(), lr=torch.tensor(0.02))]
+
+
+def muon(model: nn.Module) -> list[Optimizer]:
+    if not hasattr(torch.optim, "Muon"):
+        pytest.skip("this torch has no Muon")
+    matrices, rest = ([p for p in model.parameters() if (p.dim() == 2) is is_matrix] for is_matrix in (True, False))
+    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.SGD(rest, lr=0.05, momentum=0.9)]
+
+
+def halves(make: Any, **options: Any) -> Callable[[nn.Module], list[Optimizer]]:
+    """An optimizer for the parameters of the first layers, and one for the rest."""
+
+    def made(model: nn.Module) -> list[Optimizer]:
+        params = list(model.parameters())
+        return [make(params[:3], **options), make(params[3:], **options)]
+
+    return made
+
+
+def one_cycle(optimizer: Optimizer) -> Any:
+    rates = [0.02 / (i + 1) for i in range(len(optimizer.param_groups))]
+    return lr_scheduler.OneCycleLR(optimizer, rates, total_steps=20)
+
+
+def decaying(optimizer: Optimizer) -> Any:
+    return lr_scheduler.StepLR(optimizer, 2, 0.7)
+
+
+MOMENTUM = one(torch.optim.SGD, lr=0.1, momentum=0.9)
+MANY = {"bucket_size_in_mb": 2e-4}
+CASES: dict[str, Case] = {
+    "momentum": Case(MOMENTUM, {}, (0, 1, 5), scheduler=decaying),
+    "adam": Case(one(torch.optim.Adam, lr=0.02), {"topology": "base-2", **MANY}, scheduler=one_cycle),
+    "groups": Case(grouped, {"topology": "complete", "overlap": False}, (1, 3), scheduler=one_cycle),
+    "fused": Case(one(torch.optim.Adam, lr=0.02, fused=True), {"compression": "int8", "topology": "base-2", **MANY}, (1, 4, 5)),
+    "adafactor": Case(one(torch.optim.Adafactor, lr=0.05), {"compression": "bfloat16"}),
+    "lbfgs": Case(one(torch.optim.LBFGS, lr=0.1, max_iter=2, history_size=3), {}, act=step_closure),
+    "muon": Case(muon, {"topology": "random-matching"}, (3, 6), parts=2, scheduler=decaying),
+    "scaled": Case(MOMENTUM, {"compression": "int8"}, (2, 3, 5), act=step_scaled, scaled=True),
+    "two scaled": Case(halves(torch.optim.Adam, lr=0.02), {}, (1, 4, 5, 7), act=step_scaled, scaled=True, parts=2),
+    "bfloat16": Case(one(torch.optim.AdamW, lr=0.02), {"compression": "int8", **MANY}, model=Halves),
+    "own": Case(one(Wide), {"topology": "base-2"}, (0, 4), model=Halves, by_hand=False),
+    "every third": Case(MOMENTUM, {"mix_every": 3, "compression": "int8"}, (2, 3, 4, 5)),
+    "settling": Case(MOMENTUM, MANY, (3, 4, 5), act=step_settling),
+    "settling, int8": Case(MOMENTUM, {"compression": "int8"}, (3, 4, 5, 7), act=step_settling),
+    "outer": Case(MOMENTUM, {"rule": OuterNesterov(lr=0.7), "mix_every": 2}, (3, 4)),
+    "plateau": Case(MOMENTUM, {}, scheduler=partial(lr_scheduler.ReduceLROnPlateau, patience=0), act=step_plateau),
+    "rate in a tensor": Case(tensor_rate, {}, scheduler=decaying),
+    "open window": Case(MOMENTUM, {}, (2, 4), act=step_accumulating, by_hand=False),
+    "random numbers": Case(MOMENTUM, {}, (4,), model=random_net, by_hand=False),
+    "in turn": Case(MOMENTUM, {"topology": "complete:2,ring"}, (2,)),
+}
+
+
+def last_of(case: Case) -> int:
+    return LAST if case.parts == 1 else 12
+
+
+def uninterrupted(case: Case, folder: Path, rank: int, transport: Any = None) -> Any:
+    """The run that saves on the way, in both ways; as a check, one that does not."""
+    ends = []
+    for saves in (True, False):
+        run = Run(case, 0, transport)
+        torch.manual_seed(rank)
+        at = 0
+        for stop in (*case.stops, last_of(case)):
+            run.act(at, stop, rank)
+            at = stop
+            if saves and stop in case.stops:
+                save(run.gossip, folder / f"{stop}", wait=False, **run.extras())
+                if case.by_hand:
+                    torch.save(run.by_hand(), folder / f"{stop}-{rank}.pt")
+        ends.append(run.end())
+    assert_equal(*ends)
+    return ends[0]
+
+
+def resumed(case: Case, folder: Path, rank: int, transport: Any = None) -> dict[str, Any]:
+    """The first stop goes on in a new run; the others in one that has already come to its end, or somewhere else."""
+    found = {}
+    for way in ("files", "by hand") if case.by_hand else ("files",):
+        run = Run(case, 77, transport)
+        torch.manual_seed(999)
+        for stop in case.stops:
+            if way == "files":
+                run.load_extras(load(run.gossip, folder / f"{stop}"))
+            else:
+                run.load_by_hand(torch.load(folder / f"{stop}-{rank}.pt", weights_only=True))
+            run.act(stop, last_of(case), rank)
+            found[f"stopped at {stop}, {way}"] = run.now()
+            run.act(0, case.parts + stop % 2, rank)
+        run.gossip.close()
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "random numbers"])
+def test_a_run_that_is_resumed_equals_one_that_was_not_stopped(tmp_path, name):
+    case = CASES[name]
+    whole = run_replicas(3, lambda transport: uninterrupted(case, tmp_path, transport.rank, transport), 20)
+    parts = run_replicas(3, lambda transport: resumed(case, tmp_path, transport.rank, transport), 20)
+    for rank in range(3):
+        for where, end in parts[rank].items():
+            assert_equal(end, whole[rank], f"worker {rank}: {where}")
+    assert whole[0]["gossip"]["exchange"]["in_flight"] == case.options.get("overlap", True)
+
+
+# In processes that are stopped, and others that go on.
+IN_PROCESSES = ("momentum", "muon", "two scaled", "settling, int8", "random numbers")
+
+
+def in_processes(rank: int, n: int, path: str, what: Any) -> Any:
+    return {name: what(CASES[name], Path(path) / name, rank) for name in IN_PROCESSES}
+
+
+def test_processes_that_are_resumed(workers, tmp_path):
+    for name in IN_PROCESSES:
+        (tmp_path / name).mkdir()
+    whole = workers(3, in_processes, str(tmp_path), uninterrupted)
+    parts = workers(3, in_processes, str(tmp_path), resumed)
+    for rank in range(3):
+        for name, ends in parts[rank].items():
+            for where, end in ends.items():
+                assert_equal(end, whole[rank][name], f"worker {rank}: {name}, {where}")
+
+
+# -- in one process --------------------------------------------------------------------------------------------------------
+
+PLAIN = Case(MOMENTUM)
+ADAM = Case(one(torch.optim.Adam, lr=0.02))
+
+
+def on(transport: InProcessTransport, case: Case, seed: int = 0, steps: int = 0, **options: Any) -> Run:
+    run = Run(case, seed, transport, **options)
+    run.act(0, steps, transport.rank)
+    return run
+
+
+def mean_of(trees: list[Any]) -> Any:
+    """Of nested dicts and lists of tensors and numbers; of all else the first."""
+    first = trees[0]
+    if isinstance(first, Tensor) and first.is_floating_point():
+        return np.mean([tree.double().numpy() for tree in trees], axis=0)
+    if isinstance(first, dict):
+        return {key: mean_of([tree[key] for tree in trees]) for key in first}
+    if isinstance(first, list):
+        return [mean_of([tree[i] for tree in trees]) for i in range(len(first))]
+    return first
+
+
+def assert_close(found: Any, expected: Any, where: str = "") -> None:
+    """``found`` is what ``mean_of`` has found, up to its own rounding."""
+    if isinstance(expected, np.ndarray):
+        narrow = isinstance(found, Tensor) and found.dtype is torch.bfloat16
+        found = found.double().numpy() if isinstance(found, Tensor) else found
+        np.testing.assert_allclose(found, expected, rtol=0.01 if narrow else 1e-6, atol=1e-8, err_msg=where)
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for key in expected:
+            assert_close(found[key], expected[key], f"{where}/{key}")
+    elif isinstance(expected, list):
+        assert len(found) == len(expected)
+        for i, item in enumerate(expected):
+            assert_close(found[i], item, f"{where}/{i}")
+
+
+def test_another_number_of_workers(tmp_path):
+    """4 -> 2 -> 4, both ways: parameters, buffers, the optimizer's states and the rule's."""
+    rule = OuterNesterov()
+
+    def own(run: Run) -> Any:
+        parts = {"values": dict(run.model.named_parameters()), "norm": run.model.get_buffer("1.running_mean")}
+        state = take(run.gossip)
+        return dumb_copy({**parts, "optimizer": run.optimizers[0].state_dict()["state"], "rule": state["rule"]["state"]})
+
+    def first(transport: InProcessTransport) -> Any:
+        run = on(transport, ADAM, steps=5, rule=rule, mix_every=2)
+        save(run.gossip, tmp_path / "4", seen=torch.full((2,), float(transport.rank)), **run.extras())
+        return own(run)
+
+    def second(how: str, source: str, target: str, transport: InProcessTransport) -> Any:
+        run = on(transport, ADAM, seed=5, rule=rule, mix_every=2, topology="base-2")
+        extras = load(run.gossip, tmp_path / source, resize=how)
+        assert extras is not None
+        found = own(run), extras["seen"].tolist()
+        assert (run.gossip.stats().rounds, run.gossip.stats().updates) == (5, 5)
+        save(run.gossip, tmp_path / target, **extras)
+        run.act(5, 8, transport.rank)
+        assert run.gossip.stats().rounds == 8
+        return found
+
+    before = run_replicas(4, first, 20)
+    for how, groups in {"mean": [range(4)] * 2, "spread": [[0, 1], [2, 3]]}.items():
+        halved = run_replicas(2, partial(second, how, "4", f"2 {how}"), 20)
+        for (found, seen), group in zip(halved, groups, strict=True):
+            assert_close(found, mean_of([before[rank] for rank in group]), how)
+            assert seen == [np.mean(group)] * 2
+        doubled = run_replicas(4, partial(second, how, f"2 {how}", f"4 {how}"), 20)
+        for rank, (found, _) in enumerate(doubled):
+            assert_equal(found, halved[rank // 2][0], how)
+    again = run_replicas(4, partial(second, "spread", "4", "same"), 20)
+    for rank, (found, _) in enumerate(again):
+        assert_equal(found, before[rank])
+
+
+@pytest.mark.parametrize("name", ["lbfgs", "adafactor", "muon", "own", "fused"])
+def test_optimizers_of_many_kinds_on_fewer_workers(tmp_path, name):
+    """The mean of what they keep, in whatever containers; and they go on."""
+    case = CASES[name]
+
+    def floats(run: Run) -> Any:
+        return dumb_copy(_plain([optimizer.state_dict()["state"] for optimizer in run.optimizers]))
+
+    def first(transport: InProcessTransport) -> Any:
+        run = on(transport, case, steps=4 * case.parts)
+        save(run.gossip, tmp_path)
+        return floats(run)
+
+    def second(transport: InProcessTransport) -> Any:
+        run = on(transport, case, seed=3)
+        load(run.gossip, tmp_path, resize="mean")
+        found = floats(run)
+        run.act(4 * case.parts, 8 * case.parts, transport.rank)
+        assert all(bool(value.isfinite().all()) for value in values(run.model).values())
+        assert run.gossip.stats().rounds == 8
+        return found
+
+    expected = mean_of(run_replicas(3, first, 20))
+    for found in run_replicas(2, second, 20):
+        assert_close(found, expected)
+
+
+def test_what_a_compression_has_learnt_of_edges_goes_with_the_workers(tmp_path):
+    learnt = {"w": {"0-1": torch.ones(3)}}
+    made = tree_of_mean(tmp_path, [saved_state(compression=learnt), saved_state(compression=learnt)])
+    assert made["snapshot"]["compression"] == {}
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "topology": {"topology": "complete"},
+    "compression": {"compression": "bfloat16"},
+    "int8": {"compression": "int8"},
+    "overlap": {"overlap": False},
+    "mix_every": {"mix_every": 2},
+    "rule": {"rule": OuterNesterov()},
+}
+
+
+@pytest.mark.parametrize("way", ["files", "by hand"])
+def test_a_run_may_go_on_differently(tmp_path, way):
+    """The exchange in flight is dropped on all workers, and the mean stays; another bucket size goes on exactly."""
+    files: dict[int, Any] = {}
+
+    def first(transport: InProcessTransport) -> Any:
+        run = on(transport, PLAIN, steps=4)
+        save(run.gossip, tmp_path, **run.extras())
+        files[transport.rank] = dumb_copy(run.by_hand())
+        before = values(run.model)
+        run.act(4, 7, transport.rank)
+        return before, values(run.model)
+
+    def second(options: dict[str, Any], transport: InProcessTransport) -> Any:
+        run = on(transport, PLAIN, seed=9, **options)
+        if way == "files":
+            load(run.gossip, tmp_path)
+        else:
+            run.load_by_hand(files[transport.rank])
+        flying = take(run.gossip)["exchange"]
+        at_once = values(run.model)
+        run.gossip.flush()
+        settled = values(run.model)
+        run.gossip.load_state_dict(run.gossip.state_dict())
+        if not options:
+            return flying, at_once, settled, {}
+        if flying is not None:
+            load(run.gossip, tmp_path)
+        run.act(4, 7, transport.rank)
+        return flying, at_once, settled, values(run.model)
+
+    before = run_replicas(4, first, 20)
+    for name, options in OTHERS.items():
+        after = run_replicas(4, partial(second, options), 20)
+        for (own, _), (flying, at_once, settled, _) in zip(before, after, strict=True):
+            assert flying is None, name
+            assert_equal(own, at_once, name)
+            assert_equal(at_once, settled, name)
+    exactly = run_replicas(4, partial(second, {}), 20)
+    mean = mean_of([own for own, _ in before])
+    assert_close(mean_of([settled for _, _, settled, _ in exactly]), mean)
+    assert not torch.equal(exactly[0][2]["0.weight"], before[0][0]["0.weight"])
+    if way == "files":
+        finer = run_replicas(4, partial(second, MANY), 20)
+        for (_, end), (flying, _, _, resumed) in zip(before, finer, strict=True):
+            assert flying["in_flight"]
+            assert_equal(end, resumed)
+
+
+@pytest.mark.parametrize("flushed", [False, True])
+def test_an_exchange_that_one_worker_has_lost_is_dropped_on_all(flushed):
+    """In flight, and what was announced for the round that comes."""
+
+    def work(transport: InProcessTransport) -> Any:
+        run = on(transport, PLAIN, steps=4, compression="int8")
+        if flushed:
+            run.gossip.flush()
+        state, before = run.gossip.state_dict(), values(run.model)
+        if transport.rank == 1:
+            state["exchange"] = None
+        run.gossip.load_state_dict(state)
+        assert take(run.gossip)["exchange"] is None
+        run.gossip.flush()
+        assert_equal(before, values(run.model))
+        run.act(4, 6, transport.rank)
+        return run.gossip.stats().rounds
+
+    assert run_replicas(4, work, 20) == [6] * 4
+
+
+def test_what_cannot_be_saved_is_named(tmp_path):
+    class Odd(torch.optim.SGD):
+        def state_dict(self) -> Any:
+            return {"numbers": 1}
+
+    model = net()
+    run = decent_dp.gossip(model, Odd(model.parameters(), lr=0.1), transport=InProcessTransport(), topology="complete")
+    with pytest.raises(ValueError, match=r"Odd.state_dict\(\) has \['numbers'\], and must have 'state' and 'param_groups'"):
+        save(run, tmp_path)
+    run.close()
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["odd"] = object()
+    run = decent_dp.gossip(model, optimizer, transport=InProcessTransport(), topology="complete")
+    with pytest.raises(TypeError, match=r"optim.*odd.*object"):
+        save(run, tmp_path)
+    run.close()
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = decent_dp.gossip(model, optimizer, transport=InProcessTransport(), topology="complete")
+    save(run, tmp_path)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    with pytest.raises(ValueError, match=r"parameter 6 of SGD, of shape \(3,\), is not one of the model's"):
+        save(run, tmp_path)
+    with pytest.raises(CheckpointError, match=r"parameter 6 of SGD"):
+        load(run, tmp_path)
+    run.close()
+    for call in (save, load):
+        with pytest.raises(TypeError, match=r"decent_dp.gossip\(\) returned, got a Sequential"):
+            call(model, tmp_path)  # type: ignore[arg-type]
+
+
+def test_export_calibration_and_moving_averages(tmp_path):
+    """The mean of the replicas, with BatchNorm's statistics; the moving average of the mean; the run goes on as if nothing."""
+
+    def work(look: bool, transport: InProcessTransport) -> Any:
+        run = on(transport, PLAIN)
+        ema = AveragedReplica(run.gossip, decay=0.8)
+        rows: list[Any] = []
+        for t in range(5):
+            run.act(t, t + 1, transport.rank)
+            ema.update()
+            rows.append(dumb_copy(run.model.state_dict()))
+        found: dict[str, Any] = {"rows": rows}
+        if look:
+            loader = [batch(50 + i, transport.rank) for i in range(2 + transport.rank)]
+            export(run.gossip, tmp_path / "mean.pt")
+            export(run.gossip, tmp_path / "calibrated.pt", loader=loader)
+            with run.gossip.averaged():
+                calibrate(run.gossip, loader)
+                found["calibrated"] = dumb_copy(run.model.state_dict())
+            with ema.averaged():
+                found["ema"] = values(run.model)
+                save(run.gossip, tmp_path / "inside", ema=ema.state_dict())
+            load(run.gossip, tmp_path / "inside")
+            own = dumb_copy(run.model.state_dict())
+            assert_equal(own, rows[-1])
+            with run.gossip.averaged():
+                save(run.gossip, tmp_path / "inside")
+                assert not torch.equal(run.model.get_parameter("0.weight"), own["0.weight"])
+            load(run.gossip, tmp_path / "inside")
+        run.act(5, 8, transport.rank)
+        return found, run.end()
+
+    plain, looked = (run_replicas(3, partial(work, look), 20) for look in (False, True))
+    for (_, end), (_, other) in zip(plain, looked, strict=True):
+        assert_equal(end, other)
+    rows = [[found["rows"][t] for found, _ in plain] for t in range(5)]
+    mean = mean_of(rows[-1])
+    assert_close(torch.load(tmp_path / "mean.pt", weights_only=True), mean)
+    calibrated = torch.load(tmp_path / "calibrated.pt", weights_only=True)
+    for found, _ in looked:
+        assert_close({"norm": calibrated["1.running_mean"]}, {"norm": found["calibrated"]["1.running_mean"].double().numpy()})
+    assert not np.allclose(calibrated["1.running_mean"].numpy(), mean["1.running_mean"])
+    assert_close(calibrated["0.weight"], mean["0.weight"])
+    moving = mean_of(rows[0])["0.weight"]
+    for t in range(1, 5):
+        moving = 0.8 * moving + 0.2 * mean_of(rows[t])["0.weight"]
+    for found, _ in looked:
+        np.testing.assert_allclose(found["ema"]["0.weight"].numpy(), moving, rtol=2e-6, atol=1e-7)
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------------
+
+
+def reordered(model: nn.Module) -> list[Optimizer]:
+    return [SGD(list(model.parameters())[::-1])]
+
+
+def regrouped(model: nn.Module) -> list[Optimizer]:
+    params = list(model.parameters())
+    return [SGD([{"params": params[:2]}, {"params": params[2:]}])]
+
+
+MISFITS: dict[str, tuple[Case, str]] = {
+    "kind": (ADAM, "the optimizer was SGD when this was saved, and is Adam now"),
+    "order": (Case(reordered), "parameter 0 of group 0 was '0.weight', and is '5.bias' now"),
+    "groups": (Case(regrouped), "SGD had 1 parameter groups when this was saved, and has 2 now"),
+    "number": (Case(halves(torch.optim.SGD, lr=0.1, momentum=0.9), parts=2), "saved with 1 optimizers, and there are 2 now"),
+    "scaler": (Case(MOMENTUM, act=step_scaled, scaled=True), "saved without a GradScaler, and this run has one"),
+    "model": (Case(MOMENTUM, model=net), "is of another model"),
+    "second": (Case(halves(Wide), parts=2), ""),
+}
+
+
+def refused(rank: int, n: int, path: str) -> Any:
+    """(kind, text) of every error; that nothing has changed is looked at here, bit by bit."""
+    found: dict[str, tuple[str, str]] = {}
+
+    def attempt(name: str, run: Run, call: Callable[[], Any]) -> None:
+        before = run.now()
+        found[name] = error_of(call)
+        assert_equal(run.now(), before, name)
+
+    source = Run(PLAIN, 0)
+    source.act(0, 3, rank)
+    save(source.gossip, f"{path}/sgd")
+    earlier = source.gossip.state_dict()
+    source.act(3, 4, rank)
+    save(source.gossip, f"{path}/later")
+    by_hand = source.gossip.state_dict()
+    for name, (case, _) in MISFITS.items():
+        run = Run(case, 1)
+        run.act(0, 2, rank)
+        if name != "second":
+            attempt(name, run, lambda run=run: load(run.gossip, f"{path}/sgd"))
+        if name == "number":
+            attempt("number, by hand", run, lambda run=run: run.gossip.load_state_dict(by_hand))
+        run.act(2, 3, rank)
+        run.gossip.close()
+
+    # The first of two optimizers is loaded before the second refuses; its states have more digits than their parameters.
+    def two(second: Any) -> Case:
+        def made(model: nn.Module) -> list[Optimizer]:
+            params = list(model.parameters())
+            return [Wide(params[:2]), second(params[2:])]
+
+        return Case(made, parts=2, model=Halves)
+
+    run = Run(two(torch.optim.Adam), 0)
+    run.act(0, 4, rank)
+    save(run.gossip, f"{path}/two")
+    run.gossip.close()
+    run = Run(two(torch.optim.SGD if rank != 5 else Wide), 1)
+    run.act(0, 2, rank)
+    attempt("second", run, lambda: load(run.gossip, f"{path}/two"))
+    run.gossip.close()
+
+    class Picky(torch.optim.SGD):
+        def load_state_dict(self, state_dict: Any) -> None:
+            super().load_state_dict(state_dict)
+            if rank == 1 and self.param_groups[0]["lr"] != 0.3:
+                raise KeyError("lr")
+
+    Picky.__name__ = "SGD"
+    run = Run(Case(one(Picky, lr=0.3, momentum=0.9)), 1)
+    run.act(0, 2, rank)
+    attempt("of one worker", run, lambda: load(run.gossip, f"{path}/sgd"))
+    run.gossip.close()
+
+    # The wrapper's, and the reverse.
+    wrapper = DecentralizedDataParallel(normed(0), SGD, topology="ring")
+    loss(wrapper, 0, rank).backward()
+    save(wrapper, f"{path}/wrapper")
+    state = dumb_copy(take(wrapper.replica))
+    found["into the wrapper"] = error_of(lambda: load(wrapper, f"{path}/sgd"))
+    assert_equal(dumb_copy(take(wrapper.replica)), state)
+    attempt("from the wrapper", source, lambda: load(source.gossip, f"{path}/wrapper"))
+    attempt("from the wrapper, resized", source, lambda: load(source.gossip, f"{path}/wrapper", resize="mean"))
+    wrapper.close()
+
+    # The worker's own states.
+    gossip = source.gossip
+    attempt("rounds", source, lambda: gossip.load_state_dict(earlier if rank == 1 else by_hand))
+    attempt("junk", source, lambda: gossip.load_state_dict({"model": 1} if rank == 1 else by_hand))
+    attempt("checkpoints", source, lambda: load(gossip, f"{path}/{'later' if rank == 1 else 'sgd'}"))
+
+    def in_join() -> None:
+        with gossip.join():
+            try:
+                calls: list[Callable[[], Any]] = [lambda: save(gossip, path), lambda: load(gossip, path)]
+                for call in (*calls, lambda: gossip.load_state_dict(by_hand)):
+                    found[f"in join {len(found)}"] = error_of(call)
+            finally:
+                source.act(4, 5 + rank, rank)
+
+    run = Run(Case(MOMENTUM, {"mix_every": 1000}), 0)
+    run.act(0, 2 + (rank == 1), rank)
+    attempt("running", run, lambda: load(run.gossip, f"{path}/sgd"))
+    run.gossip.close()
+
+    in_join()
+    assert gossip.stats().rounds == 4 + n
+    load(gossip, f"{path}/later")
+    source.act(4, 5, rank)
+    gossip.close()
+    for call in (lambda: save(gossip, path), lambda: load(gossip, path)):
+        found[f"closed {len(found)}"] = error_of(call)
+    return found
+
+
+def test_what_does_not_fit_is_refused_on_all_workers(workers, tmp_path):
+    found, *others = workers(3, refused, str(tmp_path), timeout=60)
+    assert all(other == found for other in others)
+    for name, (_, text) in MISFITS.items():
+        kind, said = found[name]
+        assert kind == "CheckpointError", (name, kind, said)
+        assert text in said
+        assert str(tmp_path) in said
+    assert "the optimizer was Adam when this was saved, and is SGD now" in found["second"][1]
+    kind, said = found["number, by hand"]
+    assert kind == "ValueError"
+    assert "1 optimizers" in said
+    kind, said = found["of one worker"]
+    assert kind == "CheckpointError"
+    assert "worker 1: SGD.load_state_dict does not take" in said
+    assert "KeyError" in said
+    for name in ("into the wrapper", "from the wrapper", "from the wrapper, resized"):
+        assert found[name][0] == "CheckpointError"
+        assert "this was saved " in found[name][1]
+        assert "cannot go on" in found[name][1]
+    assert found["rounds"][0] == "OutOfStepError"
+    assert "worker 0: 4, worker 1: 3, worker 2: 4" in found["rounds"][1]
+    kind, said = found["running"]
+    assert kind == "OutOfStepError"
+    assert "worker 0: 2, worker 1: 3, worker 2: 2" in said
+    kind, said = found["junk"]
+    assert kind == "ValueError"
+    assert said.startswith("worker 1: load_state_dict takes what Gossip.state_dict() returned")
+    assert found["checkpoints"][0] in ("CheckpointError", "RuntimeError")
+    for name, (kind, said) in found.items():
+        if name.startswith("in join"):
+            assert kind == "RuntimeError"
+            assert "inside join()" in said
+        if name.startswith("closed"):
+            assert kind == "RuntimeError"
+            assert "this Gossip was closed" in said
+
+
+def test_a_step_of_a_scaler_that_is_under_way(tmp_path):
+    """What the scaler knows between its step and its update is in no state dict."""
+    run = Run(Case(halves(torch.optim.SGD, lr=0.1), parts=2, scaled=True), 0, InProcessTransport(), topology="complete")
+    run.scaler.scale(loss(run.model, 0)).backward()
+    for act in (lambda: run.scaler.unscale_(run.optimizers[0]), lambda: run.scaler.step(run.optimizers[0])):
+        act()
+        for call in (lambda: save(run.gossip, tmp_path), run.gossip.state_dict):
+            with pytest.raises(RuntimeError, match=r"update\(\)"):
+                call()
+    run.scaler.step(run.optimizers[1])
+    run.scaler.update()
+    assert save(run.gossip, tmp_path).error is None
+    run.gossip.close()
+
+
+def test_a_round_of_which_a_step_was_skipped_after_a_stop():
+    """Of two optimizers one has stepped before the stop and the other is skipped after it: the round is an update."""
+    case = Case(halves(torch.optim.SGD, lr=0.1), parts=2, scaled=True, act=step_scaled)
+    run = Run(case, 0, InProcessTransport(), topology="complete")
+    run.act(0, 1, 0)
+    saved = dumb_copy(run.by_hand())
+    other = Run(case, 1, InProcessTransport(), topology="complete")
+    other.load_by_hand(saved)
+    for each in (run, other):
+        each.scaler.scale(loss(each.model, 0) * math.inf).backward()
+        each.scaler.step(each.optimizers[1])
+        each.scaler.update()
+        assert each.gossip.stats().rounds == each.gossip.stats().updates == 1
+        each.gossip.close()
+
+
+# -- told to go ------------------------------------------------------------------------------------------------------------
+
+WAY = 60
+
+
+def stopped(rank: int, n: int, path: str) -> Any:
+    """One worker is told; all stop after the same round, save, and go on in other objects."""
+    whole = Run(ADAM, 0)
+    torch.manual_seed(rank)
+    whole.act(0, WAY, rank)
+    end = whole.end()
+    run = Run(ADAM, 0)
+    torch.manual_seed(rank)
+    with Preemption(run.gossip, grace=20.0) as stop:
+        for t in range(WAY):
+            if rank == n - 1 and t == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.002 * (1 + rank))
+            run.act(t, t + 1, rank)
+            if stop.due:
+                break
+    save(run.gossip, path, at=t + 1)
+    rounds = run.gossip.stats().rounds
+    run.gossip.close()
+    run = Run(ADAM, 9)
+    extras = load(run.gossip, path)
+    assert extras == {"at": rounds}
+    run.act(rounds, WAY, rank)
+    assert_equal(run.end(), end)
+    return stop.due, rounds
+
+
+def test_all_stop_after_the_same_round_and_go_on_exactly(workers, tmp_path):
+    results = workers(3, stopped, str(tmp_path))
+    assert len(set(results)) == 1
+    due, rounds = results[0]
+    assert due
+    assert 5 <= rounds < WAY

@@ -1,0 +1,506 @@
+"""What ``gossip`` is given and cannot take: the same error on all workers, at once, and everything is given back."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import decent_dp
+from decent_dp.ddp import DecentralizedDataParallel
+from decent_dp.rules import OuterNesterov
+from decent_dp.transport import InProcessTransport
+from tests.checkpoint_cases import error_of
+from tests.helpers import SGD, listening, loss, net
+
+pytestmark = pytest.mark.timeout(60)
+
+# What is handed to gossip(): a model, an optimizer and options.
+Given = tuple[Any, Any, dict[str, Any]]
+
+
+def good(model: nn.Module, **options: Any) -> Given:
+    return model, SGD(model.parameters()), {"topology": "ring", **options}
+
+
+def instead(optimizer: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Given]:
+    """Another thing in the place of the optimizer."""
+    return lambda model: (model, optimizer(model), {"topology": "ring"})
+
+
+def option(**options: Any) -> Callable[[nn.Module], Given]:
+    return lambda model: good(model, **options)
+
+
+def within(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[nn.Module], Given]:
+    return lambda model: good(wrap(model))
+
+
+def part(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[nn.Module], Given]:
+    return lambda model: good(nn.Sequential(nn.Linear(6, 6), wrap(model)))
+
+
+def named(name: str, base: type) -> Any:
+    """A class that is called as one of a package that is not installed."""
+    return type(name, (base,), {})
+
+
+def holding(tensor: Callable[[], Tensor], trained: bool = True, buffer: bool = False) -> Callable[[nn.Module], Given]:
+    """A model with one more parameter or buffer, in an optimizer that takes it."""
+
+    def made(model: nn.Module) -> Given:
+        outer = nn.Module()
+        outer.inner = model
+        if buffer:
+            outer.register_buffer("odd", tensor())
+        else:
+            value = tensor()
+            outer.odd = value if isinstance(value, nn.Parameter) else nn.Parameter(value, requires_grad=trained)
+        return outer, SGD(list(outer.parameters())), {"topology": "ring"}
+
+    return made
+
+
+class Engine(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+class Wrapping(Optimizer):
+    """Calls another optimizer, as some frameworks' do, and is none itself."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+
+class Looking(torch.optim.SGD):
+    def pre_average_hook(self, edge: Any, weight: float) -> None: ...
+
+
+def frozen(model: nn.Module) -> Given:
+    model, optimizer, options = good(model)
+    return model.requires_grad_(False), optimizer, options
+
+
+def lazy(model: nn.Module) -> Given:
+    outer = nn.Sequential(model, nn.LazyLinear(2))
+    return outer, SGD(model.parameters()), {}
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))  # type: ignore[return-value]
+
+
+def replaced(model: nn.Module) -> Given:
+    """``model.to`` makes new parameters under this option of torch, after the optimizer was made."""
+    optimizer = SGD(model.parameters())
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        return model.double(), optimizer, {}
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+
+def halves(model: nn.Module, first: slice, second: slice) -> list[Optimizer]:
+    params = list(model.parameters())
+    return [SGD(params[first]), SGD(params[second])]
+
+
+def twice(model: nn.Module) -> list[Optimizer]:
+    optimizer = SGD(model.parameters())
+    return [optimizer, optimizer]
+
+
+OPT = "optimizer must be a torch.optim.Optimizer, or a list of them, got "
+TYPE, VALUE = "TypeError", "ValueError"
+# Each with the error's kind, and its text.
+BAD: dict[str, tuple[Callable[[nn.Module], Given], str, str]] = {
+    "swapped": (lambda m: (SGD(m.parameters()), m, {}), TYPE, "model must be a torch.nn.Module, got SGD"),
+    "DDP": (
+        within(nn.parallel.DistributedDataParallel),
+        TYPE,
+        "already wrapped in DistributedDataParallel: pass its .module",
+    ),
+    "DDP inside": (part(nn.parallel.DistributedDataParallel), TYPE, "a part of the model is wrapped in DistributedData"),
+    "DataParallel": (within(nn.DataParallel), TYPE, "already wrapped in DataParallel: pass its .module, and start one"),
+    "DeepSpeed": (
+        within(named("DeepSpeedEngine", Engine)),
+        TYPE,
+        "wrapped in DeepSpeedEngine: it averages gradients itself",
+    ),
+    "FSDP1": (
+        within(named("FullyShardedDataParallel", Engine)),
+        TYPE,
+        "wrapped in FullyShardedDataParallel: its parameters",
+    ),
+    "FSDP1 inside": (
+        part(named("FullyShardedDataParallel", Engine)),
+        TYPE,
+        "a part of the model is wrapped in FullyShar",
+    ),
+    "DTensor": (within(sharded), TYPE, "'0.weight' is a DTensor"),
+    "lazy": (lazy, VALUE, "'1.weight' has no values yet"),
+    "meta": (holding(lambda: torch.empty(2, device="meta")), VALUE, "'odd' has no values yet"),
+    "meta buffer": (holding(lambda: torch.empty(2, device="meta"), buffer=True), VALUE, "'odd' has no values yet"),
+    "sparse": (holding(lambda: torch.eye(2).to_sparse()), VALUE, "'odd' is a sparse tensor: make it dense"),
+    "sparse buffer": (holding(lambda: torch.eye(2).to_sparse(), buffer=True), VALUE, "'odd' is a sparse tensor"),
+    "complex": (holding(lambda: torch.zeros(2, dtype=torch.complex64)), VALUE, "parameter 'odd' is torch.complex64"),
+    "frozen": (frozen, VALUE, "no trainable parameters"),
+    "None": (instead(lambda m: None), TYPE, f"{OPT}None"),
+    "a class": (
+        instead(lambda m: torch.optim.SGD),
+        TYPE,
+        f"{OPT}the class SGD: pass an object of it, SGD(model.parameters",
+    ),
+    "a scheduler": (
+        instead(lambda m: torch.optim.lr_scheduler.StepLR(SGD(m.parameters()), 3)),
+        TYPE,
+        f"{OPT}a learning-rate scheduler (StepLR): pass its optimizer",
+    ),
+    "a function": (instead(lambda m: SGD), TYPE, f"{OPT}a function (partial): gossip() takes the optimizer itself"),
+    "parameters": (instead(lambda m: m.parameters()), TYPE, f"{OPT}a Parameter: pass the optimizer, not its parameters"),
+    "one parameter": (instead(lambda m: m[0].weight), TYPE, f"{OPT}a Parameter: pass the optimizer, not its parameters"),
+    "the model": (
+        instead(lambda m: m),
+        TYPE,
+        f"{OPT}a module (Sequential): gossip(model, optimizer) takes the model first",
+    ),
+    "a name": (instead(lambda m: "adam"), TYPE, f"{OPT}'adam'"),
+    "a dict": (instead(lambda m: {"a": SGD(m.parameters())}), TYPE, f"{OPT}a dict: pass list(optimizers.values())"),
+    "junk": (instead(lambda m: [SGD(m.parameters()), 7]), TYPE, f"{OPT}7"),
+    "much junk": (instead(lambda m: [["x" * 99]]), TYPE, f"{OPT}a list"),
+    "empty": (instead(lambda m: []), VALUE, "optimizer is an empty list"),
+    "wrapping": (instead(lambda m: Wrapping(SGD(m.parameters()))), TYPE, "Wrapping does not tell of its steps"),
+    "hook": (instead(lambda m: Looking(m.parameters(), lr=0.1)), TYPE, "Looking has a pre_average_hook"),
+    "sharing": (
+        instead(lambda m: named("ZeroRedundancyOptimizer", torch.optim.SGD)(m.parameters(), lr=0.1)),
+        TYPE,
+        "ZeroRedundancyOptimizer makes the parameters of all workers equal",
+    ),
+    "in two": (instead(lambda m: halves(m, slice(0, 4), slice(3, 6))), VALUE, "parameter '2.bias' is in two optimizers"),
+    "twice": (instead(twice), VALUE, "parameter '0.weight' is in two optimizers, or twice in one"),
+    "in none": (
+        instead(lambda m: halves(m, slice(0, 2), slice(3, 6))),
+        VALUE,
+        "parameter '2.weight' is in no optimizer",
+    ),
+    "another's": (
+        instead(lambda m: SGD([*m.parameters(), torch.zeros(7, requires_grad=True)])),
+        VALUE,
+        "parameter 6 of SGD, of shape (7,), is not one of the model's",
+    ),
+    "replaced": (replaced, VALUE, "parameter 0 of SGD, of shape (12, 6), is not one of the model's"),
+    "topology": (option(topology="rnig"), VALUE, "did you mean 'ring'?"),
+    "int4": (option(compression="int4"), VALUE, "got 'int4'. Did you mean 'int8'?"),
+    "float32": (option(compression="float32"), VALUE, "compression must be None (every dtype as it is)"),
+    "mix_every=0": (option(mix_every=0), VALUE, "mix_every must be a whole number of updates, at least 1, got 0"),
+    "mix_every=1.5": (option(mix_every=1.5), TYPE, "mix_every must be a whole number of updates, at least 1, got 1.5"),
+    "bucket 0": (option(bucket_size_in_mb=0), VALUE, "bucket_size_in_mb must be a positive number of MiB, got 0"),
+    "bucket '25'": (
+        option(bucket_size_in_mb="25"),
+        TYPE,
+        "bucket_size_in_mb must be a positive number of MiB, got '25'",
+    ),
+    "local 0": (
+        option(local_world_size=0),
+        VALUE,
+        "local_world_size must be a whole number of workers a node",
+    ),
+    "rule class": (option(rule=OuterNesterov), TYPE, "OuterNesterov is a class: pass rule=OuterNesterov(...)"),
+    "rule": (option(rule="outer"), TYPE, "got 'outer'"),
+    "scaler": (option(scaler=True), TYPE, "scaler must be a torch.GradScaler or None, got True"),
+}
+
+
+def other_order(model: nn.Module) -> Given:
+    return model, SGD(list(model.parameters())[::-1]), {"topology": "ring"}
+
+
+def frozen_bias(model: nn.Module) -> Given:
+    model[0].bias.requires_grad_(False)
+    return good(model)
+
+
+# On one worker only, where each alone would be right.
+DIFFERENT: dict[str, tuple[Callable[[nn.Module], Given], str]] = {
+    "kind": (instead(lambda m: torch.optim.Adam(m.parameters())), "SGD of 0.weight, 0.bias, 2.weight"),
+    "number": (instead(lambda m: halves(m, slice(0, 2), slice(2, 6))), "'SGD of 2.weight, 2.bias, 4.weight, 4.bias'"),
+    "order": (other_order, "SGD of 4.bias, 4.weight, 2.bias"),
+    "frozen": (frozen_bias, "parameter '0.bias' (12,) float32, frozen"),
+    "rule": (option(rule=OuterNesterov(lr=0.5)), "OuterNesterov"),
+    "scaler": (option(scaler=torch.amp.GradScaler("cpu")), "scaled is False on worker 0 and True on worker 1"),
+    "topology": (option(topology="complete"), "the topology differs between workers"),
+    "compression": (option(compression="int8"), "'int8' on worker 1"),
+    "mix_every": (option(mix_every=2), "mix_every is 1 on worker 0 and 2 on worker 1"),
+    "overlap": (option(overlap=False), "overlap is True on worker 0 and False on worker 1"),
+}
+
+
+def threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate() if thread.name.startswith("decent_dp")}
+
+
+def attempt(given: Given) -> tuple[str, str]:
+    """The error of one call, which comes soon and leaves no thread and no port behind."""
+    model, optimizer, options = given
+    before, began = (threads(), listening()), time.monotonic()
+    found = error_of(lambda: decent_dp.gossip(model, optimizer, **options))
+    took = time.monotonic() - began
+    assert took < 8, f"{took} s: {found}"
+    gc.collect()
+    for _ in range(100):
+        if threads() <= before[0] and listening() <= before[1]:
+            break
+        time.sleep(0.02)
+    assert not threads() - before[0], found
+    assert not listening() - before[1], found
+    return found
+
+
+def trains(model: nn.Module, rank: int) -> bool:
+    """A right call works, also on a model with which others have failed."""
+    model = model.requires_grad_(True)
+    optimizer = SGD(model.parameters())
+    gossip = decent_dp.gossip(model, optimizer, topology="ring")
+    for t in range(2):
+        x = loss(model.float(), t, rank)
+        x.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    gossip.close()
+    return gossip.stats().rounds == 2
+
+
+def wrong_on_all(rank: int, n: int) -> Any:
+    found = {}
+    gc.freeze()  # what is there already need not be looked at again and again
+    for i, (name, (bad, _, _)) in enumerate(BAD.items()):
+        model = net()
+        found[name] = attempt(bad(model))
+        if i % 3 == 0 or name == "replaced":
+            assert trains(model.float(), rank), name
+    return found
+
+
+def wrong_on_one(rank: int, n: int) -> Any:
+    found: dict[str, Any] = {}
+    gc.freeze()
+    for i, (name, (bad, _, _)) in enumerate(BAD.items()):
+        model, twin = net(), net()
+        given = bad(twin)  # on all: some are made by all workers together
+        who = i % n
+        found[name] = who, attempt(given if rank == who else good(model))
+        if i % 4 == 0:
+            assert trains(model, rank), name
+    for name, (other, _) in DIFFERENT.items():
+        model = net()
+        found[f"different {name}"] = 1, attempt(other(model) if rank == 1 else good(model))
+        assert trains(model, rank), name
+    return found
+
+
+def test_the_same_error_on_all_workers(workers):
+    found, *others = workers(2, wrong_on_all)
+    for other in others:
+        assert other == found
+    for name, (_, kind, text) in BAD.items():
+        assert found[name][0] == kind, (name, found[name])
+        assert text in found[name][1], (name, found[name])
+        assert len(found[name][1]) < 400, name
+        assert not found[name][1].startswith("worker"), name
+
+
+def test_what_one_worker_is_given_is_named_on_all(workers):
+    found, *others = workers(2, wrong_on_one)
+    for other in others:
+        assert other == found
+    for name, (_, kind, text) in BAD.items():
+        who, (its_kind, said) = found[name]
+        assert its_kind == kind, (name, said)
+        assert said.startswith(f"worker {who}: "), (name, said)
+        assert text in said, (name, said)
+    for name, (_, text) in DIFFERENT.items():
+        _, (kind, said) = found[f"different {name}"]
+        assert kind == "DisagreementError", (name, kind, said)
+        assert text in said, (name, said)
+        assert "worker 1" in said, (name, said)
+
+
+def without_a_collector(rank: int, n: int) -> Any:
+    """No error holds itself, and with it the connections."""
+    gc.disable()
+    assert trains(net(), rank)
+    before, found = listening(), []
+    for given in (good(net(), compression="int4"), good(net(), mix_every=1 + rank), good(net(), mix_every=rank)):
+        found.append(error_of(lambda given=given: decent_dp.gossip(given[0], given[1], **given[2]))[0])
+        for _ in range(100):
+            if listening() <= before:
+                break
+            time.sleep(0.02)
+        assert listening() <= before, found
+    return found
+
+
+def test_connections_do_not_wait_for_the_garbage_collector(workers):
+    assert workers(2, without_a_collector) == [["ValueError", "DisagreementError", "ValueError"]] * 2
+
+
+def of_a_large_model(rank: int, n: int) -> str:
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(300)])
+    params = list(model.parameters())
+    if rank == 1:
+        params[-2:] = params[:-3:-1]
+    return attempt((model, SGD(params), {}))[1]
+
+
+def test_a_message_about_a_large_model_is_short(workers):
+    found, other = workers(2, of_a_large_model)
+    assert found == other
+    assert "SGD of 600 parameters, 0.weight, 0.bias" in found
+    assert len(found) < 500
+
+
+def trained_elsewhere(rank: int, n: int) -> Any:
+    """Of another gossip() and of a wrapper, on both or on one; and after they were closed."""
+    found = []
+    model = net()
+    first = decent_dp.gossip(model, SGD(model.parameters()), topology="ring")
+    found.append(attempt(good(model)))
+    found.append(attempt(good(nn.Sequential(model, nn.Linear(3, 3)))))
+    found.append(error_of(lambda: DecentralizedDataParallel(model, SGD, topology="ring")))
+    fresh = net()
+    found.append(attempt(good(model if rank == 0 else fresh)))
+    first.close()
+    assert trains(model, rank)
+    wrapper = DecentralizedDataParallel(model, SGD, topology="ring")
+    found.append(attempt(good(model)))
+    found.append(attempt(good(wrapper)))
+    wrapper.close()
+    assert trains(model, rank)
+    return found
+
+
+def test_a_model_that_is_trained_already(workers):
+    found, other = workers(2, trained_elsewhere)
+    assert found == other
+    name = "is trained by another DecentralizedDataParallel or gossip()"
+    expected = [("0.weight", name), ("0.0.weight", name), ("0.weight", name), ("worker 0: ", name), ("0.weight", name)]
+    for (kind, said), texts in zip(found, expected, strict=False):
+        assert kind == "ValueError"
+        assert all(text in said for text in texts), said
+    assert found[5] == ("TypeError", "model is already wrapped in DecentralizedDataParallel: pass its .module")
+
+
+def test_without_a_process_group():
+    before = threads()
+    for _ in range(2):
+        model = net()
+        kind, said = error_of(lambda model=model: decent_dp.gossip(model, SGD(model.parameters())))
+        assert kind == "RuntimeError"
+        assert "process group" in said
+        assert not threads() - before
+
+
+def test_a_transport_of_the_callers_stays_the_callers():
+    transport = InProcessTransport()
+    model = net()
+    for optimizer in (None, []):
+        with pytest.raises((TypeError, ValueError)):
+            decent_dp.gossip(model, optimizer, transport=transport)  # type: ignore[arg-type]
+    gossip = decent_dp.gossip(model, SGD(model.parameters()), transport=transport, topology="complete")
+    gossip.close()
+
+
+# -- later -----------------------------------------------------------------------------------------------------------------
+
+
+def add_a_group(model: nn.Module, optimizer: Optimizer, t: int, rank: int) -> None:
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    loss(model, t, rank).backward()
+    optimizer.step()
+
+
+def step_with_a_scaler(model: nn.Module, optimizer: Optimizer, t: int, rank: int) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(loss(model, t, rank)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def step_without_its_scaler(model: nn.Module, optimizer: Optimizer, t: int, rank: int) -> None:
+    for _ in range(2):
+        loss(model, t, rank).backward()
+        optimizer.step()
+
+
+LATER: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "group": (add_a_group, {}, "SGD had 6 parameters when gossip() was called and has 7 now (add_param_group?)"),
+    "unknown scaler": (
+        step_with_a_scaler,
+        {},
+        "a GradScaler steps this optimizer, and gossip() was not given it",
+    ),
+    "other scaler": (step_with_a_scaler, {"scaler": True}, "GradScaler"),
+    "no scaler": (step_without_its_scaler, {"scaler": True}, "without an update() of the scaler that gossip() was given"),
+}
+
+
+def later(rank: int, n: int, name: str, who: list[int]) -> Any:
+    wrong, options, _ = LATER[name]
+    model = net()
+    optimizer = SGD(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if options else None
+    gossip = decent_dp.gossip(model, optimizer, topology="complete", scaler=scaler)
+    for t in range(2 if name == "group" else 0):
+        loss(model, t, rank).backward()
+        optimizer.step()
+    if rank in who:
+        kind, said = error_of(lambda: wrong(model, optimizer, 2, rank))
+        if name == "group":
+            assert error_of(lambda: (loss(model, 3, rank).backward(), optimizer.step()))[0] == "RuntimeError"
+        gossip.close()
+        return kind, said
+    began = time.monotonic()
+
+    def train() -> None:
+        for t in range(2, 20):
+            value = loss(model, t, rank)
+            (scaler.scale(value) if scaler else value).backward()
+            if scaler:
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                optimizer.step()
+
+    found = error_of(train)
+    assert time.monotonic() - began < 8
+    return found
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_what_goes_wrong_later(workers, name):
+    text = LATER[name][2]
+    for found in workers(2, later, name, [0, 1]):
+        assert found[0] == "RuntimeError"
+        assert text in found[1]
+    left, wrong = workers(2, later, name, [1])
+    assert wrong[0] == "RuntimeError"
+    assert text in wrong[1]
+    assert left[0] == "PeerLostError"
+    assert "worker 1" in left[1]
+    assert text[:20] in left[1], left[1]
