@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help test lint types suite demo accuracy wires workbench bench-net bench-net-long bench-net-nodes bench-optim bench-plan bench-checkpoint clean
+.PHONY: help test lint types suite demo accuracy wires workbench bench-net bench-net-long bench-net-nodes bench-gossip bench-optim bench-overhead bench-plan bench-checkpoint clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -25,7 +25,7 @@ types: $(VENV)/.installed  ## mypy, strict
 suite: $(VENV)/.installed  ## the tests
 	$(BIN)/python -m pytest
 
-demo: $(VENV)/.installed  ## train on real data with 4 workers: DDP and four topologies; table, plot and JSON under runs/
+demo: $(VENV)/.installed  ## train on real data with 4 workers: DDP, gossip() on five topologies, the wrapper; table, plot and JSON under runs/
 	$(BIN)/python -m examples.compare
 
 accuracy: $(VENV)/.installed  ## the demo with three seeds; its table is what the documents quote
@@ -51,8 +51,15 @@ bench-net-nodes: $(VENV)/.installed  ## three nodes of two, the topologies for a
 	$(BIN)/python -m benchmarks.net --setup 3x2-100 --contender alone ddp ours:complete ours:ring ours:random-matching \
 		ours:base-2 'ours:hierarchical*'
 
+bench-gossip: $(VENV)/.installed  ## gossip() beside the wrapper over slow links (7 minutes)
+	$(BIN)/python -m benchmarks.net --setup 8x1-60 --out benchmarks/results/gossip --contender alone 'ours:one-peer-exp*' \
+		'gossip:one-peer-exp*'
+
 bench-optim: $(VENV)/.installed  ## an update of AccumAdamW beside torch's fused AdamW
 	$(BIN)/python -m benchmarks.optim --compiled
+
+bench-overhead: $(VENV)/.installed  ## Python's own part of a step, for each parameter tensor
+	$(BIN)/python -m benchmarks.overhead
 
 bench-plan: $(VENV)/.installed  ## the planner against the lab's results and a published table
 	$(BIN)/python -m benchmarks.plan

@@ -35,6 +35,7 @@ from benchmarks.report import machine
 from benchmarks.worker import Accelerator
 from decent_dp.checkpoint import latest, load, save
 from decent_dp.ddp import DecentralizedDataParallel
+from decent_dp.replica.snapshot import take
 from decent_dp.transport import InProcessTransport, run_replicas
 from decent_dp.utils import initialize_dist
 
@@ -132,7 +133,7 @@ def worker(options: argparse.Namespace) -> None:
 
 def time_copies(model: DecentralizedDataParallel, found: dict[str, Any], repeat: int) -> None:
     """Of all the tensors that a checkpoint holds, into new memory and into memory that is there."""
-    tensors = list(tensors_in(model._snapshot()))
+    tensors = list(tensors_in(take(model.replica)))
 
     def clone() -> list[Tensor]:
         return [tensor.detach().clone() for tensor in tensors]

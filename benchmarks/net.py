@@ -104,7 +104,7 @@ def run_contender(lab: Lab, plan: Plan, contender: Contender) -> Run:
     Raises:
         ContenderError: a worker failed, or the time is up.
     """
-    library = {"ours": plan.lib, PUBLISHED: PUBLISHED_PATH}.get(contender.kind)
+    library = {"ours": plan.lib, "gossip": plan.lib, PUBLISHED: PUBLISHED_PATH}.get(contender.kind)
     if contender.kind == PUBLISHED:
         install_published()
     copy_s = 0.0 if plan.setup.rate is None else PARAMETERS * WIRE_BYTES["float32"] * 8 / (plan.setup.rate * 1e6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
@@ -38,6 +39,7 @@ class Run(TypedDict):
     mean: float
     median: float
     worst: float
+    worst_round: float
     busy: float
     sent: float
     memory: list[int]
@@ -49,7 +51,8 @@ class Line(TypedDict):
     Attributes:
         mean_ms: time of all timed steps / their number, the mean over workers.
         median_ms: over all steps of all workers.
-        worst_ms: the longest step of any worker in any run.
+        worst_ms: the longest step of any worker in any run. Who sits a round out waits for two in the next.
+        worst_round_ms: the longest time in any run from when all had ended a step until all had ended the next.
         busy_ms: processor time a step of one worker, all its threads together; other programs disturb it little.
         bytes_a_step: sent by a node, by the counters of its link, headers and all.
         memory: peak above that of 'alone', of the worker where it is most, in units of the parameters' bytes.
@@ -63,6 +66,7 @@ class Line(TypedDict):
     mean_ms: float | None
     median_ms: float | None
     worst_ms: float | None
+    worst_round_ms: float | None
     busy_ms: float | None
     bytes_a_step: float | None
     memory: float | None
@@ -78,10 +82,12 @@ class Line(TypedDict):
 def make_run(results: Sequence[Mapping[str, Any]], local: int) -> Run:
     """Puts together what the workers wrote, in the order of their ranks; ``local`` of them share a node."""
     every = [ms for result in results for ms in result["ms"]]
+    done = [max(ends) for ends in zip(*(result["at"] for result in results), strict=True)]
     return Run(
         mean=fmean(fmean(result["ms"]) for result in results),
         median=median(every),
         worst=max(every),
+        worst_round=max(end - start for start, end in itertools.pairwise(done)),
         busy=fmean(result["busy"] / len(result["ms"]) for result in results),
         # A node's workers read the same counter; the first of them speaks.
         sent=fmean(result["bytes"] / len(result["ms"]) for result in results[::local]),
@@ -120,6 +126,7 @@ def make_lines(
                 mean_ms=mean,
                 median_ms=middle(own, "median"),
                 worst_ms=max((run["worst"] for run in own), default=None),
+                worst_round_ms=max((run["worst_round"] for run in own), default=None),
                 busy_ms=middle(own, "busy"),
                 bytes_a_step=middle(own, "sent"),
                 memory=median(extra) if extra else None,
@@ -143,6 +150,7 @@ HEADINGS = [
     "mean\nms",
     "median\nms",
     "worst\nms",
+    "worst\nround",
     "processor\nms",
     "MB a step\nand node",
     "memory\nx params",
@@ -160,7 +168,7 @@ def _cells(line: Line) -> list[str]:
 
     return [
         line["contender"],
-        *(_shown(line[key], ".0f") for key in ("mean_ms", "median_ms", "worst_ms", "busy_ms")),
+        *(_shown(line[key], ".0f") for key in ("mean_ms", "median_ms", "worst_ms", "worst_round_ms", "busy_ms")),
         _shown(line["bytes_a_step"], ".2f", 1e6),
         _shown(line["memory"], ".2f"),
         _shown(line["limit_ms"], ".0f"),

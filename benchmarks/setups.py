@@ -7,8 +7,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from decent_dp.topo import names_that_fit
-
 __all__ = ["BLOCKS", "PARAMETERS", "PUBLISHED", "WIDTH", "WIRE_BYTES", "Contender", "Setup", "choose_contenders"]
 
 BLOCKS, WIDTH, HIDDEN = 8, 256, 1024
@@ -76,7 +74,12 @@ class Setup:
 
 @dataclass(frozen=True)
 class Contender:
-    """Who exchanges, how. ``kind``: 'alone', 'ddp', the published package or 'ours'; the last two have a topology."""
+    """Who exchanges, how.
+
+    Attributes:
+        kind: 'alone', 'ddp', the published package, 'ours' (the wrapper) or 'gossip' (the user's own optimizer).
+        topology: of the last three.
+    """
 
     kind: str
     topology: str | None = None
@@ -84,16 +87,17 @@ class Contender:
 
     @classmethod
     def parse(cls, name: str) -> Contender:
-        """``alone``, ``ddp``, ``decent-dp-0.2.3:TOPOLOGY`` or ``ours:TOPOLOGY[:WIRE]``.
+        """``alone``, ``ddp``, ``decent-dp-0.2.3:TOPOLOGY``, ``ours:TOPOLOGY[:WIRE]`` or ``gossip:TOPOLOGY[:WIRE]``.
 
         Raises:
             ValueError: the name is none of these.
         """
         kind, *rest = name.split(":")
-        fits = {"alone": (0,), "ddp": (0,), PUBLISHED: (1,), "ours": (1, 2)}.get(kind, ())
+        fits = {"alone": (0,), "ddp": (0,), PUBLISHED: (1,), "ours": (1, 2), "gossip": (1, 2)}.get(kind, ())
         if len(rest) not in fits or (len(rest) == 2 and rest[1] not in WIRE_BYTES):
             raise ValueError(
-                f"a contender is alone, ddp, {PUBLISHED}:TOPOLOGY or ours:TOPOLOGY[:{'|'.join(WIRE_BYTES)}]; got {name!r}"
+                f"a contender is alone, ddp, {PUBLISHED}:TOPOLOGY, ours:TOPOLOGY[:{'|'.join(WIRE_BYTES)}] (the wrapper) or "
+                f"gossip:TOPOLOGY[:…] (the user's own optimizer); got {name!r}"
             )
         return cls(kind, *rest)
 
@@ -105,6 +109,9 @@ class Contender:
 
 def catalogue(setup: Setup) -> list[Contender]:
     """Everything that a pattern on the command line may mean."""
+    # Not above: the workers of the published package import this module, and have that package's topologies.
+    from decent_dp.topo import names_that_fit
+
     fitting = names_that_fit(setup.world_size, setup.local)
     names = [name for name in fitting if setup.world_size > 2 or name in ("complete", "one-peer-exp")]
     published = [name for name in names if name in PUBLISHED_TOPOLOGIES]
@@ -113,7 +120,7 @@ def catalogue(setup: Setup) -> list[Contender]:
         Contender("ddp"),
         # With one worker a node the published package has groups of one here, and divides by zero.
         *(Contender(PUBLISHED, name) for name in published if name != "alternating-exp-ring" or setup.local > 1),
-        *(Contender("ours", name, wire) for name in names for wire in WIRE_BYTES),
+        *(Contender(kind, name, wire) for kind in ("ours", "gossip") for name in names for wire in WIRE_BYTES),
     ]
 
 
@@ -131,7 +138,7 @@ def default_contenders(setup: Setup) -> list[Contender]:
         Contender("ddp"),
         *(Contender(PUBLISHED, name) for name in published),
         *(Contender("ours", name) for name in others),
-        *(Contender("ours", best, wire) for wire in WIRE_BYTES),
+        *(Contender(kind, best, wire) for kind in ("ours", "gossip") for wire in WIRE_BYTES),
     ]
 
 

@@ -66,7 +66,7 @@ def _adamw(params: Any) -> torch.optim.AdamW:
 
 
 def make_training(contender: Contender, wrapper: Any, setup: Setup, rank: int) -> Training:
-    """The model, its batch and the loop's body for a contender. ``wrapper``: the class that wraps the model, if one does."""
+    """The model, its batch and the loop's body for a contender. ``wrapper``: see ``load_wrapper``."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(*(Block(emulated=not setup.real) for _ in range(BLOCKS)))
     data = torch.Generator().manual_seed(1 + rank)
@@ -83,6 +83,18 @@ def make_training(contender: Contender, wrapper: Any, setup: Setup, rank: int) -
             optimizer.zero_grad()
 
         return Training(plain_step, lambda: None)
+
+    if contender.kind == "gossip":
+        optimizer = _adamw(model.parameters())
+        compression = None if contender.wire == "float32" else contender.wire
+        mixing = wrapper(model, optimizer, topology=contender.topology, compression=compression)
+
+        def own_step() -> None:
+            (model(x) - y).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return Training(own_step, mixing.close)
 
     options: dict[str, Any] = {"topology": contender.topology}
     if contender.wire != "float32":
@@ -105,7 +117,7 @@ def make_training(contender: Contender, wrapper: Any, setup: Setup, rank: int) -
 
 
 def load_wrapper(contender: Contender, library: Path | None) -> Any:
-    """The wrapper class; None for no exchange.
+    """The wrapper class, or ``gossip``; None for no exchange.
 
     Raises:
         RuntimeError: the package came from another place than ``library``.
@@ -118,7 +130,7 @@ def load_wrapper(contender: Contender, library: Path | None) -> Any:
     found = Path(str(decent_dp.__file__)).resolve()
     if library is None or not found.is_relative_to(library.resolve()):
         raise RuntimeError(f"decent_dp was imported from {found}, and not from {library}")
-    return DecentralizedDataParallel
+    return decent_dp.gossip if contender.kind == "gossip" else DecentralizedDataParallel
 
 
 # -- counters of the machine ------------------------------------------------------------------------------------------
@@ -147,7 +159,9 @@ def reset_peak() -> None:
 
 
 def measure(training: Training, warmup: int, steps: int, interface: str, base: int) -> dict[str, Any]:
-    """The timed steps in ms, this worker's processor time for them, bytes that the node sent, peak memory above ``base``."""
+    """The timed steps in ms and the moments between them, this worker's processor time for them, bytes that the node sent, and
+    peak memory above ``base``.
+    """
     dist.barrier()
     for _ in range(warmup):
         training.step()
@@ -160,6 +174,7 @@ def measure(training: Training, warmup: int, steps: int, interface: str, base: i
         times.append(time.perf_counter())
     return {
         "ms": [1e3 * (end - start) for start, end in itertools.pairwise(times)],
+        "at": [1e3 * at for at in times],  # on Linux one clock for all processes
         "busy": 1e3 * (time.process_time() - busy),
         "bytes": bytes_sent(interface) - sent,
         "memory": resident("VmHWM") - base,

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import lab, net, report
+from benchmarks import lab, net, overhead, report
 from benchmarks.lab import Lab, LabError, namespaces
 from benchmarks.limits import busiest_link, step_limit
 from benchmarks.setups import PARAMETERS, Contender, Setup, choose_contenders
@@ -118,7 +118,9 @@ def test_patterns_choose_from_the_catalogue() -> None:
 
 
 def run_of(mean: float, memory: list[int] | None = None) -> report.Run:
-    return report.Run(mean=mean, median=mean - 1, worst=mean + 50, busy=mean / 2, sent=2e6, memory=memory or [0, 0])
+    return report.Run(
+        mean=mean, median=mean - 1, worst=mean + 50, worst_round=mean + 20, busy=mean / 2, sent=2e6, memory=memory or [0, 0]
+    )
 
 
 @pytest.fixture
@@ -139,19 +141,20 @@ def lines() -> list[report.Line]:
 
 def test_workers_results_become_a_run() -> None:
     results = [
-        {"ms": [10.0, 20.0, 60.0], "busy": 3.0, "bytes": 300, "memory": 5},
-        {"ms": [20.0, 20.0, 20.0], "busy": 3.0, "bytes": 300, "memory": 7},
-        {"ms": [10.0, 10.0, 10.0], "busy": 3.0, "bytes": 900, "memory": 6},
-        {"ms": [20.0, 20.0, 20.0], "busy": 15.0, "bytes": 900, "memory": 6},
+        {"ms": [10.0, 20.0, 60.0], "at": [5.0, 15.0, 35.0, 95.0], "busy": 3.0, "bytes": 300, "memory": 5},
+        {"ms": [20.0, 20.0, 20.0], "at": [5.0, 25.0, 45.0, 65.0], "busy": 3.0, "bytes": 300, "memory": 7},
+        {"ms": [10.0, 10.0, 10.0], "at": [0.0, 10.0, 20.0, 30.0], "busy": 3.0, "bytes": 900, "memory": 6},
+        {"ms": [20.0, 20.0, 20.0], "at": [1.0, 21.0, 41.0, 61.0], "busy": 15.0, "bytes": 900, "memory": 6},
     ]
     run = report.make_run(results, local=2)
-    assert run == report.Run(mean=20.0, median=20.0, worst=60.0, busy=2.0, sent=200.0, memory=[5, 7, 6, 6])
+    assert run == report.Run(mean=20.0, median=20.0, worst=60.0, worst_round=50.0, busy=2.0, sent=200.0, memory=[5, 7, 6, 6])
 
 
 def test_lines_are_medians_and_ratios(lines: list[report.Line]) -> None:
     found = {line["contender"]: line for line in lines}
     ours = found["ours:ring"]
     assert (ours["mean_ms"], ours["median_ms"], ours["worst_ms"], ours["bytes_a_step"]) == (130.0, 129.0, 950.0, 2e6)
+    assert ours["worst_round_ms"] == 920.0
     assert ours["to_alone"] == pytest.approx(130 / 102)
     assert ours["to_ddp"] == pytest.approx(130 / 400)
     assert ours["to_limit"] == pytest.approx(130 / 125)
@@ -171,7 +174,7 @@ def test_lines_are_shown_and_written(lines: list[report.Line], tmp_path: Path) -
     assert "…" not in text
     assert "ours:ring:int8 failed: no such wire" in text
     (row,) = [line.split() for line in text.splitlines() if line.split()[:1] == ["ours:ring"]]
-    assert row == ["ours:ring", "130", "129", "950", "65", "2.00", "2.00", "125", "1.275", "0.325", "0.650", "1.040"]
+    assert row == ["ours:ring", "130", "129", "950", "920", "65", "2.00", "2.00", "125", "1.275", "0.325", "0.650", "1.040"]
     report.write_json(tmp_path / "deep" / "made-up.json", lines, {"setup": "made-up"})
     written = json.loads((tmp_path / "deep" / "made-up.json").read_text())
     assert written["lines"][4]["to_limit"] == 1.04
@@ -364,3 +367,20 @@ def test_the_next_lab_removes_what_a_killed_one_left(tmp_path: Path) -> None:
     assert len(namespaces(process.pid)) == 3
     with Lab(1, None):
         assert namespaces(process.pid) == []
+
+
+def test_the_result_of_the_overhead_keeps_the_promise() -> None:
+    found = json.loads(overhead.RESULT.read_text())
+    assert found["tensors"] == 1000
+    assert max(found[how]["median"] for how in ("gossip", "wrapper")) <= 4.0
+
+
+def test_the_overhead_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overhead, "LAYERS", 5)
+    monkeypatch.setattr(overhead, "STEPS", 2)
+    found = overhead.measure(turns=4)
+    assert found["tensors"] == 10
+    assert found["plain"] > 0
+    assert all(
+        found[how]["quartiles"][0] <= found[how]["median"] <= found[how]["quartiles"][1] for how in ("gossip", "wrapper")
+    )
