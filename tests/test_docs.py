@@ -29,15 +29,18 @@ import pytest
 
 import decent_dp
 from decent_dp.ddp import DecentralizedDataParallel, Stats
+from decent_dp.rules import Rule
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
 
 # Blocks that are shown but not run, as page: how many. They say so themselves: ```python no-run
-NOT_RUN = {"CONTRIBUTING.md": 1, "docs/log.md": 3}
+NOT_RUN = {"CONTRIBUTING.md": 1, "docs/log.md": 4}
 # The reader's own files, which no command of ours has to find.
 THEIRS = {"train.py", "model.pt", "test.sbatch"}
+# What a Gossip does for its users.
+CONTRACT = ["averaged", "average_", "consensus_distance", "stats", "join", "state_dict", "load_state_dict", "flush", "close"]
 
 
 def page_id(page: Path) -> str:
@@ -137,9 +140,10 @@ def test_python_blocks_run_and_print_what_they_show(workers, page):
 def test_the_pages_have_blocks():
     counts = {page_id(page): len(blocks(page, "python")) for page in PAGES}
     least = {
-        "README.md": 1,
-        "docs/getting-started.md": 4,
-        "docs/coming-from-ddp.md": 4,
+        "README.md": 2,
+        "docs/getting-started.md": 12,
+        "docs/gossip.md": 8,
+        "docs/rules.md": 5,
         "docs/wrapper.md": 8,
         "docs/topologies.md": 7,
         "docs/custom-optimizers.md": 6,
@@ -191,7 +195,7 @@ def test_both_sides_of_the_diff_run(workers, mark):
     page = ROOT / "docs" / "coming-from-ddp.md"
     (diff,) = blocks(page, "diff")
     code = side(diff.code, mark)
-    assert ("DistributedDataParallel(" if mark == "-" else "DecentralizedDataParallel(") in code
+    assert ("DistributedDataParallel(" if mark == "-" else "decent_dp.gossip(") in code
     first, second = workers(2, run_side, f"{page.name} {mark}", code)
     compare(f"{page.name} ({mark})", code, first)
     assert second == ""
@@ -344,18 +348,44 @@ def test_the_map_of_files_is_whole():
 # -- what the pages say about the code -----------------------------------------------------------------------------------------
 
 
-def test_every_argument_and_method_is_on_the_wrappers_page():
-    text = (ROOT / "docs" / "wrapper.md").read_text(encoding="utf-8")
-    for name, parameter in inspect.signature(DecentralizedDataParallel).parameters.items():
+def check_arguments(text: str, function: Any) -> None:
+    """Each argument has a row with its default."""
+    for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is parameter.VAR_KEYWORD:
             continue
         (row,) = re.findall(rf"^\| `{name}` \|.*$", text, flags=re.MULTILINE)
         if parameter.default is not parameter.empty:
             assert f"`{parameter.default!r}`" in row, row
+
+
+def test_every_argument_and_method_is_on_the_wrappers_page():
+    text = (ROOT / "docs" / "wrapper.md").read_text(encoding="utf-8")
+    check_arguments(text, DecentralizedDataParallel)
     methods = {name for name in vars(DecentralizedDataParallel) if not name.startswith("_")} - {"extra_repr", "forward"}
     assert {name for name in methods if f"`{name}" not in text and f"`model.{name}" not in text} == set()
-    assert {name for name in Stats.__dataclass_fields__ if f"`{name}`" not in text} == set()
+
+
+def test_every_argument_and_method_is_on_the_page_of_gossip():
+    text = (ROOT / "docs" / "gossip.md").read_text(encoding="utf-8")
+    check_arguments(text, decent_dp.gossip)
+    table = text.partition("## Methods")[2].partition("\n\n#")[0]
+    for name in re.findall(r"^\| `(\w+)\(", table, flags=re.MULTILINE):
+        assert callable(getattr(decent_dp.Gossip, name)), name
+    for name in CONTRACT:
+        assert f"| `{name}(" in table, name
+    assert {name for name in Stats.__dataclass_fields__ if f"| `{name}` |" not in text} == set()
     assert {name for name in decent_dp.errors.__all__ if f"`{name}`" not in text} == set()
+
+
+def test_every_verb_of_a_rule_is_on_its_page():
+    text = (ROOT / "docs" / "rules.md").read_text(encoding="utf-8")
+    verbs = {name for name, value in vars(Rule).items() if not name.startswith("_") and callable(value)}
+    assert verbs == {"state", "propose", "apply"}
+    for verb in verbs:
+        arguments = [name for name in inspect.signature(getattr(Rule, verb)).parameters if name != "self"]
+        assert f"| `{verb}({', '.join(arguments)})` |" in text, verb
+    example = next(block.code for block in blocks(ROOT / "docs" / "rules.md", "python") if "class SteadyPull" in block.code)
+    assert len(example.splitlines()) <= 40
 
 
 def test_the_committed_results_are_what_the_readme_shows():
@@ -377,9 +407,9 @@ def test_the_committed_results_keep_the_promises():
     assert results["settings"]["seeds"] == [0, 1, 2]
     lines = {(line["contender"], line["optimizer"]): line for line in results["table"]}
     optimizers = {optimizer for _, optimizer in lines}
-    topologies = {"complete", "ring", "one-peer-exp", "alternating-exp-ring"}
+    topologies = {"base-2", "complete", "ring", "one-peer-exp", "alternating-exp-ring"}
     assert topologies <= decent_dp.TopologyReg.registry.keys()
-    assert lines.keys() == {(name, o) for name in {compare.BASELINE, *topologies} for o in optimizers}
+    assert lines.keys() == {(name, o) for name in {compare.BASELINE, "base-2, wrapper", *topologies} for o in optimizers}
     assert optimizers == {"AdamW", "AccumAdamW"}
     for (name, optimizer), line in lines.items():
         assert len(line["accuracy_by_seed"]) == 3
@@ -435,6 +465,17 @@ def test_the_results_of_the_lab_keep_the_promises(name):
         assert ours["bfloat16"]["to_published"] <= 0.55
         assert ours["int8"]["to_published"] <= 0.30
         assert ours["int8"]["to_ddp"] <= 0.16
+
+
+def test_a_step_of_gossip_takes_what_one_of_the_wrapper_takes():
+    """Over slow links, both in one run: `make bench-gossip`."""
+    results = json.loads((ROOT / "benchmarks" / "results" / "gossip" / "8x1-60.json").read_text(encoding="utf-8"))
+    lines = {line["contender"]: line for line in results["lines"]}
+    assert results["steps"] >= 30
+    for wire in ("", ":bfloat16", ":int8"):
+        own, wrapper = lines[f"gossip:one-peer-exp{wire}"], lines[f"ours:one-peer-exp{wire}"]
+        assert own["mean_ms"] <= 1.03 * wrapper["mean_ms"], wire
+        assert own["worst_ms"] <= 2 * own["mean_ms"], wire
 
 
 def test_the_results_of_the_wires_are_what_the_page_shows():
