@@ -17,7 +17,7 @@ from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import PeerTimeoutError
 from decent_dp.replica.shutdown import shut_down
 from decent_dp.topo import Edge
-from decent_dp.transport import Label, ProcessGroupTransport, process_group
+from decent_dp.transport import InProcessTransport, Label, ProcessGroupTransport, process_group, run_replicas
 from decent_dp.wire import Int8, Lossless, Moment
 from decent_dp.wire.base import _RUN_ON_CPU
 from tests.helpers import SGD, came, loss, net, parcel
@@ -175,14 +175,41 @@ def collected_in_the_links_thread(rank: int, n: int) -> bool:
     model = DecentralizedDataParallel(net(), SGD, topology="ring")
     for t in range(3):
         loss(model, t, rank).backward()
-    links = model.replica.transport._links  # type: ignore[attr-defined]
-    links.call(lambda: shut_down(model.replica.engine, model.replica.transport))
+    links, owner = model.replica.transport._links, threading.current_thread()  # type: ignore[attr-defined]
+    links.call(lambda: shut_down(model.replica.engine, model.replica.transport, owner))
     links._thread.join(10)
     return bool(links._thread.is_alive())
 
 
 def test_a_wrapper_that_is_collected_by_the_thread_that_moves_its_bytes_leaves(workers):
     assert workers(2, collected_in_the_links_thread) == [False, False]
+
+
+def test_a_wrapper_that_is_collected_by_the_thread_of_its_peer_leaves():
+    """That thread cannot wait for what only it would send."""
+    dropped: list[Any] = []
+    there, gone = threading.Barrier(2), threading.Event()
+
+    def body(at: InProcessTransport) -> float:
+        model = DecentralizedDataParallel(net(), SGD, topology="ring", transport=at)
+        loss(model, 0, at.rank).backward()
+        if at.rank == 1:
+            loss(model, 1, at.rank).backward()
+            dropped.append(model)
+            del model
+            there.wait(10)
+            gone.wait(10)
+            return 0.0
+        there.wait(10)
+        began = time.monotonic()
+        dropped.clear()
+        gc.collect()
+        seconds = time.monotonic() - began
+        loss(model, 1, at.rank).backward()
+        gone.set()
+        return seconds
+
+    assert run_replicas(2, body, timeout=8)[0] < 4
 
 
 def broken_thread(rank: int, n: int) -> list[str]:

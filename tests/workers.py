@@ -121,6 +121,7 @@ def _worker(pipe: Connection, port: int, key: str, rank: int, n: int, group_time
         dist.init_process_group(
             "gloo", store=dist.PrefixStore(key, store), rank=rank, world_size=n, timeout=timedelta(seconds=group_timeout)
         )
+        dist.barrier()  # A worker that leaves at once must not break the group of one that still connects.
         began = time.monotonic()
         outcome = Outcome(value=body(rank, n, *args), seconds=time.monotonic() - began)
     except BaseException as error:

@@ -102,7 +102,7 @@ class Replica(ABC):
         with _LIVING_LOCK:
             _LIVING.add(self)
         # Also at exit, and in workers that multiprocessing has started, where atexit is not run.
-        self._finalizer = Finalize(self, shut_down, args=(self.engine, transport), exitpriority=100)
+        self._finalizer = Finalize(self, shut_down, args=(self.engine, transport, threading.current_thread()), exitpriority=100)
 
     # -- what a driver brings -----------------------------------------------------------------------------------------
 

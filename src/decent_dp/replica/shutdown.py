@@ -28,12 +28,21 @@ def given_back_on_error(transport: Transport, ours: bool) -> Iterator[None]:
         raise
 
 
-def shut_down(engine: Engine, transport: Transport) -> None:
-    """A worker that goes must not break the exchange that its neighbours are still in."""
-    if threading.current_thread().name.startswith("decent_dp-"):
-        # The garbage collector runs in any thread, and one that moves bytes would wait for itself.
-        threading.Thread(target=shut_down, args=(engine, transport), name="leaving").start()
-        return
+def shut_down(engine: Engine, transport: Transport, owner: threading.Thread) -> None:
+    """A worker that goes must not break the exchange that its neighbours are still in.
+
+    Args:
+        owner: the thread that trains.
+    """
+    if threading.current_thread() not in (owner, threading.main_thread()):
+        # The garbage collector runs in any thread. In one that moves bytes, or that trains another replica of this process, a
+        # wait for the exchange would be a wait for that thread itself.
+        threading.Thread(target=_shut_down, args=(engine, transport), name="leaving").start()
+    else:
+        _shut_down(engine, transport)
+
+
+def _shut_down(engine: Engine, transport: Transport) -> None:
     error = getattr(sys, "last_value", None)  # what ends this interpreter, if something does
     if error is not None:
         transport.report(f"{type(error).__name__} in round {engine.round}: {error}")
