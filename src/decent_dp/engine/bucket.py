@@ -14,7 +14,7 @@ from decent_dp.engine.layout import Block
 from decent_dp.rules import Round, Rule, apply_rule, group_scale, pull_of
 from decent_dp.topo import Edge
 from decent_dp.transport import Handle
-from decent_dp.wire import Hints, Item, Run, Wire
+from decent_dp.wire import Hints, Item, Wire, part_of
 
 __all__ = ["Bucket", "Edit", "InFlight"]
 
@@ -101,9 +101,11 @@ class Bucket:
             if some and edit is not None:
                 self._mix_edited(in_flight, factor, edit)
             elif some:
-                pull = pull_of(in_flight.edge, factor)
+                pull, values = pull_of(in_flight.edge, factor), self.values
                 for run, difference, unit in self.wire.differences(*self.messages):
-                    self._apply(run, difference, pull * unit, in_flight.round)
+                    state = {key: part_of(tensor, run) for key, tensor in self.states[run.item].items()}
+                    value = part_of(values[run.item], run)
+                    apply_rule(self.rule, value, state, difference, pull * unit, in_flight.round)
                 self.block.written()
 
     def mix_nothing(self, round: Round) -> None:
@@ -127,11 +129,6 @@ class Bucket:
         for tensor, value in kept:
             tensor.copy_(value)
         self.stale.clear()
-
-    def _apply(self, run: Run, difference: Tensor | None, pull: float, round: Round) -> None:
-        there = slice(run.start, run.stop)
-        state = {key: tensor[there] for key, tensor in self.states[run.item].items()}
-        apply_rule(self.rule, self.values[run.item][there], state, difference, pull, round)
 
     def _mix_edited(self, in_flight: InFlight, factor: float, edit: Edit) -> None:
         plan, weight = self.block.plan, 1.0 - in_flight.edge.weight

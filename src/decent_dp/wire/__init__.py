@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import torch
 
-from decent_dp.wire.base import Hints, Item, Moment, Piece, Run, Wire
+from decent_dp.wire.base import Hints, Item, Moment, Piece, Run, Wire, part_of
 from decent_dp.wire.modulo import Int8
 from decent_dp.wire.plain import BFloat16, Lossless
 
@@ -29,6 +29,7 @@ __all__ = [
     "Wire",
     "check_compression",
     "check_wire",
+    "part_of",
 ]
 
 WIRES: dict[str, type[Wire]] = {wire.name: wire for wire in (Lossless, BFloat16, Int8)}

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-__all__ = ["Hints", "Item", "Moment", "Piece", "Run", "Wire"]
+__all__ = ["Hints", "Item", "Moment", "Piece", "Run", "Wire", "part_of"]
 
 # Elements that are worked on at once: on a CPU few enough for the temporaries to stay in its cache, on a GPU many enough
 # for a kernel to be worth its launch.
@@ -71,6 +71,12 @@ class Moment:
     round: int
     rank: int
     edge: tuple[int, ...] = ()
+
+
+def part_of(values: Tensor, run: Run) -> Tensor:
+    """The elements of ``run``, of the values of its item."""
+    # A slice costs a microsecond, and most tensors of most models are one run.
+    return values if run.stop - run.start == len(values) else values[run.start : run.stop]
 
 
 class Wire(ABC):

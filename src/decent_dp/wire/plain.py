@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from decent_dp.wire.base import Moment, Piece, Run, Wire
+from decent_dp.wire.base import Moment, Piece, Run, Wire, part_of
 from decent_dp.wire.noise import NOISE_LENGTH, noise_at
 
 __all__ = ["BFloat16", "Lossless"]
@@ -24,41 +24,45 @@ class Lossless(Wire):
 
     def encode(self, values: Sequence[Tensor], out: Tensor, moment: Moment, heard: Sequence[bytes]) -> Iterator[int]:
         for piece in self.pieces:
-            for run in piece.runs:
-                self._codes(out, run, self.code).copy_(values[run.item][run.start : run.stop])
+            torch.cat([part_of(values[run.item], run) for run in piece.runs], out=self._all_codes(out, piece))
             yield piece.stop
 
     def combine(self, piece: Piece, messages: Sequence[Tensor], sizes: Sequence[int], out: Tensor, moment: Moment) -> None:
-        count = sum(sizes)
-        for run in piece.runs:
-            # Sums in float32 at least: in bfloat16 a sum of many would lose what distinguishes them, in float16 it would
-            # overflow. Copies, as ``out`` may be one of the messages.
-            codes = [self._codes(message, run, self.code, piece.start) for message in messages]
-            total = torch.zeros(run.numel, dtype=self.compute, device=self.device)
-            for code, size in zip(codes, sizes, strict=True):
-                total += code if size == 1 else code.to(self.compute) * size
-            self._round(total.div_(count), self._codes(out, run, self.code, piece.start), moment, run)
+        codes = [self._all_codes(message, piece, piece.start) for message in messages]
+        # Sums in float32 at least: in bfloat16 a sum of many would lose what distinguishes them, in float16 it would
+        # overflow. In a tensor of its own, as ``out`` may be one of the messages.
+        total = torch.zeros(len(codes[0]), dtype=self.compute, device=self.device)
+        for code, size in zip(codes, sizes, strict=True):
+            total += code if size == 1 else code.to(self.compute) * size
+        self._round(total.div_(sum(sizes)), self._all_codes(out, piece, piece.start), moment, piece)
 
-    def _round(self, mean: Tensor, codes: Tensor, moment: Moment, run: Run) -> None:
+    def _round(self, mean: Tensor, codes: Tensor, moment: Moment, piece: Piece) -> None:
         """Writes the mean of a group as codes."""
         codes.copy_(mean)
 
     def differences(self, sent: Tensor, received: Tensor) -> Iterator[tuple[Run, Tensor | None, float]]:
         scratch = torch.empty(2, self.run_elements, dtype=self.compute, device=self.device)
         for piece in self.pieces:
-            for run in piece.runs:
-                theirs, ours = (self._codes(message, run, self.code) for message in (received, sent))
-                difference = scratch[0, : run.numel]
-                if self.code == self.compute:
-                    torch.sub(theirs, ours, out=difference)
-                else:
-                    difference.copy_(theirs).sub_(scratch[1, : run.numel].copy_(ours))
-                yield run, difference, 1.0
+            theirs, ours = (self._all_codes(message, piece) for message in (received, sent))
+            difference = scratch[0, : len(ours)]
+            if self.code == self.compute:
+                torch.sub(theirs, ours, out=difference)
+            else:
+                difference.copy_(theirs).sub_(scratch[1, : len(ours)].copy_(ours))
+            for run, part in self._split(difference, piece):
+                yield run, part, 1.0
 
     def proposals(self, values: Sequence[Tensor], sent: Tensor) -> Iterator[tuple[Run, Tensor]]:
         for piece in self.pieces:
-            for run in piece.runs:
-                yield run, self._codes(sent, run, self.code).to(self.compute)
+            yield from self._split(self._all_codes(sent, piece).to(self.compute), piece)
+
+    def _all_codes(self, message: Tensor, piece: Piece, base: int = 0) -> Tensor:
+        """The codes of all runs of ``piece``, which lie one after another, in a message whose first byte is ``base``."""
+        last = piece.runs[-1]
+        return message[piece.start - base : last.at - base + last.numel * self._itemsize].view(self.code)
+
+    def _split(self, values: Tensor, piece: Piece) -> Iterator[tuple[Run, Tensor]]:
+        return zip(piece.runs, values.split([run.numel for run in piece.runs]), strict=True)
 
 
 class BFloat16(Lossless):
@@ -75,16 +79,17 @@ class BFloat16(Lossless):
     def code(self) -> torch.dtype:
         return torch.bfloat16 if self.dtype.itemsize > 2 else self.dtype
 
-    def _round(self, mean: Tensor, codes: Tensor, moment: Moment, run: Run) -> None:
+    def _round(self, mean: Tensor, codes: Tensor, moment: Moment, piece: Piece) -> None:
         if self.code == self.dtype:
             codes.copy_(mean)
             return
-        single = mean.to(torch.float32)
-        index = self.items[run.item].index
+        whole, single = codes.split([run.numel for run in piece.runs]), mean.to(torch.float32)
         # A float32 whose lower half is zero is a bfloat16: noise below that half, then the half is cut off.
-        for start in range(0, run.numel, NOISE_LENGTH):
-            part = single[start : start + NOISE_LENGTH]
-            noise = noise_at(part.numel(), torch.float32, self.device, moment.round, moment.rank, index, run.start + start)
-            bits = part.view(torch.int32) + noise.add(0.5).mul_(2**16).to(torch.int32)
-            rounded = bits.bitwise_and_(-(2**16)).view(torch.float32)
-            codes[start : start + NOISE_LENGTH].copy_(torch.where(part.isfinite(), rounded, part))
+        for (run, values), out in zip(self._split(single, piece), whole, strict=True):
+            index = self.items[run.item].index
+            for start in range(0, run.numel, NOISE_LENGTH):
+                part = values[start : start + NOISE_LENGTH]
+                noise = noise_at(part.numel(), torch.float32, self.device, moment.round, moment.rank, index, run.start + start)
+                bits = part.view(torch.int32) + noise.add(0.5).mul_(2**16).to(torch.int32)
+                rounded = bits.bitwise_and_(-(2**16)).view(torch.float32)
+                out[start : start + NOISE_LENGTH].copy_(torch.where(part.isfinite(), rounded, part))
