@@ -20,9 +20,9 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from decent_dp.engine import Bucket
-from decent_dp.engine.layout import MIB, Block, choose_sizes, plan_buckets
+from decent_dp.engine.layout import MIB
 from decent_dp.handed import check_model, check_scaler
-from decent_dp.replica.construction import Agreed, Checked, connect_replicas
+from decent_dp.replica.construction import Agreed, Arguments, connect_replicas
 from decent_dp.replica.optimizers import check_optimizers, load_optimizer, params_of, saved_optimizer, signature_of
 from decent_dp.replica.replica import Replica, refuse_trained_elsewhere
 from decent_dp.replica.settings import Settings, workers_per_node
@@ -31,7 +31,7 @@ from decent_dp.replica.snapshot import check_engine_state, check_scaler_state, c
 from decent_dp.rules import Rule, check_rule
 from decent_dp.topo import Topology
 from decent_dp.transport import Transport, connect
-from decent_dp.wire import WIRES, check_compression
+from decent_dp.wire import check_compression
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -91,16 +91,18 @@ def gossip(
     given, transport = transport, transport if transport is not None else connect(process_group)
     optimizers: list[Optimizer] = []
 
-    def check() -> Checked:
+    def check() -> Arguments:
         check_model(model)
         _refuse_shared_memory(model)
         refuse_trained_elsewhere(model)
         optimizers.extend(check_optimizers(optimizer, model))
         wire = check_compression(compression, [(name, p.dtype) for name, p in model.named_parameters() if p.requires_grad])
         scaled = check_scaler(scaler) is not None
-        settings = Settings(0.0, bucket_size_in_mb, bool(overlap), True, scaled, wire, mix_every)
+        settings = Settings(
+            bucket_size_in_mb=bucket_size_in_mb, overlap=bool(overlap), scaled=scaled, wire=wire, mix_every=mix_every
+        )
         local = workers_per_node("local_world_size", local_world_size)
-        return settings, topology, check_rule(rule), local, {"optimizers": signature_of(optimizers, model)}
+        return Arguments(settings, topology, check_rule(rule), local, {"optimizers": signature_of(optimizers, model)})
 
     agreed = connect_replicas(model, transport, given is None, check)
     with given_back_on_error(transport, given is None):
@@ -128,8 +130,7 @@ class Gossip(Replica):
         optimizers: Sequence[Optimizer],
         scaler: torch.amp.GradScaler | None,
     ) -> None:
-        settings, topology, rule = agreed
-        super().__init__(model, transport, topology, rule, settings)
+        super().__init__(model, transport, agreed)
         self.optimizers = list(optimizers)
         self._scaler = scaler
         # Of each optimizer: its steps since the last round, those that a scaler skipped too; and of all: whether one was taken.
@@ -142,10 +143,7 @@ class Gossip(Replica):
         self._seen: set[int] = set()
         # What each had at the call; held, so that no other object takes one's id.
         self._had = [params_of(optimizer) for optimizer in self.optimizers]
-        # Buckets are numbered through, so that what was announced for those that are gone is not taken for the new ones.
-        self._made = 0
         self.engine.install(self._lay_out())
-        self._made = len(self.engine.buckets)
         self._hooks: list[Any] = [
             optimizer.register_step_post_hook(self._after_step(i)) for i, optimizer in enumerate(self.optimizers)
         ]
@@ -255,14 +253,8 @@ class Gossip(Replica):
 
     def _lay_out(self) -> list[Bucket]:
         """Buckets in reverse registration order, in which gradients come as a rule: the same on all workers."""
-        specs = self.parameters.specs
-        first, limit = choose_sizes(specs, self.settings.bucket_size_in_mb * MIB)
-        wire, rule = WIRES[self.settings.wire], self.engine.rule
-        plans = plan_buckets(specs, range(len(specs))[::-1], limit, first)
-        return [
-            Bucket(self._made + i, Block(plan, self.parameters.params, as_view=False), wire, rule)
-            for i, plan in enumerate(plans)
-        ]
+        specs, limit = self.parameters.specs, self.settings.bucket_size_in_mb * MIB
+        return self.engine.lay_out(specs, self.parameters.params, range(len(specs))[::-1], limit, as_view=False)
 
     # -- the mean -----------------------------------------------------------------------------------------------------
 
@@ -391,7 +383,6 @@ class Gossip(Replica):
         return self._lay_out()
 
     def install(self, snapshot: Mapping[str, Any], buckets: list[Bucket]) -> None:
-        self._made += len(buckets)
         self._stepped, self._taken = list(snapshot["stepped"]), bool(snapshot["taken"])
         self._tried.clear()
         self._told.clear()

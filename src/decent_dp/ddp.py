@@ -23,7 +23,7 @@ from decent_dp.handed import (
     check_model,
     check_scaler,
 )
-from decent_dp.replica.construction import Checked, connect_replicas
+from decent_dp.replica.construction import Arguments, connect_replicas
 from decent_dp.replica.module_hooks import insert_module
 from decent_dp.replica.replica import refuse_trained_elsewhere
 from decent_dp.replica.settings import Settings, refuse_ddp_keywords, workers_per_node
@@ -110,18 +110,26 @@ class DecentralizedDataParallel(nn.Module):
         super().__init__()
         given, transport = transport, transport if transport is not None else connect(process_group)
 
-        def check() -> Checked:
+        def check() -> Arguments:
             refuse_ddp_keywords(unknown)
             if isinstance(model, DecentralizedDataParallel):
                 raise TypeError("model is already wrapped in DecentralizedDataParallel: pass its .module")
             check_model(model)
             refuse_trained_elsewhere(model)
             check_factories(optim_fn, lr_scheduler_fn)
-            buffers, scaled = bool(sync_buffer_in_global_avg), check_scaler(scaler) is not None
+            scaled = check_scaler(scaler) is not None
             check_wire(wire, [(name, p.dtype) for name, p in model.named_parameters() if p.requires_grad])
-            settings = Settings(grad_clip_norm, bucket_size_in_mb, bool(overlap), buffers, scaled, wire, mix_every)
-            scheduled = {"scheduled": lr_scheduler_fn is not None}
-            return settings, topology, check_rule(rule), workers_per_node("_local_world_size", _local_world_size), scheduled
+            settings = Settings(
+                bucket_size_in_mb=bucket_size_in_mb,
+                overlap=bool(overlap),
+                scaled=scaled,
+                wire=wire,
+                mix_every=mix_every,
+                grad_clip_norm=grad_clip_norm,
+                sync_buffer_in_global_avg=bool(sync_buffer_in_global_avg),
+            )
+            local = workers_per_node("_local_world_size", _local_world_size)
+            return Arguments(settings, topology, check_rule(rule), local, {"scheduled": lr_scheduler_fn is not None})
 
         agreed = connect_replicas(model, transport, given is None, check)
         if topology == "complete" and transport.world_size > 2 and transport.rank == 0:

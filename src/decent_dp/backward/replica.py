@@ -139,12 +139,11 @@ class BackwardReplica(Replica):
         *,
         as_view: bool,
     ) -> None:
-        settings, topology, rule = agreed
-        super().__init__(model, transport, topology, rule, settings)
+        super().__init__(model, transport, agreed)
         params = self.parameters.params
-        self.policy = Policy(params, scaler, settings.grad_clip_norm)
+        self.policy = Policy(params, scaler, agreed.settings.grad_clip_norm)
         self._needs_all = self.policy.needs_all  # asked for at every gradient
-        self._builder = Builder(self.parameters, settings, rule, optim_fn, lr_scheduler_fn, as_view=as_view)
+        self._builder = Builder(self.engine, self.parameters, agreed.settings, optim_fn, lr_scheduler_fn, as_view=as_view)
         self.units: list[Unit] = []
         # Users hold these two lists: they are changed in place.
         self.optimizers: list[Optimizer] = []
@@ -396,7 +395,6 @@ class BackwardReplica(Replica):
 
     def _use(self, units: list[Unit], order: list[int] | None) -> None:
         """These take the place of all units that there were."""
-        self._builder.use(units)
         self.units, self._order = units, order
         self.optimizers[:] = [unit.optimizer for unit in units]
         self.schedulers[:] = [unit.scheduler for unit in units]

@@ -12,14 +12,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.profiler import record_function
 
-from decent_dp.engine import Bucket, Edit
-from decent_dp.engine.layout import MIB, Block, choose_sizes, plan_buckets
+from decent_dp.engine import Bucket, Edit, Engine
+from decent_dp.engine.layout import MIB, Block
 from decent_dp.handed import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, make_optimizer, make_scheduler
 from decent_dp.replica.parameters import Parameters
 from decent_dp.replica.settings import Settings
-from decent_dp.rules import Rule
 from decent_dp.topo import Edge
-from decent_dp.wire import WIRES
 
 __all__ = ["Builder", "Unit"]
 
@@ -75,18 +73,16 @@ class Builder:
 
     def __init__(
         self,
+        engine: Engine,
         parameters: Parameters,
         settings: Settings,
-        rule: Rule,
         optim_fn: OPTIM_FN_TYPE,
         lr_scheduler_fn: LR_SCHEDULER_FN_TYPE | None,
         *,
         as_view: bool,
     ) -> None:
-        self._parameters, self._settings, self._rule = parameters, settings, rule
+        self._engine, self._parameters, self._settings = engine, parameters, settings
         self._optim_fn, self._lr_scheduler_fn, self._as_view = optim_fn, lr_scheduler_fn, as_view
-        # Buckets are numbered through, so that what was announced for those that are gone is not taken for the new ones.
-        self._made = 0
 
     def lay_out(self, order: Sequence[int]) -> list[Unit]:
         """New units, whose parameters lie in their blocks from now on.
@@ -98,19 +94,12 @@ class Builder:
             TypeError, ValueError: the factories do not return what they should.
         """
         specs, params = self._parameters.specs, self._parameters.params
-        first, limit = choose_sizes(specs, self._settings.bucket_size_in_mb * MIB)
         units: list[Unit] = []
-        for plan in plan_buckets(specs, order, limit, first):
-            block = Block(plan, params, as_view=self._as_view)
-            optimizer = make_optimizer(self._optim_fn, list(zip(block.names, block.params, strict=True)))
-            scheduler = make_scheduler(self._lr_scheduler_fn, optimizer)
-            bucket = Bucket(self._made + len(units), block, WIRES[self._settings.wire], self._rule)
-            units.append(Unit(bucket, optimizer, scheduler))
+        for bucket in self._engine.lay_out(specs, params, order, self._settings.bucket_size_in_mb * MIB, as_view=self._as_view):
+            named = [(slot.spec.name, params[slot.index]) for slot in bucket.block.plan.slots]
+            optimizer = make_optimizer(self._optim_fn, named)
+            units.append(Unit(bucket, optimizer, make_scheduler(self._lr_scheduler_fn, optimizer)))
         return units
-
-    def use(self, units: Sequence[Unit]) -> None:
-        """These are in use now: their numbers are not given again."""
-        self._made += len(units)
 
     @torch.no_grad()
     def release(self) -> None:

@@ -270,8 +270,7 @@ class Saver(Listener):
 
     def save(self, replica: Replica, path: str | os.PathLike[str], keep: int, extra: dict[str, Any]) -> Saving:
         """Copies the state of ``replica`` and hands it to the threads."""
-        if replica.closed:
-            raise RuntimeError(f"{replica.WHAT} was closed: save before close(), or keep {replica.MODEL}.state_dict().")
+        replica.refuse_closed()
         replica.refuse_in_join("save")
         number, self._saves = self._saves, self._saves + 1
         round_ = replica.engine.round

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,10 +17,12 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from decent_dp.engine.bucket import Bucket, Edit, InFlight
+from decent_dp.engine.layout import Block, TensorSpec, choose_sizes, plan_buckets
 from decent_dp.errors import PeerError, PeerLostError
 from decent_dp.rules import Round, Rule
 from decent_dp.topo import Edge, Topology
 from decent_dp.transport import Label, Parcel, Transport
+from decent_dp.wire import Wire
 
 __all__ = ["ARRIVED", "SAT_OUT", "Engine", "Outcome"]
 
@@ -47,6 +49,7 @@ class Engine:
     Args:
         topology: who mixes with whom in which round.
         rule: what is proposed, and what becomes of what came.
+        wire: the compression of buckets.
 
     Attributes:
         round: that is being made or comes next; counts rounds, also those before a restart.
@@ -57,9 +60,9 @@ class Engine:
         started: the last round whose exchanges these buckets have started, idle ones included; None: none yet.
     """
 
-    def __init__(self, transport: Transport, topology: Topology, rule: Rule) -> None:
+    def __init__(self, transport: Transport, topology: Topology, rule: Rule, wire: type[Wire]) -> None:
         self._transport, self._topology = transport, topology
-        self.rule = rule
+        self.rule, self._wire = rule, wire
         self.buckets: list[Bucket] = []
         self.round = 0
         self.factor = 1.0
@@ -67,17 +70,36 @@ class Engine:
         self.bytes_sent = 0
         self.waited = 0.0
         self.started: int | None = None
-        # Of buckets that are gone.
-        self._rejected = 0
+        # Of buckets that are gone: runs that were rejected, and how many there were. Numbers of buckets are not given again, so
+        # that what was announced for an old one is not taken for a new one's.
+        self._rejected = self._gone = 0
 
     @property
     def rejected(self) -> int:
         """Runs whose difference a wire could not tell."""
         return self._rejected + sum(bucket.wire.rejected for bucket in self.buckets)
 
+    def lay_out(
+        self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], order: Sequence[int], limit_bytes: float, *, as_view: bool
+    ) -> list[Bucket]:
+        """New buckets for ``tensors``, to be installed.
+
+        Args:
+            specs: what the workers have agreed on, of each tensor.
+            order: of the tensors, by number: the same on all workers.
+            limit_bytes: upper size of a bucket.
+            as_view: the tensors become views of one flat tensor in each bucket.
+        """
+        first, limit = choose_sizes(specs, limit_bytes)
+        return [
+            Bucket(self._gone + len(self.buckets) + number, Block(plan, tensors, as_view=as_view), self._wire, self.rule)
+            for number, plan in enumerate(plan_buckets(specs, order, limit, first))
+        ]
+
     def install(self, buckets: list[Bucket]) -> None:
         """These take the place of all buckets that there were, which have nothing in flight."""
         self._rejected = self.rejected
+        self._gone += len(self.buckets)
         self.buckets, self.started = buckets, None
 
     # -- a round ------------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 __all__ = ["MIB", "Block", "BucketPlan", "Slot", "TensorSpec", "choose_sizes", "dense_stride", "plan_buckets"]
 
@@ -135,9 +134,9 @@ class Block:
     With ``as_view`` they become views of one flat tensor; without, they stay separate tensors, with the same numbers.
     """
 
-    def __init__(self, plan: BucketPlan, params: Sequence[Parameter], *, as_view: bool) -> None:
+    def __init__(self, plan: BucketPlan, tensors: Sequence[Tensor], *, as_view: bool) -> None:
         self.plan = plan
-        self.params = [params[slot.index] for slot in plan.slots]
+        self.params = [tensors[slot.index] for slot in plan.slots]
         self.names = [slot.spec.name for slot in plan.slots]
         self.flat = torch.empty(plan.numel, dtype=plan.dtype, device=plan.device) if as_view else None
         self._strides = [slot.spec.stride for slot in plan.slots]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,18 +17,38 @@ from decent_dp.rules import Rule, settings_of
 from decent_dp.topo import Topology, make_topology
 from decent_dp.transport import Transport
 
-__all__ = ["Agreed", "connect_replicas"]
+__all__ = ["Agreed", "Arguments", "connect_replicas"]
 
 # Rounds of a period whose groups are connected at construction; a topology without a period connects as it goes.
 _PREPARED_ROUNDS = 64
 
-# What one worker was given, once checked: the settings, the topology (a name or an object), the rule, workers per node, and
-# what else all must have alike, as JSON can hold it.
-Checked = tuple[Settings, "str | Topology", Rule, int, dict[str, Any]]
-Agreed = tuple[Settings, Topology, Rule]
+
+@dataclass(frozen=True)
+class Arguments:
+    """What one worker was given, once checked.
+
+    Attributes:
+        local_world_size: workers per node.
+        more: in what else the workers must be alike, as JSON can hold it.
+    """
+
+    settings: Settings
+    topology: str | Topology
+    rule: Rule
+    local_world_size: int
+    more: Mapping[str, Any] = field(default_factory=dict)
 
 
-def connect_replicas(model: nn.Module, transport: Transport, ours: bool, check: Callable[[], Checked]) -> Agreed:
+@dataclass(frozen=True)
+class Agreed:
+    """On what all workers agreed. The topology is without ``mix_every``, which the settings have."""
+
+    settings: Settings
+    topology: Topology
+    rule: Rule
+
+
+def connect_replicas(model: nn.Module, transport: Transport, ours: bool, check: Callable[[], Arguments]) -> Agreed:
     """All workers check their arguments and compare them; then parameters and buffers become those of rank 0.
 
     Args:
@@ -40,25 +61,25 @@ def connect_replicas(model: nn.Module, transport: Transport, ours: bool, check: 
     """
 
     def attempt() -> tuple[Agreed, dict[str, Any]]:
-        settings, topology, rule, local, more = check()
+        given = check()
         made = make_topology(
-            topology,
-            local_world_size=local,
+            given.topology,
+            local_world_size=given.local_world_size,
             world_size=transport.world_size,
             rank=transport.rank,
         )
         # Called on the class: what a subclass sets on itself may have any name.
-        Topology.every(made, settings.mix_every)
+        Topology.every(made, given.settings.mix_every)
         shared: Mapping[str, Any] = {
             "model": model_signature(model),
             "topology": made.fingerprint(),
-            "settings": {**settings.signature(), "rule": settings_of(rule), **more},
+            "settings": {**given.settings.signature(), "rule": settings_of(given.rule), **given.more},
         }
-        return (settings, made, rule), dict(shared)
+        return Agreed(given.settings, made, given.rule), dict(shared)
 
     with given_back_on_error(transport, ours), torch.no_grad():
-        settings, topology, rule = agree_on_signature(transport.control, transport.rank, attempt)
+        agreed = agree_on_signature(transport.control, transport.rank, attempt)
         broadcast_(transport.control, [*model.parameters(), *model.buffers()])
-        transport.prepare(Topology.every(topology, settings.mix_every)._edges_ahead(_PREPARED_ROUNDS))
+        transport.prepare(Topology.every(agreed.topology, agreed.settings.mix_every)._edges_ahead(_PREPARED_ROUNDS))
         transport.control.gather(None)  # a worker that leaves at once must not be gone before all have found it
-    return settings, topology, rule
+    return agreed

@@ -28,15 +28,16 @@ from decent_dp.engine import Bucket, Engine
 from decent_dp.handed import FLOAT_DTYPES
 from decent_dp.replica.averages import average_, squared_distance
 from decent_dp.replica.consistency import meet
+from decent_dp.replica.construction import Agreed
 from decent_dp.replica.mean import Mean
 from decent_dp.replica.module_hooks import ModuleHooks
 from decent_dp.replica.parameters import Parameters
-from decent_dp.replica.settings import Settings
 from decent_dp.replica.shutdown import shut_down
 from decent_dp.replica.stats import Stats
-from decent_dp.rules import Rule, settings_of
+from decent_dp.rules import settings_of
 from decent_dp.topo import Topology
 from decent_dp.transport import Handle, Transport
+from decent_dp.wire import WIRES
 
 __all__ = ["Listener", "Replica", "refuse_trained_elsewhere"]
 
@@ -65,8 +66,7 @@ class Replica(ABC):
 
     Args:
         model: its trainable parameters are exchanged.
-        topology: without ``mix_every``, which ``settings`` have.
-        settings: on which all workers agreed.
+        agreed: settings, topology and rule.
 
     Attributes:
         parameters: the trainable ones, with their names.
@@ -83,14 +83,14 @@ class Replica(ABC):
     # How users get at the model itself.
     MODEL: ClassVar[str]
 
-    def __init__(self, model: nn.Module, transport: Transport, topology: Topology, rule: Rule, settings: Settings) -> None:
+    def __init__(self, model: nn.Module, transport: Transport, agreed: Agreed) -> None:
         self.model = model
         self.transport = transport
-        self.settings = settings
+        self.settings = agreed.settings
         self.parameters = Parameters(model)
         # Called on the class: what a subclass sets on itself may have any name.
-        self.topology = Topology.every(topology, settings.mix_every)
-        self.engine = Engine(transport, self.topology, rule)
+        self.topology = Topology.every(agreed.topology, agreed.settings.mix_every)
+        self.engine = Engine(transport, self.topology, agreed.rule, WIRES[agreed.settings.wire])
         self.mean = Mean()
         self.listeners: list[Listener] = []
         self.steps = 0
@@ -227,6 +227,11 @@ class Replica(ABC):
                 f"an update failed earlier ({type(self._fault).__name__}: {self._fault}), and this replica is out of step with "
                 "the others: start the workers again."
             ) from self._fault
+
+    def refuse_closed(self) -> None:
+        """Raises RuntimeError after ``close``, for a save."""
+        if self.closed:
+            raise RuntimeError(f"{self.WHAT} was closed: save before close(), or keep {self.MODEL}.state_dict().")
 
     def come_to_boundary(self, what: str) -> None:
         """Comes to a step boundary, for a call of the user's named ``what``.

@@ -34,13 +34,13 @@ _DDP_KEYWORDS = {
 class Settings:
     """The settings in which workers must be alike. Raises ValueError or TypeError naming the argument and its value."""
 
-    grad_clip_norm: float
     bucket_size_in_mb: float
     overlap: bool
-    sync_buffer_in_global_avg: bool
     scaled: bool
     wire: str
-    mix_every: int = 1
+    mix_every: int
+    grad_clip_norm: float = 0.0
+    sync_buffer_in_global_avg: bool = True
 
     def __post_init__(self) -> None:
         _check_number("grad_clip_norm", self.grad_clip_norm, "0.0 (no clipping) or a positive norm", least=0.0)

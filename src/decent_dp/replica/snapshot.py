@@ -57,8 +57,7 @@ def take(replica: Replica) -> dict[str, Any]:
             after ``close``.
         ValueError: an optimizer keeps what cannot be saved; names it.
     """
-    if replica.closed:
-        raise RuntimeError(f"{replica.WHAT} was closed: save before close(), or keep {replica.MODEL}.state_dict().")
+    replica.refuse_closed()
     replica.come_to_boundary("save")
     mean = replica.mean
     if mean.backup is not None and not mean.scoped:

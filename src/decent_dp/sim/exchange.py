@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from decent_dp.engine.bucket import Bucket, InFlight
 from decent_dp.engine.layout import Block, TensorSpec, plan_buckets
@@ -187,7 +186,7 @@ class WiredExchange(Exchange):
 
     def __init__(self, stack: Stack, topology: Topology, rule: Rule, wire: type[Wire]) -> None:
         super().__init__(stack, topology, rule)
-        replicas = [[Parameter(param.detach()[i]) for param in stack.params.values()] for i in range(stack.n)]
+        replicas = [[param.detach()[i] for param in stack.params.values()] for i in range(stack.n)]
         specs = [TensorSpec.of(name, param) for name, param in zip(stack.params, replicas[0], strict=True)]
         plans = plan_buckets(specs, range(len(specs)), float("inf"))
         # By kind of parameter, then by replica.

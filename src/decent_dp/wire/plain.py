@@ -62,7 +62,7 @@ class Lossless(Wire):
         return message[piece.start - base : last.at - base + last.numel * self._itemsize].view(self.code)
 
     def _split(self, values: Tensor, piece: Piece) -> Iterator[tuple[Run, Tensor]]:
-        return zip(piece.runs, values.split([run.numel for run in piece.runs]), strict=True)
+        return zip(piece.runs, torch.split(values, [run.numel for run in piece.runs]), strict=True)
 
 
 class BFloat16(Lossless):
@@ -83,7 +83,7 @@ class BFloat16(Lossless):
         if self.code == self.dtype:
             codes.copy_(mean)
             return
-        whole, single = codes.split([run.numel for run in piece.runs]), mean.to(torch.float32)
+        whole, single = torch.split(codes, [run.numel for run in piece.runs]), mean.to(torch.float32)
         # A float32 whose lower half is zero is a bfloat16: noise below that half, then the half is cut off.
         for (run, values), out in zip(self._split(single, piece), whole, strict=True):
             index = self.items[run.item].index
