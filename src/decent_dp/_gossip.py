@@ -1,9 +1,9 @@
-"""WHEN, for the user's own optimizer: its step ends a round.
+"""The driver for the user's own optimizer: its step ends a round.
 
 Everything happens after the step: ``x <- step(x)``, then what the neighbours sent a step ago is mixed in, then the new ``x`` is
 sent while the next forward, backward and step run. The law is a difference, so it does not matter that the mix comes after the
 step instead of before it. Nothing is done before a step: some frameworks run forward and backward inside
-``optimizer.step(closure)``. A step that a GradScaler skips tells nobody, so with a scaler its ``update()`` ends the round.
+``optimizer.step(closure)``. A step that a GradScaler skips calls no hook, so with a scaler its ``update()`` ends the round.
 """
 
 from __future__ import annotations
@@ -172,8 +172,8 @@ class Gossip(Replica):
                 _refuse_other_scaler(self._scaler)
         self._stepped[number] += 1
         self._told.add(number)
-        # A fused optimizer is called for a step that is to be skipped, too, and told so. On a GPU nobody asks what it was told:
-        # the step would wait for the answer, and only the count of steps would be the better for it.
+        # A fused optimizer is also called for a step that it has to skip, and ``found_inf`` says so. On a GPU it is not
+        # read: the step would wait for it, and only the count of steps would be more exact.
         found_inf: Any = getattr(optimizer, "found_inf", None)
         self._taken |= found_inf is None or found_inf.is_cuda or not bool(found_inf)
         if self._scaler is None:
@@ -241,7 +241,7 @@ class Gossip(Replica):
             )
 
     def catch_up(self) -> None:
-        """Nothing is ever due: a step is a round at once."""
+        """Nothing is ever pending: a step makes its round at once."""
 
     def after_save(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
         """The parameters are what they always were: a state dict holds them as any model's does."""
@@ -306,7 +306,7 @@ class Gossip(Replica):
 
     def state_dict(self) -> dict[str, Any]:
         """Round, exchange in flight and the rule's state: with the model's and the optimizers' own state dicts, all that a run
-        needs to go on exactly. Each worker has its own; the tensors are copies.
+        needs to resume exactly. Every worker saves its own; the tensors are copies.
         """
         self.come_to_boundary("state_dict")
         if self.mean.backup is not None:
@@ -315,10 +315,10 @@ class Gossip(Replica):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from what ``state_dict`` returned. Called by all workers, after the model and the optimizers were loaded.
+        """Resumes from what ``state_dict`` returned. Called by all workers, after the model and the optimizers were loaded.
 
-        What is in flight now is dropped. The saved exchange goes on if it can on all workers (same topology, compression, rule
-        and overlap), and is dropped on all otherwise, which leaves the mean as it is.
+        The exchange in flight is dropped. The saved one is resumed if all workers can (same topology, compression, rule and
+        overlap). Otherwise all drop it, which does not change the mean.
 
         Raises:
             ValueError: it does not fit; the same error on all workers, and nothing is changed.
@@ -418,8 +418,8 @@ def _refuse_shared_memory(model: nn.Module) -> None:
 
 
 class _ScalerHook:
-    """Stands in the place of a method of one scaler, on the object, and tells of each call: of a step that a scaler skips
-    nobody else tells. Several may stand one upon another."""
+    """Replaces a method of one scaler object, to be notified of each call: nothing else shows a step that a scaler skips.
+    Hooks of several replicas may be stacked on one method."""
 
     def __init__(self, scaler: torch.amp.GradScaler, name: str, tell: Callable[..., None]) -> None:
         self._scaler, self._name = scaler, name
@@ -450,8 +450,8 @@ class _ScalerHook:
 
 
 def _refuse_other_scaler(given: torch.amp.GradScaler | None) -> None:
-    """Raises RuntimeError when a GradScaler is stepping the optimizer of which ``gossip`` was not told: a step that it skips on
-    one worker would leave the others waiting."""
+    """Raises RuntimeError when a GradScaler that ``gossip`` was not given is stepping the optimizer: a step that it
+    skips on one worker would leave the others waiting."""
     frame = sys._getframe(1)
     for _ in range(_FRAMES_TO_SCALER):
         scaler = frame.f_locals.get("self")
@@ -467,7 +467,7 @@ def _refuse_other_scaler(given: torch.amp.GradScaler | None) -> None:
 
 
 def _is_inner_step(optimizer: Optimizer) -> bool:
-    """Whether a step of ``optimizer`` goes on around the one whose hook is running: a subclass has called its parent's step,
+    """Whether the step whose hook is running is nested in another step of ``optimizer``: a subclass has called its parent's,
     and torch hooks each class's once an optimizer of that class was made."""
     frame, steps = sys._getframe(1).f_back, 0
     while frame is not None and steps < 2:

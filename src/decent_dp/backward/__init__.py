@@ -1,4 +1,4 @@
-"""WHEN, for the wrapper: from autograd's events to rounds, with optimizers that step inside the backward.
+"""The wrapper's driver: from autograd's events to rounds, with optimizers that step inside the backward.
 
 replica   gradients, windows of accumulation, updates     output   the tensors of a forward's output
 units     buckets with their optimizers                   states   optimizer state by parameter name

@@ -1,7 +1,7 @@
 """From autograd's events to updates.
 
 Every backward is one update, unless gradients are being accumulated. A bucket is updated in one of two moments, by the same
-code. Streamed: at the first gradient that comes after its own were complete, while the rest of the backward goes on, so that
+code. Streamed: at the first gradient that comes after its own were complete, while the rest of the backward runs, so that
 hooks of the user's on its last parameter still see the gradient. Deferred: when the backward has ended.
 """
 

@@ -96,7 +96,7 @@ class Bucket:
         return [self.rule.propose(value, state, round) for value, state in zip(self.values, self.states, strict=True)]
 
     def mix(self, in_flight: InFlight, factor: float, edit: Edit | None = None) -> None:
-        """Makes of what came what the rule says."""
+        """Applies the rule to what arrived."""
         with self._stale_kept() as some:
             if some and edit is not None:
                 self._mix_edited(in_flight, factor, edit)
@@ -109,7 +109,7 @@ class Bucket:
                 self.block.written()
 
     def mix_nothing(self, round: Round) -> None:
-        """Tells the rule of a round in which nothing came."""
+        """Notifies the rule of a round in which nothing arrived."""
         if not self.rule.acts_alone:
             self.stale.clear()
             return
@@ -165,7 +165,7 @@ class Bucket:
 
     @torch.no_grad()
     def renew(self) -> None:
-        """The rule begins anew with the tensors whose values were replaced."""
+        """Resets the rule's state of the tensors whose values were replaced."""
         for name, value, state in self._named() if self._outdated else ():
             if name in self._outdated:
                 for key, fresh in self.rule.state(value).items():
@@ -181,7 +181,7 @@ class Bucket:
             there = slice(slot.offset, slot.offset + slot.spec.numel)
             yield slot.spec.name, self.values[0][there], {key: tensor[there] for key, tensor in self.states[0].items()}
 
-    # -- a run that is stopped, and goes on -----------------------------------------------------------------------------
+    # -- saving and resuming -----------------------------------------------------------------------------
 
     def rule_state(self) -> dict[str, dict[str, Tensor]]:
         """By tensor name, the rule's state in the tensor's shape; live tensors."""
@@ -193,7 +193,7 @@ class Bucket:
         }
 
     def load_rule_state(self, by_name: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Takes back what ``rule_state`` returned.
+        """Loads what ``rule_state`` returned.
 
         Raises:
             ValueError: something is missing, or of another shape; names the tensor.
@@ -210,7 +210,7 @@ class Bucket:
                 tensor.copy_(found)
 
     def saved_exchange(self) -> dict[str, dict[str, Tensor]]:
-        """By tensor name, what an exchange needs beside the tensors: of the messages, and of what was announced.
+        """By tensor name, what an exchange needs besides the tensors: parts of the messages and of the announcements.
 
         The entries of a tensor do not depend on the bucket that it is in:
 
@@ -238,10 +238,10 @@ class Bucket:
         return dict(zip(self.block.names, by_item, strict=True))
 
     def load_exchange(self, by_name: Mapping[str, Mapping[str, Tensor]], *, sending: bool) -> bytes | None:
-        """Takes back what ``saved_exchange`` returned, maybe of other buckets.
+        """Loads what ``saved_exchange`` returned, perhaps of other buckets.
 
         Args:
-            sending: an exchange is to go on.
+            sending: the exchange in flight is resumed.
 
         Returns:
             What was announced for the exchange in flight; None: there is none.
@@ -271,7 +271,7 @@ class Bucket:
         return dict(zip(self.block.names, by_item, strict=True)) if any(by_item) else {}
 
     def load_edge_state(self, by_name: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Takes back what ``edge_state`` returned, maybe of other buckets."""
+        """Loads what ``edge_state`` returned, perhaps of other buckets."""
         if len(self.wire.items) == len(self.block.names):
             self.wire.load_edge_state([by_name.get(name, {}) for name in self.block.names])
 

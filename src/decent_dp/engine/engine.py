@@ -151,21 +151,21 @@ class Engine:
         self.round += 1
 
     def wait_for_read(self) -> None:
-        """Returns once the tensors may be written to by anybody: what is to be sent of them has been read."""
+        """Waits until the tensors may be written to: all that is to be sent of them has been read."""
         for bucket in self.buckets:
             if bucket.in_flight is not None and bucket.in_flight.handle is not None:
                 bucket.in_flight.handle.let_go()
 
     def mark_stale(self, names: Iterable[str] | None = None) -> None:
-        """The values of these tensors (None: of all) are replaced: the difference in flight is not added to the new ones, and
-        the rule begins anew with them: at ``renew``, or when the exchange in flight is finished."""
+        """Notes that the values of these tensors (None: of all) are replaced: the difference in flight is not added to the new
+        ones, and the rule's state is reset at ``renew``, or when the exchange in flight is finished."""
         chosen = None if names is None else set(names)
         for bucket in self.buckets:
             own = set(bucket.block.names)
             bucket.mark_stale(own if chosen is None else own & chosen)
 
     def renew(self) -> None:
-        """The values of the tensors that were marked stale are there: the rule begins anew with them."""
+        """The tensors that were marked stale have their new values: the rule's state is reset for them."""
         for bucket in self.buckets:
             bucket.renew()
 
@@ -200,7 +200,7 @@ class Engine:
         bucket.in_flight = InFlight(round_, edge, hint, handle, None if coded else proposal)
 
     def _announce(self, bucket: Bucket, edge: Edge, proposal: list[Tensor]) -> bytes:
-        """Tells the members of the next edge what they must know, and returns what those of this one were told."""
+        """Announces the scales of the next exchange to the members of its edge, and returns what was announced for this one."""
         in_time = bucket.hints.coming is not None
         now = bucket.hints.turn(proposal)
         if not in_time and len(edge.ranks) > 1:  # the first round of this run, which may be any
@@ -211,21 +211,21 @@ class Engine:
     def _announce_ahead(self, bucket: Bucket, round_: int) -> None:
         coming, hint = self._topology.get_edge(round_), bucket.hints.coming
         if hint is not None and len(coming.ranks) > 1:
-            # Who has made its last update may be gone already. If that round comes, its exchange says so.
+            # A worker that has made its last update may be gone. If that round comes, its exchange raises.
             with contextlib.suppress(PeerLostError):
                 self._transport.exchange.announce(coming, Label(round_, bucket.number), hint)
 
-    # -- a run that is stopped, and goes on -----------------------------------------------------------------------------
+    # -- saving and resuming -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What is needed to go on as if nothing had happened; waits for no exchange.
+        """All that is needed to resume exactly; waits for no exchange.
 
         Returns:
             round, factor
             rule          {"kind": its class, "state": {tensor name: {key: tensor}}}
             compression   {tensor name: what the wire has learnt of single edges}
             exchange      {"parameters": {tensor name: see ``Bucket.saved_exchange``}, "disowned": names of those whose
-                          difference is to be dropped, "in_flight": whether the round before is}; None where nothing can go on
+                          difference is to be dropped, "in_flight": whether the round before is}; None if it cannot be resumed
 
         The tensors are live: copy them before the next round.
         """
@@ -258,15 +258,15 @@ class Engine:
         kind = type(self.rule).__name__
         if saved["state"] and saved["kind"] != kind:
             raise ValueError(
-                f"the rule was {saved['kind']} when this was saved, and is {kind} now: its state does not fit. Go on with the "
-                "same one, or load the parameters alone (load_state_dict)."
+                f"the rule was {saved['kind']} when this was saved, and is {kind} now: its state does not fit. Use the "
+                "same rule, or load the parameters alone (load_state_dict)."
             )
 
     def prepare(self, bucket: Bucket, state: Mapping[str, Any], *, resumed: bool) -> bytes | None:
         """Puts what ``state_dict`` returned into a new bucket, whose tensors need not have their values yet.
 
         Args:
-            resumed: the exchange is to go on, on all workers.
+            resumed: all workers resume the exchange.
 
         Returns:
             What was announced for the exchange in flight; None: nothing is.
@@ -281,13 +281,13 @@ class Engine:
         if not resumed:
             return None
         if bucket.wire.announces:
-            self._topology.get_edge(round_)  # the edge that is told: if it cannot be made, now
+            self._topology.get_edge(round_)  # raises here if the edge of the announcement cannot be made
         sending = state["exchange"]["in_flight"] and len(self._topology.get_edge(round_ - 1).ranks) > 1
         return bucket.load_exchange(state["exchange"]["parameters"], sending=sending)
 
     @torch.no_grad()
     def resume(self, state: Mapping[str, Any], hints: Iterable[bytes | None]) -> None:
-        """Puts on the wire again, for the round before, what the buckets' messages hold of a run that was stopped.
+        """Sends again, for the round before, what the buckets' messages hold of a run that was stopped.
 
         Args:
             state: what ``state_dict`` returned; round and factor are set already.

@@ -12,7 +12,7 @@ __all__ = ["Mean"]
 
 
 class Mean:
-    """What a replica has put aside.
+    """The values that a replica has kept while it is the mean.
 
     Attributes:
         backup: the tensors that are not the replica's own just now, and its own values; None while all are its own.

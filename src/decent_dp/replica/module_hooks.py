@@ -15,7 +15,7 @@ _PREFIXES = ("_model.", "module.")
 
 
 class Hooked(Protocol):
-    """Who is told when a module of its model is saved or loaded."""
+    """Is notified when a module of its model is saved or loaded."""
 
     def before_save(self) -> None:
         """The values of a module are about to be read."""

@@ -99,7 +99,7 @@ def _described(thing: Any) -> str:
 
 
 def signature_of(optimizers: Sequence[Optimizer], model: nn.Module) -> list[Any]:
-    """In what the optimizers of all workers must be alike, as JSON can hold it, and short enough for a message."""
+    """What must be equal in the optimizers of all workers, as JSON can hold it, and short enough for a message."""
     return [_signature(type(optimizer).__name__, _names_of(optimizer, model)) for optimizer in optimizers]
 
 

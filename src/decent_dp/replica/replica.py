@@ -52,7 +52,7 @@ _LIVING_LOCK = threading.Lock()
 
 
 class Listener:
-    """Who wants to know of a replica's rounds: an entry of ``Replica.listeners``."""
+    """Is notified of a replica's rounds: an entry of ``Replica.listeners``."""
 
     def round_ended(self) -> None:
         """A round is over, and the next has not begun. What this raises leaves the replica as it is."""
@@ -71,7 +71,7 @@ class Replica(ABC):
     Attributes:
         parameters: the trainable ones, with their names.
         mean: what is put aside while the replica is the mean.
-        listeners: told of every round.
+        listeners: notified of every round.
         steps: optimizer steps taken.
         joining: inside ``join``: every round tells the others that this worker is active.
         closed: rounds are over.
@@ -108,7 +108,7 @@ class Replica(ABC):
 
     @abstractmethod
     def catch_up(self) -> None:
-        """Does what is due before anybody looks at the replica."""
+        """Makes a pending update before the replica is observed."""
 
     @abstractmethod
     def mix_only(self) -> None:
@@ -135,7 +135,7 @@ class Replica(ABC):
     def begin_round(self, *, active: bool = True) -> None:
         """Before any bucket is touched. ``active``: this worker has not run out of data."""
         if self.joining and active:
-            # Before any other collective of this round: who has run out is waiting for it.
+            # Before any other collective of this round: workers that have run out wait for it.
             self._flags.append(self.transport.control.mean(torch.ones(1, device="cpu")))
             if len(self._flags) > _FLAGS_IN_FLIGHT:
                 self._flags.popleft().wait()
@@ -168,7 +168,7 @@ class Replica(ABC):
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
-        """For uneven inputs: a worker that has run out goes on mixing, without steps, until all have.
+        """For uneven inputs: a worker that has run out continues to mix, without steps, until all have.
 
         Put the loop over the batches in it, on every worker. A worker may have no batch at all.
         """
@@ -377,7 +377,7 @@ class Replica(ABC):
         return {**self._fixed_link, "edge": None if edge is None else [list(edge.ranks), edge.weight]}
 
     def engine_entries(self) -> dict[str, Any]:
-        """What the engine needs to go on, and what tells whether it can: see ``decent_dp.replica.snapshot``."""
+        """What the engine needs to resume, and to tell whether it can: see ``decent_dp.replica.snapshot``."""
         engine = self.engine
         return {"driver": self.KIND, "steps": self.steps, **engine.state_dict(), "link": self.link(engine.round)}
 

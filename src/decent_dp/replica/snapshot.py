@@ -1,7 +1,7 @@
 """Everything about one replica, at a step boundary, as one dict; and a replica that goes on from it, bit for bit.
 
-An exchange that is in flight is not waited for: a worker keeps what it has sent. Whoever goes on puts it on the wire again,
-and so do its neighbours, each its own side. The dict has these entries, and those of the driver:
+An exchange that is in flight is not waited for: every worker keeps what it has sent, and sends it again when it resumes. The
+dict has these entries, and those of the driver:
 
     driver        whose snapshot it is: 'wrapper' or 'gossip'
     parameters    {name: tensor}, frozen ones too
@@ -10,7 +10,7 @@ and so do its neighbours, each its own side. The dict has these entries, and tho
     grads         {name: gradient} of those that are there
     steps         see ``Replica``
     round, factor, rule, compression, exchange    see ``Engine.state_dict``
-    link          what the exchange in flight depends on: ``exchange`` is of use where it is the same
+    link          what the exchange in flight depends on: ``exchange`` can be resumed where it is the same
 """
 
 from __future__ import annotations
@@ -83,12 +83,11 @@ def take(replica: Replica) -> dict[str, Any]:
 
 
 def put_back(replica: Replica, snapshot: dict[str, Any]) -> None:
-    """The replica goes on from what ``take`` returned, here or in another run; the snapshot stays as it is. Called by all
+    """The replica resumes from what ``take`` returned, here or in another run; the snapshot stays as it is. Called by all
     workers.
 
-    The buckets are made anew. What is in flight now is finished and dropped; the saved exchange is put on the wire again if it
-    can go on on every worker, and dropped on all otherwise: then the mean stays, and what the neighbours would have got of each
-    other comes with the next exchange.
+    New buckets are made. The exchange in flight is finished and dropped. The saved one is sent again if every worker can resume
+    it. Otherwise all drop it: the mean stays, and the next exchange brings what it would have brought.
 
     Raises:
         ValueError, TypeError, RuntimeError: it does not fit this model, optimizer or scaler, or a worker is inside a
@@ -96,11 +95,11 @@ def put_back(replica: Replica, snapshot: dict[str, Any]) -> None:
         OutOfStepError: the workers' snapshots are of different rounds; likewise.
         RuntimeError: inside ``join``, or after ``close``.
     """
-    # Who has run out waits for another word of ours than those with which workers agree.
+    # A worker that has run out waits for another message than those with which workers agree.
     replica.refuse_in_join("load", "before")
     if replica.closed:
         replica.check()
-    # First what is due here, as others may be waiting for its exchange; inside a backward nothing is.
+    # A pending update first, as others may be waiting for its exchange; inside a backward nothing is pending.
     replica.catch_up()
 
     def refuse() -> None:
@@ -113,11 +112,11 @@ def put_back(replica: Replica, snapshot: dict[str, Any]) -> None:
 
 
 def restore(replica: Replica, state: dict[str, Any], check: Any, write: Any) -> None:
-    """The engine and the driver go on from ``state``, at a step boundary of all workers.
+    """The engine and the driver resume from ``state``, at a step boundary of all workers.
 
     Args:
         check: raises if it does not fit.
-        write: writes what else there is of it.
+        write: writes the rest of it.
     """
     # Whatever the caller does: what is made here has to train.
     with torch.inference_mode(False), torch.no_grad():
@@ -144,7 +143,7 @@ def restore(replica: Replica, state: dict[str, Any], check: Any, write: Any) -> 
             engine.install(buckets)
             engine.round, engine.factor = state["round"], state["factor"]
             if not state["rule"]["state"]:
-                engine.mark_stale()  # the rule begins anew with these values
+                engine.mark_stale()  # the rule's state is reset to these values
                 engine.renew()
             if resumed:
                 engine.resume(state, hints)
@@ -208,7 +207,7 @@ def check_engine_state(replica: Replica, state: Mapping[str, Any]) -> None:
 
 
 def _compare(replica: Replica, state: dict[str, Any], fits: bool) -> bool:
-    """Compares the workers' states; whether the exchange in flight can go on on all of them, as on this one (``fits``)."""
+    """Compares the workers' states; whether all can resume the exchange in flight, as this one can (``fits``)."""
     engine, exchange = replica.engine, state["exchange"]
     order = hashlib.sha256(json.dumps(state.get("order")).encode()).hexdigest()
     now = engine.round if engine.buckets else None

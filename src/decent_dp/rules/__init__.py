@@ -1,4 +1,4 @@
-"""HOW what came is used: plain gossip, outer optimizers, and rules that users write.
+"""How what arrives is used: plain gossip, outer optimizers, and rules that users write.
 
 A rule says what a worker proposes to its neighbours and what it makes of what they proposed, element by element. The engine
 calls it over any transport, and the simulator calls the same object on stacked replicas.

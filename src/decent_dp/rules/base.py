@@ -47,8 +47,8 @@ class Rule(ABC):
     or the whole; one replica's, or (in the simulator) those of many replicas. How a bucket is cut must not change the numbers.
 
     The object itself holds settings only, which are the same on all workers (a frozen dataclass is the natural form: its
-    fields are compared at construction). What a rule has to remember belongs into its state, which is saved in checkpoints
-    and averaged when a run goes on with another number of workers.
+    fields are compared at construction). What a rule has to remember belongs in its state, which is saved in checkpoints
+    and averaged when a run resumes with another number of workers.
 
     Attributes:
         acts_alone: ``apply`` does something in a round in which nothing came. It is not called then if this is False.
@@ -142,7 +142,7 @@ def check_rule(rule: object) -> Rule:
 
 
 def settings_of(rule: Rule) -> dict[str, Any]:
-    """In what the rules of all workers must be alike: the class, and the fields of a dataclass, or else its attributes."""
+    """What must be equal in the rules of all workers: the class, and the fields of a dataclass or else the attributes."""
     thing: Any = rule
     if dataclasses.is_dataclass(thing):
         return {"rule": type(rule).__name__, **{field.name: getattr(thing, field.name) for field in dataclasses.fields(thing)}}

@@ -229,7 +229,7 @@ class Wire(ABC):
         return [{} for _ in self.items]
 
     def load_edge_state(self, by_item: Sequence[Mapping[str, Tensor]]) -> None:
-        """Goes on with what ``edge_state`` returned; an edge that is missing starts anew."""
+        """Resumes with what ``edge_state`` returned; an edge that is missing starts as a new one."""
         return
 
     def announcement_by_item(self, announcement: bytes) -> list[Tensor]:
