@@ -281,7 +281,7 @@ class DecentralizedDataParallel(nn.Module):
         self.replica.engine.factor = float(factor)
 
     def close(self) -> None:
-        """Finishes what is on the wire and gives connections back; parameters stay as they are.
+        """Waits for the exchange in flight, drops it, and releases the connections; parameters stay as they are.
 
         May be called again. The model is on its own after it: its backwards only leave gradients.
         """

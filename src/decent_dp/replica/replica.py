@@ -269,7 +269,7 @@ class Replica(ABC):
         meet(self.transport.control, self.engine.round, what)
 
     def close(self) -> None:
-        """Finishes what is in flight and gives connections back; parameters stay as they are.
+        """Waits for the exchange in flight, drops it, and releases the connections; parameters stay as they are.
 
         May be called again. The model is on its own after it.
         """
