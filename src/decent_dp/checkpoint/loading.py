@@ -137,8 +137,8 @@ def _choose(root: Path, seen: Sequence[Sequence[str]]) -> str:
     if none:
         other = next(rank for rank, names in enumerate(seen) if names)
         raise CheckpointError(
-            f"{_workers(none)} no checkpoint in {root}, and worker {other} sees {seen[other][0]}: nobody starts anew while "
-            "others go on. Give all workers their files, or the same path; or, for a fresh start, another one."
+            f"{_workers(none)} no checkpoint in {root}, and worker {other} sees {seen[other][0]}: no worker starts from "
+            "scratch while others resume. Give all workers their files, or the same path; or, for a fresh start, another one."
         )
     common = [name for name in seen[0] if all(name in names for names in seen)]
     if not common:
