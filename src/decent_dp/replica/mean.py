@@ -44,11 +44,17 @@ class Mean:
             tensor.copy_(value)
         self.backup = None
 
+    def release(self, tensors: Iterable[Tensor]) -> None:
+        """``tensors`` get new values, and do not have their old ones back."""
+        released = {id(tensor) for tensor in tensors}
+        self.backup = [pair for pair in self.backup or () if id(pair[0]) not in released]
+
     @contextlib.contextmanager
     def holding(self, tensors: Iterable[Tensor]) -> Iterator[None]:
         """Inside, other values may be written to ``tensors``; they have the present ones back after it.
 
-        Not if there is no backup any more then: it was reverted, or an update or a load has made the values the replica's own.
+        Not those that were released, and none if there is no backup any more: it was reverted, or an update has made the values
+        the replica's own.
         """
         outer, outer_scoped = self.backup, self.scoped
         before = [(tensor, tensor.detach().clone()) for tensor in tensors]
@@ -60,7 +66,9 @@ class Mean:
         finally:
             self.scoped = outer_scoped
             if self.backup is not None:
-                self.backup = outer
+                kept = {id(tensor) for tensor, _ in self.backup}
+                self.backup = None if outer is None else [pair for pair in outer if id(pair[0]) in kept]
                 with torch.no_grad():
                     for tensor, value in before:
-                        tensor.copy_(value)
+                        if id(tensor) in kept:
+                            tensor.copy_(value)

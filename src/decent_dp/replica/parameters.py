@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from torch import nn
+from torch import Tensor, nn
 
 from decent_dp.engine.layout import TensorSpec
 
@@ -64,7 +64,7 @@ class Parameters:
                 "call gossip() or the wrapper after the change."
             )
 
-    def names_of(self, params: Iterable[nn.Parameter]) -> list[str]:
+    def names_of(self, params: Iterable[Tensor]) -> list[str]:
         """The names of those of ``params`` that are trainable ones of this model."""
         return [self._names_by_id[id(param)] for param in params if id(param) in self._names_by_id]
 

@@ -157,7 +157,7 @@ class Replica(ABC):
         for listener in list(self.listeners):
             listener.round_ended()
 
-    def forget(self, params: Iterable[Parameter] | None = None) -> None:
+    def forget(self, params: Iterable[Tensor] | None = None) -> None:
         """The values of ``params`` (None: of all) are replaced from outside: what belongs to the old ones is dropped.
 
         Where the replica holds the mean just now, it keeps it: all values are others then.
@@ -346,11 +346,17 @@ class Replica(ABC):
         """Its values are in ``state``."""
 
     def before_load(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-        """A module's own parameters are about to be overwritten by ``state``: what is in flight belongs to the old values."""
+        """A module's own tensors are about to be overwritten by ``state``: what is in flight belongs to the old values."""
         self.catch_up()
-        own = [p for name, p in module._parameters.items() if p is not None and prefix + name in state]
-        if own:
-            self.forget(own)
+        params, buffers = (
+            [tensor for name, tensor in own.items() if tensor is not None and prefix + name in state]
+            for own in (module._parameters, module._buffers)
+        )
+        if self.mean.scoped:
+            self.mean.release([*params, *buffers])
+            self.engine.mark_stale(self.parameters.names_of(params))
+        elif params or buffers:
+            self.forget(params)
 
     def after_load(self) -> None:
         """Parameters have the values that were loaded."""

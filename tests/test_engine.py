@@ -1,0 +1,464 @@
+"""The engine by itself, on a plain list of tensors; and what its drivers promise of buckets, frames, listeners and loads."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import decent_dp
+from decent_dp import gossip
+from decent_dp.backward.output import tensors_in
+from decent_dp.ddp import DecentralizedDataParallel
+from decent_dp.engine import Bucket, Engine
+from decent_dp.engine.layout import TensorSpec
+from decent_dp.errors import PeerLostError
+from decent_dp.replica.replica import Listener
+from decent_dp.rules import Gossip, Round, Rule
+from decent_dp.topo import CompleteTopology, Edge, EveryTopology, RingTopology, SwitchTopology, Topology, make_topology
+from decent_dp.transport import InProcessTransport, run_replicas
+from decent_dp.wire import WIRES
+from tests.helpers import SGD, assert_same, loss, net, values
+
+pytestmark = pytest.mark.timeout(60)
+MANY = 2e-4  # MiB: buckets of a small model's single tensors
+
+
+def engine_of(transport: Any, topology: Topology, tensors: list[Any], rule: Rule | None = None, as_view: bool = False) -> Any:
+    """An engine with ``tensors`` in buckets, one for each dtype."""
+    engine = Engine(transport, topology, rule or Gossip(), WIRES["float32"])
+    specs = [TensorSpec.of(f"tensor {i}", tensor) for i, tensor in enumerate(tensors)]
+    engine.install(engine.lay_out(specs, tensors, range(len(specs)), 2**20, as_view=as_view))
+    return engine
+
+
+def names_in(bucket: Bucket) -> list[str]:
+    return bucket.block.names
+
+
+class Turns(Topology):
+    """Rounds as they are given."""
+
+    def __init__(self, rounds: list[list[Edge]], rank: int) -> None:
+        self.rounds = rounds
+        super().__init__(1, world_size=sum(len(edge.ranks) for edge in rounds[0]), rank=rank)
+
+    def _get_topo_edges(self) -> list[list[Edge]]:
+        return self.rounds
+
+
+# -- the engine by itself --------------------------------------------------------------------------------------------------
+
+ROUNDS = [
+    [Edge([0, 1], 0.5), Edge([2], 1.0)],
+    [Edge([0], 1.0), Edge([1, 2], 0.75)],
+    [Edge([2, 0, 1], 1 / 3)],
+    [Edge([0], 1.0), Edge([1], 1.0), Edge([2], 1.0)],
+]
+MATRICES = [
+    np.array([[0.5, 0.5, 0], [0.5, 0.5, 0], [0, 0, 1]]),
+    np.array([[1, 0, 0], [0, 0.75, 0.25], [0, 0.25, 0.75]]),
+    np.full((3, 3), 1 / 3),
+    np.eye(3),
+]
+DTYPES = {torch.float64: 1e-14, torch.float32: 1e-6}
+STEPS = 7
+
+
+def change(rank: int, t: int, when: int) -> np.ndarray:
+    return np.random.default_rng([rank, t, when]).normal(size=(3, 4))
+
+
+def mixed(transport: Any, edited: bool, as_view: bool, factor: float) -> tuple[list[Tensor], list[str]]:
+    """The tensors in the end, and how each exchange of each bucket ended."""
+    rank = transport.rank
+    tensors = [torch.from_numpy(change(rank, STEPS, 0)).to(dtype) for dtype in DTYPES]
+    engine = engine_of(transport, Turns(ROUNDS, rank), tensors, as_view=as_view)
+    engine.factor = factor
+    outcomes: list[str] = []
+
+    def finish() -> None:
+        outcomes.append(" and ".join({engine.finish(bucket).kind for bucket in engine.buckets}))
+
+    def edit(t: int, when: int) -> None:
+        for tensor in tensors:
+            tensor += torch.from_numpy(change(rank, t, when))
+
+    finish()
+    for t in range(STEPS):
+        edit(t, 1)
+        for bucket in engine.buckets:
+            engine.start(bucket)
+            assert bucket.in_flight is not None
+        if edited:
+            engine.wait_for_read()
+            edit(t, 2)
+        finish()
+        engine.advance()
+    finish()
+    assert all(bucket.in_flight is None for bucket in engine.buckets)
+    assert engine.round == STEPS
+    assert engine.exchanges == len(engine.buckets) * outcomes.count("arrived") > 0
+    return tensors, outcomes
+
+
+@pytest.mark.parametrize(("edited", "as_view", "factor"), [(True, False, 1.0), (True, True, 0.5), (False, True, 1.0)])
+def test_tensors_mix_as_the_matrices_say(edited, as_view, factor):
+    """Also what is written to them while an exchange is in flight stays."""
+    found = run_replicas(3, lambda transport: mixed(transport, edited, as_view, factor))
+    x = np.stack([change(rank, STEPS, 0) for rank in range(3)])
+    for t in range(STEPS):
+        x = sent = x + np.stack([change(rank, t, 1) for rank in range(3)])
+        if edited:
+            x = x + np.stack([change(rank, t, 2) for rank in range(3)])
+        x = x + factor * np.tensordot(MATRICES[t % 4] - np.eye(3), sent, 1)
+    for rank, (tensors, _) in enumerate(found):
+        for tensor, tolerance in zip(tensors, DTYPES.values(), strict=True):
+            np.testing.assert_allclose(tensor.double().numpy(), x[rank], rtol=0, atol=50 * tolerance, err_msg=f"worker {rank}")
+
+
+def test_an_outcome_says_whether_anything_came():
+    """Before the first round and after the last one nothing is in flight."""
+    found = run_replicas(3, lambda transport: mixed(transport, True, False, 1.0)[1])
+    words = {"-": "sat out", "x": "arrived"}
+    assert found == [[words[letter] for letter in text] for text in ("-x-x-x-x-", "-xxx-xxx-", "--xx--xx-")]
+
+
+def abandoned(transport: Any) -> None:
+    tensors = [torch.full((3,), 1.0 + transport.rank)]
+    engine = engine_of(transport, RingTopology(1, world_size=2, rank=transport.rank), tensors)
+    [bucket] = engine.buckets
+    engine.start(bucket)
+    engine.finish(bucket).raise_if_lost()
+    if transport.rank == 1:
+        return
+    engine.advance()
+    engine.start(bucket)
+    outcome = engine.finish(bucket)
+    assert (outcome.kind, type(outcome.error)) == ("lost", PeerLostError)
+    assert "worker 1 is gone" in str(outcome.error)
+    with pytest.raises(PeerLostError, match="worker 1 is gone"):
+        outcome.raise_if_lost()
+    assert bucket.in_flight is None
+    assert engine.exchanges == 1
+    assert tensors[0].tolist() == [1.5] * 3
+
+
+def test_a_lost_peer_is_an_outcome():
+    """Nothing is raised, and nothing is written."""
+    run_replicas(2, abandoned)
+
+
+# -- what a rule is told ---------------------------------------------------------------------------------------------------
+
+
+class Told(Rule):
+    """Plain gossip that writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, int, bool, bool]] = []
+
+    def propose(self, values: Tensor, state: dict[str, Tensor], round: Round) -> Tensor:
+        self.log.append(("propose", round.number, round.mixes, False))
+        return values
+
+    def apply(self, values: Tensor, state: dict[str, Tensor], difference: Tensor | None, round: Round) -> None:
+        self.log.append(("apply", round.number, round.mixes, difference is not None))
+
+
+class OnlyTold(Told):
+    acts_alone = False
+
+
+def told(transport: Any, kind: type[Told]) -> list[tuple[str, int, bool, bool]]:
+    """Worker 1 leaves after its first mix."""
+    rule, rounds = kind(), [[Edge([0, 1], 0.5)], [Edge([0], 1.0), Edge([1], 1.0)]]
+    engine = engine_of(transport, Turns(rounds, transport.rank).every(2), [torch.ones(3)], rule)
+    [bucket] = engine.buckets
+    for _ in range(6 if transport.rank == 0 else 2):
+        engine.start(bucket)
+        engine.finish(bucket)
+        engine.advance()
+    return rule.log
+
+
+@pytest.mark.parametrize("kind", [Told, OnlyTold])
+def test_a_rule_is_told_of_idle_and_of_lost_rounds(kind):
+    """Rounds 0, 2 and 4 stand between mixes, in 3 this worker sits out, and in 5 its peer is lost."""
+    log, _ = run_replicas(2, lambda transport: told(transport, kind))
+    mixes, came = [False, True] * 3, [False, True, False, False, False, False]
+    expected = []
+    for t in range(6):
+        expected.append(("propose", t, mixes[t], False))
+        if came[t] or kind.acts_alone:
+            expected.append(("apply", t, mixes[t], came[t]))
+    assert log == expected
+
+
+RING, COMPLETE = (make(1, world_size=4, rank=0) for make in (RingTopology, CompleteTopology))
+NAMED = make_topology("complete:3,ring", local_world_size=1, world_size=4, rank=0)
+IDLE = Turns([[Edge([rank], 1.0) for rank in range(4)]], 0)
+MIXES: dict[str, tuple[Topology, str]] = {
+    "every update": (RING, "xxxxxxxxxxxx"),
+    "a round that leaves all alone": (IDLE, "xxxxxxxxxxxx"),
+    "every third": (RING.every(3), "--x--x--x--x"),
+    "every second of every second": (RING.every(2).every(2), "---x---x---x"),
+    "in turn": (SwitchTopology((COMPLETE, 3), RING), "xxxxxxxxxxxx"),
+    "in turn, each its own": (SwitchTopology((COMPLETE.every(2), 5), (RING, 2), IDLE.every(3)), "-x-x-xx--x--"),
+    "in turn, every second": (SwitchTopology((COMPLETE, 3), RING).every(2), "-x--x-x-x-x-"),
+    "by name, every second": (NAMED.every(2), "-x--x-x-x-x-"),
+    "mixes counted": (EveryTopology(SwitchTopology((COMPLETE, 2), RING.every(2)), 2), "-x-x---x---x"),
+}
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_rounds_that_mix(name):
+    topology, expected = MIXES[name]
+    assert "".join("x" if Topology.mixes(topology, t) else "-" for t in range(12)) == expected
+    with pytest.raises(ValueError, match="round must be"):
+        Topology.mixes(topology, -1)
+
+
+# -- buckets, output and frames --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("megabytes", [25, MANY])
+def test_gossip_makes_its_buckets_at_the_call(megabytes):
+    model = net()
+    replica = gossip(model, SGD(model.parameters()), bucket_size_in_mb=megabytes, transport=InProcessTransport())
+    buckets = replica.engine.buckets
+    assert (len(buckets) > 1) is (megabytes < 25)
+    assert [name for bucket in buckets for name in names_in(bucket)] == [name for name, _ in model.named_parameters()][::-1]
+    replica.close()
+
+
+class Plain:
+    """Has a tensor that is none of ours to look for."""
+
+    touched: list[str]
+
+    def __init__(self) -> None:
+        self.hidden, self.touched = torch.ones(1), []
+
+    @property
+    def logits(self) -> Tensor:
+        self.touched.append("logits")
+        return self.hidden
+
+    def __getattr__(self, name: str) -> Any:
+        self.touched.append(name)
+        raise AttributeError(name)
+
+
+@dataclasses.dataclass
+class Output(Plain):
+    first: Any
+    second: Any
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+
+def test_the_tensors_of_an_output():
+    a, b, c, d, e, f = (torch.full((1,), float(i)) for i in range(6))
+    plain, output = Plain(), Output((d, None), {"x": [e], "y": "text"})
+    found = list(tensors_in({"a": a, "b": [b, (c, 1.0)], "plain": plain, "output": output, "kind": Output, "last": f}))
+    assert [id(tensor) for tensor in found] == [id(tensor) for tensor in (a, b, c, d, e, f)]
+    assert plain.touched == output.touched == []
+
+
+def frames_to_hook(hooked_by: str) -> int:
+    """Frames of this library on the stack, up to that of the file of torch's that has called the hook."""
+    own, count, frame = str(Path(decent_dp.__file__).parent), 0, sys._getframe(1)
+    while not frame.f_code.co_filename.endswith(hooked_by):
+        count += frame.f_code.co_filename.startswith(own)
+        assert frame.f_back is not None, f"{hooked_by} is not on the stack"
+        frame = frame.f_back
+    return count
+
+
+def trained(transport: Any, driver: str, model: nn.Module, **options: Any) -> tuple[Any, Any]:
+    """What the user holds, and the replica, after three rounds: with ``overlap`` the last one is in flight."""
+    options = {"topology": "ring", "transport": transport, "bucket_size_in_mb": MANY, **options}
+    optimizer = SGD(model.parameters())
+    if driver == "wrapper":
+        wrapper = DecentralizedDataParallel(model, SGD, sync_buffer_in_global_avg=True, **options)
+    else:
+        replica = gossip(model, optimizer, **options)
+    for t in range(3):
+        loss(wrapper if driver == "wrapper" else model, t, transport.rank).backward()
+        if driver == "gossip":
+            optimizer.step()
+    return (wrapper, wrapper.replica) if driver == "wrapper" else (replica, replica)
+
+
+def counted(transport: Any, driver: str, overlap: bool) -> list[int]:
+    """The frames below each start of an exchange."""
+    exchange, found = transport.exchange, list[int]()
+    start = exchange.start
+
+    def watched(edge: Edge, parcel: Any) -> Any:
+        found.append(frames_to_hook({"wrapper": "torch/autograd/graph.py", "gossip": "torch/optim/optimizer.py"}[driver]))
+        return start(edge, parcel)
+
+    exchange.start = watched
+    trained(transport, driver, net(), overlap=overlap)[0].close()
+    return found
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("driver", ["wrapper", "gossip"])
+def test_few_frames_lie_between_a_hook_and_the_exchange(driver, overlap):
+    for found in run_replicas(2, lambda transport: counted(transport, driver, overlap)):
+        assert len(found) >= 3 * 2, "three rounds of several buckets"
+        assert 1 <= min(found) <= max(found) <= 10
+
+
+# -- the life of a replica -------------------------------------------------------------------------------------------------
+
+
+class Heard(Listener):
+    """Fails if its name is in capitals."""
+
+    def __init__(self, heard: list[str], name: str) -> None:
+        self.heard, self.name = heard, name
+
+    def closing(self) -> None:
+        self.heard.append(self.name)
+        if self.name.isupper():
+            raise KeyError(self.name)
+
+
+def closed(transport: Any, driver: str) -> str:
+    model, heard = net(), list[str]()
+    held, replica = trained(transport, driver, model)
+    before, buckets = values(model), replica.engine.buckets
+    assert all(bucket.in_flight is not None for bucket in buckets)
+    if transport.rank == 0:
+        replica.listeners += [Heard(heard, name) for name in "aBCd"]
+        with pytest.raises(KeyError):
+            held.close()
+    held.close()
+    assert replica.closed
+    assert [bucket.in_flight for bucket in buckets] == [None] * len(buckets)
+    assert_same(model, before)
+    return "".join(sorted(heard))
+
+
+@pytest.mark.parametrize("driver", ["wrapper", "gossip"])
+def test_a_listener_that_fails_keeps_no_other_from_hearing_of_the_end(driver):
+    """What is in flight is finished and dropped all the same."""
+    assert run_replicas(2, lambda transport: closed(transport, driver)) == ["BCad", ""]
+
+
+def loaded_inside(transport: Any, driver: str, names: list[str]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    held, _ = trained(transport, driver, model)
+    own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    new = {name: torch.full_like(own[name], 3.0 + transport.rank) for name in names}
+    with held.averaged():
+        model.load_state_dict(new, strict=False)
+    now = model.state_dict()
+    changed = [name for name, value in {**own, **new}.items() if not torch.equal(now[name], value)]
+    assert changed == [], f"loaded: {names}"
+    held.close()
+
+
+LOADED = {"a parameter": ["2.bias"], "a buffer": ["1.running_mean"], "both": ["1.weight", "1.running_var"]}
+
+
+@pytest.mark.parametrize("driver", ["wrapper", "gossip"])
+@pytest.mark.parametrize("what", LOADED)
+def test_a_load_of_some_tensors_inside_averaged(what, driver):
+    """They keep what was loaded, and all others have their own values back."""
+    run_replicas(2, lambda transport: loaded_inside(transport, driver, LOADED[what]))
+
+
+# -- construction ----------------------------------------------------------------------------------------------------------
+
+
+class Unhookable(torch.optim.SGD):
+    """Passes for an optimizer until its steps are to be heard of."""
+
+    refuses = True
+
+    def register_step_post_hook(self, hook: Any) -> Any:
+        if self.refuses:
+            raise RuntimeError("no hooks here")
+        return super().register_step_post_hook(hook)
+
+
+def resources() -> tuple[int, int]:
+    """Threads and open files of this process, those that only wait for the collector aside."""
+    gc.collect()
+    return len(threading.enumerate()), len(os.listdir("/proc/self/fd"))
+
+
+def failed(rank: int, n: int) -> Any:
+    """What the failed calls said, and the threads and files before and after them."""
+
+    def attempt(optimizer: Any) -> Exception | None:
+        try:
+            gossip(model, optimizer, topology="ring").close()
+        except (TypeError, RuntimeError) as error:
+            return error
+        return None
+
+    gc.freeze()  # what is there already need not be looked at again and again
+    model = net()
+    bad = Unhookable(model.parameters(), lr=0.1)
+    bad.refuses = False
+    said = [str(attempt(bad))]  # what is made once a process is there
+    before, bad.refuses = resources(), rank == 1
+    said += [str(attempt("no optimizer" if rank == 1 else bad)) for _ in range(2)]
+    error = attempt(bad)  # holds the half-made replica
+    deadline = time.monotonic() + 5
+    while any(now > then for now, then in zip(resources(), before, strict=True)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return [*said, str(error)], before, resources()
+
+
+def test_a_call_that_fails_gives_its_threads_and_sockets_back(workers):
+    """Before the workers have agreed, where all fail, and after it, where one is alone."""
+    for rank, (said, before, after) in enumerate(workers(2, failed)):
+        assert [said[0], said[3]] == ["None", "no hooks here" if rank == 1 else "None"]
+        assert all("no optimizer" in text for text in said[1:3])
+        assert all(now <= then for now, then in zip(after, before, strict=True)), (before, after)
+
+
+def warned(rank: int, n: int) -> list[list[str]]:
+    """What is logged by one construction after another."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = records.append  # type: ignore[assignment, method-assign]
+    logging.getLogger("decent_dp").addHandler(handler)
+    topologies: list[dict[str, Any]] = [{"topology": "ring"}, {"topology": CompleteTopology()}, {}, {}]
+    found = []
+    for options in topologies:
+        DecentralizedDataParallel(net(), SGD, **options).close()
+        found.append([record.getMessage() for record in records])
+        records.clear()
+    return found
+
+
+def test_the_default_topology_is_warned_of_once(workers):
+    """By the first worker, where it is not the only choice; none that is given is warned of."""
+    first, *others = workers(3, warned)
+    [message] = first[2]
+    assert message.startswith("topology='complete' exchanges with all workers in every update")
+    assert "topology='base-2'" in message
+    assert first == [[], [], [message], []]
+    assert others == [[[]] * 4] * 2
+    assert workers(2, warned) == [[[]] * 4] * 2
