@@ -25,7 +25,7 @@ from decent_dp.engine import Bucket, Engine
 from decent_dp.engine.layout import TensorSpec
 from decent_dp.errors import PeerLostError
 from decent_dp.replica.replica import Listener
-from decent_dp.rules import Gossip, Round, Rule
+from decent_dp.rules import Gossip, OuterNesterov, Round, Rule
 from decent_dp.topo import CompleteTopology, Edge, EveryTopology, RingTopology, SwitchTopology, Topology, make_topology
 from decent_dp.transport import InProcessTransport, run_replicas
 from decent_dp.wire import WIRES
@@ -158,6 +158,22 @@ def abandoned(transport: Any) -> None:
 def test_a_lost_peer_is_an_outcome():
     """Nothing is raised, and nothing is written."""
     run_replicas(2, abandoned)
+
+
+def dropped(transport: Any, rule: Rule) -> None:
+    tensors = [torch.full((3,), 1.0 + transport.rank)]
+    engine = engine_of(transport, RingTopology(1, world_size=2, rank=transport.rank), tensors, rule)
+    engine.start(engine.buckets[0])
+    version = tensors[0]._version
+    engine.drop()
+    assert tensors[0].tolist() == [1.0 + transport.rank] * 3
+    assert tensors[0]._version == version
+
+
+@pytest.mark.parametrize("rule", [Gossip(), OuterNesterov()])
+def test_a_drop_writes_nothing(rule):
+    """The model may train on, in another thread."""
+    run_replicas(2, lambda transport: dropped(transport, rule))
 
 
 # -- what a rule is told ---------------------------------------------------------------------------------------------------

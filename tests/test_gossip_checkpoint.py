@@ -752,6 +752,9 @@ def refused(rank: int, n: int, path: str) -> Any:
     # The worker's own states.
     gossip = source.gossip
     attempt("rounds", source, lambda: gossip.load_state_dict(earlier if rank == 1 else by_hand))
+    for key, value in {"steps": None, "stepped": ["1"]}.items():
+        given = {**by_hand, key: value} if rank == 1 else by_hand
+        attempt(f"junk {key}", source, partial(gossip.load_state_dict, given))
     attempt("junk", source, lambda: gossip.load_state_dict({"model": 1} if rank == 1 else by_hand))
     attempt("checkpoints", source, lambda: load(gossip, f"{path}/{'later' if rank == 1 else 'sgd'}"))
 
@@ -798,6 +801,8 @@ def test_what_does_not_fit_is_refused_on_all_workers(workers, tmp_path):
     expect("rounds", "OutOfStepError", "worker 0: 4, worker 1: 3, worker 2: 4")
     expect("running", "OutOfStepError", "worker 0: 2, worker 1: 3, worker 2: 2")
     expect("junk", "ValueError")
+    expect("junk steps", "ValueError", "worker 1: ", "its 'steps' is None")
+    expect("junk stepped", "ValueError", "worker 1: ", "its 'stepped' is ['1']")
     assert found["junk"][1].startswith("worker 1: load_state_dict takes what Gossip.state_dict() returned")
     assert found["checkpoints"][0] in ("CheckpointError", "RuntimeError")
     for name in found:
@@ -808,14 +813,20 @@ def test_what_does_not_fit_is_refused_on_all_workers(workers, tmp_path):
 
 
 def test_a_step_of_a_scaler_that_is_under_way(tmp_path):
-    """What the scaler knows between its step and its update is in no state dict."""
+    """What the scaler knows between its step and its update is in no state dict, and a load would leave it behind."""
     run = Run(Case(halves(torch.optim.SGD, lr=0.1), parts=2, scaled=True), 0, InProcessTransport(), topology="complete")
+    save(run.gossip, tmp_path / "before")
+    state = run.gossip.state_dict()
     run.scaler.scale(loss(run.model, 0)).backward()
     for act in (lambda: run.scaler.unscale_(run.optimizers[0]), lambda: run.scaler.step(run.optimizers[0])):
         act()
         for call in (lambda: save(run.gossip, tmp_path), run.gossip.state_dict):
             with pytest.raises(RuntimeError, match=r"update\(\)"):
                 call()
+        with pytest.raises(RuntimeError, match=r"load_state_dict was called between .* update\(\)"):
+            run.gossip.load_state_dict(state)
+        with pytest.raises(RuntimeError, match=r"load was called between .* update\(\)"):
+            load(run.gossip, tmp_path / "before")
     run.scaler.step(run.optimizers[1])
     run.scaler.update()
     assert save(run.gossip, tmp_path).error is None

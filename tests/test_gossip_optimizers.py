@@ -675,3 +675,23 @@ def test_one_scaler_of_two_models_goes_back_to_what_it_was():
     assert train() == [1, 2]
     assert not {"step", "update", "unscale_"} & vars(scaler).keys()
     copy.deepcopy(scaler)
+
+
+def test_a_scalers_method_that_the_user_has_replaced_stays_replaced():
+    scaler, model, calls = torch.GradScaler("cpu"), net(), []
+    step = scaler.step
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return step(*args, **kwargs)
+
+    scaler.step = counted
+    optimizer = SGD(model.parameters())
+    replica = gossip(model, optimizer, scaler=scaler, transport=InProcessTransport())
+    for _ in range(2):
+        scaler.scale(loss(model, 0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        replica.close()
+    assert (replica.stats().rounds, len(calls)) == (1, 2)
+    assert scaler.step is counted

@@ -335,6 +335,7 @@ class Gossip(Replica):
                 raise ValueError("load_state_dict takes what Gossip.state_dict() returned: something else was given")
             check_engine_state(self, state_dict)
             self._check_progress(state_dict)
+            self._refuse_open_update("load_state_dict")
 
         def write() -> None:
             self.steps = state_dict["steps"]
@@ -343,6 +344,9 @@ class Gossip(Replica):
 
     def come_to_boundary(self, what: str) -> None:
         super().come_to_boundary(what)
+        self._refuse_open_update(what)
+
+    def _refuse_open_update(self, what: str) -> None:
         if self._tried:  # what the scaler has found is in no state dict
             raise RuntimeError(
                 f"{what} was called between a step (or unscale_) of the GradScaler and its update(): call it after update()."
@@ -353,7 +357,7 @@ class Gossip(Replica):
 
     def _check_progress(self, state: Mapping[str, Any]) -> None:
         stepped = state["stepped"]
-        if not isinstance(stepped, list):
+        if not isinstance(stepped, list) or any(type(count) is not int for count in stepped):
             raise ValueError(f"this is no state of a Gossip: its 'stepped' is {stepped!r}")
         if len(stepped) != len(self.optimizers):
             raise ValueError(f"this was saved with {len(stepped)} optimizers, and there are {len(self.optimizers)} now")
@@ -374,6 +378,7 @@ class Gossip(Replica):
             if key not in snapshot:
                 raise ValueError(f"this is no snapshot of a replica: it has no entry '{key}'")
         self._check_progress(snapshot)
+        self._refuse_open_update("load")
         check_scaler_state(self._scaler, snapshot["optim"].get("scaler"))
 
     def prepare_load(self, snapshot: Mapping[str, Any], undo: contextlib.ExitStack) -> list[Bucket]:
@@ -424,6 +429,7 @@ class _ScalerHook:
     def __init__(self, scaler: torch.amp.GradScaler, name: str, tell: Callable[..., None]) -> None:
         self._scaler, self._name = scaler, name
         self._inner: Callable[..., Any] = getattr(scaler, name)
+        self._patched = name in vars(scaler)  # by the user, or another hook of ours
         self._tell: Callable[..., None] | None = tell
         setattr(scaler, name, self)
 
@@ -438,9 +444,9 @@ class _ScalerHook:
         top = vars(self._scaler).get(self._name)
         while isinstance(top, _ScalerHook) and top._tell is None:
             delattr(self._scaler, self._name)
-            top = top._inner
-            if isinstance(top, _ScalerHook):
-                setattr(self._scaler, self._name, top)
+            if top._patched:
+                setattr(self._scaler, self._name, top._inner)
+            top = vars(self._scaler).get(self._name)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise TypeError("this GradScaler ends the rounds of a Gossip and cannot be copied: load its state_dict() into another.")

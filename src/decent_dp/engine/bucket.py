@@ -122,10 +122,11 @@ class Bucket:
     @contextlib.contextmanager
     def _stale_kept(self) -> Iterator[bool]:
         """Inside, the rule may write to all; tensors whose values were replaced are as before after it. Yields whether there
-        are any others."""
+        are any others, without which nothing may be written: a bucket that is dropped may belong to a model that trains on."""
+        some = len(self.stale) < len(self.block.names)
         named = [(value, *state.values()) for name, value, state in self._named() if name in self.stale] if self.stale else []
-        kept = [(tensor, tensor.clone()) for tensors in named for tensor in tensors]
-        yield len(self.stale) < len(self.block.names)
+        kept = [(tensor, tensor.clone()) for tensors in named for tensor in tensors] if some else []
+        yield some
         for tensor, value in kept:
             tensor.copy_(value)
         self.stale.clear()

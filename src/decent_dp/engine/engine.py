@@ -152,13 +152,15 @@ class Engine:
 
     def wait_for_read(self) -> None:
         """Waits until the tensors may be written to: all that is to be sent of them has been read."""
+        before = time.perf_counter()
         for bucket in self.buckets:
             if bucket.in_flight is not None and bucket.in_flight.handle is not None:
                 bucket.in_flight.handle.let_go()
+        self.waited += time.perf_counter() - before
 
     def mark_stale(self, names: Iterable[str] | None = None) -> None:
         """Notes that the values of these tensors (None: of all) are replaced: the difference in flight is not added to the new
-        ones, and the rule's state is reset at ``renew``, or when the exchange in flight is finished."""
+        ones, and ``renew`` resets the rule's state."""
         chosen = None if names is None else set(names)
         for bucket in self.buckets:
             own = set(bucket.block.names)

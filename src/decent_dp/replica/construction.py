@@ -41,7 +41,7 @@ class Arguments:
 
 @dataclass(frozen=True)
 class Agreed:
-    """On what all workers agreed. The topology is without ``mix_every``, which the settings have."""
+    """On what all workers agreed; ``mix_every`` of the settings is a part of the topology."""
 
     settings: Settings
     topology: Topology
@@ -69,17 +69,17 @@ def connect_replicas(model: nn.Module, transport: Transport, ours: bool, check: 
             rank=transport.rank,
         )
         # Called on the class: what a subclass sets on itself may have any name.
-        Topology.every(made, given.settings.mix_every)
+        mixing = Topology.every(made, given.settings.mix_every)
         shared: Mapping[str, Any] = {
             "model": model_signature(model),
             "topology": made.fingerprint(),
             "settings": {**given.settings.signature(), "rule": settings_of(given.rule), **given.more},
         }
-        return Agreed(given.settings, made, given.rule), dict(shared)
+        return Agreed(given.settings, mixing, given.rule), dict(shared)
 
     with given_back_on_error(transport, ours), torch.no_grad():
         agreed = agree_on_signature(transport.control, transport.rank, attempt)
         broadcast_(transport.control, [*model.parameters(), *model.buffers()])
-        transport.prepare(Topology.every(agreed.topology, agreed.settings.mix_every)._edges_ahead(_PREPARED_ROUNDS))
+        transport.prepare(agreed.topology._edges_ahead(_PREPARED_ROUNDS))
         transport.control.gather(None)  # a worker that leaves at once must not be gone before all have found it
     return agreed

@@ -35,7 +35,6 @@ from decent_dp.replica.parameters import Parameters
 from decent_dp.replica.shutdown import shut_down
 from decent_dp.replica.stats import Stats
 from decent_dp.rules import settings_of
-from decent_dp.topo import Topology
 from decent_dp.transport import Handle, Transport
 from decent_dp.wire import WIRES
 
@@ -88,8 +87,7 @@ class Replica(ABC):
         self.transport = transport
         self.settings = agreed.settings
         self.parameters = Parameters(model)
-        # Called on the class: what a subclass sets on itself may have any name.
-        self.topology = Topology.every(agreed.topology, agreed.settings.mix_every)
+        self.topology = agreed.topology
         self.engine = Engine(transport, self.topology, agreed.rule, WIRES[agreed.settings.wire])
         self.mean = Mean()
         self.listeners: list[Listener] = []

@@ -19,7 +19,7 @@ import contextlib
 import copy
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -111,7 +111,7 @@ def put_back(replica: Replica, snapshot: dict[str, Any]) -> None:
     replica.mean.backup = None
 
 
-def restore(replica: Replica, state: dict[str, Any], check: Any, write: Any) -> None:
+def restore(replica: Replica, state: dict[str, Any], check: Callable[[], None], write: Callable[[], None]) -> None:
     """The engine and the driver resume from ``state``, at a step boundary of all workers.
 
     Args:
@@ -164,8 +164,8 @@ def _prepare(
 
 def _check(replica: Replica, snapshot: dict[str, Any]) -> None:
     """Looks whether a snapshot can be put into this replica."""
-    kind = snapshot.get("driver", replica.KIND)
-    if kind != replica.KIND:
+    kind = snapshot.get("driver")
+    if kind is not None and kind != replica.KIND:
         raise ValueError(
             f"this was saved by {_NAMES.get(kind, kind)}, and cannot go on in {_NAMES[replica.KIND]}: go on with the one that "
             "saved it, or start from the model that export() wrote"
@@ -177,8 +177,6 @@ def _check(replica: Replica, snapshot: dict[str, Any]) -> None:
     replica.parameters.check()
     model = replica.model
     check_engine_state(replica, snapshot)
-    if not (type(snapshot["steps"]) is int and snapshot["steps"] >= 0):
-        raise ValueError(f"this is no snapshot of a replica: its 'steps' is {snapshot['steps']!r}")
     _check_tensors("parameter", snapshot["parameters"], dict(model.named_parameters()))
     _check_tensors("buffer", snapshot["buffers"], dict(model.named_buffers()))
     _check_names("extra state of the module", snapshot["extra_state"], _with_extra_state(model))
@@ -187,13 +185,14 @@ def _check(replica: Replica, snapshot: dict[str, Any]) -> None:
 
 
 def check_engine_state(replica: Replica, state: Mapping[str, Any]) -> None:
-    """Looks whether ``state`` has what ``Engine.state_dict`` returns.
+    """Looks whether ``state`` has ``steps`` and what ``Engine.state_dict`` returns.
 
     Raises:
         ValueError: it has not, or the rule is another one.
     """
     exchange, rule = state["exchange"], state["rule"]
     for what, fits in {
+        "steps": type(state["steps"]) is int and state["steps"] >= 0,
         "round": type(state["round"]) is int and state["round"] >= 0,
         "factor": type(state["factor"]) is float and 0.0 <= state["factor"] <= 1.0,
         "rule": isinstance(rule, dict) and rule.keys() == {"kind", "state"},

@@ -75,7 +75,8 @@ class Rule(ABC):
     def apply(self, values: Tensor, state: dict[str, Tensor], difference: Tensor | None, round: Round) -> None:
         """What becomes of the parameters; writes ``values`` and the tensors of ``state`` in place.
 
-        Called once for every round, in order: when its exchange has arrived, which is an update later with overlap.
+        Called once for every round, in order: when its exchange has arrived, which is an update later with overlap. Not for
+        parameters whose values were replaced (a load, say) since ``propose``: their state is made again from the new values.
 
         Args:
             values: the parameters as they are now.
