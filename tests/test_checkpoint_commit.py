@@ -46,11 +46,11 @@ def in_threads(n: int, work: Any) -> list[Any]:
 
 def test_there_is_one_outcome_however_late_somebody_is():
     """Workers give up just when the last one comes: either all have all records, or all are told who did not come."""
-    rng, outcomes = random.Random(5), Counter[str]()
+    rng, outcomes, late = random.Random(5), Counter[str](), 0.1
     for number in range(40):
-        hub = LocalHub(3, timeout=0.05)
+        hub = LocalHub(3, timeout=0.1)
         transports = [hub.transport(rank) for rank in range(3)]
-        delays = [0.0, rng.uniform(0, 0.01), rng.uniform(0.03, 0.07)]
+        delays = [0.0, rng.uniform(0, 0.01), late + rng.uniform(-0.01, 0.01)]
 
         def work(rank: int, number: int = number, transports: Any = transports, delays: Any = delays) -> str:
             time.sleep(delays[rank])
@@ -64,8 +64,10 @@ def test_there_is_one_outcome_however_late_somebody_is():
         found = set(in_threads(3, work))
         assert len(found) == 1, found
         outcomes["all" if found == {"[0, 1, 2]"} else "given up"] += 1
+        # Closer to the moment at which the outcome turns, which on a busy machine is later.
+        late = max(0.0, late + (0.003 if found == {"[0, 1, 2]"} else -0.003))
         if found != {"[0, 1, 2]"}:
-            assert "did not come from worker 2 within 0.05 s" in found.pop()
+            assert "2 within 0.1 s" in found.pop()
     assert min(outcomes["all"], outcomes["given up"]) >= 5, outcomes
 
 

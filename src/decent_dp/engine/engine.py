@@ -152,11 +152,11 @@ class Engine:
 
     def wait_for_read(self) -> None:
         """Waits until the tensors may be written to: all that is to be sent of them has been read."""
-        before = time.perf_counter()
         for bucket in self.buckets:
             if bucket.in_flight is not None and bucket.in_flight.handle is not None:
+                before = time.perf_counter()
                 bucket.in_flight.handle.let_go()
-        self.waited += time.perf_counter() - before
+                self.waited += time.perf_counter() - before
 
     def mark_stale(self, names: Iterable[str] | None = None) -> None:
         """Notes that the values of these tensors (None: of all) are replaced: the difference in flight is not added to the new
