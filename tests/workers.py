@@ -118,6 +118,9 @@ def _worker(pipe: Connection, port: int, key: str, rank: int, n: int, group_time
     began = time.monotonic()
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        # Processes start seconds apart on a busy machine, and the group's timeout may be shorter than that.
+        store.set(f"started/{key}/{rank}", "")
+        store.wait([f"started/{key}/{other}" for other in range(n)], timedelta(seconds=60))
         dist.init_process_group(
             "gloo", store=dist.PrefixStore(key, store), rank=rank, world_size=n, timeout=timedelta(seconds=group_timeout)
         )
