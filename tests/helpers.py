@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -108,3 +109,13 @@ def listening() -> set[str]:
             rows = [line.split() for line in file.readlines()[1:]]
         found |= {row[1] for row in rows if row[3] == "0A" and row[9] in own}
     return found
+
+
+def errors_of(calls: Iterable[Callable[[], Any]], error: type[Exception], match: str) -> list[str]:
+    """The messages of calls that each raise ``error`` with ``match`` in it."""
+    messages = []
+    for call in calls:
+        with pytest.raises(error, match=match) as caught:
+            call()
+        messages.append(str(caught.value))
+    return messages

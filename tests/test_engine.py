@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from decent_dp import gossip
 from decent_dp.backward.output import tensors_in
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.engine import Bucket, Engine
+from decent_dp.engine.bucket import InFlight
 from decent_dp.engine.layout import TensorSpec
 from decent_dp.errors import PeerLostError
 from decent_dp.replica.replica import Listener
@@ -174,6 +176,15 @@ def dropped(transport: Any, rule: Rule) -> None:
 def test_a_drop_writes_nothing(rule):
     """The model may train on, in another thread."""
     run_replicas(2, lambda transport: dropped(transport, rule))
+
+
+def test_a_wait_until_values_are_read_is_counted():
+    tensors = [torch.zeros(3)]
+    engine = engine_of(InProcessTransport(), CompleteTopology(1, world_size=1, rank=0), tensors)
+    handle: Any = SimpleNamespace(let_go=lambda: time.sleep(0.05))
+    engine.buckets[0].in_flight = InFlight(Round(0), Edge([0, 1], 0.5), handle=handle)
+    engine.wait_for_read()
+    assert 0.05 <= engine.waited < 5
 
 
 # -- what a rule is told ---------------------------------------------------------------------------------------------------

@@ -227,18 +227,6 @@ def outer_sgd(outer: nn.Parameter, rule: OuterNesterov) -> torch.optim.Optimizer
     return torch.optim.SGD([outer], lr=rule.lr, momentum=rule.momentum, nesterov=rule.momentum > 0)
 
 
-def train_diloco(rank: int, n: int) -> list[np.ndarray]:
-    return [train(rank, case, **options_of(i))[0] for i, case in enumerate(DILOCO)]
-
-
-def test_complete_is_diloco(workers):
-    results = workers(N, train_diloco)
-    for i, case in enumerate(DILOCO):
-        want = diloco(case, N)
-        for rank in range(N):
-            np.testing.assert_allclose(results[rank][i], want[rank], rtol=0, atol=1e-12, err_msg=f"{case}, worker {rank}")
-
-
 def noloco(case: Case, n: int) -> np.ndarray:
     """NoLoCo's update of a pair {i, j} (arXiv 2506.10911), with one coefficient for the pull towards the pair's mean step and
     for the pull towards its mean anchor: the step is made of what each has achieved, and not of where it is."""
@@ -269,14 +257,15 @@ def noloco(case: Case, n: int) -> np.ndarray:
 NOLOCO = [Case(topology, "adamw", h, False, steps=3 * h + 1) for topology in ("one-peer-exp", "ring") for h in (1, 3)]
 
 
-def train_noloco(rank: int, n: int) -> list[np.ndarray]:
-    return [train(rank, case, **options_of(i))[0] for i, case in enumerate(NOLOCO)]
+def train_all(rank: int, n: int, cases: list[Case]) -> list[np.ndarray]:
+    return [train(rank, case, **options_of(i))[0] for i, case in enumerate(cases)]
 
 
-def test_pairs_are_noloco(workers):
-    results = workers(N, train_noloco)
-    for i, case in enumerate(NOLOCO):
-        want = noloco(case, N)
+@pytest.mark.parametrize(("cases", "published"), [(DILOCO, diloco), (NOLOCO, noloco)], ids=["DiLoCo", "NoLoCo"])
+def test_it_is_the_published_optimizer(workers, cases, published):
+    results = workers(N, train_all, cases)
+    for i, case in enumerate(cases):
+        want = published(case, N)
         for rank in range(N):
             np.testing.assert_allclose(results[rank][i], want[rank], rtol=0, atol=1e-12, err_msg=f"{case}, worker {rank}")
 

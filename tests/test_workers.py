@@ -19,7 +19,7 @@ from torch import nn
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import OutOfStepError, PeerLostError, PeerTimeoutError
 from decent_dp.topo import Edge, Topology, TopologyReg
-from tests.helpers import SGD, assert_same, batch, listening, loss, net, values
+from tests.helpers import SGD, assert_same, batch, errors_of, listening, loss, net, values
 
 NAMES = ["complete", "ring", "one-peer-exp", "alternating-exp-ring"]
 
@@ -434,12 +434,8 @@ def out_of_step(rank: int, n: int) -> Any:
     model = DecentralizedDataParallel(net(), SGD, topology="ring")
     for t in range(3 + (rank == 0)):
         loss(model, t, rank).backward()
-    messages = []
-    for call in (model.global_avg, model.consensus_distance, lambda: model.averaged().__enter__()):
-        with pytest.raises(OutOfStepError, match=r"worker 0: 4, worker 1: 3.*model\.join") as caught:
-            call()
-        messages.append(str(caught.value))
-    return messages
+    calls = model.global_avg, model.consensus_distance, lambda: model.averaged().__enter__()
+    return errors_of(calls, OutOfStepError, r"worker 0: 4, worker 1: 3.*model\.join")
 
 
 def test_other_numbers_of_updates_are_named_on_all(workers):

@@ -27,7 +27,7 @@ from decent_dp.replica.optimizers import check_optimizers, load_optimizer, param
 from decent_dp.replica.replica import Replica, refuse_trained_elsewhere
 from decent_dp.replica.settings import Settings, workers_per_node
 from decent_dp.replica.shutdown import given_back_on_error
-from decent_dp.replica.snapshot import check_engine_state, check_scaler_state, copied, first_loss_scale, restore
+from decent_dp.replica.snapshot import ENGINE_ENTRIES, check_engine_state, check_scaler_state, copied, first_loss_scale, restore
 from decent_dp.rules import Rule, check_rule
 from decent_dp.topo import Topology
 from decent_dp.transport import Transport, connect
@@ -330,7 +330,7 @@ class Gossip(Replica):
             self.refuse_inside("load_state_dict")
             self.check()
             self.parameters.check()
-            wanted = {"driver", "steps", "round", "factor", "rule", "compression", "exchange", "link", "stepped", "taken"}
+            wanted = ENGINE_ENTRIES | {"stepped", "taken"}
             if not isinstance(state_dict, dict) or not wanted <= state_dict.keys() or state_dict["driver"] != self.KIND:
                 raise ValueError("load_state_dict takes what Gossip.state_dict() returned: something else was given")
             check_engine_state(self, state_dict)

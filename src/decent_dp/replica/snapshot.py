@@ -30,12 +30,11 @@ from decent_dp.errors import OutOfStepError
 from decent_dp.replica.consistency import agree, worker_counts
 from decent_dp.replica.replica import Replica
 
-__all__ = ["check_scaler_state", "copied", "first_loss_scale", "put_back", "restore", "take"]
+__all__ = ["ENGINE_ENTRIES", "check_scaler_state", "copied", "first_loss_scale", "put_back", "restore", "take"]
 
-_ENTRIES = {
-    *("driver", "parameters", "buffers", "extra_state", "grads", "steps"),
-    *("round", "factor", "rule", "compression", "exchange", "link"),
-}
+# Of the engine and its rounds: also the entries of ``Gossip.state_dict``.
+ENGINE_ENTRIES = frozenset({"driver", "steps", "round", "factor", "rule", "compression", "exchange", "link"})
+_ENTRIES = ENGINE_ENTRIES | {"parameters", "buffers", "extra_state", "grads"}
 
 _NAMES = {"wrapper": "DecentralizedDataParallel", "gossip": "gossip()"}
 
