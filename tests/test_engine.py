@@ -142,7 +142,7 @@ def abandoned(transport: Any) -> None:
     engine = engine_of(transport, RingTopology(1, world_size=2, rank=transport.rank), tensors)
     [bucket] = engine.buckets
     engine.start(bucket)
-    engine.finish(bucket).raise_if_lost()
+    engine.finish(bucket).raise_if_failed()
     if transport.rank == 1:
         return
     engine.advance()
@@ -151,7 +151,7 @@ def abandoned(transport: Any) -> None:
     assert (outcome.kind, type(outcome.error)) == ("lost", PeerLostError)
     assert "worker 1 is gone" in str(outcome.error)
     with pytest.raises(PeerLostError, match="worker 1 is gone"):
-        outcome.raise_if_lost()
+        outcome.raise_if_failed()
     assert bucket.in_flight is None
     assert engine.exchanges == 1
     assert tensors[0].tolist() == [1.5] * 3

@@ -45,8 +45,9 @@ class Noting:
         tensors[0].fill_(2.0)
         return self._note("recv", peer, tensors[0].dtype, tensors[0].numel())
 
-    def allreduce(self, tensors: list[Tensor]) -> Noting:
-        tensors[0].mul_(3)
+    def allreduce(self, tensors: list[Tensor], options: Any = None) -> Noting:
+        if options is None:
+            tensors[0].mul_(3)
         return self._note("allreduce", tensors[0].dtype, tensors[0].numel())
 
     def wait(self) -> None:
@@ -62,14 +63,14 @@ def test_nccl_pairs_are_one_grouped_call():
     exchange = NcclPairs(noting, 5, explain)
     own = parcel(torch.ones(8, dtype=torch.bfloat16), 5, Label(0, 0))
     first = exchange.start(Edge([5, 2], 0.5), own)
-    assert torch.equal(own.sent.view(torch.bfloat16), own.values[0])
+    assert torch.equal(own.sent[:-8].view(torch.bfloat16), own.values[0])
     second = exchange.start(Edge([0, 5], 0.5), own)
-    grouped = [("start",), ("send", 2, torch.uint8, 16), ("recv", 2, torch.uint8, 16), ("end",)]
+    grouped = [("start",), ("send", 2, torch.uint8, 24), ("recv", 2, torch.uint8, 24), ("end",)]
     assert noting.calls == grouped + [(c[0], 0, *c[2:]) if len(c) > 1 else c for c in grouped]
     first.wait()
     assert noting.calls[8:] == [("wait",)]
-    assert torch.equal(own.received, torch.full((16,), 2, dtype=torch.uint8))
-    assert (first.bytes_sent, second.bytes_sent) == (16, 16)
+    assert torch.equal(own.received, torch.full((24,), 2, dtype=torch.uint8))
+    assert (first.bytes_sent, second.bytes_sent) == (24, 24)
 
 
 def test_nccl_pairs_send_what_the_wire_codes():
@@ -77,8 +78,8 @@ def test_nccl_pairs_send_what_the_wire_codes():
     values = torch.linspace(-3, 3, 20)
     own = parcel(values, 0, Label(0, 0), BFloat16)
     NcclPairs(noting, 0, explain).start(Edge([0, 1], 0.5), own).wait()
-    assert noting.calls[1] == ("send", 1, torch.uint8, 40)
-    assert torch.equal(own.sent.view(torch.bfloat16), values.bfloat16())
+    assert noting.calls[1] == ("send", 1, torch.uint8, 48)
+    assert torch.equal(own.sent[:-8].view(torch.bfloat16), values.bfloat16())
 
 
 @pytest.mark.parametrize("where", ["start", "send", "recv", "end", "wait"])
@@ -104,10 +105,11 @@ def test_groups_on_the_device(dtype):
     # All three had the same: the mean of all is what was sent.
     assert torch.equal(came(own), own.values[0])
     assert torch.equal(own.sent.view(dtype)[:9], own.values[0])
-    [(_, reduced, numel), *rest] = noting.calls
+    [(_, reduced, numel), of_flag, *rest] = noting.calls
+    assert of_flag == ("allreduce", torch.int64, 1)
     assert reduced == torch.promote_types(dtype, torch.float32)
     assert handle.bytes_sent == 4 * numel * reduced.itemsize // 3
-    assert rest == [("wait",)]
+    assert rest == [("wait",)] * 2
 
 
 def test_a_group_that_fails_names_the_others():

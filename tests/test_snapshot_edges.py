@@ -477,7 +477,7 @@ def test_a_message_is_made_of_what_its_items_say(name, dtype):
     """Whatever else is in the bucket; and it is put together again from that."""
     draw = torch.Generator().manual_seed(3)
     items = [torch.randn(size, generator=draw).to(dtype) for size in SIZES]
-    items[4][2] = math.inf  # a run of classes
+    items[4][2] = math.inf
 
     def coded(chosen: list[int]) -> tuple[Wire, Tensor, list[dict[str, Tensor]]]:
         wire = WIRES[name]([Item(i, len(items[i])) for i in chosen], dtype, torch.device("cpu"))
@@ -498,6 +498,7 @@ def test_a_message_is_made_of_what_its_items_say(name, dtype):
         assert all((tuple(part[key].shape), part[key].dtype) == wanted[key] for key in part), i
     again = torch.full((wire.nbytes,), 255, dtype=torch.uint8)
     wire.put_together(dumb_copy(parts), again)
+    wire.resume(again, Moment(5, 1), [wire.announcement(items)])
     assert torch.equal(again, message)
 
 

@@ -368,11 +368,12 @@ def sent_between_processes(rank: int, n: int) -> list[list[int]]:
 
 def test_bytes_sent(workers):
     whole = 9 * 4 * _RUN_ON_CPU * 4 // 3
-    # A pair sends its message. Of a group of one piece the first is the root: it sends the mean to both others.
-    expected = [[1200, 600, 2400, 1200, whole], [1200, 600, 1200, 600, whole], [1200, 600, whole]]
+    # A pair sends its message, of which eight bytes are the flag. Of a group of one piece the first is the root: it sends the
+    # mean to both others. Of the large group's last piece, which has the flag, it is the last.
+    expected = [[1208, 608, 2416, 1216, whole + 8], [1208, 608, 1208, 608, whole + 8], [1208, 608, whole + 16]]
     assert workers(3, sent_between_processes) == [[counts] * 2 for counts in expected]
     # In a process every other member gets a copy.
-    assert run_replicas(3, sent_bytes, timeout=20)[1] == [1200, 600, 2400, 1200, 9 * 8 * _RUN_ON_CPU]
+    assert run_replicas(3, sent_bytes, timeout=20)[1] == [1208, 608, 2416, 1216, 9 * 8 * _RUN_ON_CPU + 16]
 
 
 # -- messages that were not due --------------------------------------------------------------------------------------------

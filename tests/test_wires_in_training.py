@@ -187,21 +187,18 @@ def spreading(rank: int, n: int) -> Any:
                 param.grad = torch.zeros_like(param)
             model.update()
             bad = [int((~p.isfinite()).sum()) for p in inner.parameters()]
-            # A run with such values takes nothing else.
-            stayed = torch.equal(inner.params[1][5:], before["params.1"][5:])
             moved = not torch.equal(inner.params[4], before["params.4"])
             model.close()
-            found[topology, wire] = (bad, stayed, moved)
+            found[topology, wire] = (bad, moved)
     return found
 
 
-def test_what_is_not_finite_reaches_the_neighbour(workers):
+def test_what_is_not_finite_stays_where_it_is(workers):
+    """Whoever would mix with it sits the round out; other pairs mix."""
     for rank, found in enumerate(workers(4, spreading)):
-        for (topology, wire), (bad, stayed, moved) in found.items():
-            reached = topology == "complete" or rank < 2
-            assert bad == [int(reached), int(reached), 0, 0, 0], (rank, topology, wire, bad)
-            assert moved, (rank, topology, wire)
-            assert stayed == (wire == "int8" and reached), (rank, topology, wire)
+        for (topology, wire), (bad, moved) in found.items():
+            assert bad == [int(rank == 1), int(rank == 1), 0, 0, 0], (rank, topology, wire, bad)
+            assert moved == (topology != "complete" and rank > 1), (rank, topology, wire)
 
 
 def disagreeing(rank: int, n: int) -> list[tuple[str, str]]:

@@ -213,11 +213,11 @@ class Gossip(Replica):
             self.begin_round(active=step)
             for bucket in engine.buckets:
                 if self.settings.overlap:
-                    engine.finish(bucket).raise_if_lost()
+                    engine.finish(bucket).raise_if_failed()
                 engine.start(bucket)
             if not self.settings.overlap:
                 for bucket in engine.buckets:
-                    engine.finish(bucket).raise_if_lost()
+                    engine.finish(bucket).raise_if_failed()
             self.end_round(stepped=step and self._taken)
             if step:
                 self._stepped, self._taken = [0] * len(self.optimizers), False
@@ -267,6 +267,7 @@ class Gossip(Replica):
 
         Raises:
             OutOfStepError: the workers have made different numbers of rounds; on all of them.
+            NonFiniteError: a replica holds a NaN or an infinity; on all of them.
         """
         averaged = self.averaged_buffers()
         own = [] if buffers else [(buffer, buffer.clone()) for buffer in averaged]
@@ -282,8 +283,10 @@ class Gossip(Replica):
 
         Raises:
             OutOfStepError: the workers have made different numbers of rounds; on all of them.
+            NonFiniteError: a replica holds a NaN or an infinity; on all of them.
         """
         self.meet("average_")
+        self.refuse_nonfinite("average_")
         self.forget()
         self.become_mean(self.averaged_buffers())
         self.engine.renew()
@@ -300,7 +303,7 @@ class Gossip(Replica):
         with self.faults():
             for bucket in self.engine.buckets:
                 bucket.block.adopt()
-                self.engine.finish(bucket).raise_if_lost()
+                self.engine.finish(bucket).raise_if_failed()
 
     # -- saves and loads ----------------------------------------------------------------------------------------------
 

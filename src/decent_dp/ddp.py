@@ -299,9 +299,11 @@ class DecentralizedDataParallel(nn.Module):
 
         Raises:
             OutOfStepError: the workers have made different numbers of updates; on all of them.
+            NonFiniteError: a replica holds a NaN or an infinity; on all of them.
         """
         replica = self.replica
         replica.meet("global_avg")
+        replica.refuse_nonfinite("global_avg")
         if will_revert:
             replica.mean.keep([*replica.parameters.params, *replica.averaged_buffers()])
         else:

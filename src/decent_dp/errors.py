@@ -11,6 +11,7 @@ Each is also the built-in kind that a user would expect to catch:
         │   └── PeerTimeoutError   it is connected but sent nothing within the process group's timeout
         ├── WireError              a message arrived that is not the one that was due
         ├── OutOfStepError         the workers have made different numbers of updates
+        ├── NonFiniteError         a replica holds a NaN or an infinity
         └── CheckpointError        a file of a checkpoint is missing, broken or not for this run
 """
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 __all__ = [
     "CheckpointError",
     "DisagreementError",
+    "NonFiniteError",
     "OutOfStepError",
     "PeerError",
     "PeerLostError",
@@ -49,6 +51,10 @@ class WireError(RuntimeError):
 
 class OutOfStepError(RuntimeError):
     """The workers have made different numbers of updates."""
+
+
+class NonFiniteError(RuntimeError):
+    """A replica holds a NaN or an infinity, and cannot be mixed; the message names the worker and a parameter."""
 
 
 class CheckpointError(RuntimeError):

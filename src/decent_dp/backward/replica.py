@@ -338,7 +338,7 @@ class BackwardReplica(Replica):
                 self._update_next(step=step, keep=keep)
             if not self.settings.overlap:
                 for unit in self.units:
-                    self.engine.finish(unit.bucket, unit.edit).raise_if_lost()
+                    self.engine.finish(unit.bucket, unit.edit).raise_if_failed()
             self._next, self._begun = 0, False
             self.end_round(stepped=step)
         if not keep:
@@ -348,7 +348,7 @@ class BackwardReplica(Replica):
     def _update_next(self, *, step: bool, keep: bool) -> None:
         unit = self.units[self._next]
         if self.settings.overlap:
-            self.engine.finish(unit.bucket, unit.edit).raise_if_lost()
+            self.engine.finish(unit.bucket, unit.edit).raise_if_failed()
         if step:
             unit.step()
             self._stepped = True

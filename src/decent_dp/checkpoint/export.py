@@ -49,7 +49,8 @@ def export(model: Trained, path: str | Path, *, loader: Iterable[Any] | None = N
         ValueError: the path ends otherwise.
         TypeError: it is no path, or the model keeps an extra state that the file cannot hold.
         CheckpointError: it cannot be written.
-        OutOfStepError: the workers have made different numbers of updates. All of these on all workers.
+        OutOfStepError: the workers have made different numbers of updates.
+        NonFiniteError: a replica holds a NaN or an infinity. All of these on all workers.
     """
     replica = replica_of(model, "export")
     control, rank = replica.transport.control, replica.transport.rank

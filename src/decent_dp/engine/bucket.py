@@ -89,6 +89,16 @@ class Bucket:
             self._messages = sent, received
         return self._messages
 
+    def first_nonfinite(self, message: Tensor) -> str:
+        """The name of the first tensor with a NaN or an infinity in a message, for a text: '?' where it does not tell."""
+        found = self.wire.first_nonfinite(message)
+        if found is None:
+            return "?"
+        item, element = found
+        if len(self.wire.items) < len(self.block.names):  # one of all
+            return next(s.spec.name for s in reversed(self.block.plan.slots) if s.offset <= element and s.spec.numel)
+        return self.block.names[item]
+
     # -- the rule -----------------------------------------------------------------------------------------------------
 
     def propose(self, round: Round) -> list[Tensor]:

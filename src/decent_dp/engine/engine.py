@@ -7,8 +7,9 @@ step, finish, start) or synchronous (step, start, finish), and so that a round c
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,13 +19,18 @@ from torch.profiler import record_function
 
 from decent_dp.engine.bucket import Bucket, Edit, InFlight
 from decent_dp.engine.layout import Block, TensorSpec, choose_sizes, plan_buckets
-from decent_dp.errors import PeerError, PeerLostError
+from decent_dp.errors import NonFiniteError, PeerError, PeerLostError
 from decent_dp.rules import Round, Rule
 from decent_dp.topo import Edge, Topology
 from decent_dp.transport import Label, Parcel, Transport
 from decent_dp.wire import Wire
 
-__all__ = ["ARRIVED", "SAT_OUT", "Engine", "Outcome"]
+__all__ = ["ARRIVED", "NONFINITE_ROUNDS", "SAT_OUT", "Engine", "Outcome"]
+
+_log = logging.getLogger(__name__)
+
+# After so many rounds in a row that a worker sat out because of a replica that is not finite, training stops.
+NONFINITE_ROUNDS = 10
 
 
 @dataclass(frozen=True)
@@ -32,15 +38,74 @@ class Outcome:
     """How the exchange of a bucket ended: what came was mixed in, this worker sat the round out, or the peer is lost."""
 
     kind: Literal["arrived", "sat out", "lost"]
-    error: PeerError | None = None
+    error: PeerError | NonFiniteError | None = None
 
-    def raise_if_lost(self) -> None:
-        """Raises the ``PeerError`` of a lost peer."""
+    def raise_if_failed(self) -> None:
+        """Raises what ends the run: the ``PeerError`` of a lost peer, or that a replica stays without finite values."""
         if self.error is not None:
             raise self.error
 
 
 ARRIVED, SAT_OUT = Outcome("arrived"), Outcome("sat out")
+
+
+class _NonFinite:
+    """The rounds that one worker sits out because a replica, its own or another one, is not finite.
+
+    Attributes:
+        rounds: how many there were.
+    """
+
+    def __init__(self) -> None:
+        self.rounds = 0
+        self._in_a_row = 0
+        # Of the last exchange that was finished: its round, its members, and whether one of them was not finite.
+        self._round, self._met = -1, False
+        self._members: Sequence[int] = ()
+        # Workers of whom a warning has told, while they are not finite.
+        self._warned: set[int] = set()
+
+    def finished(self, in_flight: InFlight, ranks: Collection[int], bucket: Bucket, message: Tensor) -> Outcome | None:
+        """Notes the end of an exchange of one bucket.
+
+        Args:
+            ranks: the members of the edge whose values are not finite, as far as the messages name them.
+            message: one in which such values are.
+
+        Returns:
+            The outcome if there are any; None if the exchange can be mixed in.
+        """
+        number = in_flight.round.number
+        if number != self._round:
+            if not self._met:
+                self._warned.difference_update(self._members)
+                self._in_a_row = 0
+            self._round, self._members, self._met = number, in_flight.edge.ranks, False
+        if not ranks:
+            return None
+        if not self._met:
+            self._met = True
+            self.rounds += 1
+            self._in_a_row += 1
+        where = f"parameter '{bucket.first_nonfinite(message)}' in round {number}"
+        for rank in sorted(set(ranks) - self._warned):
+            self._warned.add(rank)
+            _log.warning(
+                "the replica of worker %d holds a NaN or an infinity (%s): it and whoever it would mix with sit these rounds "
+                "out, so that no other replica gets it. After %d such rounds in a row training stops.",
+                rank,
+                where,
+                NONFINITE_ROUNDS,
+            )
+        if self._in_a_row < NONFINITE_ROUNDS:
+            return SAT_OUT
+        who = " and ".join(f"worker {rank}" for rank in sorted(ranks))
+        error = NonFiniteError(
+            f"the replica of {who} holds a NaN or an infinity ({where}), as in all of the last {NONFINITE_ROUNDS} rounds: its "
+            "loss or a gradient is not finite. Try a lower learning rate, gradient clipping, or a GradScaler in float16, and "
+            "start the workers again from the last checkpoint that is finite."
+        )
+        return Outcome("sat out", error)
 
 
 class Engine:
@@ -57,6 +122,7 @@ class Engine:
         exchanges: finished, of single buckets.
         bytes_sent: put on the wire by this worker for exchanges.
         waited: seconds that the calling thread has waited for exchanges.
+        nonfinite: what kept a NaN or an infinity of one replica from the others.
         started: the last round whose exchanges these buckets have started, idle ones included; None: none yet.
     """
 
@@ -69,6 +135,7 @@ class Engine:
         self.exchanges = 0
         self.bytes_sent = 0
         self.waited = 0.0
+        self.nonfinite = _NonFinite()
         self.started: int | None = None
         # Of buckets that are gone: runs that were rejected, and how many there were. Numbers of buckets are not given again, so
         # that what was announced for an old one is not taken for a new one's.
@@ -131,6 +198,13 @@ class Engine:
         finally:
             self.waited += time.perf_counter() - before
         self.exchanges += 1
+        flags = in_flight.handle.flags or tuple(map(bucket.wire.flag, bucket.messages))
+        ranks = {flag - 1 for flag in flags if flag}
+        message = bucket.messages[0 if flags[0] else 1]
+        unmixable = self.nonfinite.finished(in_flight, ranks, bucket, message)
+        if unmixable is not None:
+            bucket.mix_nothing(in_flight.round)
+            return unmixable
         with record_function("decent_dp.mix"):
             bucket.mix(in_flight, self.factor, edit)
         return ARRIVED
@@ -181,7 +255,9 @@ class Engine:
         errors: list[Exception] = []
         for bucket in self.buckets:
             try:
-                self.finish(bucket).raise_if_lost()
+                outcome = self.finish(bucket)
+                if outcome.kind == "lost":
+                    outcome.raise_if_failed()
             except Exception as error:
                 errors.append(error)
         if errors:

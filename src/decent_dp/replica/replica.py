@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from decent_dp.engine import Bucket, Engine
+from decent_dp.errors import NonFiniteError
 from decent_dp.handed import FLOAT_DTYPES
 from decent_dp.replica.averages import average_, squared_distance
 from decent_dp.replica.consistency import meet
@@ -36,7 +37,7 @@ from decent_dp.replica.shutdown import shut_down
 from decent_dp.replica.stats import Stats
 from decent_dp.rules import settings_of
 from decent_dp.transport import Handle, Transport
-from decent_dp.wire import WIRES
+from decent_dp.wire import WIRES, all_finite
 
 __all__ = ["Listener", "Replica", "refuse_trained_elsewhere"]
 
@@ -197,7 +198,16 @@ class Replica(ABC):
     def stats(self) -> Stats:
         """Counters of this worker, cheap enough to read at every step."""
         engine = self.engine
-        return Stats(self.steps, engine.round, engine.bytes_sent, None, engine.exchanges, engine.waited, engine.rejected)
+        return Stats(
+            updates=self.steps,
+            rounds=engine.round,
+            bytes_sent=engine.bytes_sent,
+            grad_norm=None,
+            exchanges=engine.exchanges,
+            waited_s=engine.waited,
+            rejected=engine.rejected,
+            nonfinite=engine.nonfinite.rounds,
+        )
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -307,13 +317,32 @@ class Replica(ABC):
 
         Raises:
             OutOfStepError: the workers have made different numbers of updates; on all of them.
+            NonFiniteError: a replica holds a NaN or an infinity; on all of them.
         """
         self.meet("averaged")
+        self.refuse_nonfinite("averaged")
         buffers = self.averaged_buffers()
         # Where some buffers are averaged, the others come back, too: `calibrate` counts in them.
         with self.mean.holding([*self.parameters.params, *(self.model.buffers() if buffers else ())]):
             self.become_mean(buffers)
             yield
+
+    @torch.no_grad()
+    def refuse_nonfinite(self, what: str) -> None:
+        """Before a mean over the replicas, for a call of the user's named ``what``. Called by all workers.
+
+        Raises:
+            NonFiniteError: a replica holds a NaN or an infinity, and all would get it; on all workers.
+        """
+        named = zip(self.parameters.names, self.parameters.params, strict=True)
+        found = self.transport.control.gather(next((name for name, p in named if not all_finite(p.detach())), None))
+        for rank, name in enumerate(found):
+            if name is not None:
+                raise NonFiniteError(
+                    f"{what} needs the mean of all replicas, and parameter '{name}' of worker {rank} holds a NaN or an "
+                    "infinity: its loss or a gradient is not finite. Start the workers again from the last checkpoint that is "
+                    "finite."
+                )
 
     @torch.no_grad()
     def become_mean(self, buffers: Sequence[Tensor] = ()) -> list[Tensor]:

@@ -21,6 +21,7 @@ class Stats:
         waited_s: seconds that the training thread has waited for exchanges.
         rejected: blocks of parameters that were not mixed in a round, as replicas were further apart than a lossy wire
             could tell.
+        nonfinite: rounds that this worker sat out, as a replica, its own or another one of the edge, had a NaN or an infinity.
     """
 
     updates: int
@@ -30,3 +31,4 @@ class Stats:
     exchanges: int = 0
     waited_s: float = 0.0
     rejected: int = 0
+    nonfinite: int = 0

@@ -1,5 +1,7 @@
 """What the replicas of one process send each other, and what a rule makes of it.
 
+A replica with a NaN or an infinity, and whoever it would mix with, sit the round out, as workers do.
+
 ``start`` and ``finish`` are what a worker's are. Lossless: for all edges of a round at once, on the stacked tensors. Other
 wires: the engine's own buckets, replica by replica.
 """
@@ -18,7 +20,7 @@ from decent_dp.engine.layout import Block, TensorSpec, plan_buckets
 from decent_dp.rules import Round, Rule, apply_rule, pull_of
 from decent_dp.sim.stack import Stack
 from decent_dp.topo import Edge, Topology
-from decent_dp.wire import Moment, Wire
+from decent_dp.wire import Moment, Wire, all_finite
 
 __all__ = ["Exchange", "LosslessExchange", "WiredExchange"]
 
@@ -101,8 +103,10 @@ class LosslessExchange(Exchange):
     def start(self, t: int) -> None:
         plan, round_ = self._plan(t), self._round(t)
         proposed = [self._rule.propose(param, state, round_) for param, state in zip(self._params, self._states, strict=True)]
-        self._in_flight = round_, [(part, [_differences(proposal, part) for proposal in proposed]) for part in plan.parts]
         self.bytes_sent += plan.copies * self._nbytes
+        if not all(all_finite(proposal) for proposal in proposed):
+            plan = self._plan_without(_nonfinite(proposed), t)
+        self._in_flight = round_, [(part, [_differences(proposal, part) for proposal in proposed]) for part in plan.parts]
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -138,9 +142,19 @@ class LosslessExchange(Exchange):
         if key not in self._plans:
             if period is None:
                 self._plans.clear()
-            edges = [edge for edge in self._edges(t) if len(edge.ranks) > 1 or self._rule.acts_alone]
-            self._plans[key] = _plan_round(edges, self._stack.n, self._params[0].device)
+            self._plans[key] = self._plan_edges(self._edges(t))
         return self._plans[key]
+
+    def _plan_without(self, nonfinite: set[int], t: int) -> _Plan:
+        """The plan of round t in which the edges of these replicas are not used."""
+        edges: list[Edge] = []
+        for edge in self._edges(t):
+            edges += [edge] if nonfinite.isdisjoint(edge.ranks) else [Edge([rank], 1.0) for rank in edge.ranks]
+        return self._plan_edges(edges)
+
+    def _plan_edges(self, edges: Sequence[Edge]) -> _Plan:
+        used = [edge for edge in edges if len(edge.ranks) > 1 or self._rule.acts_alone]
+        return _plan_round(used, self._stack.n, self._params[0].device)
 
 
 def _plan_round(edges: Sequence[Edge], n: int, device: torch.device) -> _Plan:
@@ -158,6 +172,12 @@ def _plan_round(edges: Sequence[Edge], n: int, device: torch.device) -> _Plan:
         rows = None if ranks == list(range(n)) else torch.tensor(ranks, device=device)
         parts.append(_Part(rows, partners, found[0]))
     return _Plan(tuple(parts), sum(2 * (len(edge.ranks) - 1) for edge in edges))
+
+
+def _nonfinite(stacked: Sequence[Tensor]) -> set[int]:
+    """The replicas with a value that is not finite."""
+    finite = torch.stack([tensor.flatten(1).isfinite().all(1) for tensor in stacked]).all(0)
+    return set(finite.logical_not().nonzero().flatten().tolist())
 
 
 def _differences(proposed: Tensor, part: _Part) -> Tensor | None:
@@ -242,7 +262,9 @@ class WiredExchange(Exchange):
         for buckets in self._buckets:
             for bucket in buckets:
                 in_flight, bucket.in_flight = bucket.in_flight, None
-                if in_flight is not None and in_flight.sits_out:
+                if in_flight is None:
+                    continue
+                if in_flight.sits_out or any(map(bucket.wire.flag, bucket.messages)):
                     bucket.mix_nothing(in_flight.round)
-                elif in_flight is not None:
+                else:
                     bucket.mix(in_flight, self.factor)

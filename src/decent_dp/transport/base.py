@@ -55,7 +55,7 @@ class Parcel:
         """Writes ``sent`` front to back, given the others' announcements; yields how many bytes of it are final."""
         moment = Moment(self.label.round, self.rank, self.edge)
         if self.coded:
-            self.wire.resume(moment, [self.announced, *heard])
+            self.wire.resume(self.sent, moment, [self.announced, *heard])
             yield self.wire.nbytes
             return
         steps = self.wire.encode(self.values, self.sent, moment, [self.announced, *heard])
@@ -77,9 +77,12 @@ class Handle(ABC):
 
     Attributes:
         bytes_sent: what this worker puts on the wire for it, in bytes.
+        flags: after ``wait``, ``Wire.flag`` of what was sent and of what was received, where that costs less than to ask for
+            the parcel's own messages, as these are on a GPU. None: ask for those.
     """
 
     bytes_sent: int = 0
+    flags: tuple[int, int] | None = None
 
     def let_go(self) -> None:
         """Blocks until the values to send have been read. Raises what ``wait`` does."""
@@ -96,14 +99,14 @@ class Handle(ABC):
 
 
 class Later(Handle):
-    """A handle whose wait is a call."""
+    """A handle whose wait is a call, which returns the ``flags`` if it knows them."""
 
-    def __init__(self, finish: Callable[[], None], bytes_sent: int = 0) -> None:
+    def __init__(self, finish: Callable[[], tuple[int, int] | None], bytes_sent: int = 0) -> None:
         self._finish = finish
         self.bytes_sent = bytes_sent
 
     def wait(self) -> None:
-        self._finish()
+        self.flags = self._finish()
 
 
 class Exchange(ABC):

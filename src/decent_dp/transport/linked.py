@@ -248,6 +248,7 @@ def _stage(parcel: Parcel, delivery: _Delivery) -> Parcel:
     sent, received = (torch.empty(parcel.wire.nbytes, dtype=torch.uint8, device="cpu", pin_memory=pin) for _ in range(2))
 
     def land() -> None:
+        delivery.flags = parcel.wire.flag(sent), parcel.wire.flag(received)
         parcel.received.copy_(received, non_blocking=pin)
 
     delivery.land = land

@@ -1,14 +1,17 @@
 """Edges of workers with a GPU each, over NCCL.
 
 Everything is launched from the training thread, in the order in which exchanges start, which is the same on all workers:
-NCCL pairs calls by their order alone. Nothing is read back on the CPU, so messages are not labelled. Only wires without
-announcements come here.
+NCCL pairs calls by their order alone. Of a message only the flags are read on the CPU, so messages are not labelled. Only
+wires without announcements come here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from decent_dp.topo import Edge
 from decent_dp.transport.base import Exchange, Handle, Label, Later, Parcel
@@ -38,7 +41,12 @@ class NcclPairs(Exchange):
             work = self._communicator._end_coalescing()
         except RuntimeError as error:
             raise self._explain(error, [peer], parcel.label) from error
-        return Later(lambda: _wait(work, self._explain, [peer], parcel.label), parcel.wire.nbytes)
+
+        def finish() -> tuple[int, int] | None:
+            _wait(work, self._explain, [peer], parcel.label)
+            return _flags(work, parcel, lambda: (parcel.wire.flag(parcel.sent), parcel.wire.flag(parcel.received)))
+
+        return Later(finish, parcel.wire.nbytes)
 
 
 class NcclGroups(Exchange):
@@ -59,19 +67,37 @@ class NcclGroups(Exchange):
         dtype, compute = parcel.wire.dtype, parcel.wire.compute
         received = parcel.received.view(dtype)
         total = received.copy_(parcel.sent.view(dtype)) if dtype == compute else parcel.sent.view(dtype).to(compute)
+        largest: Any = dist.AllreduceOptions()
+        largest.reduceOp = dist.ReduceOp.MAX
+        flag = parcel.wire.flag_view(parcel.sent).clone()
         try:
             work = communicator.allreduce([total])
+            of_flag = communicator.allreduce([flag], largest)
         except RuntimeError as error:
             raise self._explain(error, others, parcel.label) from error
 
-        def finish() -> None:
+        def finish() -> tuple[int, int] | None:
             _wait(work, self._explain, others, parcel.label)
+            _wait(of_flag, self._explain, others, parcel.label)
             total.div_(len(ranks))
             if total is not received:
                 received.copy_(total)
+            parcel.wire.flag_view(parcel.received).copy_(flag)
+            return _flags(of_flag, parcel, lambda: (parcel.wire.flag(parcel.sent), int(flag)))
 
         # What a ring moves out of every worker: 2 (m - 1)/m of the payload, as it is summed.
         return Later(finish, 2 * (len(ranks) - 1) * total.nbytes // len(ranks))
+
+
+def _flags(work: Any, parcel: Parcel, read: Callable[[], tuple[int, int]]) -> tuple[int, int] | None:
+    """What ``read`` returns when ``work`` is done; None where the parcel's messages can be asked at no cost."""
+    if not parcel.sent.is_cuda:
+        return None
+    # On a stream of its own: the training thread waits for the exchange, and not for the backward that is queued.
+    stream: Any = torch.cuda.Stream(parcel.sent.device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        work.wait()
+        return read()
 
 
 def _wait(work: Any, explain: Explain, ranks: list[int], label: Label) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import torch
 
-from decent_dp.wire.base import Hints, Item, Moment, Piece, Run, Wire, part_of
+from decent_dp.wire.base import Hints, Item, Moment, Piece, Run, Wire, all_finite, part_of
 from decent_dp.wire.modulo import Int8
 from decent_dp.wire.plain import BFloat16, Lossless
 
@@ -27,6 +27,7 @@ __all__ = [
     "Piece",
     "Run",
     "Wire",
+    "all_finite",
     "check_compression",
     "check_wire",
     "part_of",

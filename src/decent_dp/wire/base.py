@@ -1,16 +1,21 @@
-"""The seam: how the values of a bucket become bytes, and what two messages say about the difference of two replicas."""
+"""The seam: how the values of a bucket become bytes, and what two messages say about the difference of two replicas.
+
+A message also says whether all values in it are finite: it ends with a flag, which is 0, or 1 + the rank of a worker with a
+NaN or an infinity. In a group the mean has the largest flag of all members, so that all see it.
+"""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["Hints", "Item", "Moment", "Piece", "Run", "Wire", "part_of"]
+__all__ = ["Hints", "Item", "Moment", "Piece", "Run", "Wire", "all_finite", "part_of"]
 
 # Elements that are worked on at once: on a CPU few enough for the temporaries to stay in its cache, on a GPU many enough
 # for a kernel to be worth its launch.
@@ -19,6 +24,9 @@ _RUN_ON_GPU = 2**22
 
 # Pieces start at multiples of this, so that any dtype can be read in them.
 _ALIGNMENT = 8
+
+# Bytes of the flag at the end of a message, an int64.
+_FLAG = 8
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,14 @@ def part_of(values: Tensor, run: Run) -> Tensor:
     return values if run.stop - run.start == len(values) else values[run.start : run.stop]
 
 
+def all_finite(values: Tensor) -> bool | Tensor:
+    """Whether a tensor has neither NaN nor infinity. On a GPU a tensor, which nobody waits for."""
+    if values.device.type != "cpu":
+        return values.isfinite().all()
+    # One pass: whatever is not finite is in the sum, too. Finite values may overflow it, and are looked at one by one.
+    return math.isfinite(values.sum().item()) or bool(values.isfinite().all())
+
+
 class Wire(ABC):
     """Codes the values of one bucket. Messages are uint8 tensors of ``nbytes``, on the bucket's device.
 
@@ -123,7 +139,6 @@ class Wire(ABC):
     def _itemsize(self) -> int:
         return self.code.itemsize
 
-    @abstractmethod
     def encode(self, values: Sequence[Tensor], out: Tensor, moment: Moment, heard: Sequence[bytes]) -> Iterator[int]:
         """Writes a message, front to back.
 
@@ -135,8 +150,17 @@ class Wire(ABC):
         Yields:
             How many bytes of ``out`` are final.
         """
+        finite: bool | Tensor = True
+        for piece, found in zip(self.pieces, self._encode(values, out, moment, heard), strict=True):
+            finite = finite & found
+            if piece is self.pieces[-1]:
+                self._mark(out, finite, moment.rank)
+            yield piece.stop
 
     @abstractmethod
+    def _encode(self, values: Sequence[Tensor], out: Tensor, moment: Moment, heard: Sequence[bytes]) -> Iterator[bool | Tensor]:
+        """As ``encode``, piece by piece and without the flag; yields whether all values of the piece are finite."""
+
     def combine(self, piece: Piece, messages: Sequence[Tensor], sizes: Sequence[int], out: Tensor, moment: Moment) -> None:
         """The message of a group's mean, for one piece.
 
@@ -146,10 +170,19 @@ class Wire(ABC):
             out: as long as each of them; may be one of them.
             moment: the same on whoever combines this piece at this stage, with a negative rank.
         """
+        flags = [self.flag_view(message) for message in messages] if piece.stop == self.nbytes else []
+        flag = torch.cat(flags).max() if flags else None  # before ``out`` is written
+        self._combine(piece, messages, sizes, out, moment)
+        if flag is not None:
+            self.flag_view(out).copy_(flag)
+
+    @abstractmethod
+    def _combine(self, piece: Piece, messages: Sequence[Tensor], sizes: Sequence[int], out: Tensor, moment: Moment) -> None:
+        """As ``combine``, without the flag; what is written of values that are not finite is not read."""
 
     @abstractmethod
     def differences(self, sent: Tensor, received: Tensor) -> Iterator[tuple[Run, Tensor | None, float]]:
-        """What was received minus what was sent: every run of the bucket, one after the other.
+        """What was received minus what was sent, both finite: every run of the bucket, one after the other.
 
         Yields:
             The run; a 1-D tensor of the dtype ``compute``, which is good until the next one and may be written to, or None for
@@ -209,9 +242,10 @@ class Wire(ABC):
                 if self._record:
                     out[run.record : run.record + self._record].view(torch.float64).copy_(part["records"][number])
 
-    def resume(self, moment: Moment, heard: Sequence[bytes]) -> None:
-        """In the place of ``encode``, for a message that was written in a run that was stopped."""
-        return
+    def resume(self, out: Tensor, moment: Moment, heard: Sequence[bytes]) -> None:
+        """In the place of ``encode``, for a message that ``put_together`` has written in a run that was resumed."""
+        if self.pieces:
+            self._mark(out, all(self._finite(out, piece) for piece in self.pieces), moment.rank)
 
     def memory(self) -> list[dict[str, Tensor]]:
         """What the wire has learnt, item by item: copies, on the CPU."""
@@ -248,6 +282,40 @@ class Wire(ABC):
                 found[run.item].append(run)
         return found
 
+    # -- values that are not finite ----------------------------------------------------------------------------------------
+
+    def flag(self, message: Tensor) -> int:
+        """0 if all values of a message are finite, else 1 + the rank of a worker that has others. Waits for a GPU."""
+        return int(self.flag_view(message)) if self.pieces else 0
+
+    def flag_view(self, message: Tensor) -> Tensor:
+        """The flag as a part of a message, or of its last piece: int64, of shape (1,)."""
+        return message[-_FLAG:].view(torch.int64)
+
+    def first_nonfinite(self, message: Tensor) -> tuple[int, int] | None:
+        """Item and element of the first value of a message that is not finite; None if all are."""
+        for piece in self.pieces:
+            for run in piece.runs:
+                element = self._first_nonfinite(message, run)
+                if element is not None:
+                    return run.item, run.start + element
+        return None
+
+    @abstractmethod
+    def _first_nonfinite(self, message: Tensor, run: Run) -> int | None:
+        """Where in ``run`` the first value is that is not finite, or may be: as exactly as the message tells."""
+
+    @abstractmethod
+    def _finite(self, message: Tensor, piece: Piece) -> bool | Tensor:
+        """Whether all values in a written piece are finite."""
+
+    def _mark(self, out: Tensor, finite: bool | Tensor, rank: int) -> None:
+        """Writes the flag."""
+        if isinstance(finite, Tensor):
+            self.flag_view(out).copy_(torch.where(finite, 0, rank + 1))
+        else:
+            self.flag_view(out).fill_(0 if finite else rank + 1)
+
     # -- messages -------------------------------------------------------------------------------------------------------
 
     def _codes(self, message: Tensor, run: Run, dtype: torch.dtype, base: int = 0) -> Tensor:
@@ -281,6 +349,8 @@ class Wire(ABC):
                 held += last - first
         if pending:
             close()
+        if pieces:
+            pieces[-1] = replace(pieces[-1], stop=pieces[-1].stop + _FLAG)
         return tuple(pieces)
 
 

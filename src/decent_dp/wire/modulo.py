@@ -15,7 +15,7 @@ ends find the same), and how far the values that it stands for may lie from it. 
 difference of the sums. Where they do not, the distance was more than expected, which both ends see alike: the run is not
 mixed in this round, and the next announcement expects much more, until the run has been decoded.
 
-A run with an infinity or a NaN sends which values are infinite or NaN instead, and its finite values are not mixed.
+A run with an infinity or a NaN has a record that says so, and no codes: nothing of its message is mixed.
 """
 
 from __future__ import annotations
@@ -61,11 +61,9 @@ _MEMORY = 0.8
 _AT_FIRST, _ENOUGH = 1 / 32, 2.0
 _WIDER, _BEYOND = 16.0, 4.0
 
-# Records: two sums and a reach, in float64. In place of the first sum: a run of classes, or of nothing.
+# Records: two sums and a reach, in float64. In place of the first sum: a run whose values are not finite, or that has no codes.
 _FIELDS = 3
-_CLASSES, _NOTHING = math.nan, math.inf
-# Classes of values in a run that is not finite; 0 is a finite value.
-_NAN, _INF, _NEGATIVE = 1, 2, 3
+_NOT_FINITE, _NOTHING = math.nan, math.inf
 
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 
@@ -109,7 +107,8 @@ class Int8(Wire):
         exponents = np.ceil(np.log2(np.where(np.isfinite(step), step, 1.0)))
         return bytes(np.clip(exponents, -126, 127).astype(np.int8))
 
-    def resume(self, moment: Moment, heard: Sequence[bytes]) -> None:
+    def resume(self, out: Tensor, moment: Moment, heard: Sequence[bytes]) -> None:
+        super().resume(out, moment, heard)
         self._agree(heard)
 
     def entries(self, numel: int, *, under_way: bool) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -151,11 +150,12 @@ class Int8(Wire):
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
-    def encode(self, values: Sequence[Tensor], out: Tensor, moment: Moment, heard: Sequence[bytes]) -> Iterator[int]:
+    def _encode(self, values: Sequence[Tensor], out: Tensor, moment: Moment, heard: Sequence[bytes]) -> Iterator[bool]:
         self._agree(heard)
         scratch = _Scratch(self)
         place = 0
         for piece in self.pieces:
+            finite = True
             for run in piece.runs:
                 value = scratch.as_compute(values[run.item][run.start : run.stop])
                 record, codes = self._record_of(out, run), self._codes(out, run, torch.uint8)
@@ -168,23 +168,22 @@ class Int8(Wire):
                     self._largest[place] = _largest(value)
                     _write(record, [_NOTHING] * _FIELDS)
                 else:
-                    _write(record, [_CLASSES] * _FIELDS)
-                    codes.copy_(_classes(value))
+                    finite = False
+                    _write(record, [_NOT_FINITE] * _FIELDS)
                 place += 1
-            yield piece.stop
+            yield finite
+
+    def _finite(self, message: Tensor, piece: Piece) -> bool:
+        return not any(np.isnan(_read(self._record_of(message, run))[0]) for run in piece.runs)
+
+    def _first_nonfinite(self, message: Tensor, run: Run) -> int | None:
+        return 0 if np.isnan(_read(self._record_of(message, run))[0]) else None
 
     def differences(self, sent: Tensor, received: Tensor) -> Iterator[tuple[Run, Tensor | None, float]]:
         scratch = _Scratch(self)
         ours, theirs = self._read(sent), self._read(received)
         for place, run in enumerate(self._runs):
             our_codes, their_codes = (self._codes(message, run, torch.uint8) for message in (sent, received))
-            if np.isnan(ours[place, 0]) or np.isnan(theirs[place, 0]):
-                values = [
-                    _values(codes, self.compute) if np.isnan(record[0]) else torch.zeros(run.numel, dtype=self.compute)
-                    for record, codes in ((theirs[place], their_codes), (ours[place], our_codes))
-                ]
-                yield run, values[0].to(self.device) - values[1].to(self.device), 1.0
-                continue
             found = scratch.wrapped(ours[place], our_codes, theirs[place], their_codes)
             if found is None:
                 self._reject(place)
@@ -194,16 +193,14 @@ class Int8(Wire):
             self._saw(place, max(theirs[place, 2], largest))
             yield run, steps, float(self._steps[place])
 
-    def combine(self, piece: Piece, messages: Sequence[Tensor], sizes: Sequence[int], out: Tensor, moment: Moment) -> None:
+    def _combine(self, piece: Piece, messages: Sequence[Tensor], sizes: Sequence[int], out: Tensor, moment: Moment) -> None:
         scratch = _Scratch(self)
         for run in piece.runs:
             records = [_read(self._record_of(message, run, piece.start)) for message in messages]
             parts = [self._codes(message, run, torch.uint8, piece.start) for message in messages]
             record, codes = self._record_of(out, run, piece.start), self._codes(out, run, torch.uint8, piece.start)
             if any(np.isnan(read[0]) for read in records):
-                flagged = [_values(part, self.compute) for read, part in zip(records, parts, strict=True) if np.isnan(read[0])]
-                codes.copy_(_classes(torch.stack(flagged).sum(0)))
-                _write(record, [_CLASSES] * _FIELDS)
+                _write(record, [_NOT_FINITE] * _FIELDS)
             elif not self._move(records, parts, sizes, record, codes, scratch, self._noise(moment, run)):
                 _write(record, [_NOTHING] * _FIELDS)
 
@@ -354,16 +351,3 @@ def _write(record: Tensor, fields: Sequence[float]) -> None:
 def _read(record: Tensor) -> FloatArray:
     fields: FloatArray = record.cpu().numpy().copy()
     return fields
-
-
-def _classes(value: Tensor) -> Tensor:
-    classes = torch.zeros(value.shape, dtype=torch.uint8, device=value.device)
-    classes[value.isnan()] = _NAN
-    classes[value == math.inf] = _INF
-    classes[value == -math.inf] = _NEGATIVE
-    return classes
-
-
-def _values(classes: Tensor, dtype: torch.dtype) -> Tensor:
-    """What classes stand for, with zeros for finite values."""
-    return torch.tensor([0.0, math.nan, math.inf, -math.inf], dtype=dtype, device=classes.device)[classes.long()]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from decent_dp.wire.base import Moment, Piece, Run, Wire, part_of
+from decent_dp.wire.base import Moment, Piece, Run, Wire, all_finite, part_of
 from decent_dp.wire.noise import NOISE_LENGTH, noise_at
 
 __all__ = ["BFloat16", "Lossless"]
@@ -22,12 +22,20 @@ class Lossless(Wire):
     def code(self) -> torch.dtype:
         return self.dtype
 
-    def encode(self, values: Sequence[Tensor], out: Tensor, moment: Moment, heard: Sequence[bytes]) -> Iterator[int]:
+    def _encode(self, values: Sequence[Tensor], out: Tensor, moment: Moment, heard: Sequence[bytes]) -> Iterator[bool | Tensor]:
         for piece in self.pieces:
-            torch.cat([part_of(values[run.item], run) for run in piece.runs], out=self._all_codes(out, piece))
-            yield piece.stop
+            codes = self._all_codes(out, piece)
+            torch.cat([part_of(values[run.item], run) for run in piece.runs], out=codes)
+            yield all_finite(codes)
 
-    def combine(self, piece: Piece, messages: Sequence[Tensor], sizes: Sequence[int], out: Tensor, moment: Moment) -> None:
+    def _finite(self, message: Tensor, piece: Piece) -> bool | Tensor:
+        return all_finite(self._all_codes(message, piece))
+
+    def _first_nonfinite(self, message: Tensor, run: Run) -> int | None:
+        found = self._codes(message, run, self.code).isfinite().logical_not_().nonzero()
+        return int(found[0]) if len(found) else None
+
+    def _combine(self, piece: Piece, messages: Sequence[Tensor], sizes: Sequence[int], out: Tensor, moment: Moment) -> None:
         codes = [self._all_codes(message, piece, piece.start) for message in messages]
         # Sums in float32 at least: in bfloat16 a sum of many would lose what distinguishes them, in float16 it would
         # overflow. In a tensor of its own, as ``out`` may be one of the messages.
@@ -91,5 +99,4 @@ class BFloat16(Lossless):
                 part = values[start : start + NOISE_LENGTH]
                 noise = noise_at(part.numel(), torch.float32, self.device, moment.round, moment.rank, index, run.start + start)
                 bits = part.view(torch.int32) + noise.add(0.5).mul_(2**16).to(torch.int32)
-                rounded = bits.bitwise_and_(-(2**16)).view(torch.float32)
-                out[start : start + NOISE_LENGTH].copy_(torch.where(part.isfinite(), rounded, part))
+                out[start : start + NOISE_LENGTH].copy_(bits.bitwise_and_(-(2**16)).view(torch.float32))

@@ -1,0 +1,289 @@
+"""A replica with a NaN or an infinity: no other one gets it, both sides say so, and after ten rounds training stops."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from decent_dp import errors, gossip
+from decent_dp.checkpoint import export
+from decent_dp.ddp import DecentralizedDataParallel
+from decent_dp.errors import NonFiniteError, PeerError
+from decent_dp.rules import OuterNesterov
+from decent_dp.sim import VirtualCluster
+from decent_dp.topo import make_topology
+from decent_dp.transport import run_replicas
+from tests.helpers import SGD, batch, net
+from tests.test_law import matrix
+
+pytestmark = pytest.mark.timeout(60)
+STEPS = 12
+
+
+class Bag(nn.Module):
+    """Two vectors; the loss is their distance to a target, so that the gradient is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(3))
+
+    def forward(self, target: Tensor) -> Tensor:
+        return (torch.cat([self.first, self.second]) - target).square().sum() / 2
+
+
+def target(rank: int, t: int) -> np.ndarray:
+    return np.random.default_rng([rank, t]).normal(size=7)
+
+
+def made(driver: str, model: nn.Module, transport: Any, **options: Any) -> tuple[Any, Callable[[Tensor], None]]:
+    """A replica, and a call that makes a step with a loss."""
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    if driver == "wrapper":
+        wrapper = DecentralizedDataParallel(model, sgd, transport=transport, **options)
+        return wrapper, lambda loss: loss.backward()
+    optimizer = sgd(model.parameters())
+    if "wire" in options:
+        wire = options.pop("wire")
+        options["compression"] = None if wire == "float32" else wire
+    replica = gossip(model, optimizer, transport=transport, **options)
+
+    def step(loss: Tensor) -> None:
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return replica, step
+
+
+def spoilt(transport: Any, driver: str, topology: str, overlap: bool, bad: float, at: tuple[int, int]) -> Any:
+    rank, model = transport.rank, Bag()
+    replica, step = made(driver, model, transport, topology=topology, overlap=overlap)
+    for t in range(STEPS):
+        step(model(torch.from_numpy(target(rank, t)).float()) * (bad if (rank, t) == at else 1.0))
+    stats = replica.stats()
+    assert (stats.rounds, stats.updates) == (STEPS, STEPS)
+    found = torch.cat([model.first, model.second]).detach().double().numpy()
+    replica.close()
+    return found, stats.nonfinite
+
+
+def law(n: int, driver: str, topology: str, overlap: bool, at: tuple[int, int]) -> tuple[np.ndarray, list[int]]:
+    """In float64: whoever would mix with a replica that is not finite does not mix in that round."""
+    rounds = make_topology(topology, local_world_size=1, world_size=n, rank=0)
+    x, sent, sat_out = np.zeros((n, 7)), None, [0] * n
+
+    def mixed(x: np.ndarray, t: int) -> np.ndarray:
+        w, result = matrix(rounds.round(t), n), x.copy()
+        for edge in rounds.round(t):
+            ranks = edge.ranks
+            if np.isfinite(sent[ranks]).all():
+                result[ranks] += (w[ranks] - np.eye(n)[ranks])[:, ranks] @ sent[ranks]
+            else:
+                for rank in ranks:
+                    sat_out[rank] += len(ranks) > 1
+        return result
+
+    for t in range(STEPS):
+        gradient = x - np.stack([target(rank, t) for rank in range(n)])
+        if at[1] == t:
+            gradient[at[0]] = np.nan
+        if overlap and t and driver == "wrapper":
+            x = mixed(x, t - 1)
+        x = x - 0.1 * gradient
+        if overlap and t and driver == "gossip":
+            x = mixed(x, t - 1)
+        sent = x.copy()
+        if not overlap:
+            x = mixed(x, t)
+    return x, sat_out
+
+
+@pytest.mark.parametrize("driver", ["wrapper", "gossip"])
+@pytest.mark.parametrize(("topology", "n"), [("one-peer-exp", 4), ("ring", 4), ("complete", 3), ("base-2", 3)])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_no_other_replica_gets_it(driver, topology, n, overlap):
+    at = (1, 5)
+    for bad in (math.nan, math.inf):
+        found = run_replicas(n, lambda transport: spoilt(transport, driver, topology, overlap, bad, at), timeout=20)  # noqa: B023
+        expected, sat_out = law(n, driver, topology, overlap, at)
+        assert [count for _, count in found] == sat_out
+        for rank, (values, _) in enumerate(found):
+            if rank == at[0]:
+                assert not np.isfinite(values).any()
+            else:
+                np.testing.assert_allclose(values, expected[rank], rtol=0, atol=1e-6, err_msg=f"worker {rank}")
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    messages = [record.getMessage() for record in caplog.records if record.name == "decent_dp.engine.engine"]
+    caplog.clear()
+    return messages
+
+
+@pytest.mark.parametrize("wire", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("driver", ["wrapper", "gossip"])
+def test_one_warning_on_both_sides_until_it_is_finite_again(driver, wire, caplog):
+    """One tensor in a bucket of its own: the other bucket goes on mixing, and a round counts once."""
+
+    def work(transport: Any) -> Any:
+        rank, model = transport.rank, Bag()
+        replica, step = made(driver, model, transport, topology="ring", wire=wire, bucket_size_in_mb=1e-5)
+        seen, good = [], None
+        for t in range(16):
+            if rank == 2 and t in (4, 12):
+                good = {name: value.clone() for name, value in model.state_dict().items()}
+                with torch.no_grad():
+                    model.second[1] = math.nan
+            if rank == 2 and t == 8:
+                model.load_state_dict(good)
+            step(model(torch.from_numpy(target(rank, t)).float()).nan_to_num(0.0) * 0.0)
+            transport.control.gather(None)
+            if rank == 0:
+                seen.append(told(caplog))
+        counted = replica.stats().nonfinite
+        others = [value.isfinite().all().item() for value in (model.first, model.second)]
+        replica.close()
+        return counted, others, seen
+
+    with caplog.at_level(logging.WARNING):
+        found = run_replicas(4, work, timeout=20)
+    # On a ring of four, worker 2 meets 3 and 1 in turn.
+    assert [found[rank][0] for rank in (0, 2)] == [0, found[1][0] + found[3][0]]
+    assert found[2][0] == 4 + 3  # the load dropped nothing; the last round was not finished
+    assert [finite for _, finite, _ in found] == [[True, True]] * 2 + [[True, False]] + [[True, True]]
+    steps = [t for t, messages in enumerate(found[0][2]) for _ in messages]
+    messages = [message for messages in found[0][2] for message in messages]
+    assert steps == sorted(steps)
+    # Worker 2 and whom it meets first, then the other one: each once; and again for the second time.
+    assert len(messages) == 6, messages
+    for message, number in zip(messages, [4, 4, 5, 12, 12, 13], strict=True):
+        assert "worker 2" in message
+        assert f"parameter 'second' in round {number}" in message
+
+
+def stopping(rank: int, n: int, topology: str, driver: str) -> None:
+    model = net()
+    replica, step = made(driver, model, None, topology=topology)
+    try:
+        for t in range(40):
+            x, y = batch(t, rank)
+            step((model(x) - y).square().mean() * (math.nan if (rank, t) == (1, 3) else 1.0))
+    finally:
+        assert all(p.isfinite().all() for p in model.parameters()) == (rank != 1)
+        logging.info("%s", replica.stats())
+    raise AssertionError("nothing was raised")
+
+
+@pytest.mark.parametrize(("topology", "n", "driver"), [("complete", 3, "gossip"), ("one-peer-exp", 4, "wrapper")])
+def test_after_ten_rounds_all_workers_raise(workers, topology, n, driver):
+    outcomes = workers.outcomes(n, stopping, topology, driver)
+    own = outcomes[1]
+    assert own.error == "NonFiniteError"
+    assert "the replica of worker 1 holds a NaN or an infinity (parameter" in own.message
+    assert "in round 12), as in all of the last 10 rounds" in own.message
+    for rank, outcome in enumerate(outcomes):
+        if topology == "complete":
+            assert (outcome.error, outcome.message) == (own.error, own.message)
+        elif rank != 1:
+            assert issubclass(getattr(errors, outcome.error), PeerError)
+            assert "NonFiniteError: the replica of worker 1 holds a NaN" in outcome.message, (rank, outcome.message)
+
+
+@pytest.mark.parametrize("driver", ["wrapper", "gossip"])
+def test_with_a_scaler_only_the_worker_with_the_nan_skips(driver):
+    def work(transport: Any) -> int:
+        rank, model = transport.rank, Bag()
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        replica, step = made(driver, model, transport, topology="ring", scaler=scaler)
+        for t in range(10):
+            if (rank, t) == (0, 3):
+                with torch.no_grad():
+                    model.first[0] = math.nan
+            loss = scaler.scale(model(torch.from_numpy(target(rank, t)).float()))
+            if driver == "wrapper":
+                step(loss)
+            else:
+                [optimizer] = replica.optimizers
+                optimizer.zero_grad()
+                loss.backward()
+                scaler.step(optimizer)
+                scaler.update()
+        updates = replica.stats().updates
+        replica.close()
+        return updates
+
+    assert run_replicas(3, work, timeout=20) == [3, 10, 10]
+
+
+@pytest.mark.parametrize("driver", ["wrapper", "gossip"])
+def test_a_mean_is_refused_on_all_workers(driver, tmp_path):
+    def work(transport: Any) -> Any:
+        model = Bag()
+        replica, step = made(driver, model, transport, topology="complete")
+        step(model(torch.ones(7)) * (math.nan if transport.rank == 2 else 1.0))
+        before = [p.detach().clone() for p in model.parameters()]
+        calls: dict[str, Callable[[], Any]] = {
+            "averaged": lambda: replica.averaged().__enter__(),
+            "export": lambda: export(replica, tmp_path / "model.pt"),
+        }
+        if driver == "wrapper":
+            calls["global_avg"] = replica.global_avg
+            calls["global_avg for good"] = lambda: replica.global_avg(will_revert=False)
+        else:
+            calls["average_"] = replica.average_
+        texts = []
+        for call in calls.values():
+            with pytest.raises(NonFiniteError, match="mean of all replicas, and parameter 'first' of worker 2") as caught:
+                call()
+            texts.append(str(caught.value))
+        assert all(torch.equal(a, b) or transport.rank == 2 for a, b in zip(before, model.parameters(), strict=True))
+        replica.close()
+        return texts
+
+    found = run_replicas(3, work, timeout=20)
+    assert found[0] == found[1] == found[2]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("wire", ["float32", "int8"])
+@pytest.mark.parametrize("rule", [None, OuterNesterov(lr=0.5, momentum=0.5)], ids=["gossip", "outer"])
+@pytest.mark.parametrize("topology", ["ring", "complete"])
+def test_simulated_replicas_sit_out_as_workers_do(topology, rule, wire):
+    n, at, steps = 3, (1, 4), 9
+    options = {"topology": topology, "rule": rule, "wire": wire}
+
+    def work(transport: Any) -> list[Tensor]:
+        model = net()
+        wrapper = DecentralizedDataParallel(model, SGD, transport=transport, **options)
+        for t in range(steps):
+            if (transport.rank, t) == at:
+                with torch.no_grad():
+                    model[0].weight[2, 1] = math.nan
+            x, y = batch(t, transport.rank)
+            (model(x) - y).square().mean().backward()
+        values = [p.detach().clone() for p in model.parameters()]
+        wrapper.close()
+        return values
+
+    found = run_replicas(n, work, timeout=20)
+    cluster = VirtualCluster(
+        net(), SGD, topology, n, rule=rule, wire=wire, loss_fn=lambda model, x, y: (model(x) - y).square().mean()
+    )
+    for t in range(steps):
+        if t == at[1]:
+            with torch.no_grad():
+                cluster.parameters["0.weight"][at[0], 2, 1] = math.nan
+        batches = [batch(t, rank) for rank in range(n)]
+        cluster.step(torch.stack([x for x, _ in batches]), torch.stack([y for _, y in batches]))
+    for rank in range(n):
+        for value, stacked in zip(found[rank], cluster.parameters.values(), strict=True):
+            assert value.isfinite().all() == (rank != at[0])
+            torch.testing.assert_close(value, stacked[rank], rtol=0, atol=2e-5 if wire == "float32" else 2e-2, equal_nan=True)
