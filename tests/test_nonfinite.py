@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Callable
@@ -260,8 +261,10 @@ def test_simulated_replicas_sit_out_as_workers_do(topology, rule, wire):
     n, at, steps = 3, (1, 4), 9
     options = {"topology": topology, "rule": rule, "wire": wire}
 
+    start = net()  # not in the threads, which share the generator
+
     def work(transport: Any) -> list[Tensor]:
-        model = net()
+        model = copy.deepcopy(start)
         wrapper = DecentralizedDataParallel(model, SGD, transport=transport, **options)
         for t in range(steps):
             if (transport.rank, t) == at:
@@ -275,7 +278,7 @@ def test_simulated_replicas_sit_out_as_workers_do(topology, rule, wire):
 
     found = run_replicas(n, work, timeout=20)
     cluster = VirtualCluster(
-        net(), SGD, topology, n, rule=rule, wire=wire, loss_fn=lambda model, x, y: (model(x) - y).square().mean()
+        start, SGD, topology, n, rule=rule, wire=wire, loss_fn=lambda model, x, y: (model(x) - y).square().mean()
     )
     for t in range(steps):
         if t == at[1]:
