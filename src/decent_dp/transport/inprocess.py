@@ -15,6 +15,7 @@ from torch import Tensor
 from decent_dp.errors import PeerLostError, PeerTimeoutError, WireError
 from decent_dp.topo import Edge
 from decent_dp.transport.base import Board, Control, Exchange, Handle, Label, Later, Parcel, Transport
+from decent_dp.transport.linked import written
 
 __all__ = ["InProcessTransport", "LocalHub", "run_replicas"]
 
@@ -150,8 +151,9 @@ class _LocalExchange(Exchange):
         for _ in parcel.encode(heard):
             pass
         # A copy, as a wire would make it: the sender may write to its side while a slower member still reads.
-        key = ("exchange", ranks, label)
-        self._hub.bring(key, self._rank, parcel.sent.clone())
+        key, sent = ("exchange", ranks, label), parcel.sent.clone()
+        written(sent)()  # each thread may have a CUDA stream of its own, which those of the others do not wait for
+        self._hub.bring(key, self._rank, sent)
 
         def finish() -> None:
             found = self._hub.meet(key, edge.ranks, str(label))
@@ -161,6 +163,7 @@ class _LocalExchange(Exchange):
                 parcel.received.copy_(next(found[rank] for rank in ranks if rank != self._rank))
             else:
                 self._combine(parcel, ranks, found)
+            written(parcel.received)()  # the memory of what was brought is given back, perhaps to another stream
 
         return Later(finish, parcel.wire.nbytes * (len(ranks) - 1))
 
@@ -179,6 +182,7 @@ class _LocalControl(Control):
 
     def broadcast(self, tensor: Tensor) -> None:
         tensor.copy_(self._meet(tensor.clone() if self._rank == 0 else None, "a broadcast")()[0])
+        written(tensor)()
 
     def gather(self, message: Any) -> list[Any]:
         return [json.loads(text) for text in self._meet(json.dumps(message), "a gather")()]
@@ -189,12 +193,15 @@ class _LocalControl(Control):
         def finish() -> None:
             total = torch.stack(collect()).to(_sum_dtype(tensor.dtype)).sum(0)
             tensor.copy_(total.div_(self._hub.world_size))
+            written(tensor)()
 
         return Later(finish)
 
     def _meet(self, value: object, what: str) -> Callable[[], list[Any]]:
         key = ("control", self._calls)
         self._calls += 1
+        if isinstance(value, Tensor):
+            written(value)()
         self._hub.bring(key, self._rank, value)
         ranks = list(range(self._hub.world_size))
 
@@ -244,7 +251,9 @@ def run_replicas(world_size: int, work: Callable[[InProcessTransport], T], timeo
 
     def body(rank: int) -> None:
         try:
-            results[rank] = work(hub.transport(rank))
+            # A GPU has one thread for all backwards, and a backward of the wrapper's waits for that of another replica.
+            with torch.autograd.set_multithreading_enabled(False):
+                results[rank] = work(hub.transport(rank))
         except BaseException as error:
             errors[rank] = error
         finally:

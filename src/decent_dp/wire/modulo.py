@@ -345,7 +345,7 @@ def _largest(value: Tensor) -> float:
 
 
 def _write(record: Tensor, fields: Sequence[float]) -> None:
-    record.copy_(torch.tensor(fields, dtype=torch.float64))
+    record.copy_(torch.tensor(fields, dtype=torch.float64, device="cpu"))
 
 
 def _read(record: Tensor) -> FloatArray:
