@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help test lint types suite demo accuracy wires workbench bench-net bench-net-long bench-net-nodes bench-gossip bench-optim bench-overhead bench-plan bench-checkpoint clean
+.PHONY: help test lint types suite demo accuracy wires workbench bench-net bench-net-long bench-net-nodes bench-gossip bench-optim bench-overhead bench-plan bench-checkpoint gpu clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -66,6 +66,11 @@ bench-plan: $(VENV)/.installed  ## the planner against the lab's results and a p
 
 bench-checkpoint: $(VENV)/.installed  ## what saving, resuming and other numbers of workers cost (12 GiB of memory, 7 GB of disk)
 	$(BIN)/python -m benchmarks.checkpoint
+
+# Installs nothing: PYTHON is run as it is, as machines with a GPU have their own torch.
+gpu: OUT ?= runs
+gpu:  ## the situations of real scripts on one GPU, with PYTHON as it is (10 minutes at most): table, and JSON in OUT
+	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu --out $(OUT)/gpu.json
 
 clean:  ## removes the environment and what runs have written
 	rm -rf $(VENV) runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

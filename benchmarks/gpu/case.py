@@ -1,0 +1,185 @@
+"""A case: what is run on each worker, and what a worker has to run it with."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from decent_dp.transport import InProcessTransport
+from decent_dp.transport.inprocess import LocalHub
+
+How: TypeAlias = Literal["processes", "threads"]
+Place: TypeAlias = tuple[How, int]
+
+# Where cases run: how the workers are made, and how many there are.
+ALONE: Place = ("threads", 1)
+THREADS: Place = ("threads", 2)
+TRIO_THREADS: Place = ("threads", 3)
+PAIR: Place = ("processes", 2)
+TRIO: Place = ("processes", 3)
+
+# The drivers that cases are run with.
+GOSSIP: Sequence[str] = ("gossip",)
+BOTH: Sequence[str] = ("gossip", "wrapper")
+
+# Seconds in which one worker of a case waits for another.
+PATIENCE = 40.0
+
+
+class SkipError(Exception):
+    """A case cannot be run here; the message says why. Raised on all workers."""
+
+
+class Meeting:
+    """Where the threads of one case exchange values and find their transports.
+
+    Args:
+        n: how many threads there are.
+    """
+
+    def __init__(self, n: int) -> None:
+        self._n = n
+        self._barrier = threading.Barrier(n, timeout=PATIENCE)
+        self._slots: list[Any] = [None] * n
+        self._hubs: list[LocalHub] = []
+        self._lock = threading.Lock()
+
+    def gather(self, rank: int, value: object) -> list[Any]:
+        self._slots[rank] = value
+        self._barrier.wait()
+        found = list(self._slots)
+        self._barrier.wait()
+        return found
+
+    def transport(self, rank: int, number: int) -> InProcessTransport:
+        """Of the ``number``-th replica that the threads make together."""
+        with self._lock:
+            while len(self._hubs) <= number:
+                self._hubs.append(LocalHub(self._n, PATIENCE))
+        return self._hubs[number].transport(rank)
+
+    def abort(self, rank: int) -> None:
+        """Worker ``rank`` has failed: nobody waits for it any more."""
+        self._barrier.abort()
+        with self._lock:
+            for hub in self._hubs:
+                hub.lose(rank)
+
+
+class Worker:
+    """What a case has on each worker.
+
+    Args:
+        meeting: where threads meet; None for processes.
+        folder: empty at the start of the case, the same on all workers.
+
+    Attributes:
+        driver: 'wrapper' or 'gossip'.
+        device: where models and data belong.
+    """
+
+    def __init__(
+        self, rank: int, n: int, driver: str, device: torch.device, folder: Path, meeting: Meeting | None = None
+    ) -> None:
+        self.rank, self.n, self.driver, self.device, self.folder = rank, n, driver, device, folder
+        self._meeting = meeting
+        self._replicas = 0
+
+    @property
+    def threads(self) -> bool:
+        return self._meeting is not None
+
+    @property
+    def cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def transport(self) -> InProcessTransport | None:
+        """For a new replica; None: that of the process group."""
+        if self._meeting is None:
+            return None
+        self._replicas += 1
+        return self._meeting.transport(self.rank, self._replicas - 1)
+
+    def gather(self, value: object) -> list[Any]:
+        """The values of all workers, by rank; called by all. Tensors have to be on the CPU."""
+        if self._meeting is not None:
+            return self._meeting.gather(self.rank, value)
+        found: list[Any] = [None] * self.n
+        dist.all_gather_object(found, value)
+        return found
+
+
+def raised(kind: type[Exception], call: Callable[[], object], *words: str) -> str:
+    """The first line of the error of this kind that ``call`` has to raise, with one of ``words`` in it."""
+    try:
+        call()
+    except kind as error:
+        said = str(error)
+    else:
+        raise AssertionError(f"no {kind.__name__} was raised")
+    if not any(word in said for word in words):
+        raise AssertionError(f"the {kind.__name__} says nothing of {' or '.join(words)}: {said}")
+    return said.partition("\n")[0]
+
+
+Body: TypeAlias = Callable[[Worker], str | None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the table.
+
+    Attributes:
+        body: returns what is worth a word in the row; raises if something is wrong.
+        timeout: seconds after which its workers are ended.
+        alone: the workers may be unusable after it: those of the next case are new.
+        optional: a failure is reported and not counted; asked for when the case has failed.
+    """
+
+    name: str
+    body: Body
+    driver: str
+    how: How
+    n: int
+    timeout: float = 90.0
+    alone: bool = False
+    optional: Callable[[], bool] = lambda: False
+
+    @property
+    def key(self) -> str:
+        return f"{self.name} [{self.driver}, {self.n} {self.how}]"
+
+    @property
+    def processes(self) -> int:
+        return self.n if self.how == "processes" else 1
+
+
+# All cases, by key.
+CASES: dict[str, Case] = {}
+
+
+def case(
+    name: str,
+    *places: Place,
+    drivers: Sequence[str] = BOTH,
+    timeout: float = 90.0,
+    alone: bool = False,
+    optional: Callable[[], bool] = lambda: False,
+) -> Callable[[Body], Body]:
+    """Registers a function as a case, once for each driver and place."""
+
+    def register(body: Body) -> Body:
+        for how, n in places:
+            for driver in drivers:
+                made = Case(name, body, driver, how, n, timeout, alone, optional)
+                assert made.key not in CASES, f"two cases are called {made.key}"
+                CASES[made.key] = made
+        return body
+
+    return register

@@ -1,0 +1,290 @@
+"""Runs cases in processes of their own: a case that fails or hangs costs its processes, and the rest go on in new ones."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from itertools import count
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from benchmarks.gpu.case import CASES, PATIENCE, Case, Meeting, SkipError, Worker
+from decent_dp.errors import PeerError
+from decent_dp.transport import run_replicas
+
+__all__ = ["CPU", "Report", "Row", "describe_device", "run"]
+
+Result = Literal["passed", "failed", "skipped", "optional", "timeout", "not run"]
+
+# Seconds that a worker has to start, and to say what went wrong when another has.
+_START, _GRACE = 90.0, 5.0
+
+# A forked process cannot use CUDA if its parent has: importing these does not.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(
+    ["torch", "torch._dynamo", "numpy", "decent_dp.ddp", "decent_dp.optim", "benchmarks.gpu.runner"]
+)
+_LAUNCHES = count()
+
+# What is said of the device where there is no GPU, or none is wanted.
+CPU: dict[str, Any] = {"device": "cpu", "name": "", "cuda": torch.version.cuda, "capability": None}
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a case ended on one process: ``error`` is the one line of what was raised, '' if nothing was.
+
+    Attributes:
+        follows: the error is the consequence of another worker's.
+    """
+
+    result: Result
+    detail: str = ""
+    trace: str = ""
+    follows: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table."""
+
+    case: Case
+    result: Result
+    seconds: float
+    detail: str = ""
+    trace: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.result in ("passed", "skipped", "optional")
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What a process is told at its start."""
+
+    rank: int
+    n: int
+    device: str
+    modules: Sequence[str]
+    port: int
+    launch: str
+
+
+# -- in a worker -------------------------------------------------------------------------------------------------------
+
+
+def _serve(pipe: Connection, seat: Seat) -> None:
+    """Runs the cases whose keys come, until None does."""
+    torch.set_num_threads(1)
+    for module in seat.modules:
+        importlib.import_module(module)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    device = torch.device(seat.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.zeros(1, device=device)
+        # Results are compared with another order of the same sums, so no sum may be of fewer bits.
+        torch.backends.cudnn.allow_tf32 = False
+    if seat.n > 1:
+        store: Store = dist.TCPStore("127.0.0.1", seat.port, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
+        store = PrefixStore(seat.launch, store)
+        dist.init_process_group("gloo", store=store, rank=seat.rank, world_size=seat.n, timeout=timedelta(seconds=PATIENCE))
+        dist.barrier()
+    pipe.send(Report("passed"))
+    while (order := pipe.recv()) is not None:
+        key, folder = order
+        pipe.send(_run_case(CASES[key], seat, device, Path(folder)))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _run_case(case: Case, seat: Seat, device: torch.device, folder: Path) -> Report:
+    faulthandler.dump_traceback_later(case.timeout - 1, exit=False)
+    try:
+        torch.manual_seed(1000 + seat.rank)
+        if case.how == "processes":
+            detail = case.body(Worker(seat.rank, seat.n, case.driver, device, folder))
+        else:
+            detail = _run_threads(case, device, folder)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # an error of a kernel belongs to the case that has queued it
+        return Report("passed", detail or "")
+    except SkipError as reason:
+        return Report("skipped", str(reason))
+    except BaseException as error:
+        lines = str(error).strip().splitlines() or [""]
+        trace = traceback.format_exc()
+        return Report("failed", f"{type(error).__name__}: {lines[0]}", trace, isinstance(error, PeerError))
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _run_threads(case: Case, device: torch.device, folder: Path) -> str | None:
+    meeting = Meeting(case.n)
+    errors: list[BaseException] = []
+
+    def work(transport: Any) -> str | None:
+        rank: int = transport.rank
+        try:
+            return case.body(Worker(rank, case.n, case.driver, device, folder, meeting))
+        except BaseException as error:
+            errors.append(error)
+            meeting.abort(rank)
+            raise
+
+    try:
+        return run_replicas(case.n, work, timeout=PATIENCE)[0]
+    except BaseException:
+        raise errors[0] from None
+
+
+def _describe(pipe: Connection) -> None:
+    found = dict(CPU)
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability(0)
+        found.update(device="cuda:0", name=torch.cuda.get_device_name(0), capability=f"{major}.{minor}")
+    pipe.send(found)
+
+
+# -- in the parent -----------------------------------------------------------------------------------------------------
+
+
+def describe_device() -> dict[str, Any]:
+    """``device`` ('cuda:0' or 'cpu'), its ``name``, ``cuda`` (torch's version of it) and ``capability``.
+
+    Asked for in a process of its own: the one that workers are forked from has to leave CUDA alone.
+    """
+    ours, theirs = _CONTEXT.Pipe()
+    process = _CONTEXT.Process(target=_describe, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(_START):
+            raise RuntimeError(f"CUDA did not answer within {_START:g} s: is the driver well (nvidia-smi)?")
+        found: dict[str, Any] = ours.recv()
+    except EOFError:
+        process.join(5)
+        raise RuntimeError(f"looking for a GPU ended the process that did (exit code {process.exitcode})") from None
+    finally:
+        process.kill()
+        process.join()
+    return found
+
+
+class _Launch:
+    """Processes that run cases together."""
+
+    def __init__(self, n: int, device: str, modules: Sequence[str], port: int) -> None:
+        name = f"launch{next(_LAUNCHES)}"
+        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
+        for rank in range(n):
+            ours, theirs = _CONTEXT.Pipe()
+            seat = Seat(rank, n, device, modules, port, name)
+            process = _CONTEXT.Process(target=_serve, args=(theirs, seat), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        self.started = self._collect(_START)
+
+    def run(self, case: Case) -> Report:
+        with tempfile.TemporaryDirectory(prefix="decent_dp-gpu-") as folder:
+            for pipe in self._pipes:
+                with contextlib.suppress(OSError):  # who is gone is found when its report is missed
+                    pipe.send((case.key, folder))
+            return self._collect(case.timeout)
+
+    def end(self, *, now: bool) -> None:
+        """Ends the processes: at once, or as they would end themselves."""
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            if not now:
+                with contextlib.suppress(OSError):
+                    pipe.send(None)
+                process.join(20)
+            process.kill()
+            process.join()
+            pipe.close()
+
+    def _collect(self, timeout: float) -> Report:
+        """One report of all processes' reports."""
+        deadline = time.monotonic() + timeout
+        found: dict[int, Report] = {}
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for ready in wait(list(waiting), left):
+                assert isinstance(ready, Connection)
+                rank = waiting.pop(ready)
+                try:
+                    found[rank] = ready.recv()
+                except (EOFError, OSError):
+                    self._processes[rank].join(5)
+                    code = self._processes[rank].exitcode
+                    found[rank] = Report("failed", f"the process ended with exit code {code}")
+                if found[rank].result == "failed":
+                    deadline = min(deadline, time.monotonic() + _GRACE)
+        failed = {rank: report for rank, report in found.items() if report.result == "failed"}
+        if failed:
+            # The cause before its consequences.
+            rank = min(failed, key=lambda rank: (failed[rank].follows, rank))
+            return replace(failed[rank], detail=f"worker {rank}: {failed[rank].detail}")
+        if waiting:
+            return Report("timeout", f"workers {sorted(waiting.values())} had not ended after {timeout:g} s")
+        return found[0]
+
+
+def run(
+    cases: Sequence[Case], device: str, modules: Sequence[str], limit: float, timeout: float | None = None
+) -> Iterator[Row]:
+    """Runs ``cases``, which ``modules`` register, in launches of as many processes as each needs.
+
+    Args:
+        limit: seconds for all; what has not begun by then is not run.
+        timeout: of each case; None for its own.
+    """
+    ends = time.monotonic() + limit
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    for processes in sorted({case.processes for case in cases}):
+        launch: _Launch | None = None
+        for case in [case for case in cases if case.processes == processes]:
+            left = ends - time.monotonic()
+            if left <= 0:
+                yield Row(case, "not run", 0.0, f"the {limit:g} s for all cases were over")
+                continue
+            began = time.monotonic()
+            bounded = replace(case, timeout=min(timeout or case.timeout, max(left, 5.0)))
+            if launch is None:
+                launch = _Launch(processes, device, modules, store.port)
+                began = time.monotonic()
+            report = launch.started
+            if report.result == "passed":
+                report = launch.run(bounded)
+            yield _row(case, report, time.monotonic() - began)
+            if report.result not in ("passed", "skipped") or case.alone:
+                launch.end(now=True)
+                launch = None
+        if launch is not None:
+            launch.end(now=False)
+
+
+def _row(case: Case, report: Report, seconds: float) -> Row:
+    result = report.result
+    if result in ("failed", "timeout") and case.optional():
+        result = "optional"
+    return Row(case, result, seconds, report.detail, report.trace)

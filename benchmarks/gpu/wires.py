@@ -1,0 +1,172 @@
+"""Compressed exchanges against the law, round by round; and the device's numbers against the CPU's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.gpu.case import PAIR, THREADS, TRIO, SkipError, Worker, case
+from benchmarks.gpu.training import SGD, Script, compare, library, mix, mlp, run_library, topology_of, values
+from decent_dp.rules import OuterNesterov
+
+STEPS = 8
+# Of a bfloat16: the distance to the next value, relative.
+ULP = 2.0**-7
+
+
+def broad() -> nn.Module:
+    """Several blocks of values, and one that is cut."""
+    return nn.Sequential(nn.Linear(6, 300), nn.Tanh(), nn.Linear(300, 230), nn.Tanh(), nn.Linear(230, 3))
+
+
+def flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.detach().cpu().reshape(-1) for tensor in tensors])
+
+
+def record(script: Script, worker: Worker) -> tuple[list[Tensor], list[Tensor], list[int]]:
+    """Trains, and returns the parameters before the first round and after each, their gradients in each, and how many blocks
+    had been rejected after each; on the CPU."""
+    states: list[Tensor] = []
+    gradients: list[Tensor] = []
+    rejected: list[int] = []
+    run: Any = library(script, worker)
+    params = [param for param in run.model.parameters() if param.requires_grad]
+    noted: dict[int, Tensor] = {}
+    for number, param in enumerate(params):
+
+        def note(param: Tensor, number: int = number) -> None:
+            assert param.grad is not None
+            noted[number] = param.grad.detach().clone()
+
+        untyped: Any = param
+        untyped.register_post_accumulate_grad_hook(note)
+    states.append(flat(params))
+    for t in range(STEPS):
+        noted.clear()
+        run.step(t)
+        gradients.append(flat([noted[number] for number in range(len(params))]))
+        states.append(flat(params))
+        rejected.append(run.replica.stats().rejected)
+    run.replica.close()
+    return states, gradients, rejected
+
+
+def check_wire(compression: str, overlap: bool, worker: Worker) -> str:
+    """x <- step(x) + Σ w (r - q) in each round, from the values that this round has really begun with.
+
+    Between pairs bfloat16 has to be exact, as what was sent is known. int8 may be off by a few of its steps, and in a round
+    with rejected blocks some values are not mixed; in both the mean over a pair stays.
+    """
+    topology = "complete" if worker.n == 2 else "base-2"
+    script = Script(make=broad, topology=topology, overlap=overlap, options={"compression": compression})
+    states, gradients, rejected = record(script, worker)
+    gathered = worker.gather((states, gradients, rejected))
+    everybody = [([x.double() for x in xs], [g.double() for g in gs], counts) for xs, gs, counts in gathered]
+    chosen = topology_of(script, worker.n)
+    learning: dict[str, float] = SGD.keywords  # type: ignore[attr-defined]
+    moved = [torch.zeros_like(states[0], dtype=torch.float64) for _ in range(worker.n)]
+    worst = drift = 0.0
+    mixed = total = 0
+    for t in range(STEPS):
+        xs = []
+        for rank, (theirs, grads, _) in enumerate(everybody):
+            moved[rank] = learning["momentum"] * moved[rank] + grads[t]
+            xs.append(theirs[t] - learning["lr"] * moved[rank])
+        stepped = torch.stack(xs).clone()
+        source = [theirs[t] for theirs, _, _ in everybody] if overlap else [x.clone() for x in xs]
+        round_ = t - 1 if overlap else t
+        if round_ >= 0:
+            sent = [[x.to(torch.bfloat16) if compression == "bfloat16" else x] for x in source]
+            mix([[x] for x in xs], sent, chosen, round_)
+        after = torch.stack([theirs[t + 1] for theirs, _, _ in everybody])
+        largest = float(after.abs().max())
+        drift = max(drift, float((after.mean(0) - stepped.mean(0)).abs().max()))
+        distance = max(float((a - b).abs().max()) for a in source for b in source)
+        exact = 1e-6 if overlap else ULP * largest
+        allowed = distance / 8 + largest / 32 / 64 if compression == "int8" else exact
+        off = (after - torch.stack(xs)).abs()
+        total += off.numel()
+        mixed += int((off <= allowed).sum())
+        if any(counts[t] > (counts[t - 1] if t else 0) for _, _, counts in everybody):
+            off = torch.minimum(off, (after - stepped).abs())
+        assert float(off.max()) <= allowed, f"round {t}: off by {float(off.max()):.2g}, more than {allowed:.2g}"
+        worst = max(worst, float(off.max()))
+    assert mixed >= total / 2, f"{mixed / total:.0%} of the values were mixed"
+    assert drift <= 1e-5, f"mixing has moved the mean by {drift:.2g}"
+    return f"off by {worst:.1e}, the mean by {drift:.1e}; {mixed / total:.0%} of the values mixed"
+
+
+for _compression in ("bfloat16", "int8"):
+    for _overlap in (True, False):
+        _name = f"{_compression} on the wire{'' if _overlap else ', no overlap'}"
+        case(_name, PAIR, *([THREADS, TRIO] if _overlap else []))(partial(check_wire, _compression, _overlap))
+
+
+@case("a group's mean in bfloat16 and int8", TRIO)
+def group(worker: Worker) -> str:
+    """All members of 'complete' become one mean, up to rounding, in every round in which no block is rejected."""
+    said = []
+    for compression in ("bfloat16", "int8"):
+        slow = partial(torch.optim.SGD, lr=0.01)
+        run: Any = library(Script(make=broad, overlap=False, optimizer=slow, options={"compression": compression}), worker)
+        rejected, worst, whole = 0, 0.0, 0
+        for t in range(STEPS):
+            run.step(t)
+            now = run.replica.stats().rejected
+            found = worker.gather((now - rejected, flat(values(run.model))))
+            rejected = now
+            if any(count for count, _ in found):
+                continue
+            whole += 1
+            own = found[worker.rank][1]
+            spread = max(float((theirs - own).abs().max()) for _, theirs in found)
+            allowed = 2 * ULP * float(own.abs().max())
+            assert spread <= allowed, f"{compression}, round {t}: members differ by {spread:.2g}, more than {allowed:.2g}"
+            worst = max(worst, spread)
+        run.replica.close()
+        assert whole >= 3, f"{compression}: blocks were rejected in {STEPS - whole} of {STEPS} rounds"
+        said.append(f"{compression}: members differ by {worst:.1e} in {whole} rounds")
+    return "; ".join(said)
+
+
+# -- the CPU -----------------------------------------------------------------------------------------------------------
+
+TO_THE_CPU: dict[str, Script] = {
+    "float32": Script(),
+    "no overlap": Script(overlap=False),
+    "a rule of two levels": Script(options={"rule": OuterNesterov(lr=0.7, momentum=0.5), "mix_every": 2}),
+    "mix_every": Script(options={"mix_every": 3}),
+    "bfloat16": Script(options={"compression": "bfloat16"}, tolerance=2e-2),
+    "int8, float64": Script(make=lambda: mlp().double(), options={"compression": "int8"}, tolerance=2e-2),
+}
+
+
+def to_device(device: torch.device, model: nn.Module, _: torch.device) -> nn.Module:
+    return model.to(device)
+
+
+def check_cpu(script: Script, worker: Worker) -> str:
+    """The same script on the device and on the CPU."""
+    if not worker.cuda:
+        raise SkipError("it would be the same run twice")
+    found = []
+    start: dict[str, Tensor] = {}
+
+    def make() -> nn.Module:
+        torch.manual_seed(5)
+        return script.make()
+
+    for device in (worker.device, torch.device("cpu")):
+        run, start = run_library(replace(script, make=make, place=partial(to_device, device)), worker)
+        assert next(iter(start.values())).device == device
+        found.append([value.cpu() for value in values(run.model)])
+        run.replica.close()
+    return compare(found[0], found[1], script.tolerance, "the CPU's run")
+
+
+for _name, _script in TO_THE_CPU.items():
+    case(f"as on the CPU: {_name}", PAIR, THREADS)(partial(check_cpu, _script))

@@ -1,0 +1,47 @@
+"""Cases for the tests of `make gpu`: one that is right, one that fails, one that hangs, and one that comes after them."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from benchmarks.gpu.case import ALONE, PAIR, THREADS, SkipError, Worker, case
+
+
+@case("gathers", PAIR, THREADS, drivers=("gossip",))
+def gathers(worker: Worker) -> str:
+    return str(worker.gather(worker.rank))
+
+
+@case("fails on one worker", PAIR, THREADS, drivers=("gossip",))
+def fails(worker: Worker) -> None:
+    if worker.rank == 1:
+        raise ValueError("this is wrong\nin two lines")
+    worker.gather(0)
+
+
+@case("hangs", ALONE, drivers=("gossip",), timeout=2)
+def hangs(worker: Worker) -> None:
+    time.sleep(100)
+
+
+@case("dies", PAIR, drivers=("gossip",))
+def dies(worker: Worker) -> None:
+    if worker.rank == 0:
+        os._exit(3)
+    worker.gather(0)
+
+
+@case("fails and may", ALONE, drivers=("gossip",), optional=lambda: True)
+def may_fail(worker: Worker) -> None:
+    raise ValueError("not there yet")
+
+
+@case("is not for here", ALONE, drivers=("gossip",))
+def skipped(worker: Worker) -> None:
+    raise SkipError("no reason")
+
+
+@case("goes on", PAIR, ALONE, drivers=("gossip",))
+def goes_on(worker: Worker) -> str:
+    return "after the others"
