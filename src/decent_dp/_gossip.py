@@ -109,7 +109,7 @@ def gossip(
             bucket_size_in_mb=bucket_size_in_mb, overlap=bool(overlap), scaled=scaled, wire=wire, mix_every=mix_every
         )
         on_node = workers_per_node("local_world_size", local_world_size)
-        return Arguments(settings, topology, check_rule(rule), on_node, card, {"optimizers": signature_of(optimizers, model)})
+        return Arguments(settings, topology, check_rule(rule), on_node, {"optimizers": signature_of(optimizers, model)}, card)
 
     agreed = connect_replicas(model, transport, given is None, check)
     with given_back_on_error(transport, given is None):

@@ -30,16 +30,16 @@ class Arguments:
 
     Attributes:
         local_world_size: workers per node.
-        card: on which workers this replica lies (``mesh_card``); None where it is whole on this one.
         more: in what else the workers must be alike, as JSON can hold it.
+        card: on which workers this replica lies (``mesh_card``); None where it is whole on this one.
     """
 
     settings: Settings
     topology: str | Topology
     rule: Rule
     local_world_size: int
-    card: dict[str, Any] | None = None
     more: Mapping[str, Any] = field(default_factory=dict)
+    card: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)

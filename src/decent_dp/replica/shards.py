@@ -55,7 +55,7 @@ def placement(tensor: Tensor) -> str:
     sharded: Any = tensor
     how = ", ".join(f"{type(part).__name__}({getattr(part, 'dim', '')})" for part in sharded.placements)
     ranks = sharded.device_mesh.mesh
-    positions = torch.searchsorted(ranks.flatten().sort().values, ranks)
+    positions = torch.searchsorted(ranks.flatten().sort().values, ranks.contiguous())
     return f"placed as {how} on the workers {positions.tolist()} of each replica"
 
 
