@@ -152,8 +152,14 @@ class Unsharded:
             return float(sum(self.losses(t))) / self.shards
 
 
+def zero_grad(run: Any) -> None:
+    # The model's own would look for gradients at gathered parameters.
+    for optimizer in run.optimizers:
+        optimizer.zero_grad()
+
+
 def step(run: Any, t: int) -> None:
-    run.model.zero_grad()
+    zero_grad(run)
     run.gradients(t)
     if run.case.clip:
         nn.utils.clip_grad_norm_(run.model.parameters(), run.case.clip)

@@ -11,7 +11,7 @@ import torch
 
 from decent_dp.rules import OuterNesterov
 from decent_dp.transport import run_replicas
-from tests.sharded_cases import ADAMW, SGD, Case, Sharded, Unsharded, assert_close, ended, mesh_of, step, train
+from tests.sharded_cases import ADAMW, SGD, Case, Sharded, Unsharded, assert_close, ended, mesh_of, step, train, zero_grad
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -69,7 +69,7 @@ def test_equal_to_unsharded_replicas(workers, n):
 
 def closure(run: Any) -> None:
     def again(t: int) -> Any:
-        run.model.zero_grad()
+        zero_grad(run)
         run.gradients(t)
 
     for t in range(8):

@@ -66,6 +66,7 @@ def load(
     replica.refuse_in_join("load", "before")
     replica.catch_up()  # what is due first: the others may be waiting for its exchange
     saver_of(replica).drain()
+    replica.parameters.locate()  # also a gathered parameter is looked at as the shard that is loaded
     transport = replica.everyone
     control, rank, n = transport.control, transport.rank, transport.world_size
 

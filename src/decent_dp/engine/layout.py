@@ -140,7 +140,7 @@ class Block:
 
     def __init__(self, plan: BucketPlan, tensors: Sequence[Tensor], *, as_view: bool) -> None:
         self.plan = plan
-        self._tensors, self._indices = tensors, [slot.index for slot in plan.slots]
+        self._tensors, self._chosen = tensors, [slot.index for slot in plan.slots]
         self.params: list[Tensor] = []
         self.names = [slot.spec.name for slot in plan.slots]
         self.flat = torch.empty(plan.numel, dtype=plan.dtype, device=plan.device) if as_view else None
@@ -157,7 +157,7 @@ class Block:
             RuntimeError: a tensor no longer has the shape, dtype or device that it had at construction.
         """
         tensors = self._tensors
-        params = self.params = [tensors[index] for index in self._indices]
+        params = self.params = [tensors[index] for index in self._chosen]
         # Called in every step: lists are compared at once, and only a difference is looked into.
         if (
             [p.data_ptr() for p in params] == self._addresses

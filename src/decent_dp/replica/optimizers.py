@@ -260,7 +260,8 @@ def exact_state(loaded: Any, saved: Any, param: Tensor) -> Any:
 
 def is_like(value: Tensor, param: Tensor) -> bool:
     """Whether a state's tensor is laid out as its parameter."""
-    return value.layout == torch.strided and value.shape == param.shape
+    alike = is_sharded(value) == is_sharded(param)
+    return alike and value.layout == torch.strided and value.shape == param.shape
 
 
 def params_of(optimizer: Optimizer) -> list[Tensor]:
