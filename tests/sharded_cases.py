@@ -74,6 +74,7 @@ class Case:
     optimizer: Callable[..., Any] = SGD
     fsdp: dict[str, Any] = field(default_factory=dict)
     bf16: bool = False
+    scaled: bool = False
     clip: float = 0.0
     window: int = 1
     tolerance: float = 1e-6
@@ -83,6 +84,10 @@ class Case:
 def made(case: Case, model: nn.Module) -> list[torch.optim.Optimizer]:
     optimizers = case.optimizer(list(model.parameters()))
     return optimizers if isinstance(optimizers, list) else [optimizers]
+
+
+def scaler_of(case: Case) -> torch.amp.GradScaler | None:
+    return torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2) if case.scaled else None
 
 
 class Sharded:
@@ -96,20 +101,20 @@ class Sharded:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         options = {**case.fsdp, **({"mp_policy": policy} if case.bf16 else {})}
         self.model = shard(Odd(seed), mesh["shard"], **options)
-        self.optimizers = made(case, self.model)
-        self.gossip = decent_dp.gossip(self.model, self.optimizers, **case.options)
+        self.optimizers, self.scaler = made(case, self.model), scaler_of(case)
+        self.gossip = decent_dp.gossip(self.model, self.optimizers, scaler=self.scaler, **case.options)
 
     def loss(self, t: int) -> Tensor:
         x, y = (part.chunk(self.mesh["shard"].size())[self.position] for part in inputs(t, self.replica))
         result: Tensor = (self.model(x).float() - y).square().mean()
         return result
 
-    def gradients(self, t: int) -> None:
+    def gradients(self, t: int, scale: float = 1.0) -> None:
         for i in range(self.case.window):
             last = i == self.case.window - 1
             self.model.set_requires_gradient_sync(last)
             self.model.set_is_last_backward(last)
-            (self.loss(100 * i + t) / self.case.window).backward()
+            (scale * self.loss(100 * i + t) / self.case.window).backward()
 
     def looked_at(self, t: int) -> float:
         """The loss of the whole batch, of what the model is just now: FSDP keeps the root's gathered parameters after it."""
@@ -125,8 +130,8 @@ class Unsharded:
     def __init__(self, case: Case, transport: Any, shards: int, seed: int = 0) -> None:
         self.case, self.shards, self.replica = case, shards, transport.rank
         self.model = Odd(seed)
-        self.optimizers = made(case, self.model)
-        self.gossip = decent_dp.gossip(self.model, self.optimizers, transport=transport, **case.options)
+        self.optimizers, self.scaler = made(case, self.model), scaler_of(case)
+        self.gossip = decent_dp.gossip(self.model, self.optimizers, scaler=self.scaler, transport=transport, **case.options)
 
     def losses(self, t: int) -> list[Tensor]:
         found = []
@@ -139,10 +144,10 @@ class Unsharded:
             found.append((out - y).square().mean())
         return found
 
-    def gradients(self, t: int) -> None:
+    def gradients(self, t: int, scale: float = 1.0) -> None:
         for i in range(self.case.window):
             for loss in self.losses(100 * i + t):
-                (loss / self.case.window).backward()
+                (scale * loss / self.case.window).backward()
         for param in self.model.parameters():
             if param.grad is not None:
                 param.grad /= self.shards

@@ -113,6 +113,20 @@ def skipped(run: Any) -> None:
         step(run, t)
 
 
+def scaled(run: Any) -> None:
+    """One replica skips a step: one of its shards has an infinite gradient."""
+    for t in range(6):
+        zero_grad(run)
+        run.gradients(t, run.scaler.get_scale() if t else 256.0)
+        if t == 3 and run.replica == 1 and getattr(run, "position", 1) == 1:
+            grad = run.model.first.weight.grad
+            (grad.to_local() if hasattr(grad, "to_local") else grad)[0, 0] = float("inf")
+        if not t:
+            run.scaler.scale(torch.zeros(()))  # it has its scale from the first loss on
+        run.scaler.step(run.optimizers[0])
+        run.scaler.update()
+
+
 def two(params: list[Any]) -> list[torch.optim.Optimizer]:
     trained = [param for param in params if param.requires_grad]
     return [ADAMW(trained[:3]), SGD(trained[3:])]
@@ -123,6 +137,7 @@ SITUATIONS = {
     "schedule": (Case(optimizer=two), schedule),
     "load": (Case({"rule": OuterNesterov(), "mix_every": 2}), load),
     "uneven": (Case({"topology": "complete"}), uneven),
+    "scaled": (Case({"topology": "complete"}, scaled=True), scaled),
     "skipped": (Case(fsdp={"reshard_after_forward": False}), skipped),
 }
 
@@ -143,3 +158,22 @@ def test_situations(workers):
         wanted = run_replicas(2, lambda transport, case=case, name=name: situation(Unsharded(case, transport, 2), name))
         for rank in range(4):
             assert_close(found[rank][number], wanted[rank // 2], case.tolerance, f"{name}, worker {rank}")
+
+
+def lost(rank: int, n: int) -> None:
+    run = Sharded(Case({"topology": "complete"}), mesh_of(2, 2))
+    for t in range(30):
+        step(run, t)
+        if rank == 3 and t == 5:
+            raise ZeroDivisionError("as it happens")
+
+
+def test_a_worker_that_fails_ends_all(workers):
+    """The workers of its own replica fail in a collective of FSDP; those of others in an exchange, which names it."""
+    outcomes = workers.outcomes(4, lost, group_timeout=10, timeout=60)
+    assert all(outcome.error for outcome in outcomes)
+    assert outcomes[3].message == "as it happens"
+    texts = [outcome.message for outcome in outcomes]
+    assert any(
+        "worker 3" in text and outcome.error == "PeerLostError" for text, outcome in zip(texts, outcomes, strict=True)
+    ), texts

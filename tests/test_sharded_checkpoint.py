@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 import decent_dp
-from decent_dp.checkpoint import AveragedReplica, export, load, save
+from decent_dp.checkpoint import AveragedReplica, calibrate, export, load, save
 from decent_dp.replica.snapshot import take
 from decent_dp.rules import OuterNesterov
 from decent_dp.transport import run_replicas
 from tests.resuming import assert_equal, dumb_copy
-from tests.sharded_cases import ADAMW, SGD, Case, Odd, Sharded, Unsharded, mesh_of, step, values, whole, zero_grad
+from tests.sharded_cases import ADAMW, SGD, Case, Odd, Sharded, Unsharded, mesh_of, shard, step, values, whole, zero_grad
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -124,8 +124,47 @@ def exported(mesh: Any, folder: Path) -> dict[str, Tensor]:
         export(run.gossip, folder / "ema.pt")
     assert_equal(values(run.model), before)
     save(run.gossip, folder / "two by two")
+    for policy in (False, True):  # with a policy, they are kept in another place
+        window = Sharded(Case(bf16=policy), mesh)
+        window.model.set_requires_gradient_sync(False)
+        window.loss(0).backward()
+        with pytest.raises(RuntimeError, match="save was called in a window whose gradients FSDP has not reduced yet"):
+            take(window.gossip)
+        window.model.set_requires_gradient_sync(True)
+        window.loss(1).backward()
+        take(window.gossip)
+        window.gossip.close()
     run.gossip.close()
     return mean
+
+
+class Normed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm = torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.norm(self.first(x))
+        return result
+
+
+def batches(replica: int, position: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(10 * replica + position)
+    return [torch.randn(4, 6, generator=generator) for _ in range(2)]
+
+
+def calibrated(mesh: Any, folder: Path) -> dict[str, Tensor]:
+    """BatchNorm's statistics are of the batches of all workers."""
+    model = shard(Normed(), mesh["shard"])
+    gossip = decent_dp.gossip(model, SGD(model.parameters()))
+    loader = batches(*mesh.get_coordinate())
+    export(gossip, folder / "normed.pt", loader=loader)
+    model.train()
+    calibrate(gossip, loader)
+    found = values(model)
+    gossip.close()
+    return found
 
 
 def errors(mesh: Any, folder: Path, n: int) -> tuple[dict[str, str], dict[str, Tensor]]:
@@ -186,7 +225,7 @@ def four(rank: int, n: int, folder: str) -> Any:
     load(own.gossip, path / "two by two")
     at = values(own.model)
     own.gossip.close()
-    return mean, at, *errors(mesh, path, n)
+    return mean, at, *errors(mesh, path, n), calibrated(mesh, path)
 
 
 def six(rank: int, n: int, folder: str) -> Any:
@@ -213,7 +252,7 @@ def six(rank: int, n: int, folder: str) -> Any:
 
 def test_saved_exported_and_resized(workers, tmp_path):
     outcomes = workers(4, four, str(tmp_path), timeout=130)
-    mean, _, found, _ = outcomes[0]
+    mean, _, found, *_ = outcomes[0]
     replicas = [outcomes[0][1], outcomes[2][1]]
 
     def unsharded(transport: Any, path: Path) -> None:
@@ -241,9 +280,14 @@ def test_saved_exported_and_resized(workers, tmp_path):
     assert_equal(load_file(tmp_path / "mean.safetensors"), dict(torch.load(tmp_path / "mean.pt", weights_only=True)))
     assert_close_to(torch.load(tmp_path / "inside.pt", weights_only=True), mean, 0.0)
 
-    for rank, (_, _, errors_there, moved) in enumerate(outcomes):
+    whole_model = Normed()
+    torch.optim.swa_utils.update_bn([x for replica in (0, 1) for at in (0, 1) for x in batches(replica, at)], whole_model)
+    wanted_norm = values(whole_model)
+    for rank, (_, _, errors_there, moved, normed) in enumerate(outcomes):
         assert errors_there == found
         assert_close_to(moved, replicas[rank % 2], 0.0)
+        assert_close_to(normed, wanted_norm, 1e-6)
+    assert_close_to(torch.load(tmp_path / "normed.pt", weights_only=True), wanted_norm, 1e-6)
     for name in ("plain from shards", "plain from shards, resized", "shards from plain", "one replica"):
         assert found[name].startswith("CheckpointError: "), (name, found[name])
         assert "start from the model that export() wrote" in found[name], (name, found[name])
@@ -253,7 +297,7 @@ def test_saved_exported_and_resized(workers, tmp_path):
         assert_close_to(there["mean"], mean, 1e-6)
         assert_close_to(there["spread"], replicas[rank // 2 * 2 // 3], 0.0)
         assert there["mean, moment"].abs().max() > 0
-        assert "was saved by 2 replicas and this run has 3: pass resize='mean'" in there["unasked"]
+        assert "was saved by 2 replicas of 2 workers and this run has 3: pass resize='mean'" in there["unasked"]
         assert there["other shards"].startswith("CheckpointError: ")
         assert "on the workers [0, 1] of each replica) there and" in there["other shards"]
 

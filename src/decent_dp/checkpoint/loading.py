@@ -172,10 +172,10 @@ def _checked(folder: Path, replica: Replica, resize: str | None) -> tuple[Manife
             "model as it was, or start from the model that export() wrote."
         )
     if len(saved_by) != len(here.workers) and resize is None:
-        what = "workers" if here.shards == 1 else "replicas"
+        of_shards = "" if here.shards == 1 else f"replicas of {here.shards} "
         raise ValueError(
-            f"{folder} was saved by {len(saved_by)} {what} and this run has {len(here.workers)}: pass resize='mean' or "
-            "resize='spread'."
+            f"{folder} was saved by {len(saved_by)} {of_shards}workers and this run has {len(here.workers)}: pass "
+            "resize='mean' or resize='spread'."
         )
     return manifest, saved_by
 

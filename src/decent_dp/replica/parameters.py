@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from torch import Tensor, nn
 
 from decent_dp.engine.layout import TensorSpec
-from decent_dp.replica.shards import fsdp_modules, is_sharded, local, reshard
+from decent_dp.replica.shards import fsdp_modules, has_unreduced_gradients, is_sharded, local, reshard
 
 __all__ = ["Parameters"]
 
@@ -50,6 +50,14 @@ class Parameters:
             reshard(self._fsdp)
             self.tensors[:] = map(local, self.params)
         return self.tensors
+
+    def refuse_unreduced(self, what: str) -> None:
+        """Raises RuntimeError while gradients are where ``what`` cannot see them."""
+        if has_unreduced_gradients(self._fsdp):
+            raise RuntimeError(
+                f"{what} was called in a window whose gradients FSDP has not reduced yet (set_requires_gradient_sync(False)), "
+                "and they would be lost: call it after the window's last backward."
+            )
 
     def check(self) -> None:
         """Looks whether the model still has the parameters that the workers agreed on.

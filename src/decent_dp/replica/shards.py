@@ -16,7 +16,18 @@ from torch import Tensor, nn
 
 from decent_dp.errors import DisagreementError
 
-__all__ = ["Replicas", "fsdp_modules", "holds_first_copy", "is_sharded", "local", "mesh_card", "placed", "placement", "reshard"]
+__all__ = [
+    "Replicas",
+    "fsdp_modules",
+    "has_unreduced_gradients",
+    "holds_first_copy",
+    "is_sharded",
+    "local",
+    "mesh_card",
+    "placed",
+    "placement",
+    "reshard",
+]
 
 
 def is_sharded(tensor: Any) -> bool:
@@ -80,6 +91,20 @@ def reshard(modules: Iterable[Any]) -> None:
     """Has the sharded parameters be the modules', and drops gathered copies, which would be stale after a write to them."""
     for module in modules:
         module.reshard()
+
+
+def has_unreduced_gradients(modules: Iterable[Any]) -> bool:
+    """Whether FSDP keeps gradients that it has not reduced yet, in places of its own: only its internals show them."""
+    for module in modules:
+        state = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        for param in (param for group in groups for param in getattr(group, "fsdp_params", ())):
+            gathered = getattr(param, "_unsharded_param", None)
+            if getattr(param, "unsharded_accumulated_grad", None) is not None:
+                return True
+            if gathered is not None and gathered.grad is not None:
+                return True
+    return False
 
 
 # -- who holds what ------------------------------------------------------------------------------------------------------------

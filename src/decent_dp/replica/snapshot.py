@@ -59,6 +59,7 @@ def take(replica: Replica) -> dict[str, Any]:
     """
     replica.refuse_closed()
     replica.come_to_boundary("save")
+    replica.parameters.refuse_unreduced("save")
     mean = replica.mean
     if mean.backup is not None and not mean.scoped:
         raise RuntimeError(
