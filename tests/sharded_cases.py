@@ -186,6 +186,8 @@ def train(run: Any) -> dict[str, Any]:
             seen += [run.looked_at(t), run.gossip.consensus_distance()]
         if t == 9:
             run.gossip.flush()
+        if t == 10:
+            run.model.double().float()  # the same values, in other memory
         if t == 11:
             run.looked_at(t)
             with torch.no_grad():
