@@ -182,7 +182,7 @@ def train(run: Any) -> dict[str, Any]:
         if t == 6:
             seen.append(run.looked_at(t))
             with run.gossip.averaged():
-                seen += [run.looked_at(t), run.gossip.consensus_distance()]
+                seen += [run.gossip.consensus_distance(), run.looked_at(t)]
             seen += [run.looked_at(t), run.gossip.consensus_distance()]
         if t == 9:
             run.gossip.flush()

@@ -194,6 +194,18 @@ def with_copies() -> Any:
     return found
 
 
+def in_two_dimensions() -> Any:
+    """Tensor parallelism and FSDP inside one replica."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replica", "shard", "tensor"))
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1), nn.Tanh())
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return trained(fully_shard(model, mesh=mesh["shard"]))
+
+
 def offloaded() -> Any:
     from torch.distributed.fsdp import CPUOffloadPolicy
 
@@ -225,6 +237,7 @@ GOOD: dict[str, Callable[[], Any]] = {
     "crossing": crossing_nodes,
     "in a group": in_a_group,
     "with copies": with_copies,
+    "in two dimensions": in_two_dimensions,
     "offloaded": offloaded,
     "gathered before": gathered_before,
 }
@@ -241,6 +254,7 @@ def test_what_is_refused_and_what_is_taken(workers):
         assert taken[0][name] > 0, name
         assert all(good[name] == taken[0][name] for good in taken), name
     assert [good["one replica"] for good in taken] == [0.0] * 4
+    assert [good["in two dimensions"] for good in taken] == [0.0] * 4
     assert [good["gathered before"] for good in taken] == [0.0] * 4
     assert taken[0]["in a group"] == taken[1]["in a group"] > 0
     split, copied = taken[0]["with copies"]

@@ -216,8 +216,8 @@ def _state(replica: Replica, *, keep: bool) -> dict[str, Any]:
     replica.parameters.locate()
     if not keep and replica.replicas.shards == 1:
         return {}
-    state: dict[str, Any] = replica.model.state_dict(keep_vars=True)
-    # A tied parameter is one tensor under all its names.
+    # A tied parameter is one tensor under all its names, and is gathered once. (Without shards they are copies already.)
+    state: dict[str, Any] = replica.model.state_dict(keep_vars=replica.replicas.shards > 1)
     known: dict[int, Tensor] = {}
     for key, value in state.items():
         if isinstance(value, Tensor):

@@ -76,7 +76,7 @@ def holds_first_copy(tensor: Tensor) -> bool:
         return True
     sharded: Any = tensor
     here = sharded.device_mesh.get_coordinate()
-    return all(part.is_shard() or place == 0 for part, place in zip(sharded.placements, here, strict=True))
+    return all(not part.is_replicate() or place == 0 for part, place in zip(sharded.placements, here, strict=True))
 
 
 # -- FSDP ----------------------------------------------------------------------------------------------------------------------
