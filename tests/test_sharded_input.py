@@ -206,6 +206,18 @@ def in_two_dimensions() -> Any:
     return trained(fully_shard(model, mesh=mesh["shard"]))
 
 
+def nothing_here() -> Any:
+    """All shards of every second worker are empty."""
+    from torch.distributed.fsdp import fully_shard
+
+    found = []
+    for compression in (None, "bfloat16", "int8"):
+        for topology in ("one-peer-exp", "complete"):
+            model = fully_shard(nn.Linear(6, 1), mesh=mesh_of(2, 2)["shard"])
+            found.append(trained(model, compression=compression, topology=topology))
+    return found
+
+
 def offloaded() -> Any:
     from torch.distributed.fsdp import CPUOffloadPolicy
 
@@ -238,6 +250,7 @@ GOOD: dict[str, Callable[[], Any]] = {
     "in a group": in_a_group,
     "with copies": with_copies,
     "in two dimensions": in_two_dimensions,
+    "nothing here": nothing_here,
     "offloaded": offloaded,
     "gathered before": gathered_before,
 }
@@ -256,6 +269,8 @@ def test_what_is_refused_and_what_is_taken(workers):
     assert [good["one replica"] for good in taken] == [0.0] * 4
     assert [good["in two dimensions"] for good in taken] == [0.0] * 4
     assert [good["gathered before"] for good in taken] == [0.0] * 4
+    assert min(taken[0]["nothing here"]) > 0
+    assert all(good["nothing here"] == taken[0]["nothing here"] for good in taken)
     assert taken[0]["in a group"] == taken[1]["in a group"] > 0
     split, copied = taken[0]["with copies"]
     assert split == copied > 0
