@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ class Odd(nn.Module):
         return result
 
 
+@cache  # its groups take a while
 def mesh_of(replicas: int, shards: int) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 

@@ -13,7 +13,7 @@ from decent_dp.rules import OuterNesterov
 from decent_dp.transport import run_replicas
 from tests.sharded_cases import ADAMW, SGD, Case, Sharded, Unsharded, assert_close, ended, mesh_of, step, train, zero_grad
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(240)
 
 CASES = {
     "base-2": Case({"topology": "base-2"}, fsdp={"reshard_after_forward": True}),
@@ -53,7 +53,7 @@ PLANS = {
 @pytest.mark.parametrize("n", PLANS)
 def test_equal_to_unsharded_replicas(workers, n):
     plan = PLANS[n]
-    found = workers(n, body, plan, timeout=120)
+    found = workers(n, body, plan, timeout=150)
     for number, (replicas, shards, name) in enumerate(plan):
         case = CASES[name]
         wanted = run_replicas(replicas, partial(unsharded, case=case, shards=shards))
@@ -153,7 +153,7 @@ def situations(rank: int, n: int) -> list[Any]:
 
 
 def test_situations(workers):
-    found = workers(4, situations, timeout=120)
+    found = workers(4, situations, timeout=150)
     for number, (name, (case, _)) in enumerate(SITUATIONS.items()):
         wanted = run_replicas(2, lambda transport, case=case, name=name: situation(Unsharded(case, transport, 2), name))
         for rank in range(4):

@@ -20,7 +20,7 @@ from decent_dp.transport import run_replicas
 from tests.resuming import assert_equal, dumb_copy
 from tests.sharded_cases import ADAMW, SGD, Case, Odd, Sharded, Unsharded, mesh_of, shard, step, values, whole, zero_grad
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(240)
 
 
 class Keeping(torch.optim.Optimizer):
@@ -256,7 +256,7 @@ def six(rank: int, n: int, folder: str) -> Any:
 
 
 def test_saved_exported_and_resized(workers, tmp_path):
-    outcomes = workers(4, four, str(tmp_path), timeout=130)
+    outcomes = workers(4, four, str(tmp_path), timeout=150)
     mean, _, found, *_ = outcomes[0]
     replicas = [outcomes[0][1], outcomes[2][1]]
 

@@ -17,7 +17,7 @@ from decent_dp.topo import RingTopology
 from decent_dp.transport import InProcessTransport
 from tests.sharded_cases import SGD, Odd, mesh_of, shard
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 
 def gossip(model: nn.Module, **options: Any) -> decent_dp.Gossip:
@@ -257,7 +257,7 @@ GOOD: dict[str, Callable[[], Any]] = {
 
 
 def test_what_is_refused_and_what_is_taken(workers):
-    outcomes = workers(4, body, timeout=100)
+    outcomes = workers(4, body, timeout=150)
     for name, (_, kind, text) in BAD.items():
         for rank, (errors, _) in enumerate(outcomes):
             assert errors[name][0] == kind, (name, rank, errors[name])
