@@ -164,6 +164,21 @@ def test_the_quick_start_runs_under_torchrun(tmp_path):
     assert (tmp_path / "model.pt").is_file()
 
 
+@pytest.mark.timeout(200)
+def test_the_page_of_sharded_replicas_shows_the_example(tmp_path):
+    (block,) = blocks(ROOT / "docs" / "sharded.md", "python")
+    example = (ROOT / "examples" / "sharded.py").read_text(encoding="utf-8").partition("import annotations\n\n")[2]
+    assert example == "".join(line for line in block.code.splitlines(keepends=True) if not line.startswith("# >"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    script = str(ROOT / "examples" / "sharded.py")
+    done = subprocess.run([*command, script], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    shown = block.code.replace("replicas: 1, workers of each: 1", "replicas: 2, workers of each: 2")
+    compare("under torchrun, docs/sharded.md", shown, done.stdout)
+    assert (tmp_path / "model.pt").is_file()
+
+
 # -- before and after -------------------------------------------------------------------------------------------------------
 
 

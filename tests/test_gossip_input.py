@@ -99,13 +99,6 @@ def lazy(model: nn.Module) -> Given:
     return outer, SGD(model.parameters()), {}
 
 
-def sharded(model: nn.Module) -> nn.Module:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    return fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))  # type: ignore[return-value]
-
-
 def replaced(model: nn.Module) -> Given:
     """``model.to`` makes new parameters under this option of torch, after the optimizer was made."""
     optimizer = SGD(model.parameters())
@@ -146,14 +139,13 @@ BAD: dict[str, tuple[Callable[[nn.Module], Given], str, str]] = {
     "FSDP1": (
         within(named("FullyShardedDataParallel", Engine)),
         TYPE,
-        "wrapped in FullyShardedDataParallel: its parameters",
+        "wrapped in FullyShardedDataParallel: its flat shards cannot be mixed: call fully_shard",
     ),
     "FSDP1 inside": (
         part(named("FullyShardedDataParallel", Engine)),
         TYPE,
         "a part of the model is wrapped in FullyShar",
     ),
-    "DTensor": (within(sharded), TYPE, "'0.weight' is a DTensor"),
     "lazy": (lazy, VALUE, "'1.weight' has no values yet"),
     "meta": (holding(lambda: torch.empty(2, device="meta")), VALUE, "'odd' has no values yet"),
     "meta buffer": (holding(lambda: torch.empty(2, device="meta"), buffer=True), VALUE, "'odd' has no values yet"),

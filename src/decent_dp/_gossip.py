@@ -26,6 +26,7 @@ from decent_dp.replica.construction import Agreed, Arguments, connect_replicas
 from decent_dp.replica.optimizers import check_optimizers, load_optimizer, params_of, saved_optimizer, signature_of
 from decent_dp.replica.replica import Replica, refuse_trained_elsewhere
 from decent_dp.replica.settings import Settings, workers_per_node
+from decent_dp.replica.shards import fsdp_modules, local, mesh_card, reshard
 from decent_dp.replica.shutdown import given_back_on_error
 from decent_dp.replica.snapshot import ENGINE_ENTRIES, check_engine_state, check_scaler_state, copied, first_loss_scale, restore
 from decent_dp.rules import Rule, check_rule
@@ -66,6 +67,9 @@ def gossip(
     schedulers, EMA and logging. Parameters and buffers become those of rank 0. Replicas differ from then on: evaluate and save
     their mean (``averaged``).
 
+    A replica may lie on several workers: its parameters are DTensors then, as ``torch.distributed.fsdp.fully_shard`` makes them
+    on an inner dimension of a mesh, and every worker mixes its part with those at the same position of other replicas.
+
     Args:
         model: already on its device.
         optimizer: any ``torch.optim.Optimizer`` over the model's parameters, or several: then a round ends when each has
@@ -80,7 +84,8 @@ def gossip(
         scaler: the ``torch.GradScaler`` that steps the optimizers: its ``update()`` ends the round.
         bucket_size_in_mb: upper size of what is exchanged together, in MiB.
         local_world_size: workers on each node; None for the launcher's ``LOCAL_WORLD_SIZE``, else 1.
-        process_group: whose workers mix; None for the default group. Ranks of a topology are ranks in it.
+        process_group: whose workers mix; None for the default group. Ranks of a topology are ranks in it, or the numbers of
+            replicas, by their first rank, where a replica lies on several workers.
         transport: how bytes move, for workers that are no processes (``InProcessTransport``); None for torch.distributed.
 
     Raises:
@@ -92,7 +97,9 @@ def gossip(
     optimizers: list[Optimizer] = []
 
     def check() -> Arguments:
-        check_model(model)
+        check_model(model, shards=True)
+        reshard(fsdp_modules(model))
+        card = mesh_card(model)
         _refuse_shared_memory(model)
         refuse_trained_elsewhere(model)
         optimizers.extend(check_optimizers(optimizer, model))
@@ -101,8 +108,8 @@ def gossip(
         settings = Settings(
             bucket_size_in_mb=bucket_size_in_mb, overlap=bool(overlap), scaled=scaled, wire=wire, mix_every=mix_every
         )
-        local = workers_per_node("local_world_size", local_world_size)
-        return Arguments(settings, topology, check_rule(rule), local, {"optimizers": signature_of(optimizers, model)})
+        on_node = workers_per_node("local_world_size", local_world_size)
+        return Arguments(settings, topology, check_rule(rule), on_node, {"optimizers": signature_of(optimizers, model)}, card)
 
     agreed = connect_replicas(model, transport, given is None, check)
     with given_back_on_error(transport, given is None):
@@ -254,7 +261,7 @@ class Gossip(Replica):
     def _lay_out(self) -> list[Bucket]:
         """Buckets in reverse registration order, in which gradients come as a rule: the same on all workers."""
         specs, limit = self.parameters.specs, self.settings.bucket_size_in_mb * MIB
-        return self.engine.lay_out(specs, self.parameters.params, range(len(specs))[::-1], limit, as_view=False)
+        return self.engine.lay_out(specs, self.parameters.locate(), range(len(specs))[::-1], limit, as_view=False)
 
     # -- the mean -----------------------------------------------------------------------------------------------------
 
@@ -270,12 +277,12 @@ class Gossip(Replica):
             NonFiniteError: a replica holds a NaN or an infinity; on all of them.
         """
         averaged = self.averaged_buffers()
-        own = [] if buffers else [(buffer, buffer.clone()) for buffer in averaged]
+        own = [] if buffers else [(buffer, local(buffer).clone()) for buffer in averaged]
         # Of all, whatever other workers were asked for.
         with super().averaged():
             with torch.no_grad():
                 for buffer, value in own:
-                    buffer.copy_(value)
+                    local(buffer).copy_(value)
             yield
 
     def average_(self) -> None:
@@ -301,8 +308,8 @@ class Gossip(Replica):
         if self.mean.backup is not None:
             raise RuntimeError("flush() was called inside averaged(), where the replica has other values: call it after it.")
         with self.faults():
+            self.adopt()
             for bucket in self.engine.buckets:
-                bucket.block.adopt()
                 self.engine.finish(bucket).raise_if_failed()
 
     # -- saves and loads ----------------------------------------------------------------------------------------------
@@ -406,14 +413,15 @@ class Gossip(Replica):
 
     def __repr__(self) -> str:
         kinds = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
-        return f"Gossip({type(self.model).__name__}, {kinds}, rank={self.transport.rank}, topology={self.topology!r})"
+        return f"Gossip({type(self.model).__name__}, {kinds}, rank={self.everyone.rank}, topology={self.topology!r})"
 
 
 def _refuse_shared_memory(model: nn.Module) -> None:
     """Raises ValueError when two trainable parameters share memory, and would be mixed twice."""
     spans = []
-    for name, param in model.named_parameters():
-        if param.requires_grad and param.numel():
+    for name, tensor in model.named_parameters():
+        param = local(tensor)
+        if tensor.requires_grad and param.numel():
             last = sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
             spans.append((str(param.device), param.data_ptr(), param.data_ptr() + (last + 1) * param.itemsize, name))
     spans.sort()

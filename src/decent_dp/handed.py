@@ -39,15 +39,23 @@ _OTHERS = {
     "DistributedDataParallel": "pass its .module",
     "DecentralizedDataParallel": "pass its .module",
     "DataParallel": "pass its .module, and start one process for each GPU",
-    "FullyShardedDataParallel": "its parameters are flat shards, which cannot be mixed: use a model that fits one GPU",
+    "FullyShardedDataParallel": "its flat shards cannot be mixed: call fully_shard on the model and pass it to gossip()",
     "DeepSpeedEngine": "it averages gradients itself: pass its .module, and train with a plain optimizer",
 }
+
+_SHARDED = (
+    "sharded replicas train with decent_dp.gossip(model, optimizer), which mixes after the optimizer's step. Here a replica "
+    "must fit one device."
+)
 
 # -- the model -----------------------------------------------------------------------------------------------------------
 
 
-def check_model(model: Any) -> None:
+def check_model(model: Any, *, shards: bool = False) -> None:
     """Looks whether replicas of a model can train.
+
+    Args:
+        shards: the parameters may be DTensors.
 
     Raises:
         TypeError: it is no module, or PyTorch's wrapper.
@@ -57,6 +65,9 @@ def check_model(model: Any) -> None:
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     for module in model.modules():
         kinds = {kind.__name__ for kind in type(module).__mro__}
+        # Its parameters may be gathered just now, and are no DTensors then.
+        if not shards and "FSDPModule" in kinds:
+            raise TypeError(f"the model is sharded (fully_shard): {_SHARDED}")
         for kind, advice in _OTHERS.items():
             if kind in kinds:
                 where = "model is already wrapped in" if module is model else "a part of the model is wrapped in"
@@ -66,11 +77,8 @@ def check_model(model: Any) -> None:
             raise ValueError(
                 f"'{name}' is a sparse tensor: make it dense, or keep it outside the model's parameters and buffers"
             )
-        if type(tensor).__name__ == "DTensor":
-            raise TypeError(
-                f"'{name}' is a DTensor (fully_shard, tensor parallelism): sharded replicas are not supported yet. Use a model "
-                "that fits one device."
-            )
+        if not shards and type(tensor).__name__ == "DTensor":
+            raise TypeError(f"'{name}' is a DTensor (fully_shard, tensor parallelism): {_SHARDED}")
         if isinstance(tensor, UninitializedParameter) or tensor.is_meta:
             raise ValueError(f"'{name}' has no values yet (lazy or on the meta device): initialise the model first")
     trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]

@@ -12,6 +12,7 @@ from torch import Tensor
 from decent_dp.checkpoint.owner import Trained, replica_of
 from decent_dp.errors import DisagreementError, OutOfStepError
 from decent_dp.replica.averages import average_
+from decent_dp.replica.shards import local
 
 __all__ = ["AveragedReplica"]
 
@@ -43,8 +44,8 @@ class AveragedReplica:
         self.decay = float(decay)
         self.updates = 0
         self._averages = [
-            param.detach().to(torch.promote_types(param.dtype, torch.float32), copy=True)
-            for param in self._replica.parameters.params
+            value.detach().to(torch.promote_types(value.dtype, torch.float32), copy=True)
+            for value in self._replica.parameters.locate()
         ]
 
     @torch.no_grad()
@@ -58,8 +59,8 @@ class AveragedReplica:
         self._replica.catch_up()
         if self._replica.mean.backup is not None:
             raise RuntimeError("update() of AveragedReplica takes the replica in, which is not there inside averaged()")
-        pairs = zip(self._replica.parameters.params, self._averages, strict=True)
-        params = [param.detach().to(average.dtype) for param, average in pairs]
+        pairs = zip(self._replica.parameters.locate(), self._averages, strict=True)
+        params = [value.detach().to(average.dtype) for value, average in pairs]
         if self.updates == 0:
             torch._foreach_copy_(self._averages, params)
         else:
@@ -87,9 +88,9 @@ class AveragedReplica:
         with replica.mean.holding([*params, *replica.model.buffers()]):
             with torch.no_grad():
                 means = [average.clone() for average in self._averages]
-                average_(replica.transport.control, [*means, *replica.averaged_buffers()])
-                for param, mean in zip(params, means, strict=True):
-                    param.copy_(mean)
+                average_(replica.transport.control, [*means, *map(local, replica.averaged_buffers())])
+                for value, mean in zip(replica.parameters.locate(), means, strict=True):
+                    value.copy_(mean)
                 del means
             yield
 
@@ -126,7 +127,7 @@ class AveragedReplica:
         self.updates = int(state_dict["updates"])
 
     def _compare(self) -> None:
-        found = self._replica.transport.control.gather([self.updates, self.decay])
+        found = self._replica.everyone.control.gather([self.updates, self.decay])
         for rank, (updates, decay) in enumerate(found):
             if decay != found[0][1]:
                 raise DisagreementError(

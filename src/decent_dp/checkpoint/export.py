@@ -21,6 +21,7 @@ from decent_dp.handed import FLOAT_DTYPES
 from decent_dp.replica.averages import average_
 from decent_dp.replica.consistency import agree
 from decent_dp.replica.replica import Replica
+from decent_dp.replica.shards import is_sharded
 
 __all__ = ["calibrate", "export"]
 
@@ -53,7 +54,7 @@ def export(model: Trained, path: str | Path, *, loader: Iterable[Any] | None = N
         NonFiniteError: a replica holds a NaN or an infinity. All of these on all workers.
     """
     replica = replica_of(model, "export")
-    control, rank = replica.transport.control, replica.transport.rank
+    control, rank = replica.everyone.control, replica.everyone.rank
     replica.meet("export")
     file = agree(control, lambda: _checked_path(path))
     with contextlib.ExitStack() as undone:
@@ -63,7 +64,8 @@ def export(model: Trained, path: str | Path, *, loader: Iterable[Any] | None = N
         if loader is not None:
             _calibrate(replica, loader)
         _average_buffers(replica)
-        agree(control, lambda: _write(replica.model, file) if rank == 0 else None)
+        state = agree(control, lambda: _state(replica, keep=rank == 0))
+        agree(control, lambda: _write(state, file) if rank == 0 else None)
     return file
 
 
@@ -92,7 +94,7 @@ def calibrate(model: Trained, loader: Iterable[Any]) -> None:
 
 
 def _calibrate(replica: Replica, loader: Iterable[Any]) -> None:
-    control, model = replica.transport.control, replica.model
+    control, model = replica.everyone.control, replica.model
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
     if not norms:
         return
@@ -196,7 +198,7 @@ def _average_buffers(replica: Replica) -> None:
         if tensor is not None and name not in module._non_persistent_buffers_set and tensor.dtype in FLOAT_DTYPES
     }
     buffers = list(found.values())
-    control = replica.transport.control
+    control = replica.everyone.control
     digests = control.gather([_digest(buffer) for buffer in buffers])
     with torch.no_grad():
         average_(control, [b for b, *own in zip(buffers, *digests, strict=True) if len(set(own)) > 1])
@@ -210,12 +212,26 @@ def _digest(tensor: Tensor) -> str:
 # -- the file ---------------------------------------------------------------------------------------------------------
 
 
-def _write(model: nn.Module, path: Path) -> None:
-    state = model.state_dict()
+def _state(replica: Replica, *, keep: bool) -> dict[str, Any]:
+    """The model's state dict on the CPU, whole where it is sharded; empty unless it is to be kept. Called by all workers."""
+    replica.parameters.locate()
+    if not keep and replica.replicas.shards == 1:
+        return {}
+    # A tied parameter is one tensor under all its names, and is gathered once. (Without shards they are copies already.)
+    state: dict[str, Any] = replica.model.state_dict(keep_vars=replica.replicas.shards > 1)
+    known: dict[int, Tensor] = {}
     for key, value in state.items():
         if isinstance(value, Tensor):
-            state[key] = value.detach().cpu()
-        else:
+            if id(value) not in known:
+                whole = value.detach().full_tensor() if is_sharded(value) else value.detach()  # type: ignore[attr-defined]
+                known[id(value)] = whole.cpu() if keep else whole.new_empty(0)
+            state[key] = known[id(value)]
+    return state if keep else {}
+
+
+def _write(state: dict[str, Any], path: Path) -> None:
+    for key, value in state.items():
+        if not isinstance(value, Tensor):
             _check_extra(key, value, path)
     if path.suffix == _SAFETENSORS:
         # Each key has memory of its own: a tied parameter is written under all its names, and any reader finds it.

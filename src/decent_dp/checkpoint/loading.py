@@ -66,7 +66,8 @@ def load(
     replica.refuse_in_join("load", "before")
     replica.catch_up()  # what is due first: the others may be waiting for its exchange
     saver_of(replica).drain()
-    transport = replica.transport
+    replica.parameters.locate()  # also a gathered parameter is looked at as the shard that is loaded
+    transport = replica.everyone
     control, rank, n = transport.control, transport.rank, transport.world_size
 
     def look() -> tuple[Path, list[str]]:
@@ -81,11 +82,15 @@ def load(
             return None
         raise FileNotFoundError(f"no worker sees a checkpoint in {path}: another path, or nothing has been saved there.")
     folder = root / agree(control, lambda: _choose(root, seen))
-    manifest = agree(control, lambda: _checked(folder, replica, n, resize))
+    manifest, replicas = agree(control, lambda: _checked(folder, replica, resize))
     if len({json.dumps(found) for found in control.gather([info.sha256 for info in manifest.files])}) > 1:
         raise CheckpointError(f"the workers see different files in {folder}: copy the same checkpoint to all of them.")
-    same = manifest.world_size == n and resize != "mean"
-    ranks = [rank] if same or resize is None else sources(manifest.world_size, rank, n, resize)
+    # A worker takes the part that it has, of one replica or of several.
+    number, position = replica.replicas.place_of(rank)
+    now = len(replica.replicas.workers)
+    same = len(replicas) == now and resize != "mean"
+    chosen = [number] if same or resize is None else sources(len(replicas), number, now, resize)
+    ranks = [replicas[i][position] for i in chosen]
     tree = agree(control, lambda: _read(folder, manifest, ranks, replica if same else None))
     try:
         put_back(replica, tree["snapshot"])
@@ -150,18 +155,44 @@ def _choose(root: Path, seen: Sequence[Sequence[str]]) -> str:
     return common[0]
 
 
-def _checked(folder: Path, replica: Replica, n: int, resize: str | None) -> Manifest:
-    """The manifest, if it is for this run."""
+def _checked(folder: Path, replica: Replica, resize: str | None) -> tuple[Manifest, Sequence[Sequence[int]]]:
+    """The manifest, if it is for this run, and the workers of each replica that was saved."""
     manifest = read_manifest(folder)
     saved = manifest.signature.get("model") if isinstance(manifest.signature, dict) else None
     different = first_difference(saved, model_signature(replica.model))
     if different is not None:
-        raise CheckpointError(f"{folder} is of another model: {different}. Build the model that was saved.")
-    if manifest.world_size != n and resize is None:
-        raise ValueError(
-            f"{folder} was saved by {manifest.world_size} workers and this run has {n}: pass resize='mean' or resize='spread'."
+        hint = ""
+        if "placed as" in different:
+            hint = " To shard it otherwise, start from the model that export() wrote."
+        raise CheckpointError(f"{folder} is of another model: {different}. Build the model that was saved.{hint}")
+    saved_by, here = _replicas_of(folder, manifest), replica.replicas
+    if len(saved_by[0]) != here.shards:
+        raise CheckpointError(
+            f"{folder} was saved by replicas of {len(saved_by[0])} workers each, and here they have {here.shards}: shard the "
+            "model as it was, or start from the model that export() wrote."
         )
-    return manifest
+    if len(saved_by) != len(here.workers) and resize is None:
+        of_shards = "" if here.shards == 1 else f"replicas of {here.shards} "
+        raise ValueError(
+            f"{folder} was saved by {len(saved_by)} {of_shards}workers and this run has {len(here.workers)}: pass "
+            "resize='mean' or resize='spread'."
+        )
+    return manifest, saved_by
+
+
+def _replicas_of(folder: Path, manifest: Manifest) -> Sequence[Sequence[int]]:
+    """The workers of each replica that was saved; each is one worker where the manifest does not say."""
+    workers, n = manifest.signature.get("replicas"), manifest.world_size
+    if workers is None:
+        return [[rank] for rank in range(n)]
+    if (
+        isinstance(workers, list)
+        and all(isinstance(own, list) and len(own) == len(workers[0]) for own in workers)
+        and all(type(rank) is int for own in workers for rank in own)
+        and sorted(rank for own in workers for rank in own) == list(range(n))
+    ):
+        return workers
+    raise CheckpointError(f"{folder} cannot be used: its manifest says that {n} workers are replicas {str(workers)[:80]}")
 
 
 def _read(folder: Path, manifest: Manifest, ranks: Sequence[int], going_on: Replica | None) -> Any:

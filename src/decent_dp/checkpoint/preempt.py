@@ -212,7 +212,7 @@ class _Agreement(Listener):
     """
 
     def __init__(self, replica: Replica, wish: _Wish, grace: float) -> None:
-        transport = replica.transport
+        transport = replica.everyone
         self._transport, self._board, self._engine = transport, transport.board, replica.engine
         self._where, self._wish, self._grace = f"preemption/{wish.turns}", wish, grace
         self._changed = threading.Condition()

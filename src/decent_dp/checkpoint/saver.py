@@ -96,7 +96,7 @@ def saver_of(replica: Replica) -> Saver:
     saver = _SAVERS.get(replica)
     if saver is None:
         with _ADMITTING:
-            saver = _SAVERS[replica] = Saver(replica.transport)
+            saver = _SAVERS[replica] = Saver(replica.everyone)
         replica.listeners.append(saver)
         # Before the replica's own, which gives the connections back.
         Finalize(replica, _leave, args=(saver,), exitpriority=110)
@@ -224,7 +224,7 @@ class _Job:
     Attributes:
         number: of this save of its wrapper, from 0.
         root, name: of the checkpoint's folder.
-        signature: of the model, for the manifest.
+        signature: for the manifest: of the model; and the workers of each replica, where they are several.
     """
 
     saving: Saving
@@ -233,7 +233,7 @@ class _Job:
     name: str
     keep: int
     round: int
-    signature: list[Any]
+    signature: dict[str, Any]
 
     @property
     def folder(self) -> Path:
@@ -325,7 +325,10 @@ class Saver(Listener):
         round_ = snapshot["round"]
         name = index.folder_name(round_, self._transport.run_id, number)
         saving = Saving(root / name, self._others)
-        return _Job(saving, number, root, name, keep, round_, self._signature_of(replica.model)), text, tensors
+        signature = {"model": self._signature_of(replica.model)}
+        if replica.replicas.shards > 1:
+            signature["replicas"] = [list(workers) for workers in replica.replicas.workers]
+        return _Job(saving, number, root, name, keep, round_, signature), text, tensors
 
     def _signature_of(self, model: nn.Module) -> list[Any]:
         """As ``model_signature``, which is not made anew for every save."""
@@ -458,7 +461,7 @@ class Saver(Listener):
         switching, several = self._transport.rank in first, len(first) > 1
         parts = tuple(FileInfo(record.name, record.bytes, record.sha256) for record in records)
         here = [part for part, record in zip(parts, records, strict=True) if record.folder == place]
-        manifest = Manifest(job.round, len(records), parts, {"model": job.signature})
+        manifest = Manifest(job.round, len(records), parts, job.signature)
         if switching:
             error = self._switch(job, manifest, job.keep + several, here)
             with self._others.waiting():

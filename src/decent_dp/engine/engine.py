@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -52,11 +52,15 @@ ARRIVED, SAT_OUT = Outcome("arrived"), Outcome("sat out")
 class _NonFinite:
     """The rounds that one worker sits out because a replica, its own or another one, is not finite.
 
+    Args:
+        rank_in_all: of a member of an edge, for the texts.
+
     Attributes:
         rounds: how many there were.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rank_in_all: Callable[[int], int]) -> None:
+        self._rank_in_all = rank_in_all
         self.rounds = 0
         self._in_a_row = 0
         # Of the last exchange that was finished: its round, its members, and whether one of them was not finite.
@@ -91,15 +95,15 @@ class _NonFinite:
         for rank in sorted(set(ranks) - self._warned):
             self._warned.add(rank)
             _log.warning(
-                "the replica of worker %d holds a NaN or an infinity (%s): it and whoever it would mix with sit these rounds "
-                "out, so that no other replica gets it. After %d such rounds in a row training stops.",
-                rank,
+                "the replica of worker %d holds a NaN or an infinity (%s). Its exchanges are left out on both sides, so that "
+                "no other replica gets it, until it is finite again; after %d such rounds in a row training stops.",
+                self._rank_in_all(rank),
                 where,
                 NONFINITE_ROUNDS,
             )
         if self._in_a_row < NONFINITE_ROUNDS:
             return SAT_OUT
-        who = " and ".join(f"worker {rank}" for rank in sorted(ranks))
+        who = " and ".join(f"worker {self._rank_in_all(rank)}" for rank in sorted(ranks))
         error = NonFiniteError(
             f"the replica of {who} holds a NaN or an infinity ({where}), as in all of the last {NONFINITE_ROUNDS} rounds: its "
             "loss or a gradient is not finite. Try a lower learning rate, gradient clipping, or a GradScaler in float16, and "
@@ -135,7 +139,7 @@ class Engine:
         self.exchanges = 0
         self.bytes_sent = 0
         self.waited = 0.0
-        self.nonfinite = _NonFinite()
+        self.nonfinite = _NonFinite(transport.rank_in_all)
         self.started: int | None = None
         # Of buckets that are gone: runs that were rejected, and how many there were. Numbers of buckets are not given again, so
         # that what was announced for an old one is not taken for a new one's.

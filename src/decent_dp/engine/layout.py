@@ -132,11 +132,16 @@ class Block:
     """The tensors of a bucket, which somebody else owns and may give other storage.
 
     With ``as_view`` they become views of one flat tensor; without, they stay separate tensors, with the same numbers.
+
+    Args:
+        tensors: of all buckets, by the plan's indices. The list is the owner's, who may put other tensors into it before a
+            call of ``adopt``.
     """
 
     def __init__(self, plan: BucketPlan, tensors: Sequence[Tensor], *, as_view: bool) -> None:
         self.plan = plan
-        self.params = [tensors[slot.index] for slot in plan.slots]
+        self._tensors, self._chosen = tensors, [slot.index for slot in plan.slots]
+        self.params: list[Tensor] = []
         self.names = [slot.spec.name for slot in plan.slots]
         self.flat = torch.empty(plan.numel, dtype=plan.dtype, device=plan.device) if as_view else None
         self._strides = [slot.spec.stride for slot in plan.slots]
@@ -151,7 +156,8 @@ class Block:
         Raises:
             RuntimeError: a tensor no longer has the shape, dtype or device that it had at construction.
         """
-        params = self.params
+        tensors = self._tensors
+        params = self.params = [tensors[index] for index in self._chosen]
         # Called in every step: lists are compared at once, and only a difference is looked into.
         if (
             [p.data_ptr() for p in params] == self._addresses

@@ -11,6 +11,7 @@ from torch import nn
 
 from decent_dp import errors
 from decent_dp.engine.layout import TensorSpec
+from decent_dp.replica.shards import placement
 from decent_dp.transport import Control
 
 __all__ = ["agree", "agree_on_signature", "meet", "model_signature", "share", "worker_counts"]
@@ -95,9 +96,10 @@ def model_signature(model: nn.Module) -> list[list[Any]]:
     entries: list[list[Any]] = []
     for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in tensors:
-            spec = TensorSpec.of(name, tensor)
-            trained = "trained" if tensor.requires_grad else "frozen"
-            entries.append([kind, name, list(spec.shape), str(spec.dtype), list(spec.stride), trained])
+            how, trained = placement(tensor), "trained" if tensor.requires_grad else "frozen"
+            stride = tensor.stride() if how else TensorSpec.of(name, tensor).stride
+            what = f"{trained}, {how}" if how else trained
+            entries.append([kind, name, list(tensor.shape), str(tensor.dtype), list(stride), what])
     return entries
 
 

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from decent_dp.replica.averages import broadcast_
-from decent_dp.replica.consistency import agree_on_signature, model_signature
+from decent_dp.replica.consistency import agree, agree_on_signature, model_signature
 from decent_dp.replica.settings import Settings
+from decent_dp.replica.shards import Replicas, local
 from decent_dp.replica.shutdown import given_back_on_error
 from decent_dp.rules import Rule, settings_of
 from decent_dp.topo import Topology, make_topology
@@ -30,6 +31,7 @@ class Arguments:
     Attributes:
         local_world_size: workers per node.
         more: in what else the workers must be alike, as JSON can hold it.
+        card: on which workers this replica lies (``mesh_card``); None where it is whole on this one.
     """
 
     settings: Settings
@@ -37,19 +39,29 @@ class Arguments:
     rule: Rule
     local_world_size: int
     more: Mapping[str, Any] = field(default_factory=dict)
+    card: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
 class Agreed:
-    """On what all workers agreed; ``mix_every`` of the settings is a part of the topology."""
+    """On what all workers agreed; ``mix_every`` of the settings is a part of the topology.
+
+    Attributes:
+        topology: of replicas, by their numbers.
+        replicas: the workers of each.
+        peers: connects this worker with those that hold the same part of other replicas; ranks in it are the replicas' numbers.
+    """
 
     settings: Settings
     topology: Topology
     rule: Rule
+    replicas: Replicas
+    peers: Transport
 
 
 def connect_replicas(model: nn.Module, transport: Transport, ours: bool, check: Callable[[], Arguments]) -> Agreed:
-    """All workers check their arguments and compare them; then parameters and buffers become those of rank 0.
+    """All workers check their arguments and compare them; then parameters and buffers become those of rank 0, and of a sharded
+    replica those of the worker of the first replica at the same position.
 
     Args:
         transport: connected already.
@@ -61,12 +73,11 @@ def connect_replicas(model: nn.Module, transport: Transport, ours: bool, check: 
     """
 
     def attempt() -> tuple[Agreed, dict[str, Any]]:
-        given = check()
         made = make_topology(
             given.topology,
-            local_world_size=given.local_world_size,
-            world_size=transport.world_size,
-            rank=transport.rank,
+            local_world_size=max(1, given.local_world_size // replicas.shards),
+            world_size=peers.world_size,
+            rank=peers.rank,
         )
         # Called on the class: what a subclass sets on itself may have any name.
         mixing = Topology.every(made, given.settings.mix_every)
@@ -75,11 +86,14 @@ def connect_replicas(model: nn.Module, transport: Transport, ours: bool, check: 
             "topology": made.fingerprint(),
             "settings": {**given.settings.signature(), "rule": settings_of(given.rule), **given.more},
         }
-        return Agreed(given.settings, mixing, given.rule), dict(shared)
+        return Agreed(given.settings, mixing, given.rule, replicas, peers), dict(shared)
 
     with given_back_on_error(transport, ours), torch.no_grad():
+        given = agree(transport.control, check)
+        replicas = Replicas.of(transport.control.gather(given.card))
+        peers = transport if replicas.shards == 1 else transport.among(replicas.peers_of(transport.rank))
         agreed = agree_on_signature(transport.control, transport.rank, attempt)
-        broadcast_(transport.control, [*model.parameters(), *model.buffers()])
-        transport.prepare(agreed.topology._edges_ahead(_PREPARED_ROUNDS))
+        broadcast_(peers.control, [local(tensor) for tensor in (*model.parameters(), *model.buffers())])
+        peers.prepare(agreed.topology._edges_ahead(_PREPARED_ROUNDS))
         transport.control.gather(None)  # a worker that leaves at once must not be gone before all have found it
     return agreed

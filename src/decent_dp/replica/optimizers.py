@@ -15,10 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from decent_dp.replica.shards import is_sharded, local, placed
+
 __all__ = ["check_optimizers", "exact_state", "is_like", "load_optimizer", "params_of", "saved_optimizer", "signature_of"]
 
 # Optimizers that make the workers' parameters equal in each step, by the names of their classes (not to import them).
 _EQUALIZING = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer", "ZeROOptimizer", "DistributedFusedAdam")
+# In a saved state, the key of this worker's part of a DTensor.
+_PART = "part of a DTensor"
 # Of so many parameters an optimizer's signature has the names.
 _NAMED = 8
 
@@ -123,7 +127,7 @@ def saved_optimizer(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
     Raises:
         ValueError: its state dict is not as torch's optimizers have theirs, or a parameter is not the model's.
     """
-    names = _names_of(optimizer, model)
+    names, params = _names_of(optimizer, model), params_of(optimizer)
     state_dict = optimizer.state_dict()
     if not {"state", "param_groups"} <= state_dict.keys():
         raise ValueError(
@@ -134,7 +138,7 @@ def saved_optimizer(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
     groups = [{**group, "params": [names[i] for i in group["params"]]} for group in state_dict["param_groups"]]
     return {
         "kind": type(optimizer).__name__,
-        "state": {names[key]: value for key, value in state.items() if type(key) is int},
+        "state": {names[key]: _parts(value, params[key], names[key]) for key, value in state.items() if type(key) is int},
         "other": {key: value for key, value in state.items() if type(key) is not int},
         "groups": groups,
         "more": {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")},
@@ -159,9 +163,9 @@ def load_optimizer(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, A
         [group["params"] for group in saved["groups"]],
         [[own[id(param)] for param in group["params"]] for group in optimizer.param_groups],
     )
-    numbers = {name: number for number, name in enumerate(names)}
+    numbers, params = {name: number for number, name in enumerate(names)}, dict(zip(names, params_of(optimizer), strict=True))
     groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in saved["groups"]]
-    state = {**{numbers[name]: value for name, value in saved["state"].items()}, **saved["other"]}
+    state = {**{numbers[name]: _whole(value, params[name]) for name, value in saved["state"].items()}, **saved["other"]}
     undo.callback(_load, optimizer, copy.deepcopy(optimizer.state_dict()))
     try:
         _load(optimizer, {**saved["more"], "state": state, "param_groups": groups})
@@ -170,6 +174,46 @@ def load_optimizer(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, A
             f"{kind}.load_state_dict does not take what {kind}.state_dict returned when this was saved "
             f"({type(error).__name__}: {error}): use the version that saved it"
         ) from error
+
+
+def _parts(state: Any, param: Tensor, name: str) -> Any:
+    """A parameter's state, with this worker's parts in the place of DTensors.
+
+    Raises:
+        ValueError: one is not placed as the parameter.
+    """
+    if is_sharded(state):
+        if (state.shape, state.placements, state.device_mesh) != (param.shape, *_place(param)):
+            raise ValueError(
+                f"the state of parameter '{name}' has a DTensor of shape {tuple(state.shape)}, {state.placements}, which is "
+                "not placed as the parameter, and cannot be saved by parts."
+            )
+        return {_PART: local(state)}
+    if type(state) is dict:
+        return {key: _parts(value, param, name) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(_parts(value, param, name) for value in state)
+    if type(state) is deque:
+        return deque((_parts(value, param, name) for value in state), state.maxlen)
+    return state
+
+
+def _whole(saved: Any, param: Tensor) -> Any:
+    """What ``_parts`` was made of."""
+    if type(saved) is dict:
+        if saved.keys() == {_PART}:
+            part, own = saved[_PART], local(param)
+            return placed(torch.empty_like(own, dtype=part.dtype).copy_(part), param)
+        return {key: _whole(value, param) for key, value in saved.items()}
+    if type(saved) in (list, tuple):
+        return type(saved)(_whole(value, param) for value in saved)
+    if type(saved) is deque:
+        return deque((_whole(value, param) for value in saved), saved.maxlen)
+    return saved
+
+
+def _place(param: Any) -> tuple[Any, Any]:
+    return (param.placements, param.device_mesh) if is_sharded(param) else (None, None)
 
 
 def _compare_groups(kind: str, saved: Sequence[Sequence[str]], own: Sequence[Sequence[str]]) -> None:
@@ -216,7 +260,8 @@ def exact_state(loaded: Any, saved: Any, param: Tensor) -> Any:
 
 def is_like(value: Tensor, param: Tensor) -> bool:
     """Whether a state's tensor is laid out as its parameter."""
-    return value.layout == torch.strided and value.shape == param.shape
+    alike = is_sharded(value) == is_sharded(param)
+    return alike and value.layout == torch.strided and value.shape == param.shape
 
 
 def params_of(optimizer: Optimizer) -> list[Tensor]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from torch import Tensor, nn
 
 from decent_dp.engine.layout import TensorSpec
+from decent_dp.replica.shards import fsdp_modules, has_unreduced_gradients, is_sharded, local, reshard
 
 __all__ = ["Parameters"]
 
@@ -17,23 +18,46 @@ class Parameters:
     Attributes:
         names: of the trainable parameters, in registration order; one name for a tied parameter.
         params: these parameters.
+        tensors: their values on this worker, as ``locate`` last found them: the parameters themselves, or their shards.
         numbers: the place of a name in ``names``.
-        specs: what they were like at construction.
+        specs: what ``tensors`` were like at construction.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._fsdp = fsdp_modules(model)
+        reshard(self._fsdp)
         self._at_construction = dict(model.named_parameters())
         trained = [(name, param) for name, param in self._at_construction.items() if param.requires_grad]
         self.names = [name for name, _ in trained]
         self.params = [param for _, param in trained]
+        self.tensors: list[Tensor] = [local(param) for param in self.params]
+        self._are_sharded = any(map(is_sharded, self.params))
         self.numbers = {name: number for number, name in enumerate(self.names)}
-        self.specs = [TensorSpec.of(name, param) for name, param in trained]
+        self.specs = [TensorSpec.of(name, tensor) for name, tensor in zip(self.names, self.tensors, strict=True)]
         self._looks = [(spec.shape, spec.dtype, spec.device) for spec in self.specs]
         self._names_by_id = {id(param): name for name, param in trained}
         self._frozen = [param for param in self._at_construction.values() if not param.requires_grad]
         self._present = list(_parameters(model))  # held, so that no other object takes one's id
         self._present_ids = list(map(id, self._present))
+
+    def locate(self) -> list[Tensor]:
+        """``tensors``, live and as they are now; always the same list.
+
+        Gathered copies, which would not see what is written to them, are dropped.
+        """
+        if self._are_sharded:
+            reshard(self._fsdp)
+            self.tensors[:] = map(local, self.params)
+        return self.tensors
+
+    def refuse_unreduced(self, what: str) -> None:
+        """Raises RuntimeError while gradients are where ``what`` cannot see them."""
+        if has_unreduced_gradients(self._fsdp):
+            raise RuntimeError(
+                f"{what} was called in a window whose gradients FSDP has not reduced yet (set_requires_gradient_sync(False)), "
+                "and they would be lost: call it after the window's last backward."
+            )
 
     def check(self) -> None:
         """Looks whether the model still has the parameters that the workers agreed on.
@@ -42,9 +66,10 @@ class Parameters:
             RuntimeError: a parameter was unfrozen, converted, replaced, added or removed since; the message names it.
         """
         # This runs in every step: lists are compared at once, and only a difference is looked into.
-        if [(p.shape, p.dtype, p.device) for p in self.params] != self._looks:
-            for spec, param in zip(self.specs, self.params, strict=True):
-                spec.check(param)
+        tensors = self.locate()
+        if [(t.shape, t.dtype, t.device) for t in tensors] != self._looks:
+            for spec, tensor in zip(self.specs, tensors, strict=True):
+                spec.check(tensor)
         for param in self._frozen:
             if param.requires_grad:
                 raise RuntimeError(

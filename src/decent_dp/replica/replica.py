@@ -33,6 +33,7 @@ from decent_dp.replica.construction import Agreed
 from decent_dp.replica.mean import Mean
 from decent_dp.replica.module_hooks import ModuleHooks
 from decent_dp.replica.parameters import Parameters
+from decent_dp.replica.shards import holds_first_copy, local
 from decent_dp.replica.shutdown import shut_down
 from decent_dp.replica.stats import Stats
 from decent_dp.rules import settings_of
@@ -66,9 +67,14 @@ class Replica(ABC):
 
     Args:
         model: its trainable parameters are exchanged.
+        transport: of all workers.
         agreed: settings, topology and rule.
 
     Attributes:
+        everyone: connects all workers, for what concerns them all: agreements, checkpoints, reports.
+        transport: connects this worker with those that hold the same part of the other replicas; ranks are the replicas'
+            numbers. It is ``everyone`` where each worker has a whole replica.
+        replicas: the workers of each replica.
         parameters: the trainable ones, with their names.
         mean: what is put aside while the replica is the mean.
         listeners: notified of every round.
@@ -85,12 +91,12 @@ class Replica(ABC):
 
     def __init__(self, model: nn.Module, transport: Transport, agreed: Agreed) -> None:
         self.model = model
-        self.transport = transport
+        self.everyone, self.transport, self.replicas = transport, agreed.peers, agreed.replicas
         self.settings = agreed.settings
         self.parameters = Parameters(model)
         self.topology = agreed.topology
-        self.engine = Engine(transport, self.topology, agreed.rule, WIRES[agreed.settings.wire])
-        self.mean = Mean()
+        self.engine = Engine(self.transport, self.topology, agreed.rule, WIRES[agreed.settings.wire])
+        self.mean = Mean(self.parameters.locate)
         self.listeners: list[Listener] = []
         self.steps = 0
         self.joining = False
@@ -140,9 +146,14 @@ class Replica(ABC):
                 self._flags.popleft().wait()
         if self.mean.backup is not None:  # if the replicas still are the mean, they stay it
             self.forget()
+        self.adopt()
+        self.engine.renew()
+
+    def adopt(self) -> None:
+        """The buckets find the parameters' values where they are now."""
+        self.parameters.locate()
         for bucket in self.engine.buckets:
             bucket.block.adopt()
-        self.engine.renew()
 
     def end_round(self, *, stepped: bool) -> None:
         """All buckets have been started."""
@@ -152,7 +163,7 @@ class Replica(ABC):
 
     def tell_round(self) -> None:
         """Tells the listeners of the round that has ended; outside ``faults``."""
-        self.transport.report("")  # what went wrong before did not end the run
+        self.everyone.report("")  # what went wrong before did not end the run
         for listener in list(self.listeners):
             listener.round_ended()
 
@@ -181,7 +192,7 @@ class Replica(ABC):
             while self._anybody_active():
                 self.mix_only()
         except Exception as error:
-            self.transport.report(f"{type(error).__name__} in round {self.engine.round}: {error}")
+            self.everyone.report(f"{type(error).__name__} in round {self.engine.round}: {error}")
             raise
         finally:
             self.joining = False
@@ -223,7 +234,7 @@ class Replica(ABC):
             yield
         except BaseException as error:
             self._fault = error
-            self.transport.report(f"{type(error).__name__}: {error}")
+            self.everyone.report(f"{type(error).__name__}: {error}")
             raise
 
     def check(self) -> None:
@@ -274,7 +285,7 @@ class Replica(ABC):
         self.refuse_inside(what)
         self.catch_up()
         self.check()
-        meet(self.transport.control, self.engine.round, what)
+        meet(self.everyone.control, self.engine.round, what)
 
     def close(self) -> None:
         """Waits for the exchange in flight, drops it, and releases the connections; parameters stay as they are.
@@ -297,7 +308,7 @@ class Replica(ABC):
         finally:
             self.closed = True
             self.let_go_of_model()
-            self.transport.close()
+            self.everyone.close()
 
     def let_go_of_model(self) -> None:
         """Takes the hooks off."""
@@ -334,8 +345,8 @@ class Replica(ABC):
         Raises:
             NonFiniteError: a replica holds a NaN or an infinity, and all would get it; on all workers.
         """
-        named = zip(self.parameters.names, self.parameters.params, strict=True)
-        found = self.transport.control.gather(next((name for name, p in named if not all_finite(p.detach())), None))
+        named = zip(self.parameters.names, self.parameters.locate(), strict=True)
+        found = self.everyone.control.gather(next((name for name, t in named if not all_finite(t.detach())), None))
         for rank, name in enumerate(found):
             if name is not None:
                 raise NonFiniteError(
@@ -347,20 +358,21 @@ class Replica(ABC):
     @torch.no_grad()
     def become_mean(self, buffers: Sequence[Tensor] = ()) -> list[Tensor]:
         """Parameters and ``buffers`` become the mean; the squared distances of the parameters to it, as they were."""
-        params = [param.detach() for param in self.parameters.params]
-        return average_(self.transport.control, [*params, *buffers])[: len(params)]
+        params = [tensor.detach() for tensor in self.parameters.locate()]
+        return average_(self.transport.control, [*params, *map(local, buffers)])[: len(params)]
 
     @torch.no_grad()
     def consensus_distance(self) -> float:
-        """Root mean square over workers of the replicas' L2 distance to their mean. Called by all workers.
+        """Root mean square over replicas of their L2 distance to their mean. Called by all workers.
 
         Raises:
             OutOfStepError: the workers have made different numbers of updates; on all of them.
         """
         self.meet("consensus_distance")
-        own = squared_distance(self.transport.control, [param.detach() for param in self.parameters.params])
-        squares = self.transport.control.gather(own)
-        return float((sum(squares) / len(squares)) ** 0.5)
+        pairs = zip(self.parameters.params, self.parameters.locate(), strict=True)
+        # What a replica has several copies of counts once.
+        own = squared_distance(self.transport.control, [part.detach() for param, part in pairs if holds_first_copy(param)])
+        return float((sum(self.everyone.control.gather(own)) / self.transport.world_size) ** 0.5)
 
     # -- saves and loads ----------------------------------------------------------------------------------------------
 
@@ -375,6 +387,7 @@ class Replica(ABC):
     def before_load(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
         """A module's own tensors are about to be overwritten by ``state``: what is in flight belongs to the old values."""
         self.catch_up()
+        self.parameters.locate()
         params, buffers = (
             [tensor for name, tensor in own.items() if tensor is not None and prefix + name in state]
             for own in (module._parameters, module._buffers)
@@ -387,8 +400,7 @@ class Replica(ABC):
 
     def after_load(self) -> None:
         """Parameters have the values that were loaded."""
-        for bucket in self.engine.buckets:
-            bucket.block.adopt()
+        self.adopt()
         self.engine.renew()
 
     @cached_property

@@ -4,7 +4,7 @@ An exchange that is in flight is not waited for: every worker keeps what it has 
 dict has these entries, and those of the driver:
 
     driver        whose snapshot it is: 'wrapper' or 'gossip'
-    parameters    {name: tensor}, frozen ones too
+    parameters    {name: tensor}, frozen ones too; of DTensors, here and below, this worker's part
     buffers       {name: tensor}, those that a state dict leaves out too
     extra_state   {module name: what its get_extra_state returns}
     grads         {name: gradient} of those that are there
@@ -29,6 +29,7 @@ from torch.nn import Parameter
 from decent_dp.errors import OutOfStepError
 from decent_dp.replica.consistency import agree, worker_counts
 from decent_dp.replica.replica import Replica
+from decent_dp.replica.shards import local, placed
 
 __all__ = ["ENGINE_ENTRIES", "check_scaler_state", "copied", "first_loss_scale", "put_back", "restore", "take"]
 
@@ -58,6 +59,7 @@ def take(replica: Replica) -> dict[str, Any]:
     """
     replica.refuse_closed()
     replica.come_to_boundary("save")
+    replica.parameters.refuse_unreduced("save")
     mean = replica.mean
     if mean.backup is not None and not mean.scoped:
         raise RuntimeError(
@@ -67,12 +69,13 @@ def take(replica: Replica) -> dict[str, Any]:
         )
     own = {id(tensor): value for tensor, value in mean.backup or ()}
     model = replica.model
+    replica.parameters.locate()
     named = zip(replica.parameters.names, replica.parameters.params, strict=True)
     return {
-        "parameters": {name: own.get(id(param), param.detach()) for name, param in model.named_parameters()},
-        "buffers": {name: own.get(id(buffer), buffer.detach()) for name, buffer in model.named_buffers()},
+        "parameters": {name: own.get(id(param), local(param).detach()) for name, param in model.named_parameters()},
+        "buffers": {name: own.get(id(buffer), local(buffer).detach()) for name, buffer in model.named_buffers()},
         "extra_state": {name: module.get_extra_state() for name, module in _with_extra_state(model).items()},
-        "grads": {name: param.grad.detach() for name, param in named if param.grad is not None},
+        "grads": {name: local(param.grad).detach() for name, param in named if param.grad is not None},
         **replica.engine_entries(),
         **replica.saved_entries(),
     }
@@ -105,7 +108,7 @@ def put_back(replica: Replica, snapshot: dict[str, Any]) -> None:
         replica.refuse_inside("load")
         replica.check()
 
-    agree(replica.transport.control, refuse)
+    agree(replica.everyone.control, refuse)
     restore(replica, snapshot, lambda: _check(replica, snapshot), lambda: _write(replica, snapshot))
     replica.mean.backup = None
 
@@ -119,7 +122,7 @@ def restore(replica: Replica, state: dict[str, Any], check: Callable[[], None], 
     """
     # Whatever the caller does: what is made here has to train.
     with torch.inference_mode(False), torch.no_grad():
-        control = replica.transport.control
+        control = replica.everyone.control
 
         def fits() -> bool:
             check()
@@ -176,8 +179,8 @@ def _check(replica: Replica, snapshot: dict[str, Any]) -> None:
     replica.parameters.check()
     model = replica.model
     check_engine_state(replica, snapshot)
-    _check_tensors("parameter", snapshot["parameters"], dict(model.named_parameters()))
-    _check_tensors("buffer", snapshot["buffers"], dict(model.named_buffers()))
+    _check_tensors("parameter", snapshot["parameters"], {name: local(param) for name, param in model.named_parameters()})
+    _check_tensors("buffer", snapshot["buffers"], {name: local(buffer) for name, buffer in model.named_buffers()})
     _check_names("extra state of the module", snapshot["extra_state"], _with_extra_state(model))
     _check_gradients(snapshot["grads"], dict(zip(replica.parameters.names, replica.parameters.params, strict=True)))
     replica.check_entries(snapshot)
@@ -209,7 +212,7 @@ def _compare(replica: Replica, state: dict[str, Any], fits: bool) -> bool:
     engine, exchange = replica.engine, state["exchange"]
     order = hashlib.sha256(json.dumps(state.get("order")).encode()).hexdigest()
     now = engine.round if engine.buckets else None
-    found = replica.transport.control.gather([state["round"], order, fits, now, fits and exchange["in_flight"]])
+    found = replica.everyone.control.gather([state["round"], order, fits, now, fits and exchange["in_flight"]])
     if len({round_ for round_, *_ in found}) > 1:
         counts = worker_counts([round_ for round_, *_ in found])
         raise OutOfStepError(
@@ -233,10 +236,10 @@ def _write(replica: Replica, snapshot: dict[str, Any]) -> None:
         (snapshot["buffers"], replica.model.named_buffers()),
     ):
         for name, tensor in own:
-            tensor.copy_(values[name])
+            local(tensor).copy_(values[name])
     for name, param in zip(replica.parameters.names, replica.parameters.params, strict=True):
         grad = snapshot["grads"].get(name)
-        param.grad = None if grad is None else _like(grad, param)
+        param.grad = None if grad is None else placed(_like(grad, local(param)), param)
     replica.steps = snapshot["steps"]
 
 
@@ -246,7 +249,7 @@ def _check_gradients(saved: Mapping[str, Any], params: Mapping[str, Parameter]) 
             raise ValueError(f"the snapshot has a gradient of '{name}', which is no trainable parameter of this model")
         param = params[name]
         # Newer versions of torch let gradients have a dtype of their own; None stands for any.
-        theirs, ours = _described(grad), _described(param, getattr(param, "grad_dtype", param.dtype) or grad.dtype)
+        theirs, ours = _described(grad), _described(local(param), getattr(param, "grad_dtype", param.dtype) or grad.dtype)
         if theirs != ours:
             raise ValueError(f"the gradient of '{name}' was saved as {theirs}, and is {ours} in this model")
 

@@ -206,6 +206,22 @@ class Transport(ABC):
     def report(self, cause: str) -> None:
         """Leaves word of what went wrong here, for the others to quote if they lose this worker; '' takes it back."""
 
+    def rank_in_all(self, rank: int) -> int:
+        """The rank of worker ``rank`` among all workers, for a text: another one where this is a part (``among``)."""
+        return rank
+
+    def among(self, ranks: Sequence[int]) -> Transport:
+        """The workers ``ranks``, this one included, as a transport of their own, numbered from 0 in this order.
+
+        Called by these workers together.
+
+        Raises:
+            TypeError: this kind of transport has no parts.
+        """
+        raise TypeError(
+            f"{type(self).__name__} connects whole replicas, and shards of one lie on processes: leave transport= out."
+        )
+
     @abstractmethod
     def close(self) -> None:
         """Gives connections and threads back. What is under way must have been waited for."""

@@ -330,7 +330,8 @@ class _Group:
         self, links: Links, parcel: Parcel, delivery: _Delivery, nodes: list[list[int]], rank: int, room: _Room
     ) -> None:
         pieces = range(len(parcel.wire.pieces))
-        self._branches = [_Branch(links, parcel, delivery, find_place(nodes, piece, rank), piece, room) for piece in pieces]
+        places = [find_place(nodes, piece, rank) for piece in pieces]
+        self._branches = [_Branch(links, parcel, delivery, places[piece], piece, room, rank) for piece in pieces]
         self._links, self._parcel, self._done = links, parcel, 0
         self.bytes_sent = sum(branch.bytes_sent for branch in self._branches)
         # One more than the pieces' messages, until all of this worker's own are coded.
@@ -353,8 +354,10 @@ class _Group:
 class _Branch:
     """This worker's part in the tree of one piece."""
 
-    def __init__(self, links: Links, parcel: Parcel, delivery: _Delivery, place: Place, number: int, room: _Room) -> None:
-        self._links, self._parcel, self._delivery = links, parcel, delivery
+    def __init__(
+        self, links: Links, parcel: Parcel, delivery: _Delivery, place: Place, number: int, room: _Room, rank: int
+    ) -> None:
+        self._links, self._parcel, self._delivery, self._rank = links, parcel, delivery, rank
         self._place, self._number, self._room = place, number, room
         piece = parcel.wire.pieces[number]
         self._range, self._size = slice(piece.start, piece.stop), piece.stop - piece.start
@@ -382,7 +385,7 @@ class _Branch:
             self._receive(self._place.parent, self._down, lambda: self._parcel.received[self._range], self._spread)
 
     def own_ready(self) -> None:
-        self._guarded(self._parcel.rank, self._ready)
+        self._guarded(self._rank, self._ready)
 
     def _gather(self) -> None:
         self._held = self._needed
@@ -425,7 +428,7 @@ class _Branch:
 
     def _combine(self, own: Tensor, out: Tensor) -> None:
         # By rank, whoever is the root: so the numbers do not depend on how the bucket is cut into pieces.
-        parts = [(self._parcel.rank, 1, own), *((child, size, self._sums[child]) for child, size in self._place.children)]
+        parts = [(self._rank, 1, own), *((child, size, self._sums[child]) for child, size in self._place.children)]
         parts.sort(key=lambda part: part[0])
         messages, sizes = [message for _, _, message in parts], [size for _, size, _ in parts]
         self._parcel.combine(self._number, messages, sizes, out, self._place.part)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from decent_dp.transport.inprocess import InProcessTransport
 from decent_dp.transport.linked import LinkedExchange
 from decent_dp.transport.links import Links
 from decent_dp.transport.nccl import NcclGroups, NcclPairs
+from decent_dp.transport.peers import Peers
 from decent_dp.transport.waiter import Waiter
 from decent_dp.wire import Lossless
 
@@ -61,9 +62,8 @@ class ProcessGroupTransport(Transport, Exchange):
         self._notes = Notes(self._board, meeting.rank)
         self._waiter = Waiter("decent_dp-staging")
         self._communicators: dict[str, Communicator] = {}
-        ranks = range(meeting.world_size)
-        everybody = self._made("all", ranks, lambda: meeting.gloo("all", ranks))
-        self._control = _GlooControl(everybody, self._explain_all)
+        self._controls: dict[str, Control] = {}
+        self._connect_control("all", range(meeting.world_size))
         self._links = Links(meeting.rank, meeting.near, listen(meeting), lambda peer: dial(meeting, peer), meeting.token)
         self._linked = LinkedExchange(self._links, meeting.rank, meeting.node_of, self._waiter, self.timeout, self._explain)
 
@@ -73,9 +73,7 @@ class ProcessGroupTransport(Transport, Exchange):
 
     @property
     def control(self) -> Control:
-        if not self._communicators:
-            raise RuntimeError("the transport was closed")
-        return self._control
+        return self._control_of("all")
 
     @property
     def board(self) -> Board:
@@ -96,7 +94,14 @@ class ProcessGroupTransport(Transport, Exchange):
         self._links.close()
         self._communicators.clear()
         # With the last reference the communicator goes.
-        self.__dict__.pop("_control", None)
+        self._controls.clear()
+
+    def among(self, ranks: Sequence[int]) -> Transport:
+        """The workers ``ranks``, this one included, as a transport of their own over the same connections; it is closed with
+        this one. Called by these workers together."""
+        name = f"among/{tuple(ranks)}"
+        self._connect_control(name, ranks)
+        return Peers(self, ranks, lambda: self._control_of(name))
 
     def choose(self, edge: Edge, parcel: Parcel) -> Exchange:
         """Who moves this parcel: by where it is, its wire and the size of its edge."""
@@ -138,9 +143,18 @@ class ProcessGroupTransport(Transport, Exchange):
     def _explain(self, error: Exception, ranks: list[int], label: Label) -> RuntimeError:
         return peer_error(error, ranks, str(label), self._notes, self._meeting.timeout)
 
-    def _explain_all(self, error: RuntimeError, what: str) -> RuntimeError:
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
-        return peer_error(error, others, what, self._notes, self._meeting.timeout)
+    def _connect_control(self, name: str, ranks: Sequence[int]) -> None:
+        others = [rank for rank in ranks if rank != self.rank]
+
+        def explain(error: RuntimeError, what: str) -> RuntimeError:
+            return peer_error(error, others, what, self._notes, self._meeting.timeout)
+
+        self._controls[name] = _GlooControl(self._made(name, ranks, lambda: self._meeting.gloo(name, ranks)), explain)
+
+    def _control_of(self, name: str) -> Control:
+        if name not in self._controls:
+            raise RuntimeError("the transport was closed")
+        return self._controls[name]
 
 
 class _GlooControl(Control):

@@ -1,0 +1,232 @@
+"""Replicas whose parameters are DTensors: the workers that hold one together, and the part that a worker holds.
+
+Workers with the same position in their replicas hold the same part, and mix it with each other. What is done to values is
+done to these parts, as plain tensors. The modules that ``fully_shard`` makes also put other parameters, gathered ones, into
+their places for a while; ``reshard`` takes these out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from decent_dp.errors import DisagreementError
+
+__all__ = [
+    "Replicas",
+    "fsdp_modules",
+    "has_unreduced_gradients",
+    "holds_first_copy",
+    "is_sharded",
+    "local",
+    "mesh_card",
+    "placed",
+    "placement",
+    "reshard",
+]
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether it is a DTensor. By its name: importing the class takes most of a second."""
+    return type(tensor).__name__ == "DTensor"
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a DTensor that this worker holds, which shares its memory; any other tensor itself.
+
+    FSDP replaces it (at the first forward, and when the model is moved): to be asked anew each time.
+    """
+    if not is_sharded(tensor):
+        return tensor
+    sharded: Any = tensor
+    with torch.no_grad():
+        part: Tensor = sharded.to_local()
+    return part
+
+
+def placed(part: Tensor, like: Tensor) -> Tensor:
+    """The tensor of which ``part`` is this worker's, placed as ``like``."""
+    if not is_sharded(like):
+        return part
+    sharded: Any = like
+    made: Tensor = type(sharded).from_local(
+        part, sharded.device_mesh, sharded.placements, run_check=False, shape=sharded.shape, stride=sharded.stride()
+    )
+    return made
+
+
+def placement(tensor: Tensor) -> str:
+    """How a DTensor lies on the workers of its replica, in words that are the same on all of them; '' for other tensors."""
+    if not is_sharded(tensor):
+        return ""
+    sharded: Any = tensor
+    how = ", ".join(f"{type(part).__name__}({getattr(part, 'dim', '')})" for part in sharded.placements)
+    ranks = sharded.device_mesh.mesh
+    positions = torch.searchsorted(ranks.flatten().sort().values, ranks.contiguous())
+    return f"placed as {how} on the workers {positions.tolist()} of each replica"
+
+
+def holds_first_copy(tensor: Tensor) -> bool:
+    """Whether this worker's part is the first of its copies in the replica."""
+    if not is_sharded(tensor):
+        return True
+    sharded: Any = tensor
+    here = sharded.device_mesh.get_coordinate()
+    return all(not part.is_replicate() or place == 0 for part, place in zip(sharded.placements, here, strict=True))
+
+
+# -- FSDP ----------------------------------------------------------------------------------------------------------------------
+
+
+def fsdp_modules(model: nn.Module) -> list[Any]:
+    """The modules that ``fully_shard`` has made of the model's."""
+    return [module for module in model.modules() if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)]
+
+
+def reshard(modules: Iterable[Any]) -> None:
+    """Has the sharded parameters be the modules', and drops gathered copies, which would be stale after a write to them."""
+    for module in modules:
+        module.reshard()
+
+
+def has_unreduced_gradients(modules: Iterable[Any]) -> bool:
+    """Whether FSDP keeps gradients that it has not reduced yet, in places of its own: only its internals show them."""
+    for module in modules:
+        state = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        for param in (param for group in groups for param in getattr(group, "fsdp_params", ())):
+            gathered = getattr(param, "_unsharded_param", None)
+            if getattr(param, "unsharded_accumulated_grad", None) is not None:
+                return True
+            if gathered is not None and gathered.grad is not None:
+                return True
+    return False
+
+
+# -- who holds what ------------------------------------------------------------------------------------------------------------
+
+
+def mesh_card(model: nn.Module) -> dict[str, Any] | None:
+    """On which workers this replica lies, as JSON can hold it; None where it is whole on this one.
+
+    Returns:
+        rank   this worker's in the default group
+        ranks  those of all workers of the replica, sorted
+        alone  the mesh has another dimension, for the replicas, and there is one of them
+
+    Raises:
+        ValueError: the parameters lie on different workers, or in a way that cannot be mixed; names one.
+    """
+    named = [*model.named_parameters(), *model.named_buffers()]
+    sharded: list[tuple[str, Any]] = [(name, tensor) for name, tensor in named if is_sharded(tensor)]
+    if not sharded:
+        return None
+    first, mesh = sharded[0][0], sharded[0][1].device_mesh
+    ranks = _ranks(mesh)
+    for name, tensor in sharded:
+        if any(part.is_partial() for part in tensor.placements):
+            raise ValueError(
+                f"'{name}' is placed as {tensor.placements}: a Partial placement holds summands, which cannot be mixed. "
+                "Redistribute it to Shard or Replicate before gossip()."
+            )
+        if _ranks(tensor.device_mesh) != ranks:
+            raise ValueError(
+                f"'{name}' lies on the workers {_ranks(tensor.device_mesh)}, and '{first}' on {ranks}: all parameters of a "
+                "replica must lie on the same workers."
+            )
+    for name, param in model.named_parameters():
+        if param.requires_grad and not is_sharded(param):
+            raise ValueError(
+                f"parameter '{name}' trains and is not sharded, and '{first}' is: its copies in one replica would drift apart. "
+                "Call fully_shard on the whole model (after its parts), or freeze it."
+            )
+    # Which mesh it was sliced from: older versions of torch do not tell.
+    root = getattr(mesh, "_get_root_mesh", lambda: mesh)()
+    return {"rank": mesh.get_rank(), "ranks": ranks, "alone": root.ndim > mesh.ndim and root.size() == mesh.size()}
+
+
+def _ranks(mesh: Any) -> list[int]:
+    found: list[int] = mesh.mesh.flatten().sort().values.tolist()
+    return found
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """How the workers are dealt out to replicas.
+
+    Attributes:
+        workers: of each replica the ranks of its workers, by position. A replica is numbered by its place here.
+    """
+
+    workers: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, cards: Sequence[dict[str, Any] | None]) -> Replicas:
+        """From what ``mesh_card`` has found on each worker, by rank.
+
+        Raises:
+            ValueError, DisagreementError: these are no replicas of one kind; all workers come to the same.
+        """
+        found: list[dict[str, Any]] = [card for card in cards if card is not None]
+        if not found:
+            return cls(tuple((rank,) for rank in range(len(cards))))
+        if len(found) < len(cards):
+            plain, sharded = (next(rank for rank, card in enumerate(cards) if (card is None) == none) for none in (True, False))
+            raise DisagreementError(
+                f"the model is sharded on worker {sharded} (its parameters are DTensors) and not on worker {plain}: build the "
+                "same model on every worker, and call fully_shard on all of them."
+            )
+        at = {card["rank"]: rank for rank, card in enumerate(found)}
+        for rank, card in enumerate(found):
+            outside = [other for other in card["ranks"] if other not in at]
+            if outside:
+                raise ValueError(
+                    f"the replica of worker {rank} lies on the ranks {card['ranks']} of the default group, and {outside} are "
+                    "not in the process group that mixes: process_group must be of whole replicas, or left out."
+                )
+        members = [tuple(at[other] for other in card["ranks"]) for card in found]
+        for rank, own in enumerate(members):
+            for other in own:
+                if members[other] != own or rank not in own:
+                    raise ValueError(
+                        f"worker {rank} holds a part of a replica on the workers {list(own)}, and worker {other} of one on "
+                        f"{list(members[other])}: replicas must not overlap. Use the slice of one mesh: {_MESH}."
+                    )
+        workers = tuple(sorted(set(members), key=min))
+        for other_replica in workers:
+            if len(other_replica) != len(workers[0]):
+                raise ValueError(
+                    f"the replica on the workers {list(workers[0])} has {len(workers[0])} shards, and that on "
+                    f"{list(other_replica)} has {len(other_replica)}: all replicas must have as many. Use the slice of one "
+                    f"mesh: {_MESH}."
+                )
+        if len(workers) == 1 < len(cards) and not all(card["alone"] for card in found):
+            raise ValueError(
+                f"all {len(cards)} workers hold parts of one replica, and nobody is left to mix with: shard over an inner "
+                f"dimension of a mesh, {_MESH}. (With one replica on purpose: the same, with replicas = 1.)"
+            )
+        return cls(workers)
+
+    @property
+    def shards(self) -> int:
+        """Workers of each replica."""
+        return len(self.workers[0])
+
+    def place_of(self, rank: int) -> tuple[int, int]:
+        """The number of a worker's replica, and its position in it."""
+        return next((number, own.index(rank)) for number, own in enumerate(self.workers) if rank in own)
+
+    def peers_of(self, rank: int) -> list[int]:
+        """The workers at the same position of all replicas, by the number of the replica."""
+        _, position = self.place_of(rank)
+        return [own[position] for own in self.workers]
+
+
+_MESH = (
+    'mesh = init_device_mesh(device, (replicas, shards), mesh_dim_names=("replica", "shard")) and '
+    'fully_shard(..., mesh=mesh["shard"])'
+)

@@ -1,0 +1,62 @@
+"""Some of a transport's workers, as a transport of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from decent_dp.topo import Edge
+from decent_dp.transport.base import Board, Control, Exchange, Handle, Label, Parcel, Transport
+
+__all__ = ["Peers"]
+
+
+class Peers(Transport, Exchange):
+    """The workers ``ranks`` of ``whole``, numbered from 0 in this order.
+
+    Edges, and the ranks in parcels, are in these numbers; errors name the ranks of the whole.
+
+    Args:
+        control: the collectives of these workers alone; asked each time, as the whole may have been closed.
+    """
+
+    def __init__(self, whole: Transport, ranks: Sequence[int], control: Callable[[], Control]) -> None:
+        super().__init__(list(ranks).index(whole.rank), len(ranks), whole.run_id, whole.timeout)
+        self._whole, self._ranks, self._made = whole, tuple(ranks), control
+
+    @property
+    def exchange(self) -> Exchange:
+        return self
+
+    @property
+    def control(self) -> Control:
+        return self._made()
+
+    @property
+    def board(self) -> Board:
+        return self._whole.board
+
+    def lost(self) -> list[int]:
+        lost = self._whole.lost()
+        return [number for number, rank in enumerate(self._ranks) if rank in lost]
+
+    def rank_in_all(self, rank: int) -> int:
+        return self._ranks[rank]
+
+    def prepare(self, edges: list[Edge]) -> None:
+        self._whole.prepare([self._in_whole(edge) for edge in edges])
+
+    def report(self, cause: str) -> None:
+        self._whole.report(cause)
+
+    def close(self) -> None:
+        self._whole.close()
+
+    def announce(self, edge: Edge, label: Label, text: bytes) -> None:
+        self._whole.exchange.announce(self._in_whole(edge), label, text)
+
+    def start(self, edge: Edge, parcel: Parcel) -> Handle:
+        # The parcel keeps the numbers of here: they choose the noise of its rounding, and nothing else.
+        return self._whole.exchange.start(self._in_whole(edge), parcel)
+
+    def _in_whole(self, edge: Edge) -> Edge:
+        return Edge([self._ranks[number] for number in edge.ranks], edge.weight)

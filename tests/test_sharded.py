@@ -1,0 +1,179 @@
+"""Sharded replicas are equal to unsharded ones: numbers."""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from decent_dp.rules import OuterNesterov
+from decent_dp.transport import run_replicas
+from tests.sharded_cases import ADAMW, SGD, Case, Sharded, Unsharded, assert_close, ended, mesh_of, step, train, zero_grad
+
+pytestmark = pytest.mark.timeout(240)
+
+CASES = {
+    "base-2": Case({"topology": "base-2"}, fsdp={"reshard_after_forward": True}),
+    "one-peer-exp": Case({"topology": "one-peer-exp", "overlap": False}, ADAMW, fsdp={"reshard_after_forward": False}),
+    "complete": Case({"topology": "complete", "bucket_size_in_mb": 1e-4}, ADAMW),
+    "mix_every": Case({"mix_every": 3}, clip=0.3),
+    "window": Case({"topology": "complete"}, window=2, clip=0.3, fsdp={"reshard_after_forward": False}),
+    "bf16": Case({}, ADAMW, bf16=True),
+    "outer": Case({"rule": OuterNesterov(), "topology": "complete", "mix_every": 4}, ADAMW),
+    # How it rounds depends on where a tensor is cut.
+    "bfloat16": Case({"compression": "bfloat16"}, tolerance=0.02),
+    "int8": Case({"compression": "int8", "topology": "complete", "overlap": False}, tolerance=0.05),
+}
+SIX = ("base-2", "one-peer-exp", "window", "bf16", "outer")
+THREE = ("complete", "int8")
+
+
+def body(rank: int, n: int, plan: list[tuple[int, int, str]]) -> list[Any]:
+    found = []
+    for replicas, shards, name in plan:
+        # Seeds differ: all replicas become the first.
+        mesh = mesh_of(replicas, shards)
+        found.append(train(Sharded(CASES[name], mesh, seed=mesh.get_coordinate()[0])))
+    return found
+
+
+def unsharded(transport: Any, case: Case, shards: int) -> Any:
+    return train(Unsharded(case, transport, shards, seed=transport.rank))
+
+
+PLANS = {
+    4: [(2, 2, name) for name in CASES],
+    6: [*((2, 3, name) for name in SIX), *((3, 2, name) for name in THREE)],
+}
+
+
+@pytest.mark.parametrize("n", PLANS)
+def test_equal_to_unsharded_replicas(workers, n):
+    plan = PLANS[n]
+    found = workers(n, body, plan, timeout=150)
+    for number, (replicas, shards, name) in enumerate(plan):
+        case = CASES[name]
+        wanted = run_replicas(replicas, partial(unsharded, case=case, shards=shards))
+        for rank in range(n):
+            where = f"{replicas} x {shards}, {name}, worker {rank}"
+            assert_close(found[rank][number], wanted[rank // shards], case.tolerance, where)
+        distances = {found[rank][number]["distance"] for rank in range(n)}
+        assert len(distances) == 1, (name, distances)
+
+
+# -- what else happens in a run --------------------------------------------------------------------------------------------
+
+
+def closure(run: Any) -> None:
+    def again(t: int) -> Any:
+        zero_grad(run)
+        run.gradients(t)
+
+    for t in range(8):
+        run.optimizers[0].step(lambda t=t: again(t))
+
+
+def schedule(run: Any) -> None:
+    scheduler = torch.optim.lr_scheduler.StepLR(run.optimizers[0], 3, 0.5)
+    for t in range(8):
+        step(run, t)
+        scheduler.step()
+
+
+def load(run: Any) -> None:
+    kept = {}
+    for t in range(9):
+        step(run, t)
+        if t == 2:
+            kept = {name: value.detach().clone() for name, value in run.model.state_dict().items()}
+        if t == 5:
+            run.looked_at(t)
+            run.model.load_state_dict(kept)
+            if run.replica == 0:  # a part of it again: nothing is in flight for it any more
+                run.model.load_state_dict({"scale": kept["scale"]}, strict=False)
+
+
+def uneven(run: Any) -> None:
+    with run.gossip.join():
+        for t in range(3 if run.replica else 6):
+            step(run, t)
+
+
+def skipped(run: Any) -> None:
+    """A forward without a backward, and one that is looked at inside averaged(), which an error leaves."""
+    for t in range(6):
+        if t == 3:
+            run.looked_at(t)
+            with contextlib.suppress(ZeroDivisionError), run.gossip.averaged():
+                run.looked_at(t)
+                raise ZeroDivisionError
+        step(run, t)
+
+
+def scaled(run: Any) -> None:
+    """One replica skips a step: one of its shards has an infinite gradient."""
+    for t in range(6):
+        zero_grad(run)
+        run.gradients(t, run.scaler.get_scale() if t else 256.0)
+        if t == 3 and run.replica == 1 and getattr(run, "position", 1) == 1:
+            grad = run.model.first.weight.grad
+            (grad.to_local() if hasattr(grad, "to_local") else grad)[0, 0] = float("inf")
+        if not t:
+            run.scaler.scale(torch.zeros(()))  # it has its scale from the first loss on
+        run.scaler.step(run.optimizers[0])
+        run.scaler.update()
+
+
+def two(params: list[Any]) -> list[torch.optim.Optimizer]:
+    trained = [param for param in params if param.requires_grad]
+    return [ADAMW(trained[:3]), SGD(trained[3:])]
+
+
+SITUATIONS = {
+    "closure": (Case(), closure),
+    "schedule": (Case(optimizer=two), schedule),
+    "load": (Case({"rule": OuterNesterov(), "mix_every": 2}), load),
+    "uneven": (Case({"topology": "complete"}), uneven),
+    "scaled": (Case({"topology": "complete"}, scaled=True), scaled),
+    "skipped": (Case(fsdp={"reshard_after_forward": False}), skipped),
+}
+
+
+def situation(run: Any, name: str) -> Any:
+    SITUATIONS[name][1](run)
+    return ended(run, [])
+
+
+def situations(rank: int, n: int) -> list[Any]:
+    mesh = mesh_of(2, 2)
+    return [situation(Sharded(case, mesh), name) for name, (case, _) in SITUATIONS.items()]
+
+
+def test_situations(workers):
+    found = workers(4, situations, timeout=150)
+    for number, (name, (case, _)) in enumerate(SITUATIONS.items()):
+        wanted = run_replicas(2, lambda transport, case=case, name=name: situation(Unsharded(case, transport, 2), name))
+        for rank in range(4):
+            assert_close(found[rank][number], wanted[rank // 2], case.tolerance, f"{name}, worker {rank}")
+
+
+def lost(rank: int, n: int) -> None:
+    run = Sharded(Case({"topology": "complete"}), mesh_of(2, 2))
+    for t in range(30):
+        step(run, t)
+        if rank == 3 and t == 5:
+            raise ZeroDivisionError("as it happens")
+
+
+def test_a_worker_that_fails_ends_all(workers):
+    """The workers of its own replica fail in a collective of FSDP; those of others in an exchange, which names it."""
+    outcomes = workers.outcomes(4, lost, group_timeout=10, timeout=60)
+    assert all(outcome.error for outcome in outcomes)
+    assert outcomes[3].message == "as it happens"
+    texts = [outcome.message for outcome in outcomes]
+    assert any(
+        "worker 3" in text and outcome.error == "PeerLostError" for text, outcome in zip(texts, outcomes, strict=True)
+    ), texts
