@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from decent_dp.errors import NonFiniteError
 from decent_dp.rules import OuterNesterov
 from decent_dp.transport import run_replicas
 from tests.sharded_cases import ADAMW, SGD, Case, Sharded, Unsharded, assert_close, ended, mesh_of, step, train, zero_grad
@@ -177,3 +178,27 @@ def test_a_worker_that_fails_ends_all(workers):
     assert any(
         "worker 3" in text and outcome.error == "PeerLostError" for text, outcome in zip(texts, outcomes, strict=True)
     ), texts
+
+
+def spoilt(rank: int, n: int) -> tuple[str, list[bool], int]:
+    run = Sharded(Case({"topology": "complete"}), mesh_of(2, 2))
+    text = ""
+    try:
+        for t in range(20):
+            zero_grad(run)
+            (run.loss(t) * (float("nan") if (rank, t) == (2, 3) else 1.0)).backward()
+            run.optimizers[0].step()
+    except NonFiniteError as error:
+        text = str(error)
+    parts = [param.to_local() for param in run.model.parameters() if param.requires_grad]
+    finite = [bool(part.isfinite().all()) for part in parts if part.numel()]
+    return text, finite, run.gossip.stats().nonfinite
+
+
+def test_a_replica_that_is_not_finite_stays_alone(workers):
+    """A loss that is NaN on one worker spoils all shards of its replica, and no other replica."""
+    for rank, (text, finite, rounds) in enumerate(workers(4, spoilt)):
+        culprit = 2 + rank % 2  # the worker of the same position
+        assert f"the replica of worker {culprit} holds a NaN or an infinity" in text, (rank, text)
+        assert rounds == 10
+        assert all(finite) if rank < 2 else not any(finite), (rank, finite)
