@@ -24,9 +24,11 @@ from decent_dp.handed import (
     check_scaler,
 )
 from decent_dp.replica.construction import Arguments, connect_replicas
+from decent_dp.replica.living import superseded_by
 from decent_dp.replica.module_hooks import insert_module
-from decent_dp.replica.replica import refuse_trained_elsewhere
+from decent_dp.replica.replica import Replica
 from decent_dp.replica.settings import Settings, refuse_ddp_keywords, workers_per_node
+from decent_dp.replica.shutdown import given_back_on_error
 from decent_dp.replica.stats import Stats
 from decent_dp.rules import Rule, check_rule
 from decent_dp.topo import Topology
@@ -109,13 +111,14 @@ class DecentralizedDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         given, transport = transport, transport if transport is not None else connect(process_group)
+        older: list[Replica] = []
 
         def check() -> Arguments:
             refuse_ddp_keywords(unknown)
             if isinstance(model, DecentralizedDataParallel):
                 raise TypeError("model is already wrapped in DecentralizedDataParallel: pass its .module")
             check_model(model)
-            refuse_trained_elsewhere(model)
+            older.extend(superseded_by(model))
             check_factories(optim_fn, lr_scheduler_fn)
             scaled = check_scaler(scaler) is not None
             check_wire(wire, [(name, p.dtype) for name, p in model.named_parameters() if p.requires_grad])
@@ -134,6 +137,9 @@ class DecentralizedDataParallel(nn.Module):
         agreed = connect_replicas(model, transport, given is None, check)
         if topology == "complete" and transport.world_size > 2 and transport.rank == 0:
             _say_once_that_complete_is_slow()
+        with given_back_on_error(transport, given is None):
+            for replica in older:
+                replica.supersede()
         self.module = model
         self.training = model.training
         #: Rounds, their listeners and what is saved: for the other parts of this library.

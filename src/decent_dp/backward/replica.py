@@ -127,6 +127,11 @@ class BackwardReplica(Replica):
     KIND = "wrapper"
     WHAT = "the wrapper"
     MODEL = "model.module"
+    FOREIGN_STEP = (
+        "DecentralizedDataParallel trains: the backward has made the update, and gradients are None after it. So the step of "
+        "this optimizer, its scheduler, clipping before it and accumulation by counting (if i % 4 == 3) do nothing. Remove them: "
+        "pass lr_scheduler_fn and grad_clip_norm, and accumulate with no_sync() or set_accumulate_grad()."
+    )
 
     def __init__(
         self,
@@ -141,6 +146,7 @@ class BackwardReplica(Replica):
     ) -> None:
         super().__init__(model, transport, agreed)
         params = self.parameters.params
+        self.scaler = scaler
         self.policy = Policy(params, scaler, agreed.settings.grad_clip_norm)
         self._needs_all = self.policy.needs_all  # asked for at every gradient
         self._builder = Builder(self.engine, self.parameters, agreed.settings, optim_fn, lr_scheduler_fn, as_view=as_view)
@@ -317,6 +323,11 @@ class BackwardReplica(Replica):
         """One round without a step; gradients that are there stay."""
         with self._lock:
             self._update(step=False, keep=True)
+
+    @property
+    def unused(self) -> bool:
+        begun = self._backward is not None or self.window is not Window.IDLE or self._pending_state is not None
+        return super().unused and not begun
 
     def stats(self) -> Stats:
         norm = self.policy.last_norm
