@@ -25,6 +25,7 @@ from decent_dp.handed import check_model, check_scaler
 from decent_dp.replica.construction import Agreed, Arguments, connect_replicas
 from decent_dp.replica.living import running_steps, superseded_by
 from decent_dp.replica.optimizers import check_optimizers, load_optimizer, params_of, saved_optimizer, signature_of
+from decent_dp.replica.options import options_of
 from decent_dp.replica.replica import Replica
 from decent_dp.replica.settings import Settings, workers_per_node
 from decent_dp.replica.shutdown import given_back_on_error
@@ -101,7 +102,14 @@ def gossip(
             bucket_size_in_mb=bucket_size_in_mb, overlap=bool(overlap), scaled=scaled, wire=wire, mix_every=mix_every
         )
         local = workers_per_node("local_world_size", local_world_size)
-        return Arguments(settings, topology, check_rule(rule), local, {"optimizers": signature_of(optimizers, model)})
+        return Arguments(
+            settings,
+            topology,
+            check_rule(rule),
+            local,
+            {"optimizers": signature_of(optimizers, model)},
+            options_of(optimizers, model),
+        )
 
     agreed = connect_replicas(model, transport, given is None, check)
     with given_back_on_error(transport, given is None):
@@ -123,8 +131,8 @@ class Gossip(Replica):
     WHAT = "this Gossip"
     MODEL = "the model"
     FOREIGN_STEP = (
-        "gossip() mixes after the steps of other optimizers: its own make no round. Pass it to gossip(), together with all "
-        "others that step. If it replaces one, close() the Gossip of that first; if it steps inside another, like SAM's, pass the one "
+        "gossip() mixes after the steps of other optimizers: its own make no round. Pass it to gossip(), with all others that "
+        "step. If it replaces one, close() the Gossip of that first; if it steps inside another, like SAM's, pass the one "
         "whose step() is called."
     )
 

@@ -29,9 +29,10 @@ from decent_dp.backward.units import Builder, Unit
 from decent_dp.engine import Bucket
 from decent_dp.errors import OutOfStepError
 from decent_dp.handed import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, Policy
-from decent_dp.replica.consistency import agree, share, worker_counts
+from decent_dp.replica.consistency import agree_on_signature, share, worker_counts
 from decent_dp.replica.construction import Agreed
 from decent_dp.replica.module_hooks import copy_values, state_names, strip_prefix
+from decent_dp.replica.options import Options, options_of, warn_of_rates
 from decent_dp.replica.replica import Replica
 from decent_dp.replica.snapshot import check_scaler_state, copied, first_loss_scale
 from decent_dp.replica.stats import Stats
@@ -129,8 +130,8 @@ class BackwardReplica(Replica):
     MODEL = "model.module"
     FOREIGN_STEP = (
         "DecentralizedDataParallel trains: the backward has made the update, and gradients are None after it. So the step of "
-        "this optimizer, its scheduler, clipping before it and accumulation by counting (if i % 4 == 3) do nothing. Remove them: "
-        "pass lr_scheduler_fn and grad_clip_norm, and accumulate with no_sync() or set_accumulate_grad()."
+        "this optimizer, its scheduler, clipping before it and accumulation by counting (if i % 4 == 3) do nothing. Remove "
+        "them: pass lr_scheduler_fn and grad_clip_norm, and accumulate with no_sync() or set_accumulate_grad()."
     )
 
     def __init__(
@@ -393,13 +394,15 @@ class BackwardReplica(Replica):
         first: list[int] = share(control, rank, list(self.first_order) if rank == 0 else None)
         whole = list(dict.fromkeys([*first, *range(len(self.parameters.params))]))
 
-        def make() -> list[Unit]:
+        def make() -> tuple[tuple[list[Unit], Options], dict[str, Any]]:
             units = self._builder.lay_out(whole)
+            options = options_of([u.optimizer for u in units], self.model, [u.scheduler for u in units])
             if self._pending_state is not None:
                 load_optim_state(units, self._pending_state)
-            return units
+            return (units, options), {"optimizers": options.alike}
 
-        units = agree(control, make)
+        units, options = agree_on_signature(control, rank, make)
+        warn_of_rates(control.gather(options.rates))
         self._pending_state = None
         self._use(units, whole)
         self.engine.install([unit.bucket for unit in units])

@@ -11,6 +11,7 @@ from torch import nn
 
 from decent_dp.replica.averages import broadcast_
 from decent_dp.replica.consistency import agree_on_signature, model_signature
+from decent_dp.replica.options import Options, warn_of_rates
 from decent_dp.replica.settings import Settings
 from decent_dp.replica.shutdown import given_back_on_error
 from decent_dp.rules import Rule, settings_of
@@ -30,6 +31,7 @@ class Arguments:
     Attributes:
         local_world_size: workers per node.
         more: in what else the workers must be alike, as JSON can hold it.
+        options: of the optimizers that there are.
     """
 
     settings: Settings
@@ -37,15 +39,17 @@ class Arguments:
     rule: Rule
     local_world_size: int
     more: Mapping[str, Any] = field(default_factory=dict)
+    options: Options = field(default_factory=Options)
 
 
 @dataclass(frozen=True)
 class Agreed:
-    """On what all workers agreed; ``mix_every`` of the settings is a part of the topology."""
+    """On what all workers agreed; ``mix_every`` of the settings is a part of the topology, and rates are this worker's."""
 
     settings: Settings
     topology: Topology
     rule: Rule
+    rates: Mapping[str, Any] = field(default_factory=dict)
 
 
 def connect_replicas(model: nn.Module, transport: Transport, ours: bool, check: Callable[[], Arguments]) -> Agreed:
@@ -74,12 +78,14 @@ def connect_replicas(model: nn.Module, transport: Transport, ours: bool, check: 
             "model": model_signature(model),
             "topology": made.fingerprint(),
             "settings": {**given.settings.signature(), "rule": settings_of(given.rule), **given.more},
+            "optimizers": given.options.alike,
         }
-        return Agreed(given.settings, mixing, given.rule), dict(shared)
+        return Agreed(given.settings, mixing, given.rule, given.options.rates), dict(shared)
 
     with given_back_on_error(transport, ours), torch.no_grad():
         agreed = agree_on_signature(transport.control, transport.rank, attempt)
         broadcast_(transport.control, [*model.parameters(), *model.buffers()])
         transport.prepare(agreed.topology._edges_ahead(_PREPARED_ROUNDS))
-        transport.control.gather(None)  # a worker that leaves at once must not be gone before all have found it
+        # The last to be gathered: a worker that leaves at once must not be gone before all have found it.
+        warn_of_rates(transport.control.gather(dict(agreed.rates)))
     return agreed

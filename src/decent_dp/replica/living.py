@@ -51,26 +51,29 @@ def living() -> list[Replica]:
 
 
 def superseded_by(model: nn.Module) -> list[Replica]:
-    """The replicas that train a parameter of ``model`` and are unused: a new one takes their place.
+    """The replicas whose parameters are all of ``model``, and which are unused: a new one takes their place.
 
     Raises:
-        ValueError: one has made an update; names the parameter.
+        ValueError: another one trains a parameter of ``model``; names it.
     """
+    own = set(map(id, model.parameters()))
 
-    def sharing() -> list[tuple[str, Replica]]:
-        found = [(replica, replica.parameters.names_of(model.parameters())) for replica in living()]
-        return [(names[0], replica) for replica, names in found if names]
+    def others() -> list[tuple[str, Replica]]:
+        found = [(replica.parameters.names_of(model.parameters()), replica) for replica in living()]
+        return [
+            (names[0], replica)
+            for names, replica in found
+            if names and not (replica.unused and own.issuperset(map(id, replica.parameters.params)))
+        ]
 
-    if not all(replica.unused for _, replica in sharing()):
+    if others():
         gc.collect()  # one that was dropped is in a cycle
-    found = sharing()
-    for name, replica in found:
-        if not replica.unused:
-            raise ValueError(
-                f"parameter '{name}' is trained by another DecentralizedDataParallel or gossip(), and two would step it twice: "
-                "close() the other one first."
-            )
-    return [replica for _, replica in found]
+    for name, _ in others():
+        raise ValueError(
+            f"parameter '{name}' is trained by another DecentralizedDataParallel or gossip(), and two would step it twice: "
+            "close() the other one first."
+        )
+    return [replica for replica in living() if own.issuperset(map(id, replica.parameters.params))]
 
 
 # -- foreign steps ---------------------------------------------------------------------------------------------------------
