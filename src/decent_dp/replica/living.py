@@ -56,24 +56,24 @@ def superseded_by(model: nn.Module) -> list[Replica]:
     Raises:
         ValueError: another one trains a parameter of ``model``; names it.
     """
-    own = set(map(id, model.parameters()))
+    names = {id(param): name for name, param in model.named_parameters()}
 
-    def others() -> list[tuple[str, Replica]]:
-        found = [(replica.parameters.names_of(model.parameters()), replica) for replica in living()]
-        return [
-            (names[0], replica)
-            for names, replica in found
-            if names and not (replica.unused and own.issuperset(map(id, replica.parameters.params)))
-        ]
+    def others() -> list[str]:
+        found = []
+        for replica in living():
+            shared = [names[id(param)] for param in replica.parameters.params if id(param) in names]
+            if shared and not (replica.unused and len(shared) == len(replica.parameters.params)):
+                found.append(shared[0])
+        return found
 
     if others():
         gc.collect()  # one that was dropped is in a cycle
-    for name, _ in others():
+    for name in others():
         raise ValueError(
             f"parameter '{name}' is trained by another DecentralizedDataParallel or gossip(), and two would step it twice: "
             "close() the other one first."
         )
-    return [replica for replica in living() if own.issuperset(map(id, replica.parameters.params))]
+    return [replica for replica in living() if any(id(param) in names for param in replica.parameters.params)]
 
 
 # -- foreign steps ---------------------------------------------------------------------------------------------------------
