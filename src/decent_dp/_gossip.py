@@ -23,6 +23,7 @@ from decent_dp.engine import Bucket
 from decent_dp.engine.layout import MIB
 from decent_dp.handed import check_model, check_scaler
 from decent_dp.replica.construction import Agreed, Arguments, connect_replicas
+from decent_dp.replica.hidden import has_own_state_dict, refuse_hidden_state
 from decent_dp.replica.living import running_steps, superseded_by
 from decent_dp.replica.optimizers import check_optimizers, load_optimizer, params_of, saved_optimizer, signature_of
 from decent_dp.replica.options import options_of
@@ -387,6 +388,9 @@ class Gossip(Replica):
         stepped   steps of each optimizer since the last round
         taken     whether one of them was not skipped
         """
+        for optimizer in self.optimizers:
+            if self.steps and not has_own_state_dict(optimizer):
+                refuse_hidden_state(optimizer, self.model, self.optimizers)
         optimizers = [saved_optimizer(optimizer, self.model) for optimizer in self.optimizers]
         scaler = None if self.scaler is None else self.scaler.state_dict()
         return {"optim": {"optimizers": optimizers, "scaler": scaler}, **self._progress()}

@@ -14,7 +14,7 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from decent_dp.backward.replica import BackwardReplica
+from decent_dp.backward.replica import BackwardReplica, MadeLater
 from decent_dp.handed import (
     FLOAT_DTYPES,
     LR_SCHEDULER_FN_TYPE,
@@ -91,7 +91,7 @@ class DecentralizedDataParallel(nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        optim_fn: OPTIM_FN_TYPE,
+        optim_fn: OPTIM_FN_TYPE = None,  # type: ignore[assignment]  # left out, all workers say what is missing
         lr_scheduler_fn: LR_SCHEDULER_FN_TYPE | None = None,
         topology: str | Topology = "complete",
         scaler: torch.amp.GradScaler | None = None,
@@ -149,7 +149,7 @@ class DecentralizedDataParallel(nn.Module):
             agreed,
             optim_fn,
             lr_scheduler_fn,
-            check_scaler(scaler),
+            scaler,
             as_view=bool(param_as_bucket_view),
         )
         # Scripts in the wild read these two.
@@ -349,7 +349,8 @@ class DecentralizedDataParallel(nn.Module):
     @property
     def lr_schedulers(self) -> list[LRScheduler]:
         """One a bucket; empty before the first update and without ``lr_scheduler_fn``."""
-        return [scheduler for scheduler in self._lr_schedulers if scheduler is not None]
+        made = [scheduler for scheduler in self._lr_schedulers if scheduler is not None]
+        return MadeLater(self._lr_schedulers.why if not self._optims else "There is none: pass lr_scheduler_fn.", made)
 
     def get_lr(self) -> float:
         """The current learning rate of the first bucket's first group; 0.0 before the first update."""
