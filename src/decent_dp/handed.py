@@ -92,8 +92,8 @@ def check_factories(optim_fn: Any, lr_scheduler_fn: Any) -> None:
     if optim_fn is None:
         raise TypeError(
             "optim_fn is missing: DecentralizedDataParallel makes the optimizers itself, one for each bucket. Pass a function "
-            "that makes one, DecentralizedDataParallel(model, functools.partial(torch.optim.AdamW, lr=1e-3)). With an optimizer "
-            "of your own, call decent_dp.gossip(model, optimizer)."
+            "that makes one, DecentralizedDataParallel(model, functools.partial(torch.optim.AdamW, lr=1e-3)). With an "
+            "optimizer of your own, call decent_dp.gossip(model, optimizer)."
         )
     _check_callable("optim_fn", optim_fn, "a list of (name, parameter) pairs that returns an optimizer")
     if lr_scheduler_fn is not None:
