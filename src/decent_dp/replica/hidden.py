@@ -38,7 +38,7 @@ def refuse_hidden_state(optimizer: Optimizer, model: nn.Module, saved: Sequence[
         **names,
         **{name: name for name in names.values()},
     }  # dicts have parameters, their ids or their names as keys
-    seen = {id(own) for own in saved}
+    seen: set[int] = set()
     own = {key: value for key, value in vars(optimizer).items() if key not in _TORCHS and not key.startswith("_optimizer_")}
     found = [leaf for key, value in own.items() for leaf in _leaves(value, key, None, owners, seen)]
     if not found:
