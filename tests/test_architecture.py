@@ -380,7 +380,7 @@ def test_public_names():
 def test_the_wrappers_arguments():
     # What is new comes after the star, so that old positional calls hold.
     documented = (
-        "model, optim_fn, lr_scheduler_fn=None, topology='complete', scaler=None, grad_clip_norm=0.0, "
+        "model, optim_fn=None, lr_scheduler_fn=None, topology='complete', scaler=None, grad_clip_norm=0.0, "
         "param_as_bucket_view=True, sync_buffer_in_global_avg=False, bucket_size_in_mb=25, _local_world_size=None, *"
     )
     positional, _, rest = shape(decent_dp.DecentralizedDataParallel.__init__).partition(", *")

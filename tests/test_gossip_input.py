@@ -371,7 +371,9 @@ def trained_elsewhere(rank: int, n: int) -> Any:
     """Of another gossip() and of a wrapper, on both or on one; and after they were closed."""
     found = []
     model = net()
-    first = decent_dp.gossip(model, SGD(model.parameters()), topology="ring")
+    optimizer = SGD(model.parameters())
+    first = decent_dp.gossip(model, optimizer, topology="ring")
+    optimizer.step()  # a replica without an update would let the next one take the model over
     found.append(attempt(good(model)))
     found.append(attempt(good(nn.Sequential(model, nn.Linear(3, 3)))))
     found.append(error_of(lambda: DecentralizedDataParallel(model, SGD, topology="ring")))
@@ -380,6 +382,7 @@ def trained_elsewhere(rank: int, n: int) -> Any:
     first.close()
     assert trains(model, rank)
     wrapper = DecentralizedDataParallel(model, SGD, topology="ring")
+    wrapper.update()
     found.append(attempt(good(model)))
     found.append(attempt(good(wrapper)))
     wrapper.close()

@@ -826,9 +826,9 @@ def test_wrapping_twice():
         alone(alone(net()))
     shared = net()
     first = alone(shared)
+    loss(first, 0).backward()
     with pytest.raises(ValueError, match=r"'1\.weight' is trained by another .*close\(\)"):
         alone(nn.Sequential(nn.Linear(6, 6), *shared)[1:])
-    loss(first, 0).backward()
     first = alone(net())  # dropped, as when a notebook's cell is run again
     second = alone(shared)
     loss(second, 1).backward()

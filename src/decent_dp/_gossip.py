@@ -23,8 +23,11 @@ from decent_dp.engine import Bucket
 from decent_dp.engine.layout import MIB
 from decent_dp.handed import check_model, check_scaler
 from decent_dp.replica.construction import Agreed, Arguments, connect_replicas
+from decent_dp.replica.hidden import has_own_state_dict, refuse_hidden_state
+from decent_dp.replica.living import running_steps, superseded_by
 from decent_dp.replica.optimizers import check_optimizers, load_optimizer, params_of, saved_optimizer, signature_of
-from decent_dp.replica.replica import Replica, refuse_trained_elsewhere
+from decent_dp.replica.options import options_of
+from decent_dp.replica.replica import Replica
 from decent_dp.replica.settings import Settings, workers_per_node
 from decent_dp.replica.shards import fsdp_modules, local, mesh_card, reshard
 from decent_dp.replica.shutdown import given_back_on_error
@@ -41,9 +44,6 @@ __all__ = ["Gossip", "gossip"]
 
 # Calls between a scaler's step and the hook behind the optimizer's, wrappers of schedulers and profilers included.
 _FRAMES_TO_SCALER = 12
-
-# What torch puts around the step of each class of optimizers, and what calls the hooks.
-_HOOKED_STEP = Optimizer.profile_hook_step(lambda *_: None).__code__
 
 
 def gossip(
@@ -95,13 +95,14 @@ def gossip(
     """
     given, transport = transport, transport if transport is not None else connect(process_group)
     optimizers: list[Optimizer] = []
+    older: list[Replica] = []
 
     def check() -> Arguments:
         check_model(model, shards=True)
         reshard(fsdp_modules(model))
         card = mesh_card(model)
         _refuse_shared_memory(model)
-        refuse_trained_elsewhere(model)
+        older.extend(superseded_by(model))
         optimizers.extend(check_optimizers(optimizer, model))
         wire = check_compression(compression, [(name, p.dtype) for name, p in model.named_parameters() if p.requires_grad])
         scaled = check_scaler(scaler) is not None
@@ -109,10 +110,20 @@ def gossip(
             bucket_size_in_mb=bucket_size_in_mb, overlap=bool(overlap), scaled=scaled, wire=wire, mix_every=mix_every
         )
         on_node = workers_per_node("local_world_size", local_world_size)
-        return Arguments(settings, topology, check_rule(rule), on_node, {"optimizers": signature_of(optimizers, model)}, card)
+        return Arguments(
+            settings,
+            topology,
+            check_rule(rule),
+            on_node,
+            {"optimizers": signature_of(optimizers, model)},
+            card,
+            options_of(optimizers, model),
+        )
 
     agreed = connect_replicas(model, transport, given is None, check)
     with given_back_on_error(transport, given is None):
+        for replica in older:
+            replica.supersede()
         return Gossip(model, transport, agreed, optimizers, check_scaler(scaler))
 
 
@@ -128,6 +139,11 @@ class Gossip(Replica):
     KIND = "gossip"
     WHAT = "this Gossip"
     MODEL = "the model"
+    FOREIGN_STEP = (
+        "gossip() mixes after the steps of other optimizers: its own make no round. Pass it to gossip(), with all others that "
+        "step. If it replaces one, close() the Gossip of that first; if it steps inside another, like SAM's, pass the one "
+        "whose step() is called."
+    )
 
     def __init__(
         self,
@@ -139,7 +155,7 @@ class Gossip(Replica):
     ) -> None:
         super().__init__(model, transport, agreed)
         self.optimizers = list(optimizers)
-        self._scaler = scaler
+        self.scaler = scaler
         # Of each optimizer: its steps since the last round, those that a scaler skipped too; and of all: whether one was taken.
         self._stepped = [0] * len(self.optimizers)
         self._taken = False
@@ -176,14 +192,14 @@ class Gossip(Replica):
         if number not in self._seen:
             self._seen.add(number)
             with self.faults():
-                _refuse_other_scaler(self._scaler)
+                _refuse_other_scaler(self.scaler)
         self._stepped[number] += 1
         self._told.add(number)
         # A fused optimizer is also called for a step that it has to skip, and ``found_inf`` says so. On a GPU it is not
         # read: the step would wait for it, and only the count of steps would be more exact.
         found_inf: Any = getattr(optimizer, "found_inf", None)
         self._taken |= found_inf is None or found_inf.is_cuda or not bool(found_inf)
-        if self._scaler is None:
+        if self.scaler is None:
             self._end_round_if_complete()
         elif min(self._stepped) > 1:
             with self.faults():
@@ -209,6 +225,10 @@ class Gossip(Replica):
 
     def mix_only(self) -> None:
         self._round(step=False)
+
+    @property
+    def unused(self) -> bool:
+        return super().unused and not (any(self._stepped) or self._tried)
 
     def _round(self, *, step: bool) -> None:
         """Mixes in what came, and starts the next exchange."""
@@ -379,8 +399,11 @@ class Gossip(Replica):
         stepped   steps of each optimizer since the last round
         taken     whether one of them was not skipped
         """
+        for optimizer in self.optimizers:
+            if self.steps and not has_own_state_dict(optimizer):
+                refuse_hidden_state(optimizer, self.model, self.optimizers)
         optimizers = [saved_optimizer(optimizer, self.model) for optimizer in self.optimizers]
-        scaler = None if self._scaler is None else self._scaler.state_dict()
+        scaler = None if self.scaler is None else self.scaler.state_dict()
         return {"optim": {"optimizers": optimizers, "scaler": scaler}, **self._progress()}
 
     def check_entries(self, snapshot: Mapping[str, Any]) -> None:
@@ -389,7 +412,7 @@ class Gossip(Replica):
                 raise ValueError(f"this is no snapshot of a replica: it has no entry '{key}'")
         self._check_progress(snapshot)
         self._refuse_open_update("load")
-        check_scaler_state(self._scaler, snapshot["optim"].get("scaler"))
+        check_scaler_state(self.scaler, snapshot["optim"].get("scaler"))
 
     def prepare_load(self, snapshot: Mapping[str, Any], undo: contextlib.ExitStack) -> list[Bucket]:
         if "optim" in snapshot:  # not in a state_dict of ours: the user has loaded the optimizers
@@ -401,9 +424,9 @@ class Gossip(Replica):
         self._stepped, self._taken = list(snapshot["stepped"]), bool(snapshot["taken"])
         self._tried.clear()
         self._told.clear()
-        if "optim" in snapshot and self._scaler is not None:
-            self._scaler.load_state_dict(snapshot["optim"]["scaler"])
-            first_loss_scale(self._scaler, self.parameters.params[0].device)
+        if "optim" in snapshot and self.scaler is not None:
+            self.scaler.load_state_dict(snapshot["optim"]["scaler"])
+            first_loss_scale(self.scaler, self.parameters.params[0].device)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise TypeError("a Gossip holds connections and cannot be copied: copy the model.")
@@ -486,15 +509,4 @@ def _refuse_other_scaler(given: torch.amp.GradScaler | None) -> None:
 def _is_inner_step(optimizer: Optimizer) -> bool:
     """Whether the step whose hook is running is nested in another step of ``optimizer``: a subclass has called its parent's,
     and torch hooks each class's once an optimizer of that class was made."""
-    frame, steps = sys._getframe(1).f_back, 0
-    while frame is not None and steps < 2:
-        code = frame.f_code
-        # Compiled, it is another object of the same origin.
-        if (
-            code.co_name == _HOOKED_STEP.co_name
-            and code.co_firstlineno == _HOOKED_STEP.co_firstlineno
-            and code.co_filename == _HOOKED_STEP.co_filename
-        ):
-            steps += frame.f_locals.get("args", (None,))[0] is optimizer
-        frame = frame.f_back
-    return steps == 2
+    return sum(step is optimizer for step in running_steps()) > 1

@@ -14,7 +14,7 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from decent_dp.backward.replica import BackwardReplica
+from decent_dp.backward.replica import BackwardReplica, MadeLater
 from decent_dp.handed import (
     FLOAT_DTYPES,
     LR_SCHEDULER_FN_TYPE,
@@ -24,9 +24,11 @@ from decent_dp.handed import (
     check_scaler,
 )
 from decent_dp.replica.construction import Arguments, connect_replicas
+from decent_dp.replica.living import superseded_by
 from decent_dp.replica.module_hooks import insert_module
-from decent_dp.replica.replica import refuse_trained_elsewhere
+from decent_dp.replica.replica import Replica
 from decent_dp.replica.settings import Settings, refuse_ddp_keywords, workers_per_node
+from decent_dp.replica.shutdown import given_back_on_error
 from decent_dp.replica.stats import Stats
 from decent_dp.rules import Rule, check_rule
 from decent_dp.topo import Topology
@@ -89,7 +91,7 @@ class DecentralizedDataParallel(nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        optim_fn: OPTIM_FN_TYPE,
+        optim_fn: OPTIM_FN_TYPE = None,  # type: ignore[assignment]  # left out, all workers say what is missing
         lr_scheduler_fn: LR_SCHEDULER_FN_TYPE | None = None,
         topology: str | Topology = "complete",
         scaler: torch.amp.GradScaler | None = None,
@@ -109,13 +111,14 @@ class DecentralizedDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         given, transport = transport, transport if transport is not None else connect(process_group)
+        older: list[Replica] = []
 
         def check() -> Arguments:
             refuse_ddp_keywords(unknown)
             if isinstance(model, DecentralizedDataParallel):
                 raise TypeError("model is already wrapped in DecentralizedDataParallel: pass its .module")
             check_model(model)
-            refuse_trained_elsewhere(model)
+            older.extend(superseded_by(model))
             check_factories(optim_fn, lr_scheduler_fn)
             scaled = check_scaler(scaler) is not None
             check_wire(wire, [(name, p.dtype) for name, p in model.named_parameters() if p.requires_grad])
@@ -134,6 +137,9 @@ class DecentralizedDataParallel(nn.Module):
         agreed = connect_replicas(model, transport, given is None, check)
         if topology == "complete" and transport.world_size > 2 and transport.rank == 0:
             _say_once_that_complete_is_slow()
+        with given_back_on_error(transport, given is None):
+            for replica in older:
+                replica.supersede()
         self.module = model
         self.training = model.training
         #: Rounds, their listeners and what is saved: for the other parts of this library.
@@ -143,7 +149,7 @@ class DecentralizedDataParallel(nn.Module):
             agreed,
             optim_fn,
             lr_scheduler_fn,
-            check_scaler(scaler),
+            scaler,
             as_view=bool(param_as_bucket_view),
         )
         # Scripts in the wild read these two.
@@ -345,7 +351,8 @@ class DecentralizedDataParallel(nn.Module):
     @property
     def lr_schedulers(self) -> list[LRScheduler]:
         """One a bucket; empty before the first update and without ``lr_scheduler_fn``."""
-        return [scheduler for scheduler in self._lr_schedulers if scheduler is not None]
+        made = [scheduler for scheduler in self._lr_schedulers if scheduler is not None]
+        return MadeLater(self._lr_schedulers.why if not self._optims else "There is none: pass lr_scheduler_fn.", made)
 
     def get_lr(self) -> float:
         """The current learning rate of the first bucket's first group; 0.0 before the first update."""

@@ -97,6 +97,12 @@ def check_model(model: Any, *, shards: bool = False) -> None:
 
 def check_factories(optim_fn: Any, lr_scheduler_fn: Any) -> None:
     """Raises TypeError unless both can be called; None in the place of the second stands for no schedule."""
+    if optim_fn is None:
+        raise TypeError(
+            "optim_fn is missing: DecentralizedDataParallel makes the optimizers itself, one for each bucket. Pass a function "
+            "that makes one, DecentralizedDataParallel(model, functools.partial(torch.optim.AdamW, lr=1e-3)). With an "
+            "optimizer of your own, call decent_dp.gossip(model, optimizer)."
+        )
     _check_callable("optim_fn", optim_fn, "a list of (name, parameter) pairs that returns an optimizer")
     if lr_scheduler_fn is not None:
         _check_callable("lr_scheduler_fn", lr_scheduler_fn, "an optimizer that returns a scheduler")

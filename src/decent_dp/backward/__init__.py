@@ -2,4 +2,5 @@
 
 replica   gradients, windows of accumulation, updates     output   the tensors of a forward's output
 units     buckets with their optimizers                   states   optimizer state by parameter name
+scaled    a GradScaler that no replica was given
 """

@@ -13,9 +13,9 @@ import enum
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, SupportsIndex, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -24,22 +24,55 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from decent_dp.backward.output import tensors_in
+from decent_dp.backward.scaled import refuse_scaled_loss
 from decent_dp.backward.states import check_optim_state, collect_optim_state, load_optim_state
 from decent_dp.backward.units import Builder, Unit
 from decent_dp.engine import Bucket
 from decent_dp.errors import OutOfStepError
-from decent_dp.handed import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, Policy
-from decent_dp.replica.consistency import agree, share, worker_counts
+from decent_dp.handed import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, Policy, check_scaler
+from decent_dp.replica.consistency import agree_on_signature, share, worker_counts
 from decent_dp.replica.construction import Agreed
+from decent_dp.replica.hidden import refuse_hidden_state
 from decent_dp.replica.module_hooks import copy_values, state_names, strip_prefix
+from decent_dp.replica.options import Options, options_of, warn_of_rates
 from decent_dp.replica.replica import Replica
 from decent_dp.replica.snapshot import check_scaler_state, copied, first_loss_scale
 from decent_dp.replica.stats import Stats
 from decent_dp.transport import Transport
 
-__all__ = ["BackwardReplica", "Window"]
+__all__ = ["BackwardReplica", "MadeLater", "Window"]
+
+T = TypeVar("T")
+
+_LATER = "are made at the first update, one for each bucket: only then is the order of the gradients known."
+_NO_OPTIMIZERS = (
+    f"the optimizers {_LATER} Set options such as lr in optim_fn, and a schedule with lr_scheduler_fn; get_lr() reads the "
+    "rate, and is 0.0 until then."
+)
+_NO_SCHEDULERS = f"the schedulers {_LATER} Pass lr_scheduler_fn, and read the rate with get_lr()."
 
 _current_task: Callable[[], int] = torch._C._current_graph_task_id
+
+
+class MadeLater(list[T]):
+    """A list that is empty at first; an entry that is asked for too early is an IndexError that says what to do.
+
+    Args:
+        why: of the error, while the list is empty.
+    """
+
+    def __init__(self, why: str = "", made: Iterable[T] = ()) -> None:
+        super().__init__(made)
+        self.why = why
+
+    @overload
+    def __getitem__(self, place: SupportsIndex) -> T: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[T]: ...
+    def __getitem__(self, place: Any) -> Any:
+        if not self and not isinstance(place, slice):
+            raise IndexError(self.why)
+        return super().__getitem__(place)
 
 
 class Window(enum.Enum):
@@ -113,6 +146,7 @@ class BackwardReplica(Replica):
 
     Args:
         optim_fn, lr_scheduler_fn: called once for each bucket, at the first update.
+        scaler: a disabled one stands for an unscaled loss; with None, a GradScaler that scales it is looked for.
         as_view: parameters become views of one flat block in each bucket.
 
     Attributes:
@@ -127,6 +161,11 @@ class BackwardReplica(Replica):
     KIND = "wrapper"
     WHAT = "the wrapper"
     MODEL = "model.module"
+    FOREIGN_STEP = (
+        "DecentralizedDataParallel trains: the backward has made the update, and gradients are None after it. So the step of "
+        "this optimizer, its scheduler, clipping before it and accumulation by counting (if i % 4 == 3) do nothing. Remove "
+        "them: pass lr_scheduler_fn and grad_clip_norm, and accumulate with no_sync() or set_accumulate_grad()."
+    )
 
     def __init__(
         self,
@@ -141,13 +180,16 @@ class BackwardReplica(Replica):
     ) -> None:
         super().__init__(model, transport, agreed)
         params = self.parameters.params
-        self.policy = Policy(params, scaler, agreed.settings.grad_clip_norm)
+        self.scaler = check_scaler(scaler)
+        # A disabled one says that the loss is not scaled.
+        self._may_be_scaled = scaler is None
+        self.policy = Policy(params, self.scaler, agreed.settings.grad_clip_norm)
         self._needs_all = self.policy.needs_all  # asked for at every gradient
         self._builder = Builder(self.engine, self.parameters, agreed.settings, optim_fn, lr_scheduler_fn, as_view=as_view)
         self.units: list[Unit] = []
         # Users hold these two lists: they are changed in place.
-        self.optimizers: list[Optimizer] = []
-        self.schedulers: list[LRScheduler | None] = []
+        self.optimizers = MadeLater[Optimizer](_NO_OPTIMIZERS)
+        self.schedulers = MadeLater[LRScheduler | None](_NO_SCHEDULERS)
         self._order: list[int] | None = None
         # Optimizer state that was loaded before there were buckets.
         self._pending_state: dict[str, Any] | None = None
@@ -318,6 +360,11 @@ class BackwardReplica(Replica):
         with self._lock:
             self._update(step=False, keep=True)
 
+    @property
+    def unused(self) -> bool:
+        begun = self._backward is not None or self.window is not Window.IDLE or self._pending_state is not None
+        return super().unused and not begun
+
     def stats(self) -> Stats:
         norm = self.policy.last_norm
         return replace(super().stats(), grad_norm=None if norm is None else float(norm))
@@ -382,13 +429,17 @@ class BackwardReplica(Replica):
         first: list[int] = share(control, rank, list(self.first_order) if rank == 0 else None)
         whole = list(dict.fromkeys([*first, *range(len(self.parameters.params))]))
 
-        def make() -> list[Unit]:
+        def make() -> tuple[tuple[list[Unit], Options], dict[str, Any]]:
+            if self._may_be_scaled:
+                refuse_scaled_loss()
             units = self._builder.lay_out(whole)
+            options = options_of([u.optimizer for u in units], self.model, [u.scheduler for u in units])
             if self._pending_state is not None:
                 load_optim_state(units, self._pending_state)
-            return units
+            return (units, options), {"optimizers": options.alike}
 
-        units = agree(control, make)
+        units, options = agree_on_signature(control, rank, make)
+        warn_of_rates(control.gather(options.rates))
         self._pending_state = None
         self._use(units, whole)
         self.engine.install([unit.bucket for unit in units])
@@ -407,6 +458,11 @@ class BackwardReplica(Replica):
     def optim_state_dict(self) -> dict[str, Any]:
         """Optimizers, schedulers, scaler and round: see ``decent_dp.backward.states``."""
         self.catch_up()
+        return self._optim_state()
+
+    def _optim_state(self) -> dict[str, Any]:
+        for optimizer in self.optimizers if self.steps else ():
+            refuse_hidden_state(optimizer, self.model, self.optimizers)
         return collect_optim_state(self.units, self.policy.scaler, self.engine.round, self._pending_state)
 
     def load_optim_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -449,7 +505,7 @@ class BackwardReplica(Replica):
         """
         names = self.parameters.names
         return {
-            "optim": collect_optim_state(self.units, self.policy.scaler, self.engine.round, self._pending_state),
+            "optim": self._optim_state(),
             "optimizer": _kind(self.optimizers),
             "scheduler": _kind([scheduler for scheduler in self.schedulers if scheduler is not None]),
             "accumulate": self.accumulate,

@@ -23,6 +23,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from decent_dp.backward.units import Unit
+from decent_dp.replica.hidden import has_own_state_dict
 from decent_dp.replica.optimizers import exact_state, is_like
 
 __all__ = ["check_optim_state", "collect_optim_state", "load_optim_state"]
@@ -97,7 +98,7 @@ def _refuse_nameless(optimizer: Optimizer, names: Mapping[int, str]) -> None:
     """Raises ValueError when an optimizer keeps what belongs to none of these parameters, by id."""
     state: Mapping[Any, Any] = optimizer.state
     kept = [key for key, value in state.items() if id(key) not in names and (value or not isinstance(value, Mapping))]
-    if type(optimizer).state_dict is not Optimizer.state_dict or optimizer._optimizer_state_dict_post_hooks:
+    if has_own_state_dict(optimizer):
         kept += [key for key in optimizer.state_dict() if key not in ("state", "param_groups")]
     if kept:
         what = "a tensor" if isinstance(kept[0], Tensor) else repr(kept[0])

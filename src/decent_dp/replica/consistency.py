@@ -36,7 +36,10 @@ def agree(control: Control, attempt: Callable[[], T]) -> T:
 
 
 def agree_on_signature(control: Control, rank: int, attempt: Callable[[], tuple[T, dict[str, Any]]]) -> T:
-    """As ``agree``, for an attempt that also returns a signature (anything that JSON can hold) all workers must share.
+    """As ``agree``, for an attempt that also returns a signature that all workers must share.
+
+    A signature has some of these parts, as JSON can hold it: 'model', see ``model_signature``; 'topology', 'settings' and
+    'optimizers', dicts of what has a name.
 
     Raises:
         DisagreementError: on all workers; names the first difference from worker 0.
@@ -128,19 +131,21 @@ def _settle(control: Control, failure: Exception | None) -> None:
 
 
 def _compare(reference: dict[str, Any], own: dict[str, Any], rank: int) -> None:
-    for i, (theirs, ours) in enumerate(_pairs(reference["model"], own["model"])):
+    for i, (theirs, ours) in enumerate(_pairs(reference.get("model", []), own.get("model", []))):
         if theirs != ours:
             raise errors.DisagreementError(
                 f"the models differ between workers, first in tensor {i}: worker 0 has {_describe(theirs)}, worker {rank} "
                 f"has {_describe(ours)}. Build the same model on every worker."
             )
-    for part in ("topology", "settings"):
-        for key in sorted({*reference[part], *own[part]}):
-            theirs, ours = reference[part].get(key), own[part].get(key)
-            if theirs != ours:
+    for part, verb in (("topology", "differs"), ("settings", "differ"), ("optimizers", "differ")):
+        theirs, ours = reference.get(part, {}), own.get(part, {})
+        # The options of some optimizers are not compared on each worker.
+        keys = [key for key in theirs if key in ours] if part == "optimizers" else sorted({*theirs, *ours})
+        for key in keys:
+            if theirs.get(key) != ours.get(key):
                 raise errors.DisagreementError(
-                    f"the {part} differ{'s' if part == 'topology' else ''} between workers: {key} is {theirs!r} on "
-                    f"worker 0 and {ours!r} on worker {rank}. Pass the same arguments on every worker."
+                    f"the {part} {verb} between workers: {key} is {theirs.get(key)!r} on worker 0 and {ours.get(key)!r} on "
+                    f"worker {rank}. Pass the same arguments on every worker."
                 )
 
 

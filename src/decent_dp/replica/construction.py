@@ -11,6 +11,7 @@ from torch import nn
 
 from decent_dp.replica.averages import broadcast_
 from decent_dp.replica.consistency import agree, agree_on_signature, model_signature
+from decent_dp.replica.options import Options, warn_of_rates
 from decent_dp.replica.settings import Settings
 from decent_dp.replica.shards import Replicas, local
 from decent_dp.replica.shutdown import given_back_on_error
@@ -32,6 +33,7 @@ class Arguments:
         local_world_size: workers per node.
         more: in what else the workers must be alike, as JSON can hold it.
         card: on which workers this replica lies (``mesh_card``); None where it is whole on this one.
+        options: of the optimizers that there are.
     """
 
     settings: Settings
@@ -40,6 +42,7 @@ class Arguments:
     local_world_size: int
     more: Mapping[str, Any] = field(default_factory=dict)
     card: dict[str, Any] | None = None
+    options: Options = field(default_factory=Options)
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,7 @@ def connect_replicas(model: nn.Module, transport: Transport, ours: bool, check: 
             "model": model_signature(model),
             "topology": made.fingerprint(),
             "settings": {**given.settings.signature(), "rule": settings_of(given.rule), **given.more},
+            "optimizers": given.options.alike,
         }
         return Agreed(given.settings, mixing, given.rule, replicas, peers), dict(shared)
 
@@ -95,5 +99,6 @@ def connect_replicas(model: nn.Module, transport: Transport, ours: bool, check: 
         agreed = agree_on_signature(transport.control, transport.rank, attempt)
         broadcast_(peers.control, [local(tensor) for tensor in (*model.parameters(), *model.buffers())])
         peers.prepare(agreed.topology._edges_ahead(_PREPARED_ROUNDS))
-        transport.control.gather(None)  # a worker that leaves at once must not be gone before all have found it
+        # The last to be gathered: a worker that leaves at once must not be gone before all have found it.
+        warn_of_rates(transport.control.gather(given.options.rates))
     return agreed

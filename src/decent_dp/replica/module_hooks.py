@@ -1,4 +1,4 @@
-"""Hooks on a model's state dicts, so that a save or a load in the middle of a run does what it says."""
+"""Hooks on a model: a save or a load in the middle of a run does what it says, and PyTorch DDP around it is refused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.nn.parallel import DistributedDataParallel
 
 __all__ = ["Hooked", "ModuleHooks", "copy_values", "insert_module", "state_names", "strip_prefix"]
 
@@ -45,10 +48,19 @@ class ModuleHooks:
                 module.register_load_state_dict_pre_hook(_Hook(me, known, _before_load)),
                 module.register_load_state_dict_post_hook(_Hook(me, known, _after_load)),
             ]
+        self._forward = _ForwardHook(me, frozenset([id(model)]), _refuse_ddp)
+        self._forward_handle = model.register_forward_pre_hook(self._forward)
+
+    def round_ended(self) -> None:
+        """Takes the forward's hook off, so that the model can be scripted; but not one that torch.compile has traced, which
+        would compile the model again."""
+        if self._forward.called:
+            self._forward_handle.remove()
+            self._forward.called = False
 
     def remove(self) -> None:
         """Lets go of the model."""
-        for hook in self._hooks:
+        for hook in (*self._hooks, self._forward_handle):
             hook.remove()
 
 
@@ -73,6 +85,18 @@ def _after_load(owner: Hooked, module: nn.Module, *_: Any) -> None:
     owner.after_load()
 
 
+def _refuse_ddp(owner: Hooked, module: nn.Module, *_: Any) -> None:
+    around: nn.Module = DistributedDataParallel._active_ddp_module  # type: ignore[assignment]
+    own = set(map(id, module.parameters()))
+    if any(id(param) in own for param in around.parameters()):
+        raise RuntimeError(
+            "PyTorch's DistributedDataParallel is around this model, which decent_dp trains: it would average gradients over "
+            "all workers in every backward, and put back those that an update has used. Do not wrap the model in it. Where "
+            "Accelerate wraps it (the Trainer of transformers, too), leave the model out of accelerator.prepare(), or call "
+            "accelerator.prepare_model(model, evaluation_mode=True)."
+        )
+
+
 class _Hook:
     """A module hook that a copy or a pickle of the model does not take along.
 
@@ -93,6 +117,27 @@ class _Hook:
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         return (_no_hook, ())
+
+
+class _ForwardHook(_Hook):
+    """A hook before the forward, which acts inside a forward of PyTorch DDP.
+
+    Attributes:
+        called: by Python itself, and not only in code that torch.compile has made.
+    """
+
+    called = False
+
+    def __call__(self, module: nn.Module, *args: Any) -> None:
+        # torch.compile traces these lines: they read, and call nothing of ours.
+        if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
+            self._inside_ddp(module, *args)
+        if not torch.compiler.is_compiling():
+            self.called = True
+
+    @_disable_dynamo
+    def _inside_ddp(self, module: nn.Module, *args: Any) -> None:
+        super().__call__(module, *args)
 
 
 def _no_hook() -> Callable[..., None]:

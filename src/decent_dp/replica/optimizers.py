@@ -17,7 +17,16 @@ from torch.optim import Optimizer
 
 from decent_dp.replica.shards import is_sharded, local, placed
 
-__all__ = ["check_optimizers", "exact_state", "is_like", "load_optimizer", "params_of", "saved_optimizer", "signature_of"]
+__all__ = [
+    "brief",
+    "check_optimizers",
+    "exact_state",
+    "is_like",
+    "load_optimizer",
+    "params_of",
+    "saved_optimizer",
+    "signature_of",
+]
 
 # Optimizers that make the workers' parameters equal in each step, by the names of their classes (not to import them).
 _EQUALIZING = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer", "ZeROOptimizer", "DistributedFusedAdam")
@@ -104,14 +113,15 @@ def _described(thing: Any) -> str:
 
 def signature_of(optimizers: Sequence[Optimizer], model: nn.Module) -> list[Any]:
     """What must be equal in the optimizers of all workers, as JSON can hold it, and short enough for a message."""
-    return [_signature(type(optimizer).__name__, _names_of(optimizer, model)) for optimizer in optimizers]
+    return [f"{type(optimizer).__name__} of {brief(_names_of(optimizer, model))}" for optimizer in optimizers]
 
 
-def _signature(kind: str, names: list[str]) -> str:
+def brief(names: Sequence[str]) -> str:
+    """All names, or so much that a difference in any of them shows."""
     if len(names) <= _NAMED:
-        return f"{kind} of {', '.join(names)}"
+        return ", ".join(names)
     digest = hashlib.sha256(json.dumps(names).encode()).hexdigest()[:8]
-    return f"{kind} of {len(names)} parameters, {', '.join(names[: _NAMED // 2])}, ..., {names[-1]} ({digest})"
+    return f"{len(names)} parameters, {', '.join(names[: _NAMED // 2])}, ..., {names[-1]} ({digest})"
 
 
 # -- state ---------------------------------------------------------------------------------------------------------------

@@ -7,12 +7,10 @@ library: when it begins and ends, who listens to it, what is refused in it, and 
 from __future__ import annotations
 
 import contextlib
-import gc
 import hashlib
 import json
 import logging
 import threading
-import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,7 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from decent_dp.engine import Bucket, Engine
 from decent_dp.errors import NonFiniteError
@@ -30,6 +28,7 @@ from decent_dp.handed import FLOAT_DTYPES
 from decent_dp.replica.averages import average_, squared_distance
 from decent_dp.replica.consistency import meet
 from decent_dp.replica.construction import Agreed
+from decent_dp.replica.living import enter
 from decent_dp.replica.mean import Mean
 from decent_dp.replica.module_hooks import ModuleHooks
 from decent_dp.replica.parameters import Parameters
@@ -40,16 +39,12 @@ from decent_dp.rules import settings_of
 from decent_dp.transport import Handle, Transport
 from decent_dp.wire import WIRES, all_finite
 
-__all__ = ["Listener", "Replica", "refuse_trained_elsewhere"]
+__all__ = ["Listener", "Replica"]
 
 _log = logging.getLogger(__name__)
 
 # How many of join's flags may be in flight: it bounds how far one worker can run ahead of the slowest there.
 _FLAGS_IN_FLIGHT = 32
-
-# Every replica that is there: two on one parameter would step it twice.
-_LIVING: weakref.WeakSet[Replica] = weakref.WeakSet()
-_LIVING_LOCK = threading.Lock()
 
 
 class Listener:
@@ -78,9 +73,12 @@ class Replica(ABC):
         parameters: the trainable ones, with their names.
         mean: what is put aside while the replica is the mean.
         listeners: notified of every round.
+        optimizers: whose steps are this replica's own.
+        scaler: the GradScaler that scales its loss, or None.
         steps: optimizer steps taken.
         joining: inside ``join``: every round tells the others that this worker is active.
         closed: rounds are over.
+        superseded: closed, because a newer replica has taken the model over.
     """
 
     # What a snapshot says that it is of, and what messages call it.
@@ -88,6 +86,8 @@ class Replica(ABC):
     WHAT: ClassVar[str]
     # How users get at the model itself.
     MODEL: ClassVar[str]
+    # What is wrong when an optimizer that is not its own steps its parameters, and what to do.
+    FOREIGN_STEP: ClassVar[str]
 
     def __init__(self, model: nn.Module, transport: Transport, agreed: Agreed) -> None:
         self.model = model
@@ -98,14 +98,17 @@ class Replica(ABC):
         self.engine = Engine(self.transport, self.topology, agreed.rule, WIRES[agreed.settings.wire])
         self.mean = Mean(self.parameters.locate)
         self.listeners: list[Listener] = []
+        self.optimizers: list[Optimizer] = []
+        self.scaler: torch.amp.GradScaler | None = None
         self.steps = 0
         self.joining = False
         self.closed = False
+        self.superseded = False
+        self._on_cuda = any(param.is_cuda for param in self.parameters.params)
         self._flags: deque[Handle] = deque()
         self._fault: BaseException | None = None
         self._module_hooks = ModuleHooks(model, self)
-        with _LIVING_LOCK:
-            _LIVING.add(self)
+        enter(self)
         # Also at exit, and in workers that multiprocessing has started, where atexit is not run.
         self._finalizer = Finalize(self, shut_down, args=(self.engine, transport, threading.current_thread()), exitpriority=100)
 
@@ -158,6 +161,7 @@ class Replica(ABC):
     def end_round(self, *, stepped: bool) -> None:
         """All buckets have been started."""
         self.engine.wait_for_read()
+        self._module_hooks.round_ended()
         self.engine.advance()
         self.steps += stepped
 
@@ -238,7 +242,9 @@ class Replica(ABC):
             raise
 
     def check(self) -> None:
-        """Raises RuntimeError when no round can be made any more."""
+        """Raises RuntimeError when no round can be made: for good, or here."""
+        if self.superseded:
+            raise RuntimeError(f"{self.WHAT} had made no update when a newer one took its model over: use the newer one.")
         if self.closed:
             raise RuntimeError(f"{self.WHAT} was closed: train before close(), or use {self.MODEL} on its own.")
         if self._fault is not None:
@@ -246,9 +252,17 @@ class Replica(ABC):
                 f"an update failed earlier ({type(self._fault).__name__}: {self._fault}), and this replica is out of step with "
                 "the others: start the workers again."
             ) from self._fault
+        if self._on_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"a CUDA graph is being captured, and {self.WHAT} would make its rounds in the capture and never in a replay: "
+                "capture the forward and the backward alone, before gossip() (torch.cuda.make_graphed_callables), or use "
+                "torch.compile(mode='reduce-overhead'), and step outside."
+            )
 
     def refuse_closed(self) -> None:
         """Raises RuntimeError after ``close``, for a save."""
+        if self.superseded:
+            self.check()
         if self.closed:
             raise RuntimeError(f"{self.WHAT} was closed: save before close(), or keep {self.MODEL}.state_dict().")
 
@@ -309,6 +323,16 @@ class Replica(ABC):
             self.closed = True
             self.let_go_of_model()
             self.everyone.close()
+
+    @property
+    def unused(self) -> bool:
+        """It has made no update and none has begun, so that nothing is lost if a newer replica takes its model over."""
+        return not (self.engine.round or self.failed or self.joining) and self.mean.backup is None
+
+    def supersede(self) -> None:
+        """A newer replica takes the model over, on all workers: this one, which is unused, closes."""
+        self.superseded = True
+        self.close()
 
     def let_go_of_model(self) -> None:
         """Takes the hooks off."""
@@ -425,27 +449,3 @@ class Replica(ABC):
         """What the engine needs to resume, and to tell whether it can: see ``decent_dp.replica.snapshot``."""
         engine = self.engine
         return {"driver": self.KIND, "steps": self.steps, **engine.state_dict(), "link": self.link(engine.round)}
-
-    def trains(self, param: Parameter) -> bool:
-        """Whether this replica updates ``param``."""
-        return not self.closed and any(param is own for own in self.parameters.params)
-
-
-def refuse_trained_elsewhere(model: nn.Module) -> None:
-    """Raises ValueError when another replica, which was neither closed nor dropped, trains a parameter of ``model``."""
-
-    def shared() -> str | None:
-        named = model.named_parameters()
-        with _LIVING_LOCK:
-            living = list(_LIVING)
-        return next((name for name, param in named if any(replica.trains(param) for replica in living)), None)
-
-    if shared() is None:
-        return
-    gc.collect()  # one that was dropped is in a cycle
-    name = shared()
-    if name is not None:
-        raise ValueError(
-            f"parameter '{name}' is trained by another DecentralizedDataParallel or gossip(), and two would step it twice: "
-            "close() the other one first."
-        )

@@ -1,0 +1,48 @@
+"""A GradScaler that has scaled a loss, and that no replica was given."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+
+from decent_dp.replica.living import living
+
+__all__ = ["refuse_scaled_loss"]
+
+
+def refuse_scaled_loss() -> None:
+    """Looks for a GradScaler in this process that has scaled a loss and was never updated, as one that is left outside the
+    wrapper at the first update.
+
+    Raises:
+        RuntimeError: there is one; names its scale.
+    """
+    if not _untouched():
+        return
+    gc.collect()  # one that was dropped may be in a cycle
+    for scaler in _untouched():
+        raise RuntimeError(
+            f"a GradScaler has scaled a loss, and DecentralizedDataParallel was not given it: gradients would be "
+            f"{scaler.get_scale():g} times too large. Pass scaler=, and only scale the loss: the wrapper unscales, steps and "
+            "updates. If it scales the loss of another model, pass scaler=torch.amp.GradScaler(enabled=False) here."
+        )
+
+
+def _untouched() -> list[torch.amp.GradScaler]:
+    """Enabled scalers that are as they were made but for having scaled, and that no replica was given."""
+    given = [replica.scaler for replica in living()]
+    kinds: set[Any] = {torch.amp.GradScaler}
+    while more := {kind for base in kinds for kind in base.__subclasses__()} - kinds:
+        kinds |= more
+    # Objects refer to their class. By their type alone: isinstance would run code of objects that stand for others.
+    found = [thing for thing in gc.get_referrers(*kinds) if type(thing) in kinds]
+    return [scaler for scaler in found if not any(scaler is own for own in given) and _is_untouched(scaler)]
+
+
+def _is_untouched(scaler: Any) -> bool:
+    scale, tracker = (getattr(scaler, name, None) for name in ("_scale", "_growth_tracker"))
+    if not scaler.is_enabled() or scale is None or tracker is None:
+        return False
+    return bool(scale == scaler._init_scale) and bool(tracker == scaler._init_growth_tracker)
