@@ -4,7 +4,7 @@ Each is also the built-in kind that a user would expect to catch:
 
     Exception
     ├── ValueError
-    │   └── DisagreementError      the workers were given different models, settings or topologies
+    │   └── DisagreementError      the workers were given different models, optimizers, settings or topologies
     └── RuntimeError
         ├── PeerError              an exchange could not be finished because of another worker
         │   ├── PeerLostError      its connection is closed: it raised, exited or was killed
@@ -30,7 +30,7 @@ __all__ = [
 
 
 class DisagreementError(ValueError):
-    """The workers were given different models, settings or topologies; the message names the first difference."""
+    """The workers were given different models, optimizers, settings or topologies; the message names the first difference."""
 
 
 class PeerError(RuntimeError):
