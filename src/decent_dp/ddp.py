@@ -14,7 +14,8 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from decent_dp.backward.replica import BackwardReplica, MadeLater
+from decent_dp.backward.replica import BackwardReplica
+from decent_dp.backward.units import MadeLater
 from decent_dp.handed import (
     FLOAT_DTYPES,
     LR_SCHEDULER_FN_TYPE,

@@ -13,9 +13,9 @@ import enum
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, SupportsIndex, TypeVar, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from decent_dp.backward.output import tensors_in
 from decent_dp.backward.scaled import refuse_scaled_loss
 from decent_dp.backward.states import check_optim_state, collect_optim_state, load_optim_state
-from decent_dp.backward.units import Builder, Unit
+from decent_dp.backward.units import Builder, MadeLater, Unit
 from decent_dp.engine import Bucket
 from decent_dp.errors import OutOfStepError
 from decent_dp.handed import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, Policy, check_scaler
@@ -40,9 +40,7 @@ from decent_dp.replica.snapshot import check_scaler_state, copied, first_loss_sc
 from decent_dp.replica.stats import Stats
 from decent_dp.transport import Transport
 
-__all__ = ["BackwardReplica", "MadeLater", "Window"]
-
-T = TypeVar("T")
+__all__ = ["BackwardReplica", "Window"]
 
 _LATER = "are made at the first update, one for each bucket: only then is the order of the gradients known."
 _NO_OPTIMIZERS = (
@@ -52,27 +50,6 @@ _NO_OPTIMIZERS = (
 _NO_SCHEDULERS = f"the schedulers {_LATER} Pass lr_scheduler_fn, and read the rate with get_lr()."
 
 _current_task: Callable[[], int] = torch._C._current_graph_task_id
-
-
-class MadeLater(list[T]):
-    """A list that is empty at first; an entry that is asked for too early is an IndexError that says what to do.
-
-    Args:
-        why: of the error, while the list is empty.
-    """
-
-    def __init__(self, why: str = "", made: Iterable[T] = ()) -> None:
-        super().__init__(made)
-        self.why = why
-
-    @overload
-    def __getitem__(self, place: SupportsIndex) -> T: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[T]: ...
-    def __getitem__(self, place: Any) -> Any:
-        if not self and not isinstance(place, slice):
-            raise IndexError(self.why)
-        return super().__getitem__(place)
 
 
 class Window(enum.Enum):
@@ -212,6 +189,9 @@ class BackwardReplica(Replica):
         self._loaded: list[Unit] = []  # between prepare_load and install
         # Of each bucket: parameters whose gradients have not come in this backward.
         self._missing: list[int] = []
+        # The CUDA stream on which the gradients of this backward came, by device; and whether they have ever come on several.
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._several_streams = False
 
         me = weakref.ref(self)
         untyped: Any = params  # torch does not type its hooks
@@ -244,6 +224,7 @@ class BackwardReplica(Replica):
                 accumulating = self.accumulate or self._paused > 0
                 self._backward = _Backward(_current_task(), weakref.ref(end), accumulating, self._reaches_parameters(), set())
                 self._missing = [len(unit.block.params) for unit in self.units]
+                self._streams.clear()
             return self._backward
 
     def _reaches_parameters(self) -> bool:
@@ -271,8 +252,14 @@ class BackwardReplica(Replica):
 
     def _count(self, backward: _Backward, index: int) -> None:
         """Updates the buckets that were complete before this gradient, in the order that is the same on all workers."""
+        if self._on_cuda:
+            self._note_stream(self.parameters.params[index].device)
         if not (self.nested or self._needs_all):
             while self._next < len(self._missing) and self._missing[self._next] == 0:
+                if self._on_cuda:
+                    self._note_stream(self.units[self._next].block.plan.device)
+                if self._several_streams:
+                    break
                 with self.faults():
                     self._begin(active=True)
                     self._update_next(step=True, keep=False)
@@ -285,6 +272,13 @@ class BackwardReplica(Replica):
                 "update. From now on updates wait for the end of the backward.",
                 stacklevel=2,
             )
+
+    def _note_stream(self, device: torch.device) -> None:
+        """Where a forward has used several CUDA streams, its gradients come on several: an update in the backward would read
+        some before they are written. From then on updates wait for the end of the backward, for which autograd joins them."""
+        if device.type == "cuda":
+            stream = torch.cuda.current_stream(device)
+            self._several_streams |= self._streams.setdefault(device, stream) != stream
 
     def end_backward(self) -> None:
         """The outermost backward has ended, without an error."""

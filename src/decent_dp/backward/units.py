@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, SupportsIndex, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -19,7 +20,30 @@ from decent_dp.replica.parameters import Parameters
 from decent_dp.replica.settings import Settings
 from decent_dp.topo import Edge
 
-__all__ = ["Builder", "Unit"]
+__all__ = ["Builder", "MadeLater", "Unit"]
+
+T = TypeVar("T")
+
+
+class MadeLater(list[T]):
+    """A list that is empty at first; an entry that is asked for too early is an IndexError that says what to do.
+
+    Args:
+        why: of the error, while the list is empty.
+    """
+
+    def __init__(self, why: str = "", made: Iterable[T] = ()) -> None:
+        super().__init__(made)
+        self.why = why
+
+    @overload
+    def __getitem__(self, place: SupportsIndex) -> T: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[T]: ...
+    def __getitem__(self, place: Any) -> Any:
+        if not self and not isinstance(place, slice):
+            raise IndexError(self.why)
+        return super().__getitem__(place)
 
 
 @dataclass(frozen=True)
