@@ -287,6 +287,7 @@ def test_gradients_on_several_cuda_streams_are_waited_for(monkeypatch):
     first, last = model[0].bias, model[-1].weight
     first.register_post_accumulate_grad_hook(lambda _: seen.append(last.grad is None))
     monkeypatch.setattr(wrapper.replica, "_on_cuda", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     note, streams = wrapper.replica._note_stream, iter("")
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: next(streams, "other"))
     monkeypatch.setattr(wrapper.replica, "_note_stream", lambda device: note(torch.device("cuda", 0)))
