@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from decent_dp import errors, gossip
-from decent_dp.checkpoint import export
+from decent_dp.checkpoint import AveragedReplica, export, load, save
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import NonFiniteError, PeerError
 from decent_dp.rules import OuterNesterov
@@ -188,14 +188,15 @@ def test_after_ten_rounds_all_workers_raise(workers, topology, n, driver):
     outcomes = workers.outcomes(n, stopping, topology, driver)
     own = outcomes[1]
     assert own.error == "NonFiniteError"
-    assert "the replica of worker 1 holds a NaN or an infinity (parameter" in own.message
-    assert "in round 12), as in all of the last 10 rounds" in own.message
+    assert "each of the last 10 rounds a replica held a NaN or an infinity, that of worker 1 (now parameter" in own.message
+    assert "in round 12)" in own.message
     for rank, outcome in enumerate(outcomes):
         if topology == "complete":
             assert (outcome.error, outcome.message) == (own.error, own.message)
         elif rank != 1:
             assert issubclass(getattr(errors, outcome.error), PeerError)
-            assert "NonFiniteError: the replica of worker 1 holds a NaN" in outcome.message, (rank, outcome.message)
+            assert "NonFiniteError: in each of the last 10 rounds" in outcome.message, (rank, outcome.message)
+            assert "that of worker 1 " in outcome.message, (rank, outcome.message)
 
 
 @pytest.mark.parametrize("driver", ["wrapper", "gossip"])
@@ -252,6 +253,89 @@ def test_a_mean_is_refused_on_all_workers(driver, tmp_path):
     found = run_replicas(3, work, timeout=20)
     assert found[0] == found[1] == found[2]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_all_that_were_not_finite_are_named():
+    """In a group a message names one of them."""
+
+    def work(transport: Any) -> str:
+        model = Bag()
+        replica, step = made("gossip", model, transport, topology="complete")
+        with pytest.raises(NonFiniteError) as caught:  # noqa: PT012
+            for t in range(30):
+                if (transport.rank, t) in ((0, 2), (2, 5)):
+                    model.first.data[1] = math.inf
+                step(model(torch.zeros(7)))
+        replica.close()
+        return str(caught.value)
+
+    found = run_replicas(3, work, timeout=20)
+    assert found[0] == found[1] == found[2]
+    assert "that of worker 0 and worker 2 (now parameter 'first' in round 11)" in found[0]
+
+
+class Counting(nn.Module):
+    """A statistic, as BatchNorm keeps them, and a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("seen", torch.zeros(3))
+        self.register_buffer("mask", torch.tensor([0.0, -math.inf]))
+
+
+def test_statistics_and_moving_averages_that_are_not_finite(tmp_path):
+    def work(transport: Any) -> None:
+        rank, model = transport.rank, Counting()
+        optimizer = SGD([("weight", model.weight)])
+        replica = gossip(model, optimizer, transport=transport, topology="complete")
+        ema = AveragedReplica(replica, decay=0.5)
+        for t in range(3):
+            model.weight.square().sum().backward()
+            optimizer.step()
+            with torch.no_grad():
+                kept = model.weight.clone()
+                model.weight.fill_(math.nan if (rank, t) == (1, 1) else 1.0)
+            ema.update()
+            with torch.no_grad():
+                model.weight.copy_(kept)
+            with replica.averaged():  # the mask is as it is on all workers
+                assert model.mask.tolist() == [0.0, -math.inf]
+        for call in (ema.averaged().__enter__, lambda: replica.averaged().__enter__()):
+            if rank == 1:
+                model.seen[1] = math.inf
+            with pytest.raises(NonFiniteError, match="(parameter 'weight'|buffer 'seen') of worker 1"):
+                call()
+        for call in (replica.average_, lambda: export(replica, tmp_path / "model.pt")):
+            with pytest.raises(NonFiniteError, match="buffer 'seen' of worker 1"):
+                call()
+        assert bool(model.seen.isfinite().all()) == (rank == 0)
+        replica.close()
+
+    run_replicas(2, work, timeout=20)
+    assert list(tmp_path.iterdir()) == []
+
+
+def saving(rank: int, n: int, path: str) -> str:
+    model = net()
+    optimizer = SGD(list(model.named_parameters()))
+    replica = gossip(model, optimizer, topology="ring")
+    if rank == 1:
+        model[2].weight.data[0, 0] = math.nan
+    save(replica, path)
+    try:
+        load(replica, path, resize="mean")
+    except errors.CheckpointError as error:
+        return str(error)
+    finally:
+        replica.close()
+    return ""
+
+
+def test_a_saved_replica_that_is_not_finite_is_in_no_mean(workers, tmp_path):
+    for text in workers(2, saving, str(tmp_path)):
+        assert "worker-0001" in text
+        assert "parameter '2.weight' holds a NaN" in text
 
 
 @pytest.mark.parametrize("wire", ["float32", "int8"])

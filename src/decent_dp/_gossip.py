@@ -313,7 +313,7 @@ class Gossip(Replica):
             NonFiniteError: a replica holds a NaN or an infinity; on all of them.
         """
         self.meet("average_")
-        self.refuse_nonfinite("average_")
+        self.refuse_nonfinite("average_", self.averaged_buffers())
         self.forget()
         self.become_mean(self.averaged_buffers())
         self.engine.renew()

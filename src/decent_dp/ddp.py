@@ -310,7 +310,7 @@ class DecentralizedDataParallel(nn.Module):
         """
         replica = self.replica
         replica.meet("global_avg")
-        replica.refuse_nonfinite("global_avg")
+        replica.refuse_nonfinite("global_avg", replica.averaged_buffers())
         if will_revert:
             replica.mean.keep([*replica.parameters.params, *replica.averaged_buffers()])
         else:

@@ -315,6 +315,7 @@ class BackwardReplica(Replica):
         """The rest of a round whose backward raised, and an owed update. Inside a backward nothing is due yet."""
         if _current_task() != -1:
             return
+        self.refuse_superseded()
         with self._lock:
             self.recover()
             if self.window is Window.OWED and not self.failed:

@@ -78,11 +78,13 @@ class AveragedReplica:
 
         Raises:
             OutOfStepError: the workers have made different numbers of updates, of the model or of the average.
+            NonFiniteError: the average of a worker has taken in a NaN or an infinity; on all workers.
             DisagreementError: they were given different decays. On all workers.
         """
         replica = self._replica
         replica.meet("averaged of AveragedReplica")
         self._compare()
+        replica.refuse_nonfinite("averaged of AveragedReplica", replica.averaged_buffers(), self._averages)
         params = replica.parameters.params
         # Of the buffers a save takes, and a revert puts back, what they were before, too: `calibrate` changes them.
         with replica.mean.holding([*params, *replica.model.buffers()]):

@@ -198,6 +198,7 @@ def _average_buffers(replica: Replica) -> None:
         if tensor is not None and name not in module._non_persistent_buffers_set and tensor.dtype in FLOAT_DTYPES
     }
     buffers = list(found.values())
+    replica.refuse_nonfinite("export", buffers, [])
     control = replica.everyone.control
     digests = control.gather([_digest(buffer) for buffer in buffers])
     with torch.no_grad():

@@ -171,7 +171,16 @@ def _parameter(name: str, parts: Sequence[_Part], own: Sequence[_Part]) -> Any:
     if len(have) < len(parts):
         lacking = next(part for part in parts if part.reader not in [other.reader for other in have])
         raise CheckpointError(f"{lacking.reader.file} does not fit the others' files: it has no parameter '{name}'")
-    return _tensor("", have, must_fit=f"parameter '{name}' has another shape or dtype")
+    mean = _tensor("", have, must_fit=f"parameter '{name}' has another shape or dtype")
+    if isinstance(mean, Tensor) and _has_mean(mean, integers=False) and not bool(mean.isfinite().all()):
+        finite = [bool(_load_dense(part).isfinite().all()) for part in have]
+        if not any(finite):
+            return mean  # a value that is not finite anywhere, as of a mask
+        raise CheckpointError(
+            f"{have[finite.index(False)].reader.file} cannot take part in a mean: its parameter '{name}' holds a NaN or an "
+            "infinity. Load an older checkpoint."
+        )
+    return mean
 
 
 def _extra(parts: Sequence[_Part]) -> Any:

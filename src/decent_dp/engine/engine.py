@@ -66,8 +66,9 @@ class _NonFinite:
         # Of the last exchange that was finished: its round, its members, and whether one of them was not finite.
         self._round, self._met = -1, False
         self._members: Sequence[int] = ()
-        # Workers of whom a warning has told, while they are not finite.
+        # Workers of whom a warning has told, while they are not finite; and those that were not in the rounds in a row.
         self._warned: set[int] = set()
+        self._named: set[int] = set()
 
     def finished(self, in_flight: InFlight, ranks: Collection[int], bucket: Bucket, message: Tensor) -> Outcome | None:
         """Notes the end of an exchange of one bucket.
@@ -84,6 +85,7 @@ class _NonFinite:
             if not self._met:
                 self._warned.difference_update(self._members)
                 self._in_a_row = 0
+                self._named.clear()
             self._round, self._members, self._met = number, in_flight.edge.ranks, False
         if not ranks:
             return None
@@ -91,6 +93,7 @@ class _NonFinite:
             self._met = True
             self.rounds += 1
             self._in_a_row += 1
+        self._named.update(ranks)
         where = f"parameter '{bucket.first_nonfinite(message)}' in round {number}"
         for rank in sorted(set(ranks) - self._warned):
             self._warned.add(rank)
@@ -103,11 +106,11 @@ class _NonFinite:
             )
         if self._in_a_row < NONFINITE_ROUNDS:
             return SAT_OUT
-        who = " and ".join(f"worker {self._rank_in_all(rank)}" for rank in sorted(ranks))
+        who = " and ".join(f"worker {self._rank_in_all(rank)}" for rank in sorted(self._named))
         error = NonFiniteError(
-            f"the replica of {who} holds a NaN or an infinity ({where}), as in all of the last {NONFINITE_ROUNDS} rounds: its "
-            "loss or a gradient is not finite. Try a lower learning rate, gradient clipping, or a GradScaler in float16, and "
-            "start the workers again from the last checkpoint that is finite."
+            f"in each of the last {NONFINITE_ROUNDS} rounds a replica held a NaN or an infinity, that of {who} (now {where}): "
+            "a loss or a gradient was not finite there. Try a lower learning rate, gradient clipping, or a GradScaler in "
+            "float16, and start the workers again from the last checkpoint that is finite."
         )
         return Outcome("sat out", error)
 

@@ -46,6 +46,7 @@ def refuse_hidden_state(optimizer: Optimizer, model: nn.Module, saved: Sequence[
     kept = {id(tensor) for one in saved for _, tensor, _ in _leaves(one.state, "", None, owners, set())}
     places = {_place(tensor) for param in model.parameters() for tensor in (param, param.grad) if tensor is not None}
     params = params_of(optimizer)
+    shapes = {name: param.shape for name, param in model.named_parameters()}
     without = {names[id(param)]: param for param in params if not optimizer.state.get(param) and id(param) in names}
     for where, leaf, owner in found:
         name = None
@@ -55,7 +56,7 @@ def refuse_hidden_state(optimizer: Optimizer, model: nn.Module, saved: Sequence[
         elif id(leaf) in kept or _place(leaf) in places:  # a parameter, a gradient, or the same tensor detached, is no state
             continue
         elif owner is not None:
-            name = owner if owner in without and leaf.numel() > 1 else None
+            name = owner if leaf.numel() > 1 and (owner in without or leaf.shape == shapes.get(owner)) else None
         elif len(without) == len(params):
             name = _whose(leaf, without)
         if name is not None:

@@ -90,13 +90,23 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
         if (
             names
             and optimizer not in _WARNED_OF
-            and not any(own is step for own in replica.optimizers for step in running_steps())
+            and not any(own is step for own in replica.optimizers for step in (*running_steps(), *_inside(optimizer)))
         ):
             _WARNED_OF.add(optimizer)
             warnings.warn(
                 f"{type(optimizer).__name__} steps parameter '{names[0]}', which {replica.FOREIGN_STEP}",
                 stacklevel=users_level(),
             )
+
+
+def _inside(optimizer: Optimizer) -> Iterator[Any]:
+    """What an optimizer keeps in its attributes, lists and dicts of them: it may step others inside its own step."""
+    for value in vars(optimizer).values():
+        yield value
+        if isinstance(value, (list, tuple)):
+            yield from value
+        elif isinstance(value, dict):
+            yield from value.values()
 
 
 def running_steps() -> Iterator[Optimizer]:

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
@@ -48,20 +47,22 @@ class ModuleHooks:
                 module.register_load_state_dict_pre_hook(_Hook(me, known, _before_load)),
                 module.register_load_state_dict_post_hook(_Hook(me, known, _after_load)),
             ]
-        self._forward = _ForwardHook(me, frozenset([id(model)]), _refuse_ddp)
-        self._forward_handle = model.register_forward_pre_hook(self._forward)
-
-    def round_ended(self) -> None:
-        """Takes the forward's hook off, so that the model can be scripted; but not one that torch.compile has traced, which
-        would compile the model again."""
-        if self._forward.called:
-            self._forward_handle.remove()
-            self._forward.called = False
+        for module in _called_first(model):
+            self._hooks.append(module.register_forward_pre_hook(_ForwardHook(me, known, _refuse_ddp)))
 
     def remove(self) -> None:
         """Lets go of the model."""
-        for hook in (*self._hooks, self._forward_handle):
+        for hook in self._hooks:
             hook.remove()
+
+
+def _called_first(model: nn.Module) -> Iterator[Any]:
+    """The modules of which users call the forward: the model, or the parts of one that has none (a ModuleDict)."""
+    if type(model).forward is not nn.Module.forward:
+        yield model
+    else:
+        for child in model.children():
+            yield from _called_first(child)
 
 
 def _before_save(owner: Hooked, module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -120,20 +121,12 @@ class _Hook:
 
 
 class _ForwardHook(_Hook):
-    """A hook before the forward, which acts inside a forward of PyTorch DDP.
-
-    Attributes:
-        called: by Python itself, and not only in code that torch.compile has made.
-    """
-
-    called = False
+    """A hook before the forward, which acts inside a forward of PyTorch DDP."""
 
     def __call__(self, module: nn.Module, *args: Any) -> None:
-        # torch.compile traces these lines: they read, and call nothing of ours.
+        # torch.compile traces this line: it reads, and calls nothing of ours. Taken off, the model would be compiled again.
         if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
             self._inside_ddp(module, *args)
-        if not torch.compiler.is_compiling():
-            self.called = True
 
     @_disable_dynamo
     def _inside_ddp(self, module: nn.Module, *args: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import numbers
 import warnings
@@ -71,7 +72,7 @@ def warn_of_rates(rates: Sequence[Mapping[str, Any]]) -> None:
         return
     ranks: dict[Any, list[int]] = {}
     for rank, own in enumerate(rates):
-        ranks.setdefault(own[differing[0]], []).append(rank)
+        ranks.setdefault(json.dumps(own[differing[0]]), []).append(rank)
     values = "; ".join(f"{value} on {_workers(those)}" for value, those in ranks.items())
     more = f" (and {len(differing) - 1} more rates)" if len(differing) > 1 else ""
     warnings.warn(

@@ -161,7 +161,6 @@ class Replica(ABC):
     def end_round(self, *, stepped: bool) -> None:
         """All buckets have been started."""
         self.engine.wait_for_read()
-        self._module_hooks.round_ended()
         self.engine.advance()
         self.steps += stepped
 
@@ -188,6 +187,7 @@ class Replica(ABC):
         """
         if self.joining:
             raise RuntimeError("join() was entered inside join(): one is enough, around the loop.")
+        self.refuse_superseded()
         self.catch_up()
         self.joining = True
         try:
@@ -243,8 +243,7 @@ class Replica(ABC):
 
     def check(self) -> None:
         """Raises RuntimeError when no round can be made: for good, or here."""
-        if self.superseded:
-            raise RuntimeError(f"{self.WHAT} had made no update when a newer one took its model over: use the newer one.")
+        self.refuse_superseded()
         if self.closed:
             raise RuntimeError(f"{self.WHAT} was closed: train before close(), or use {self.MODEL} on its own.")
         if self._fault is not None:
@@ -259,10 +258,14 @@ class Replica(ABC):
                 "torch.compile(mode='reduce-overhead'), and step outside."
             )
 
+    def refuse_superseded(self) -> None:
+        """Raises RuntimeError when a newer replica has taken the model over."""
+        if self.superseded:
+            raise RuntimeError(f"{self.WHAT} had made no update when a newer one took its model over: use the newer one.")
+
     def refuse_closed(self) -> None:
         """Raises RuntimeError after ``close``, for a save."""
-        if self.superseded:
-            self.check()
+        self.refuse_superseded()
         if self.closed:
             raise RuntimeError(f"{self.WHAT} was closed: save before close(), or keep {self.MODEL}.state_dict().")
 
@@ -273,6 +276,7 @@ class Replica(ABC):
             RuntimeError: inside a backward; after a round that failed half-way.
         """
         self.refuse_inside(what)
+        self.refuse_superseded()
         if not self.failed:
             self.catch_up()
         if self._fault is not None:
@@ -331,8 +335,8 @@ class Replica(ABC):
 
     def supersede(self) -> None:
         """A newer replica takes the model over, on all workers: this one, which is unused, closes."""
-        self.superseded = True
         self.close()
+        self.superseded = True
 
     def let_go_of_model(self) -> None:
         """Takes the hooks off."""
@@ -355,28 +359,41 @@ class Replica(ABC):
             NonFiniteError: a replica holds a NaN or an infinity; on all of them.
         """
         self.meet("averaged")
-        self.refuse_nonfinite("averaged")
         buffers = self.averaged_buffers()
+        self.refuse_nonfinite("averaged", buffers)
         # Where some buffers are averaged, the others come back, too: `calibrate` counts in them.
         with self.mean.holding([*self.parameters.params, *(self.model.buffers() if buffers else ())]):
             self.become_mean(buffers)
             yield
 
     @torch.no_grad()
-    def refuse_nonfinite(self, what: str) -> None:
+    def refuse_nonfinite(self, what: str, buffers: Sequence[Tensor] = (), params: Sequence[Tensor] | None = None) -> None:
         """Before a mean over the replicas, for a call of the user's named ``what``. Called by all workers.
+
+        Args:
+            buffers: those of the model that take part in it. One that is not finite on any worker, as a mask, may.
+            params: what takes part in the place of the parameters; None for themselves.
 
         Raises:
             NonFiniteError: a replica holds a NaN or an infinity, and all would get it; on all workers.
         """
-        named = zip(self.parameters.names, self.parameters.locate(), strict=True)
-        found = self.everyone.control.gather(next((name for name, t in named if not all_finite(t.detach())), None))
-        for rank, name in enumerate(found):
-            if name is not None:
+        params = self.parameters.locate() if params is None else params
+        chosen = set(map(id, buffers))
+        named = [(name, local(buffer)) for name, buffer in self.model.named_buffers() if id(buffer) in chosen]
+        own = [
+            next((name for name, t in zip(self.parameters.names, params, strict=False) if not all_finite(t.detach())), None),
+            [name for name, t in named if not all_finite(t)],
+        ]
+        found = self.everyone.control.gather(own)
+        everywhere = set.intersection(*(set(names) for _, names in found))
+        for rank, (name, names) in enumerate(found):
+            culprits = [f"parameter '{name}'"] if name is not None else []
+            culprits += [f"buffer '{buffer}'" for buffer in names if buffer not in everywhere]
+            if culprits:
                 raise NonFiniteError(
-                    f"{what} needs the mean of all replicas, and parameter '{name}' of worker {rank} holds a NaN or an "
-                    "infinity: its loss or a gradient is not finite. Start the workers again from the last checkpoint that is "
-                    "finite."
+                    f"{what} needs the mean of all replicas, and {culprits[0]} of worker {rank} holds a NaN or an infinity: a "
+                    "batch, a loss or a gradient was not finite there. Start the workers again from the last checkpoint that "
+                    "is finite."
                 )
 
     @torch.no_grad()

@@ -99,4 +99,6 @@ class BFloat16(Lossless):
                 part = values[start : start + NOISE_LENGTH]
                 noise = noise_at(part.numel(), torch.float32, self.device, moment.round, moment.rank, index, run.start + start)
                 bits = part.view(torch.int32) + noise.add(0.5).mul_(2**16).to(torch.int32)
-                out[start : start + NOISE_LENGTH].copy_(bits.bitwise_and_(-(2**16)).view(torch.float32))
+                rounded = bits.bitwise_and_(-(2**16)).view(torch.float32)
+                # A NaN may become a number, and nobody would find what the flag tells of.
+                out[start : start + NOISE_LENGTH].copy_(torch.where(part.isfinite(), rounded, part))
