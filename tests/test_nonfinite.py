@@ -304,7 +304,7 @@ def test_statistics_and_moving_averages_that_are_not_finite(tmp_path):
         for call in (ema.averaged().__enter__, lambda: replica.averaged().__enter__()):
             if rank == 1:
                 model.seen[1] = math.inf
-            with pytest.raises(NonFiniteError, match="(parameter 'weight'|buffer 'seen') of worker 1"):
+            with pytest.raises(NonFiniteError, match=r"(parameter 'weight'|buffer 'seen') of worker 1"):
                 call()
         for call in (replica.average_, lambda: export(replica, tmp_path / "model.pt")):
             with pytest.raises(NonFiniteError, match="buffer 'seen' of worker 1"):

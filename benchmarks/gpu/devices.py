@@ -61,7 +61,8 @@ def moved(worker: Worker) -> str:
     """An error that names the parameter, on every worker."""
     if not worker.cuda:
         raise SkipError("there is no other device")
-    run = library(Script(place=lambda model, _: model), worker)
+    # Without momentum: the optimizer itself would refuse a state on another device.
+    run = library(Script(place=lambda model, _: model, optimizer=partial(torch.optim.SGD, lr=0.1)), worker)
     run.step(0)
     run.model.to(worker.device)
     run.device = worker.device
@@ -83,6 +84,8 @@ def check_memory(compression: str | None, copies: float, worker: Worker) -> str:
     a round, for which some runs of values are worked on at once."""
     if not worker.cuda:
         raise SkipError("the CPU's memory is not counted by tensor")
+    warm = torch.ones(8, 8, device=worker.device, requires_grad=True)
+    torch.autograd.backward((warm @ warm).sum())  # the workspaces of matrix products are no memory of ours
     torch.cuda.synchronize()
     gc.collect()
     base = torch.cuda.memory_allocated()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -145,6 +146,10 @@ TO_THE_CPU: dict[str, Script] = {
 }
 
 
+# Replicas that are threads share the generator.
+_ONE_AT_A_TIME = threading.Lock()
+
+
 def to_device(device: torch.device, model: nn.Module, _: torch.device) -> nn.Module:
     return model.to(device)
 
@@ -157,8 +162,9 @@ def check_cpu(script: Script, worker: Worker) -> str:
     start: dict[str, Tensor] = {}
 
     def make() -> nn.Module:
-        torch.manual_seed(5)
-        return script.make()
+        with _ONE_AT_A_TIME:
+            torch.manual_seed(5)
+            return script.make()
 
     for device in (worker.device, torch.device("cpu")):
         run, start = run_library(replace(script, make=make, place=partial(to_device, device)), worker)

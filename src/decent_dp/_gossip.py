@@ -358,6 +358,7 @@ class Gossip(Replica):
 
         def check() -> None:
             self.refuse_inside("load_state_dict")
+            self.parameters.refuse_unreduced("load_state_dict")
             self.check()
             self.parameters.check()
             wanted = ENGINE_ENTRIES | {"stepped", "taken"}

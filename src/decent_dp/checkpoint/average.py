@@ -11,8 +11,6 @@ from torch import Tensor
 
 from decent_dp.checkpoint.owner import Trained, replica_of
 from decent_dp.errors import DisagreementError, OutOfStepError
-from decent_dp.replica.averages import average_
-from decent_dp.replica.shards import local
 
 __all__ = ["AveragedReplica"]
 
@@ -90,7 +88,7 @@ class AveragedReplica:
         with replica.mean.holding([*params, *replica.model.buffers()]):
             with torch.no_grad():
                 means = [average.clone() for average in self._averages]
-                average_(replica.transport.control, [*means, *map(local, replica.averaged_buffers())])
+                replica.average(means, replica.averaged_buffers())
                 for value, mean in zip(replica.parameters.locate(), means, strict=True):
                     value.copy_(mean)
                 del means

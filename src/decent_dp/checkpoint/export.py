@@ -199,10 +199,11 @@ def _average_buffers(replica: Replica) -> None:
     }
     buffers = list(found.values())
     replica.refuse_nonfinite("export", buffers, [])
-    control = replica.everyone.control
-    digests = control.gather([_digest(buffer) for buffer in buffers])
+    whole = [buffer for buffer in buffers if not is_sharded(buffer)]
+    digests = replica.everyone.control.gather([_digest(buffer) for buffer in whole])
+    differing = [buffer for buffer, *own in zip(whole, *digests, strict=True) if len(set(own)) > 1]
     with torch.no_grad():
-        average_(control, [b for b, *own in zip(buffers, *digests, strict=True) if len(set(own)) > 1])
+        replica.average([], [*differing, *filter(is_sharded, buffers)])
 
 
 def _digest(tensor: Tensor) -> str:
@@ -214,9 +215,11 @@ def _digest(tensor: Tensor) -> str:
 
 
 def _state(replica: Replica, *, keep: bool) -> dict[str, Any]:
-    """The model's state dict on the CPU, whole where it is sharded; empty unless it is to be kept. Called by all workers."""
+    """The model's state dict on the CPU, whole where it is sharded; empty unless it is to be kept. Called by all workers, of
+    whom those of the first replica gather its parts."""
     replica.parameters.locate()
-    if not keep and replica.replicas.shards == 1:
+    first, _ = replica.replicas.place_of(replica.everyone.rank)
+    if first != 0 or (not keep and replica.replicas.shards == 1):
         return {}
     # A tied parameter is one tensor under all its names, and is gathered once. (Without shards they are copies already.)
     state: dict[str, Any] = replica.model.state_dict(keep_vars=replica.replicas.shards > 1)

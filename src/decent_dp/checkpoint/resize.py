@@ -33,6 +33,8 @@ from torch import Tensor
 from decent_dp.checkpoint.files import Reader
 from decent_dp.checkpoint.tree import Stored
 from decent_dp.errors import CheckpointError
+from decent_dp.handed import FLOAT_DTYPES
+from decent_dp.wire import all_finite
 
 __all__ = ["HOW", "combined", "resized", "sources"]
 
@@ -172,8 +174,8 @@ def _parameter(name: str, parts: Sequence[_Part], own: Sequence[_Part]) -> Any:
         lacking = next(part for part in parts if part.reader not in [other.reader for other in have])
         raise CheckpointError(f"{lacking.reader.file} does not fit the others' files: it has no parameter '{name}'")
     mean = _tensor("", have, must_fit=f"parameter '{name}' has another shape or dtype")
-    if isinstance(mean, Tensor) and _has_mean(mean, integers=False) and not bool(mean.isfinite().all()):
-        finite = [bool(_load_dense(part).isfinite().all()) for part in have]
+    if isinstance(mean, Tensor) and mean.dtype in FLOAT_DTYPES and not all_finite(mean):
+        finite = [bool(all_finite(_load_dense(part))) for part in have]
         if not any(finite):
             return mean  # a value that is not finite anywhere, as of a mask
         raise CheckpointError(

@@ -13,7 +13,7 @@ from decent_dp.replica.averages import broadcast_
 from decent_dp.replica.consistency import agree, agree_on_signature, model_signature
 from decent_dp.replica.options import Options, warn_of_rates
 from decent_dp.replica.settings import Settings
-from decent_dp.replica.shards import Replicas, local
+from decent_dp.replica.shards import Replicas, is_sharded, local
 from decent_dp.replica.shutdown import given_back_on_error
 from decent_dp.rules import Rule, settings_of
 from decent_dp.topo import Topology, make_topology
@@ -76,12 +76,18 @@ def connect_replicas(model: nn.Module, transport: Transport, ours: bool, check: 
     """
 
     def attempt() -> tuple[Agreed, dict[str, Any]]:
-        made = make_topology(
-            given.topology,
-            local_world_size=max(1, given.local_world_size // replicas.shards),
-            world_size=peers.world_size,
-            rank=peers.rank,
-        )
+        try:
+            made = make_topology(
+                given.topology,
+                local_world_size=replicas.peers_on_node(transport.rank, given.local_world_size),
+                world_size=peers.world_size,
+                rank=peers.rank,
+            )
+        except ValueError as error:
+            if replicas.shards == 1:
+                raise
+            numbers = f"{peers.world_size}, of {replicas.shards} workers each"
+            raise ValueError(f"{error} (A topology is of replicas. Here are {numbers}.)") from error
         # Called on the class: what a subclass sets on itself may have any name.
         mixing = Topology.every(made, given.settings.mix_every)
         shared: Mapping[str, Any] = {
@@ -97,7 +103,9 @@ def connect_replicas(model: nn.Module, transport: Transport, ours: bool, check: 
         replicas = Replicas.of(transport.control.gather(given.card))
         peers = transport if replicas.shards == 1 else transport.among(replicas.peers_of(transport.rank))
         agreed = agree_on_signature(transport.control, transport.rank, attempt)
-        broadcast_(peers.control, [local(tensor) for tensor in (*model.parameters(), *model.buffers())])
+        tensors = [*model.parameters(), *model.buffers()]
+        broadcast_(peers.control, [local(tensor) for tensor in tensors if is_sharded(tensor)])
+        broadcast_(transport.control, [tensor for tensor in tensors if not is_sharded(tensor)])
         peers.prepare(agreed.topology._edges_ahead(_PREPARED_ROUNDS))
         # The last to be gathered: a worker that leaves at once must not be gone before all have found it.
         warn_of_rates(transport.control.gather(given.options.rates))

@@ -32,7 +32,7 @@ from decent_dp.replica.living import enter
 from decent_dp.replica.mean import Mean
 from decent_dp.replica.module_hooks import ModuleHooks
 from decent_dp.replica.parameters import Parameters
-from decent_dp.replica.shards import holds_first_copy, local
+from decent_dp.replica.shards import holds_first_copy, is_sharded, local
 from decent_dp.replica.shutdown import shut_down
 from decent_dp.replica.stats import Stats
 from decent_dp.rules import settings_of
@@ -399,8 +399,15 @@ class Replica(ABC):
     @torch.no_grad()
     def become_mean(self, buffers: Sequence[Tensor] = ()) -> list[Tensor]:
         """Parameters and ``buffers`` become the mean; the squared distances of the parameters to it, as they were."""
-        params = [tensor.detach() for tensor in self.parameters.locate()]
-        return average_(self.transport.control, [*params, *map(local, buffers)])[: len(params)]
+        return self.average([tensor.detach() for tensor in self.parameters.locate()], buffers)
+
+    def average(self, parts: Sequence[Tensor], buffers: Sequence[Tensor]) -> list[Tensor]:
+        """``parts`` of parameters become their mean over replicas, and ``buffers`` theirs: of a buffer that is not sharded over
+        all workers, as each has its own. The squared distances of the parts to their mean, as they were."""
+        distances = average_(self.transport.control, parts)
+        average_(self.transport.control, [local(buffer) for buffer in buffers if is_sharded(buffer)])
+        average_(self.everyone.control, [buffer for buffer in buffers if not is_sharded(buffer)])
+        return distances
 
     @torch.no_grad()
     def consensus_distance(self) -> float:

@@ -220,6 +220,10 @@ class Replicas:
         """The number of a worker's replica, and its position in it."""
         return next((number, own.index(rank)) for number, own in enumerate(self.workers) if rank in own)
 
+    def peers_on_node(self, rank: int, local_world_size: int) -> int:
+        """How many workers of ``peers_of`` are on this worker's node: what a topology of replicas takes for a node."""
+        return sum(peer // local_world_size == rank // local_world_size for peer in self.peers_of(rank))
+
     def peers_of(self, rank: int) -> list[int]:
         """The workers at the same position of all replicas, by the number of the replica."""
         _, position = self.place_of(rank)

@@ -29,7 +29,7 @@ from torch.nn import Parameter
 from decent_dp.errors import OutOfStepError
 from decent_dp.replica.consistency import agree, worker_counts
 from decent_dp.replica.replica import Replica
-from decent_dp.replica.shards import local, placed
+from decent_dp.replica.shards import local, placed, placement
 
 __all__ = ["ENGINE_ENTRIES", "check_scaler_state", "copied", "first_loss_scale", "put_back", "restore", "take"]
 
@@ -70,7 +70,13 @@ def take(replica: Replica) -> dict[str, Any]:
     own = {id(tensor): value for tensor, value in mean.backup or ()}
     model = replica.model
     replica.parameters.locate()
-    named = zip(replica.parameters.names, replica.parameters.params, strict=True)
+    named = list(zip(replica.parameters.names, replica.parameters.params, strict=True))
+    for name, param in named:
+        if param.grad is not None and placement(param.grad) != placement(param):
+            raise RuntimeError(
+                f"save was called while the gradient of '{name}' is {placement(param.grad)}, and the parameter "
+                f"{placement(param)}: a sum over workers is due, and would be lost. Call save after optimizer.zero_grad()."
+            )
     return {
         "parameters": {name: own.get(id(param), local(param).detach()) for name, param in model.named_parameters()},
         "buffers": {name: own.get(id(buffer), local(buffer).detach()) for name, buffer in model.named_buffers()},
@@ -106,6 +112,7 @@ def put_back(replica: Replica, snapshot: dict[str, Any]) -> None:
 
     def refuse() -> None:
         replica.refuse_inside("load")
+        replica.parameters.refuse_unreduced("load")
         replica.check()
 
     agree(replica.everyone.control, refuse)
