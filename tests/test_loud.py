@@ -299,3 +299,36 @@ def test_gradients_on_several_cuda_streams_are_waited_for(monkeypatch):
     loss(wrapper, 4).backward()  # it stays so
     assert seen == [True, True, False, False]
     wrapper.close()
+
+
+def test_ddp_around_a_part_of_what_has_no_forward_and_at_any_time(monkeypatch):
+    parts = nn.ModuleDict({"a": net(), "b": nn.ModuleList([net(1)])})
+    optimizer = torch.optim.SGD(parts.parameters(), lr=0.1)
+    replica = by_gossip(parts, optimizer)
+    inner = [parts["a"], parts["b"][0]]
+    for t in range(2):
+        for model in inner:
+            with monkeypatch.context() as around:
+                around.setattr(DistributedDataParallel, "_active_ddp_module", nn.Sequential(model))
+                with pytest.raises(RuntimeError, match="PyTorch's DistributedDataParallel is around this model"):
+                    loss(model, t)
+        sum(loss(model, t) for model in inner).backward()
+        optimizer.step()
+    replica.close()
+
+
+def test_a_superseded_replica_is_used_in_no_way():
+    model = net()
+    old = alone(model)
+    newer = alone(model)
+    calls = [old.optim_state_dict, old.set_accumulate_grad, old.join().__enter__, old.no_sync().__enter__]
+    for call in calls:
+        with pytest.raises(RuntimeError, match="a newer one took its model over"):
+            call()
+    newer.close()
+    first = by_gossip(model)
+    second = by_gossip(model)
+    for call in (first.state_dict, first.join().__enter__):
+        with pytest.raises(RuntimeError, match="a newer one took its model over"):
+            call()
+    second.close()

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 import decent_dp
 from decent_dp.ddp import DecentralizedDataParallel
+from decent_dp.replica.options import warn_of_rates
 from decent_dp.replica.snapshot import take
 from decent_dp.transport import InProcessTransport, run_replicas
 from tests.helpers import SGD, alone, loss, net
@@ -283,6 +284,27 @@ def test_the_way_out_of_two_in_one():
         optimizer.step()
     saved = take(replica)["optim"]["optimizers"]
     assert sorted(name for one in saved for name in one["state"]) == sorted(name for name, _ in model.named_parameters())
+    replica.close()
+
+
+@pytest.mark.parametrize("kind", [TwoInOne, InAList, InADict])
+def test_a_step_that_makes_a_round_is_no_foreign_one(kind):
+    """The real optimizers are given, and the home-made one steps them."""
+    model = net()
+    two = kind(model.parameters())
+    inner = two._all or (two.inner.values() if isinstance(two.inner, dict) else two.inner)
+    replica = decent_dp.gossip(model, list(inner), transport=InProcessTransport())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss(model, 0).backward()
+        two.step()
+    assert replica.stats().rounds == 1
+    replica.close()
+
+
+def test_rates_that_are_sequences():
+    with pytest.warns(UserWarning, match=r"lr of X is \[0.1, 0.2\] on worker 0; \[0.1, 0.3\] on worker 1"):
+        warn_of_rates([{"lr of X": [0.1, 0.2]}, {"lr of X": [0.1, 0.3]}])
 
 
 # -- errors that say what to do --------------------------------------------------------------------------------------------
