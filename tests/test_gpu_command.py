@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 WANTED = ("float64 twin, base-2", "another default device")
 
 
+@pytest.mark.timeout(300)
 def test_the_command(tmp_path):
     """Cases that are right, and cases that fail or hang, which do not end the run."""
     out = tmp_path / "new" / "gpu.json"
@@ -41,7 +42,7 @@ def test_the_command(tmp_path):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 1, done.stdout + done.stderr

@@ -25,7 +25,7 @@ from decent_dp.transport import run_replicas
 from tests.helpers import SGD, batch, net
 from tests.test_law import matrix
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(150)
 STEPS = 12
 
 
@@ -185,7 +185,7 @@ def stopping(rank: int, n: int, topology: str, driver: str) -> None:
 
 @pytest.mark.parametrize(("topology", "n", "driver"), [("complete", 3, "gossip"), ("one-peer-exp", 4, "wrapper")])
 def test_after_ten_rounds_all_workers_raise(workers, topology, n, driver):
-    outcomes = workers.outcomes(n, stopping, topology, driver)
+    outcomes = workers.outcomes(n, stopping, topology, driver, timeout=100)
     own = outcomes[1]
     assert own.error == "NonFiniteError"
     assert "each of the last 10 rounds a replica held a NaN or an infinity, that of worker 1 (now parameter" in own.message
@@ -333,7 +333,7 @@ def saving(rank: int, n: int, path: str) -> str:
 
 
 def test_a_saved_replica_that_is_not_finite_is_in_no_mean(workers, tmp_path):
-    for text in workers(2, saving, str(tmp_path)):
+    for text in workers(2, saving, str(tmp_path), timeout=100):
         assert "worker-0001" in text
         assert "parameter '2.weight' holds a NaN" in text
 

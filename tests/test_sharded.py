@@ -171,7 +171,7 @@ def lost(rank: int, n: int) -> None:
 
 def test_a_worker_that_fails_ends_all(workers):
     """The workers of its own replica fail in a collective of FSDP; those of others in an exchange, which names it."""
-    outcomes = workers.outcomes(4, lost, group_timeout=10, timeout=60)
+    outcomes = workers.outcomes(4, lost, group_timeout=10, timeout=120)
     assert all(outcome.error for outcome in outcomes)
     assert outcomes[3].message == "as it happens"
     texts = [outcome.message for outcome in outcomes]
@@ -197,7 +197,7 @@ def spoilt(rank: int, n: int) -> tuple[str, list[bool], int]:
 
 def test_a_replica_that_is_not_finite_stays_alone(workers):
     """A loss that is NaN on one worker spoils all shards of its replica, and no other replica."""
-    for rank, (text, finite, rounds) in enumerate(workers(4, spoilt)):
+    for rank, (text, finite, rounds) in enumerate(workers(4, spoilt, timeout=120)):
         culprit = 2 + rank % 2  # the worker of the same position
         assert f"a replica held a NaN or an infinity, that of worker {culprit} " in text, (rank, text)
         assert rounds == 10

@@ -297,7 +297,7 @@ def test_saved_exported_and_resized(workers, tmp_path):
         assert found[name].startswith("CheckpointError: "), (name, found[name])
         assert "start from the model that export() wrote" in found[name], (name, found[name])
 
-    resized = workers(6, six, str(tmp_path), timeout=60)
+    resized = workers(6, six, str(tmp_path), timeout=150)
     for rank, there in enumerate(resized):
         assert_close_to(there["mean"], mean, 1e-6)
         assert_close_to(there["spread"], replicas[rank // 2 * 2 // 3], 0.0)
