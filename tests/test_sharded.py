@@ -12,7 +12,20 @@ import torch
 from decent_dp.errors import NonFiniteError
 from decent_dp.rules import OuterNesterov
 from decent_dp.transport import run_replicas
-from tests.sharded_cases import ADAMW, SGD, Case, Sharded, Unsharded, assert_close, ended, mesh_of, step, train, zero_grad
+from tests.sharded_cases import (
+    ADAMW,
+    SGD,
+    Case,
+    Sharded,
+    Unsharded,
+    assert_close,
+    ended,
+    mesh_of,
+    step,
+    train,
+    values,
+    zero_grad,
+)
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -159,6 +172,20 @@ def test_situations(workers):
         wanted = run_replicas(2, lambda transport, case=case, name=name: situation(Unsharded(case, transport, 2), name))
         for rank in range(4):
             assert_close(found[rank][number], wanted[rank // 2], case.tolerance, f"{name}, worker {rank}")
+
+
+def seeded(rank: int, n: int) -> dict[str, Any]:
+    run = Sharded(Case(), mesh_of(2, 2), seed=rank)
+    run.gossip.close()
+    return values(run.model)
+
+
+def test_what_is_not_sharded_is_that_of_worker_0(workers):
+    """Buffers and frozen parameters, whatever each worker's seed."""
+    found = workers(4, seeded, timeout=120)
+    for own in found[1:]:
+        for name in ("shift", "still", "scale", "first.weight"):
+            assert torch.equal(own[name], found[0][name]), name
 
 
 def lost(rank: int, n: int) -> None:

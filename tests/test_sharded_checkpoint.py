@@ -135,9 +135,21 @@ def exported(mesh: Any, folder: Path) -> dict[str, Tensor]:
         window.loss(0).backward()
         with pytest.raises(RuntimeError, match="save was called in a window whose gradients FSDP has not reduced yet"):
             take(window.gossip)
+        with pytest.raises(RuntimeError, match="load was called in a window whose gradients FSDP has not reduced yet"):
+            load(window.gossip, folder / "two by two")
+        with pytest.raises(RuntimeError, match="load_state_dict was called in a window"):
+            window.gossip.load_state_dict({})
         window.model.set_requires_gradient_sync(True)
         window.loss(1).backward()
         take(window.gossip)
+        from torch.distributed.tensor import DTensor, Partial
+
+        # As sequence parallelism leaves it: each worker has a summand.
+        weight = window.model.first.weight
+        summand = torch.ones(weight.shape)
+        weight.grad = DTensor.from_local(summand, weight.device_mesh, [Partial()])
+        with pytest.raises(RuntimeError, match=r"save was called while the gradient of 'first.weight' is placed as Partial"):
+            take(window.gossip)
         window.gossip.close()
     run.gossip.close()
     return mean
