@@ -475,15 +475,14 @@ def sent(rank: int, n: int, names: list[tuple[str, int]], updates: int) -> list[
 @pytest.mark.parametrize("n", [4, 6])
 def test_bytes_are_those_that_workers_send(workers, n):
     cases = [(name, local) for local in (1, 2) for name in fitting(n, local) if name != "random-matching"]
-    message = 400 + 8  # with the flag
     updates = math.lcm(*(made(*case[:1], n, case[1]).period or 1 for case in cases))
     counts = np.array(workers(n, sent, [*cases, ("random-matching", 1)], 64 if updates < 64 else updates)).mean(axis=0)
     rounds = 64 if updates < 64 else updates
     for i, (name, local) in enumerate([*cases, ("random-matching", 1)]):
         topology = made(name, n, local)
-        found = analyse(topology, payload=message)
+        found = analyse(topology, payload=400)
         if topology.period is not None and rounds % topology.period:
-            each = [analyse(_only(topology, t), payload=message).sent_by_worker for t in range(topology.period)]
+            each = [analyse(_only(topology, t), payload=400).sent_by_worker for t in range(topology.period)]
             assert counts[i] == pytest.approx(sum(each[t % len(each)] for t in range(rounds)))
             assert found.sent_by_worker == pytest.approx(sum(each) / len(each))
         else:

@@ -176,7 +176,7 @@ def test_what_is_sent_and_when():
         return counts
 
     for counts in run_replicas(4, body):
-        assert counts == [0, 0, 0, 128, 128, 128, 128, 256, 256]  # with a flag of eight bytes
+        assert counts == [0, 0, 0, 120, 120, 120, 120, 240, 240]
 
 
 def test_edges_of_the_mixes_are_connected_ahead(workers):

@@ -15,7 +15,7 @@ class Stats:
         updates: optimizer steps taken.
         rounds: rounds made, also before a restart; more than ``updates`` where a scaler skipped a step or ``join`` went on
             without one.
-        bytes_sent: put on the wire by this worker for exchanges, without the headers of frames.
+        bytes_sent: put on the wire by this worker for exchanges, without the headers of frames and the flags of messages.
         grad_norm: of the last update, before clipping; None without ``grad_clip_norm``.
         exchanges: finished, of single buckets.
         waited_s: seconds that the training thread has waited for exchanges.

@@ -243,7 +243,7 @@ class WiredExchange(Exchange):
                 pass
         sent = [buckets[rank].messages[0] for rank in ranks]
         wire = buckets[ranks[0]].wire
-        self.bytes_sent += 2 * (len(ranks) - 1) * wire.nbytes
+        self.bytes_sent += 2 * (len(ranks) - 1) * wire.payload(wire.pieces)
         if len(ranks) == 2:
             for rank, other in zip(ranks, sent[::-1], strict=True):
                 buckets[rank].messages[1].copy_(other)

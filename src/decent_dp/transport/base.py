@@ -76,7 +76,7 @@ class Handle(ABC):
     """Something under way.
 
     Attributes:
-        bytes_sent: what this worker puts on the wire for it, in bytes.
+        bytes_sent: what this worker puts on the wire for it, in bytes, without flags.
         flags: after ``wait``, ``Wire.flag`` of what was sent and of what was received, where that costs less than to ask for
             the parcel's own messages, as these are on a GPU. None: ask for those.
     """

@@ -165,7 +165,7 @@ class _LocalExchange(Exchange):
                 self._combine(parcel, ranks, found)
             written(parcel.received)()  # the memory of what was brought is given back, perhaps to another stream
 
-        return Later(finish, parcel.wire.nbytes * (len(ranks) - 1))
+        return Later(finish, parcel.wire.payload(parcel.wire.pieces) * (len(ranks) - 1))
 
     def _combine(self, parcel: Parcel, ranks: tuple[int, ...], found: dict[int, Tensor]) -> None:
         """As the roots of the trees would, if all workers were on one node."""

@@ -305,7 +305,7 @@ class _Pair:
     def __init__(self, links: Links, parcel: Parcel, delivery: _Delivery, peer: int) -> None:
         self._links = links
         key = (parcel.label.round, parcel.label.bucket, _WHOLE)
-        self.bytes_sent = parcel.wire.nbytes
+        self.bytes_sent = parcel.wire.payload(parcel.wire.pieces)
         delivery.expect(peer)
         delivery.expect(peer)
 
@@ -368,7 +368,7 @@ class _Branch:
         self._needed, self._held = self._size * max(len(place.children) - 1, 0), 0
         # What is still needed before the sum can be made: the children's, and this worker's own.
         self._missing = len(place.children) + 1
-        self.bytes_sent = self._size * (len(place.children) + (place.parent is not None))
+        self.bytes_sent = parcel.wire.payload([piece]) * (len(place.children) + (place.parent is not None))
         for child, _ in place.children:
             delivery.expect(child, first=not self._needed)  # what waits for memory has not been asked for
             delivery.expect(child, first=False)

@@ -46,7 +46,7 @@ class NcclPairs(Exchange):
             _wait(work, self._explain, [peer], parcel.label)
             return _flags(work, parcel, lambda: (parcel.wire.flag(parcel.sent), parcel.wire.flag(parcel.received)))
 
-        return Later(finish, parcel.wire.nbytes)
+        return Later(finish, parcel.wire.payload(parcel.wire.pieces))
 
 
 class NcclGroups(Exchange):

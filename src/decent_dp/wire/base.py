@@ -282,6 +282,10 @@ class Wire(ABC):
                 found[run.item].append(run)
         return found
 
+    def payload(self, pieces: Sequence[Piece]) -> int:
+        """The bytes of these pieces that stand for values: all but the flag."""
+        return sum(piece.stop - piece.start - (_FLAG if piece.stop == self.nbytes else 0) for piece in pieces)
+
     # -- values that are not finite ----------------------------------------------------------------------------------------
 
     def flag(self, message: Tensor) -> int:
