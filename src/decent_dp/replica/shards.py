@@ -222,6 +222,8 @@ class Replicas:
 
     def peers_on_node(self, rank: int, local_world_size: int) -> int:
         """How many workers of ``peers_of`` are on this worker's node: what a topology of replicas takes for a node."""
+        if self.shards == 1:
+            return local_world_size
         return sum(peer // local_world_size == rank // local_world_size for peer in self.peers_of(rank))
 
     def peers_of(self, rank: int) -> list[int]:
