@@ -119,3 +119,12 @@ def errors_of(calls: Iterable[Callable[[], Any]], error: type[Exception], match:
             call()
         messages.append(str(caught.value))
     return messages
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    """What a call raises, as 'Kind: text'; '' if nothing. Also in threads, which share pytest's filters of warnings."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

@@ -16,7 +16,7 @@ from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.replica.options import warn_of_rates
 from decent_dp.replica.snapshot import take
 from decent_dp.transport import InProcessTransport, run_replicas
-from tests.helpers import SGD, alone, loss, net
+from tests.helpers import SGD, alone, error_of, loss, net
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -57,15 +57,6 @@ def in_order(named: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
     """In registration order, as gossip's are; buckets have another."""
     names = [name for name, _ in net().named_parameters()]
     return sorted(named, key=lambda pair: names.index(pair[0]))
-
-
-def error_of(call: Any) -> str:
-    """Also in threads, which share the filters of warnings."""
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def outcome(call: Any) -> str:

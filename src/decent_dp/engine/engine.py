@@ -63,12 +63,12 @@ class _NonFinite:
         self._rank_in_all = rank_in_all
         self.rounds = 0
         self._in_a_row = 0
-        # Of the last exchange that was finished: its round, its members, and whether one of them was not finite.
-        self._round, self._met = -1, False
+        # Of the last exchange that was finished: its round, its members, and whether it was sat out.
+        self._round, self._sat_out = -1, False
         self._members: Sequence[int] = ()
-        # Workers of whom a warning has told, while they are not finite; and those that were not in the rounds in a row.
+        # Workers that a warning has named, until they are finite again; and those that were not finite in the rounds in a row.
         self._warned: set[int] = set()
-        self._named: set[int] = set()
+        self._nonfinite_workers: set[int] = set()
 
     def finished(self, in_flight: InFlight, ranks: Collection[int], bucket: Bucket, message: Tensor) -> Outcome | None:
         """Notes the end of an exchange of one bucket.
@@ -82,18 +82,18 @@ class _NonFinite:
         """
         number = in_flight.round.number
         if number != self._round:
-            if not self._met:
+            if not self._sat_out:
                 self._warned.difference_update(self._members)
                 self._in_a_row = 0
-                self._named.clear()
-            self._round, self._members, self._met = number, in_flight.edge.ranks, False
+                self._nonfinite_workers.clear()
+            self._round, self._members, self._sat_out = number, in_flight.edge.ranks, False
         if not ranks:
             return None
-        if not self._met:
-            self._met = True
+        if not self._sat_out:
+            self._sat_out = True
             self.rounds += 1
             self._in_a_row += 1
-        self._named.update(ranks)
+        self._nonfinite_workers.update(ranks)
         where = f"parameter '{bucket.first_nonfinite(message)}' in round {number}"
         for rank in sorted(set(ranks) - self._warned):
             self._warned.add(rank)
@@ -106,7 +106,7 @@ class _NonFinite:
             )
         if self._in_a_row < NONFINITE_ROUNDS:
             return SAT_OUT
-        who = " and ".join(f"worker {self._rank_in_all(rank)}" for rank in sorted(self._named))
+        who = " and ".join(f"worker {self._rank_in_all(rank)}" for rank in sorted(self._nonfinite_workers))
         error = NonFiniteError(
             f"in each of the last {NONFINITE_ROUNDS} rounds a replica held a NaN or an infinity, that of {who} (now {where}): "
             "a loss or a gradient was not finite there. Try a lower learning rate, gradient clipping, or a GradScaler in "

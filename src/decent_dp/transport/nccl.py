@@ -83,7 +83,7 @@ class NcclGroups(Exchange):
             if total is not received:
                 received.copy_(total)
             parcel.wire.flag_view(parcel.received).copy_(flag)
-            return _flags(of_flag, parcel, lambda: (parcel.wire.flag(parcel.sent), int(flag)))
+            return _flags(of_flag, parcel, lambda: (parcel.wire.flag(parcel.sent), int(flag.sum())))
 
         # What a ring moves out of every worker: 2 (m - 1)/m of the payload, as it is summed.
         return Later(finish, 2 * (len(ranks) - 1) * total.nbytes // len(ranks))
