@@ -174,18 +174,23 @@ def test_situations(workers):
             assert_close(found[rank][number], wanted[rank // 2], case.tolerance, f"{name}, worker {rank}")
 
 
-def seeded(rank: int, n: int) -> dict[str, Any]:
+def seeded(rank: int, n: int) -> tuple[dict[str, Any], float]:
     run = Sharded(Case(), mesh_of(2, 2), seed=rank)
+    made = values(run.model)
+    run.model.shift.fill_(rank)  # as BatchNorm's statistics, which FSDP leaves to each worker
+    with run.gossip.averaged():
+        shift = float(run.model.shift)
     run.gossip.close()
-    return values(run.model)
+    return made, shift
 
 
-def test_what_is_not_sharded_is_that_of_worker_0(workers):
-    """Buffers and frozen parameters, whatever each worker's seed."""
+def test_what_is_not_sharded_is_of_all_workers(workers):
+    """Buffers and frozen parameters start as worker 0's, whatever each worker's seed, and a buffer's mean is over all."""
     found = workers(4, seeded, timeout=120)
-    for own in found[1:]:
+    for made, shift in found:
+        assert shift == 1.5
         for name in ("shift", "still", "scale", "first.weight"):
-            assert torch.equal(own[name], found[0][name]), name
+            assert torch.equal(made[name], found[0][0][name]), name
 
 
 def lost(rank: int, n: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from torch import nn
 import decent_dp
 from decent_dp.errors import DisagreementError
 from decent_dp.replica.shards import Replicas
-from decent_dp.topo import RingTopology
+from decent_dp.topo import Edge, RingTopology
 from decent_dp.transport import InProcessTransport
+from decent_dp.transport.peers import Peers
 from tests.sharded_cases import SGD, Odd, mesh_of, shard
 
 pytestmark = pytest.mark.timeout(240)
@@ -287,6 +289,11 @@ def test_replicas_are_whole_disjoint_and_of_one_size():
     assert Replicas.of(cards).workers == ((0, 2), (1, 3))
     assert Replicas.of(cards).peers_of(3) == [2, 3]
     assert Replicas.of(cards).place_of(2) == (0, 1)
+    # Two workers a node: 0 and its peer 1 share one. Where a replica has its node for itself, 0 and its peer 2 do not.
+    assert Replicas.of(cards).peers_on_node(0, 2) == 2
+    assert Replicas.of([card(0, 0, 1), card(1, 0, 1), card(2, 2, 3), card(3, 2, 3)]).peers_on_node(0, 2) == 1
+    # As given, where replicas are whole: users may say that nodes are smaller or larger than they are.
+    assert Replicas.of([None, None]).peers_on_node(0, 8) == 8
     # Ranks of a group that is not the default one.
     assert Replicas.of([card(6, 6, 7), card(7, 6, 7), card(8, 8, 9), card(9, 8, 9)]).workers == ((0, 1), (2, 3))
     assert Replicas.of([card(0, 0)]).workers == ((0,),)
@@ -298,3 +305,16 @@ def test_replicas_are_whole_disjoint_and_of_one_size():
         Replicas.of([card(0, 0, 2), card(1, 1)])
     with pytest.raises(DisagreementError, match=r"sharded on worker 1 .* not on worker 0"):
         Replicas.of([None, card(1, 1)])
+
+
+def test_peers_have_the_ranks_of_the_whole():
+    whole = Mock(rank=5, run_id="run", timeout=1.0, lost=lambda: [1, 4])
+    peers = Peers(whole, [1, 3, 5], Mock)
+    assert (peers.rank, peers.world_size, peers.lost(), peers.rank_in_all(2)) == (2, 3, [0], 5)
+    here, there = Edge([0, 2], 0.5), Edge([1, 5], 0.5)
+    peers.prepare([here])
+    whole.prepare.assert_called_once_with([there])
+    peers.announce(here, "label", b"text")
+    whole.exchange.announce.assert_called_once_with(there, "label", b"text")
+    peers.start(here, "parcel")
+    whole.exchange.start.assert_called_once_with(there, "parcel")
