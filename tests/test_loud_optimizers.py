@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 import decent_dp
 from decent_dp.ddp import DecentralizedDataParallel
+from decent_dp.optim import optim_fn_adamw
 from decent_dp.replica.options import warn_of_rates
 from decent_dp.replica.snapshot import take
 from decent_dp.transport import InProcessTransport, run_replicas
@@ -44,19 +45,26 @@ DIFFER: dict[str, tuple[Any, Any, str]] = {
         partial(groups, weight_decay=0.1),
         "weight_decay of AdamW for '0.bias' and 2 more is 0.0 on worker 0 and 0.1 on worker 1",
     ),
+    # It puts weights first, and buckets biases.
+    "order": (lambda named: SGD(named), optim_fn_adamw, "AdamW"),
     "groups": (lambda named: groups(sorted(named, key=lambda pair: "bias" in pair[0])), AdamW, "AdamW"),
 }
+
+
+def reordered(named: Any) -> Optimizer:
+    return AdamW([param for _, param in reversed(named)])
+
+
+def split(named: Any) -> Optimizer:
+    return AdamW([{"params": [param]} for _, param in named])
+
+
 # These are no error.
 SAME = {
     "how": (partial(AdamW, foreach=True), partial(AdamW, foreach=False)),
     "tensor": (partial(AdamW, lr=torch.tensor(0.5)), partial(AdamW, lr=0.5)),
+    "split": (split, AdamW),
 }
-
-
-def in_order(named: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """In registration order, as gossip's are; buckets have another."""
-    names = [name for name, _ in net().named_parameters()]
-    return sorted(named, key=lambda pair: names.index(pair[0]))
 
 
 def outcome(call: Any) -> str:
@@ -70,15 +78,16 @@ def differing(rank: int, n: int) -> dict[str, tuple[str, str]]:
     found = {}
     cases = {**{name: case[:2] for name, case in DIFFER.items()}, **SAME}
     cases["rate"] = (partial(AdamW, lr=0.1), partial(AdamW, lr=1.0))
+    cases["reordered"] = (AdamW, reordered)
     for name, makers in cases.items():
         make = makers[min(rank, 1)]
 
         def by_gossip(make: Any = make) -> None:
             model = net()
-            decent_dp.gossip(model, make(in_order(list(model.named_parameters()))), topology="ring").close()
+            decent_dp.gossip(model, make(list(model.named_parameters())), topology="ring").close()
 
         def by_wrapper(make: Any = make) -> None:
-            model = DecentralizedDataParallel(net(), lambda named: make(in_order(named)), topology="ring")
+            model = DecentralizedDataParallel(net(), make, topology="ring")
             try:
                 loss(model, 0, rank).backward()
             finally:
@@ -108,6 +117,10 @@ def test_workers_with_different_optimizers(workers):
             assert all(other[name][i] == said for other in others), (name, i)
     for name in SAME:
         assert found[name] == ("", ""), name
+    assert "the class of the optimizer for '0.weight' and 5 more is 'SGD' on worker 0 and 'AdamW'" in found["order"][1]
+    # gossip()'s state is the user's, by position; the wrapper's is by name.
+    assert "DisagreementError" in found["reordered"][0]
+    assert found["reordered"][1] == ""
     for i, said in enumerate(found["rate"]):
         assert "lr of AdamW for '0.weight' and 5 more is 0.1 on worker 0; 1.0 on workers 1, 2." in said
         assert all(other["rate"][i] == said for other in others)
@@ -294,8 +307,8 @@ def test_a_step_that_makes_a_round_is_no_foreign_one(kind):
 
 
 def test_rates_that_are_sequences():
-    with pytest.warns(UserWarning, match=r"lr of X is \[0.1, 0.2\] on worker 0; \[0.1, 0.3\] on worker 1"):
-        warn_of_rates([{"lr of X": [0.1, 0.2]}, {"lr of X": [0.1, 0.3]}])
+    with pytest.warns(UserWarning, match=r"lr of X for 'w' is \[0.1, 0.2\] on worker 0; \[0.1, 0.3\] on worker 1"):
+        warn_of_rates([{"w": {"lr of X": [0.1, 0.2]}}, {"w": {"lr of X": [0.1, 0.3]}}])
 
 
 # -- errors that say what to do --------------------------------------------------------------------------------------------

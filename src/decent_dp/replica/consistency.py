@@ -11,6 +11,7 @@ from torch import nn
 
 from decent_dp import errors
 from decent_dp.engine.layout import TensorSpec
+from decent_dp.replica.options import first_difference
 from decent_dp.replica.shards import placement
 from decent_dp.transport import Control
 
@@ -137,16 +138,21 @@ def _compare(reference: dict[str, Any], own: dict[str, Any], rank: int) -> None:
                 f"the models differ between workers, first in tensor {i}: worker 0 has {_describe(theirs)}, worker {rank} "
                 f"has {_describe(ours)}. Build the same model on every worker."
             )
-    for part, verb in (("topology", "differs"), ("settings", "differ"), ("optimizers", "differ")):
+    for part, verb in (("topology", "differs"), ("settings", "differ")):
         theirs, ours = reference.get(part, {}), own.get(part, {})
-        # The options of some optimizers are not compared on each worker.
-        keys = [key for key in theirs if key in ours] if part == "optimizers" else sorted({*theirs, *ours})
-        for key in keys:
+        for key in sorted({*theirs, *ours}):
             if theirs.get(key) != ours.get(key):
-                raise errors.DisagreementError(
-                    f"the {part} {verb} between workers: {key} is {theirs.get(key)!r} on worker 0 and {ours.get(key)!r} on "
-                    f"worker {rank}. Pass the same arguments on every worker."
-                )
+                raise _disagreement(f"the {part} {verb}", key, theirs.get(key), ours.get(key), rank)
+    found = first_difference(reference.get("optimizers", {}), own.get("optimizers", {}))
+    if found is not None:
+        raise _disagreement("the optimizers differ", found, found.theirs, found.ours, rank)
+
+
+def _disagreement(what: str, key: object, theirs: Any, ours: Any, rank: int) -> errors.DisagreementError:
+    return errors.DisagreementError(
+        f"{what} between workers: {key} is {theirs!r} on worker 0 and {ours!r} on worker {rank}. Pass the same arguments on "
+        "every worker."
+    )
 
 
 def _pairs(theirs: Sequence[Any], ours: Sequence[Any]) -> list[tuple[Any, Any]]:

@@ -8,7 +8,7 @@ import numbers
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,68 +16,93 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from decent_dp.replica.living import users_level
-from decent_dp.replica.optimizers import brief
 
-__all__ = ["Options", "options_of", "warn_of_rates"]
+__all__ = ["Difference", "Options", "first_difference", "options_of", "warn_of_rates"]
 
 # These say which parameters a group has, or how it computes what it would compute without them.
 _NOT_COMPARED = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
+_CLASS = "the class of the optimizer"
 # Of so many workers with one rate a warning has the ranks.
 _RANKS = 8
 
 
 @dataclass(frozen=True)
 class Options:
-    """Of some optimizers, as JSON can hold it, by what it is and of which parameters.
+    """Of some optimizers, as JSON can hold it: by parameter name, in registration order, what is set for it.
 
     Attributes:
-        alike: classes, groups and options.
+        alike: classes and options.
         rates: learning rates, which some want to differ.
     """
 
-    alike: dict[str, Any] = field(default_factory=dict)
-    rates: dict[str, Any] = field(default_factory=dict)
+    alike: dict[str, dict[str, Any]] = field(default_factory=dict)
+    rates: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def options_of(optimizers: Sequence[Optimizer], model: nn.Module, schedulers: Sequence[LRScheduler | None] = ()) -> Options:
-    """The options of all parameter groups, as they are now; of ``schedulers``, one for each optimizer, the class."""
-    names = {id(param): name for name, param in model.named_parameters()}
-    kinds: dict[str, str] = {}
-    found = Options()
+    """The options of all parameters, as they are now; of ``schedulers``, one for each optimizer, the class.
+
+    How parameters are ordered and grouped makes no difference.
+    """
+    of_param: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
     for i, optimizer in enumerate(optimizers):
         kind = type(optimizer).__name__
-        groups = [(group, [names[id(param)] for param in group["params"]]) for group in optimizer.param_groups]
-        groups = [(group, members) for group, members in groups if members]
-        of_all = _of([name for _, members in groups for name in members])
-        kinds[f"the class of the optimizer {of_all}"] = kind
+        # Classes first: where they differ, so does most of the rest.
+        kinds = {_CLASS: kind}
         if i < len(schedulers):
-            kinds[f"the class of the scheduler {of_all}"] = type(schedulers[i]).__name__
-        found.alike[f"what is in each group of {kind} {of_all}"] = [brief(members) for _, members in groups]
-        for group, members in groups:
+            kinds["the class of the scheduler"] = type(schedulers[i]).__name__
+        for group in optimizer.param_groups:
+            alike, rates = dict[str, Any](kinds), dict[str, Any]()
             for option, value in _compared(optimizer, group).items():
-                (found.rates if _is_rate(option) else found.alike)[f"{option} of {kind} {_of(members)}"] = _plain(value)
-    # Classes first: where they differ, so does most of the rest.
-    return Options({**kinds, **found.alike}, found.rates)
+                (rates if _is_rate(option) else alike)[f"{option} of {kind}"] = _plain(value)
+            of_param.update((id(param), (alike, rates)) for param in group["params"])
+    named = [(name, of_param[id(param)]) for name, param in model.named_parameters() if id(param) in of_param]
+    return Options({name: alike for name, (alike, _) in named}, {name: rates for name, (_, rates) in named})
 
 
-def warn_of_rates(rates: Sequence[Mapping[str, Any]]) -> None:
+def first_difference(theirs: Mapping[str, Mapping[str, Any]], ours: Mapping[str, Mapping[str, Any]]) -> Difference | None:
+    """The first option in which two workers' ``alike`` or ``rates`` differ. One that only one of them compares does not."""
+    found: dict[tuple[str, str], Difference] = {}
+    for name in {**theirs, **ours}:
+        # What no optimizer steps there has no class.
+        one, other = theirs.get(name, {_CLASS: None}), ours.get(name, {_CLASS: None})
+        key = next((key for key in one if key in other and one[key] != other[key]), None)
+        if key is not None:
+            values = one[key], other[key]
+            found.setdefault((key, json.dumps(values)), Difference(key, *values, [])).names.append(name)
+    return next(iter(found.values()), None)
+
+
+class Difference(NamedTuple):
+    """An option, its values on two workers, and the parameters for which it has these."""
+
+    option: str
+    theirs: Any
+    ours: Any
+    names: list[str]
+
+    def __str__(self) -> str:
+        more = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
+        return f"{self.option} for '{self.names[0]}'{more}"
+
+
+def warn_of_rates(rates: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
     """Warns, on every worker alike, of a rate that differs between them.
 
     Args:
         rates: by rank.
     """
-    shared = [key for key in rates[0] if all(key in own for own in rates)]
-    differing = [key for key in shared if any(own[key] != rates[0][key] for own in rates)]
-    if not differing:
+    differing = next(filter(None, (first_difference(rates[0], own) for own in rates)), None)
+    if differing is None:
         return
-    ranks: dict[Any, list[int]] = {}
+    ranks: dict[str, list[int]] = {}
     for rank, own in enumerate(rates):
-        ranks.setdefault(json.dumps(own[differing[0]]), []).append(rank)
+        value = own.get(differing.names[0], {}).get(differing.option)
+        ranks.setdefault(json.dumps(value), []).append(rank)
     values = "; ".join(f"{value} on {_workers(those)}" for value, those in ranks.items())
-    more = f" (and {len(differing) - 1} more rates)" if len(differing) > 1 else ""
     warnings.warn(
-        f"the workers train with different rates: {differing[0]}{more} is {values}. Pass the same on every worker, unless that "
-        "is what you want.",
+        f"the workers train with different rates: {differing} is {values}. Pass the same on every worker, unless that is what "
+        "you want.",
         stacklevel=users_level(),
     )
 
@@ -92,11 +117,6 @@ def _compared(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_rate(option: str) -> bool:
     return option == "lr" or option.endswith("_lr")
-
-
-def _of(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"for '{names[0]}'{more}" if names else "for no parameter"
 
 
 def _workers(ranks: Sequence[int]) -> str:
