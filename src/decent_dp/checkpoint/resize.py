@@ -33,8 +33,6 @@ from torch import Tensor
 from decent_dp.checkpoint.files import Reader
 from decent_dp.checkpoint.tree import Stored
 from decent_dp.errors import CheckpointError
-from decent_dp.handed import FLOAT_DTYPES
-from decent_dp.wire import all_finite
 
 __all__ = ["HOW", "combined", "resized", "sources"]
 
@@ -173,16 +171,7 @@ def _parameter(name: str, parts: Sequence[_Part], own: Sequence[_Part]) -> Any:
     if len(have) < len(parts):
         lacking = next(part for part in parts if part.reader not in [other.reader for other in have])
         raise CheckpointError(f"{lacking.reader.file} does not fit the others' files: it has no parameter '{name}'")
-    mean = _tensor("", have, must_fit=f"parameter '{name}' has another shape or dtype")
-    if isinstance(mean, Tensor) and mean.dtype in FLOAT_DTYPES and not all_finite(mean):
-        finite = [bool(all_finite(_load_dense(part))) for part in have]
-        if not any(finite):
-            return mean  # a value that is not finite anywhere, as of a mask
-        raise CheckpointError(
-            f"{have[finite.index(False)].reader.file} cannot take part in a mean: its parameter '{name}' holds a NaN or an "
-            "infinity. Load an older checkpoint."
-        )
-    return mean
+    return _tensor("", have, must_fit=f"parameter '{name}' has another shape or dtype")
 
 
 def _extra(parts: Sequence[_Part]) -> Any:

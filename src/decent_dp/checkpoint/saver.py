@@ -33,6 +33,7 @@ from decent_dp.replica.replica import Listener, Replica
 from decent_dp.replica.snapshot import take
 from decent_dp.transport.base import Transport
 from decent_dp.transport.waiter import Waiter
+from decent_dp.wire import all_finite
 
 __all__ = ["Saver", "Saving", "save", "saver_of"]
 
@@ -75,8 +76,9 @@ def save(model: Trained, path: str | os.PathLike[str], *, keep: int = 3, wait: b
             None, bool, int, float, str, bytes, tensors and arrays.
 
     Returns:
-        The checkpoint under way. Where a file could not be written (a full disk) the training goes on: its ``error`` says so
-        on all workers, and so does the log.
+        The checkpoint under way. Where a file could not be written (a full disk), or a parameter that trains holds a NaN or
+        an infinity, the checkpoints before it stay and the training goes on: its ``error`` says so on all workers, and so does
+        the log.
 
     Raises:
         TypeError, ValueError: an argument is wrong, or an extra cannot be saved; names it.
@@ -225,6 +227,7 @@ class _Job:
         number: of this save of its wrapper, from 0.
         root, name: of the checkpoint's folder.
         signature: for the manifest: of the model; and the workers of each replica, where they are several.
+        trained: of the parameters that train, the names and the keys of their tensors.
     """
 
     saving: Saving
@@ -234,6 +237,7 @@ class _Job:
     keep: int
     round: int
     signature: dict[str, Any]
+    trained: dict[str, str]
 
     @property
     def folder(self) -> Path:
@@ -328,7 +332,9 @@ class Saver(Listener):
         signature = {"model": self._signature_of(replica.model)}
         if replica.replicas.shards > 1:
             signature["replicas"] = [list(workers) for workers in replica.replicas.workers]
-        return _Job(saving, number, root, name, keep, round_, signature), text, tensors
+        keys = {id(tensor): key for key, tensor in tensors.items()}
+        trained = {name: keys[id(snapshot["parameters"][name])] for name in replica.parameters.names}
+        return _Job(saving, number, root, name, keep, round_, signature, trained), text, tensors
 
     def _signature_of(self, model: nn.Module) -> list[Any]:
         """As ``model_signature``, which is not made anew for every save."""
@@ -385,6 +391,10 @@ class Saver(Listener):
         error: Exception | None = None
         try:
             staged.wait()
+            for name, key in job.trained.items():
+                # With `keep`, such checkpoints would remove those that training can be resumed from.
+                if not all_finite(staged.tensors[key]):
+                    raise CheckpointError(f"parameter '{name}' holds a NaN or an infinity: earlier checkpoints are kept")
             place = self._place(job.root)
             info = write_worker(index.make_folder(job.root, job.name), self._transport.rank, staged.tensors, text)
             record = Record(job.round, place, info.name, info.bytes, info.sha256)

@@ -110,7 +110,7 @@ class _NonFinite:
         error = NonFiniteError(
             f"in each of the last {NONFINITE_ROUNDS} rounds a replica held a NaN or an infinity, that of {who} (now {where}): "
             "a loss or a gradient was not finite there. Try a lower learning rate, gradient clipping, or a GradScaler in "
-            "float16, and start the workers again from the last checkpoint that is finite."
+            "float16, and start the workers again from the last checkpoint."
         )
         return Outcome("sat out", error)
 
