@@ -301,41 +301,50 @@ def test_statistics_and_moving_averages_that_are_not_finite(tmp_path):
                 model.weight.copy_(kept)
             with replica.averaged():  # the mask is as it is on all workers
                 assert model.mask.tolist() == [0.0, -math.inf]
+        model.seen[2] = math.inf if rank == 0 else 1.0  # a best loss that only one worker has measured
+        with replica.averaged():
+            assert model.seen.tolist() == [0.0, 0.0, math.inf]
         for call in (ema.averaged().__enter__, lambda: replica.averaged().__enter__()):
             if rank == 1:
-                model.seen[1] = math.inf
+                model.seen[1] = math.nan
             with pytest.raises(NonFiniteError, match=r"(parameter 'weight'|buffer 'seen') of worker 1"):
                 call()
         for call in (replica.average_, lambda: export(replica, tmp_path / "model.pt")):
-            with pytest.raises(NonFiniteError, match="buffer 'seen' of worker 1"):
+            with pytest.raises(NonFiniteError, match="buffer 'seen' of worker 1 holds a NaN: reset it there"):
                 call()
-        assert bool(model.seen.isfinite().all()) == (rank == 0)
+        with replica.averaged(buffers=False):
+            assert bool(model.seen.isnan().any()) == (rank == 1)
+        with pytest.raises(NonFiniteError, match="buffer 'seen' of worker 1"), replica.averaged(buffers=rank == 1):
+            pass
+        assert bool(model.seen.isnan().any()) == (rank == 1)
         replica.close()
 
     run_replicas(2, work, timeout=20)
     assert list(tmp_path.iterdir()) == []
 
 
-def saving(rank: int, n: int, path: str) -> str:
+def saving(rank: int, n: int, path: str) -> tuple[str, int, Any]:
     model = net()
-    optimizer = SGD(list(model.named_parameters()))
-    replica = gossip(model, optimizer, topology="ring")
+    for param in model[0].parameters():
+        param.requires_grad_(False)
+    with torch.no_grad():
+        model[0].bias[0] = -math.inf  # a mask
+    replica = gossip(model, SGD([named for named in model.named_parameters() if named[1].requires_grad]), topology="ring")
+    save(replica, path, keep=1, number=0)
     if rank == 1:
         model[2].weight.data[0, 0] = math.nan
-    save(replica, path)
-    try:
-        load(replica, path, resize="mean")
-    except errors.CheckpointError as error:
-        return str(error)
-    finally:
-        replica.close()
-    return ""
+    error = save(replica, path, keep=1, number=1).error
+    finite = load(replica, path)["number"], bool(model[2].weight.isfinite().all())
+    replica.close()
+    return f"{type(error).__name__}: {error}", *finite
 
 
-def test_a_saved_replica_that_is_not_finite_is_in_no_mean(workers, tmp_path):
-    for text in workers(2, saving, str(tmp_path), timeout=100):
-        assert "worker-0001" in text
-        assert "parameter '2.weight' holds a NaN" in text
+def test_a_replica_that_is_not_finite_is_not_saved(workers, tmp_path):
+    """The checkpoint before it stays the newest."""
+    for text, number, finite in workers(2, saving, str(tmp_path), timeout=100):
+        assert text.startswith("CheckpointError: ")
+        assert "parameter '2.weight' holds a NaN or an infinity: earlier checkpoints are kept" in text
+        assert (number, finite) == (0, True)
 
 
 @pytest.mark.parametrize("wire", ["float32", "int8"])

@@ -14,9 +14,11 @@ from torch import nn
 import decent_dp
 from decent_dp.errors import DisagreementError
 from decent_dp.replica.shards import Replicas
+from decent_dp.replica.snapshot import take
 from decent_dp.topo import Edge, RingTopology
 from decent_dp.transport import InProcessTransport
 from decent_dp.transport.peers import Peers
+from tests.helpers import error_of
 from tests.sharded_cases import SGD, Odd, mesh_of, shard
 
 pytestmark = pytest.mark.timeout(240)
@@ -208,6 +210,22 @@ def in_two_dimensions() -> Any:
     return trained(fully_shard(model, mesh=mesh["shard"]))
 
 
+def unreduced() -> str:
+    """HSDP inside one replica: reduced over shards, and not yet over their copies."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replica", "copy", "shard"))
+    model: Any = fully_shard(nn.Linear(6, 1), mesh=mesh["copy", "shard"])
+    replica = decent_dp.gossip(model, SGD(model.parameters()))
+    model.set_requires_all_reduce(False)
+    model(torch.ones(1, 6)).sum().backward()
+    try:
+        return error_of(lambda: take(replica))
+    finally:
+        replica.close()
+
+
 def nothing_here() -> Any:
     """All shards of every second worker are empty."""
     from torch.distributed.fsdp import fully_shard
@@ -252,6 +270,7 @@ GOOD: dict[str, Callable[[], Any]] = {
     "in a group": in_a_group,
     "with copies": with_copies,
     "in two dimensions": in_two_dimensions,
+    "unreduced": unreduced,
     "nothing here": nothing_here,
     "offloaded": offloaded,
     "gathered before": gathered_before,
@@ -270,6 +289,7 @@ def test_what_is_refused_and_what_is_taken(workers):
         assert all(good[name] == taken[0][name] for good in taken), name
     assert [good["one replica"] for good in taken] == [0.0] * 4
     assert [good["in two dimensions"] for good in taken] == [0.0] * 4
+    assert all("gradients FSDP has not reduced yet" in good["unreduced"] for good in taken)
     assert [good["gathered before"] for good in taken] == [0.0] * 4
     assert min(taken[0]["nothing here"]) > 0
     assert all(good["nothing here"] == taken[0]["nothing here"] for good in taken)

@@ -205,7 +205,9 @@ class Gossip(Replica):
             with self.faults():
                 raise RuntimeError(
                     "the optimizers have stepped twice without an update() of the scaler that gossip() was given, which is "
-                    "what ends a round: pass the scaler that steps them, and call its update() after each step."
+                    "what ends a round: pass the scaler that steps them, and call its update() after each step. (The state "
+                    "dict functions of torch.distributed.checkpoint step an optimizer that has no state yet: call them before "
+                    "gossip().)"
                 )
 
     def _scaler_looked_at(self, optimizer: Optimizer, *_: Any, **__: Any) -> None:
@@ -299,7 +301,7 @@ class Gossip(Replica):
         averaged = self.averaged_buffers()
         own = [] if buffers else [(buffer, local(buffer).clone()) for buffer in averaged]
         # Of all, whatever other workers were asked for.
-        with super().averaged():
+        with super().averaged(buffers):
             with torch.no_grad():
                 for buffer, value in own:
                     local(buffer).copy_(value)

@@ -255,7 +255,8 @@ class Replica(ABC):
             raise RuntimeError(
                 f"a CUDA graph is being captured, and {self.WHAT} would make its rounds in the capture and never in a replay: "
                 "capture the forward and the backward alone, before gossip() (torch.cuda.make_graphed_callables), or use "
-                "torch.compile(mode='reduce-overhead'), and step outside."
+                "torch.compile(mode='reduce-overhead'), and step outside. A replay uses the memory that parameters had: give "
+                "the wrapper param_as_bucket_view=False, or it moves them."
             )
 
     def refuse_superseded(self) -> None:
@@ -351,49 +352,58 @@ class Replica(ABC):
         return [buffer for buffer in self.model.buffers() if buffer.dtype in FLOAT_DTYPES]
 
     @contextlib.contextmanager
-    def averaged(self) -> Iterator[None]:
+    def averaged(self, buffers: bool = True) -> Iterator[None]:
         """Inside, every replica is the mean of all; each has its own values back after it. Called by all workers.
+
+        Args:
+            buffers: this worker uses the means of buffers.
 
         Raises:
             OutOfStepError: the workers have made different numbers of updates; on all of them.
-            NonFiniteError: a replica holds a NaN or an infinity; on all of them.
+            NonFiniteError: a replica holds a NaN or an infinity, or a buffer a NaN; on all of them.
         """
         self.meet("averaged")
-        buffers = self.averaged_buffers()
-        self.refuse_nonfinite("averaged", buffers)
+        averaged = self.averaged_buffers()
+        self.refuse_nonfinite("averaged", averaged, buffers=buffers)
         # Where some buffers are averaged, the others come back, too: `calibrate` counts in them.
-        with self.mean.holding([*self.parameters.params, *(self.model.buffers() if buffers else ())]):
-            self.become_mean(buffers)
+        with self.mean.holding([*self.parameters.params, *(self.model.buffers() if averaged else ())]):
+            self.become_mean(averaged)
             yield
 
     @torch.no_grad()
-    def refuse_nonfinite(self, what: str, buffers: Sequence[Tensor] = (), params: Sequence[Tensor] | None = None) -> None:
+    def refuse_nonfinite(
+        self, what: str, averaged: Sequence[Tensor] = (), params: Sequence[Tensor] | None = None, *, buffers: bool = True
+    ) -> None:
         """Before a mean over the replicas, for a call of the user's named ``what``. Called by all workers.
 
         Args:
-            buffers: those of the model that take part in it. One that is not finite on any worker, as a mask, may.
+            averaged: the model's buffers that take part in it. Infinities are values like others there (a best loss so far),
+                and so is a NaN that all workers have.
             params: what takes part in the place of the parameters; None for themselves.
+            buffers: this worker uses the means of buffers.
 
         Raises:
-            NonFiniteError: a replica holds a NaN or an infinity, and all would get it; on all workers.
+            NonFiniteError: a replica holds a NaN or an infinity, or a buffer a NaN, and all would get it; on all workers.
         """
         params = self.parameters.locate() if params is None else params
-        chosen = set(map(id, buffers))
+        chosen = set(map(id, averaged))
         named = [(name, local(buffer)) for name, buffer in self.model.named_buffers() if id(buffer) in chosen]
-        own = [
-            next((name for name, t in zip(self.parameters.names, params, strict=False) if not all_finite(t.detach())), None),
-            [name for name, t in named if not all_finite(t)],
-        ]
-        found = self.everyone.control.gather(own)
-        everywhere = set.intersection(*(set(names) for _, names in found))
-        for rank, (name, names) in enumerate(found):
-            culprits = [f"parameter '{name}'"] if name is not None else []
-            culprits += [f"buffer '{buffer}'" for buffer in names if buffer not in everywhere]
-            if culprits:
+        param = next((name for name, t in zip(self.parameters.names, params, strict=False) if not all_finite(t.detach())), None)
+        found = self.everyone.control.gather([param, [name for name, t in named if bool(t.isnan().any())], buffers])
+        everywhere = set.intersection(*(set(names) for _, names, _ in found))
+        for rank, (name, names, _) in enumerate(found):
+            if name is not None:
                 raise NonFiniteError(
-                    f"{what} needs the mean of all replicas, and {culprits[0]} of worker {rank} holds a NaN or an infinity: a "
-                    "batch, a loss or a gradient was not finite there. Start the workers again from the last checkpoint that "
-                    "is finite."
+                    f"{what} needs the mean of all replicas, and parameter '{name}' of worker {rank} holds a NaN or an "
+                    "infinity: a batch, a loss or a gradient was not finite there. Start the workers again from the last "
+                    "checkpoint."
+                )
+            culprit = next((name for name in names if name not in everywhere), None)
+            if culprit is not None and any(used for _, _, used in found):
+                raise NonFiniteError(
+                    f"{what} needs the mean of all replicas, and buffer '{culprit}' of worker {rank} holds a NaN: reset it "
+                    "there, as BatchNorm's reset_running_stats() does, or leave buffers out (averaged(buffers=False) of "
+                    "gossip(), sync_buffer_in_global_avg=False of the wrapper)."
                 )
 
     @torch.no_grad()

@@ -98,6 +98,9 @@ def has_unreduced_gradients(modules: Iterable[Any]) -> bool:
     for module in modules:
         state = module._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        # Of replicas inside this replica (HSDP): reduced among some, and not yet among all.
+        if any(getattr(group, "_partial_reduce_output", None) is not None for group in groups):
+            return True
         for param in (param for group in groups for param in getattr(group, "fsdp_params", ())):
             gathered = getattr(param, "_unsharded_param", None)
             if getattr(param, "unsharded_accumulated_grad", None) is not None:

@@ -1,6 +1,7 @@
 """What the replicas of one process send each other, and what a rule makes of it.
 
-A replica with a NaN or an infinity, and whoever it would mix with, sit the round out, as workers do.
+A replica with a NaN or an infinity, and whoever it would mix with, sit the round out, as workers do. (Lossless: whole
+replicas do. Workers leave out the buckets with such a value, which makes a difference where a replica has several.)
 
 ``start`` and ``finish`` are what a worker's are. Lossless: for all edges of a round at once, on the stacked tensors. Other
 wires: the engine's own buckets, replica by replica.

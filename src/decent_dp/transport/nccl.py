@@ -7,6 +7,7 @@ wires without announcements come here.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -93,11 +94,18 @@ def _flags(work: Any, parcel: Parcel, read: Callable[[], tuple[int, int]]) -> tu
     """What ``read`` returns when ``work`` is done; None where the parcel's messages can be asked at no cost."""
     if not parcel.sent.is_cuda:
         return None
-    # On a stream of its own: the training thread waits for the exchange, and not for the backward that is queued.
-    stream: Any = torch.cuda.Stream(parcel.sent.device)  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
+    with torch.cuda.stream(_stream(parcel.sent.device)):
         work.wait()
         return read()
+
+
+@functools.cache
+def _stream(device: torch.device) -> Any:
+    """Where the training thread waits for an exchange, and not for the backward that is queued.
+
+    One for all: torch deals out a few streams in turn, the user's own among them.
+    """
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _wait(work: Any, explain: Explain, ranks: list[int], label: Label) -> None:
