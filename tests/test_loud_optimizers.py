@@ -307,8 +307,8 @@ def test_a_step_that_makes_a_round_is_no_foreign_one(kind):
 
 
 def test_rates_that_are_sequences():
-    with pytest.warns(UserWarning, match=r"lr of X for 'w' is \[0.1, 0.2\] on worker 0; \[0.1, 0.3\] on worker 1"):
-        warn_of_rates([{"w": {"lr of X": [0.1, 0.2]}}, {"w": {"lr of X": [0.1, 0.3]}}])
+    with pytest.warns(UserWarning, match=r"lr of X for 'w' is \[0.1, 0.2\] on worker 0; \[0.1, 0.3\] on worker 1\. Pass"):
+        warn_of_rates([{"w": {"lr of X": [0.1, 0.2]}}, {"w": {"lr of X": [0.1, 0.3]}}, {"w": {}}])
 
 
 # -- errors that say what to do --------------------------------------------------------------------------------------------

@@ -97,8 +97,9 @@ def warn_of_rates(rates: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
         return
     ranks: dict[str, list[int]] = {}
     for rank, own in enumerate(rates):
-        value = own.get(differing.names[0], {}).get(differing.option)
-        ranks.setdefault(json.dumps(value), []).append(rank)
+        found = own.get(differing.names[0], {})
+        if differing.option in found:  # a worker may not compare it
+            ranks.setdefault(json.dumps(found[differing.option]), []).append(rank)
     values = "; ".join(f"{value} on {_workers(those)}" for value, those in ranks.items())
     warnings.warn(
         f"the workers train with different rates: {differing} is {values}. Pass the same on every worker, unless that is what "
