@@ -196,6 +196,10 @@ def test_foreign_optimizers_beside_gossip():
     [said] = heard(again.step)
     assert "SGD steps parameter '0.weight', which gossip() mixes after the steps of other optimizers" in said
     assert "Pass it to gossip()" in said
+    other = net()
+    beside = by_gossip(other, torch.optim.SGD(other.parameters(), lr=0.1))  # all optimizers are looked at anew
+    assert heard(again.step) == []
+    beside.close()
     assert replica.stats().rounds == 1
     replica.close()
     replica = by_gossip(model, again)
