@@ -316,7 +316,7 @@ def test_statistics_and_moving_averages_that_are_not_finite(tmp_path):
             assert bool(model.seen.isnan().any()) == (rank == 1)
         with pytest.raises(NonFiniteError, match="buffer 'seen' of worker 1"), replica.averaged(buffers=rank == 1):
             pass
-        with replica.averaged(buffers=False), pytest.raises(NonFiniteError, match="export needs .* buffer 'seen' of worker 1"):
+        with replica.averaged(buffers=False), pytest.raises(NonFiniteError, match=r"export needs .* buffer 'seen' of worker 1"):
             export(replica, tmp_path / "model.pt")
         assert bool(model.seen.isnan().any()) == (rank == 1)
         replica.close()
