@@ -161,11 +161,11 @@ def topologies(out: Path, seeds: Sequence[int]) -> None:
             )
             errors = consensus_error(topology, ROUNDS_SHOWN)
             decays[panel][name] = [(t, max(float(error), FLOOR)) for t, error in enumerate(errors)]
-    headings = ["workers", "topology", "rounds a period", "exact?", f"rounds to {EPSILON:g}", "peers"]
-    headings += ["copies a worker sends a step", "copies a node sends a step", "most into a node in a round"]
+    headings = ["workers", "topology", "rounds per period", "exact?", f"rounds to {EPSILON:g}", "peers"]
+    headings += ["copies sent per worker and step", "copies sent per node and step", "most into a node in a round"]
     rows = [
         [
-            f"{line['workers']}, {line['local_world_size']} a node",
+            f"{line['workers']}, {line['local_world_size']} per node",
             line["topology"],
             str(line["period"] or "none"),
             "yes" if line["exact"] else "no",

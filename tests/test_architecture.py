@@ -195,7 +195,7 @@ def test_the_core_needs_torch_and_numpy_alone():
 
 
 # What a user's subclass may call its own attributes is not ours to choose, so a topology's own are underscored.
-TOPOLOGYS = {"_rank", "_edges_ahead", "_settled"}
+TOPOLOGYS = {"_rank", "_edges_ahead", "_final_part"}
 TORCHS = {"_values"}  # of a sparse tensor
 
 

@@ -427,7 +427,7 @@ BAD = {
     "plan --params 65X --step-ms 60 -n 4 --inter 1gbit": "65M",
     f"{JOB} --inter 1gbit": "the workers are missing",
     f"{JOB} -n 0 --inter 1gbit": "-n must be at least 1",
-    f"{JOB} -n 4096 --inter 1gbit": "write at most that",
+    f"{JOB} -n 4096 --inter 1gbit": "more than the 1024 workers that this command takes; write a smaller number",
     "plan --params 65e6 --step-ms 1e308 -n 4 --inter 1gbit": "--step-ms must be at most",
     f"{JOB} -n 6 -l 4 --inter 1gbit --intra 1gbit": "do not fill nodes of -l 4; write -n 4 or 8",
     f"{JOB} -n 4": "--inter is missing",

@@ -35,8 +35,8 @@ __all__ = [
     "writing",
 ]
 
-# Beyond it a table of rounds takes minutes and helps nobody.
-MOST_WORKERS = 16_384
+# For more workers a table of rounds takes minutes. An analysis or a prediction takes seconds up to the second number.
+MOST_WORKERS, MOST_ANALYSED = 16_384, 1024
 # What links, models and steps can be, with room on both sides: bits a second, parameters, seconds, bytes.
 _RATES, _MOST_COUNT, _TIMES, _MOST_BYTES = (1e3, 1e18), 10**15, (1e-9, 3600.0), 1e18
 # A plain number below it was meant to have a unit.
@@ -182,12 +182,12 @@ def _split(option: str, text: str, help_: str) -> tuple[float, str]:
     return number, match[2].strip()
 
 
-def check_workers(n: int, local: int) -> None:
-    """Refuses numbers of workers that no topology can have."""
+def check_workers(n: int, local: int, most: int = MOST_WORKERS) -> None:
+    """Refuses numbers of workers that no topology can have, and more than a command takes."""
     require("-n", n, least=1)
     require("-l", local, least=1)
-    if n > MOST_WORKERS:
-        raise BadInputError(f"-n {n} is more than the {MOST_WORKERS} workers that are looked at here; write a smaller number")
+    if n > most:
+        raise BadInputError(f"-n {n} is more than the {most} workers that this command takes; write a smaller number")
     if local > n:
         raise BadInputError(f"-l {local} workers a node are more than the {n} workers of -n; write at most {n}")
     if n % local:

@@ -11,6 +11,7 @@ import typer
 from rich.table import Table
 
 from decent_dp.cli.inputs import (
+    MOST_ANALYSED,
     BadInputError,
     as_count,
     as_rate,
@@ -32,8 +33,7 @@ __all__ = ["EXAMPLES", "plan"]
 
 _LATENCY_INTER, _LATENCY_INTRA = "20us", "5us"
 _BACKENDS = ("gloo", "nccl")
-# An hour: beyond it nothing is said of a network. And how many workers are predicted within half a minute.
-_LONGEST_MS, _MOST_WORKERS = 3.6e6, 1024
+_LONGEST_MS = 3.6e6  # an hour
 # A word for a narrow column.
 _LIMITS = {"links between nodes": "network", "links inside a node": "node", "a slow worker": "worker", "the CPU and TCP": "cpu"}
 
@@ -161,9 +161,7 @@ def _cluster(
 
     if n is None:
         raise BadInputError("the workers are missing: write -n 32 (and -l 4 for 4 a node), or --measured FILE")
-    check_workers(n, local)
-    if n > _MOST_WORKERS:
-        raise BadInputError(f"-n {n}: steps of more than {_MOST_WORKERS} workers take minutes to predict; write at most that")
+    check_workers(n, local, MOST_ANALYSED)
     require("--ports", ports, least=1)
     # A link that is not there cannot limit.
     between = _link("--inter", *inter, _LATENCY_INTER, f"{n // local} nodes" if local < n else "")

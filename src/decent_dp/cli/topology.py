@@ -14,6 +14,7 @@ import typer
 from rich.table import Table
 
 from decent_dp.cli.inputs import (
+    MOST_ANALYSED,
     BadInputError,
     as_bytes,
     as_count,
@@ -132,6 +133,7 @@ def show(
     _check_epsilon(epsilon)
     nbytes = _payload(payload, params)
     writable("--plot", plot, PLOT_ENDINGS)
+    check_workers(n, local, MOST_ANALYSED)
     topology = make(name, n, local)
     analysis = analyse(topology, epsilon=epsilon)
     rounds = _rounds(topology)
@@ -309,7 +311,7 @@ def compare(n: N, local: Local = 1, epsilon: Epsilon = 1e-3, plot: Plot = None, 
     from decent_dp.topo import TopologyReg, why_unfit
     from decent_dp.topo.analysis import analyse
 
-    check_workers(n, local)
+    check_workers(n, local, MOST_ANALYSED)
     _check_epsilon(epsilon)
     writable("--plot", plot, PLOT_ENDINGS)
     misfits: dict[str, str] = {}

@@ -106,7 +106,7 @@ def _mixing(cluster: Cluster, choice: Choice) -> float | None:
     from decent_dp.topo.analysis import analyse
 
     made = make_topology(choice.topology, local_world_size=cluster.local_world_size, world_size=cluster.world_size, rank=0)
-    topology, h = made._settled()
+    topology, h = made._final_part()
     return float(analyse(topology).rate ** (1 / h))
 
 

@@ -199,7 +199,7 @@ def make_rounds(cluster: Cluster, choice: Choice) -> list[Round]:
         world_size=n,
         rank=0,
     )
-    topology, h = topology._settled()
+    topology, h = topology._final_part()
     # As transport/process_group.py chooses: NCCL takes pairs on a wire whose sums are plain, and groups on float32 alone.
     nccl = cluster.backend == "nccl"
     how = "nccl" if nccl and choice.wire == "float32" else "tree"
