@@ -263,7 +263,7 @@ def step_times(out: Path, seeds: Sequence[int]) -> None:
         for name in TIMED:
             if name != "ddp" and why_unfit(name, n, local) is not None:
                 continue
-            choice = Choice("ddp") if name == "ddp" else Choice("ours", name)
+            choice = Choice("ddp") if name == "ddp" else Choice("decent_dp", name)
             found = [predict(links, JOB, choice, seed=seed) for seed in seeds]
             lines.append(
                 {"cluster": cluster, "workers": n, "contender": name, "step_ms": fmean(each.step_ms for each in found)}

@@ -28,7 +28,7 @@ def run(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_entry_points() -> None:
-    for command in ([COMMAND], [sys.executable, "-m", "decent_dp.cli"]):
+    for command in ([COMMAND], [sys.executable, "-m", "decent_dp"]):
         done = run(*command, "--version")
         assert (done.returncode, done.stdout, done.stderr) == (0, f"decent-dp {__version__}\n", "")
     done = run(COMMAND, "topology", "show", "ring", "-n", "0")
