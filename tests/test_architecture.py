@@ -29,7 +29,8 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # A room is a top-level module or package. Rooms that a room may import (its own modules always); a new one is placed here.
 BELOW: dict[str, set[str]] = {
     "errors": set(),
-    "handed": set(),
+    "arguments": set(),
+    "gradients": set(),
     "optim": set(),
     "plots": set(),
     "launch": {"errors"},
@@ -40,12 +41,12 @@ for _room in ("rules", "wire", "planner"):
     BELOW[_room] = {"errors", "topo"}
 BELOW["transport"] = {"errors", "topo", "wire", "planner"}
 BELOW["engine"] = BELOW["transport"] | {"transport", "rules"}
-BELOW["replica"] = BELOW["engine"] | {"engine", "handed"}
+BELOW["replica"] = BELOW["engine"] | {"engine", "arguments", "gradients"}
 BELOW["backward"] = BELOW["replica"] | {"replica"}
 BELOW["_gossip"] = BELOW["replica"] | {"replica"}
 BELOW["ddp"] = BELOW["backward"] | {"backward"}
 BELOW["checkpoint"] = BELOW["ddp"] | {"ddp", "__init__"}
-BELOW["sim"] = BELOW["engine"] | {"engine", "optim", "handed"}
+BELOW["sim"] = BELOW["engine"] | {"engine", "optim", "arguments", "gradients"}
 BELOW["cli"] = BELOW["checkpoint"] | {"checkpoint", "sim", "optim", "launch", "plots", "utils", "__init__"}
 BELOW["__init__"] = set()  # names are looked up lazily
 

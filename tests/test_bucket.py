@@ -225,7 +225,7 @@ def test_replaced_storage_is_adopted(as_view):
     new = [torch.full((2, 3), 5.0), torch.arange(8.0)[::2], torch.empty(0)]
     for param, value in zip(params, new, strict=True):
         param.data = value
-    block.adopt()
+    block.rebind()
     for param, value in zip(params, new, strict=True):
         assert torch.equal(param.detach(), value)
     assert torch.equal(torch.cat(block.values(by_parameter=True)), torch.cat([t.reshape(-1) for t in new]))
@@ -238,11 +238,11 @@ def test_replaced_storage_is_adopted(as_view):
     assert torch.equal(params[0].detach(), torch.full((2, 3), 6.0))
     # A second call finds nothing to do.
     addresses = [p.data_ptr() for p in params]
-    block.adopt()
+    block.rebind()
     assert [p.data_ptr() for p in params] == addresses
     # Only one of them replaced: the others stay.
     params[1].data = torch.full((4,), -1.0)
-    block.adopt()
+    block.rebind()
     assert params[0].data_ptr() == addresses[0]
     assert torch.equal(params[1].detach(), torch.full((4,), -1.0))
     assert torch.equal(params[0].detach(), torch.full((2, 3), 6.0))
@@ -253,7 +253,7 @@ def test_a_parameter_that_was_turned_in_place_is_adopted():
     block, [param] = block_of([randn(3, 3)], as_view=True)
     turned = param.data.t().clone()
     param.data = param.data.t()
-    block.adopt()
+    block.rebind()
     assert torch.equal(param.detach(), turned)
     assert torch.equal(block.values(by_parameter=True)[0], turned.reshape(-1))
 
@@ -276,7 +276,7 @@ def test_what_does_not_fit_is_refused(as_view, change, words):
         params[1].requires_grad_(False)
     params[1].data = change(params[1].data)
     with pytest.raises(RuntimeError, match=f"parameter 'p1' was .*{words}"):
-        block.adopt()
+        block.rebind()
 
 
 def test_a_plan_refuses_a_model_that_changed_since():

@@ -288,7 +288,7 @@ def test_a_resumed_run_goes_on_where_it_was(workers, n):
         counts = [", ".join(f"worker {r}: {9 if r == 1 else 2}" for r in range(n))]
         counts.append(counts[0].replace("9", "0"))
         for text, count in zip(said, counts, strict=True):
-            assert f"the first update is of different rounds ({count})" in text
+            assert f"the workers start at different rounds ({count})" in text
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------------

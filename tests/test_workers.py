@@ -602,7 +602,7 @@ def alone_in_a_collective(rank: int, n: int) -> Any:
     loss(model, 0, rank).backward()
     if rank == 0:  # a habit of DDP's scripts
         with (
-            pytest.raises(PeerTimeoutError, match=r"not all workers came to averaged: .*`if rank == 0:` inside"),
+            pytest.raises(PeerTimeoutError, match=r"not all workers called averaged: .*`if rank == 0:` inside"),
             model.averaged(),
         ):
             pass

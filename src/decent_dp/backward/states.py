@@ -23,7 +23,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from decent_dp.backward.units import Unit
-from decent_dp.replica.hidden import has_own_state_dict
+from decent_dp.replica.hidden_state import has_own_state_dict
 from decent_dp.replica.optimizers import exact_state, is_like
 
 __all__ = ["check_optim_state", "collect_optim_state", "load_optim_state"]

@@ -172,7 +172,7 @@ class Preemption:
 
     def __enter__(self) -> Preemption:
         replica = self._replica
-        replica.check()
+        replica.refuse_stopped()
         if any(isinstance(listener, _Agreement) for listener in replica.listeners):
             raise RuntimeError("Preemption was entered inside Preemption: one is enough, around the loop.")
         if replica.joining:

@@ -135,7 +135,7 @@ class Block:
 
     Args:
         tensors: of all buckets, by the plan's indices. The list is the owner's, who may put other tensors into it before a
-            call of ``adopt``.
+            call of ``rebind``.
     """
 
     def __init__(self, plan: BucketPlan, tensors: Sequence[Tensor], *, as_view: bool) -> None:
@@ -148,9 +148,9 @@ class Block:
         # Where the tensors lie, once they have been adopted.
         self._addresses: list[int] = []
         self._values: dict[bool, list[Tensor]] = {}
-        self.adopt()
+        self.rebind()
 
-    def adopt(self) -> None:
+    def rebind(self) -> None:
         """Takes tensors whose storage was replaced since the last call back into the block, with their new values.
 
         Raises:

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from decent_dp.handed import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, check_scaler
+from decent_dp.arguments import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, check_scaler
 from decent_dp.rules import Rule, check_rule
 from decent_dp.sim.checks import flag, number, real, whole
 from decent_dp.sim.exchange import Exchange, LosslessExchange, WiredExchange

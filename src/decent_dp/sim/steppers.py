@@ -17,7 +17,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from decent_dp.handed import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, Policy, check_factories, make_optimizer, make_scheduler
+from decent_dp.arguments import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, check_factories, make_optimizer, make_scheduler
+from decent_dp.gradients import GradientPolicy
 from decent_dp.optim import AccumAdam, AccumAdamW
 from decent_dp.sim.gradients import Found
 from decent_dp.sim.stack import Stack
@@ -178,7 +179,7 @@ class OneEach(Stepper):
         self.optimizers = [factories.optimizer(list(zip(stack.names, params, strict=True))) for params in self._params]
         made = [factories.scheduler(optimizer) for optimizer in self.optimizers]
         self.schedulers = [scheduler for scheduler in made if scheduler is not None]
-        self._policies = [Policy(params, copy.deepcopy(scaler), max_norm) for params in self._params]
+        self._policies = [GradientPolicy(params, copy.deepcopy(scaler), max_norm) for params in self._params]
         self.steps = [0] * stack.n
 
     def scale(self, i: int, loss: Tensor) -> Tensor:
