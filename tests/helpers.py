@@ -6,6 +6,7 @@ import copy
 import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,6 +39,19 @@ def loss(model: Any, t: int, rank: int = 0) -> Tensor:
 def alone(model: nn.Module, optim_fn: Any = SGD, **options: Any) -> DecentralizedDataParallel:
     """The wrapper of a single worker; no process group is needed."""
     return DecentralizedDataParallel(model, optim_fn, transport=InProcessTransport(), **options)
+
+
+def noting_texts(transport: Any) -> dict[str, str]:
+    """What is set in the transport's store from now on; it goes on changing."""
+    texts: dict[str, str] = {}
+    store = transport.store
+
+    def note(key: str, text: str) -> None:
+        texts[key] = text
+        store.set(key, text)
+
+    transport.store = SimpleNamespace(set=note, get=store.get, check=store.check, add=store.add)
+    return texts
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:

@@ -264,7 +264,7 @@ class Saver(Listener):
         self._roots: dict[Path, str] = {}
         self._places: dict[Path, str] = {}
         self._signature: tuple[Any, list[Any]] = (None, [])
-        # Of the save before, which is cleared from the board when all have come to the next.
+        # Of the save before, which is cleared from the store when all have come to the next.
         self._last_pages: Pages | None = None
 
     # -- in the training thread ---------------------------------------------------------------------------------------
@@ -500,7 +500,7 @@ class Saver(Listener):
         return None
 
     def _look_on_disk(self, job: _Job, error: ConnectionError) -> Exception | None:
-        """Without a board: whether the checkpoint has been completed, or is within a moment. None: it has."""
+        """Without a store: whether the checkpoint has been completed, or is within a moment. None: it has."""
         deadline = time.monotonic() + min(self._transport.timeout, _ANY_MOMENT)
         while not _is_listed(job):
             if time.monotonic() > deadline:

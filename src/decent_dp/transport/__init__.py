@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from decent_dp.transport.base import Board, Control, Exchange, Handle, Label, Parcel, Transport
+from decent_dp.transport.base import Control, Exchange, Handle, Label, Parcel, Transport
 from decent_dp.transport.inprocess import InProcessTransport, LocalHub, run_replicas
 from decent_dp.transport.process_group import ProcessGroupTransport, connect
 
 __all__ = [
-    "Board",
     "Control",
     "Exchange",
     "Handle",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,11 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
 
 from decent_dp.topo import Edge
 from decent_dp.wire import Moment, Wire
 
-__all__ = ["Board", "Control", "Exchange", "Handle", "Label", "Later", "Parcel", "Transport"]
+__all__ = ["Control", "Exchange", "Handle", "Label", "Later", "Parcel", "Transport", "read_text", "store_errors"]
 
 
 @dataclass(frozen=True)
@@ -146,26 +148,6 @@ class Control(ABC):
         """
 
 
-class Board(ABC):
-    """Words that workers leave for each other beside the training. No call waits for another worker; any thread may call.
-
-    Raises:
-        ConnectionError: it cannot be reached (all calls).
-    """
-
-    @abstractmethod
-    def post(self, key: str, text: str) -> None:
-        """Leaves ``text`` under ``key``, in place of what is there."""
-
-    @abstractmethod
-    def read(self, key: str) -> str | None:
-        """What is there under ``key``; None: nothing."""
-
-    @abstractmethod
-    def count(self, key: str) -> int:
-        """How many calls there have been for ``key``, by all workers, this one included."""
-
-
 @dataclass
 class Transport(ABC):
     """How the bytes of one wrapper move.
@@ -175,12 +157,16 @@ class Transport(ABC):
         world_size: how many workers there are.
         run_id: drawn anew at each construction, the same on all workers.
         timeout: seconds after which waiting for another worker is given up.
+        store: of this wrapper's workers alone, for a few words beside the training; any thread may call it. A ``get`` of a key
+            that is not there waits: see ``read_text``. ``add`` and ``set`` must not share a key. A store that does not answer
+            raises RuntimeError.
     """
 
     rank: int
     world_size: int
     run_id: str
     timeout: float
+    store: Store
 
     @property
     @abstractmethod
@@ -189,10 +175,6 @@ class Transport(ABC):
     @property
     @abstractmethod
     def control(self) -> Control: ...
-
-    @property
-    @abstractmethod
-    def board(self) -> Board: ...
 
     @abstractmethod
     def lost(self) -> list[int]:
@@ -225,3 +207,18 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Gives connections and threads back. What is under way must have been waited for."""
+
+
+def read_text(store: Store, key: str) -> str | None:
+    """The text that is stored under ``key``; None if there is none. Does not wait, as ``store.get`` would."""
+    return store.get(key).decode(errors="replace") if store.check([key]) else None
+
+
+@contextlib.contextmanager
+def store_errors() -> Iterator[None]:
+    """Raises ConnectionError for a store that does not answer, where torch raises kinds of RuntimeError."""
+    try:
+        yield
+    except RuntimeError as error:
+        # torch adds a stack in C++ after the first line.
+        raise ConnectionError(f"the store does not answer: {str(error).partition(chr(10))[0]}") from error

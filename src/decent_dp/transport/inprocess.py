@@ -10,11 +10,13 @@ from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
 
 from decent_dp.errors import PeerLostError, PeerTimeoutError, WireError
 from decent_dp.topo import Edge
-from decent_dp.transport.base import Board, Control, Exchange, Handle, Label, Later, Parcel, Transport
+from decent_dp.transport.base import Control, Exchange, Handle, Label, Later, Parcel, Transport
 from decent_dp.transport.linked import written
 
 __all__ = ["InProcessTransport", "LocalHub", "run_replicas"]
@@ -39,7 +41,7 @@ class LocalHub:
         self._lost: set[int] = set()
         self.causes: dict[int, str] = {}
         self._transports: Counter[int] = Counter()
-        self._runs: dict[int, tuple[str, Board]] = {}
+        self._runs: dict[int, tuple[str, Store]] = {}
 
     def transport(self, rank: int) -> InProcessTransport:
         return InProcessTransport(rank, self)
@@ -49,11 +51,11 @@ class LocalHub:
         with self._changed:
             return sorted(self._lost)
 
-    def begin_run(self, rank: int) -> tuple[str, Board]:
-        """What the transports share that their workers make at the same turn: a name and a board."""
+    def begin_run(self, rank: int) -> tuple[str, Store]:
+        """What the transports share that their workers make at the same turn: a name and a store."""
         with self._changed:
             self._transports[rank] += 1
-            return self._runs.setdefault(self._transports[rank], (uuid.uuid4().hex, _LocalBoard()))
+            return self._runs.setdefault(self._transports[rank], (uuid.uuid4().hex, dist.HashStore()))  # type: ignore[attr-defined]
 
     def lose(self, rank: int) -> None:
         """Worker ``rank`` is gone: whoever waits for it is told."""
@@ -102,8 +104,8 @@ class InProcessTransport(Transport):
 
     def __init__(self, rank: int = 0, hub: LocalHub | None = None) -> None:
         hub = hub or LocalHub(1)
-        run_id, self._board = hub.begin_run(rank)
-        super().__init__(rank, hub.world_size, run_id, hub.timeout)
+        run_id, store = hub.begin_run(rank)
+        super().__init__(rank, hub.world_size, run_id, hub.timeout, store)
         self._hub = hub
         self._exchange = _LocalExchange(rank, hub)
         self._control = _LocalControl(rank, hub)
@@ -115,10 +117,6 @@ class InProcessTransport(Transport):
     @property
     def control(self) -> Control:
         return self._control
-
-    @property
-    def board(self) -> Board:
-        return self._board
 
     def lost(self) -> list[int]:
         return self._hub.lost
@@ -210,26 +208,6 @@ class _LocalControl(Control):
             return [found[rank] for rank in ranks]
 
         return collect
-
-
-class _LocalBoard(Board):
-    def __init__(self) -> None:
-        self._texts: dict[str, str] = {}
-        self._counts: Counter[str] = Counter()
-        self._lock = threading.Lock()
-
-    def post(self, key: str, text: str) -> None:
-        with self._lock:
-            self._texts[key] = text
-
-    def read(self, key: str) -> str | None:
-        with self._lock:
-            return self._texts.get(key)
-
-    def count(self, key: str) -> int:
-        with self._lock:
-            self._counts[key] += 1
-            return self._counts[key]
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from decent_dp.topo import Edge
-from decent_dp.transport.base import Board, Control, Exchange, Handle, Label, Parcel, Transport
+from decent_dp.transport.base import Control, Exchange, Handle, Label, Parcel, Transport
 
 __all__ = ["Peers"]
 
@@ -20,7 +20,7 @@ class Peers(Transport, Exchange):
     """
 
     def __init__(self, whole: Transport, ranks: Sequence[int], control: Callable[[], Control]) -> None:
-        super().__init__(list(ranks).index(whole.rank), len(ranks), whole.run_id, whole.timeout)
+        super().__init__(list(ranks).index(whole.rank), len(ranks), whole.run_id, whole.timeout, whole.store)
         self._whole, self._ranks, self._made = whole, tuple(ranks), control
 
     @property
@@ -30,10 +30,6 @@ class Peers(Transport, Exchange):
     @property
     def control(self) -> Control:
         return self._made()
-
-    @property
-    def board(self) -> Board:
-        return self._whole.board
 
     def lost(self) -> list[int]:
         lost = self._whole.lost()

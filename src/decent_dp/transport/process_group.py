@@ -12,8 +12,8 @@ from torch import Tensor
 
 from decent_dp.topo import Edge
 from decent_dp.transport.addresses import dial, listen
-from decent_dp.transport.base import Board, Control, Exchange, Handle, Label, Later, Parcel, Transport
-from decent_dp.transport.communicators import Communicator, Notes, Rendezvous, StoreBoard, peer_error
+from decent_dp.transport.base import Control, Exchange, Handle, Label, Later, Parcel, Transport
+from decent_dp.transport.communicators import Communicator, Notes, Rendezvous, peer_error
 from decent_dp.transport.inprocess import InProcessTransport
 from decent_dp.transport.linked import LinkedExchange
 from decent_dp.transport.links import Links
@@ -56,10 +56,9 @@ class ProcessGroupTransport(Transport, Exchange):
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         meeting = Rendezvous.meet(process_group)
-        super().__init__(meeting.rank, meeting.world_size, meeting.run_id, meeting.timeout.total_seconds())
+        super().__init__(meeting.rank, meeting.world_size, meeting.run_id, meeting.timeout.total_seconds(), meeting.store)
         self._meeting = meeting
-        self._board = StoreBoard(meeting.store)
-        self._notes = Notes(self._board, meeting.rank)
+        self._notes = Notes(meeting.store, meeting.rank)
         self._waiter = Waiter("decent_dp-staging")
         self._communicators: dict[str, Communicator] = {}
         self._controls: dict[str, Control] = {}
@@ -74,10 +73,6 @@ class ProcessGroupTransport(Transport, Exchange):
     @property
     def control(self) -> Control:
         return self._control_of("all")
-
-    @property
-    def board(self) -> Board:
-        return self._board
 
     def lost(self) -> list[int]:
         return self._links.lost()
