@@ -1,16 +1,18 @@
-"""The exceptions of this library. Each derives from the built-in type that users would catch:
+"""The exceptions of this library.
 
-Exception
-├── ValueError
-│   └── DisagreementError      models, optimizers, settings or topologies differ between workers
-└── RuntimeError
-    ├── PeerError              an exchange failed because of another worker
-    │   ├── PeerLostError      its connection is closed: it raised, exited or was killed
-    │   └── PeerTimeoutError   it is connected but sent nothing within the process group's timeout
-    ├── WireError              a message arrived that was not expected
-    ├── OutOfStepError         the workers have made different numbers of updates
-    ├── NonFiniteError         a replica holds a NaN or an infinity
-    └── CheckpointError        a file of a checkpoint is missing, damaged or from another run
+Each derives from the built-in type that users would catch:
+
+    Exception
+    ├── ValueError
+    │   └── DisagreementError      models, optimizers, settings or topologies differ between workers
+    └── RuntimeError
+        ├── PeerError              an exchange failed because of another worker
+        │   ├── PeerLostError      its connection is closed: it raised, exited or was killed
+        │   └── PeerTimeoutError   it is connected but sent nothing within the process group's timeout
+        ├── WireError              a message arrived that was not expected
+        ├── OutOfStepError         the workers have made different numbers of updates
+        ├── NonFiniteError         a replica holds a NaN or an infinity
+        └── CheckpointError        a file of a checkpoint is missing, damaged or from another run
 """
 
 from __future__ import annotations
