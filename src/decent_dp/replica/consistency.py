@@ -102,7 +102,7 @@ def check_same_round(control: Control, round_: int, factor: float, what: str) ->
     rank = next((rank for rank, own in enumerate(factors) if own != factors[0]), None)
     if rank is not None:
         raise errors.DisagreementError(
-            f"the adaptive factor is {factors[0]!r} on worker 0 and {factors[rank]!r} on worker {rank}, so that mixing moves the "
+            f"the adaptive factor is {factors[0]!r} on worker 0 and {factors[rank]!r} on worker {rank}, so mixing moves the "
             "mean over the replicas: call set_adaptive_factor with the same factor on every worker, at the same update."
         )
 
