@@ -37,9 +37,9 @@ BELOW: dict[str, set[str]] = {
     "utils": {"errors", "launch"},
 }
 BELOW["topo"] = {"errors"}
-for _room in ("rules", "wire", "planner"):
+for _room in ("rules", "compression", "planner"):
     BELOW[_room] = {"errors", "topo"}
-BELOW["transport"] = {"errors", "topo", "wire", "planner"}
+BELOW["transport"] = {"errors", "topo", "compression", "planner"}
 BELOW["engine"] = BELOW["transport"] | {"transport", "rules"}
 BELOW["replica"] = BELOW["engine"] | {"engine", "arguments", "gradients"}
 BELOW["backward"] = BELOW["replica"] | {"replica"}
@@ -387,7 +387,7 @@ def test_the_wrappers_arguments():
     positional, _, rest = shape(decent_dp.DecentralizedDataParallel.__init__).partition(", *")
     assert positional + ", *" == "(" + documented
     keywords = rest.removeprefix(", ").removesuffix(", **unknown)").split(", ")
-    assert keywords == ["overlap=True", "wire='float32'", "mix_every=1", "rule=None", "process_group=None", "transport=None"]
+    assert keywords == ["overlap=True", "compression=None", "mix_every=1", "rule=None", "process_group=None", "transport=None"]
 
 
 METHODS = {

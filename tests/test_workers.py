@@ -265,6 +265,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "local size": (both(_local_world_size=0), ValueError, "_local_world_size.*0"),
     "local size text": (both(_local_world_size="x"), ValueError, "'x'"),
     "alternating": (both(topology="alternating-exp-ring", _local_world_size=2), ValueError, "complete"),
+    "wire": (both(wire="int8"), TypeError, "wire is now called compression"),
     "device_ids": (both(device_ids=[0]), TypeError, "device_ids.*PyTorch DDP.*leave it out"),
     "find_unused_parameters": (both(find_unused_parameters=True), TypeError, "unused at any time"),
     "bucket_cap_mb": (both(bucket_cap_mb=3), TypeError, "bucket_size_in_mb"),

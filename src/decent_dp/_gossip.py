@@ -20,6 +20,7 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from decent_dp.arguments import check_model, check_scaler
+from decent_dp.compression import check_compression
 from decent_dp.engine import Bucket
 from decent_dp.engine.layout import MIB
 from decent_dp.replica.construction import Agreement, Arguments, connect_replicas
@@ -35,7 +36,6 @@ from decent_dp.replica.snapshot import ENGINE_ENTRIES, check_engine_state, check
 from decent_dp.rules import Rule, check_rule
 from decent_dp.topo import Topology
 from decent_dp.transport import Transport, connect
-from decent_dp.wire import check_compression
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -104,11 +104,9 @@ def gossip(
         _refuse_shared_memory(model)
         older.extend(find_superseded(model))
         optimizers.extend(check_optimizers(optimizer, model))
-        wire = check_compression(compression, [(name, p.dtype) for name, p in model.named_parameters() if p.requires_grad])
+        check_compression(compression, [(name, p.dtype) for name, p in model.named_parameters() if p.requires_grad])
         scaled = check_scaler(scaler) is not None
-        settings = Settings(
-            bucket_size_in_mb=bucket_size_in_mb, overlap=bool(overlap), scaled=scaled, wire=wire, mix_every=mix_every
-        )
+        settings = Settings(bucket_size_in_mb, bool(overlap), scaled, compression, mix_every)
         on_node = workers_per_node("local_world_size", local_world_size)
         return Arguments(
             settings,

@@ -24,6 +24,7 @@ from decent_dp.arguments import (
 )
 from decent_dp.backward.replica import BackwardReplica
 from decent_dp.backward.units import DeferredList
+from decent_dp.compression import check_compression
 from decent_dp.replica.construction import Arguments, connect_replicas
 from decent_dp.replica.module_hooks import insert_module
 from decent_dp.replica.registry import find_superseded
@@ -34,7 +35,6 @@ from decent_dp.replica.stats import Stats
 from decent_dp.rules import Rule, check_rule
 from decent_dp.topo import Topology
 from decent_dp.transport import Transport, connect
-from decent_dp.wire import check_wire
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -102,7 +102,7 @@ class DecentralizedDataParallel(nn.Module):
         _local_world_size: int | None = None,
         *,
         overlap: bool = True,
-        wire: str = "float32",
+        compression: str | None = None,
         mix_every: int = 1,
         rule: Rule | None = None,
         process_group: ProcessGroup | None = None,
@@ -121,12 +121,12 @@ class DecentralizedDataParallel(nn.Module):
             older.extend(find_superseded(model))
             check_factories(optim_fn, lr_scheduler_fn)
             scaled = check_scaler(scaler) is not None
-            check_wire(wire, [(name, p.dtype) for name, p in model.named_parameters() if p.requires_grad])
+            check_compression(compression, [(name, p.dtype) for name, p in model.named_parameters() if p.requires_grad])
             settings = Settings(
                 bucket_size_in_mb=bucket_size_in_mb,
                 overlap=bool(overlap),
                 scaled=scaled,
-                wire=wire,
+                compression=compression,
                 mix_every=mix_every,
                 grad_clip_norm=grad_clip_norm,
                 sync_buffer_in_global_avg=bool(sync_buffer_in_global_avg),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["MIB", "Block", "BucketPlan", "Slot", "TensorSpec", "choose_sizes", "dense_stride", "plan_buckets"]
+__all__ = ["MIB", "BucketPlan", "FlatBuffer", "Slot", "TensorSpec", "choose_sizes", "dense_stride", "plan_buckets"]
 
 MIB = 2**20
 
@@ -128,7 +128,7 @@ def _lay_out(group: Iterable[int], specs: Sequence[TensorSpec]) -> BucketPlan:
     return BucketPlan(tuple(slots), offset, slots[0].spec.dtype, slots[0].spec.device)
 
 
-class Block:
+class FlatBuffer:
     """The tensors of a bucket, which somebody else owns and may give other storage.
 
     With ``as_view`` they become views of one flat tensor; without, they stay separate tensors, with the same numbers.

@@ -207,7 +207,7 @@ def check_engine_state(replica: Replica, state: Mapping[str, Any]) -> None:
         "rule": isinstance(rule, dict) and rule.keys() == {"kind", "state"},
         "compression": isinstance(state["compression"], dict),
         "exchange": exchange is None
-        or (isinstance(exchange, dict) and exchange.keys() == {"parameters", "disowned", "in_flight"}),
+        or (isinstance(exchange, dict) and exchange.keys() == {"parameters", "stale", "in_flight"}),
     }.items():
         if not fits:
             raise ValueError(f"this is no snapshot of a replica: its '{what}' is {state[what]!r}")
