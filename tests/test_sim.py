@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from decent_dp.optim import AccumAdam, AccumAdamW, optim_fn_adamw
 from decent_dp.sim import VirtualCluster
-from decent_dp.sim.steppers import OneEach, Shared
+from decent_dp.sim.steppers import PerReplica, Shared
 from decent_dp.topo import Edge, Topology, TopologyReg
 from tests.test_law import OPTIMIZERS as LAW_OPTIMIZERS
 from tests.test_law import Linear, data, twin
@@ -267,7 +267,7 @@ def test_one_optimizer_for_all_equals_one_each(kind, options):
     together = trained(net(), groups, steps=8)
     apart = trained(net(), groups, steps=8, vectorize=False)
     assert isinstance(together._stepper, Shared)
-    assert isinstance(apart._stepper, OneEach)
+    assert isinstance(apart._stepper, PerReplica)
     assert_close(values(together), values(apart), 1e-9)
     assert (together.parameters["0.weight"] - net()[0].weight.detach()).abs().max() > 1e-4
 
@@ -549,7 +549,7 @@ def test_wrong_evaluations_are_refused():
         def forward(self, x: Tensor) -> Any:
             return super().forward(x), x
 
-    with pytest.raises(TypeError, match="must return a tensor with a score a class"):
+    with pytest.raises(TypeError, match="must return a tensor with one score per class"):
         VirtualCluster(Pair(6, 3).double(), SGD, "ring", 4).evaluate(x, y)
 
 
@@ -558,7 +558,7 @@ def test_wrong_losses_are_refused(vectorize):
     def step(loss_fn: Any) -> None:
         VirtualCluster(net(), SGD, "ring", 4, loss_fn=loss_fn, vectorize=vectorize).step(*batch(4))
 
-    with pytest.raises(ValueError, match=r"one number a replica, got a tensor of shape \(5, 3\)"):
+    with pytest.raises(ValueError, match=r"one number per replica, got a tensor of shape \(5, 3\)"):
         step(lambda model, x, y: model(x))
     with pytest.raises(TypeError, match="Is a `return` missing"):
         step(lambda model, x, y: None)
