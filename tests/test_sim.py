@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -370,40 +370,6 @@ def test_accuracies(vectorize):
     before = cluster.buffers["1.running_mean"].clone()
     cluster.step(*batch(70))  # in training mode again
     assert not before.equal(cluster.buffers["1.running_mean"])
-
-
-class Counted(torch.autograd.Function):
-    """Notes how many replicas are computed at once."""
-
-    sizes: ClassVar[list[int]] = []
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor) -> tuple[Tensor, Any]:
-        Counted.sizes.append(info.batch_size)
-        return x.clone(), in_dims[0]
-
-
-def test_so_many_replicas_are_evaluated_at_once():
-    class Model(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return Counted.apply(super().forward(x))
-
-    cluster = VirtualCluster(Model(6, 3).double(), SGD, "ring", 70)
-    Counted.sizes.clear()
-    cluster.evaluate(*(tensor[0] for tensor in batch(70)))
-    assert Counted.sizes == [64, 6]
 
 
 def test_a_mean_of_many_narrow_values_does_not_overflow():

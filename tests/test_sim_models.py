@@ -591,7 +591,7 @@ class Evaluated(Head):
         return self.a(x) * (1 if self.training or float(x.sum()) < 1e9 else 2)
 
 
-def test_evaluation_falls_back_by_itself():
+def test_evaluation_of_a_model_that_cannot_be_vectorized_in_that_mode():
     cluster = VirtualCluster(make(Kind(Evaluated, True)), partial(torch.optim.SGD, lr=2.0), "ring", N)
     for t in range(3):
         cluster.step(*stacked(KINDS["mlp"], t))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,8 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -26,9 +23,6 @@ from decent_dp.topo import Topology, make_topology
 from decent_dp.wire import Lossless, check_wire
 
 __all__ = ["Accuracy", "VirtualCluster"]
-
-# Evaluation keeps the outputs of this many replicas in memory at once.
-_EVALUATED_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
@@ -137,7 +131,6 @@ class VirtualCluster:
         self._exchange: Exchange = LosslessExchange(*shared) if lossless else WiredExchange(*shared, kind)
         self._gradients = Gradients(self._stack, loss_fn or _cross_entropy, vectorize)
         self._stepper = self._make_stepper()
-        self._evaluated_at_once = True
         self._failure: BaseException | None = None
         self.round = 0
 
@@ -313,36 +306,12 @@ class VirtualCluster:
                 f"y has the shape {tuple(y.shape)}, but the model's output {tuple(scores.shape)}: y must be "
                 f"{tuple(scores.shape[:-1])}, one class for the scores in the last dimension"
             )
-        replicas = self._replica_accuracies(x, y)
-        return Accuracy(float(_accuracy(scores, y)), tuple(float(value) for value in replicas))
-
-    def _replica_accuracies(self, x: Tensor, y: Tensor) -> Tensor:
-        stack = self._stack
-        if self._gradients.vectorized is not False and self._evaluated_at_once:
-            try:
-                return self._accuracies_at_once(x, y)
-            except Exception:  # vmap may refuse the evaluation mode; the user's own errors are raised again below
-                self._evaluated_at_once = False
-        return torch.stack([_accuracy(stack.replica(i).eval()(x), y) for i in range(stack.n)])
-
-    def _accuracies_at_once(self, x: Tensor, y: Tensor) -> Tensor:
-        stack = self._stack
-        model = copy.deepcopy(stack.template).eval()
-
-        def one(row: dict[str, Tensor]) -> Tensor:
-            return _accuracy(functional_call(model, row, (x,)), y)
-
-        found = []
-        with sdpa_kernel(SDPBackend.MATH):
-            for first in range(0, stack.n, _EVALUATED_AT_ONCE):
-                # Copies: a forward may write to what it is given.
-                values = {name: tensor[first : first + _EVALUATED_AT_ONCE].clone() for name, tensor in stack.values().items()}
-                found.append(vmap(one, randomness="different")(values))
-        return torch.cat(found)
+        replicas = tuple(_accuracy(self._stack.replica(i).eval()(x), y) for i in range(self.n))
+        return Accuracy(_accuracy(scores, y), replicas)
 
 
-def _accuracy(scores: Tensor, y: Tensor) -> Tensor:
-    return (scores.argmax(-1) == y).float().mean()
+def _accuracy(scores: Tensor, y: Tensor) -> float:
+    return float((scores.argmax(-1) == y).float().mean())
 
 
 def _cross_entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:

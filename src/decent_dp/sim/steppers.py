@@ -51,9 +51,11 @@ class Stepper(ABC):
         steps: optimizer steps that each replica has taken.
     """
 
-    optimizers: list[Optimizer]
-    schedulers: list[LRScheduler]
-    steps: list[int]
+    def __init__(self, optimizers: list[Optimizer], lr_scheduler_fn: LR_SCHEDULER_FN_TYPE | None, n: int) -> None:
+        self.optimizers = optimizers
+        made = [make_scheduler(lr_scheduler_fn, optimizer) for optimizer in optimizers]
+        self.schedulers: list[LRScheduler] = [scheduler for scheduler in made if scheduler is not None]
+        self.steps = [0] * n
 
     @abstractmethod
     def step(self, gradients: StepGradients) -> None:
@@ -79,15 +81,19 @@ def make_stepper(
         TypeError, ValueError: a factory does not return an optimizer or a scheduler of the given parameters.
     """
     if scaler is None and may_share:
-        optimizer = _make_optimizer(optim_fn, _template_params(stack))
+        named = [(name, param) for name, param in stack.template.named_parameters() if param.requires_grad]
+        optimizer = _make_optimizer(optim_fn, named)
         hooks: list[Any] = [
             *getattr(optimizer, "_optimizer_step_pre_hooks", {}).values(),
             *getattr(optimizer, "_optimizer_step_post_hooks", {}).values(),
         ]
         known = all(getattr(hook, "__module__", "").startswith("decent_dp.optim") for hook in hooks)
         if type(optimizer) in _ELEMENTWISE and known:
+            _stack_parameters(optimizer, {id(param): stack.params[name] for name, param in named}, stack.n)
             return Shared(stack, optimizer, lr_scheduler_fn, max_norm)
-    return PerReplica(stack, optim_fn, lr_scheduler_fn, scaler, max_norm)
+    params = [[Parameter(param.detach()[i]) for param in stack.params.values()] for i in range(stack.n)]
+    optimizers = [_make_optimizer(optim_fn, list(zip(stack.names, own, strict=True))) for own in params]
+    return PerReplica(params, optimizers, lr_scheduler_fn, scaler, max_norm)
 
 
 def _make_optimizer(optim_fn: OPTIM_FN_TYPE, named: Sequence[tuple[str, Parameter]]) -> Optimizer:
@@ -100,43 +106,38 @@ def _make_optimizer(optim_fn: OPTIM_FN_TYPE, named: Sequence[tuple[str, Paramete
     return optimizer
 
 
-def _template_params(stack: Stack) -> list[tuple[str, Parameter]]:
-    return [(name, param) for name, param in stack.template.named_parameters() if param.requires_grad]
+def _stack_parameters(optimizer: Optimizer, stacked: dict[int, Parameter], n: int) -> None:
+    """Puts the stacked parameters in the place of those that the optimizer was made for."""
+    for group in optimizer.param_groups:
+        group["params"] = [stacked[id(param)] for param in group["params"]]
+    for param in list(optimizer.state):
+        # Adagrad makes its state at construction. The replicas' steps are one count.
+        optimizer.state[stacked[id(param)]] = {
+            key: value.expand(n, *value.shape).clone() if isinstance(value, Tensor) and key != "step" else value
+            for key, value in optimizer.state.pop(param).items()
+        }
 
 
 class Shared(Stepper):
     """One optimizer on the stacked parameters.
 
     Args:
-        optimizer: made for the template's parameters; gets the stacked ones instead.
         max_norm: of each replica's gradients together; 0 for no clipping.
     """
 
     def __init__(
         self, stack: Stack, optimizer: Optimizer, lr_scheduler_fn: LR_SCHEDULER_FN_TYPE | None, max_norm: float
     ) -> None:
-        stacked = {id(param): stack.params[name] for name, param in _template_params(stack)}
-        for group in optimizer.param_groups:
-            group["params"] = [stacked[id(param)] for param in group["params"]]
-        for param in list(optimizer.state):
-            # The state that an optimizer has made at construction (Adagrad does). The replicas' steps are one count.
-            optimizer.state[stacked[id(param)]] = {
-                key: value.expand(stack.n, *value.shape).clone() if isinstance(value, Tensor) and key != "step" else value
-                for key, value in optimizer.state.pop(param).items()
-            }
+        super().__init__([optimizer], lr_scheduler_fn, stack.n)
         self._params, self._max_norm = list(stack.params.values()), max_norm
-        self.optimizers = [optimizer]
-        scheduler = make_scheduler(lr_scheduler_fn, optimizer)
-        self.schedulers = [] if scheduler is None else [scheduler]
-        self.steps = [0] * stack.n
 
     def step(self, gradients: StepGradients) -> None:
         assert gradients.stacked is not None
-        there = [gradient for gradient in gradients.stacked if gradient is not None]
-        if not there:
+        used = [gradient for gradient in gradients.stacked if gradient is not None]
+        if not used:
             return
         if self._max_norm > 0:
-            _clip(there, self._max_norm)
+            _clip(used, self._max_norm)
         for param, gradient in zip(self._params, gradients.stacked, strict=True):
             param.grad = gradient
         self.optimizers[0].step()
@@ -168,18 +169,15 @@ class PerReplica(Stepper):
 
     def __init__(
         self,
-        stack: Stack,
-        optim_fn: OPTIM_FN_TYPE,
+        params: list[list[Parameter]],
+        optimizers: list[Optimizer],
         lr_scheduler_fn: LR_SCHEDULER_FN_TYPE | None,
         scaler: torch.amp.GradScaler | None,
         max_norm: float,
     ) -> None:
-        self._params = [[Parameter(param.detach()[i]) for param in stack.params.values()] for i in range(stack.n)]
-        self.optimizers = [_make_optimizer(optim_fn, list(zip(stack.names, params, strict=True))) for params in self._params]
-        made = [make_scheduler(lr_scheduler_fn, optimizer) for optimizer in self.optimizers]
-        self.schedulers = [scheduler for scheduler in made if scheduler is not None]
-        self._policies = [Policy(params, copy.deepcopy(scaler), max_norm) for params in self._params]
-        self.steps = [0] * stack.n
+        super().__init__(optimizers, lr_scheduler_fn, len(params))
+        self._params = params
+        self._policies = [Policy(own, copy.deepcopy(scaler), max_norm) for own in params]
 
     def scales(self) -> Tensor | None:
         one = torch.ones((), device=self._params[0][0].device)
