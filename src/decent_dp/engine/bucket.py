@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from decent_dp.engine.layout import Block
-from decent_dp.rules import Round, Rule, apply_rule, group_scale, pull_of
+from decent_dp.rules import Round, Rule, apply_rule, group_scale, mixing_rate
 from decent_dp.topo import Edge
 from decent_dp.transport import Handle
 from decent_dp.wire import Hints, Item, Wire, part_of
@@ -111,11 +111,11 @@ class Bucket:
             if some and edit is not None:
                 self._mix_edited(in_flight, factor, edit)
             elif some:
-                pull, values = pull_of(in_flight.edge, factor), self.values
+                rate, values = mixing_rate(in_flight.edge, factor), self.values
                 for run, difference, unit in self.wire.differences(*self.messages):
                     state = {key: part_of(tensor, run) for key, tensor in self.states[run.item].items()}
                     value = part_of(values[run.item], run)
-                    apply_rule(self.rule, value, state, difference, pull * unit, in_flight.round)
+                    apply_rule(self.rule, value, state, difference, rate * unit, in_flight.round)
                 self.block.written()
 
     def mix_nothing(self, round: Round) -> None:

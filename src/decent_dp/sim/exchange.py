@@ -18,7 +18,7 @@ from torch import Tensor
 
 from decent_dp.engine.bucket import Bucket, InFlight
 from decent_dp.engine.layout import Block, TensorSpec, plan_buckets
-from decent_dp.rules import Round, Rule, apply_rule, pull_of
+from decent_dp.rules import Round, Rule, apply_rule, mixing_rate
 from decent_dp.sim.stack import Stack
 from decent_dp.topo import Edge, Topology
 from decent_dp.wire import Moment, Wire, all_finite
@@ -113,11 +113,11 @@ class LosslessExchange(Exchange):
             return
         round_, parts = in_flight
         for part, differences in parts:
-            pull = pull_of(part.edge, self.factor) if part.size > 1 else 0.0
+            rate = mixing_rate(part.edge, self.factor) if part.size > 1 else 0.0
             for param, state, difference in zip(self._params, self._states, differences, strict=True):
                 stacked = [param, *state.values()]
                 values, *own = stacked if part.rows is None else (tensor.index_select(0, part.rows) for tensor in stacked)
-                apply_rule(self._rule, values, dict(zip(state, own, strict=True)), difference, pull, round_)
+                apply_rule(self._rule, values, dict(zip(state, own, strict=True)), difference, rate, round_)
                 if part.rows is not None:
                     for tensor, value in zip(stacked, (values, *own), strict=True):
                         tensor.index_copy_(0, part.rows, value)
