@@ -84,12 +84,12 @@ class Uneven(Topology):
         return [[Edge([0, 3, 4], 0.5), Edge([1, 5], 0.3), Edge([2], 1.0)]]
 
 
-@pytest.mark.parametrize("wire", ["float32", "bfloat16", "int8"])
-def test_bytes_are_counted_by_edge(wire):
-    cluster = trained(net(), SGD, n=6, topology=Uneven(1, world_size=6, rank=0), wire=wire)
+@pytest.mark.parametrize("compression", [None, "bfloat16", "int8"])
+def test_bytes_are_counted_by_edge(compression):
+    cluster = trained(net(), SGD, n=6, topology=Uneven(1, world_size=6, rank=0), compression=compression)
     numel = 6 * 8 + 8 + 8 * 3 + 3
     # A pair sends two messages, a group of three four; int8 has a record of 24 bytes for each of the four parameters.
-    message = {"float32": 8 * numel, "bfloat16": -(-2 * numel // 8) * 8, "int8": -(-(numel + 4 * 24) // 8) * 8}[wire]
+    message = {None: 8 * numel, "bfloat16": -(-2 * numel // 8) * 8, "int8": -(-(numel + 4 * 24) // 8) * 8}[compression]
     assert cluster.bytes_sent == 6 * (2 + 4) * message
 
 
@@ -387,9 +387,9 @@ class Spoiled(Topology):
         return [*pairs, Edge([1], 1.0)] if t == 3 else pairs[:: 1 - 2 * (t % 2)]
 
 
-@pytest.mark.parametrize("wire", ["float32", "int8"])
-def test_rounds_without_a_period_are_checked_one_by_one(wire):
-    cluster = trained(net(), SGD, steps=3, topology=Spoiled(1, world_size=4, rank=0), wire=wire)
+@pytest.mark.parametrize("compression", [None, "int8"])
+def test_rounds_without_a_period_are_checked_one_by_one(compression):
+    cluster = trained(net(), SGD, steps=3, topology=Spoiled(1, world_size=4, rank=0), compression=compression)
     with pytest.raises(ValueError, match="rank 1 appears twice"):
         cluster.step(*batch(4))
 
@@ -405,8 +405,8 @@ def test_modes_of_modules_stay():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("wire", ["float32", "int8"])
-def test_narrow_and_mixed_dtypes(dtype, wire):
+@pytest.mark.parametrize("compression", [None, "int8"])
+def test_narrow_and_mixed_dtypes(dtype, compression):
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -416,11 +416,16 @@ def test_narrow_and_mixed_dtypes(dtype, wire):
             return self.narrow(self.wide(x).to(dtype)).float()
 
     found = trained(
-        Mixed(), partial(torch.optim.SGD, lr=0.5), topology="complete", overlap=False, wire=wire, grad_clip_norm=1.0
+        Mixed(),
+        partial(torch.optim.SGD, lr=0.5),
+        topology="complete",
+        overlap=False,
+        compression=compression,
+        grad_clip_norm=1.0,
     )
     assert found.parameters["narrow.weight"].dtype == dtype
     spread = found.parameters["narrow.weight"].double().std(0).max()
-    assert spread <= (0.02 if wire == "float32" else 0.2)
+    assert spread <= (0.02 if compression is None else 0.2)
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------------
@@ -443,7 +448,7 @@ REFUSED = [
     ({"topology": "rign"}, ValueError, "did you mean 'ring'"),
     ({"local_world_size": 0}, ValueError, "local_world_size must be at least 1, got 0"),
     ({"mix_every": 0}, ValueError, "mix_every must be at least 1, got 0"),
-    ({"wire": "int9"}, ValueError, "Did you mean 'int8'"),
+    ({"compression": "int9"}, ValueError, "Did you mean 'int8'"),
     ({"grad_clip_norm": -1}, ValueError, "grad_clip_norm must be 0.0 .no clipping. or a positive norm, got -1"),
     ({"grad_clip_norm": "1"}, TypeError, "grad_clip_norm must be"),
     ({"scaler": 65536.0}, TypeError, "scaler must be a torch.GradScaler or None, got 65536.0"),

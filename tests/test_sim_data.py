@@ -277,7 +277,7 @@ REFUSED = [
     ({"data": "digit"}, "data must be one of 'digits', got 'digit'. Did you mean 'digits'?"),
     ({"optimizer": "adamv"}, "Did you mean 'adamw'?"),
     ({"schedule": "cosin"}, "Did you mean 'cosine'?"),
-    ({"wire": "float23"}, "Did you mean 'float32'?"),
+    ({"wire": "bfloat61"}, "Did you mean 'bfloat16'?"),
     ({"topology": "base2"}, "did you mean 'base-2'"),
     ({"topology": 3}, "topology must be a name, got 3"),
     ({"alpha": 0}, "alpha must be positive"),

@@ -164,7 +164,7 @@ def test_workers_that_disagree_about_the_seed_are_told_it():
 
 
 def test_the_last_rounds_are_kept():
-    """Two buckets whose wire announces ask for rounds t, t + 1, t, t + 1, and the next round begins."""
+    """Two buckets whose compression sends hints ask for rounds t, t + 1, t, t + 1, and the next round begins."""
     asked = []
 
     class Asked(RandomMatchingTopology):

@@ -265,6 +265,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "local size": (both(_local_world_size=0), ValueError, "_local_world_size.*0"),
     "local size text": (both(_local_world_size="x"), ValueError, "'x'"),
     "alternating": (both(topology="alternating-exp-ring", _local_world_size=2), ValueError, "complete"),
+    "wire": (both(wire="int8"), TypeError, "wire is now called compression"),
     "device_ids": (both(device_ids=[0]), TypeError, "device_ids.*PyTorch DDP.*leave it out"),
     "find_unused_parameters": (both(find_unused_parameters=True), TypeError, "unused at any time"),
     "bucket_cap_mb": (both(bucket_cap_mb=3), TypeError, "bucket_size_in_mb"),
@@ -602,7 +603,7 @@ def alone_in_a_collective(rank: int, n: int) -> Any:
     loss(model, 0, rank).backward()
     if rank == 0:  # a habit of DDP's scripts
         with (
-            pytest.raises(PeerTimeoutError, match=r"not all workers came to averaged: .*`if rank == 0:` inside"),
+            pytest.raises(PeerTimeoutError, match=r"not all workers called averaged: .*`if rank == 0:` inside"),
             model.averaged(),
         ):
             pass

@@ -19,23 +19,23 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
+from decent_dp.arguments import check_model, check_scaler
+from decent_dp.compression import check_compression
 from decent_dp.engine import Bucket
 from decent_dp.engine.layout import MIB
-from decent_dp.handed import check_model, check_scaler
-from decent_dp.replica.construction import Agreed, Arguments, connect_replicas
-from decent_dp.replica.hidden import has_own_state_dict, refuse_hidden_state
-from decent_dp.replica.living import running_steps, superseded_by
+from decent_dp.replica.construction import Agreement, Arguments, connect_replicas
+from decent_dp.replica.hidden_state import has_own_state_dict, refuse_hidden_state
 from decent_dp.replica.optimizers import check_optimizers, load_optimizer, params_of, saved_optimizer, signature_of
 from decent_dp.replica.options import options_of
+from decent_dp.replica.registry import find_superseded, running_steps
 from decent_dp.replica.replica import Replica
 from decent_dp.replica.settings import Settings, workers_per_node
-from decent_dp.replica.shards import fsdp_modules, local, mesh_card, reshard
-from decent_dp.replica.shutdown import given_back_on_error
+from decent_dp.replica.shards import describe_mesh, fsdp_modules, local, reshard
+from decent_dp.replica.shutdown import closed_on_error
 from decent_dp.replica.snapshot import ENGINE_ENTRIES, check_engine_state, check_scaler_state, copied, first_loss_scale, restore
 from decent_dp.rules import Rule, check_rule
 from decent_dp.topo import Topology
 from decent_dp.transport import Transport, connect
-from decent_dp.wire import check_compression
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -100,15 +100,13 @@ def gossip(
     def check() -> Arguments:
         check_model(model, shards=True)
         reshard(fsdp_modules(model))
-        card = mesh_card(model)
+        mesh = describe_mesh(model)
         _refuse_shared_memory(model)
-        older.extend(superseded_by(model))
+        older.extend(find_superseded(model))
         optimizers.extend(check_optimizers(optimizer, model))
-        wire = check_compression(compression, [(name, p.dtype) for name, p in model.named_parameters() if p.requires_grad])
+        check_compression(compression, [(name, p.dtype) for name, p in model.named_parameters() if p.requires_grad])
         scaled = check_scaler(scaler) is not None
-        settings = Settings(
-            bucket_size_in_mb=bucket_size_in_mb, overlap=bool(overlap), scaled=scaled, wire=wire, mix_every=mix_every
-        )
+        settings = Settings(bucket_size_in_mb, bool(overlap), scaled, compression, mix_every)
         on_node = workers_per_node("local_world_size", local_world_size)
         return Arguments(
             settings,
@@ -116,12 +114,12 @@ def gossip(
             check_rule(rule),
             on_node,
             {"optimizers": signature_of(optimizers, model)},
-            card,
+            mesh,
             options_of(optimizers, model),
         )
 
     agreed = connect_replicas(model, transport, given is None, check)
-    with given_back_on_error(transport, given is None):
+    with closed_on_error(transport, given is None):
         for replica in older:
             replica.supersede()
         return Gossip(model, transport, agreed, optimizers, check_scaler(scaler))
@@ -149,7 +147,7 @@ class Gossip(Replica):
         self,
         model: nn.Module,
         transport: Transport,
-        agreed: Agreed,
+        agreed: Agreement,
         optimizers: Sequence[Optimizer],
         scaler: torch.amp.GradScaler | None,
     ) -> None:
@@ -188,7 +186,7 @@ class Gossip(Replica):
         optimizer = self.optimizers[number]
         if _is_inner_step(optimizer):
             return
-        self.check()
+        self.refuse_stopped()
         if number not in self._seen:
             self._seen.add(number)
             with self.faults():
@@ -234,10 +232,10 @@ class Gossip(Replica):
 
     def _round(self, *, step: bool) -> None:
         """Mixes in what came, and starts the next exchange."""
-        self.check()
+        self.refuse_stopped()
         engine = self.engine
         with self.faults(), torch.inference_mode(False):
-            self.parameters.check()
+            self.parameters.check_unchanged()
             self._check_groups()
             self.begin_round(active=step)
             for bucket in engine.buckets:
@@ -250,7 +248,7 @@ class Gossip(Replica):
             self.end_round(stepped=step and self._taken)
             if step:
                 self._stepped, self._taken = [0] * len(self.optimizers), False
-        self.tell_round()
+        self.notify_listeners()
 
     def _check_groups(self) -> None:
         for optimizer, had in zip(self.optimizers, self._had, strict=True):
@@ -269,14 +267,14 @@ class Gossip(Replica):
                 "not mix. Change values in place (param.copy_ under torch.no_grad), or call gossip() after the change."
             )
 
-    def catch_up(self) -> None:
+    def apply_pending(self) -> None:
         """Nothing is ever pending: a step makes its round at once."""
 
     def after_save(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
         """The parameters are what they always were: a state dict holds them as any model's does."""
 
-    def let_go_of_model(self) -> None:
-        super().let_go_of_model()
+    def remove_hooks(self) -> None:
+        super().remove_hooks()
         for hook in self._hooks:
             hook.remove()
 
@@ -314,9 +312,9 @@ class Gossip(Replica):
             OutOfStepError: the workers have made different numbers of rounds; on all of them.
             NonFiniteError: a replica holds a NaN or an infinity; on all of them.
         """
-        self.meet("average_")
+        self.begin_collective("average_")
         self.refuse_nonfinite("average_", self.averaged_buffers())
-        self.forget()
+        self.invalidate()
         self.become_mean(self.averaged_buffers())
         self.engine.renew()
 
@@ -326,11 +324,11 @@ class Gossip(Replica):
         Raises:
             OutOfStepError: the workers have made different numbers of rounds; on all of them.
         """
-        self.meet("flush")
+        self.begin_collective("flush")
         if self.mean.backup is not None:
             raise RuntimeError("flush() was called inside averaged(), where the replica has other values: call it after it.")
         with self.faults():
-            self.adopt()
+            self.rebind()
             for bucket in self.engine.buckets:
                 self.engine.finish(bucket).raise_if_failed()
 
@@ -340,7 +338,7 @@ class Gossip(Replica):
         """Round, exchange in flight and the rule's state: with the model's and the optimizers' own state dicts, all that a run
         needs to resume exactly. Every worker saves its own; the tensors are copies.
         """
-        self.come_to_boundary("state_dict")
+        self.reach_step_boundary("state_dict")
         if self.mean.backup is not None:
             raise RuntimeError("state_dict() was called inside averaged(), where the model has other values: call it after it.")
         found: dict[str, Any] = copied({**self.engine_entries(), **self._progress()})
@@ -361,8 +359,8 @@ class Gossip(Replica):
         def check() -> None:
             self.refuse_inside("load_state_dict")
             self.parameters.refuse_unreduced("load_state_dict")
-            self.check()
-            self.parameters.check()
+            self.refuse_stopped()
+            self.parameters.check_unchanged()
             wanted = ENGINE_ENTRIES | {"stepped", "taken"}
             if not isinstance(state_dict, dict) or not wanted <= state_dict.keys() or state_dict["driver"] != self.KIND:
                 raise ValueError("load_state_dict takes what Gossip.state_dict() returned: something else was given")
@@ -375,8 +373,8 @@ class Gossip(Replica):
 
         restore(self, state_dict, check, write)
 
-    def come_to_boundary(self, what: str) -> None:
-        super().come_to_boundary(what)
+    def reach_step_boundary(self, what: str) -> None:
+        super().reach_step_boundary(what)
         self._refuse_open_update(what)
 
     def _refuse_open_update(self, what: str) -> None:

@@ -14,9 +14,7 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from decent_dp.backward.replica import BackwardReplica
-from decent_dp.backward.units import MadeLater
-from decent_dp.handed import (
+from decent_dp.arguments import (
     FLOAT_DTYPES,
     LR_SCHEDULER_FN_TYPE,
     OPTIM_FN_TYPE,
@@ -24,17 +22,19 @@ from decent_dp.handed import (
     check_model,
     check_scaler,
 )
+from decent_dp.backward.replica import BackwardReplica
+from decent_dp.backward.units import DeferredList
+from decent_dp.compression import check_compression
 from decent_dp.replica.construction import Arguments, connect_replicas
-from decent_dp.replica.living import superseded_by
 from decent_dp.replica.module_hooks import insert_module
+from decent_dp.replica.registry import find_superseded
 from decent_dp.replica.replica import Replica
 from decent_dp.replica.settings import Settings, refuse_ddp_keywords, workers_per_node
-from decent_dp.replica.shutdown import given_back_on_error
+from decent_dp.replica.shutdown import closed_on_error
 from decent_dp.replica.stats import Stats
 from decent_dp.rules import Rule, check_rule
 from decent_dp.topo import Topology
 from decent_dp.transport import Transport, connect
-from decent_dp.wire import check_wire
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -103,7 +103,7 @@ class DecentralizedDataParallel(nn.Module):
         _local_world_size: int | None = None,
         *,
         overlap: bool = True,
-        wire: str = "float32",
+        compression: str | None = None,
         mix_every: int = 1,
         rule: Rule | None = None,
         process_group: ProcessGroup | None = None,
@@ -119,15 +119,15 @@ class DecentralizedDataParallel(nn.Module):
             if isinstance(model, DecentralizedDataParallel):
                 raise TypeError("model is already wrapped in DecentralizedDataParallel: pass its .module")
             check_model(model)
-            older.extend(superseded_by(model))
+            older.extend(find_superseded(model))
             check_factories(optim_fn, lr_scheduler_fn)
             scaled = check_scaler(scaler) is not None
-            check_wire(wire, [(name, p.dtype) for name, p in model.named_parameters() if p.requires_grad])
+            check_compression(compression, [(name, p.dtype) for name, p in model.named_parameters() if p.requires_grad])
             settings = Settings(
                 bucket_size_in_mb=bucket_size_in_mb,
                 overlap=bool(overlap),
                 scaled=scaled,
-                wire=wire,
+                compression=compression,
                 mix_every=mix_every,
                 grad_clip_norm=grad_clip_norm,
                 sync_buffer_in_global_avg=bool(sync_buffer_in_global_avg),
@@ -138,7 +138,7 @@ class DecentralizedDataParallel(nn.Module):
         agreed = connect_replicas(model, transport, given is None, check)
         if topology == "complete" and transport.world_size > 2 and transport.rank == 0:
             _say_once_that_complete_is_slow()
-        with given_back_on_error(transport, given is None):
+        with closed_on_error(transport, given is None):
             for replica in older:
                 replica.supersede()
         self.module = model
@@ -184,10 +184,10 @@ class DecentralizedDataParallel(nn.Module):
             replica.enter_backward()
             return True
         if not self.module.training:
-            replica.catch_up()
+            replica.apply_pending()
         replica.recover()
         if torch.is_grad_enabled() and (self.module.training or not replica.closed):
-            replica.check_before_forward()
+            replica.refuse_unusable()
         return False
 
     @_disable_dynamo
@@ -196,14 +196,14 @@ class DecentralizedDataParallel(nn.Module):
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The model's."""
-        self.replica.catch_up()
+        self.replica.apply_pending()
         return self.module.parameters(recurse)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """The model's, with the model's names."""
-        self.replica.catch_up()
+        self.replica.apply_pending()
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
     def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
@@ -228,7 +228,7 @@ class DecentralizedDataParallel(nn.Module):
         Raises:
             ValueError: with ``assign=True``.
         """
-        self.replica.catch_up()
+        self.replica.apply_pending()
         mean = self.replica.mean
         backup = mean.backup
         try:
@@ -239,7 +239,7 @@ class DecentralizedDataParallel(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients; an owed update is made first. Needed nowhere: an update leaves none behind."""
-        self.replica.catch_up()
+        self.replica.apply_pending()
         self.module.zero_grad(set_to_none)
         self.replica.discarded()
 
@@ -309,12 +309,12 @@ class DecentralizedDataParallel(nn.Module):
             NonFiniteError: a replica holds a NaN or an infinity; on all of them.
         """
         replica = self.replica
-        replica.meet("global_avg")
+        replica.begin_collective("global_avg")
         replica.refuse_nonfinite("global_avg", replica.averaged_buffers())
         if will_revert:
             replica.mean.keep([*replica.parameters.params, *replica.averaged_buffers()])
         else:
-            replica.forget()
+            replica.invalidate()
         distances = replica.become_mean(replica.averaged_buffers())
         if not will_revert:
             replica.engine.renew()
@@ -353,7 +353,7 @@ class DecentralizedDataParallel(nn.Module):
     def lr_schedulers(self) -> list[LRScheduler]:
         """One a bucket; empty before the first update and without ``lr_scheduler_fn``."""
         made = [scheduler for scheduler in self._lr_schedulers if scheduler is not None]
-        return MadeLater(self._lr_schedulers.why if not self._optims else "There is none: pass lr_scheduler_fn.", made)
+        return DeferredList(self._lr_schedulers.why if not self._optims else "There is none: pass lr_scheduler_fn.", made)
 
     def get_lr(self) -> float:
         """The current learning rate of the first bucket's first group; 0.0 before the first update."""

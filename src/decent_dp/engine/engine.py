@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from decent_dp.compression import Compression
 from decent_dp.engine.bucket import Bucket, Edit, InFlight
-from decent_dp.engine.layout import Block, TensorSpec, choose_sizes, plan_buckets
+from decent_dp.engine.layout import FlatBuffer, TensorSpec, choose_sizes, plan_buckets
 from decent_dp.errors import NonFiniteError, PeerError, PeerLostError
 from decent_dp.rules import Round, Rule
 from decent_dp.topo import Edge, Topology
-from decent_dp.transport import Label, Parcel, Transport
-from decent_dp.wire import Wire
+from decent_dp.transport import ExchangeId, ExchangeRequest, Transport
 
 __all__ = ["ARRIVED", "NONFINITE_ROUNDS", "SAT_OUT", "Engine", "Outcome"]
 
@@ -133,9 +133,9 @@ class Engine:
         started: the last round whose exchanges these buckets have started, idle ones included; None: none yet.
     """
 
-    def __init__(self, transport: Transport, topology: Topology, rule: Rule, wire: type[Wire]) -> None:
+    def __init__(self, transport: Transport, topology: Topology, rule: Rule, compression: type[Compression]) -> None:
         self._transport, self._topology = transport, topology
-        self.rule, self._wire = rule, wire
+        self.rule, self._compression = rule, compression
         self.buckets: list[Bucket] = []
         self.round = 0
         self.factor = 1.0
@@ -151,7 +151,7 @@ class Engine:
     @property
     def rejected(self) -> int:
         """Runs whose difference a wire could not tell."""
-        return self._rejected + sum(bucket.wire.rejected for bucket in self.buckets)
+        return self._rejected + sum(bucket.compression.rejected for bucket in self.buckets)
 
     def lay_out(
         self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], order: Sequence[int], limit_bytes: float, *, as_view: bool
@@ -166,7 +166,12 @@ class Engine:
         """
         first, limit = choose_sizes(specs, limit_bytes)
         return [
-            Bucket(self._gone + len(self.buckets) + number, Block(plan, tensors, as_view=as_view), self._wire, self.rule)
+            Bucket(
+                self._gone + len(self.buckets) + number,
+                FlatBuffer(plan, tensors, as_view=as_view),
+                self._compression,
+                self.rule,
+            )
             for number, plan in enumerate(plan_buckets(specs, order, limit, first))
         ]
 
@@ -205,7 +210,7 @@ class Engine:
         finally:
             self.waited += time.perf_counter() - before
         self.exchanges += 1
-        flags = in_flight.handle.flags or tuple(map(bucket.wire.flag, bucket.messages))
+        flags = in_flight.handle.flags or tuple(map(bucket.compression.flag, bucket.messages))
         ranks = {flag - 1 for flag in flags if flag}
         message = bucket.messages[0 if flags[0] else 1]
         unmixable = self.nonfinite.finished(in_flight, ranks, bucket, message)
@@ -223,7 +228,7 @@ class Engine:
         bucket.stale.clear()
         round_, edge = self._round(self.round), self._topology.get_edge(self.round)
         proposal = bucket.propose(round_)
-        hint = self._announce(bucket, edge, proposal) if bucket.wire.announces else b""
+        hint = self._send_hint(bucket, edge, proposal) if bucket.compression.needs_hints else b""
         self.started = self.round
         self._send(bucket, round_, edge, proposal, hint)
 
@@ -236,7 +241,7 @@ class Engine:
         for bucket in self.buckets:
             if bucket.in_flight is not None and bucket.in_flight.handle is not None:
                 before = time.perf_counter()
-                bucket.in_flight.handle.let_go()
+                bucket.in_flight.handle.wait_for_read()
                 self.waited += time.perf_counter() - before
 
     def mark_stale(self, names: Iterable[str] | None = None) -> None:
@@ -244,7 +249,7 @@ class Engine:
         ones, and ``renew`` resets the rule's state."""
         chosen = None if names is None else set(names)
         for bucket in self.buckets:
-            own = set(bucket.block.names)
+            own = set(bucket.buffer.names)
             bucket.mark_stale(own if chosen is None else own & chosen)
 
     def renew(self) -> None:
@@ -278,27 +283,29 @@ class Engine:
     ) -> None:
         handle = None
         if len(edge.ranks) > 1:
-            label, members = Label(round_.number, bucket.number), tuple(sorted(edge.ranks))
-            parcel = Parcel(bucket.wire, proposal, *bucket.messages, hint, self._transport.rank, label, members, coded)
-            handle = self._transport.exchange.start(edge, parcel)
+            exchange_id, members = ExchangeId(round_.number, bucket.number), tuple(sorted(edge.ranks))
+            request = ExchangeRequest(
+                bucket.compression, proposal, *bucket.messages, hint, self._transport.rank, exchange_id, members, coded
+            )
+            handle = self._transport.exchanger.start(edge, request)
             self.bytes_sent += handle.bytes_sent
         bucket.in_flight = InFlight(round_, edge, hint, handle, None if coded else proposal)
 
-    def _announce(self, bucket: Bucket, edge: Edge, proposal: list[Tensor]) -> bytes:
-        """Announces the scales of the next exchange to the members of its edge, and returns what was announced for this one."""
+    def _send_hint(self, bucket: Bucket, edge: Edge, proposal: list[Tensor]) -> bytes:
+        """Sends the hint for the next exchange to the members of its edge, and returns that for this one."""
         in_time = bucket.hints.coming is not None
         now = bucket.hints.turn(proposal)
         if not in_time and len(edge.ranks) > 1:  # the first round of this run, which may be any
-            self._transport.exchange.announce(edge, Label(self.round, bucket.number), now)
-        self._announce_ahead(bucket, self.round + 1)
+            self._transport.exchanger.send_hint(edge, ExchangeId(self.round, bucket.number), now)
+        self._send_hint_ahead(bucket, self.round + 1)
         return now
 
-    def _announce_ahead(self, bucket: Bucket, round_: int) -> None:
+    def _send_hint_ahead(self, bucket: Bucket, round_: int) -> None:
         coming, hint = self._topology.get_edge(round_), bucket.hints.coming
         if hint is not None and len(coming.ranks) > 1:
             # A worker that has made its last update may be gone. If that round comes, its exchange raises.
             with contextlib.suppress(PeerLostError):
-                self._transport.exchange.announce(coming, Label(round_, bucket.number), hint)
+                self._transport.exchanger.send_hint(coming, ExchangeId(round_, bucket.number), hint)
 
     # -- saving and resuming -----------------------------------------------------------------------------
 
@@ -309,13 +316,13 @@ class Engine:
             round, factor
             rule          {"kind": its class, "state": {tensor name: {key: tensor}}}
             compression   {tensor name: what the wire has learnt of single edges}
-            exchange      {"parameters": {tensor name: see ``Bucket.saved_exchange``}, "disowned": names of those whose
+            exchange      {"parameters": {tensor name: see ``Bucket.saved_exchange``}, "stale": names of those whose
                           difference is to be dropped, "in_flight": whether the round before is}; None if it cannot be resumed
 
         The tensors are live: copy them before the next round.
         """
         going = bool(self.buckets) and self.started == self.round - 1
-        exchange: dict[str, Any] = {"parameters": {}, "disowned": [], "in_flight": False}
+        exchange: dict[str, Any] = {"parameters": {}, "stale": [], "in_flight": False}
         rule: dict[str, Any] = {"kind": type(self.rule).__name__, "state": {}}
         compression: dict[str, Any] = {}
         for bucket in self.buckets:
@@ -325,7 +332,7 @@ class Engine:
                 exchange["parameters"].update(bucket.saved_exchange())
                 exchange["in_flight"] |= bucket.in_flight is not None
                 if bucket.in_flight is not None:
-                    exchange["disowned"] += [name for name in bucket.block.names if name in bucket.stale]
+                    exchange["stale"] += [name for name in bucket.buffer.names if name in bucket.stale]
         return {
             "round": self.round,
             "factor": self.factor,
@@ -365,8 +372,8 @@ class Engine:
         bucket.load_edge_state(state["compression"])
         if not resumed:
             return None
-        if bucket.wire.announces:
-            self._topology.get_edge(round_)  # raises here if the edge of the announcement cannot be made
+        if bucket.compression.needs_hints:
+            self._topology.get_edge(round_)  # raises here if the edge of the hint cannot be made
         sending = state["exchange"]["in_flight"] and len(self._topology.get_edge(round_ - 1).ranks) > 1
         return bucket.load_exchange(state["exchange"]["parameters"], sending=sending)
 
@@ -379,16 +386,16 @@ class Engine:
             hints: what ``prepare`` returned for each bucket.
         """
         self.started = self.round - 1
-        stale = set(state["exchange"]["disowned"])
+        stale = set(state["exchange"]["stale"])
         round_, edge = self._round(self.round - 1), self._topology.get_edge(self.round - 1)
         for bucket, hint in zip(self.buckets, hints, strict=True):
             if hint is not None:
-                if bucket.wire.announces:
-                    self._transport.exchange.announce(edge, Label(round_.number, bucket.number), hint)
+                if bucket.compression.needs_hints:
+                    self._transport.exchanger.send_hint(edge, ExchangeId(round_.number, bucket.number), hint)
                 self._send(bucket, round_, edge, bucket.values, hint, coded=True)
             elif state["exchange"]["in_flight"]:
                 bucket.in_flight = InFlight(round_, edge)
-            bucket.stale = stale & set(bucket.block.names)
+            bucket.stale = stale & set(bucket.buffer.names)
         for bucket in self.buckets:
-            if bucket.wire.announces:
-                self._announce_ahead(bucket, self.round)
+            if bucket.compression.needs_hints:
+                self._send_hint_ahead(bucket, self.round)

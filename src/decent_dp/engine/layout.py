@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["MIB", "Block", "BucketPlan", "Slot", "TensorSpec", "choose_sizes", "dense_stride", "plan_buckets"]
+__all__ = ["MIB", "BucketPlan", "FlatBuffer", "Slot", "TensorSpec", "choose_sizes", "dense_stride", "plan_buckets"]
 
 MIB = 2**20
 
@@ -128,14 +128,14 @@ def _lay_out(group: Iterable[int], specs: Sequence[TensorSpec]) -> BucketPlan:
     return BucketPlan(tuple(slots), offset, slots[0].spec.dtype, slots[0].spec.device)
 
 
-class Block:
+class FlatBuffer:
     """The tensors of a bucket, which somebody else owns and may give other storage.
 
     With ``as_view`` they become views of one flat tensor; without, they stay separate tensors, with the same numbers.
 
     Args:
         tensors: of all buckets, by the plan's indices. The list is the owner's, who may put other tensors into it before a
-            call of ``adopt``.
+            call of ``rebind``.
     """
 
     def __init__(self, plan: BucketPlan, tensors: Sequence[Tensor], *, as_view: bool) -> None:
@@ -148,9 +148,9 @@ class Block:
         # Where the tensors lie, once they have been adopted.
         self._addresses: list[int] = []
         self._values: dict[bool, list[Tensor]] = {}
-        self.adopt()
+        self.rebind()
 
-    def adopt(self) -> None:
+    def rebind(self) -> None:
         """Takes tensors whose storage was replaced since the last call back into the block, with their new values.
 
         Raises:

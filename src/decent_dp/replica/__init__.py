@@ -1,4 +1,4 @@
-"""One worker's replica of a model in a run: what the drivers share.
+"""One worker's replica of a model in a run: the part that both drivers share.
 
 replica       rounds, their listeners, and life         parameters    what users do to them: adopted or refused
 mean          what is put aside for the mean            averages      the mean of the replicas, and the distance to it

@@ -1,8 +1,7 @@
-"""Replicas whose parameters are DTensors: the workers that hold one together, and the part that a worker holds.
+"""Sharded replicas (parameters are DTensors): the workers of each replica, and the local parts of tensors.
 
-Workers with the same position in their replicas hold the same part, and mix it with each other. What is done to values is
-done to these parts, as plain tensors. The modules that ``fully_shard`` makes also put other parameters, gathered ones, into
-their places for a while; ``reshard`` takes these out.
+Workers at the same position in their replicas hold the same part, and mix it with each other as plain tensors. The modules
+of ``fully_shard`` replace sharded parameters by gathered ones during forward and backward; ``reshard`` reverts that.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from decent_dp.errors import DisagreementError
 
 __all__ = [
     "Replicas",
+    "describe_mesh",
     "fsdp_modules",
     "has_unreduced_gradients",
     "holds_first_copy",
     "is_sharded",
     "local",
-    "mesh_card",
     "placed",
     "placement",
     "reshard",
@@ -31,14 +30,14 @@ __all__ = [
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether it is a DTensor. By its name: importing the class takes most of a second."""
+    """Whether a tensor is a DTensor. Checked by name, because importing the class takes most of a second."""
     return type(tensor).__name__ == "DTensor"
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a DTensor that this worker holds, which shares its memory; any other tensor itself.
+    """Returns the local part of a DTensor, which shares its memory, and any other tensor itself.
 
-    FSDP replaces it (at the first forward, and when the model is moved): to be asked anew each time.
+    FSDP replaces parts (at the first forward, and when the model is moved), so callers must not cache the result.
     """
     if not is_sharded(tensor):
         return tensor
@@ -49,7 +48,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def placed(part: Tensor, like: Tensor) -> Tensor:
-    """The tensor of which ``part`` is this worker's, placed as ``like``."""
+    """Returns the DTensor with local part ``part`` and the placement of ``like``; ``part`` itself if ``like`` is no DTensor."""
     if not is_sharded(like):
         return part
     sharded: Any = like
@@ -60,7 +59,7 @@ def placed(part: Tensor, like: Tensor) -> Tensor:
 
 
 def placement(tensor: Tensor) -> str:
-    """How a DTensor lies on the workers of its replica, in words that are the same on all of them; '' for other tensors."""
+    """Describes the placement of a DTensor with the same text on all workers; '' for other tensors."""
     if not is_sharded(tensor):
         return ""
     sharded: Any = tensor
@@ -83,22 +82,22 @@ def holds_first_copy(tensor: Tensor) -> bool:
 
 
 def fsdp_modules(model: nn.Module) -> list[Any]:
-    """The modules that ``fully_shard`` has made of the model's."""
+    """Returns the modules of a model on which ``fully_shard`` was called."""
     return [module for module in model.modules() if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)]
 
 
 def reshard(modules: Iterable[Any]) -> None:
-    """Has the sharded parameters be the modules', and drops gathered copies, which would be stale after a write to them."""
+    """Puts the sharded parameters back into the modules and frees gathered copies, which a write would make stale."""
     for module in modules:
         module.reshard()
 
 
 def has_unreduced_gradients(modules: Iterable[Any]) -> bool:
-    """Whether FSDP keeps gradients that it has not reduced yet, in places of its own: only its internals show them."""
+    """Whether FSDP holds gradients that it has not reduced yet; only its internals show them."""
     for module in modules:
         state = module._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-        # Of replicas inside this replica (HSDP): reduced among some, and not yet among all.
+        # HSDP: gradients that are reduced within a shard group, and not yet over the replicate dimension.
         if any(getattr(group, "_partial_reduce_output", None) is not None for group in groups):
             return True
         for param in (param for group in groups for param in getattr(group, "fsdp_params", ())):
@@ -110,11 +109,11 @@ def has_unreduced_gradients(modules: Iterable[Any]) -> bool:
     return False
 
 
-# -- who holds what ------------------------------------------------------------------------------------------------------------
+# -- workers of a replica ---------------------------------------------------------------------------------------------------
 
 
-def mesh_card(model: nn.Module) -> dict[str, Any] | None:
-    """On which workers this replica lies, as JSON can hold it; None where it is whole on this one.
+def describe_mesh(model: nn.Module) -> dict[str, Any] | None:
+    """Describes, as JSON, the workers that hold this replica; None if this worker holds all of it.
 
     Returns:
         rank   this worker's in the default group
@@ -169,7 +168,7 @@ class Replicas:
 
     @classmethod
     def of(cls, cards: Sequence[dict[str, Any] | None]) -> Replicas:
-        """From what ``mesh_card`` has found on each worker, by rank.
+        """From what ``describe_mesh`` has found on each worker, by rank.
 
         Raises:
             ValueError, DisagreementError: these are no replicas of one kind; all workers come to the same.

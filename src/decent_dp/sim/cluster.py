@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from decent_dp.handed import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, check_factories, check_scaler
+from decent_dp.arguments import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, check_factories, check_scaler
+from decent_dp.compression import Lossless, check_compression
 from decent_dp.rules import Rule, check_rule
 from decent_dp.sim.checks import flag, number, real, whole
-from decent_dp.sim.exchange import Exchange, LosslessExchange, WiredExchange
+from decent_dp.sim.exchange import CompressedExchange, Exchange, LosslessExchange
 from decent_dp.sim.gradients import LOSS_FN_TYPE, Gradients, StepGradients
 from decent_dp.sim.stack import Stack
 from decent_dp.sim.steppers import Shared, Stepper, make_stepper
 from decent_dp.topo import Topology, make_topology
-from decent_dp.wire import Lossless, check_wire
 
 __all__ = ["Accuracy", "VirtualCluster"]
 
@@ -72,7 +72,7 @@ class VirtualCluster:
             the cross entropy of ``model(x)`` and ``y``.
         lr_scheduler_fn: makes a scheduler for an optimizer; stepped once per optimizer step. None for none.
         local_world_size: workers per node, for topologies that depend on it.
-        wire: 'float32' (lossless: the parameters' own dtype), 'bfloat16' or 'int8'.
+        compression: None (the parameters' own dtype), 'bfloat16' or 'int8'.
         overlap: mix with the values sent in the last update (True), or with this update's values (False).
         mix_every: mix only in every h-th update.
         rule: of ``decent_dp.rules``, such as ``OuterNesterov()``; None for plain gossip.
@@ -98,7 +98,7 @@ class VirtualCluster:
         loss_fn: LOSS_FN_TYPE | None = None,
         lr_scheduler_fn: LR_SCHEDULER_FN_TYPE | None = None,
         local_world_size: int = 1,
-        wire: str = "float32",
+        compression: str | None = None,
         overlap: bool = True,
         mix_every: int = 1,
         rule: Rule | None = None,
@@ -125,10 +125,10 @@ class VirtualCluster:
         made = make_topology(topology, local_world_size=whole("local_world_size", local_world_size), world_size=n, rank=0)
         self.topology = Topology.every(made, mix_every)  # of the class: a subclass may have an attribute of this name
         self._stack = Stack(model, n)
-        kind = check_wire(wire, [(name, param.dtype) for name, param in self._stack.params.items()])
+        kind = check_compression(compression, [(name, param.dtype) for name, param in self._stack.params.items()])
         shared = self._stack, self.topology, check_rule(rule)
         lossless = kind is Lossless
-        self._exchange: Exchange = LosslessExchange(*shared) if lossless else WiredExchange(*shared, kind)
+        self._exchange: Exchange = LosslessExchange(*shared) if lossless else CompressedExchange(*shared, kind)
         self._gradients = Gradients(self._stack, loss_fn or _cross_entropy, vectorize)
         self._stepper = self._make_stepper()
         self._failure: BaseException | None = None
@@ -259,7 +259,7 @@ class VirtualCluster:
     @property
     def rejected(self) -> int:
         """Blocks of parameters that were not mixed in a round, as replicas were too far apart for the compression."""
-        return self._exchange.rejected if isinstance(self._exchange, WiredExchange) else 0
+        return self._exchange.rejected if isinstance(self._exchange, CompressedExchange) else 0
 
     def consensus_distance(self) -> float:
         """Root mean square over replicas of the L2 distance to their mean, over the trainable parameters."""

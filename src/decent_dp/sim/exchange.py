@@ -16,14 +16,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from decent_dp.compression import Compression, MessageId, all_finite
 from decent_dp.engine.bucket import Bucket, InFlight
-from decent_dp.engine.layout import Block, TensorSpec, plan_buckets
+from decent_dp.engine.layout import FlatBuffer, TensorSpec, plan_buckets
 from decent_dp.rules import Round, Rule, apply_rule, mixing_rate
 from decent_dp.sim.stack import Stack
 from decent_dp.topo import Edge, Topology
-from decent_dp.wire import Moment, Wire, all_finite
 
-__all__ = ["Exchange", "LosslessExchange", "WiredExchange"]
+__all__ = ["CompressedExchange", "Exchange", "LosslessExchange"]
 
 
 class Exchange(ABC):
@@ -84,7 +84,7 @@ class _EqualEdges:
 
 
 class LosslessExchange(Exchange):
-    """Values as they are, for all equal edges at once. ``WiredExchange`` with the lossless kind is its readable twin."""
+    """Values as they are, for all equal edges at once. ``CompressedExchange`` with ``Lossless`` is its readable twin."""
 
     def __init__(self, stack: Stack, topology: Topology, rule: Rule) -> None:
         super().__init__(stack, topology, rule)
@@ -158,66 +158,68 @@ def _differences(proposed: Tensor, part: _EqualEdges) -> Tensor | None:
     return torch.sub(mean.to(wide), groups).flatten(0, 1)
 
 
-# -- other wires ---------------------------------------------------------------------------------------------------------
+# -- compressed ----------------------------------------------------------------------------------------------------------
 
 
-class WiredExchange(Exchange):
-    """Values as a wire's messages stand for them.
+class CompressedExchange(Exchange):
+    """Values as the messages of a compression represent them.
 
     Args:
-        wire: the kind.
+        compression: its class.
     """
 
-    def __init__(self, stack: Stack, topology: Topology, rule: Rule, wire: type[Wire]) -> None:
+    def __init__(self, stack: Stack, topology: Topology, rule: Rule, compression: type[Compression]) -> None:
         super().__init__(stack, topology, rule)
         replicas = [[param.detach()[i] for param in stack.params.values()] for i in range(stack.n)]
         specs = [TensorSpec.of(name, param) for name, param in zip(stack.params, replicas[0], strict=True)]
         plans = plan_buckets(specs, range(len(specs)), float("inf"))
         # By kind of parameter, then by replica.
-        self._buckets = [[Bucket(0, Block(plan, params, as_view=False), wire, rule) for params in replicas] for plan in plans]
+        self._buckets = [
+            [Bucket(0, FlatBuffer(plan, params, as_view=False), compression, rule) for params in replicas] for plan in plans
+        ]
 
     @property
     def rejected(self) -> int:
-        """Runs of parameters that were not mixed, as replicas were further apart than the wire could tell."""
-        return sum(bucket.wire.rejected for buckets in self._buckets for bucket in buckets)
+        """Blocks of parameters that were not mixed, as replicas were too far apart for the compression."""
+        return sum(bucket.compression.rejected for buckets in self._buckets for bucket in buckets)
 
     @torch.no_grad()
     def start(self, t: int) -> None:
         edges, round_ = self._edges(t), self._round(t)
         for buckets in self._buckets:
             proposals = [bucket.propose(round_) for bucket in buckets]
-            announces = buckets[0].wire.announces
+            needs_hints = buckets[0].compression.needs_hints
             hints = [
-                bucket.hints.turn(proposal) if announces else b"" for bucket, proposal in zip(buckets, proposals, strict=True)
+                bucket.hints.turn(proposal) if needs_hints else b"" for bucket, proposal in zip(buckets, proposals, strict=True)
             ]
             for edge in edges:
                 for rank in edge.ranks:
                     buckets[rank].in_flight = InFlight(round_, edge, hints[rank])
                 if len(edge.ranks) > 1:
-                    self._exchange(edge, t, buckets, proposals, hints if announces else [])
+                    self._exchange(edge, t, buckets, proposals, hints if needs_hints else [])
 
     def _exchange(
         self, edge: Edge, t: int, buckets: Sequence[Bucket], proposals: Sequence[list[Tensor]], hints: Sequence[bytes]
     ) -> None:
         ranks = tuple(sorted(edge.ranks))
-        heard = [hints[rank] for rank in ranks] if hints else []
+        all_hints = [hints[rank] for rank in ranks] if hints else []
         for rank in ranks:
             bucket = buckets[rank]
-            for _ in bucket.wire.encode(proposals[rank], bucket.messages[0], Moment(t, rank, ranks), heard):
+            for _ in bucket.compression.encode(proposals[rank], bucket.messages[0], MessageId(t, rank, ranks), all_hints):
                 pass
         sent = [buckets[rank].messages[0] for rank in ranks]
-        wire = buckets[ranks[0]].wire
-        self.bytes_sent += 2 * (len(ranks) - 1) * wire.payload(wire.pieces)
+        compression = buckets[ranks[0]].compression
+        self.bytes_sent += 2 * (len(ranks) - 1) * compression.payload(compression.chunks)
         if len(ranks) == 2:
             for rank, other in zip(ranks, sent[::-1], strict=True):
                 buckets[rank].messages[1].copy_(other)
             return
-        # As one node would: every piece's root sums all messages.
+        # As one node would: the root of each chunk sums all messages.
         mean = torch.empty_like(sent[0])
-        for piece in wire.pieces:
-            there = slice(piece.start, piece.stop)
-            moment = Moment(t, -1, ranks)
-            wire.combine(piece, [message[there] for message in sent], [1] * len(sent), mean[there], moment)
+        for chunk in compression.chunks:
+            there = slice(chunk.start, chunk.stop)
+            message_id = MessageId(t, -1, ranks)
+            compression.reduce(chunk, [message[there] for message in sent], [1] * len(sent), mean[there], message_id)
         for rank in ranks:
             buckets[rank].messages[1].copy_(mean)
 
@@ -228,7 +230,7 @@ class WiredExchange(Exchange):
                 in_flight, bucket.in_flight = bucket.in_flight, None
                 if in_flight is None:
                     continue
-                if in_flight.sits_out or any(map(bucket.wire.flag, bucket.messages)):
+                if in_flight.sits_out or any(map(bucket.compression.flag, bucket.messages)):
                     bucket.mix_nothing(in_flight.round)
                 else:
                     bucket.mix(in_flight, self.factor)

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from decent_dp.compression import check_compression
 from decent_dp.optim import lr_scheduler_fn_cosine_with_warmup, optim_fn_accum_adamw, optim_fn_adamw
 from decent_dp.sim.checks import flag, number, real, whole
 from decent_dp.sim.cluster import VirtualCluster
 from decent_dp.sim.data import Batches, Data, check_alpha, digits, dirichlet_split
 from decent_dp.topo import make_topology
-from decent_dp.wire import check_wire
 
 __all__ = ["DATA", "OPTIMIZERS", "Result", "Row", "Simulation", "run"]
 
@@ -102,7 +102,7 @@ class Simulation:
             object.__setattr__(self, "lr", number("lr", self.lr, "a positive learning rate", positive=True))
         check_alpha(self.alpha)
         object.__setattr__(self, "alpha", None if self.alpha is None else real(self.alpha))
-        check_wire(self.wire, [])
+        check_compression(None if self.wire == "float32" else self.wire, [])
         if not isinstance(self.topology, str):
             raise TypeError(f"topology must be a name, got {self.topology!r}: for a Topology of your own use VirtualCluster")
         make_topology(self.topology, local_world_size=self.local_world_size, world_size=self.n, rank=0)
@@ -248,7 +248,7 @@ def _make_cluster(simulation: Simulation, data: Data) -> VirtualCluster:
         simulation.n,
         lr_scheduler_fn=schedule,
         local_world_size=simulation.local_world_size,
-        wire=simulation.wire,
+        compression=None if simulation.wire == "float32" else simulation.wire,
         overlap=simulation.overlap,
         mix_every=simulation.mix_every,
         grad_clip_norm=simulation.grad_clip_norm,

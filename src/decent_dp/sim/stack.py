@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from decent_dp.handed import FLOAT_DTYPES, check_model
+from decent_dp.arguments import FLOAT_DTYPES, check_model
 
 __all__ = ["Snapshot", "Stack"]
 

@@ -17,7 +17,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from decent_dp.handed import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, Policy, make_optimizer, make_scheduler
+from decent_dp.arguments import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, make_optimizer, make_scheduler
+from decent_dp.gradients import GradientPolicy
 from decent_dp.optim import AccumAdam, AccumAdamW
 from decent_dp.sim.gradients import StepGradients
 from decent_dp.sim.stack import Stack
@@ -177,7 +178,7 @@ class PerReplica(Stepper):
     ) -> None:
         super().__init__(optimizers, lr_scheduler_fn, len(params))
         self._params = params
-        self._policies = [Policy(own, copy.deepcopy(scaler), max_norm) for own in params]
+        self._policies = [GradientPolicy(own, copy.deepcopy(scaler), max_norm) for own in params]
 
     def scales(self) -> Tensor | None:
         one = torch.ones((), device=self._params[0][0].device)
