@@ -12,7 +12,7 @@ from torch import Tensor
 
 from decent_dp.compression import Compression, FlatTensor, Hints, part_of
 from decent_dp.engine.layout import FlatBuffer
-from decent_dp.rules import Round, Rule, apply_rule, group_scale, pull_of
+from decent_dp.rules import Round, Rule, apply_rule, group_scale, mixing_rate
 from decent_dp.topo import Edge
 from decent_dp.transport import Handle
 
@@ -111,11 +111,11 @@ class Bucket:
             if some and edit is not None:
                 self._mix_edited(in_flight, factor, edit)
             elif some:
-                pull, values = pull_of(in_flight.edge, factor), self.values
+                rate, values = mixing_rate(in_flight.edge, factor), self.values
                 for block, difference, unit in self.compression.differences(*self.messages):
                     state = {key: part_of(tensor, block) for key, tensor in self.states[block.tensor].items()}
                     value = part_of(values[block.tensor], block)
-                    apply_rule(self.rule, value, state, difference, pull * unit, in_flight.round)
+                    apply_rule(self.rule, value, state, difference, rate * unit, in_flight.round)
                 self.buffer.written()
 
     def mix_nothing(self, round: Round) -> None:
