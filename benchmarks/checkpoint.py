@@ -101,7 +101,7 @@ def worker(options: argparse.Namespace) -> None:
         Model(options.layers, options.width),
         lambda params: torch.optim.AdamW(params, lr=1e-5, fused=True),
         topology="ring",
-        wire=options.worker,
+        compression=None if options.worker == "float32" else options.worker,
     )
     x = torch.randn(1, options.width)
 

@@ -98,7 +98,7 @@ def make_training(contender: Contender, wrapper: Any, setup: Setup, rank: int) -
 
     options: dict[str, Any] = {"topology": contender.topology}
     if contender.wire != "float32":
-        options["wire"] = contender.wire
+        options["compression"] = contender.wire
     model = wrapper(model, lambda named: _adamw([param for _, param in named]), **options)
 
     def step() -> None:

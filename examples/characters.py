@@ -98,7 +98,7 @@ def train(config: Config, report: Callable[[str], None] = lambda line: None) -> 
         partial(optim_fn_adamw, lr=config.lr, weight_decay=0.1),
         partial(lr_scheduler_fn_cosine_with_warmup, t_warmup=WARM_UP_STEPS, t_max=max(1, config.steps - WARM_UP_STEPS)),
         topology=config.topology,
-        wire=config.wire,
+        compression=None if config.wire == "float32" else config.wire,
         grad_clip_norm=1.0,
         _local_world_size=config.local_world_size,
     )

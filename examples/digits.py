@@ -82,8 +82,14 @@ class Trainee:
         self.optimizer = self.scheduler = None
         if config.method == "wrapper":  # it makes one optimizer for each bucket, with its scheduler
             scheduler_fn = partial(lr_scheduler_fn_cosine_with_warmup, **warm_up)
-            options = {"topology": config.topology, "wire": config.wire, "_local_world_size": config.local_world_size}
-            self.model = self.replica = decent_dp.DecentralizedDataParallel(model, optim_fn, scheduler_fn, **options)
+            self.model = self.replica = decent_dp.DecentralizedDataParallel(
+                model,
+                optim_fn,
+                scheduler_fn,
+                topology=config.topology,
+                compression=None if config.wire == "float32" else config.wire,
+                _local_world_size=config.local_world_size,
+            )
             return
         if config.method == "ddp":
             self.model, self.replica = DistributedDataParallel(model), Equal(model)  # DDP: its replicas are equal

@@ -103,7 +103,7 @@ class Versatile(Rule):
     nested: Any = None
     # Names that are also settings of the run.
     overlap: bool = True
-    wire: str = ""
+    compression: str | None = ""
     mix_every: int = 7
 
     def state(self, values: Tensor) -> dict[str, Tensor]:

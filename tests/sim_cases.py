@@ -76,7 +76,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "attention": Attention,
     "branching": Branching,
     "unused": Unused,
-    # More than one run of a wire in one of the parameters.
+    # More than one block in one of the parameters.
     "wide": lambda: nn.Sequential(nn.Linear(16, 4200), nn.Tanh(), nn.Linear(4200, 3)),
     "channels-last": lambda: Conv().to(memory_format=torch.channels_last),
 }
@@ -141,7 +141,7 @@ class Case:
     def tolerance(self) -> float:
         if self.dtype == "float32":
             return 1e-5
-        adaptive = "adamw" in self.optimizer or self.options.get("wire", "float32") != "float32"
+        adaptive = "adamw" in self.optimizer or self.options.get("compression") is not None
         return 1e-9 if adaptive else 1e-12
 
     def make_model(self) -> nn.Module:

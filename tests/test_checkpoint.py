@@ -24,7 +24,7 @@ from decent_dp.errors import CheckpointError
 from decent_dp.replica.snapshot import take
 from decent_dp.transport import InProcessTransport, run_replicas
 from tests.checkpoint_cases import AT, KINDS, STEPS, error_of, make, run, seed_all, state
-from tests.helpers import SGD, alone, loss, net, values
+from tests.helpers import SGD, alone, loss, net, noting_texts, values
 from tests.resuming import JOBS, assert_equal, dumb_copy
 
 pytestmark = pytest.mark.timeout(90)
@@ -148,7 +148,7 @@ def test_another_bucket_size_and_topology(tmp_path):
         return copy.deepcopy([values(model.module), model.optim_state_dict()["state"]])
 
     def second(transport: InProcessTransport) -> Any:
-        options: dict[str, Any] = {"topology": "complete", "bucket_size_in_mb": 0.0002, "wire": "bfloat16"}
+        options: dict[str, Any] = {"topology": "complete", "bucket_size_in_mb": 0.0002, "compression": "bfloat16"}
         model = DecentralizedDataParallel(net(9), SGD, transport=transport, **options)
         load(model, tmp_path)
         found = copy.deepcopy([values(model.module), model.optim_state_dict()["state"]])
@@ -216,10 +216,9 @@ def test_saving_with_wait_false_takes_the_values_of_the_moment(tmp_path):
 
 
 def test_saves_that_nobody_waits_for_are_all_whole(tmp_path):
-    """The memory of one is not used for the next before it is written; the board does not fill up."""
-    model = DecentralizedDataParallel(
-        nn.Linear(400, 400), partial(torch.optim.SGD, lr=0.1), transport=(transport := InProcessTransport())
-    )
+    """The memory of one is not used for the next before it is written; the store does not fill up."""
+    texts = noting_texts(transport := InProcessTransport())
+    model = DecentralizedDataParallel(nn.Linear(400, 400), partial(torch.optim.SGD, lr=0.1), transport=transport)
     expected, savings = [], []
     for t in range(20):
         model(torch.randn(2, 400)).sum().backward()
@@ -229,8 +228,7 @@ def test_saves_that_nobody_waits_for_are_all_whole(tmp_path):
     for t, saving in enumerate(savings):
         assert load(model, saving.path) == {"t": t}
         assert torch.equal(model.module.weight, expected[t]["weight"])
-    texts: Any = transport.board
-    assert sum(len(text) for text in texts._texts.values()) < 2000
+    assert sum(len(text) for text in texts.values()) < 2000
     model.close()
 
 

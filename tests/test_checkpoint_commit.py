@@ -20,8 +20,8 @@ from decent_dp.checkpoint.commit import Pages, Record, check_records, first_work
 from decent_dp.checkpoint.meeting import meet_in, part_from
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import CheckpointError, OutOfStepError, PeerLostError, PeerTimeoutError
-from decent_dp.transport import Board, InProcessTransport, LocalHub, run_replicas
-from tests.helpers import SGD, alone, loss, net
+from decent_dp.transport import InProcessTransport, LocalHub, run_replicas
+from tests.helpers import SGD, alone, loss, net, noting_texts
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -105,15 +105,15 @@ def test_a_lost_worker_is_named_at_once():
 
 def test_pages_are_cleared():
     transport = InProcessTransport()
+    texts = noting_texts(transport)
     pages = Pages(transport, 0, "step")
     pages.hand_in(Record(round=1))
     assert len(pages.records()) == 1
     pages.completed([0], None)
     assert pages.verdict([0]) == {}
-    texts: Any = transport.board
-    assert sum(len(text) for text in texts._texts.values()) > 50
+    assert sum(len(text) for text in texts.values()) > 50
     pages.clear()
-    assert all(text == "" for text in texts._texts.values())
+    assert all(text == "" for text in texts.values())
 
 
 def test_what_makes_no_checkpoint():
@@ -131,41 +131,43 @@ def test_what_makes_no_checkpoint():
     assert isinstance(check_records([fine[0], Record(8)]), OutOfStepError)
 
 
-# -- the board is gone -----------------------------------------------------------------------------------------------------
+# -- the store is gone -----------------------------------------------------------------------------------------------------
 
 
-class Unreachable(Board):
-    """A board that is gone for one worker from its first ``call`` about ``page`` on."""
+class Unreachable:
+    """A store that is gone for one worker from its first ``call`` about ``page`` on."""
 
-    def __init__(self, board: Board, call: str, page: str) -> None:
-        self._board, self._last = board, (call, page)
+    def __init__(self, store: Any, call: str, page: str) -> None:
+        self._store, self._last = store, (call, page)
         self._gone = False
 
     def _see(self, call: str, key: str) -> None:
         self._gone |= call == self._last[0] and self._last[1] in key
         if self._gone:
-            raise ConnectionError("the store does not answer")
+            raise RuntimeError("connection was reset")
 
-    def post(self, key: str, text: str) -> None:
-        self._see("post", key)
-        self._board.post(key, text)
+    def set(self, key: str, text: str) -> None:
+        self._see("set", key)
+        self._store.set(key, text)
 
-    def read(self, key: str) -> str | None:
-        self._see("read", key)
-        return self._board.read(key)
+    def check(self, keys: list[str]) -> bool:
+        self._see("read", keys[0])
+        return bool(self._store.check(keys))
 
-    def count(self, key: str) -> int:
-        self._see("count", key)
-        return self._board.count(key)
+    def get(self, key: str) -> bytes:
+        return bytes(self._store.get(key))
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._store.add(key, amount))
 
 
 @pytest.mark.parametrize(
-    ("call", "page", "complete"), [("read", "verdict", True), ("read", "records", True), ("post", "worker/", False)]
+    ("call", "page", "complete"), [("read", "verdict", True), ("read", "records", True), ("set", "worker/", False)]
 )
-def test_without_a_board_the_disk_tells(tmp_path, call, page, complete):
+def test_without_a_store_the_disk_tells(tmp_path, call, page, complete):
     def work(transport: InProcessTransport) -> Any:
         if transport.rank == 1:
-            transport._board = Unreachable(transport.board, call, page)
+            transport.store = Unreachable(transport.store, call, page)  # type: ignore[assignment]
         model = DecentralizedDataParallel(net(), SGD, topology="ring", transport=transport)
         loss(model, 0, transport.rank).backward()
         saving = save(model, tmp_path, wait=False)
@@ -288,7 +290,7 @@ _RAISES = """
 import sys
 sys.path.insert(0, {root!r})
 from decent_dp.checkpoint import save
-from tests.helpers import SGD, alone, loss, net
+from tests.helpers import SGD, alone, loss, net, noting_texts
 model = alone(net())
 loss(model, 0).backward()
 saving = save(model, sys.argv[1], wait=False)

@@ -22,7 +22,7 @@ from decent_dp.checkpoint import commit, latest, load, meeting, save, saver
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import PeerTimeoutError
 from decent_dp.replica.consistency import model_signature
-from decent_dp.transport import Board, InProcessTransport, LocalHub, run_replicas
+from decent_dp.transport import InProcessTransport, LocalHub, run_replicas
 from tests.checkpoint_cases import error_of
 from tests.helpers import SGD, alone, loss, net, values
 
@@ -159,30 +159,23 @@ def test_who_is_in_a_hurry(monkeypatch, error, interactive, hurry):
     assert asked == [hurry]
 
 
-class Silent(Board):
-    """A board that does not answer any more, and does not fail, while it is ``stopped``."""
+class Silent:
+    """A store that does not answer any more, and does not fail, until ``answers`` is set."""
 
-    def __init__(self, board: Board) -> None:
-        self._board, self.answers = board, threading.Event()
+    def __init__(self, store: Any) -> None:
+        self._store, self.answers = store, threading.Event()
         self.answers.set()
 
-    def post(self, key: str, text: str) -> None:
+    def __getattr__(self, name: str) -> Any:
         self.answers.wait()
-        self._board.post(key, text)
-
-    def read(self, key: str) -> str | None:
-        self.answers.wait()
-        return self._board.read(key)
-
-    def count(self, key: str) -> int:
-        self.answers.wait()
-        return self._board.count(key)
+        return getattr(self._store, name)
 
 
 def test_a_store_that_hangs_is_not_waited_for_without_end(tmp_path, monkeypatch):
     monkeypatch.setattr(saver, "_MARGIN", 0.3)
     transport = InProcessTransport(0, LocalHub(1, timeout=0.3))
-    board = transport._board = Silent(transport.board)
+    store: Any = Silent(transport.store)
+    transport.store = store
     model = DecentralizedDataParallel(net(), SGD, transport=transport)
     # A slow disk of one's own is no reason, in any part of it.
     real: Callable[..., Any] = saver.index.commit
@@ -190,7 +183,7 @@ def test_a_store_that_hangs_is_not_waited_for_without_end(tmp_path, monkeypatch)
         slow_writing(patch, 0.9)
         patch.setattr(saver.index, "commit", lambda *args: (time.sleep(0.9), real(*args))[1])
         assert save(model, tmp_path, at=0).error is None
-    board.answers.clear()
+    store.answers.clear()
     began = time.monotonic()
     unheard = save(model, tmp_path, wait=False, at=1)
     assert unheard.wait(0.1) is None
@@ -208,7 +201,7 @@ def test_a_store_that_hangs_is_not_waited_for_without_end(tmp_path, monkeypatch)
     assert load(model, tmp_path) == {"at": 0}
     model.close()
     assert time.monotonic() - began < 8
-    board.answers.set()
+    store.answers.set()
 
 
 def test_what_nobody_has_decided_is_left_alone(tmp_path, monkeypatch):
@@ -219,7 +212,7 @@ def test_what_nobody_has_decided_is_left_alone(tmp_path, monkeypatch):
         model = DecentralizedDataParallel(net(), SGD, topology="ring", transport=transport)
         found = None
         if transport.rank == 1:
-            transport.board.count("checkpoint/0/decided")
+            transport.store.add("checkpoint/0/decided", 1)
         transport.control.gather(None)
         if transport.rank == 0:
             saving = save(model, tmp_path, wait=False)

@@ -17,11 +17,11 @@ from torch import nn
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import PeerLostError, PeerTimeoutError
 from decent_dp.topo import Edge
-from decent_dp.transport import Label, ProcessGroupTransport, addresses
-from decent_dp.transport.base import Later
-from decent_dp.transport.communicators import Notes, StoreBoard, UnreachableError, peer_error
+from decent_dp.transport import ExchangeId, ProcessGroupTransport, addresses
+from decent_dp.transport.base import DeferredHandle
+from decent_dp.transport.communicators import Notes, UnreachableError, peer_error
 from decent_dp.transport.waiter import Waiter
-from tests.helpers import came, listening, parcel
+from tests.helpers import came, listening, request
 from tests.test_transport import control, exchanges, grouping, swap
 
 # -- communicators ---------------------------------------------------------------------------------------------------------
@@ -63,7 +63,7 @@ def listens(rank: int, n: int) -> tuple[int, set[str]]:
     transport = ProcessGroupTransport()
     transport.prepare([Edge([0, 1, 2], 1 / 3)])
     opened = listening() - before
-    swap(transport, Edge([0, 1, 2], 1 / 3), Label(0, 0))
+    swap(transport, Edge([0, 1, 2], 1 / 3), ExchangeId(0, 0))
     return len(opened), {address.split(":")[0] for address in opened | (listening() - before)}
 
 
@@ -100,15 +100,15 @@ def beside_user_groups(rank: int, n: int) -> list[Any]:
     after = dist.new_group([0, 1])
     everybody = ProcessGroupTransport()
     control(everybody)
-    swap(everybody, Edge([0, 1, 2, 3], 0.25), Label(0, 0))
+    swap(everybody, Edge([0, 1, 2, 3], 0.25), ExchangeId(0, 0))
     last = dist.new_group([0, 1, 2, 3])
     found += [total(group) for group in (before, members, after, last, None)]
     # Two wrappers side by side do not hear each other.
     one, two = ProcessGroupTransport(), ProcessGroupTransport()
     edge = Edge([0, 1], 0.5) if rank < 2 else Edge([2, 3], 0.5)
-    pairs = [parcel(torch.full((10,), 10.0 * rank + i), rank, Label(0, 0)) for i in range(2)]
+    pairs = [request(torch.full((10,), 10.0 * rank + i), rank, ExchangeId(0, 0)) for i in range(2)]
     order = [0, 1] if rank % 2 else [1, 0]
-    handles = {i: (one, two)[i].exchange.start(edge, pairs[i]) for i in order}
+    handles = {i: (one, two)[i].exchanger.start(edge, pairs[i]) for i in order}
     for i in order:
         handles[i].wait()
         assert torch.equal(came(pairs[i]), torch.full((10,), 10.0 * (rank ^ 1) + i))
@@ -161,26 +161,29 @@ def test_the_waiter_keeps_order_and_outlives_errors():
 
 
 def test_labels_and_handles():
-    assert str(Label(3, 1)) == "round 3, bucket 1"
+    assert str(ExchangeId(3, 1)) == "round 3, bucket 1"
     calls = []
-    handle = Later(lambda: calls.append(1), 12)
+    handle = DeferredHandle(lambda: calls.append(1), 12)
     assert (handle.bytes_sent, calls) == (12, [])
     handle.wait()
     assert calls == [1]
 
 
 class BrokenStore:
-    """A store whose keeper is gone."""
+    """A store whose server is gone."""
+
+    asked = 0
 
     def set(self, *_: Any) -> None:
+        self.asked += 1
         raise RuntimeError("connection was reset")
 
     check = get = set
 
 
 def test_notes():
-    board = StoreBoard(dist.HashStore())
-    mine, other = Notes(board, 0), Notes(board, 1)
+    store = dist.HashStore()
+    mine, other = Notes(store, 0), Notes(store, 1)
     assert mine.read([0, 1]) == ""
     other.write("ValueError: größer\nthan " + "x" * 5000)
     mine.write("my own")
@@ -188,13 +191,17 @@ def test_notes():
     assert said.startswith(" Worker 1 reported: ValueError: größer\nthan x")
     assert "my own" not in said
     assert len(said) < 2100
-    broken = Notes(StoreBoard(BrokenStore()), 0)
+    store_that_is_gone: Any = BrokenStore()
+    broken = Notes(store_that_is_gone, 0)
     broken.write("lost")
+    broken.write("lost again")
     assert "store does not answer" in broken.read([1])
+    assert "store does not answer" in broken.read([1])
+    assert store_that_is_gone.asked == 1
 
 
 def test_words_of_errors():
-    notes = Notes(StoreBoard(dist.HashStore()), 0)
+    notes = Notes(dist.HashStore(), 0)
     minute = timedelta(minutes=1)
     gone = peer_error(RuntimeError("Connection closed by peer [127.0.0.1]:1"), [4], "round 1, bucket 0", notes, minute)
     assert isinstance(gone, PeerLostError)
@@ -215,7 +222,7 @@ def test_who_does_not_answer_is_named_with_the_address():
     meeting: Any = SimpleNamespace(store=store, near=frozenset(), timeout=timedelta(seconds=5))
     with pytest.raises(UnreachableError) as caught:
         addresses.dial(meeting, 3)
-    error = peer_error(caught.value, [3], "round 0, bucket 1", Notes(StoreBoard(store), 0), meeting.timeout)
+    error = peer_error(caught.value, [3], "round 0, bucket 1", Notes(store, 0), meeting.timeout)
     assert isinstance(error, PeerLostError)
     assert str(error).startswith(f"worker 3 does not answer at {host} port {port} ([Errno ")
     assert "round 0, bucket 1 needs it" in str(error)

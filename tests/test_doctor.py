@@ -24,8 +24,8 @@ from decent_dp.cli import doctor, main
 from decent_dp.cli.screen import number
 from decent_dp.errors import PeerError
 from decent_dp.topo import Edge
-from decent_dp.transport import Exchange, Handle, Label, Parcel, probe, process_group
-from decent_dp.transport.base import Later
+from decent_dp.transport import ExchangeId, Exchanger, ExchangeRequest, Handle, probe, process_group
+from decent_dp.transport.base import DeferredHandle
 from decent_dp.transport.communicators import UnreachableError
 from decent_dp.transport.probe import Pair, Probe, schedule
 from tests.test_cli import links
@@ -94,42 +94,42 @@ def test_half_an_environment() -> None:
 # -- the measuring ---------------------------------------------------------------------------------------------------------
 
 
-class Slow(Exchange):
+class Slow(Exchanger):
     """Takes as long as a link of this latency (one way, seconds) and rate (bytes a second)."""
 
-    def __init__(self, inner: Exchange, latency: float, rate: float) -> None:
+    def __init__(self, inner: Exchanger, latency: float, rate: float) -> None:
         self._inner, self._latency, self._rate = inner, latency, rate
 
-    def announce(self, edge: Edge, label: Label, text: bytes) -> None:
-        raise AssertionError("a lossless wire has nothing to announce")
+    def send_hint(self, edge: Edge, exchange_id: ExchangeId, text: bytes) -> None:
+        raise AssertionError("a lossless compression has nothing to announce")
 
-    def start(self, edge: Edge, parcel: Parcel) -> Handle:
+    def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
         assert edge == Edge(sorted(edge.ranks), 0.5)
-        began, handle = time.perf_counter(), self._inner.start(edge, parcel)
+        began, handle = time.perf_counter(), self._inner.start(edge, request)
 
         def finish() -> None:
             handle.wait()
-            left = 2 * self._latency + parcel.wire.nbytes / self._rate - (time.perf_counter() - began)
+            left = 2 * self._latency + request.compression.nbytes / self._rate - (time.perf_counter() - began)
             time.sleep(max(left, 0.0))
 
-        return Later(finish)
+        return DeferredHandle(finish)
 
 
 def on_known_links(rank: int, n: int, seconds: float) -> Any:
     probe = Probe(seconds, 10.0)
     known = {(0, 1): (3e-3, 40e6), (0, 2): (20e-3, 4e6), (1, 2): (10e-3, 20e6)}
     now: list[list[tuple[int, int]]] = []
-    inner = probe._pairs.exchange
+    inner = probe._pairs.exchanger
 
-    class Known(Exchange):
-        def announce(self, edge: Edge, label: Label, text: bytes) -> None: ...
+    class Known(Exchanger):
+        def send_hint(self, edge: Edge, exchange_id: ExchangeId, text: bytes) -> None: ...
 
-        def start(self, edge: Edge, parcel: Parcel) -> Handle:
+        def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
             [pair] = now[-1]
             assert edge.ranks == list(pair)  # one pair at a time
-            return Slow(inner, *known[pair]).start(edge, parcel)
+            return Slow(inner, *known[pair]).start(edge, request)
 
-    type(probe._pairs).exchange = Known()  # type: ignore[assignment]
+    type(probe._pairs).exchanger = Known()  # type: ignore[assignment]
     nodes = probe.nodes()
     began = time.monotonic()
     found = probe.survey(nodes, now.append)
@@ -170,10 +170,10 @@ def with_silent_nodes(rank: int, n: int) -> Any:
     """Workers 0 and 1 on one node, 2 and 3 on another; what the two nodes send each other is lost on the way."""
     exchange, waits = process_group.ProcessGroupTransport.start, []
 
-    def start(self: Any, edge: Edge, parcel: Parcel) -> Handle:
+    def start(self: Any, edge: Edge, request: ExchangeRequest) -> Handle:
         a, b = edge.ranks
         if a // 2 == b // 2:
-            return exchange(self, edge, parcel)
+            return exchange(self, edge, request)
         limit = self._meeting.timeout.total_seconds()
 
         def wait() -> None:
@@ -181,7 +181,7 @@ def with_silent_nodes(rank: int, n: int) -> Any:
             time.sleep(limit)
             raise PeerError("it sent nothing")
 
-        return Later(wait)
+        return DeferredHandle(wait)
 
     process_group.ProcessGroupTransport.start = start  # type: ignore[method-assign]
     slots: list[list[tuple[int, int]]] = []

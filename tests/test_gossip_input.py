@@ -211,7 +211,7 @@ BAD: dict[str, tuple[Callable[[nn.Module], Given], str, str]] = {
     "local 0": (
         option(local_world_size=0),
         VALUE,
-        "local_world_size must be a whole number of workers a node",
+        "local_world_size must be a whole number of workers per node",
     ),
     "rule class": (option(rule=OuterNesterov), TYPE, "OuterNesterov is a class: pass rule=OuterNesterov(...)"),
     "rule": (option(rule="outer"), TYPE, "got 'outer'"),

@@ -327,7 +327,7 @@ def test_optimizers_that_are_asked_for_before_the_first_update():
         lambda: model.lr_schedulers[0],
         lambda: model._lr_schedulers[0],
     ):
-        with pytest.raises(IndexError, match=r"are made at the first update, one for each bucket.*lr_scheduler_fn"):
+        with pytest.raises(IndexError, match=r"are made at the first update, one per bucket.*lr_scheduler_fn"):
             early()
     for empty in (model.optimizers, model._optims, model.lr_schedulers, model._lr_schedulers):
         assert isinstance(empty, list)

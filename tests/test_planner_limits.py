@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from decent_dp.compression import BFloat16, Int8, Lossless
 from decent_dp.planner import Choice, Cluster, Job, Link, Prediction, candidates, events, plan, predict, ranking, same_rounds
 from decent_dp.planner.prediction import make_timing
 from decent_dp.planner.traffic import buckets_of, collective, make_rounds
 from decent_dp.topo import Edge, SwitchTopology, Topology, make_topology
 from decent_dp.topo.analysis import analyse
 from decent_dp.transport.process_group import ProcessGroupTransport
-from decent_dp.transport.tree import find_place
-from decent_dp.wire import BFloat16, Int8, Lossless
+from decent_dp.transport.reduction_tree import find_place
 from tests.test_planner import coding, merged
 
 MIB = 2**20
@@ -293,13 +293,13 @@ def test_a_name_and_its_json_say_which_choice_it_is() -> None:
 @pytest.mark.parametrize("name", ["one-peer-exp", "complete", "alternating-exp-ring"])
 @pytest.mark.parametrize("wire", [Lossless, BFloat16, Int8])
 def test_messages_go_where_the_transport_sends_them(name: str, wire: Any) -> None:
-    made, choice = cluster(8, 4, backend="nccl"), Choice("decent_dp", name, None if wire is Lossless else wire.name)
+    made, choice = cluster(8, 4, backend="nccl"), Choice("decent_dp", name, wire.name)
     chooser: Any = SimpleNamespace(_meeting=SimpleNamespace(nccl=True), _linked="TCP",
                                    _nccl_pairs=lambda: "NCCL", _nccl_groups=lambda: "NCCL")  # fmt: skip
-    parcel: Any = SimpleNamespace(wire=object.__new__(wire), sent=SimpleNamespace(is_cuda=True))
+    request: Any = SimpleNamespace(compression=object.__new__(wire), sent=SimpleNamespace(is_cuda=True))
     for round_ in make_rounds(made, choice):
         for exchange in round_.transfers:
-            goes = ProcessGroupTransport.choose(chooser, Edge(list(exchange.starters), 0.5), parcel)
+            goes = ProcessGroupTransport.choose(chooser, Edge(list(exchange.starters), 0.5), request)
             assert ("TCP" if exchange.detour else "NCCL") == goes
     assert predict(made, job(), choice).detour == (wire is Int8 or (wire is BFloat16 and name != "one-peer-exp"))
 

@@ -478,7 +478,7 @@ def test_a_store_that_hangs_is_waited_for_little_longer_than_the_grace_period(mo
     with Preemption(model, grace=1.5) as stop:
         loss(model, 0).backward()
         hangs = threading.Event()
-        monkeypatch.setattr(model.replica.transport.board, "read", lambda key: hangs.wait(20))
+        monkeypatch.setattr(preempt, "read_text", lambda store, key: hangs.wait(20))
         tell()
         time.sleep(0.3)
         began = time.monotonic()

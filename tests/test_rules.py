@@ -16,7 +16,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 def mix(own: list[Tensor], sent: list[Tensor], others: list[Tensor], pull: float) -> list[Tensor]:
-    """With differences as a wire would find them: in float32 at least."""
+    """With differences as a compression would find them: in float32 at least."""
     own = [t.clone() for t in own]
     wider = [torch.promote_types(t.dtype, torch.float32) for t in own]
     differences = [o.to(w) - s.to(w) for o, s, w in zip(others, sent, wider, strict=True)]

@@ -117,9 +117,9 @@ def test_batches_come_from_a_workers_own_samples():
         Batches([np.array([1]), np.array([], dtype=np.int64)], 4)
     for wrong, message in (
         (([], 4), "there is no worker"),
-        ((shards, 0), "size, the samples a batch, must be at least 1, got 0"),
-        ((shards, -1), "size, the samples a batch, must be at least 1, got -1"),
-        ((shards, 2.5), "size, the samples a batch, must be a whole number, got 2.5"),
+        ((shards, 0), "size, the samples per batch, must be at least 1, got 0"),
+        ((shards, -1), "size, the samples per batch, must be at least 1, got -1"),
+        ((shards, 2.5), "size, the samples per batch, must be a whole number, got 2.5"),
         ((shards, 4, -1), "seed must be at least 0, got -1"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
@@ -277,7 +277,7 @@ REFUSED = [
     ({"data": "digit"}, "data must be one of 'digits', got 'digit'. Did you mean 'digits'?"),
     ({"optimizer": "adamv"}, "Did you mean 'adamw'?"),
     ({"schedule": "cosin"}, "Did you mean 'cosine'?"),
-    ({"wire": "float23"}, "Did you mean 'float32'?"),
+    ({"wire": "bfloat61"}, "Did you mean 'bfloat16'?"),
     ({"topology": "base2"}, "did you mean 'base-2'"),
     ({"topology": 3}, "topology must be a name, got 3"),
     ({"alpha": 0}, "alpha must be positive"),

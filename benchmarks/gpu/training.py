@@ -240,8 +240,6 @@ class _Wrapped(_WithStreams):
     def prepare(self) -> None:
         script = self.script
         options = dict(script.options)
-        if "compression" in options:
-            options["wire"] = options.pop("compression") or "float32"
         self.replica: Any = decent_dp.DecentralizedDataParallel(
             self.model,
             lambda named: script.optimizer([param for _, param in named]),

@@ -1,4 +1,4 @@
-"""The tensors in what a model returns."""
+"""Traversal of a model's output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["tensors_in"]
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
-    """Those in lists, tuples, dicts (a ``ModelOutput`` is one) and dataclasses: where PyTorch DDP looks."""
+    """Yields the tensors in lists, tuples, dicts (such as ``ModelOutput``) and dataclasses, as PyTorch DDP does."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, Mapping):

@@ -1,8 +1,8 @@
-"""From autograd's events to updates.
+"""The wrapper's driver: turns autograd's events into updates.
 
-Every backward is one update, unless gradients are being accumulated. A bucket is updated in one of two moments, by the same
-code. Streamed: at the first gradient that comes after its own were complete, while the rest of the backward runs, so that
-hooks of the user's on its last parameter still see the gradient. Deferred: when the backward has ended.
+Every backward is one update, unless gradients are being accumulated. Buckets are updated by the same code at one of two times.
+Streamed: at the first gradient event after the bucket's last gradient, while the rest of the backward runs, so that the user's
+hooks on its last parameter still see the gradient. Deferred: at the end of the backward.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from decent_dp.arguments import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, check_scaler
 from decent_dp.backward.output import tensors_in
 from decent_dp.backward.scaled import refuse_scaled_loss
 from decent_dp.backward.states import check_optim_state, collect_optim_state, load_optim_state
-from decent_dp.backward.units import Builder, MadeLater, Unit
+from decent_dp.backward.units import Builder, DeferredList, Unit
 from decent_dp.engine import Bucket
 from decent_dp.errors import OutOfStepError
-from decent_dp.handed import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, Policy, check_scaler
-from decent_dp.replica.consistency import agree_on_signature, share, worker_counts
-from decent_dp.replica.construction import Agreed
-from decent_dp.replica.hidden import refuse_hidden_state
+from decent_dp.gradients import GradientPolicy
+from decent_dp.replica.consistency import broadcast_object, check_consistency, worker_counts
+from decent_dp.replica.construction import Agreement
+from decent_dp.replica.hidden_state import refuse_hidden_state
 from decent_dp.replica.module_hooks import copy_values, state_names, strip_prefix
 from decent_dp.replica.options import Options, options_of, warn_of_rates
 from decent_dp.replica.replica import Replica
@@ -42,10 +43,10 @@ from decent_dp.transport import Transport
 
 __all__ = ["BackwardReplica", "Window"]
 
-_LATER = "are made at the first update, one for each bucket: only then is the order of the gradients known."
+_LATER = "are made at the first update, one per bucket, because buckets follow the order of the first gradients."
 _NO_OPTIMIZERS = (
-    f"the optimizers {_LATER} Set options such as lr in optim_fn, and a schedule with lr_scheduler_fn; get_lr() reads the "
-    "rate, and is 0.0 until then."
+    f"the optimizers {_LATER} Set options such as lr in optim_fn, and a schedule with lr_scheduler_fn. get_lr() returns the "
+    "rate, and 0.0 until then."
 )
 _NO_SCHEDULERS = f"the schedulers {_LATER} Pass lr_scheduler_fn, and read the rate with get_lr()."
 
@@ -53,27 +54,27 @@ _current_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 class Window(enum.Enum):
-    """What the gradients that are there are waiting for."""
+    """The state of gradient accumulation."""
 
-    # Nothing is there. -> OPEN: a backward ends while gradients are accumulated.
+    # No gradients. -> OPEN: a backward ends while gradients are accumulated.
     IDLE = "idle"
-    # More may come. -> OWED: set_accumulate_grad(False). -> IDLE: the next backward without accumulation updates; zero_grad.
+    # More gradients may come. -> PENDING: set_accumulate_grad(False). -> IDLE: a backward without accumulation, or zero_grad.
     OPEN = "open"
-    # The window is complete. -> IDLE: the next backward joins it and updates, or whoever would observe it updates first.
-    OWED = "owed"
+    # The window is complete. -> IDLE: the next backward joins it and updates, or an observer updates first.
+    PENDING = "pending"
 
 
-class _End:
-    """The callback by which autograd's engine tells that a backward has ended.
+class _EndCallback:
+    """The callback that autograd's engine calls at the end of a backward.
 
-    The engine holds it as long as the backward lives. So when it is gone without a call, the backward has raised.
+    The engine references it until then. If it is gone without a call, the backward has raised.
     """
 
     def __init__(self, replica: BackwardReplica) -> None:
         self._replica = weakref.ref(replica)
 
     def queue(self) -> None:
-        """Calls this when the backward that is running ends."""
+        """Registers this callback for the running backward."""
         engine: Any = Variable._execution_engine
         engine.queue_callback(self)
 
@@ -83,56 +84,57 @@ class _End:
         if replica is not None and node is None:
             replica.end_backward()
         elif replica is not None:
-            # A backward inside another has ended (reentrant checkpointing): the node that ran it belongs to the outer one.
+            # The end of a backward inside another one (reentrant checkpointing): `node` of the outer one has run it.
             replica.nested = True
 
             def again(*_: Any) -> None:
-                replica.between = None
+                replica._nested_hook = None
                 handle.remove()
                 self.queue()
 
-            replica.between = handle = node.register_hook(again)
+            replica._nested_hook = handle = node.register_hook(again)
 
 
 @dataclass(frozen=True)
 class _Backward:
-    """A backward that is running.
+    """A running backward.
 
     Attributes:
-        task: autograd's number for it; that of a backward inside it differs.
-        end: dead once the engine has let go of it.
-        accumulating: as it was when the backward began: it may end, or raise, after ``no_sync`` was left.
-        expected: it reaches parameters, so that it is an update even if it raises before the first gradient.
-        arrived: the parameters whose gradients came in it.
+        task: autograd's id of it; a backward inside it has another id.
+        end: reference to its end callback.
+        accumulating: at its begin; it may end, or raise, after ``no_sync`` was left.
+        expected: whether it reaches parameters, so that it is an update even if it raises before the first gradient.
+        arrived: indices of the parameters whose gradients have arrived.
     """
 
     task: int
-    end: weakref.ref[_End]
+    end: weakref.ref[_EndCallback]
     accumulating: bool
     expected: bool
     arrived: set[int]
 
     @property
-    def lost(self) -> bool:
-        """It raised: the engine has let go of it without telling its end."""
+    def raised(self) -> bool:
+        """Whether it has raised: the engine has dropped the end callback without calling it."""
         return self.end() is None
 
 
 class BackwardReplica(Replica):
-    """A replica whose optimizers step inside the backward: what ``DecentralizedDataParallel`` drives.
+    """A replica whose optimizers step inside the backward, for ``DecentralizedDataParallel``.
 
     Args:
         optim_fn, lr_scheduler_fn: called once for each bucket, at the first update.
-        scaler: a disabled one stands for an unscaled loss; with None, a GradScaler that scales it is looked for.
-        as_view: parameters become views of one flat block in each bucket.
+        scaler: a disabled one means that the loss is not scaled; with None, the first update looks for one that scales it.
+        as_view: whether parameters become views of one flat buffer per bucket.
 
     Attributes:
         units: buckets with their optimizers; empty before the first update.
-        optimizers, schedulers: theirs, one for each bucket.
+        optimizers, schedulers: one per bucket.
         window: see ``Window``.
-        accumulate: gradients are kept for a later backward (``set_accumulate_grad``).
-        nested: gradients have come from a backward inside a backward (reentrant checkpointing): their order says nothing.
-        first_order: the order of the first gradients by parameter number, until the buckets are made from it.
+        accumulate: whether gradients are kept for a later backward (``set_accumulate_grad``).
+        nested: whether gradients have come from a backward inside a backward (reentrant checkpointing), where a gradient
+            may be incomplete.
+        first_order: parameter indices in the order of the first gradients, from which buckets are planned.
     """
 
     KIND = "wrapper"
@@ -148,7 +150,7 @@ class BackwardReplica(Replica):
         self,
         model: nn.Module,
         transport: Transport,
-        agreed: Agreed,
+        agreed: Agreement,
         optim_fn: OPTIM_FN_TYPE,
         lr_scheduler_fn: LR_SCHEDULER_FN_TYPE | None,
         scaler: torch.amp.GradScaler | None,
@@ -158,17 +160,17 @@ class BackwardReplica(Replica):
         super().__init__(model, transport, agreed)
         params = self.parameters.params
         self.scaler = check_scaler(scaler)
-        # A disabled one says that the loss is not scaled.
+        # A disabled scaler states that the loss is not scaled.
         self._may_be_scaled = scaler is None
-        self.policy = Policy(params, self.scaler, agreed.settings.grad_clip_norm)
-        self._needs_all = self.policy.needs_all  # asked for at every gradient
+        self.policy = GradientPolicy(params, self.scaler, agreed.settings.grad_clip_norm)
+        self._needs_all = self.policy.needs_all  # read at every gradient
         self._builder = Builder(self.engine, self.parameters, agreed.settings, optim_fn, lr_scheduler_fn, as_view=as_view)
         self.units: list[Unit] = []
-        # Users hold these two lists: they are changed in place.
-        self.optimizers = MadeLater[Optimizer](_NO_OPTIMIZERS)
-        self.schedulers = MadeLater[LRScheduler | None](_NO_SCHEDULERS)
+        # Users keep references to these two lists, so they are changed in place.
+        self.optimizers = DeferredList[Optimizer](_NO_OPTIMIZERS)
+        self.schedulers = DeferredList[LRScheduler | None](_NO_SCHEDULERS)
         self._order: list[int] | None = None
-        # Optimizer state that was loaded before there were buckets.
+        # Optimizer state that was loaded before the first update.
         self._pending_state: dict[str, Any] | None = None
         self.window = Window.IDLE
         self.accumulate = False
@@ -177,19 +179,19 @@ class BackwardReplica(Replica):
         self._lock = threading.RLock()
 
         self._backward: _Backward | None = None
-        # The hook on the node that runs an inner backward, from the end of that one until the node is done.
-        self.between: Any = None
+        # The hook on the outer node, from the end of an inner backward until that node is done.
+        self._nested_hook: Any = None
         self.nested = False
         self.first_order: dict[int, None] = {}
-        # The update that is being made: whether it has begun, and which bucket is next.
+        # The current round: whether it has begun, whether a bucket has stepped in it, and the next bucket.
         self._begun = False
         self._stepped = False
         self._next = 0
         self._bucket_of: list[int] = []
         self._loaded: list[Unit] = []  # between prepare_load and install
-        # Of each bucket: parameters whose gradients have not come in this backward.
+        # Per bucket, the number of parameters whose gradients have not arrived in this backward.
         self._missing: list[int] = []
-        # The CUDA stream on which the gradients of this backward came, by device; and whether they have ever come on several.
+        # The CUDA stream of this backward's gradients, per device, and whether a device has ever had several.
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._several_streams = False
 
@@ -197,10 +199,10 @@ class BackwardReplica(Replica):
         untyped: Any = params  # torch does not type its hooks
         self._hooks = [p.register_post_accumulate_grad_hook(_gradient_hook(me, i)) for i, p in enumerate(untyped)]
 
-    # -- what autograd tells ------------------------------------------------------------------------------------------
+    # -- autograd events ----------------------------------------------------------------------------------------------
 
     def watch(self, output: Any) -> None:
-        """Hooks the tensors of a forward's output, whose backward is then known of even if it raises before any gradient."""
+        """Registers hooks on a forward's output, so that a backward that raises before its first gradient is noticed."""
         me = weakref.ref(self)
 
         def hook(_: Tensor) -> None:
@@ -210,39 +212,39 @@ class BackwardReplica(Replica):
 
         tensor: Any
         for tensor in tensors_in(output):
-            # A leaf would keep the hook for good.
+            # A hook on a leaf would stay for ever.
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(hook)
 
     def enter_backward(self) -> _Backward:
-        """Notes that a backward is running; its end is told by a callback of the engine's."""
+        """Records the running backward and registers the callback at its end."""
         with self._lock:
             self.recover()
             if self._backward is None:
-                end = _End(self)
+                end = _EndCallback(self)
                 end.queue()
                 accumulating = self.accumulate or self._paused > 0
                 self._backward = _Backward(_current_task(), weakref.ref(end), accumulating, self._reaches_parameters(), set())
-                self._missing = [len(unit.block.params) for unit in self.units]
+                self._missing = [len(unit.buffer.params) for unit in self.units]
                 self._streams.clear()
             return self._backward
 
     def _reaches_parameters(self) -> bool:
-        """Whether the backward that is running accumulates gradients in parameters (torch.autograd.grad does not)."""
+        """Whether the running backward accumulates gradients in parameters (torch.autograd.grad does not)."""
         edges = (torch.autograd.graph.get_gradient_edge(param) for param in self.parameters.params if param.requires_grad)
         try:
             return any(torch._C._will_engine_execute_node(edge.node) for edge in edges)
         except RuntimeError:
-            return False  # so torch answers for a leaf that torch.autograd.grad was asked for
+            return False  # torch raises this for a leaf among the inputs of torch.autograd.grad
 
     def gradient(self, index: int) -> None:
-        """A parameter's gradient has been accumulated."""
+        """Called when a parameter's gradient has been accumulated."""
         with self._lock:
             if self.closed or self._fault is not None:
-                self.check()
+                self.refuse_stopped()
             backward = self._backward
             if backward is None or backward.task != _current_task():
-                backward = self.enter_backward()  # the first gradient, or one from another backward than those before
+                backward = self.enter_backward()  # the first gradient of this backward
                 self.nested |= backward.task != _current_task()
             if not self.units:
                 self.first_order.setdefault(index)
@@ -251,13 +253,13 @@ class BackwardReplica(Replica):
             backward.arrived.add(index)
 
     def _count(self, backward: _Backward, index: int) -> None:
-        """Updates the buckets that were complete before this gradient, in the order that is the same on all workers."""
+        """Updates the buckets that were complete before this gradient, in the order that all workers share."""
         if self._on_cuda:
             self._note_stream(self.parameters.params[index].device)
         if not (self.nested or self._needs_all):
             while self._next < len(self._missing) and self._missing[self._next] == 0:
                 if self._on_cuda:
-                    self._note_stream(self.units[self._next].block.plan.device)
+                    self._note_stream(self.units[self._next].buffer.plan.device)
                 if self._several_streams:
                     break
                 with self.faults():
@@ -274,61 +276,64 @@ class BackwardReplica(Replica):
             )
 
     def _note_stream(self, device: torch.device) -> None:
-        """Where a forward has used several CUDA streams, its gradients come on several: an update in the backward would read
-        some before they are written. From then on updates wait for the end of the backward, for which autograd joins them."""
+        """Notes the CUDA stream of a gradient.
+
+        If a forward has used several streams, so does the backward, and a streamed update could read gradients before they
+        are written. From then on updates wait for the end of the backward, where autograd joins the streams.
+        """
         if device.type == "cuda":
             stream = torch.cuda.current_stream(device)
             self._several_streams |= self._streams.setdefault(device, stream) != stream
 
     def end_backward(self) -> None:
-        """The outermost backward has ended, without an error."""
+        """Called at the end of the outermost backward, if it has not raised."""
         with self._lock:
             backward, self._backward = self._backward, None
             if backward is None or not backward.arrived:
-                return  # autograd.grad, or a loss that no parameter takes part in
+                return  # torch.autograd.grad, or a loss without parameters
             if backward.accumulating:
                 self.window = Window.OPEN
             else:
                 self._update(step=True)
 
-    # -- windows ------------------------------------------------------------------------------------------------------
+    # -- accumulation -------------------------------------------------------------------------------------------------
 
     def set_accumulate(self, enable: bool) -> None:
-        """Whether gradients are kept for a later backward."""
-        self.catch_up()
+        """Sets whether gradients are kept for a later backward."""
+        self.apply_pending()
         self.accumulate = enable
-        held = any(param.grad is not None for param in self.parameters.params)
-        if not (enable or self._paused) and self.window is Window.OPEN and held:
-            self.window = Window.OWED
+        has_gradients = any(param.grad is not None for param in self.parameters.params)
+        if not (enable or self._paused) and self.window is Window.OPEN and has_gradients:
+            self.window = Window.PENDING
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Inside, gradients are kept for a later backward."""
-        self.catch_up()
+        """Context manager in which gradients are kept for a later backward."""
+        self.apply_pending()
         self._paused += 1
         try:
             yield
         finally:
             self._paused -= 1
 
-    def catch_up(self) -> None:
-        """The rest of a round whose backward raised, and an owed update. Inside a backward nothing is due yet."""
+    def apply_pending(self) -> None:
+        """Completes the round of a backward that raised, and makes a pending update. Does nothing inside a backward."""
         if _current_task() != -1:
             return
         self.refuse_superseded()
         with self._lock:
             self.recover()
-            if self.window is Window.OWED and not self.failed:
+            if self.window is Window.PENDING and not self.failed:
                 self._update(step=True)
 
     def recover(self) -> None:
-        """If the last backward raised half-way, makes the rest of its round: the others have made it, too. No step."""
+        """If the last backward raised, completes its round without a step, because the other workers make that round too."""
         with self._lock:
-            if self.between is not None and _current_task() == -1:  # nothing runs: the outer backward has raised
-                self.between.remove()
-                self.between = None
+            if self._nested_hook is not None and _current_task() == -1:  # no backward is running: the outer one has raised
+                self._nested_hook.remove()
+                self._nested_hook = None
             backward = self._backward
-            if backward is None or not backward.lost:
+            if backward is None or not backward.raised:
                 return
             self._backward = None
             if backward.accumulating:
@@ -337,21 +342,21 @@ class BackwardReplica(Replica):
                 self._update(step=False)
 
     def discarded(self) -> None:
-        """The caller has cleared the gradients."""
+        """Called when the user has cleared the gradients."""
         if self.window is Window.OPEN:
             self.window = Window.IDLE
 
     # -- updates ------------------------------------------------------------------------------------------------------
 
     def update(self) -> None:
-        """One update with the gradients that are there now."""
+        """Makes one update with the present gradients."""
         self.refuse_inside("update()")
         with self._lock:
             self.recover()
             self._update(step=True)
 
     def mix_only(self) -> None:
-        """One round without a step; gradients that are there stay."""
+        """Makes one round without a step; gradients stay."""
         with self._lock:
             self._update(step=False, keep=True)
 
@@ -364,15 +369,15 @@ class BackwardReplica(Replica):
         norm = self.policy.last_norm
         return replace(super().stats(), grad_norm=None if norm is None else float(norm))
 
-    def check_before_forward(self) -> None:
-        """Raises RuntimeError when no update can be made any more, or a parameter is not what it was; names it."""
-        self.check()
-        self.parameters.check()
+    def refuse_unusable(self) -> None:
+        """Raises RuntimeError if no update can be made, or a parameter has changed in a way that cannot be followed."""
+        self.refuse_stopped()
+        self.parameters.check_unchanged()
 
     def _update(self, *, step: bool, keep: bool = False) -> None:
-        """Makes the rest of a round: all buckets that were not updated while the gradients came."""
-        self.check()
-        # An owed update may be made from inside an evaluation: what it allocates has to train later.
+        """Completes a round: updates all buckets that were not updated during the backward."""
+        self.refuse_stopped()
+        # A pending update may be made during an evaluation. Tensors that it allocates must not be inference tensors.
         with self.faults(), torch.inference_mode(False):
             self._begin(active=not keep)
             step = step and self.policy.allows_step()
@@ -385,7 +390,7 @@ class BackwardReplica(Replica):
             self.end_round(stepped=step)
         if not keep:
             self.window = Window.IDLE
-        self.tell_round()
+        self.notify_listeners()
 
     def _update_next(self, *, step: bool, keep: bool) -> None:
         unit = self.units[self._next]
@@ -395,9 +400,9 @@ class BackwardReplica(Replica):
             unit.step()
             self._stepped = True
         elif self._stepped:
-            unit.pass_step()  # buckets before it had stepped when the backward raised: one rate for all
+            unit.step_scheduler()  # earlier buckets stepped before the backward raised; all share one rate
         if not keep:
-            for param in unit.block.params:
+            for param in unit.buffer.params:
                 param.grad = None
         self.engine.start(unit.bucket)
         self._next += 1
@@ -413,15 +418,15 @@ class BackwardReplica(Replica):
     # -- buckets ------------------------------------------------------------------------------------------------------
 
     def _build(self) -> None:
-        """At the first update: all workers lay out the same buckets, in worker 0's order of gradients."""
+        """Makes the buckets at the first update, on all workers in the order of worker 0's gradients."""
         control, rank, round_ = self.transport.control, self.transport.rank, self.engine.round
         rounds = control.gather(round_)
         if len(set(rounds)) > 1:
             raise OutOfStepError(
-                f"the first update is of different rounds ({worker_counts(rounds)}): the workers have loaded optimizer states "
+                f"the workers start at different rounds ({worker_counts(rounds)}): they have loaded optimizer states "
                 "of different rounds, or some have loaded none. Load on every worker what was saved at the same update."
             )
-        first: list[int] = share(control, rank, list(self.first_order) if rank == 0 else None)
+        first: list[int] = broadcast_object(control, rank, list(self.first_order) if rank == 0 else None)
         whole = list(dict.fromkeys([*first, *range(len(self.parameters.params))]))
 
         def make() -> tuple[tuple[list[Unit], Options], dict[str, Any]]:
@@ -433,26 +438,26 @@ class BackwardReplica(Replica):
                 load_optim_state(units, self._pending_state)
             return (units, options), {"optimizers": options.alike}
 
-        units, options = agree_on_signature(control, rank, make)
+        units, options = check_consistency(control, rank, make)
         warn_of_rates(control.gather(options.rates))
         self._pending_state = None
         self._use(units, whole)
         self.engine.install([unit.bucket for unit in units])
 
     def _use(self, units: list[Unit], order: list[int] | None) -> None:
-        """These take the place of all units that there were."""
+        """Replaces all units."""
         self.units, self._order = units, order
         self.optimizers[:] = [unit.optimizer for unit in units]
         self.schedulers[:] = [unit.scheduler for unit in units]
         numbers = {id(param): number for number, param in enumerate(self.parameters.params)}
-        owner = {numbers[id(param)]: i for i, unit in enumerate(units) for param in unit.block.params}
+        owner = {numbers[id(param)]: i for i, unit in enumerate(units) for param in unit.buffer.params}
         self._bucket_of = [owner[number] for number in sorted(owner)]
 
     # -- saves and loads ----------------------------------------------------------------------------------------------
 
     def optim_state_dict(self) -> dict[str, Any]:
-        """Optimizers, schedulers, scaler and round: see ``decent_dp.backward.states``."""
-        self.catch_up()
+        """Returns the state of optimizers, schedulers and scaler, and the round (``decent_dp.backward.states``)."""
+        self.apply_pending()
         return self._optim_state()
 
     def _optim_state(self) -> dict[str, Any]:
@@ -461,12 +466,12 @@ class BackwardReplica(Replica):
         return collect_optim_state(self.units, self.policy.scaler, self.engine.round, self._pending_state)
 
     def load_optim_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what ``optim_state_dict`` returned, or keeps it for the first update."""
-        self.catch_up()
+        """Loads the result of ``optim_state_dict``; before the first update, keeps it until then."""
+        self.apply_pending()
         check_optim_state(state_dict, self.parameters.names)
         scaler = self.policy.scaler
         if scaler is not None and state_dict.get("scaler"):
-            scaler.load_state_dict(state_dict["scaler"])  # at once: the caller scales the next loss with it
+            scaler.load_state_dict(state_dict["scaler"])  # not deferred, because the user scales the next loss with it
         if self.units:
             load_optim_state(self.units, state_dict)
         else:
@@ -474,29 +479,29 @@ class BackwardReplica(Replica):
             self.engine.round = state_dict.get("round", self.engine.round)
 
     def after_save(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-        """Copies: a view of a bucket would change with the next step."""
-        if module is self.model or not prefix:  # the one that was asked does it for all below it
+        """Replaces views of buckets, which would change with the next step, by copies."""
+        if module is self.model or not prefix:  # the call for the outermost module covers its descendants
             copy_values(state, prefix)
 
     def before_load(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-        """As any replica's, and takes the keys of a wrapper's state dict for the model's."""
+        """As the base class; also strips prefixes from the keys of a wrapper's state dict."""
         if module is self.model:
             strip_prefix(state, prefix, set(state_names(module)))
         super().before_load(module, state, prefix)
 
-    def let_go_of_model(self) -> None:
-        super().let_go_of_model()
+    def remove_hooks(self) -> None:
+        super().remove_hooks()
         for hook in self._hooks:
             hook.remove()
 
     def saved_entries(self) -> dict[str, Any]:
-        """Of a snapshot:
+        """Returns these entries of a snapshot:
 
-        optim         optimizers, schedulers and scaler, by parameter name: see ``states``
-        optimizer     the kind of the optimizers, None without any; ``scheduler`` likewise
+        optim         optimizers, schedulers and scaler, by parameter name (``states``)
+        optimizer     the classes of the optimizers, None without any; ``scheduler`` likewise
         accumulate, window    the window is 'idle' or 'open'
-        nested, arrived       whether a backward had another inside, and the first gradients' order until there are buckets
-        order         names, in the order from which the buckets were planned; None before the first update
+        nested, arrived       as the attributes ``nested`` and ``first_order``
+        order         names in the order from which the buckets were planned; None before the first update
         """
         names = self.parameters.names
         return {
@@ -535,11 +540,11 @@ class BackwardReplica(Replica):
         check_scaler_state(self.policy.scaler, snapshot["optim"].get("scaler"))
 
     def prepare_load(self, snapshot: Mapping[str, Any], undo: contextlib.ExitStack) -> list[Bucket]:
-        """``optim_fn`` is called again: optimizers and schedulers are made anew, whatever the bucket size."""
+        """Calls the factories again, so that a snapshot fits whatever the bucket size is."""
         order, numbers = snapshot["order"], self.parameters.numbers
         self._loaded = []
         if order is not None:
-            if not self.units:  # otherwise they adopt their parameters again when they are used
+            if not self.units:  # present units rebind their parameters themselves
                 undo.callback(self._builder.release)
             self._loaded = self._builder.lay_out([numbers[name] for name in order])
             self._check_kinds(snapshot, self._loaded)

@@ -1,4 +1,4 @@
-"""A GradScaler that has scaled a loss, and that no replica was given."""
+"""Detection of a GradScaler that scales the loss and was not passed to the wrapper."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ from typing import Any
 
 import torch
 
-from decent_dp.replica.living import living
+from decent_dp.replica.registry import live_replicas
 
 __all__ = ["refuse_scaled_loss"]
 
 
 def refuse_scaled_loss() -> None:
-    """Looks for a GradScaler in this process that has scaled a loss and was never updated, as one that is left outside the
-    wrapper at the first update.
+    """Checks, before the first update, that no GradScaler of this process has scaled a loss without being passed to a replica.
 
     Raises:
         RuntimeError: there is one; names its scale.
     """
     if not _untouched():
         return
-    gc.collect()  # one that was dropped may be in a cycle
+    gc.collect()  # a scaler without references may be part of a cycle
     for scaler in _untouched():
         raise RuntimeError(
             f"a GradScaler has scaled a loss, and DecentralizedDataParallel was not given it: gradients would be "
@@ -31,12 +30,12 @@ def refuse_scaled_loss() -> None:
 
 
 def _untouched() -> list[torch.amp.GradScaler]:
-    """Enabled scalers that are as they were made but for having scaled, and that no replica was given."""
-    given = [replica.scaler for replica in living()]
+    """Returns the enabled scalers that have scaled, were never updated, and belong to no replica."""
+    given = [replica.scaler for replica in live_replicas()]
     kinds: set[Any] = {torch.amp.GradScaler}
     while more := {kind for base in kinds for kind in base.__subclasses__()} - kinds:
         kinds |= more
-    # Objects refer to their class. By their type alone: isinstance would run code of objects that stand for others.
+    # Objects refer to their class. isinstance would run code of proxy objects, so types are compared.
     found = [thing for thing in gc.get_referrers(*kinds) if type(thing) in kinds]
     return [scaler for scaler in found if not any(scaler is own for own in given) and _is_untouched(scaler)]
 

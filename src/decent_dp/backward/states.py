@@ -23,7 +23,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from decent_dp.backward.units import Unit
-from decent_dp.replica.hidden import has_own_state_dict
+from decent_dp.replica.hidden_state import has_own_state_dict
 from decent_dp.replica.optimizers import exact_state, is_like
 
 __all__ = ["check_optim_state", "collect_optim_state", "load_optim_state"]
@@ -241,7 +241,7 @@ def _laid(loaded: Any, param: Tensor) -> Any:
 
 
 def _names(unit: Unit) -> dict[int, str]:
-    return {id(param): name for name, param in zip(unit.block.names, unit.block.params, strict=True)}
+    return {id(param): name for name, param in zip(unit.buffer.names, unit.buffer.params, strict=True)}
 
 
 def _split(state: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -1,4 +1,4 @@
-"""Buckets with the optimizers that the user's factories make for them: laid out alike on all workers."""
+"""Buckets with their optimizers, which the user's factories make."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.profiler import record_function
 
+from decent_dp.arguments import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, make_optimizer, make_scheduler
 from decent_dp.engine import Bucket, Edit, Engine
-from decent_dp.engine.layout import MIB, Block
-from decent_dp.handed import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, make_optimizer, make_scheduler
+from decent_dp.engine.layout import MIB, FlatBuffer
 from decent_dp.replica.parameters import Parameters
 from decent_dp.replica.settings import Settings
 from decent_dp.topo import Edge
 
-__all__ = ["Builder", "MadeLater", "Unit"]
+__all__ = ["Builder", "DeferredList", "Unit"]
 
 T = TypeVar("T")
 
 
-class MadeLater(list[T]):
-    """A list that is empty at first; an entry that is asked for too early is an IndexError that says what to do.
+class DeferredList(list[T]):
+    """A list that is empty at first; indexing it too early raises an IndexError with advice.
 
     Args:
-        why: of the error, while the list is empty.
+        why: the text of that error.
     """
 
     def __init__(self, why: str = "", made: Iterable[T] = ()) -> None:
@@ -55,44 +55,44 @@ class Unit:
     scheduler: LRScheduler | None
 
     @property
-    def block(self) -> Block:
-        return self.bucket.block
+    def buffer(self) -> FlatBuffer:
+        return self.bucket.buffer
 
     def step(self) -> None:
-        """The optimizer's step and the scheduler's; parameters without a gradient stay as they are."""
+        """Steps the optimizer and the scheduler."""
         with record_function("decent_dp.step"):
             self.optimizer.step()
-        self.pass_step()
+        self.step_scheduler()
 
-    def pass_step(self) -> None:
-        """The scheduler's step alone: the replica has taken a step in which this bucket could not take part."""
+    def step_scheduler(self) -> None:
+        """Steps the scheduler alone, for a step of the replica in which this bucket did not take part."""
         if self.scheduler is not None:
             self.scheduler.step()
 
     @cached_property
     def edit(self) -> Edit | None:
-        """Lets an optimizer with a ``pre_average_hook`` see, and change, what is mixed in; None for any other."""
+        """Calls the optimizer's ``pre_average_hook``, which may change the sum that is mixed in; None without such a hook."""
         hook = getattr(self.optimizer, "pre_average_hook", None)
         if hook is None:
             return None
 
         def edit(edge: Edge, others: list[Tensor]) -> None:
             try:
-                for param, view in zip(self.block.params, others, strict=True):
+                for param, view in zip(self.buffer.params, others, strict=True):
                     param.comm_buffer = view  # type: ignore[attr-defined]
                 hook(edge, edge.weight)
             finally:
-                for param in self.block.params:
+                for param in self.buffer.params:
                     del param.comm_buffer  # type: ignore[attr-defined]
 
         return edit
 
 
 class Builder:
-    """Lays units out, and calls the user's factories for them.
+    """Makes units with the user's factories.
 
     Args:
-        as_view: parameters become views of one flat block in each bucket.
+        as_view: whether parameters become views of one flat buffer per bucket.
     """
 
     def __init__(
@@ -109,26 +109,28 @@ class Builder:
         self._optim_fn, self._lr_scheduler_fn, self._as_view = optim_fn, lr_scheduler_fn, as_view
 
     def lay_out(self, order: Sequence[int]) -> list[Unit]:
-        """New units, whose parameters lie in their blocks from now on.
+        """Returns new units; with ``as_view`` their parameters are views from now on.
 
         Args:
-            order: of the parameters, by number.
+            order: parameter indices in bucket order.
 
         Raises:
-            TypeError, ValueError: the factories do not return what they should.
+            TypeError, ValueError: a factory returns something else than an optimizer or a scheduler of these parameters.
         """
         specs, params = self._parameters.specs, self._parameters.params
         units: list[Unit] = []
         for bucket in self._engine.lay_out(specs, params, order, self._settings.bucket_size_in_mb * MIB, as_view=self._as_view):
-            named = [(slot.spec.name, params[slot.index]) for slot in bucket.block.plan.slots]
+            named = [(slot.spec.name, params[slot.index]) for slot in bucket.buffer.plan.slots]
             optimizer = make_optimizer(self._optim_fn, named)
             units.append(Unit(bucket, optimizer, make_scheduler(self._lr_scheduler_fn, optimizer)))
         return units
 
     @torch.no_grad()
     def release(self) -> None:
-        """Each parameter lies on its own again, as before there were buckets: a place at another distance from the start of
-        its memory may be reason enough for a kernel to sum in another order."""
+        """Gives each parameter its own storage again.
+
+        A resumed run is exact only so: another alignment may make a kernel sum in another order.
+        """
         if not self._as_view:
             return
         for spec, param in zip(self._parameters.specs, self._parameters.params, strict=True):

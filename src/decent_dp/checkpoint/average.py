@@ -54,7 +54,7 @@ class AveragedReplica:
         Raises:
             RuntimeError: inside ``averaged``, where the replica has other values.
         """
-        self._replica.catch_up()
+        self._replica.apply_pending()
         if self._replica.mean.backup is not None:
             raise RuntimeError("update() of AveragedReplica takes the replica in, which is not there inside averaged()")
         pairs = zip(self._replica.parameters.locate(), self._averages, strict=True)
@@ -80,12 +80,12 @@ class AveragedReplica:
             DisagreementError: they were given different decays. On all workers.
         """
         replica = self._replica
-        replica.meet("averaged of AveragedReplica")
+        replica.begin_collective("averaged of AveragedReplica")
         self._compare()
         replica.refuse_nonfinite("averaged of AveragedReplica", replica.averaged_buffers(), self._averages)
         params = replica.parameters.params
         # Of the buffers a save takes, and a revert puts back, what they were before, too: `calibrate` changes them.
-        with replica.mean.holding([*params, *replica.model.buffers()]):
+        with replica.mean.preserved([*params, *replica.model.buffers()]):
             with torch.no_grad():
                 means = [average.clone() for average in self._averages]
                 replica.average(means, replica.averaged_buffers())

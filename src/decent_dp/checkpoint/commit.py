@@ -1,6 +1,6 @@
 """How workers that wait for nobody find out whether a checkpoint is complete.
 
-Each save has a few pages on the board. Every worker hands in a record of what it has written. Whoever hands in the last one
+Each save has a few pages in the store. Every worker hands in a record of what it has written. Whoever hands in the last one
 puts all of them on one page, unless somebody has given up before: a count decides between the two, so that there is one
 outcome. When all have been handed in, the first worker of each folder completes the checkpoint there, and the last of these
 posts the verdict.
@@ -17,11 +17,11 @@ from typing import Any
 from decent_dp import errors
 from decent_dp.errors import CheckpointError, OutOfStepError, PeerError, PeerLostError, PeerTimeoutError
 from decent_dp.replica.consistency import worker_counts
-from decent_dp.transport.base import Transport
+from decent_dp.transport.base import Transport, read_text, store_errors
 
 __all__ = ["Pages", "Record", "UndecidedError", "check_records", "first_workers", "is_quiet"]
 
-# Seconds between two looks at the board: short at first, as others are often just about to post.
+# Seconds between two looks at the store: short at first, as others are often just about to post.
 _FIRST_LOOK, _LAST_LOOK = 0.002, 0.05
 # Seconds to wait for a page that must be there any moment.
 _ANY_MOMENT = 5.0
@@ -65,13 +65,13 @@ class Pages:
     """The pages of one save.
 
     Args:
-        transport: whose board they are on.
+        transport: whose store they are in.
         number: of this save, counted from 0.
         name: of the checkpoint, for errors.
     """
 
     def __init__(self, transport: Transport, number: int, name: str) -> None:
-        self._transport, self._board = transport, transport.board
+        self._transport = transport
         self._name, self._where = name, f"checkpoint/{number}"
         self._posted: list[str] = []
 
@@ -88,7 +88,7 @@ class Pages:
             PeerLostError: a worker is gone that has not handed in anything; on all workers, as the next.
             PeerTimeoutError: one has not within the timeout.
             UndecidedError: nobody has said which of these it is.
-            ConnectionError: the board cannot be reached.
+            ConnectionError: the store does not answer.
         """
         everybody = range(self._transport.world_size)
 
@@ -131,7 +131,8 @@ class Pages:
     def clear(self) -> None:
         """Empties the pages that this worker has posted. All must have handed in their records of a later save."""
         for page in self._posted:
-            self._board.post(page, "")
+            with store_errors():
+                self._transport.store.set(page, "")
 
     def _gather(self) -> None:
         self._post("records", [self._read(f"worker/{rank}") for rank in range(self._transport.world_size)])
@@ -180,15 +181,18 @@ class Pages:
 
     def _post(self, page: str, content: Any) -> None:
         key = f"{self._where}/{page}"
-        self._board.post(key, json.dumps(content))
+        with store_errors():
+            self._transport.store.set(key, json.dumps(content))
         self._posted.append(key)
 
     def _read(self, page: str) -> Any:
-        text = self._board.read(f"{self._where}/{page}")
+        with store_errors():
+            text = read_text(self._transport.store, f"{self._where}/{page}")
         return json.loads(text) if text else None
 
     def _count(self, page: str) -> int:
-        return self._board.count(f"{self._where}/{page}")
+        with store_errors():
+            return int(self._transport.store.add(f"{self._where}/{page}", 1))
 
 
 def check_records(records: Sequence[Record]) -> Exception | None:

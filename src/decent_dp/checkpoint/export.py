@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import update_bn
 
+from decent_dp.arguments import FLOAT_DTYPES
 from decent_dp.checkpoint.owner import Trained, replica_of
 from decent_dp.errors import CheckpointError
-from decent_dp.handed import FLOAT_DTYPES
 from decent_dp.replica.averages import average_
-from decent_dp.replica.consistency import agree
+from decent_dp.replica.consistency import call_on_all
 from decent_dp.replica.replica import Replica
 from decent_dp.replica.shards import is_sharded
 
@@ -55,8 +55,8 @@ def export(model: Trained, path: str | Path, *, loader: Iterable[Any] | None = N
     """
     replica = replica_of(model, "export")
     control, rank = replica.everyone.control, replica.everyone.rank
-    replica.meet("export")
-    file = agree(control, lambda: _checked_path(path))
+    replica.begin_collective("export")
+    file = call_on_all(control, lambda: _checked_path(path))
     with contextlib.ExitStack() as undone:
         if replica.mean.backup is None:  # else the replicas are what is wanted: somebody has averaged them
             undone.enter_context(replica.averaged())
@@ -64,8 +64,8 @@ def export(model: Trained, path: str | Path, *, loader: Iterable[Any] | None = N
         if loader is not None:
             _calibrate(replica, loader)
         _average_buffers(replica)
-        state = agree(control, lambda: _state(replica, keep=rank == 0))
-        agree(control, lambda: _write(state, file) if rank == 0 else None)
+        state = call_on_all(control, lambda: _state(replica, keep=rank == 0))
+        call_on_all(control, lambda: _write(state, file) if rank == 0 else None)
     return file
 
 
@@ -89,7 +89,7 @@ def calibrate(model: Trained, loader: Iterable[Any]) -> None:
         OutOfStepError: the workers have made different numbers of updates. All of these on all workers, and nothing is changed.
     """
     replica = replica_of(model, "calibrate")
-    replica.meet("calibrate")
+    replica.begin_collective("calibrate")
     _calibrate(replica, loader)
 
 
@@ -100,7 +100,7 @@ def _calibrate(replica: Replica, loader: Iterable[Any]) -> None:
         return
     statistics = [t for norm in norms for t in (norm.running_mean, norm.running_var) if t is not None]
     with torch.no_grad(), _put_back(model) as kept:
-        own = agree(control, lambda: _run(model, loader))
+        own = call_on_all(control, lambda: _run(model, loader))
         batches = control.gather(own)
         share = own * len(batches) / sum(batches)
         means = [share * t.to(torch.promote_types(t.dtype, torch.float32)) for t in statistics]

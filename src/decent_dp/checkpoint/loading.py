@@ -19,7 +19,7 @@ from decent_dp.checkpoint.resize import combined, sources
 from decent_dp.checkpoint.saver import saver_of
 from decent_dp.checkpoint.state import check_random_states, first_difference, set_random_states
 from decent_dp.errors import CheckpointError
-from decent_dp.replica.consistency import agree, model_signature
+from decent_dp.replica.consistency import call_on_all, model_signature
 from decent_dp.replica.replica import Replica
 from decent_dp.replica.snapshot import put_back
 
@@ -64,7 +64,7 @@ def load(
     if replica.closed:
         raise RuntimeError(f"{replica.WHAT} was closed: load before close(), into one that is to train.")
     replica.refuse_in_join("load", "before")
-    replica.catch_up()  # what is due first: the others may be waiting for its exchange
+    replica.apply_pending()  # what is due first: the others may be waiting for its exchange
     saver_of(replica).drain()
     replica.parameters.locate()  # also a gathered parameter is looked at as the shard that is loaded
     transport = replica.everyone
@@ -75,14 +75,14 @@ def load(
             sources(n, rank, n, resize)  # looks at it
         return _seen(index.folder_of(path))
 
-    root, own = agree(control, look)
+    root, own = call_on_all(control, look)
     seen: list[list[str]] = control.gather(own)
     if not any(seen):
         if missing_ok:
             return None
         raise FileNotFoundError(f"no worker sees a checkpoint in {path}: another path, or nothing has been saved there.")
-    folder = root / agree(control, lambda: _choose(root, seen))
-    manifest, replicas = agree(control, lambda: _checked(folder, replica, resize))
+    folder = root / call_on_all(control, lambda: _choose(root, seen))
+    manifest, replicas = call_on_all(control, lambda: _checked(folder, replica, resize))
     if len({json.dumps(found) for found in control.gather([info.sha256 for info in manifest.files])}) > 1:
         raise CheckpointError(f"the workers see different files in {folder}: copy the same checkpoint to all of them.")
     # A worker takes the part that it has, of one replica or of several.
@@ -91,7 +91,7 @@ def load(
     same = len(replicas) == now and resize != "mean"
     chosen = [number] if same or resize is None else sources(len(replicas), number, now, resize)
     ranks = [replicas[i][position] for i in chosen]
-    tree = agree(control, lambda: _read(folder, manifest, ranks, replica if same else None))
+    tree = call_on_all(control, lambda: _read(folder, manifest, ranks, replica if same else None))
     try:
         put_back(replica, tree["snapshot"])
     except (ValueError, TypeError) as error:

@@ -18,12 +18,13 @@ from weakref import WeakKeyDictionary
 from decent_dp.checkpoint.owner import Trained, replica_of
 from decent_dp.errors import PeerError, PeerLostError, PeerTimeoutError
 from decent_dp.replica.replica import Listener, Replica
+from decent_dp.transport.base import read_text
 
 __all__ = ["Preemption"]
 
 _log = logging.getLogger(__name__)
 
-# Seconds between two looks at the board: while nothing is asked (more where many workers look), and while all wait.
+# Seconds between two looks at the store: while nothing is asked (more where many workers look), and while all wait.
 _IDLE, _IDLE_BY_WORKER, _BUSY = 0.2, 0.001, 0.02
 # Seconds more than the grace period that the training thread waits for the thread that gives up after it.
 _MARGIN = 5.0
@@ -129,7 +130,7 @@ class Preemption:
     Processes that are forked in the context (of a ``DataLoader``) end by SIGTERM and SIGINT, and take no notice of what else
     is in ``signals``.
 
-    How the workers agree. Signal handlers only take note. A thread of each worker looks at the board; when somebody has been
+    How the workers agree. Signal handlers only take note. A thread of each worker looks at the store; when somebody has been
     told to go, it promises, for its worker, not to begin a round after the one under way without knowing the outcome. The
     greatest of all promises is the round to stop after, which every worker can reach, as none is further. It is posted by
     whoever promises last. So nobody waits for a worker that waits for it, and a worker that is parked in a collective (in
@@ -171,7 +172,7 @@ class Preemption:
 
     def __enter__(self) -> Preemption:
         replica = self._replica
-        replica.check()
+        replica.refuse_stopped()
         if any(isinstance(listener, _Agreement) for listener in replica.listeners):
             raise RuntimeError("Preemption was entered inside Preemption: one is enough, around the loop.")
         if replica.joining:
@@ -213,7 +214,7 @@ class _Agreement(Listener):
 
     def __init__(self, replica: Replica, wish: _Wish, grace: float) -> None:
         transport = replica.everyone
-        self._transport, self._board, self._engine = transport, transport.board, replica.engine
+        self._transport, self._store, self._engine = transport, transport.store, replica.engine
         self._where, self._wish, self._grace = f"preemption/{wish.turns}", wish, grace
         self._changed = threading.Condition()
         self._promise: int | None = None
@@ -242,7 +243,7 @@ class _Agreement(Listener):
         with self._changed:
             if self._promise is None or self._engine.round < self._promise:
                 return
-            # The watching thread gives up after the grace period; a board that hangs must not hang this one.
+            # The watching thread gives up after the grace period; a store that hangs must not hang this one.
             bound = self._grace + _MARGIN
             if not self._changed.wait_for(lambda: self._last is not None or self._failure is not None, bound):
                 raise PeerTimeoutError(f"no round to stop after was agreed on within {bound:g} s: the store does not answer.")
@@ -257,9 +258,11 @@ class _Agreement(Listener):
         """
         self._over.set()
         self._thread.join(_IDLE)
+        if self._failure is not None:
+            return  # perhaps the store does not answer: torch prints a stack at each try
         try:
             self._give_promise()
-        except ConnectionError as error:
+        except RuntimeError as error:
             _log.info("left without a word to the others: %s", error)
 
     # -- in the watching thread ---------------------------------------------------------------------------------------
@@ -272,24 +275,25 @@ class _Agreement(Listener):
                     pass
             if not self._over.is_set():
                 self._agree()
-        except ConnectionError as error:
-            self._fail(PeerLostError(f"the workers cannot agree on a round to stop after: {error}."))
         except PeerError as error:
             self._fail(error)
+        except RuntimeError as error:  # of the store
+            said = str(error).partition("\n")[0]  # torch adds a stack in C++
+            self._fail(PeerLostError(f"the workers cannot agree on a round to stop after: the store does not answer: {said}."))
         if self._last is not None and not self._over.wait(self._grace) and not self._was_looked_at:
             _log.error("the training goes on %g s after round %d was agreed on: nobody asks .due", self._grace, self._last)
 
     def _is_asked(self) -> bool:
         if self._wish.told:
             _log.warning("worker %d was told to go: all workers stop after the same round", self._transport.rank)
-            self._board.post(f"{self._where}/asked", str(self._transport.rank))
+            self._store.set(f"{self._where}/asked", str(self._transport.rank))
             return True
-        return self._board.read(f"{self._where}/asked") is not None
+        return read_text(self._store, f"{self._where}/asked") is not None
 
     def _agree(self) -> None:
         deadline = time.monotonic() + self._grace
         self._give_promise()
-        while (last := self._board.read(f"{self._where}/last")) is None:
+        while (last := read_text(self._store, f"{self._where}/last")) is None:
             late, lost = time.monotonic() > deadline, self._transport.lost()
             if late or lost:
                 promises = self._promises()
@@ -317,15 +321,15 @@ class _Agreement(Listener):
             if self._promise is not None:
                 return
             self._promise = self._engine.round + 1
-        self._board.post(f"{self._where}/promise/{self._transport.rank}", str(self._promise))
-        if self._board.count(f"{self._where}/promises") == self._transport.world_size:
+        self._store.set(f"{self._where}/promise/{self._transport.rank}", str(self._promise))
+        if self._store.add(f"{self._where}/promises", 1) == self._transport.world_size:
             self._decide()
 
     def _decide(self) -> None:
-        self._board.post(f"{self._where}/last", str(max(int(promise) for promise in self._promises() if promise is not None)))
+        self._store.set(f"{self._where}/last", str(max(int(promise) for promise in self._promises() if promise is not None)))
 
     def _promises(self) -> list[str | None]:
-        return [self._board.read(f"{self._where}/promise/{rank}") for rank in range(self._transport.world_size)]
+        return [read_text(self._store, f"{self._where}/promise/{rank}") for rank in range(self._transport.world_size)]
 
     def _fail(self, error: Exception) -> None:
         with self._changed:

@@ -27,13 +27,13 @@ from decent_dp.checkpoint.owner import Trained, replica_of
 from decent_dp.checkpoint.staging import Staged, Staging
 from decent_dp.checkpoint.state import random_states
 from decent_dp.checkpoint.tree import encode
+from decent_dp.compression import all_finite
 from decent_dp.errors import CheckpointError, PeerLostError, PeerTimeoutError
 from decent_dp.replica.consistency import model_signature
 from decent_dp.replica.replica import Listener, Replica
 from decent_dp.replica.snapshot import take
 from decent_dp.transport.base import Transport
 from decent_dp.transport.waiter import Waiter
-from decent_dp.wire import all_finite
 
 __all__ = ["Saver", "Saving", "save", "saver_of"]
 
@@ -264,7 +264,7 @@ class Saver(Listener):
         self._roots: dict[Path, str] = {}
         self._places: dict[Path, str] = {}
         self._signature: tuple[Any, list[Any]] = (None, [])
-        # Of the save before, which is cleared from the board when all have come to the next.
+        # Of the save before, which is cleared from the store when all have come to the next.
         self._last_pages: Pages | None = None
 
     # -- in the training thread ---------------------------------------------------------------------------------------
@@ -500,7 +500,7 @@ class Saver(Listener):
         return None
 
     def _look_on_disk(self, job: _Job, error: ConnectionError) -> Exception | None:
-        """Without a board: whether the checkpoint has been completed, or is within a moment. None: it has."""
+        """Without a store: whether the checkpoint has been completed, or is within a moment. None: it has."""
         deadline = time.monotonic() + min(self._transport.timeout, _ANY_MOMENT)
         while not _is_listed(job):
             if time.monotonic() > deadline:

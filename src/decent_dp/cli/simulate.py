@@ -118,10 +118,9 @@ def _in_options() -> Iterator[None]:
     except (ValueError, TypeError) as error:
         from decent_dp.sim.experiment import Simulation
 
-        name, _, words = str(error).replace("wire ", "compression ", 1).partition(" ")
-        raise BadInputError(
-            f"--{name.replace('_', '-')} {words}" if name == "compression" or hasattr(Simulation, name) else str(error)
-        ) from error
+        name, _, words = str(error).partition(" ")
+        known = name == "compression" or hasattr(Simulation, name)
+        raise BadInputError(f"--{name.replace('_', '-')} {words}" if known else str(error)) from error
 
 
 def _sound(row: Row) -> bool:

@@ -139,8 +139,8 @@ class Cluster:
         from .measured import read_measured
 
         found = read_measured(path)
-        links = {name: Link(*found.pop(name)) for name in ("inter", "intra")}
-        return cls(**found, **links, backend=backend)
+        found |= {name: Link(*found[name]) for name in ("inter", "intra")}
+        return cls(**found, backend=backend)
 
 
 @dataclass(frozen=True)

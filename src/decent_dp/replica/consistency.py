@@ -1,4 +1,4 @@
-"""How workers agree: what fails on one of them is raised on all, in the same words."""
+"""Consistency checks between workers: an error on one worker is raised on all, with the same text."""
 
 from __future__ import annotations
 
@@ -15,50 +15,57 @@ from decent_dp.replica.options import first_difference
 from decent_dp.replica.shards import placement
 from decent_dp.transport import Control
 
-__all__ = ["agree", "agree_on_signature", "meet", "model_signature", "share", "worker_counts"]
+__all__ = [
+    "broadcast_object",
+    "call_on_all",
+    "check_consistency",
+    "check_same_round",
+    "model_signature",
+    "worker_counts",
+]
 
 T = TypeVar("T")
 
-# What an error of another worker is raised as here; every other kind becomes a RuntimeError that names its own.
-_KINDS: dict[str, type[Exception]] = {
+# Errors of these types are raised as the same type on the other workers. Others become a RuntimeError that names the type.
+_SHARED_TYPES: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (ValueError, TypeError, RuntimeError, *(getattr(errors, name) for name in errors.__all__))
 }
 
 
-def agree(control: Control, attempt: Callable[[], T]) -> T:
-    """Calls ``attempt`` on every worker and returns its value, or raises the same error on all if one of them failed."""
+def call_on_all(control: Control, attempt: Callable[[], T]) -> T:
+    """Calls ``attempt`` on every worker and returns its value. If it fails on one of them, all raise the same error."""
     value, failure = _try(attempt)
     try:
-        _settle(control, failure)
+        _raise_on_all(control, failure)
     finally:
-        del failure  # it would hold this frame, and with it connections that are to be closed
+        del failure  # a reference cycle with this frame would keep connections alive that are to be closed
     assert value is not None
     return value[0]
 
 
-def agree_on_signature(control: Control, rank: int, attempt: Callable[[], tuple[T, dict[str, Any]]]) -> T:
-    """As ``agree``, for an attempt that also returns a signature that all workers must share.
+def check_consistency(control: Control, rank: int, attempt: Callable[[], tuple[T, dict[str, Any]]]) -> T:
+    """As ``call_on_all``, for an ``attempt`` that also returns a signature, which must be equal on all workers.
 
-    A signature has some of these parts, as JSON can hold it: 'model', see ``model_signature``; 'topology', 'settings' and
-    'optimizers', dicts of what has a name.
+    A signature is JSON with some of these keys: 'model' (see ``model_signature``), 'topology', 'settings' and 'optimizers'
+    (dicts by name).
 
     Raises:
         DisagreementError: on all workers; names the first difference from worker 0.
     """
     found, failure = _try(attempt)
-    reference = share(control, rank, found[0][1] if found is not None else None)
+    reference = broadcast_object(control, rank, found[0][1] if found is not None else None)
     if found is not None and reference is not None:
         _, failure = _try(lambda: _compare(reference, json.loads(json.dumps(found[0][1])), rank))
     try:
-        _settle(control, failure)
+        _raise_on_all(control, failure)
     finally:
         del failure
     assert found is not None
     return found[0][0]
 
 
-def share(control: Control, rank: int, message: Any) -> Any:
-    """Worker 0's ``message`` (anything that JSON can hold), on all workers."""
+def broadcast_object(control: Control, rank: int, message: Any) -> Any:
+    """Returns worker 0's ``message`` (JSON) on all workers."""
     text = json.dumps(message).encode() if rank == 0 else b""
     size = torch.tensor([len(text)], device="cpu")
     control.broadcast(size)
@@ -69,18 +76,22 @@ def share(control: Control, rank: int, message: Any) -> Any:
     return json.loads(bytes(raw.numpy()))
 
 
-def meet(control: Control, round_: int, what: str) -> None:
-    """Before a collective of the user's, called ``what``: all workers are there, and at the same round.
+def check_same_round(control: Control, round_: int, factor: float, what: str) -> None:
+    """Checks, before a collective call of the user's named ``what``, that all workers make it at the same round.
+
+    Args:
+        factor: the adaptive factor. Different factors would let the mean over the replicas drift.
 
     Raises:
-        PeerTimeoutError: not all workers have come.
-        OutOfStepError: they have made different numbers of updates; on all of them.
+        PeerTimeoutError: not all workers made the call.
+        OutOfStepError: the workers have made different numbers of updates; on all of them.
+        DisagreementError: the adaptive factors differ; on all of them.
     """
     try:
-        rounds = control.gather(round_)
+        rounds, factors = map(list, zip(*control.gather([round_, factor]), strict=True))
     except errors.PeerTimeoutError as error:
         raise errors.PeerTimeoutError(
-            f"not all workers came to {what}: every worker must call it, also where only one uses the result (put "
+            f"not all workers called {what}: every worker must call it, also where only one uses the result (put "
             f"`if rank == 0:` inside `with model.averaged():`, not around it). {error}"
         ) from error
     if len(set(rounds)) > 1:
@@ -88,15 +99,21 @@ def meet(control: Control, round_: int, what: str) -> None:
             f"{what} needs all workers at the same update, and they have made different numbers ({worker_counts(rounds)}). "
             "Uneven numbers of batches need `with model.join():` around the loop."
         )
+    rank = next((rank for rank, own in enumerate(factors) if own != factors[0]), None)
+    if rank is not None:
+        raise errors.DisagreementError(
+            f"the adaptive factor is {factors[0]!r} on worker 0 and {factors[rank]!r} on worker {rank}, so mixing moves the "
+            "mean over the replicas: call set_adaptive_factor with the same factor on every worker, at the same update."
+        )
 
 
 def worker_counts(numbers: Sequence[int]) -> str:
-    """One number a worker, in words."""
+    """Formats one number per worker for a message."""
     return ", ".join(f"worker {rank}: {count}" for rank, count in enumerate(numbers))
 
 
 def model_signature(model: nn.Module) -> list[list[Any]]:
-    """One entry a tensor of the model: everything in which replicas must be alike for their bytes to mean the same."""
+    """Returns one entry per tensor of the model, with all properties that must be equal on all workers."""
     entries: list[list[Any]] = []
     for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in tensors:
@@ -111,12 +128,12 @@ def _try(attempt: Callable[[], T]) -> tuple[tuple[T] | None, Exception | None]:
     try:
         return (attempt(),), None
     except errors.PeerError:
-        raise  # nobody is left to agree with
+        raise  # there is no complete set of workers to report to
     except Exception as error:
         return None, error
 
 
-def _settle(control: Control, failure: Exception | None) -> None:
+def _raise_on_all(control: Control, failure: Exception | None) -> None:
     own = None if failure is None else [type(failure).__name__, str(failure)]
     outcomes = control.gather(own)
     failed = [(rank, outcome) for rank, outcome in enumerate(outcomes) if outcome is not None]
@@ -128,7 +145,9 @@ def _settle(control: Control, failure: Exception | None) -> None:
             raise failure
         finally:
             del failure
-    raise _KINDS.get(kind, RuntimeError)(f"worker {rank}: {text if kind in _KINDS else f'{kind}: {text}'}") from failure
+    raise _SHARED_TYPES.get(kind, RuntimeError)(
+        f"worker {rank}: {text if kind in _SHARED_TYPES else f'{kind}: {text}'}"
+    ) from failure
 
 
 def _compare(reference: dict[str, Any], own: dict[str, Any], rank: int) -> None:

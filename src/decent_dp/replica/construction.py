@@ -1,4 +1,4 @@
-"""From arguments to replicas that are connected and equal: the same on all workers, or the same error on all."""
+"""Construction of connected, equal replicas from the users' arguments."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ import torch
 from torch import nn
 
 from decent_dp.replica.averages import broadcast_
-from decent_dp.replica.consistency import agree, agree_on_signature, model_signature
+from decent_dp.replica.consistency import call_on_all, check_consistency, model_signature
 from decent_dp.replica.options import Options, warn_of_rates
 from decent_dp.replica.settings import Settings
 from decent_dp.replica.shards import Replicas, is_sharded, local
-from decent_dp.replica.shutdown import given_back_on_error
-from decent_dp.rules import Rule, settings_of
+from decent_dp.replica.shutdown import closed_on_error
+from decent_dp.rules import Rule, rule_settings
 from decent_dp.topo import Topology, make_topology
 from decent_dp.transport import Transport
 
-__all__ = ["Agreed", "Arguments", "connect_replicas"]
+__all__ = ["Agreement", "Arguments", "connect_replicas"]
 
-# Rounds of a period whose groups are connected at construction; a topology without a period connects as it goes.
+# Rounds whose edges are connected at construction. Later ones connect at their first exchange.
 _PREPARED_ROUNDS = 64
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """What one worker was given, once checked.
+    """The checked arguments of one worker.
 
     Attributes:
         local_world_size: workers per node.
-        more: in what else the workers must be alike, as JSON can hold it.
-        card: on which workers this replica lies (``mesh_card``); None where it is whole on this one.
-        options: of the optimizers that there are.
+        more: further settings (JSON) that must be equal on all workers.
+        mesh: the workers that hold this replica (``describe_mesh``); None if this worker holds all of it.
+        options: of the optimizers, as far as they exist.
     """
 
     settings: Settings
@@ -41,18 +41,18 @@ class Arguments:
     rule: Rule
     local_world_size: int
     more: Mapping[str, Any] = field(default_factory=dict)
-    card: dict[str, Any] | None = None
+    mesh: dict[str, Any] | None = None
     options: Options = field(default_factory=Options)
 
 
 @dataclass(frozen=True)
-class Agreed:
-    """On what all workers agreed; ``mix_every`` of the settings is a part of the topology.
+class Agreement:
+    """The result of the consistency check, equal on all workers. The topology includes ``mix_every``.
 
     Attributes:
-        topology: of replicas, by their numbers.
-        replicas: the workers of each.
-        peers: connects this worker with those that hold the same part of other replicas; ranks in it are the replicas' numbers.
+        topology: its ranks are numbers of replicas.
+        replicas: the workers of each replica.
+        peers: connects the workers that hold the same part of each replica; its ranks are numbers of replicas.
     """
 
     settings: Settings
@@ -62,20 +62,20 @@ class Agreed:
     peers: Transport
 
 
-def connect_replicas(model: nn.Module, transport: Transport, ours: bool, check: Callable[[], Arguments]) -> Agreed:
-    """All workers check their arguments and compare them; then parameters and buffers become those of rank 0, and of a sharded
-    replica those of the worker of the first replica at the same position.
+def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check: Callable[[], Arguments]) -> Agreement:
+    """Checks the arguments of all workers, compares them, and broadcasts parameters and buffers from rank 0 (of sharded
+    tensors, from the worker at the same position of the first replica).
 
     Args:
-        transport: connected already.
-        ours: the transport is closed if this fails.
-        check: raises ValueError or TypeError for an argument that is wrong.
+        transport: of all workers.
+        owned: close the transport if this fails.
+        check: returns the arguments; raises ValueError or TypeError if one is wrong.
 
     Raises:
-        ValueError, TypeError: as ``check``, or the workers were given different things; the same error on all workers.
+        ValueError, TypeError: from ``check``, or arguments differ between workers; the same error on all workers.
     """
 
-    def attempt() -> tuple[Agreed, dict[str, Any]]:
+    def attempt() -> tuple[Agreement, dict[str, Any]]:
         try:
             made = make_topology(
                 given.topology,
@@ -87,26 +87,26 @@ def connect_replicas(model: nn.Module, transport: Transport, ours: bool, check: 
             if replicas.shards == 1:
                 raise
             numbers = f"{peers.world_size}, of {replicas.shards} workers each"
-            raise ValueError(f"{error} (A topology is of replicas. Here are {numbers}.)") from error
-        # Called on the class: what a subclass sets on itself may have any name.
+            raise ValueError(f"{error} (A topology counts replicas, and there are {numbers}.)") from error
+        # Called on the class, because a subclass may have an attribute named `every`.
         mixing = Topology.every(made, given.settings.mix_every)
         shared: Mapping[str, Any] = {
             "model": model_signature(model),
             "topology": made.fingerprint(),
-            "settings": {**given.settings.signature(), "rule": settings_of(given.rule), **given.more},
+            "settings": {**given.settings.signature(), "rule": rule_settings(given.rule), **given.more},
             "optimizers": given.options.alike,
         }
-        return Agreed(given.settings, mixing, given.rule, replicas, peers), dict(shared)
+        return Agreement(given.settings, mixing, given.rule, replicas, peers), dict(shared)
 
-    with given_back_on_error(transport, ours), torch.no_grad():
-        given = agree(transport.control, check)
-        replicas = Replicas.of(transport.control.gather(given.card))
+    with closed_on_error(transport, owned), torch.no_grad():
+        given = call_on_all(transport.control, check)
+        replicas = Replicas.of(transport.control.gather(given.mesh))
         peers = transport if replicas.shards == 1 else transport.among(replicas.peers_of(transport.rank))
-        agreed = agree_on_signature(transport.control, transport.rank, attempt)
+        agreed = check_consistency(transport.control, transport.rank, attempt)
         tensors = [*model.parameters(), *model.buffers()]
         broadcast_(peers.control, [local(tensor) for tensor in tensors if is_sharded(tensor)])
         broadcast_(transport.control, [tensor for tensor in tensors if not is_sharded(tensor)])
         peers.prepare(agreed.topology._edges_ahead(_PREPARED_ROUNDS))
-        # The last to be gathered: a worker that leaves at once must not be gone before all have found it.
+        # This gather comes last, so that a worker that exits right away is still there for all collectives before it.
         warn_of_rates(transport.control.gather(given.options.rates))
     return agreed

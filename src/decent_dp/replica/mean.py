@@ -1,4 +1,4 @@
-"""A replica that holds other values than its own for a while: the mean over the workers, or a moving average of it."""
+"""Backup of a replica's own values while its parameters hold a mean."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ __all__ = ["Mean"]
 
 
 class Mean:
-    """The values that a replica has kept while it is the mean. Of a DTensor they are this worker's part.
+    """Keeps a replica's own values while its tensors hold a mean. Of a DTensor, this is the local part.
 
     Args:
-        settle: called before tensors are read or written to.
+        locate: called before tensors are read or written; it updates their storage.
 
     Attributes:
-        backup: the tensors that are not the replica's own just now, and its own values; None while all are its own.
-        scoped: the backup comes back by itself, at the end of a with-block.
+        backup: pairs (tensor, own value) while tensors hold other values; None otherwise.
+        scoped: whether the end of a with-block restores the backup.
     """
 
-    def __init__(self, settle: Callable[[], object]) -> None:
-        self._settle = settle
+    def __init__(self, locate: Callable[[], object]) -> None:
+        self._locate = locate
         self.backup: list[tuple[Tensor, Tensor]] | None = None
         self.scoped = False
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
-        """Puts the values of ``tensors`` aside, unless some are there already."""
+        """Backs up ``tensors``, unless there is a backup already."""
         if self.backup is None:
             self.backup = self._copies(tensors)
 
     @torch.no_grad()
     def revert(self) -> None:
-        """Puts the replica's own values back.
+        """Restores the replica's own values.
 
         Raises:
             RuntimeError: there is no backup.
@@ -46,22 +46,21 @@ class Mean:
                 "there is nothing to revert: call global_avg() (with will_revert=True) first. An update or a load after it "
                 "drops the backup."
             )
-        self._settle()
+        self._locate()
         for tensor, value in self.backup:
             local(tensor).copy_(value)
         self.backup = None
 
     def release(self, tensors: Iterable[Tensor]) -> None:
-        """``tensors`` get new values, and do not have their old ones back."""
+        """Removes ``tensors`` from the backup: they have got new values."""
         released = {id(tensor) for tensor in tensors}
         self.backup = [pair for pair in self.backup or () if id(pair[0]) not in released]
 
     @contextlib.contextmanager
-    def holding(self, tensors: Iterable[Tensor]) -> Iterator[None]:
-        """Inside, other values may be written to ``tensors``; they have the present ones back after it.
+    def preserved(self, tensors: Iterable[Tensor]) -> Iterator[None]:
+        """Restores the present values of ``tensors`` at the end of the with-block.
 
-        Not those that were released, and none if there is no backup any more: it was reverted, or an update has made the values
-        the replica's own.
+        Released tensors are left alone, and all of them if the backup was reverted or dropped by an update inside.
         """
         outer, outer_scoped = self.backup, self.scoped
         before = self._copies(tensors)
@@ -75,12 +74,12 @@ class Mean:
             if self.backup is not None:
                 kept = {id(tensor) for tensor, _ in self.backup}
                 self.backup = None if outer is None else [pair for pair in outer if id(pair[0]) in kept]
-                self._settle()
+                self._locate()
                 with torch.no_grad():
                     for tensor, value in before:
                         if id(tensor) in kept:
                             local(tensor).copy_(value)
 
     def _copies(self, tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        self._settle()
+        self._locate()
         return [(tensor, local(tensor).detach().clone()) for tensor in tensors]

@@ -1,4 +1,4 @@
-"""Hooks on a model: a save or a load in the middle of a run does what it says, and PyTorch DDP around it is refused."""
+"""Hooks on a model that follow its saves and loads, and refuse PyTorch DDP around it."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from torch.nn.parallel import DistributedDataParallel
 
 __all__ = ["Hooked", "ModuleHooks", "copy_values", "insert_module", "state_names", "strip_prefix"]
 
-# What wrappers put before the names of a model: an earlier decent_dp, and PyTorch DDP.
+# Prefixes of names in state dicts of wrappers: of an earlier decent_dp, and of PyTorch DDP.
 _PREFIXES = ("_model.", "module.")
 
 
 class Hooked(Protocol):
-    """Is notified when a module of its model is saved or loaded."""
+    """The receiver of a model's saves and loads."""
 
     def before_save(self) -> None:
-        """The values of a module are about to be read."""
+        """Called before the values of a module are read."""
 
     def after_save(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-        """They are in ``state``, behind ``prefix``: of the module that was asked, and all below it."""
+        """Called when the values of ``module`` and its descendants are in ``state``, under ``prefix``."""
 
     def before_load(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-        """``state`` is about to be copied into the module's own parameters (of its children another call tells)."""
+        """Called before ``state`` is copied into the module's own parameters; children have their own calls."""
 
     def after_load(self) -> None:
-        """What a module and all below it were told to load is in their parameters."""
+        """Called when a module and its descendants have been loaded."""
 
 
 class ModuleHooks:
-    """The hooks on one model, for one owner, who is held weakly."""
+    """The hooks on one model; they refer to their owner weakly."""
 
     def __init__(self, model: nn.Module, owner: Hooked) -> None:
         me = weakref.ref(owner)
@@ -51,13 +51,13 @@ class ModuleHooks:
             self._hooks.append(module.register_forward_pre_hook(_ForwardHook(me, known, _refuse_ddp)))
 
     def remove(self) -> None:
-        """Lets go of the model."""
+        """Removes the hooks."""
         for hook in self._hooks:
             hook.remove()
 
 
 def _called_first(model: nn.Module) -> Iterator[Any]:
-    """The modules of which users call the forward: the model, or the parts of one that has none (a ModuleDict)."""
+    """Yields the modules whose forward users call: the model, or the parts of one without a forward (a ModuleDict)."""
     if type(model).forward is not nn.Module.forward:
         yield model
     else:
@@ -99,10 +99,9 @@ def _refuse_ddp(owner: Hooked, module: nn.Module, *_: Any) -> None:
 
 
 class _Hook:
-    """A module hook that a copy or a pickle of the model does not take along.
+    """A module hook that has no effect on copies and pickles of the model.
 
-    It copies as itself: a deep copy of the model then calls with a module that is not ours, and is let pass. In a pickle it
-    becomes a hook that does nothing.
+    A deep copy of the model shares the hook, which ignores unknown modules. A pickle contains a hook that does nothing.
     """
 
     def __init__(self, owner: weakref.ref[Any], known: frozenset[int], call: Callable[..., None]) -> None:
@@ -121,10 +120,10 @@ class _Hook:
 
 
 class _ForwardHook(_Hook):
-    """A hook before the forward, which acts inside a forward of PyTorch DDP."""
+    """A forward pre-hook that acts inside a forward of PyTorch DDP."""
 
     def __call__(self, module: nn.Module, *args: Any) -> None:
-        # torch.compile traces this line: it reads, and calls nothing of ours. Taken off, the model would be compiled again.
+        # torch.compile traces this line, so it only reads. Removing the hook would recompile the model.
         if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
             self._inside_ddp(module, *args)
 
@@ -141,14 +140,14 @@ def _nothing(*args: Any) -> None:
     return None
 
 
-# -- what is done to a state dict -----------------------------------------------------------------------------------------
+# -- state dicts -----------------------------------------------------------------------------------------------------------
 
 
 def copy_values(state: dict[str, Any], prefix: str) -> None:
-    """Makes a dict hold copies: a view of a bucket would change with the next step and be saved with all of it."""
+    """Replaces views by copies: a view would change with the next step, and saving it would save the whole bucket."""
     copies: dict[int, Tensor] = {}
     for key, value in state.items():
-        # Under keep_vars the values are the parameters themselves, which the caller asked for.
+        # With keep_vars=True the caller has asked for the parameters themselves.
         if key.startswith(prefix) and isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
             identity = value.data_ptr() if value.numel() else id(value)
             copy = copies.get(identity)
@@ -161,9 +160,9 @@ def strip_prefix(state: dict[str, Any], prefix: str, expected: Iterable[str], in
     """Renames, in place, the keys of a state dict that a wrapper had prefixed.
 
     Args:
-        state: keys that start with ``prefix`` are looked at.
-        prefix: where the model sits in the module that is loaded.
-        expected: the model's own names. A wrapper's prefix is stripped only when none of them is there unstripped.
+        state: the state dict; only keys that start with ``prefix`` change.
+        prefix: the place of the model in the module that is loaded.
+        expected: the model's own names. A wrapper's prefix is stripped only if none of them is present without it.
         insert: put between ``prefix`` and the name.
     """
     expected = set(expected)
@@ -178,15 +177,14 @@ def strip_prefix(state: dict[str, Any], prefix: str, expected: Iterable[str], in
 
 
 def insert_module(wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """A load hook for a wrapper in a larger module: the model's own keys are found where torch looks for the child
-    ``module``."""
+    """Load hook of a wrapper inside a larger module: moves the model's keys under the child ``module``, where torch looks."""
     model = wrapper.get_submodule("module")
     expected = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     strip_prefix(state, prefix, expected, insert="module.")
 
 
 def state_names(model: nn.Module) -> Iterator[str]:
-    """The names of all parameters and buffers, tied ones under each of theirs."""
+    """Yields the names of all parameters and buffers; tied tensors have several."""
     for name, _ in model.named_parameters(remove_duplicate=False):
         yield name
     for name, _ in model.named_buffers(remove_duplicate=False):

@@ -1,4 +1,4 @@
-"""The user's optimizers: which parameters they have, and their state by parameter name."""
+"""Validation of the user's optimizers, and their state by parameter name."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ __all__ = [
     "signature_of",
 ]
 
-# Optimizers that make the workers' parameters equal in each step, by the names of their classes (not to import them).
+# Optimizers that equalize the workers' parameters in each step, by class name (importing them would be slow).
 _EQUALIZING = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer", "ZeROOptimizer", "DistributedFusedAdam")
-# In a saved state, the key of this worker's part of a DTensor.
+# The key of a DTensor's local part in a saved state.
 _PART = "part of a DTensor"
-# Of so many parameters an optimizer's signature has the names.
+# Up to so many parameters, a signature lists all names.
 _NAMED = 8
 
 
 def check_optimizers(given: object, model: nn.Module) -> list[Optimizer]:
-    """The optimizers, if each trainable parameter of ``model`` is in exactly one of them, and nothing else.
+    """Returns the optimizers as a list, after checking that each trainable parameter of ``model`` is in exactly one of them.
 
     Raises:
-        TypeError: one is no optimizer whose steps can be followed.
-        ValueError: a parameter is in none, in two, or not the model's; names it.
+        TypeError: an entry is not an optimizer whose steps can be followed.
+        ValueError: a parameter is in no optimizer, in two, or not the model's; names it.
     """
     one = isinstance(given, (Optimizer, Tensor, nn.Module, Mapping, str)) or not isinstance(given, Iterable)
     found: list[Any] = [given] if one else list(given)  # type: ignore[call-overload]
@@ -93,7 +93,7 @@ def _check_kind(optimizer: Any) -> None:
 
 
 def _described(thing: Any) -> str:
-    """What was given in the place of an optimizer, and what to do."""
+    """Describes an argument that is not an optimizer, with advice."""
     name = type(thing).__name__
     if isinstance(thing, type):
         return f"the class {thing.__name__}: pass an object of it, {thing.__name__}(model.parameters(), ...)"
@@ -112,12 +112,12 @@ def _described(thing: Any) -> str:
 
 
 def signature_of(optimizers: Sequence[Optimizer], model: nn.Module) -> list[Any]:
-    """What must be equal in the optimizers of all workers, as JSON can hold it, and short enough for a message."""
+    """Returns the properties of the optimizers that must be equal on all workers, as JSON short enough for a message."""
     return [f"{type(optimizer).__name__} of {brief(_names_of(optimizer, model))}" for optimizer in optimizers]
 
 
 def brief(names: Sequence[str]) -> str:
-    """All names, or so much that a difference in any of them shows."""
+    """Returns all names, or some and a digest in which any difference shows."""
     if len(names) <= _NAMED:
         return ", ".join(names)
     digest = hashlib.sha256(json.dumps(names).encode()).hexdigest()[:8]
@@ -128,14 +128,14 @@ def brief(names: Sequence[str]) -> str:
 
 
 def saved_optimizer(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
-    """Its ``state_dict()`` with names in the place of numbers; live tensors.
+    """Returns ``optimizer.state_dict()`` with parameter names instead of numbers; the tensors are live.
 
     Returns:
-        kind: its class; state: {parameter name: its state}; other: what belongs to no parameter; groups: the options of each
-        parameter group, with the names under 'params'; more: what else its state dict has.
+        kind: the class name; state: {parameter name: state}; other: state that belongs to no parameter; groups: the options
+        of each parameter group, with names under 'params'; more: further entries of the state dict.
 
     Raises:
-        ValueError: its state dict is not as torch's optimizers have theirs, or a parameter is not the model's.
+        ValueError: the state dict lacks torch's keys, or a parameter is not the model's.
     """
     names, params = _names_of(optimizer, model), params_of(optimizer)
     state_dict = optimizer.state_dict()
@@ -156,10 +156,10 @@ def saved_optimizer(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
 
 
 def load_optimizer(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, Any], undo: contextlib.ExitStack) -> None:
-    """Loads what ``saved_optimizer`` returned, bit for bit; ``undo`` takes it back as exactly.
+    """Loads the result of ``saved_optimizer``, bit for bit; ``undo`` reverts it as exactly.
 
     Raises:
-        ValueError: it is of another optimizer; names the difference.
+        ValueError: it was saved from another optimizer; names the difference.
     """
     kind, names = type(optimizer).__name__, _names_of(optimizer, model)
     if saved["kind"] != kind:
@@ -187,10 +187,10 @@ def load_optimizer(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, A
 
 
 def _parts(state: Any, param: Tensor, name: str) -> Any:
-    """A parameter's state, with this worker's parts in the place of DTensors.
+    """Returns a parameter's state, with local parts in place of DTensors.
 
     Raises:
-        ValueError: one is not placed as the parameter.
+        ValueError: a DTensor is not placed as the parameter.
     """
     if is_sharded(state):
         if (state.shape, state.placements, state.device_mesh) != (param.shape, *_place(param)):
@@ -209,7 +209,7 @@ def _parts(state: Any, param: Tensor, name: str) -> Any:
 
 
 def _whole(saved: Any, param: Tensor) -> Any:
-    """What ``_parts`` was made of."""
+    """The inverse of ``_parts``."""
     if type(saved) is dict:
         if saved.keys() == {_PART}:
             part, own = saved[_PART], local(param)
@@ -241,7 +241,7 @@ def _compare_groups(kind: str, saved: Sequence[Sequence[str]], own: Sequence[Seq
 
 
 def _load(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """``optimizer.load_state_dict``, with every tensor in its own dtype, and nothing of ``state_dict`` kept."""
+    """Calls ``optimizer.load_state_dict`` with a copy, and then restores the dtype of every tensor."""
     optimizer.load_state_dict(copy.deepcopy(state_dict))
     for number, param in enumerate(params_of(optimizer)):
         if number in state_dict["state"] and param in optimizer.state:
@@ -249,14 +249,14 @@ def _load(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 def exact_state(loaded: Any, saved: Any, param: Tensor) -> Any:
-    """``loaded``, with copies of the tensors in ``saved``, where the optimizer has put them.
+    """Returns ``loaded`` with its tensors replaced by copies of those in ``saved``.
 
-    torch's optimizers cast tensors to their parameters' dtype, and make nonsense of strings and deques.
+    torch's ``load_state_dict`` casts tensors to their parameters' dtype, and damages strings and deques.
     """
     if isinstance(loaded, Tensor) and isinstance(saved, Tensor):
         if not is_like(saved, param):
             return saved.detach().to(loaded.device, copy=True)
-        # In the parameter's strides, as optimizers make them.
+        # Optimizers create state with the parameter's strides.
         return torch.empty_like(param, dtype=saved.dtype, device=loaded.device).copy_(saved)
     if isinstance(loaded, dict) and isinstance(saved, dict):
         return {key: exact_state(value, saved[key], param) if key in saved else value for key, value in loaded.items()}
@@ -269,7 +269,7 @@ def exact_state(loaded: Any, saved: Any, param: Tensor) -> Any:
 
 
 def is_like(value: Tensor, param: Tensor) -> bool:
-    """Whether a state's tensor is laid out as its parameter."""
+    """Whether a tensor of state has the layout of its parameter."""
     alike = is_sharded(value) == is_sharded(param)
     return alike and value.layout == torch.strided and value.shape == param.shape
 

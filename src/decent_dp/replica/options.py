@@ -1,4 +1,4 @@
-"""The optimizers' options, by parameter: what all workers must have alike, and rates, of which they are warned."""
+"""Comparison of the optimizers' options between workers: most must be equal, and different rates cause a warning."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from decent_dp.replica.living import users_level
+from decent_dp.replica.registry import user_stacklevel
 
 __all__ = ["Difference", "Options", "first_difference", "options_of", "warn_of_rates"]
 
-# These say which parameters a group has, or how it computes what it would compute without them.
+# Options that name a group's parameters, or choose between equivalent implementations.
 _NOT_COMPARED = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 _CLASS = "the class of the optimizer"
-# Of so many workers with one rate a warning has the ranks.
+# Up to so many workers with one rate, a warning lists their ranks.
 _RANKS = 8
 
 
 @dataclass(frozen=True)
 class Options:
-    """Of some optimizers, as JSON can hold it: by parameter name, in registration order, what is set for it.
+    """The options of some optimizers as JSON, by parameter name in registration order.
 
     Attributes:
-        alike: classes and options.
-        rates: learning rates, which some want to differ.
+        alike: classes and options, which must be equal on all workers.
+        rates: learning rates, which may differ.
     """
 
     alike: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -40,14 +40,14 @@ class Options:
 
 
 def options_of(optimizers: Sequence[Optimizer], model: nn.Module, schedulers: Sequence[LRScheduler | None] = ()) -> Options:
-    """The options of all parameters, as they are now; of ``schedulers``, one for each optimizer, the class.
+    """Returns the present options of all parameters, and the classes of ``schedulers`` (one per optimizer).
 
-    How parameters are ordered and grouped makes no difference.
+    The result does not depend on the order and the grouping of parameters.
     """
     of_param: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
     for i, optimizer in enumerate(optimizers):
         kind = type(optimizer).__name__
-        # Classes first: where they differ, so does most of the rest.
+        # Classes come first, because different classes have different options.
         kinds = {_CLASS: kind}
         if i < len(schedulers):
             kinds["the class of the scheduler"] = type(schedulers[i]).__name__
@@ -61,10 +61,10 @@ def options_of(optimizers: Sequence[Optimizer], model: nn.Module, schedulers: Se
 
 
 def first_difference(theirs: Mapping[str, Mapping[str, Any]], ours: Mapping[str, Mapping[str, Any]]) -> Difference | None:
-    """The first option in which two workers' ``alike`` or ``rates`` differ. One that only one of them compares does not."""
+    """Returns the first option that both workers have, with different values; None if there is none."""
     found: dict[tuple[str, str], Difference] = {}
     for name in {**theirs, **ours}:
-        # What no optimizer steps there has no class.
+        # A parameter without an optimizer has no class.
         one, other = theirs.get(name, {_CLASS: None}), ours.get(name, {_CLASS: None})
         key = next((key for key in one if key in other and one[key] != other[key]), None)
         if key is not None:
@@ -74,7 +74,7 @@ def first_difference(theirs: Mapping[str, Mapping[str, Any]], ours: Mapping[str,
 
 
 class Difference(NamedTuple):
-    """An option, its values on two workers, and the parameters for which it has these."""
+    """An option, its values on two workers, and the parameters with these values."""
 
     option: str
     theirs: Any
@@ -87,7 +87,7 @@ class Difference(NamedTuple):
 
 
 def warn_of_rates(rates: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
-    """Warns, on every worker alike, of a rate that differs between them.
+    """Warns of a rate that differs between workers; the warning is the same on all of them.
 
     Args:
         rates: by rank.
@@ -98,20 +98,20 @@ def warn_of_rates(rates: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
     ranks: dict[str, list[int]] = {}
     for rank, own in enumerate(rates):
         found = own.get(differing.names[0], {})
-        if differing.option in found:  # a worker may not compare it
+        if differing.option in found:  # an option that a tuner may change is left out on its worker
             ranks.setdefault(json.dumps(found[differing.option]), []).append(rank)
     values = "; ".join(f"{value} on {_workers(those)}" for value, those in ranks.items())
     warnings.warn(
         f"the workers train with different rates: {differing} is {values}. Pass the same on every worker, unless that is what "
         "you want.",
-        stacklevel=users_level(),
+        stacklevel=user_stacklevel(),
     )
 
 
 def _compared(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
     options = {key: value for key, value in group.items() if key not in _NOT_COMPARED}
     if optimizer.state and not type(optimizer).__module__.startswith(("torch.optim.", "decent_dp.")):
-        # Some tune options as they train, and it has trained: those that have left their defaults may be such.
+        # Some optimizers tune their options while they train. Options that differ from their defaults may be such.
         options = {key: value for key, value in options.items() if _plain(value) == _plain(optimizer.defaults.get(key))}
     return options
 
@@ -126,7 +126,7 @@ def _workers(ranks: Sequence[int]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers, strings, None and sequences of them as they are; of anything else the name of its type."""
+    """Returns numbers, strings, None and sequences of them unchanged, and the type's name for anything else."""
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
         value = value.item()
     if value is None or isinstance(value, (bool, str)):

@@ -1,4 +1,4 @@
-"""The parameters of a model in a run: what users do to them behind our back is adopted or refused, never ignored."""
+"""The trainable parameters of a model in a run. Changes from outside are followed or refused, never ignored."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["Parameters"]
 
 
 class Parameters:
-    """Those of one model, as they were when all workers agreed on them.
+    """The trainable parameters of one model, as they were at construction.
 
     Attributes:
-        names: of the trainable parameters, in registration order; one name for a tied parameter.
-        params: these parameters.
-        tensors: their values on this worker, as ``locate`` last found them: the parameters themselves, or their shards.
-        numbers: the place of a name in ``names``.
-        specs: what ``tensors`` were like at construction.
+        names: in registration order; a tied parameter has one name.
+        params: the parameters.
+        tensors: the parameters, or their local shards, as of the last ``locate``.
+        numbers: the index of each name in ``names``.
+        specs: of ``tensors`` at construction.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -38,13 +38,13 @@ class Parameters:
         self._looks = [(spec.shape, spec.dtype, spec.device) for spec in self.specs]
         self._names_by_id = {id(param): name for name, param in trained}
         self._frozen = [param for param in self._at_construction.values() if not param.requires_grad]
-        self._present = list(_parameters(model))  # held, so that no other object takes one's id
+        self._present = list(_parameters(model))  # referenced, so that no other object gets one of their ids
         self._present_ids = list(map(id, self._present))
 
     def locate(self) -> list[Tensor]:
-        """``tensors``, live and as they are now; always the same list.
+        """Updates and returns ``tensors`` (always the same list).
 
-        Gathered copies, which would not see what is written to them, are dropped.
+        FSDP's gathered copies are freed, because writes to shards would not reach them.
         """
         if self._are_sharded:
             reshard(self._fsdp)
@@ -52,20 +52,20 @@ class Parameters:
         return self.tensors
 
     def refuse_unreduced(self, what: str) -> None:
-        """Raises RuntimeError while gradients are where ``what`` cannot see them."""
+        """Raises RuntimeError while FSDP holds unreduced gradients, which ``what`` would lose."""
         if has_unreduced_gradients(self._fsdp):
             raise RuntimeError(
                 f"{what} was called in a window whose gradients FSDP has not reduced yet (set_requires_gradient_sync(False)), "
                 "and they would be lost: call it after the window's last backward."
             )
 
-    def check(self) -> None:
-        """Looks whether the model still has the parameters that the workers agreed on.
+    def check_unchanged(self) -> None:
+        """Checks that the model still has the parameters that it had at construction.
 
         Raises:
             RuntimeError: a parameter was unfrozen, converted, replaced, added or removed since; the message names it.
         """
-        # This runs in every step: lists are compared at once, and only a difference is looked into.
+        # This runs in every step. Whole lists are compared first, which is cheap.
         tensors = self.locate()
         if [(t.shape, t.dtype, t.device) for t in tensors] != self._looks:
             for spec, tensor in zip(self.specs, tensors, strict=True):
@@ -77,7 +77,7 @@ class Parameters:
                     "a gradient now. It has no bucket and would not mix: call gossip() or the wrapper after unfreezing, or "
                     "while it is unfrozen, and freeze it then."
                 )
-        # Walked by hand: named_parameters() takes several times as long.
+        # named_parameters() takes several times as long as this walk.
         if [id(param) for param in _parameters(self._model)] != self._present_ids:
             known = {id(param) for param in self._at_construction.values()}
             now = dict(self._model.named_parameters())
@@ -90,7 +90,7 @@ class Parameters:
             )
 
     def names_of(self, params: Iterable[Tensor]) -> list[str]:
-        """The names of those of ``params`` that are trainable ones of this model."""
+        """Returns the names of those of ``params`` that are trainable parameters of this model."""
         return [self._names_by_id[id(param)] for param in params if id(param) in self._names_by_id]
 
     def _name_of(self, param: nn.Parameter) -> str:
@@ -98,7 +98,7 @@ class Parameters:
 
 
 def _parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Every parameter at every place, in a fixed order; shared modules as often as they occur."""
+    """Yields the parameters of all modules in a fixed order, including repeated ones."""
     stack: list[nn.Module] = [module]
     while stack:
         current = stack.pop()

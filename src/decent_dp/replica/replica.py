@@ -1,7 +1,7 @@
-"""One worker's replica of a model in a run: what all drivers share.
+"""The base class of both drivers: one worker's replica of a model in a run.
 
-A driver turns events (gradients, an optimizer's step) into rounds of the engine. Here is what a round is to the rest of the
-library: when it begins and ends, who listens to it, what is refused in it, and what is kept of it.
+A driver turns events (gradients, an optimizer's step) into rounds of the engine. This class begins and ends rounds, notifies
+listeners, refuses calls at the wrong time, and holds the state that is saved.
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from decent_dp.arguments import FLOAT_DTYPES
+from decent_dp.compression import COMPRESSIONS, all_finite
 from decent_dp.engine import Bucket, Engine
 from decent_dp.errors import NonFiniteError
-from decent_dp.handed import FLOAT_DTYPES
 from decent_dp.replica.averages import average_, squared_distance
-from decent_dp.replica.consistency import meet
-from decent_dp.replica.construction import Agreed
-from decent_dp.replica.living import enter
+from decent_dp.replica.consistency import check_same_round
+from decent_dp.replica.construction import Agreement
 from decent_dp.replica.mean import Mean
 from decent_dp.replica.module_hooks import ModuleHooks
 from decent_dp.replica.parameters import Parameters
+from decent_dp.replica.registry import register
 from decent_dp.replica.shards import holds_first_copy, is_sharded, local
 from decent_dp.replica.shutdown import shut_down
 from decent_dp.replica.stats import Stats
-from decent_dp.rules import settings_of
+from decent_dp.rules import rule_settings
 from decent_dp.transport import Handle, Transport
-from decent_dp.wire import WIRES, all_finite
 
 __all__ = ["Listener", "Replica"]
 
 _log = logging.getLogger(__name__)
 
-# How many of join's flags may be in flight: it bounds how far one worker can run ahead of the slowest there.
+# The largest number of join's flags in flight, which bounds how far a worker can run ahead of the slowest one.
 _FLAGS_IN_FLIGHT = 32
 
 
 class Listener:
-    """Is notified of a replica's rounds: an entry of ``Replica.listeners``."""
+    """Base class of the entries of ``Replica.listeners``."""
 
     def round_ended(self) -> None:
-        """A round is over, and the next has not begun. What this raises leaves the replica as it is."""
+        """Called between two rounds. An exception in it leaves the replica unchanged."""
 
     def closing(self) -> None:
-        """The replica is closed; its connections are still there."""
+        """Called when the replica closes, while its connections still exist."""
 
 
 class Replica(ABC):
@@ -66,36 +66,36 @@ class Replica(ABC):
         agreed: settings, topology and rule.
 
     Attributes:
-        everyone: connects all workers, for what concerns them all: agreements, checkpoints, reports.
-        transport: connects this worker with those that hold the same part of the other replicas; ranks are the replicas'
-            numbers. It is ``everyone`` where each worker has a whole replica.
+        everyone: connects all workers; used for consistency checks, checkpoints and reports.
+        transport: connects the workers that hold the same part of each replica; its ranks are numbers of replicas. It is
+            ``everyone`` if each worker holds a whole replica.
         replicas: the workers of each replica.
-        parameters: the trainable ones, with their names.
-        mean: what is put aside while the replica is the mean.
+        parameters: the trainable parameters, with their names.
+        mean: the backup while the replica holds the mean.
         listeners: notified of every round.
-        optimizers: whose steps are this replica's own.
-        scaler: the GradScaler that scales its loss, or None.
+        optimizers: the ones that train this replica.
+        scaler: the GradScaler of its loss, or None.
         steps: optimizer steps taken.
-        joining: inside ``join``: every round tells the others that this worker is active.
-        closed: rounds are over.
-        superseded: closed, because a newer replica has taken the model over.
+        joining: whether it is inside ``join``, where every round tells the others that this worker is active.
+        closed: whether rounds are over.
+        superseded: whether it was closed because a newer replica took the model over.
     """
 
-    # What a snapshot says that it is of, and what messages call it.
+    # The name of the driver in snapshots, and in messages.
     KIND: ClassVar[str]
     WHAT: ClassVar[str]
-    # How users get at the model itself.
+    # The expression for the model itself, for messages.
     MODEL: ClassVar[str]
-    # What is wrong when an optimizer that is not its own steps its parameters, and what to do.
+    # The end of the warning about an optimizer that is not its own and steps its parameters.
     FOREIGN_STEP: ClassVar[str]
 
-    def __init__(self, model: nn.Module, transport: Transport, agreed: Agreed) -> None:
+    def __init__(self, model: nn.Module, transport: Transport, agreed: Agreement) -> None:
         self.model = model
         self.everyone, self.transport, self.replicas = transport, agreed.peers, agreed.replicas
         self.settings = agreed.settings
         self.parameters = Parameters(model)
         self.topology = agreed.topology
-        self.engine = Engine(self.transport, self.topology, agreed.rule, WIRES[agreed.settings.wire])
+        self.engine = Engine(self.transport, self.topology, agreed.rule, COMPRESSIONS[agreed.settings.compression])
         self.mean = Mean(self.parameters.locate)
         self.listeners: list[Listener] = []
         self.optimizers: list[Optimizer] = []
@@ -108,72 +108,72 @@ class Replica(ABC):
         self._flags: deque[Handle] = deque()
         self._fault: BaseException | None = None
         self._module_hooks = ModuleHooks(model, self)
-        enter(self)
-        # Also at exit, and in workers that multiprocessing has started, where atexit is not run.
+        register(self)
+        # Runs at exit too, also in processes of multiprocessing, where atexit handlers do not run.
         self._finalizer = Finalize(self, shut_down, args=(self.engine, transport, threading.current_thread()), exitpriority=100)
 
-    # -- what a driver brings -----------------------------------------------------------------------------------------
+    # -- implemented by drivers ---------------------------------------------------------------------------------------
 
     @abstractmethod
-    def catch_up(self) -> None:
-        """Makes a pending update before the replica is observed."""
+    def apply_pending(self) -> None:
+        """Makes a pending update, before the replica is observed."""
 
     @abstractmethod
     def mix_only(self) -> None:
-        """One round without an optimizer step."""
+        """Makes one round without an optimizer step."""
 
     @abstractmethod
     def saved_entries(self) -> dict[str, Any]:
-        """What a snapshot holds of this driver: see ``decent_dp.replica.snapshot``."""
+        """Returns this driver's entries of a snapshot (``decent_dp.replica.snapshot``)."""
 
     @abstractmethod
     def check_entries(self, snapshot: Mapping[str, Any]) -> None:
-        """Looks whether a snapshot fits this driver; raises ValueError, and changes nothing."""
+        """Raises ValueError if a snapshot does not fit this driver; changes nothing."""
 
     @abstractmethod
     def prepare_load(self, snapshot: Mapping[str, Any], undo: contextlib.ExitStack) -> list[Bucket]:
-        """New buckets for a snapshot, and all that the user's objects may still refuse; ``undo`` takes it back."""
+        """Returns new buckets for a snapshot, and loads everything that the user's objects may refuse; ``undo`` reverts it."""
 
     @abstractmethod
     def install(self, snapshot: Mapping[str, Any], buckets: list[Bucket]) -> None:
-        """The buckets take the place of those that there were, and what is not a tensor of the model is loaded."""
+        """Replaces the buckets, and loads all entries that are not tensors of the model."""
 
     # -- rounds -------------------------------------------------------------------------------------------------------
 
     def begin_round(self, *, active: bool = True) -> None:
-        """Before any bucket is touched. ``active``: this worker has not run out of data."""
+        """Called before any bucket is used. ``active``: this worker has not run out of data."""
         if self.joining and active:
-            # Before any other collective of this round: workers that have run out wait for it.
+            # The first collective of the round, because workers that have run out wait for it.
             self._flags.append(self.transport.control.mean(torch.ones(1, device="cpu")))
             if len(self._flags) > _FLAGS_IN_FLIGHT:
                 self._flags.popleft().wait()
-        if self.mean.backup is not None:  # if the replicas still are the mean, they stay it
-            self.forget()
-        self.adopt()
+        if self.mean.backup is not None:  # this round makes the mean the replica's own values
+            self.invalidate()
+        self.rebind()
         self.engine.renew()
 
-    def adopt(self) -> None:
-        """The buckets find the parameters' values where they are now."""
+    def rebind(self) -> None:
+        """Updates the buckets to the parameters' present storage."""
         self.parameters.locate()
         for bucket in self.engine.buckets:
-            bucket.block.adopt()
+            bucket.buffer.rebind()
 
     def end_round(self, *, stepped: bool) -> None:
-        """All buckets have been started."""
+        """Called after all buckets were started."""
         self.engine.wait_for_read()
         self.engine.advance()
         self.steps += stepped
 
-    def tell_round(self) -> None:
-        """Tells the listeners of the round that has ended; outside ``faults``."""
-        self.everyone.report("")  # what went wrong before did not end the run
+    def notify_listeners(self) -> None:
+        """Notifies the listeners of the end of a round; called outside ``faults``."""
+        self.everyone.report("")  # an earlier error did not end the run
         for listener in list(self.listeners):
             listener.round_ended()
 
-    def forget(self, params: Iterable[Tensor] | None = None) -> None:
-        """The values of ``params`` (None: of all) are replaced from outside: what belongs to the old ones is dropped.
+    def invalidate(self, params: Iterable[Tensor] | None = None) -> None:
+        """Drops the state of ``params`` (None: of all), whose values are replaced from outside.
 
-        Where the replica holds the mean just now, it keeps it: all values are others then.
+        If the replica holds the mean, all its values are new, and it keeps them.
         """
         if self.mean.backup is not None:
             self.mean.backup, params = None, None
@@ -181,18 +181,18 @@ class Replica(ABC):
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
-        """For uneven inputs: a worker that has run out continues to mix, without steps, until all have.
+        """Context manager around the loop over the batches, for uneven inputs, on every worker.
 
-        Put the loop over the batches in it, on every worker. A worker may have no batch at all.
+        A worker that has run out of batches goes on mixing, without steps, until all have. A worker may have no batch.
         """
         if self.joining:
             raise RuntimeError("join() was entered inside join(): one is enough, around the loop.")
         self.refuse_superseded()
-        self.catch_up()
+        self.apply_pending()
         self.joining = True
         try:
             yield
-            self.catch_up()
+            self.apply_pending()
             while self._anybody_active():
                 self.mix_only()
         except Exception as error:
@@ -202,10 +202,10 @@ class Replica(ABC):
             self.joining = False
 
     def _anybody_active(self) -> bool:
-        """For a worker that has run out: whether any other makes the coming round."""
+        """Called by a worker that has run out: whether another worker makes the next round."""
         flag = torch.zeros(1, device="cpu")
         self.transport.control.mean(flag).wait()
-        # Flags are summed in order: all of ours are in.
+        # Flags are summed in order, so all flags of this worker have been summed too.
         while self._flags:
             self._flags.popleft().wait()
         return bool(flag.item() > 0)
@@ -228,12 +228,12 @@ class Replica(ABC):
 
     @property
     def failed(self) -> bool:
-        """A round has failed, and no other can be made; what is there can still be looked at and saved."""
+        """Whether a round has failed, so that no further one can be made. The replica can still be read and saved."""
         return self._fault is not None
 
     @contextlib.contextmanager
     def faults(self) -> Iterator[None]:
-        """What raises in it leaves a replica that can make no more rounds."""
+        """Marks the replica as failed if an exception leaves the with-block."""
         try:
             yield
         except BaseException as error:
@@ -241,8 +241,8 @@ class Replica(ABC):
             self.everyone.report(f"{type(error).__name__}: {error}")
             raise
 
-    def check(self) -> None:
-        """Raises RuntimeError when no round can be made: for good, or here."""
+    def refuse_stopped(self) -> None:
+        """Raises RuntimeError if no round can be made: the replica is closed, failed, or in a CUDA-graph capture."""
         self.refuse_superseded()
         if self.closed:
             raise RuntimeError(f"{self.WHAT} was closed: train before close(), or use {self.MODEL} on its own.")
@@ -260,26 +260,26 @@ class Replica(ABC):
             )
 
     def refuse_superseded(self) -> None:
-        """Raises RuntimeError when a newer replica has taken the model over."""
+        """Raises RuntimeError if a newer replica has taken the model over."""
         if self.superseded:
             raise RuntimeError(f"{self.WHAT} had made no update when a newer one took its model over: use the newer one.")
 
     def refuse_closed(self) -> None:
-        """Raises RuntimeError after ``close``, for a save."""
+        """Raises RuntimeError after ``close``; called before a save."""
         self.refuse_superseded()
         if self.closed:
             raise RuntimeError(f"{self.WHAT} was closed: save before close(), or keep {self.MODEL}.state_dict().")
 
-    def come_to_boundary(self, what: str) -> None:
-        """Comes to a step boundary, for a call of the user's named ``what``.
+    def reach_step_boundary(self, what: str) -> None:
+        """Finishes a pending update, for a call of the user's named ``what``.
 
         Raises:
-            RuntimeError: inside a backward; after a round that failed half-way.
+            RuntimeError: inside a backward, or after a round that failed.
         """
         self.refuse_inside(what)
         self.refuse_superseded()
         if not self.failed:
-            self.catch_up()
+            self.apply_pending()
         if self._fault is not None:
             raise RuntimeError(
                 f"{what} came after an update that failed half-way ({type(self._fault).__name__}: {self._fault}): this replica "
@@ -287,24 +287,24 @@ class Replica(ABC):
             ) from self._fault
 
     def refuse_inside(self, what: str) -> None:
-        """Raises RuntimeError inside a backward, for a call of the user's named ``what``."""
+        """Raises RuntimeError inside a backward; ``what`` names the user's call."""
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(f"{what} was called inside a backward: call it after the backward has returned.")
 
     def refuse_in_join(self, what: str, instead: str = "after") -> None:
-        """Raises RuntimeError inside ``join``, where some workers wait for other words than those of ``what``."""
+        """Raises RuntimeError inside ``join``, where workers may wait in another collective; ``what`` names the call."""
         if self.joining:
             raise RuntimeError(
                 f"{what} was called inside join(), where some workers have run out: call it {instead} the with-block."
             )
 
-    def meet(self, what: str) -> None:
-        """Before a collective of the user's: all must be there, and at the same round."""
+    def begin_collective(self, what: str) -> None:
+        """Checks, before a collective call of the user's, that all workers make it at the same round."""
         self.refuse_in_join(what)
         self.refuse_inside(what)
-        self.catch_up()
-        self.check()
-        meet(self.everyone.control, self.engine.round, what)
+        self.apply_pending()
+        self.refuse_stopped()
+        check_same_round(self.everyone.control, self.engine.round, self.engine.factor, what)
 
     def close(self) -> None:
         """Waits for the exchange in flight, drops it, and releases the connections; parameters stay as they are.
@@ -316,57 +316,57 @@ class Replica(ABC):
         try:
             with contextlib.ExitStack() as ending:  # from the last line to the first, whatever raises
                 ending.callback(self.engine.drop)
-                ending.callback(self.catch_up)
+                ending.callback(self.apply_pending)
                 for listener in self.listeners:
                     ending.callback(listener.closing)
         except Exception as error:
             if not self.failed:
                 raise
-            # It has been raised once, by the round that failed; do not hide that one in the caller's `finally`.
+            # The failed round has raised already. A second error in the caller's `finally` would hide that one.
             _log.warning("closed after a failed update: %s", error)
         finally:
             self.closed = True
-            self.let_go_of_model()
+            self.remove_hooks()
             self.everyone.close()
 
     @property
     def unused(self) -> bool:
-        """It has made no update and none has begun, so that nothing is lost if a newer replica takes its model over."""
+        """Whether no update was made or begun, so that a newer replica may take the model over."""
         return not (self.engine.round or self.failed or self.joining) and self.mean.backup is None
 
     def supersede(self) -> None:
-        """A newer replica takes the model over, on all workers: this one, which is unused, closes."""
+        """Closes this unused replica, on all workers, because a newer one takes the model over."""
         self.close()
         self.superseded = True
 
-    def let_go_of_model(self) -> None:
-        """Takes the hooks off."""
+    def remove_hooks(self) -> None:
+        """Removes all hooks on the model."""
         self._module_hooks.remove()
 
     # -- the mean -----------------------------------------------------------------------------------------------------
 
     def averaged_buffers(self) -> list[Tensor]:
-        """The floating-point buffers (BatchNorm's statistics, say), where they take part in averages."""
+        """Returns the floating-point buffers (such as BatchNorm statistics) if they are to be averaged."""
         if not self.settings.sync_buffer_in_global_avg:
             return []
         return [buffer for buffer in self.model.buffers() if buffer.dtype in FLOAT_DTYPES]
 
     @contextlib.contextmanager
     def averaged(self, buffers: bool = True) -> Iterator[None]:
-        """Inside, every replica is the mean of all; each has its own values back after it. Called by all workers.
+        """Context manager in which every replica is the mean of all. Called by all workers.
 
         Args:
-            buffers: this worker uses the means of buffers.
+            buffers: whether this worker uses the means of buffers.
 
         Raises:
             OutOfStepError: the workers have made different numbers of updates; on all of them.
             NonFiniteError: a replica holds a NaN or an infinity, or a buffer a NaN; on all of them.
         """
-        self.meet("averaged")
+        self.begin_collective("averaged")
         averaged = self.averaged_buffers()
         self.refuse_nonfinite("averaged", averaged, buffers=buffers)
-        # Where some buffers are averaged, the others come back, too: `calibrate` counts in them.
-        with self.mean.holding([*self.parameters.params, *(self.model.buffers() if averaged else ())]):
+        # If some buffers are averaged, all are restored, because `calibrate` changes the others (counters) inside.
+        with self.mean.preserved([*self.parameters.params, *(self.model.buffers() if averaged else ())]):
             self.become_mean(averaged)
             yield
 
@@ -374,16 +374,17 @@ class Replica(ABC):
     def refuse_nonfinite(
         self, what: str, averaged: Sequence[Tensor] = (), params: Sequence[Tensor] | None = None, *, buffers: bool = True
     ) -> None:
-        """Before a mean over the replicas, for a call of the user's named ``what``. Called by all workers.
+        """Checks, before a mean over the replicas, that it will be finite. Called by all workers.
 
         Args:
-            averaged: the model's buffers that take part in it. Infinities are values like others there (a best loss so far),
-                and so is a NaN that all workers have.
-            params: what takes part in the place of the parameters; None for themselves.
-            buffers: this worker uses the means of buffers.
+            what: the name of the user's call.
+            averaged: the buffers that take part. Infinities are allowed in them (a best loss so far), and so is a NaN that
+                all workers have.
+            params: the tensors that take part in place of the parameters; None for the parameters.
+            buffers: whether this worker uses the means of buffers.
 
         Raises:
-            NonFiniteError: a replica holds a NaN or an infinity, or a buffer a NaN, and all would get it; on all workers.
+            NonFiniteError: a replica holds a NaN or an infinity, or a buffer a NaN; on all workers.
         """
         params = self.parameters.locate() if params is None else params
         chosen = set(map(id, averaged))
@@ -408,12 +409,15 @@ class Replica(ABC):
 
     @torch.no_grad()
     def become_mean(self, buffers: Sequence[Tensor] = ()) -> list[Tensor]:
-        """Parameters and ``buffers`` become the mean; the squared distances of the parameters to it, as they were."""
+        """Replaces parameters and ``buffers`` by their means; returns the squared distances of the old parameters to theirs."""
         return self.average([tensor.detach() for tensor in self.parameters.locate()], buffers)
 
     def average(self, parts: Sequence[Tensor], buffers: Sequence[Tensor]) -> list[Tensor]:
-        """``parts`` of parameters become their mean over replicas, and ``buffers`` theirs: of a buffer that is not sharded over
-        all workers, as each has its own. The squared distances of the parts to their mean, as they were."""
+        """Replaces ``parts`` of parameters and ``buffers`` by their means; returns the squared distances of the old parts.
+
+        Parts and sharded buffers are averaged over replicas. Each worker has its own copy of any other buffer, so those are
+        averaged over all workers.
+        """
         distances = average_(self.transport.control, parts)
         average_(self.transport.control, [local(buffer) for buffer in buffers if is_sharded(buffer)])
         average_(self.everyone.control, [buffer for buffer in buffers if not is_sharded(buffer)])
@@ -421,30 +425,30 @@ class Replica(ABC):
 
     @torch.no_grad()
     def consensus_distance(self) -> float:
-        """Root mean square over replicas of their L2 distance to their mean. Called by all workers.
+        """Returns the root mean square, over replicas, of their L2 distance to their mean. Called by all workers.
 
         Raises:
             OutOfStepError: the workers have made different numbers of updates; on all of them.
         """
-        self.meet("consensus_distance")
+        self.begin_collective("consensus_distance")
         pairs = zip(self.parameters.params, self.parameters.locate(), strict=True)
-        # What a replica has several copies of counts once.
+        # Parts that a replica holds several times count once.
         own = squared_distance(self.transport.control, [part.detach() for param, part in pairs if holds_first_copy(param)])
         return float((sum(self.everyone.control.gather(own)) / self.transport.world_size) ** 0.5)
 
     # -- saves and loads ----------------------------------------------------------------------------------------------
 
     def before_save(self) -> None:
-        """A module of the model is about to be saved."""
-        self.catch_up()
+        """Called before a module of the model is saved."""
+        self.apply_pending()
 
     @abstractmethod
     def after_save(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-        """Its values are in ``state``."""
+        """Called when the values of ``module`` are in ``state``."""
 
     def before_load(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-        """A module's own tensors are about to be overwritten by ``state``: what is in flight belongs to the old values."""
-        self.catch_up()
+        """Called before ``state`` overwrites a module's own tensors: the exchange in flight belongs to the old values."""
+        self.apply_pending()
         self.parameters.locate()
         params, buffers = (
             [tensor for name, tensor in own.items() if tensor is not None and prefix + name in state]
@@ -454,11 +458,11 @@ class Replica(ABC):
             self.mean.release([*params, *buffers])
             self.engine.mark_stale(self.parameters.names_of(params))
         elif params or buffers:
-            self.forget(params)
+            self.invalidate(params)
 
     def after_load(self) -> None:
-        """Parameters have the values that were loaded."""
-        self.adopt()
+        """Called when the parameters have their loaded values."""
+        self.rebind()
         self.engine.renew()
 
     @cached_property
@@ -469,17 +473,17 @@ class Replica(ABC):
             "topology": self.topology.fingerprint(),
             "mix_every": int(self.settings.mix_every),
             "overlap": self.settings.overlap,
-            "wire": self.settings.wire,
-            "rule": settings_of(self.engine.rule),
+            "compression": self.settings.compression,
+            "rule": rule_settings(self.engine.rule),
             "parameters": hashlib.sha256(json.dumps(specs).encode()).hexdigest()[:16],
         }
 
     def link(self, round_: int) -> dict[str, Any]:
-        """What the exchange before round ``round_`` depends on, as JSON can hold it."""
+        """Returns all that the exchange before round ``round_`` depends on, as JSON."""
         edge = self.topology.get_edge(round_ - 1) if round_ else None
         return {**self._fixed_link, "edge": None if edge is None else [list(edge.ranks), edge.weight]}
 
     def engine_entries(self) -> dict[str, Any]:
-        """What the engine needs to resume, and to tell whether it can: see ``decent_dp.replica.snapshot``."""
+        """Returns the engine's entries of a snapshot (``decent_dp.replica.snapshot``)."""
         engine = self.engine
         return {"driver": self.KIND, "steps": self.steps, **engine.state_dict(), "link": self.link(engine.round)}

@@ -1,4 +1,4 @@
-"""What the wrapper is told once, checked once."""
+"""Settings of a run, validated, and arguments of PyTorch DDP, refused."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import numbers
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from types import NoneType
 from typing import Any
 
 __all__ = ["Settings", "refuse_ddp_keywords", "workers_per_node"]
 
-# What users of PyTorch DDP pass, and what to do instead.
+# Arguments of PyTorch DDP, with the advice for the error.
 _DDP_KEYWORDS = {
     "device_ids": "leave it out and move the model to its device before wrapping it; it stays there",
     "output_device": "leave it out: outputs stay on the model's device",
@@ -32,12 +33,12 @@ _DDP_KEYWORDS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings in which workers must be alike. Raises ValueError or TypeError naming the argument and its value."""
+    """Settings that must be equal on all workers. Raises ValueError or TypeError that names the argument and its value."""
 
     bucket_size_in_mb: float
     overlap: bool
     scaled: bool
-    wire: str
+    compression: str | None
     mix_every: int
     grad_clip_norm: float = 0.0
     sync_buffer_in_global_avg: bool = True
@@ -48,7 +49,7 @@ class Settings:
         _check_count("mix_every", self.mix_every, "a whole number of updates, at least 1")
 
     def signature(self) -> dict[str, Any]:
-        plain = {k: v if isinstance(v, (bool, str)) else float(v) for k, v in asdict(self).items()}
+        plain = {k: v if isinstance(v, (bool, str, NoneType)) else float(v) for k, v in asdict(self).items()}
         return {**plain, "mix_every": int(self.mix_every)}
 
 
@@ -68,7 +69,7 @@ def _check_count(name: str, value: Any, want: str) -> None:
 
 
 def workers_per_node(name: str, given: Any) -> int:
-    """As given in the argument ``name``, else from the launcher's environment, else 1."""
+    """Returns the value of the argument ``name`` if given, else the launcher's ``LOCAL_WORLD_SIZE``, else 1."""
     source, value = name, given
     if value is None:
         source, value = "the environment variable LOCAL_WORLD_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1")
@@ -79,14 +80,16 @@ def workers_per_node(name: str, given: Any) -> int:
     except (TypeError, ValueError):
         number = 0
     if number < 1:
-        raise ValueError(f"{source} must be a whole number of workers a node, at least 1, got {value!r}")
+        raise ValueError(f"{source} must be a whole number of workers per node, at least 1, got {value!r}")
     return number
 
 
 def refuse_ddp_keywords(unknown: Mapping[str, Any]) -> None:
-    """Raises TypeError for arguments that this wrapper does not have, with what to do instead."""
+    """Raises TypeError for unknown keyword arguments, with advice for those of PyTorch DDP."""
     for name in unknown:
         advice = _DDP_KEYWORDS.get(name)
         if advice is not None:
             raise TypeError(f"{name} is an argument of PyTorch DDP, not of DecentralizedDataParallel: {advice}.")
+        if name == "wire":
+            raise TypeError("wire is now called compression: pass compression=None (was 'float32'), 'bfloat16' or 'int8'.")
         raise TypeError(f"DecentralizedDataParallel got an unexpected keyword argument {name!r}")

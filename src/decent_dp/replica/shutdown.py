@@ -1,4 +1,4 @@
-"""How a worker goes: connections are given back, and nobody's exchange is broken."""
+"""The end of a worker: it finishes its exchanges and closes its connections."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from collections.abc import Iterator
 from decent_dp.engine import Engine
 from decent_dp.transport import Transport
 
-__all__ = ["given_back_on_error", "shut_down"]
+__all__ = ["closed_on_error", "shut_down"]
 
 _log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def given_back_on_error(transport: Transport, ours: bool) -> Iterator[None]:
-    """A wrapper that could not be made cannot be closed: the threads and sockets of its transport would stay."""
+def closed_on_error(transport: Transport, owned: bool) -> Iterator[None]:
+    """Closes the transport if a constructor fails: without an object, nobody else could close its threads and sockets."""
     try:
         yield
     except BaseException as error:
-        if ours:
+        if owned:
             transport.report(f"{type(error).__name__} while it wrapped its model: {error}")
             transport.close()
         raise
 
 
 def shut_down(engine: Engine, transport: Transport, owner: threading.Thread) -> None:
-    """A worker that goes must not break the exchange that its neighbours are still in.
+    """Finishes the exchanges in flight, so that neighbours do not fail in them, and closes the transport.
 
     Args:
-        owner: the thread that trains.
+        owner: the training thread.
     """
     if threading.current_thread() not in (owner, threading.main_thread()):
-        # The garbage collector runs in any thread. In one that moves bytes, or that trains another replica of this process, a
-        # wait for the exchange would be a wait for that thread itself.
-        threading.Thread(target=_shut_down, args=(engine, transport), name="leaving").start()
+        # The garbage collector may call this in any thread. In a transport's thread, or in one that trains another replica,
+        # waiting for the exchange would deadlock.
+        threading.Thread(target=_shut_down, args=(engine, transport), name="decent_dp-shutdown").start()
     else:
         _shut_down(engine, transport)
 
 
 def _shut_down(engine: Engine, transport: Transport) -> None:
-    error = getattr(sys, "last_value", None)  # what ends this interpreter, if something does
+    error = getattr(sys, "last_value", None)  # the exception that ends the interpreter, if any
     if error is not None:
         transport.report(f"{type(error).__name__} in round {engine.round}: {error}")
     try:

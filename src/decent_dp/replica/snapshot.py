@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from decent_dp.errors import OutOfStepError
-from decent_dp.replica.consistency import agree, worker_counts
+from decent_dp.replica.consistency import call_on_all, worker_counts
 from decent_dp.replica.replica import Replica
 from decent_dp.replica.shards import local, placed, placement
 
@@ -58,7 +58,7 @@ def take(replica: Replica) -> dict[str, Any]:
         ValueError: an optimizer keeps what cannot be saved; names it.
     """
     replica.refuse_closed()
-    replica.come_to_boundary("save")
+    replica.reach_step_boundary("save")
     replica.parameters.refuse_unreduced("save")
     mean = replica.mean
     if mean.backup is not None and not mean.scoped:
@@ -106,16 +106,16 @@ def put_back(replica: Replica, snapshot: dict[str, Any]) -> None:
     # A worker that has run out waits for another message than those with which workers agree.
     replica.refuse_in_join("load", "before")
     if replica.closed:
-        replica.check()
+        replica.refuse_stopped()
     # A pending update first, as others may be waiting for its exchange; inside a backward nothing is pending.
-    replica.catch_up()
+    replica.apply_pending()
 
     def refuse() -> None:
         replica.refuse_inside("load")
         replica.parameters.refuse_unreduced("load")
-        replica.check()
+        replica.refuse_stopped()
 
-    agree(replica.everyone.control, refuse)
+    call_on_all(replica.everyone.control, refuse)
     restore(replica, snapshot, lambda: _check(replica, snapshot), lambda: _write(replica, snapshot))
     replica.mean.backup = None
 
@@ -135,10 +135,10 @@ def restore(replica: Replica, state: dict[str, Any], check: Callable[[], None], 
             check()
             return state["exchange"] is not None and state["link"] == replica.link(state["round"])
 
-        resumed = _compare(replica, state, agree(control, fits))
+        resumed = _compare(replica, state, call_on_all(control, fits))
         undo = contextlib.ExitStack()
         try:
-            buckets, hints = agree(control, lambda: _prepare(replica, state, resumed, undo))
+            buckets, hints = call_on_all(control, lambda: _prepare(replica, state, resumed, undo))
         except BaseException:
             undo.close()
             raise
@@ -182,8 +182,8 @@ def _check(replica: Replica, snapshot: dict[str, Any]) -> None:
     missing = _ENTRIES - snapshot.keys()
     if missing:
         raise ValueError(f"this is no snapshot of a replica: it has no entry {', '.join(map(repr, sorted(missing)))}")
-    replica.check()
-    replica.parameters.check()
+    replica.refuse_stopped()
+    replica.parameters.check_unchanged()
     model = replica.model
     check_engine_state(replica, snapshot)
     _check_tensors("parameter", snapshot["parameters"], {name: local(param) for name, param in model.named_parameters()})
@@ -207,7 +207,7 @@ def check_engine_state(replica: Replica, state: Mapping[str, Any]) -> None:
         "rule": isinstance(rule, dict) and rule.keys() == {"kind", "state"},
         "compression": isinstance(state["compression"], dict),
         "exchange": exchange is None
-        or (isinstance(exchange, dict) and exchange.keys() == {"parameters", "disowned", "in_flight"}),
+        or (isinstance(exchange, dict) and exchange.keys() == {"parameters", "stale", "in_flight"}),
     }.items():
         if not fits:
             raise ValueError(f"this is no snapshot of a replica: its '{what}' is {state[what]!r}")

@@ -1,4 +1,4 @@
-"""What a replica has done so far."""
+"""Counters of a replica."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ class Stats:
 
     Attributes:
         updates: optimizer steps taken.
-        rounds: rounds made, also before a restart; more than ``updates`` where a scaler skipped a step or ``join`` went on
-            without one.
-        bytes_sent: put on the wire by this worker for exchanges, without the headers of frames and the flags of messages.
-        grad_norm: of the last update, before clipping; None without ``grad_clip_norm``.
-        exchanges: finished, of single buckets.
+        rounds: rounds made, including those before a restart; more than ``updates`` if a scaler skipped steps, or ``join``
+            made rounds without one.
+        bytes_sent: bytes that this worker has sent for exchanges, without headers and flags.
+        grad_norm: norm of the gradients of the last update before clipping; None without ``grad_clip_norm``.
+        exchanges: finished exchanges of single buckets.
         waited_s: seconds that the training thread has waited for exchanges.
-        rejected: blocks of parameters that were not mixed in a round, as replicas were further apart than a lossy wire
-            could tell.
-        nonfinite: rounds that this worker sat out, as a replica, its own or another one of the edge, had a NaN or an infinity.
+        rejected: blocks of parameters that were not mixed, because replicas were further apart than the compression can
+            represent.
+        nonfinite: rounds that this worker sat out, because a replica of its edge had a NaN or an infinity.
     """
 
     updates: int

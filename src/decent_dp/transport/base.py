@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,15 +10,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
 
+from decent_dp.compression import Compression, MessageId
 from decent_dp.topo import Edge
-from decent_dp.wire import Moment, Wire
 
-__all__ = ["Board", "Control", "Exchange", "Handle", "Label", "Later", "Parcel", "Transport"]
+__all__ = [
+    "Control",
+    "DeferredHandle",
+    "ExchangeId",
+    "ExchangeRequest",
+    "Exchanger",
+    "Handle",
+    "Transport",
+    "read_text",
+    "store_errors",
+]
 
 
 @dataclass(frozen=True)
-class Label:
+class ExchangeId:
     """What a message is about. Both ends check it."""
 
     round: int
@@ -28,37 +40,37 @@ class Label:
 
 
 @dataclass(frozen=True)
-class Parcel:
+class ExchangeRequest:
     """One bucket's part in an exchange.
 
     Attributes:
         wire: how values become bytes.
-        values: what is coded, as the wire's items; not changed until it has been read (``Handle.let_go``).
+        values: what is coded, as the compression's tensors; not changed until it has been read (``Handle.wait_for_read``).
         sent, received: messages, ``wire.nbytes`` long, where the bucket is.
-        announced: what this worker had announced for it (``Wire.announcement``).
+        announced: what this worker had announced for it (``Wire.hint``).
         rank, label: whose it is, and of which exchange.
         edge: the members of the edge, sorted.
         coded: ``sent`` is written already, in a run that was stopped: it goes out as it is.
     """
 
-    wire: Wire
+    compression: Compression
     values: Sequence[Tensor]
     sent: Tensor
     received: Tensor
-    announced: bytes
+    hint: bytes
     rank: int
-    label: Label
+    exchange_id: ExchangeId
     edge: tuple[int, ...] = ()
     coded: bool = False
 
-    def encode(self, heard: Sequence[bytes]) -> Iterator[int]:
-        """Writes ``sent`` front to back, given the others' announcements; yields how many bytes of it are final."""
-        moment = Moment(self.label.round, self.rank, self.edge)
+    def encode(self, hints: Sequence[bytes]) -> Iterator[int]:
+        """Writes ``sent`` front to back, given the others' hints; yields how many bytes of it are final."""
+        message_id = MessageId(self.exchange_id.round, self.rank, self.edge)
         if self.coded:
-            self.wire.resume(self.sent, moment, [self.announced, *heard])
-            yield self.wire.nbytes
+            self.compression.resume(self.sent, message_id, [self.hint, *hints])
+            yield self.compression.nbytes
             return
-        steps = self.wire.encode(self.values, self.sent, moment, [self.announced, *heard])
+        steps = self.compression.encode(self.values, self.sent, message_id, [self.hint, *hints])
         while True:
             with torch.no_grad():  # not around the yield: it would hold for whoever goes on
                 ready = next(steps, None)
@@ -66,10 +78,12 @@ class Parcel:
                 return
             yield ready
 
-    def combine(self, piece: int, messages: Sequence[Tensor], sizes: Sequence[int], out: Tensor, part: int) -> None:
-        """The mean of some workers' messages, for one piece: of all (``part`` 0), or of a part of them (from 1)."""
+    def reduce(self, chunk: int, messages: Sequence[Tensor], sizes: Sequence[int], out: Tensor, part: int) -> None:
+        """The mean of some workers' messages, for one chunk: of all (``part`` 0), or of a part of them (from 1)."""
         with torch.no_grad():
-            self.wire.combine(self.wire.pieces[piece], messages, sizes, out, Moment(self.label.round, -1 - part, self.edge))
+            self.compression.reduce(
+                self.compression.chunks[chunk], messages, sizes, out, MessageId(self.exchange_id.round, -1 - part, self.edge)
+            )
 
 
 class Handle(ABC):
@@ -78,13 +92,13 @@ class Handle(ABC):
     Attributes:
         bytes_sent: what this worker puts on the wire for it, in bytes, without flags.
         flags: after ``wait``, ``Wire.flag`` of what was sent and of what was received, where that costs less than to ask for
-            the parcel's own messages, as these are on a GPU. None: ask for those.
+            the request's own messages, as these are on a GPU. None: ask for those.
     """
 
     bytes_sent: int = 0
     flags: tuple[int, int] | None = None
 
-    def let_go(self) -> None:
+    def wait_for_read(self) -> None:
         """Blocks until the values to send have been read. Raises what ``wait`` does."""
         return
 
@@ -98,7 +112,7 @@ class Handle(ABC):
         """
 
 
-class Later(Handle):
+class DeferredHandle(Handle):
     """A handle whose wait is a call, which returns the ``flags`` if it knows them."""
 
     def __init__(self, finish: Callable[[], tuple[int, int] | None], bytes_sent: int = 0) -> None:
@@ -109,18 +123,18 @@ class Later(Handle):
         self.flags = self._finish()
 
 
-class Exchange(ABC):
+class Exchanger(ABC):
     """Moves messages along the edges of a topology, beside the computation."""
 
     @abstractmethod
-    def announce(self, edge: Edge, label: Label, text: bytes) -> None:
+    def send_hint(self, edge: Edge, exchange_id: ExchangeId, text: bytes) -> None:
         """Tells the others of ``edge`` what they must know before they can code for the exchange ``label``."""
 
     @abstractmethod
-    def start(self, edge: Edge, parcel: Parcel) -> Handle:
+    def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
         """Begins the exchange of this worker with the others of ``edge`` (at least two ranks).
 
-        The parcel is encoded, maybe by another thread, as soon as all announcements for it are there; at once for a wire
+        The request is encoded, maybe by another thread, as soon as all hints for it are there; at once for a wire
         that has none. After the handle's ``wait``, ``received`` holds the other's message on an edge of two, and that of the
         mean of *all* members on a larger one. Until then ``sent`` and ``received`` belong to the transport. Every member
         starts its exchanges in the same order of (round, bucket), with messages of one length.
@@ -146,26 +160,6 @@ class Control(ABC):
         """
 
 
-class Board(ABC):
-    """Words that workers leave for each other beside the training. No call waits for another worker; any thread may call.
-
-    Raises:
-        ConnectionError: it cannot be reached (all calls).
-    """
-
-    @abstractmethod
-    def post(self, key: str, text: str) -> None:
-        """Leaves ``text`` under ``key``, in place of what is there."""
-
-    @abstractmethod
-    def read(self, key: str) -> str | None:
-        """What is there under ``key``; None: nothing."""
-
-    @abstractmethod
-    def count(self, key: str) -> int:
-        """How many calls there have been for ``key``, by all workers, this one included."""
-
-
 @dataclass
 class Transport(ABC):
     """How the bytes of one wrapper move.
@@ -175,24 +169,24 @@ class Transport(ABC):
         world_size: how many workers there are.
         run_id: drawn anew at each construction, the same on all workers.
         timeout: seconds after which waiting for another worker is given up.
+        store: of this wrapper's workers alone, for a few words beside the training; any thread may call it. A ``get`` of a key
+            that is not there waits: see ``read_text``. ``add`` and ``set`` must not share a key. A store that does not answer
+            raises RuntimeError.
     """
 
     rank: int
     world_size: int
     run_id: str
     timeout: float
+    store: Store
 
     @property
     @abstractmethod
-    def exchange(self) -> Exchange: ...
+    def exchanger(self) -> Exchanger: ...
 
     @property
     @abstractmethod
     def control(self) -> Control: ...
-
-    @property
-    @abstractmethod
-    def board(self) -> Board: ...
 
     @abstractmethod
     def lost(self) -> list[int]:
@@ -225,3 +219,18 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Gives connections and threads back. What is under way must have been waited for."""
+
+
+def read_text(store: Store, key: str) -> str | None:
+    """The text that is stored under ``key``; None if there is none. Does not wait, as ``store.get`` would."""
+    return store.get(key).decode(errors="replace") if store.check([key]) else None
+
+
+@contextlib.contextmanager
+def store_errors() -> Iterator[None]:
+    """Raises ConnectionError for a store that does not answer, where torch raises kinds of RuntimeError."""
+    try:
+        yield
+    except RuntimeError as error:
+        # torch adds a stack in C++ after the first line.
+        raise ConnectionError(f"the store does not answer: {str(error).partition(chr(10))[0]}") from error

@@ -11,24 +11,22 @@ import contextlib
 import os
 import secrets
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, default_pg_timeout
 
 from decent_dp.errors import PeerError, PeerLostError, PeerTimeoutError
-from decent_dp.transport.base import Board
+from decent_dp.transport.base import read_text
 
 # torch's stubs leave out what its communicators can do (send, recv, allreduce, … on lists of tensors).
 Communicator: TypeAlias = Any
 
-T = TypeVar("T")
-
-__all__ = ["Communicator", "Notes", "Rendezvous", "StoreBoard", "UnreachableError", "peer_error"]
+__all__ = ["Communicator", "Notes", "Rendezvous", "UnreachableError", "peer_error"]
 
 
 class UnreachableError(ConnectionError):
@@ -135,61 +133,36 @@ def _timeout_of(group: dist.ProcessGroup | None) -> timedelta:
     return default_pg_timeout
 
 
-class StoreBoard(Board):
-    """Words in a store."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        # Once it does not answer it is not asked again: torch prints a stack at each try.
-        self._gone = False
-
-    def post(self, key: str, text: str) -> None:
-        self._ask(lambda: self._store.set(f"board/{key}", text))
-
-    def read(self, key: str) -> str | None:
-        def read() -> str | None:
-            # Asked first, as a get would wait.
-            there = self._store.check([f"board/{key}"])
-            return self._store.get(f"board/{key}").decode(errors="replace") if there else None
-
-        return self._ask(read)
-
-    def count(self, key: str) -> int:
-        return int(self._ask(lambda: self._store.add(f"count/{key}", 1)))
-
-    def _ask(self, question: Callable[[], T]) -> T:
-        if self._gone:
-            raise ConnectionError("the store does not answer")
-        try:
-            return question()
-        except RuntimeError as error:
-            self._gone = True
-            raise ConnectionError(f"the store does not answer: {error}") from error
-
-
 class Notes:
-    """Words that a worker leaves on the board when something goes wrong there, for those who lose it to quote."""
+    """What went wrong on a worker, in the store, for the workers that lose it to quote."""
 
-    def __init__(self, board: Board, rank: int) -> None:
-        self._board, self._rank = board, rank
+    def __init__(self, store: Store, rank: int) -> None:
+        self._store, self._rank = store, rank
         self._written = ""
+        # A store that did not answer is not asked again: torch prints a stack at each try.
+        self._failed = False
 
     def write(self, text: str) -> None:
-        """Replaces this worker's note; an empty one takes it back. A note is help, not a duty: it fails silently."""
+        """Replaces this worker's note; an empty text removes it. A note that cannot be written is no error."""
         text = text[:2000]
-        if text != self._written:
-            with contextlib.suppress(ConnectionError):
-                self._board.post(f"note/{self._rank}", text)
+        if text != self._written and not self._failed:
+            try:
+                self._store.set(f"note/{self._rank}", text)
                 self._written = text
+            except RuntimeError:
+                self._failed = True
 
     def read(self, ranks: Iterable[int]) -> str:
         """The notes of ``ranks``, as sentences; empty when there are none."""
         said = []
-        try:
-            for rank in ranks:
-                text = self._board.read(f"note/{rank}") if rank != self._rank else None
-                said += [f" Worker {rank} reported: {text}"] if text else []
-        except ConnectionError:
+        if not self._failed:
+            try:
+                for rank in ranks:
+                    text = read_text(self._store, f"note/{rank}") if rank != self._rank else None
+                    said += [f" Worker {rank} reported: {text}"] if text else []
+            except RuntimeError:
+                self._failed = True
+        if self._failed:
             said.append(" The store does not answer either. Where no launcher keeps it worker 0 does: look there first.")
         return "".join(said)
 

@@ -10,11 +10,13 @@ from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
 
 from decent_dp.errors import PeerLostError, PeerTimeoutError, WireError
 from decent_dp.topo import Edge
-from decent_dp.transport.base import Board, Control, Exchange, Handle, Label, Later, Parcel, Transport
+from decent_dp.transport.base import Control, DeferredHandle, ExchangeId, Exchanger, ExchangeRequest, Handle, Transport
 from decent_dp.transport.linked import written
 
 __all__ = ["InProcessTransport", "LocalHub", "run_replicas"]
@@ -39,7 +41,7 @@ class LocalHub:
         self._lost: set[int] = set()
         self.causes: dict[int, str] = {}
         self._transports: Counter[int] = Counter()
-        self._runs: dict[int, tuple[str, Board]] = {}
+        self._runs: dict[int, tuple[str, Store]] = {}
 
     def transport(self, rank: int) -> InProcessTransport:
         return InProcessTransport(rank, self)
@@ -49,11 +51,11 @@ class LocalHub:
         with self._changed:
             return sorted(self._lost)
 
-    def begin_run(self, rank: int) -> tuple[str, Board]:
-        """What the transports share that their workers make at the same turn: a name and a board."""
+    def begin_run(self, rank: int) -> tuple[str, Store]:
+        """What the transports share that their workers make at the same turn: a name and a store."""
         with self._changed:
             self._transports[rank] += 1
-            return self._runs.setdefault(self._transports[rank], (uuid.uuid4().hex, _LocalBoard()))
+            return self._runs.setdefault(self._transports[rank], (uuid.uuid4().hex, dist.HashStore()))  # type: ignore[attr-defined]
 
     def lose(self, rank: int) -> None:
         """Worker ``rank`` is gone: whoever waits for it is told."""
@@ -102,23 +104,19 @@ class InProcessTransport(Transport):
 
     def __init__(self, rank: int = 0, hub: LocalHub | None = None) -> None:
         hub = hub or LocalHub(1)
-        run_id, self._board = hub.begin_run(rank)
-        super().__init__(rank, hub.world_size, run_id, hub.timeout)
+        run_id, store = hub.begin_run(rank)
+        super().__init__(rank, hub.world_size, run_id, hub.timeout, store)
         self._hub = hub
-        self._exchange = _LocalExchange(rank, hub)
+        self._exchanger = _LocalExchanger(rank, hub)
         self._control = _LocalControl(rank, hub)
 
     @property
-    def exchange(self) -> Exchange:
-        return self._exchange
+    def exchanger(self) -> Exchanger:
+        return self._exchanger
 
     @property
     def control(self) -> Control:
         return self._control
-
-    @property
-    def board(self) -> Board:
-        return self._board
 
     def lost(self) -> list[int]:
         return self._hub.lost
@@ -136,43 +134,43 @@ class InProcessTransport(Transport):
         return
 
 
-class _LocalExchange(Exchange):
+class _LocalExchanger(Exchanger):
     def __init__(self, rank: int, hub: LocalHub) -> None:
         self._rank, self._hub = rank, hub
 
-    def announce(self, edge: Edge, label: Label, text: bytes) -> None:
-        self._hub.bring(("note", tuple(sorted(edge.ranks)), label), self._rank, text)
+    def send_hint(self, edge: Edge, exchange_id: ExchangeId, text: bytes) -> None:
+        self._hub.bring(("note", tuple(sorted(edge.ranks)), exchange_id), self._rank, text)
 
-    def start(self, edge: Edge, parcel: Parcel) -> Handle:
-        ranks, label = tuple(sorted(edge.ranks)), parcel.label
-        heard: list[bytes] = []
-        if parcel.wire.announces:
-            heard = list(self._hub.meet(("note", ranks, label), edge.ranks, str(label)).values())
-        for _ in parcel.encode(heard):
+    def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
+        ranks, exchange_id = tuple(sorted(edge.ranks)), request.exchange_id
+        hints: list[bytes] = []
+        if request.compression.needs_hints:
+            hints = list(self._hub.meet(("note", ranks, exchange_id), edge.ranks, str(exchange_id)).values())
+        for _ in request.encode(hints):
             pass
         # A copy, as a wire would make it: the sender may write to its side while a slower member still reads.
-        key, sent = ("exchange", ranks, label), parcel.sent.clone()
+        key, sent = ("exchange", ranks, exchange_id), request.sent.clone()
         written(sent)()  # each thread may have a CUDA stream of its own, which those of the others do not wait for
         self._hub.bring(key, self._rank, sent)
 
         def finish() -> None:
-            found = self._hub.meet(key, edge.ranks, str(label))
-            if any(other.shape != parcel.received.shape for other in found.values()):
-                raise WireError(f"{label}: messages of {sorted({len(other) for other in found.values()})} bytes met")
+            found = self._hub.meet(key, edge.ranks, str(exchange_id))
+            if any(other.shape != request.received.shape for other in found.values()):
+                raise WireError(f"{exchange_id}: messages of {sorted({len(other) for other in found.values()})} bytes met")
             if len(ranks) == 2:
-                parcel.received.copy_(next(found[rank] for rank in ranks if rank != self._rank))
+                request.received.copy_(next(found[rank] for rank in ranks if rank != self._rank))
             else:
-                self._combine(parcel, ranks, found)
-            written(parcel.received)()  # the memory of what was brought is given back, perhaps to another stream
+                self._reduce(request, ranks, found)
+            written(request.received)()  # the memory of what was brought is given back, perhaps to another stream
 
-        return Later(finish, parcel.wire.payload(parcel.wire.pieces) * (len(ranks) - 1))
+        return DeferredHandle(finish, request.compression.payload(request.compression.chunks) * (len(ranks) - 1))
 
-    def _combine(self, parcel: Parcel, ranks: tuple[int, ...], found: dict[int, Tensor]) -> None:
+    def _reduce(self, request: ExchangeRequest, ranks: tuple[int, ...], found: dict[int, Tensor]) -> None:
         """As the roots of the trees would, if all workers were on one node."""
-        for number, piece in enumerate(parcel.wire.pieces):
-            there = slice(piece.start, piece.stop)
+        for number, chunk in enumerate(request.compression.chunks):
+            there = slice(chunk.start, chunk.stop)
             messages = [found[rank][there] for rank in ranks]
-            parcel.combine(number, messages, [1] * len(ranks), parcel.received[there], 0)
+            request.reduce(number, messages, [1] * len(ranks), request.received[there], 0)
 
 
 class _LocalControl(Control):
@@ -195,7 +193,7 @@ class _LocalControl(Control):
             tensor.copy_(total.div_(self._hub.world_size))
             written(tensor)()
 
-        return Later(finish)
+        return DeferredHandle(finish)
 
     def _meet(self, value: object, what: str) -> Callable[[], list[Any]]:
         key = ("control", self._calls)
@@ -210,26 +208,6 @@ class _LocalControl(Control):
             return [found[rank] for rank in ranks]
 
         return collect
-
-
-class _LocalBoard(Board):
-    def __init__(self) -> None:
-        self._texts: dict[str, str] = {}
-        self._counts: Counter[str] = Counter()
-        self._lock = threading.Lock()
-
-    def post(self, key: str, text: str) -> None:
-        with self._lock:
-            self._texts[key] = text
-
-    def read(self, key: str) -> str | None:
-        with self._lock:
-            return self._texts.get(key)
-
-    def count(self, key: str) -> int:
-        with self._lock:
-            self._counts[key] += 1
-            return self._counts[key]
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:

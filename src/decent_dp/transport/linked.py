@@ -1,4 +1,4 @@
-"""Exchanges over links: pairs swap their messages, groups take the mean piece by piece."""
+"""Exchanges over links: pairs swap their messages, groups take the mean chunk by chunk."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from torch.profiler import record_function
 
 from decent_dp.errors import WireError
 from decent_dp.topo import Edge
-from decent_dp.transport.base import Exchange, Handle, Label, Parcel
+from decent_dp.transport.base import ExchangeId, Exchanger, ExchangeRequest, Handle
 from decent_dp.transport.links import Links, Receiving, Sending
-from decent_dp.transport.tree import Place, find_place, group_by_node
+from decent_dp.transport.reduction_tree import Place, find_place, group_by_node
 from decent_dp.transport.waiter import Waiter
 
-__all__ = ["Explain", "LinkedExchange"]
+__all__ = ["Explain", "LinkedExchanger"]
 
 # Turns a broken connection, or a timeout, into an error that names the peer.
-Explain = Callable[[Exception, list[int], Label], RuntimeError]
+Explain = Callable[[Exception, list[int], ExchangeId], RuntimeError]
 
-# Slots of an exchange's messages: a pair's only one, and those of a group, which are numbered by the piece.
+# Slots of an exchange's messages: a pair's only one, and those of a group, which are numbered by the chunk.
 _WHOLE, _NOTE, _FIRST = 0, 1, 2
 
 # Bytes that are coded between two looks of the links' thread.
 _STRIDE = 2**18
 
-# Bytes of groups' messages that may wait to be combined. What a large group sends for one piece may be more.
+# Bytes of groups' messages that may wait to be reduced. What a large group sends for one chunk may be more.
 _ROOM = 2**22
 
 
@@ -50,8 +50,10 @@ class _Delivery(Handle):
         others: whom the exchange needs.
     """
 
-    def __init__(self, parcel: Parcel, others: list[int], patience: _Patience, links: Links, explain: Explain) -> None:
-        self._label, self._others, self._explain = parcel.label, others, explain
+    def __init__(
+        self, request: ExchangeRequest, others: list[int], patience: _Patience, links: Links, explain: Explain
+    ) -> None:
+        self._exchange_id, self._others, self._explain = request.exchange_id, others, explain
         self._patience, self._links = patience, links
         self._started = time.monotonic()
         self._event = threading.Event()
@@ -91,19 +93,19 @@ class _Delivery(Handle):
     def has_been_read(self) -> None:
         self._read.set()
 
-    def let_go(self) -> None:
-        # What is coded when another worker's announcement comes has to be what was there at the start.
+    def wait_for_read(self) -> None:
+        # What is coded when another worker's hint comes has to be what was there at the start.
         self._await(self._read)
 
     def wait(self) -> None:
         self._await(self._event)
         error = self._error
         if isinstance(error, OSError):
-            raise self._explain(error, [self._error_peer], self._label) from error
+            raise self._explain(error, [self._error_peer], self._exchange_id) from error
         if isinstance(error, WireError):
             raise WireError(str(error)) from error
         if error is not None:
-            raise RuntimeError(f"{self._label}: the exchange failed: {error}") from error
+            raise RuntimeError(f"{self._exchange_id}: the exchange failed: {error}") from error
         self.land()
 
     def _await(self, event: threading.Event) -> None:
@@ -116,11 +118,11 @@ class _Delivery(Handle):
                 left = 0.0  # who has waited in vain once does not do so for all that was under way
             if not event.wait(max(left, 0.0)) and left <= 0:
                 self._patience.lost_at = time.monotonic()
-                raise self._explain(TimeoutError(), self._missing(), self._label)
+                raise self._explain(TimeoutError(), self._missing(), self._exchange_id)
 
     def _missing(self) -> list[int]:
         """Who keeps the exchange waiting, as far as can be told here."""
-        note = (self._label.round, self._label.bucket, _NOTE)
+        note = (self._exchange_id.round, self._exchange_id.bucket, _NOTE)
         unheard = [peer for peer in self._others if self._links.awaits_note(peer, note)]
         waited_for = {(peer, first) for (peer, first), count in self._open.items() if count > 0}
         behind = [peer for peer in self._others if (peer, True) in waited_for]
@@ -129,7 +131,7 @@ class _Delivery(Handle):
         return unheard or behind or rest or self._others
 
 
-class LinkedExchange(Exchange):
+class LinkedExchanger(Exchanger):
     """Pairs and groups over the connections of this worker.
 
     Args:
@@ -148,25 +150,25 @@ class LinkedExchange(Exchange):
         self._room = _Room()
         self._encodings: deque[Callable[[], bool]] = deque()
 
-    def connect(self, edge: Edge, label: Label) -> list[int]:
+    def connect(self, edge: Edge, exchange_id: ExchangeId) -> list[int]:
         """Makes sure that there are connections to the other members; returns them."""
         others = sorted(rank for rank in edge.ranks if rank != self._rank)
         for peer in others:
             try:
                 self._links.connect(peer)
             except (OSError, RuntimeError) as error:
-                raise self._explain(error, [peer], label) from error
+                raise self._explain(error, [peer], exchange_id) from error
         return others
 
-    def announce(self, edge: Edge, label: Label, text: bytes) -> None:
-        for peer in self.connect(edge, label):
-            self._links.note(peer, (label.round, label.bucket, _NOTE), text)
+    def send_hint(self, edge: Edge, exchange_id: ExchangeId, text: bytes) -> None:
+        for peer in self.connect(edge, exchange_id):
+            self._links.note(peer, (exchange_id.round, exchange_id.bucket, _NOTE), text)
 
-    def start(self, edge: Edge, parcel: Parcel) -> Handle:
-        others = self.connect(edge, parcel.label)
-        delivery = _Delivery(parcel, others, self._patience, self._links, self._explain)
-        staged = parcel.sent.device.type != "cpu"
-        on_host = _stage(parcel, delivery) if staged else parcel
+    def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
+        others = self.connect(edge, request.exchange_id)
+        delivery = _Delivery(request, others, self._patience, self._links, self._explain)
+        staged = request.sent.device.type != "cpu"
+        on_host = _stage(request, delivery) if staged else request
         travel: _Pair | _Group
         if len(others) == 1:
             travel = _Pair(self._links, on_host, delivery, others[0])
@@ -175,18 +177,18 @@ class LinkedExchange(Exchange):
             travel = _Group(self._links, on_host, delivery, nodes, self._rank, self._room)
         delivery.bytes_sent = travel.bytes_sent
 
-        def strides(heard: list[bytes]) -> Iterator[None]:
+        def strides(hints: list[bytes]) -> Iterator[None]:
             last = 0
-            for ready in parcel.encode(heard):
-                if not staged and last + _STRIDE <= ready < parcel.wire.nbytes:
+            for ready in request.encode(hints):
+                if not staged and last + _STRIDE <= ready < request.compression.nbytes:
                     travel.encoded(ready)
                     last = ready
                     yield
             delivery.has_been_read()
             if staged:
-                self._copy_to_host(parcel, on_host, travel.encoded, delivery)
+                self._copy_to_host(request, on_host, travel.encoded, delivery)
             else:
-                travel.encoded(parcel.wire.nbytes)
+                travel.encoded(request.compression.nbytes)
 
         def encode(rest: Iterator[None]) -> bool:
             """Codes the next stride; False when all is coded."""
@@ -200,8 +202,8 @@ class LinkedExchange(Exchange):
                 delivery.fail(-1, error)  # raised by the wait, as this may run in the links' thread
                 return False
 
-        def schedule(heard: list[bytes]) -> None:
-            rest = strides(heard)
+        def schedule(hints: list[bytes]) -> None:
+            rest = strides(hints)
             if not staged:
                 # Beside the backward, which goes on in the training thread.
                 self._links.call(lambda: self._encode_in_turn(lambda: encode(rest)))
@@ -209,9 +211,9 @@ class LinkedExchange(Exchange):
             while encode(rest):
                 pass
 
-        if parcel.wire.announces:
-            key = (parcel.label.round, parcel.label.bucket, _NOTE)
-            self._links.await_notes(others, key, _where_it_was_started(schedule, parcel.sent))
+        if request.compression.needs_hints:
+            key = (request.exchange_id.round, request.exchange_id.bucket, _NOTE)
+            self._links.await_notes(others, key, _where_it_was_started(schedule, request.sent))
         else:
             schedule([])
         return delivery
@@ -228,38 +230,44 @@ class LinkedExchange(Exchange):
         if self._encodings:
             self._links.call(self._encode_next)
 
-    def _copy_to_host(self, parcel: Parcel, on_host: Parcel, encoded: Callable[[int], None], delivery: _Delivery) -> None:
-        ready = written(parcel.sent)
+    def _copy_to_host(
+        self, request: ExchangeRequest, on_host: ExchangeRequest, encoded: Callable[[int], None], delivery: _Delivery
+    ) -> None:
+        ready = written(request.sent)
 
         def copy() -> None:
             try:
                 ready()
-                on_host.sent.copy_(parcel.sent)
-                encoded(parcel.wire.nbytes)
+                on_host.sent.copy_(request.sent)
+                encoded(request.compression.nbytes)
             except Exception as error:
                 delivery.fail(-1, error)
 
         self._waiter.submit(copy)
 
 
-def _stage(parcel: Parcel, delivery: _Delivery) -> Parcel:
-    """The same parcel with messages on the CPU, for tensors that sockets cannot read."""
-    pin = parcel.sent.is_cuda
-    sent, received = (torch.empty(parcel.wire.nbytes, dtype=torch.uint8, device="cpu", pin_memory=pin) for _ in range(2))
+def _stage(request: ExchangeRequest, delivery: _Delivery) -> ExchangeRequest:
+    """The same request with messages on the CPU, for tensors that sockets cannot read."""
+    pin = request.sent.is_cuda
+    sent, received = (
+        torch.empty(request.compression.nbytes, dtype=torch.uint8, device="cpu", pin_memory=pin) for _ in range(2)
+    )
 
     def land() -> None:
-        delivery.flags = parcel.wire.flag(sent), parcel.wire.flag(received)
-        parcel.received.copy_(received, non_blocking=pin)
+        delivery.flags = request.compression.flag(sent), request.compression.flag(received)
+        request.received.copy_(received, non_blocking=pin)
 
     delivery.land = land
-    return _OnHost(parcel.wire, parcel.values, sent, received, parcel.announced, parcel.rank, parcel.label, parcel.edge)
+    return _OnHost(
+        request.compression, request.values, sent, received, request.hint, request.rank, request.exchange_id, request.edge
+    )
 
 
-class _OnHost(Parcel):
-    def combine(self, piece: int, messages: Sequence[Tensor], sizes: Sequence[int], out: Tensor, part: int) -> None:
-        device = self.wire.device
+class _OnHost(ExchangeRequest):
+    def reduce(self, chunk: int, messages: Sequence[Tensor], sizes: Sequence[int], out: Tensor, part: int) -> None:
+        device = self.compression.device
         result = torch.empty(out.shape, dtype=torch.uint8, device=device)
-        super().combine(piece, [message.to(device) for message in messages], sizes, result, part)
+        super().reduce(chunk, [message.to(device) for message in messages], sizes, result, part)
         out.copy_(result)
 
 
@@ -302,10 +310,10 @@ class _Room:
 class _Pair:
     """Each gets the other's message."""
 
-    def __init__(self, links: Links, parcel: Parcel, delivery: _Delivery, peer: int) -> None:
+    def __init__(self, links: Links, request: ExchangeRequest, delivery: _Delivery, peer: int) -> None:
         self._links = links
-        key = (parcel.label.round, parcel.label.bucket, _WHOLE)
-        self.bytes_sent = parcel.wire.payload(parcel.wire.pieces)
+        key = (request.exchange_id.round, request.exchange_id.bucket, _WHOLE)
+        self.bytes_sent = request.compression.payload(request.compression.chunks)
         delivery.expect(peer)
         delivery.expect(peer)
 
@@ -315,8 +323,8 @@ class _Pair:
         def fail(error: BaseException) -> None:
             delivery.fail(peer, error)
 
-        received, self._sending = parcel.received, Sending(peer, key, _bytes(parcel.sent), arrive, fail)
-        links.receive(Receiving(peer, key, parcel.wire.nbytes, lambda: _bytes(received), arrive, fail))
+        received, self._sending = request.received, Sending(peer, key, _bytes(request.sent), arrive, fail)
+        links.receive(Receiving(peer, key, request.compression.nbytes, lambda: _bytes(received), arrive, fail))
         links.send(self._sending)
 
     def encoded(self, ready: int) -> None:
@@ -324,17 +332,17 @@ class _Pair:
 
 
 class _Group:
-    """All get the message of the mean. What is done with a piece is done in the links' thread."""
+    """All get the message of the mean. What is done with a chunk is done in the links' thread."""
 
     def __init__(
-        self, links: Links, parcel: Parcel, delivery: _Delivery, nodes: list[list[int]], rank: int, room: _Room
+        self, links: Links, request: ExchangeRequest, delivery: _Delivery, nodes: list[list[int]], rank: int, room: _Room
     ) -> None:
-        pieces = range(len(parcel.wire.pieces))
-        places = [find_place(nodes, piece, rank) for piece in pieces]
-        self._branches = [_Branch(links, parcel, delivery, places[piece], piece, room, rank) for piece in pieces]
-        self._links, self._parcel, self._done = links, parcel, 0
+        chunks = range(len(request.compression.chunks))
+        places = [find_place(nodes, chunk, rank) for chunk in chunks]
+        self._branches = [_Branch(links, request, delivery, places[chunk], chunk, room, rank) for chunk in chunks]
+        self._links, self._request, self._done = links, request, 0
         self.bytes_sent = sum(branch.bytes_sent for branch in self._branches)
-        # One more than the pieces' messages, until all of this worker's own are coded.
+        # One more than the chunks' messages, until all of this worker's own are coded.
         delivery.expect(rank)
         self._arrive: Callable[[], None] = lambda: delivery.arrive(rank)
         for branch in self._branches:
@@ -344,31 +352,31 @@ class _Group:
         self._links.call(lambda: self._go_on(ready))
 
     def _go_on(self, ready: int) -> None:
-        while self._done < len(self._branches) and self._parcel.wire.pieces[self._done].stop <= ready:
+        while self._done < len(self._branches) and self._request.compression.chunks[self._done].stop <= ready:
             self._branches[self._done].own_ready()
             self._done += 1
-        if ready >= self._parcel.wire.nbytes:
+        if ready >= self._request.compression.nbytes:
             self._arrive()
 
 
 class _Branch:
-    """This worker's part in the tree of one piece."""
+    """This worker's part in the tree of one chunk."""
 
     def __init__(
-        self, links: Links, parcel: Parcel, delivery: _Delivery, place: Place, number: int, room: _Room, rank: int
+        self, links: Links, request: ExchangeRequest, delivery: _Delivery, place: Place, number: int, room: _Room, rank: int
     ) -> None:
-        self._links, self._parcel, self._delivery, self._rank = links, parcel, delivery, rank
+        self._links, self._request, self._delivery, self._rank = links, request, delivery, rank
         self._place, self._number, self._room = place, number, room
-        piece = parcel.wire.pieces[number]
-        self._range, self._size = slice(piece.start, piece.stop), piece.stop - piece.start
-        self._up = (parcel.label.round, parcel.label.bucket, _FIRST + 2 * number)
-        self._down = (parcel.label.round, parcel.label.bucket, _FIRST + 2 * number + 1)
+        chunk = request.compression.chunks[number]
+        self._range, self._size = slice(chunk.start, chunk.stop), chunk.stop - chunk.start
+        self._up = (request.exchange_id.round, request.exchange_id.bucket, _FIRST + 2 * number)
+        self._down = (request.exchange_id.round, request.exchange_id.bucket, _FIRST + 2 * number + 1)
         self._sums: dict[int, Tensor] = {}
-        # Bytes beside the parcel's own that the children's messages take, while they do.
+        # Bytes beside the request's own that the children's messages take, while they do.
         self._needed, self._held = self._size * max(len(place.children) - 1, 0), 0
         # What is still needed before the sum can be made: the children's, and this worker's own.
         self._missing = len(place.children) + 1
-        self.bytes_sent = parcel.wire.payload([piece]) * (len(place.children) + (place.parent is not None))
+        self.bytes_sent = request.compression.payload([chunk]) * (len(place.children) + (place.parent is not None))
         for child, _ in place.children:
             delivery.expect(child, first=not self._needed)  # what waits for memory has not been asked for
             delivery.expect(child, first=False)
@@ -382,7 +390,7 @@ class _Branch:
         else:
             self._gather()
         if self._place.parent is not None:
-            self._receive(self._place.parent, self._down, lambda: self._parcel.received[self._range], self._spread)
+            self._receive(self._place.parent, self._down, lambda: self._request.received[self._range], self._spread)
 
     def own_ready(self) -> None:
         self._guarded(self._rank, self._ready)
@@ -398,7 +406,7 @@ class _Branch:
 
     def _memory_for(self, child: int) -> Tensor:
         # The first to come lies where the mean will be.
-        self._sums[child] = self._room.take(self._size) if self._sums else self._parcel.received[self._range]
+        self._sums[child] = self._room.take(self._size) if self._sums else self._request.received[self._range]
         return self._sums[child]
 
     def _ready(self) -> None:
@@ -408,10 +416,10 @@ class _Branch:
         if self._delivery.failed:
             self._give_back()
             return
-        own, mine = self._parcel.sent[self._range], self._parcel.received[self._range]
+        own, mine = self._request.sent[self._range], self._request.received[self._range]
         if self._place.children:
             try:
-                self._combine(own, mine)
+                self._reduce(own, mine)
             finally:
                 self._give_back(list(self._sums.values())[1:])
                 self._sums.clear()
@@ -426,16 +434,16 @@ class _Branch:
         if held:
             self._room.give_back(held, blocks)
 
-    def _combine(self, own: Tensor, out: Tensor) -> None:
-        # By rank, whoever is the root: so the numbers do not depend on how the bucket is cut into pieces.
+    def _reduce(self, own: Tensor, out: Tensor) -> None:
+        # By rank, whoever is the root: so the numbers do not depend on how the bucket is cut into chunks.
         parts = [(self._rank, 1, own), *((child, size, self._sums[child]) for child, size in self._place.children)]
         parts.sort(key=lambda part: part[0])
         messages, sizes = [message for _, _, message in parts], [size for _, size, _ in parts]
-        self._parcel.combine(self._number, messages, sizes, out, self._place.part)
+        self._request.reduce(self._number, messages, sizes, out, self._place.part)
 
     def _spread(self) -> None:
         for child, _ in self._place.children:
-            self._send(child, self._down, self._parcel.received[self._range])
+            self._send(child, self._down, self._request.received[self._range])
 
     def _receive(self, peer: int, key: tuple[int, int, int], into: Callable[[], Tensor], then: Callable[[], None]) -> None:
         def done() -> None:
@@ -469,9 +477,9 @@ def _where_it_was_started(call: Callable[[list[bytes]], None], tensor: Tensor) -
         return call
     stream = torch.cuda.current_stream(tensor.device)
 
-    def on_stream(heard: list[bytes]) -> None:
+    def on_stream(hints: list[bytes]) -> None:
         with torch.cuda.stream(stream):
-            call(heard)
+            call(hints)
 
     return on_stream
 

@@ -1,4 +1,4 @@
-"""The replicas of this process: which of them trains a parameter, and whether an optimizer that steps it is its own."""
+"""Registry of the replicas of this process: it finds the replica of a parameter, and optimizers that are not its own."""
 
 from __future__ import annotations
 
@@ -21,86 +21,86 @@ from decent_dp.replica.optimizers import params_of
 if TYPE_CHECKING:
     from decent_dp.replica.replica import Replica
 
-__all__ = ["enter", "living", "running_steps", "superseded_by", "users_level"]
+__all__ = ["find_superseded", "live_replicas", "register", "running_steps", "user_stacklevel"]
 
 _LOCK = threading.Lock()
-_LIVING: weakref.WeakSet[Replica] = weakref.WeakSet()
-# Optimizers that were looked at since the last replica was made, and those that a warning was about.
-_LOOKED_AT: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-_WARNED_OF: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-# The one hook on the steps of all optimizers.
+_LIVE: weakref.WeakSet[Replica] = weakref.WeakSet()
+# Optimizers that were checked since the last replica was registered, and those that have caused a warning.
+_CHECKED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_WARNED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+# The single hook on the steps of all optimizers.
 _HOOK: list[Any] = []
 
-# What torch puts around the step of each class of optimizers, and what calls the hooks.
+# torch's wrapper around the step of each optimizer class, which calls the hooks.
 _HOOKED_STEP = Optimizer.profile_hook_step(lambda *_: None).__code__
 
 
-def enter(replica: Replica) -> None:
-    """``replica`` trains from now on, until it is closed or dropped."""
+def register(replica: Replica) -> None:
+    """Adds ``replica`` until it is closed or garbage-collected."""
     with _LOCK:
-        _LIVING.add(replica)
-        _LOOKED_AT.clear()  # an optimizer may be foreign to this one
+        _LIVE.add(replica)
+        _CHECKED.clear()  # a known optimizer may be foreign to the new replica
         if not _HOOK:
             _HOOK.append(register_optimizer_step_pre_hook(_before_step))
 
 
-def living() -> list[Replica]:
-    """Those that were neither closed nor dropped."""
+def live_replicas() -> list[Replica]:
+    """Returns the replicas that are neither closed nor garbage-collected."""
     with _LOCK:
-        return [replica for replica in _LIVING if not replica.closed]
+        return [replica for replica in _LIVE if not replica.closed]
 
 
-def superseded_by(model: nn.Module) -> list[Replica]:
-    """The replicas whose parameters are all of ``model``, and which are unused: a new one takes their place.
+def find_superseded(model: nn.Module) -> list[Replica]:
+    """Returns the unused replicas whose parameters all belong to ``model``; a new replica replaces them.
 
     Raises:
-        ValueError: another one trains a parameter of ``model``; names it.
+        ValueError: a replica in use trains a parameter of ``model``; names the parameter.
     """
     names = {id(param): name for name, param in model.named_parameters()}
 
     def others() -> list[str]:
         found = []
-        for replica in living():
+        for replica in live_replicas():
             shared = [names[id(param)] for param in replica.parameters.params if id(param) in names]
             if shared and not (replica.unused and len(shared) == len(replica.parameters.params)):
                 found.append(shared[0])
         return found
 
     if others():
-        gc.collect()  # one that was dropped is in a cycle
+        gc.collect()  # a replica without references is part of a cycle
     for name in others():
         raise ValueError(
             f"parameter '{name}' is trained by another DecentralizedDataParallel or gossip(), and two would step it twice: "
             "close() the other one first."
         )
-    return [replica for replica in living() if any(id(param) in names for param in replica.parameters.params)]
+    return [replica for replica in live_replicas() if any(id(param) in names for param in replica.parameters.params)]
 
 
 # -- foreign steps ---------------------------------------------------------------------------------------------------------
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    # Compiled, this is nothing: what is looked at cannot be traced.
-    if torch.compiler.is_compiling() or optimizer in _LOOKED_AT:
+    # torch.compile cannot trace this check.
+    if torch.compiler.is_compiling() or optimizer in _CHECKED:
         return
-    _LOOKED_AT.add(optimizer)
+    _CHECKED.add(optimizer)
     params = params_of(optimizer)
-    for replica in living():
+    for replica in live_replicas():
         names = replica.parameters.names_of(params)
         if (
             names
-            and optimizer not in _WARNED_OF
+            and optimizer not in _WARNED
             and not any(own is step for own in replica.optimizers for step in (*running_steps(), *_inside(optimizer)))
         ):
-            _WARNED_OF.add(optimizer)
+            _WARNED.add(optimizer)
             warnings.warn(
                 f"{type(optimizer).__name__} steps parameter '{names[0]}', which {replica.FOREIGN_STEP}",
-                stacklevel=users_level(),
+                stacklevel=user_stacklevel(),
             )
 
 
 def _inside(optimizer: Optimizer) -> Iterator[Any]:
-    """What an optimizer keeps in its attributes, lists and dicts of them: it may step others inside its own step."""
+    """Yields the attributes of an optimizer and the members of lists and dicts in them: it may step other optimizers."""
     for value in vars(optimizer).values():
         yield value
         if isinstance(value, (list, tuple)):
@@ -110,11 +110,11 @@ def _inside(optimizer: Optimizer) -> Iterator[Any]:
 
 
 def running_steps() -> Iterator[Optimizer]:
-    """The optimizers whose ``step()`` has called the caller, directly or not: from the innermost to the outermost."""
+    """Yields the optimizers whose ``step()`` is on the call stack, from the innermost to the outermost."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        # Compiled, it is another object of the same origin.
+        # A compiled wrapper is another code object with the same name and place.
         if (
             code.co_name == _HOOKED_STEP.co_name
             and code.co_firstlineno == _HOOKED_STEP.co_firstlineno
@@ -124,8 +124,8 @@ def running_steps() -> Iterator[Optimizer]:
         frame = frame.f_back
 
 
-def users_level() -> int:
-    """The ``stacklevel`` at which the caller's warning is one of the user's line: the first outside torch and this library."""
+def user_stacklevel() -> int:
+    """Returns the ``stacklevel`` with which a warning of the caller points to the first line outside torch and this library."""
     level = 0
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "decent_dp"):

@@ -1,4 +1,4 @@
-"""State that an optimizer keeps where no state dict finds it: in real optimizers inside it, or in attributes of its own."""
+"""Detection of optimizer state that no state dict contains: in inner optimizers, or in attributes."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from decent_dp.replica.optimizers import params_of
 
 __all__ = ["has_own_state_dict", "refuse_hidden_state"]
 
-# Attributes of torch's own class: they are saved, or hold no state.
-_TORCHS = ("state", "param_groups", "defaults")
+# Attributes of torch.optim.Optimizer: they are saved, or hold no state.
+_BASE_ATTRIBUTES = ("state", "param_groups", "defaults")
 
 
 def has_own_state_dict(optimizer: Optimizer) -> bool:
-    """Whether it says itself what is to be saved."""
+    """Whether the optimizer defines its own ``state_dict``."""
     return type(optimizer).state_dict is not Optimizer.state_dict or bool(optimizer._optimizer_state_dict_post_hooks)
 
 
 def refuse_hidden_state(optimizer: Optimizer, model: nn.Module, saved: Sequence[Optimizer]) -> None:
-    """Looks whether all state of an optimizer that has stepped is in its ``state``.
+    """Checks that an optimizer that has stepped keeps all its state in ``state``.
 
     Args:
-        model: its parameters are stepped.
-        saved: all optimizers whose state is saved.
+        model: owner of the stepped parameters.
+        saved: all optimizers whose state goes into the save.
 
     Raises:
-        ValueError: the state of a parameter is elsewhere; names the parameter and the attribute.
+        ValueError: the state of a parameter is in another attribute; names the parameter and the attribute.
     """
     names = {id(param): name for name, param in model.named_parameters()}
     owners: dict[Any, str] = {
@@ -39,7 +39,11 @@ def refuse_hidden_state(optimizer: Optimizer, model: nn.Module, saved: Sequence[
         **{name: name for name in names.values()},
     }  # dicts have parameters, their ids or their names as keys
     seen: set[int] = set()
-    own = {key: value for key, value in vars(optimizer).items() if key not in _TORCHS and not key.startswith("_optimizer_")}
+    own = {
+        key: value
+        for key, value in vars(optimizer).items()
+        if key not in _BASE_ATTRIBUTES and not key.startswith("_optimizer_")
+    }
     found = [leaf for key, value in own.items() for leaf in _leaves(value, key, None, owners, seen)]
     if not found:
         return
@@ -53,12 +57,12 @@ def refuse_hidden_state(optimizer: Optimizer, model: nn.Module, saved: Sequence[
         if isinstance(leaf, Optimizer):
             inner = _leaves(leaf.state, "", None, owners, set())
             name = next((of for _, tensor, of in inner if of is not None and id(tensor) not in kept), None)
-        elif id(leaf) in kept or _place(leaf) in places:  # a parameter, a gradient, or the same tensor detached, is no state
+        elif id(leaf) in kept or _place(leaf) in places:  # saved already, or a parameter or gradient (perhaps detached)
             continue
         elif owner is not None:
             name = owner if leaf.numel() > 1 and (owner in without or leaf.shape == shapes.get(owner)) else None
         elif len(without) == len(params):
-            name = _whose(leaf, without)
+            name = _guess_owner(leaf, without)
         if name is not None:
             raise ValueError(
                 f"{type(optimizer).__name__} has stepped parameter '{name}' and keeps the state of it in its attribute "
@@ -71,7 +75,7 @@ def refuse_hidden_state(optimizer: Optimizer, model: nn.Module, saved: Sequence[
 def _leaves(
     value: Any, where: str, owner: str | None, owners: Mapping[Any, str], seen: set[int]
 ) -> Iterator[tuple[str, Any, str | None]]:
-    """The tensors and optimizers in a value: where, and to which parameter they belong by a key above them."""
+    """Yields (path, tensor or optimizer, name of its parameter according to a key above it) for all in ``value``."""
     if isinstance(value, Tensor):
         yield where, value, owner
     elif isinstance(value, (Mapping, list, tuple, set, frozenset, deque, Optimizer)) and id(value) not in seen:
@@ -87,8 +91,8 @@ def _leaves(
                 yield from _leaves(member, where, owner, owners, seen)
 
 
-def _whose(tensor: Tensor, params: Mapping[str, Tensor]) -> str | None:
-    """The parameter whose state a tensor may be, by its shape; the first, for one as large as all of them."""
+def _guess_owner(tensor: Tensor, params: Mapping[str, Tensor]) -> str | None:
+    """Guesses from its shape to which parameter a tensor of state belongs; the first one if it is as large as all together."""
     if tensor.numel() > 1 and tensor.is_floating_point():
         for name, param in params.items():
             if param.shape == tensor.shape:

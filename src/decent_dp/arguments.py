@@ -1,7 +1,4 @@
-"""What users hand in, what it must be, and what becomes of one replica's gradients before its step.
-
-All of it concerns one replica alone. It is what the drivers and the simulator share beside the rules.
-"""
+"""Validation of the user's model, factories and scaler, shared by the drivers and the simulator."""
 
 from __future__ import annotations
 
@@ -20,7 +17,6 @@ __all__ = [
     "FLOAT_DTYPES",
     "LR_SCHEDULER_FN_TYPE",
     "OPTIM_FN_TYPE",
-    "Policy",
     "check_factories",
     "check_model",
     "check_scaler",
@@ -34,8 +30,8 @@ OPTIM_FN_TYPE = Callable[[list[tuple[str, Tensor]]], Optimizer]
 LR_SCHEDULER_FN_TYPE = Callable[[Optimizer], LRScheduler]
 
 
-# Wrappers by the names of their classes (not to import them), and what to do.
-_OTHERS = {
+# Other wrappers by class name (importing them would be slow), with the advice for the error.
+_WRAPPERS = {
     "DistributedDataParallel": "pass its .module",
     "DecentralizedDataParallel": "pass its .module",
     "DataParallel": "pass its .module, and start one process for each GPU",
@@ -48,27 +44,25 @@ _SHARDED = (
     "must fit one device."
 )
 
-# -- the model -----------------------------------------------------------------------------------------------------------
-
 
 def check_model(model: Any, *, shards: bool = False) -> None:
-    """Looks whether replicas of a model can train.
+    """Checks that replicas of a model can train and mix.
 
     Args:
-        shards: the parameters may be DTensors.
+        shards: whether parameters may be DTensors.
 
     Raises:
-        TypeError: it is no module, or PyTorch's wrapper.
-        ValueError: nothing in it trains, or something in it cannot be mixed; names the parameter.
+        TypeError: ``model`` is not a module, or is wrapped for another kind of training.
+        ValueError: no parameter trains, or a tensor cannot be mixed; names the tensor.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     for module in model.modules():
         kinds = {kind.__name__ for kind in type(module).__mro__}
-        # Its parameters may be gathered just now, and are no DTensors then.
+        # Checked by module, because gathered parameters are not DTensors.
         if not shards and "FSDPModule" in kinds:
             raise TypeError(f"the model is sharded (fully_shard): {_SHARDED}")
-        for kind, advice in _OTHERS.items():
+        for kind, advice in _WRAPPERS.items():
             if kind in kinds:
                 where = "model is already wrapped in" if module is model else "a part of the model is wrapped in"
                 raise TypeError(f"{where} {kind}: {advice}")
@@ -92,11 +86,8 @@ def check_model(model: Any, *, shards: bool = False) -> None:
             raise ValueError(f"parameter '{name}' is {param.dtype}: trainable parameters must be of {FLOAT_DTYPES}")
 
 
-# -- the factories -------------------------------------------------------------------------------------------------------
-
-
 def check_factories(optim_fn: Any, lr_scheduler_fn: Any) -> None:
-    """Raises TypeError unless both can be called; None in the place of the second stands for no schedule."""
+    """Raises TypeError unless both are callable; ``lr_scheduler_fn`` may also be None."""
     if optim_fn is None:
         raise TypeError(
             "optim_fn is missing: DecentralizedDataParallel makes the optimizers itself, one for each bucket. Pass a function "
@@ -120,10 +111,10 @@ def _check_callable(name: str, value: Any, argument: str) -> None:
 
 
 def make_optimizer(optim_fn: OPTIM_FN_TYPE, named: Sequence[tuple[str, Parameter]]) -> Optimizer:
-    """The optimizer of these parameters.
+    """Calls ``optim_fn`` for these parameters and checks the result.
 
     Raises:
-        TypeError, ValueError: the factory does not return an optimizer that takes each parameter once, and no other.
+        TypeError, ValueError: the result is not an optimizer of exactly these parameters, each once.
     """
     optimizer: Any = optim_fn([(name, param) for name, param in named])
     if not isinstance(optimizer, Optimizer):
@@ -146,10 +137,10 @@ def make_optimizer(optim_fn: OPTIM_FN_TYPE, named: Sequence[tuple[str, Parameter
 
 
 def make_scheduler(lr_scheduler_fn: LR_SCHEDULER_FN_TYPE | None, optimizer: Optimizer) -> LRScheduler | None:
-    """The optimizer's schedule; None without a factory.
+    """Calls ``lr_scheduler_fn`` for an optimizer and checks the result; None without a factory.
 
     Raises:
-        TypeError: the factory returns nothing that can be stepped by the update.
+        TypeError: the result is not a scheduler that counts steps.
     """
     if lr_scheduler_fn is None:
         return None
@@ -167,63 +158,10 @@ def make_scheduler(lr_scheduler_fn: LR_SCHEDULER_FN_TYPE | None, optimizer: Opti
     return scheduler
 
 
-# -- from gradients to the step ------------------------------------------------------------------------------------------
-
-
 def check_scaler(scaler: Any) -> torch.amp.GradScaler | None:
-    """The scaler, or None for none or a disabled one."""
+    """Returns an enabled scaler, and None for a disabled one or None."""
     if scaler is None:
         return None
     if not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"scaler must be a torch.GradScaler or None, got {scaler!r}")
     return scaler if scaler.is_enabled() else None
-
-
-class Policy:
-    """What is done to a replica's gradients before its optimizers step.
-
-    Args:
-        params: the replica's trainable parameters.
-        scaler: unscales them and says whether the step is taken; None without one.
-        max_norm: of all of them together; 0 for no clipping.
-    """
-
-    def __init__(self, params: Sequence[Parameter], scaler: torch.amp.GradScaler | None, max_norm: float) -> None:
-        self._params, self._max_norm = params, max_norm
-        self.scaler = scaler
-        self._verdict: Any = _Verdict(params)
-        self.last_norm: Tensor | None = None
-
-    @property
-    def needs_all(self) -> bool:
-        """Every gradient must be there before any bucket may step."""
-        return self.scaler is not None or self._max_norm > 0
-
-    def allows_step(self) -> bool:
-        """Prepares the gradients in place; False when there are none, or the scaler skips this step."""
-        if not any(param.grad is not None for param in self._params):
-            return False
-        if self.scaler is not None:
-            self.scaler.unscale_(self._verdict)
-        if self._max_norm > 0:
-            self.last_norm = torch.nn.utils.clip_grad_norm_(self._params, self._max_norm)
-        if self.scaler is None:
-            return True
-        self._verdict.taken = False
-        self.scaler.step(self._verdict)
-        self.scaler.update()
-        return bool(self._verdict.taken)
-
-
-class _Verdict:
-    """Stands for all of a replica's optimizers before a GradScaler: one inf in any of them skips all.
-
-    Its step only notes that the scaler would have stepped; the buckets' optimizers step after their exchanges.
-    """
-
-    def __init__(self, params: Sequence[Parameter]) -> None:
-        self.param_groups = [{"params": list(params)}]
-        self.taken = False
-
-    def step(self) -> None:
-        self.taken = True

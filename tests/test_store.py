@@ -1,4 +1,4 @@
-"""Words that workers leave for each other, what a run is called, and who is gone: one contract for every transport."""
+"""The store that workers share, what a run is called, and who is gone: one contract for every transport."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ import time
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from decent_dp.topo import Edge
 from decent_dp.transport import InProcessTransport, ProcessGroupTransport, Transport, run_replicas
-from decent_dp.transport.communicators import StoreBoard
+from decent_dp.transport.base import read_text, store_errors
 
 pytestmark = pytest.mark.timeout(60)
 
 
 def contract(transport: Transport, other: Transport) -> tuple[str, str]:
     """``other`` is a second wrapper's of the same workers."""
-    rank, n, board = transport.rank, transport.world_size, transport.board
-    assert board.read("nothing") is None
-    board.post(f"word/{rank}", f"größer\n{rank}")
-    board.post("empty", "")
+    rank, n, store = transport.rank, transport.world_size, transport.store
+    assert read_text(store, "nothing") is None
+    store.set(f"word/{rank}", f"größer\n{rank}")
+    store.set("empty", "")
     transport.control.gather(None)
-    assert [board.read(f"word/{r}") for r in range(n)] == [f"größer\n{r}" for r in range(n)]
-    assert board.read("empty") == ""
-    assert other.board.read(f"word/{rank}") is None  # of another wrapper
+    assert [read_text(store, f"word/{r}") for r in range(n)] == [f"größer\n{r}" for r in range(n)]
+    assert read_text(store, "empty") == ""
+    assert store.compare_set("once", "", f"{rank}") == store.get("once")  # one value for all, of whoever was first
+    assert read_text(other.store, f"word/{rank}") is None  # of another wrapper
     transport.control.gather(None)
-    board.post(f"word/{rank}", "new")
-    assert board.read(f"word/{rank}") == "new"
+    store.set(f"word/{rank}", "new")
+    assert read_text(store, f"word/{rank}") == "new"
 
     counted: list[int] = []
     lock = threading.Lock()
 
     def count() -> None:
         for _ in range(20):
-            found = board.count("arrivals")
+            found = store.add("arrivals", 1)
             with lock:
                 counted.append(found)
 
@@ -81,34 +81,20 @@ def test_contract_in_process(n):
     assert names[0][0] != names[0][1]
 
 
-def test_words_and_counts_do_not_meet():
-    board = StoreBoard(dist.HashStore())
-    assert [board.count("a"), board.count("a"), board.count("b")] == [1, 2, 1]
-    assert board.read("a") is None
-    board.post("a", "text")
-    assert board.count("a") == 3
-    assert board.read("a") == "text"
-
-
 class BrokenStore:
-    """A store whose keeper is gone."""
-
-    asked = 0
+    """A store whose server is gone."""
 
     def set(self, *_: Any) -> None:
-        self.asked += 1
-        raise RuntimeError("connection was reset")
+        raise RuntimeError("connection was reset\nException raised from recvBytes\n#0 frame")
 
     check = get = add = set
 
 
-def test_a_store_that_does_not_answer_is_asked_once():
+def test_a_store_that_does_not_answer_is_a_connection_error():
     store: Any = BrokenStore()
-    board = StoreBoard(store)
-    for call in (lambda: board.read("a"), lambda: board.post("a", ""), lambda: board.count("a")):
-        with pytest.raises(ConnectionError, match="store does not answer"):
+    for call in (lambda: read_text(store, "a"), lambda: store.set("a", ""), lambda: store.add("a", 1)):
+        with pytest.raises(ConnectionError, match=r"the store does not answer: connection was reset$"), store_errors():
             call()
-    assert store.asked == 1
 
 
 def one_is_killed(rank: int, n: int) -> list[int]:
@@ -121,8 +107,8 @@ def one_is_killed(rank: int, n: int) -> list[int]:
     while not transport.lost() and time.monotonic() < deadline:
         time.sleep(0.01)
     found = transport.lost()
-    transport.board.post(f"seen/{rank}", "")  # whoever leaves first would be lost to the other
-    while transport.board.read(f"seen/{2 - rank}") is None and time.monotonic() < deadline:
+    transport.store.set(f"seen/{rank}", "")  # whoever leaves first would be lost to the other
+    while read_text(transport.store, f"seen/{2 - rank}") is None and time.monotonic() < deadline:
         time.sleep(0.01)
     transport.close()
     return found
