@@ -342,8 +342,8 @@ def test_closure_and_schedulers() -> None:
 @pytest.mark.parametrize(("foreach", "fast"), [(None, 1), (True, 1), (False, 0)])
 def test_foreach_chooses_the_form(foreach: bool | None, fast: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    update = accum._multi_tensor_accum_adam
-    monkeypatch.setattr(accum, "_multi_tensor_accum_adam", lambda *a: (calls.append(1), update(*a)))
+    update = accum.multi_tensor_accum_adam
+    monkeypatch.setattr(accum, "multi_tensor_accum_adam", lambda *a: (calls.append(1), update(*a)))
     feed(AccumAdam(parameters(), foreach=foreach), gradients(1))
     assert len(calls) == fast
 

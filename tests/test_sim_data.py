@@ -117,9 +117,9 @@ def test_batches_come_from_a_workers_own_samples():
         Batches([np.array([1]), np.array([], dtype=np.int64)], 4)
     for wrong, message in (
         (([], 4), "there is no worker"),
-        ((shards, 0), "size, the samples a batch, must be at least 1, got 0"),
-        ((shards, -1), "size, the samples a batch, must be at least 1, got -1"),
-        ((shards, 2.5), "size, the samples a batch, must be a whole number, got 2.5"),
+        ((shards, 0), "size, the samples per batch, must be at least 1, got 0"),
+        ((shards, -1), "size, the samples per batch, must be at least 1, got -1"),
+        ((shards, 2.5), "size, the samples per batch, must be a whole number, got 2.5"),
         ((shards, 4, -1), "seed must be at least 0, got -1"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):

@@ -532,6 +532,58 @@ def test_an_error_of_one_replicas_data_is_the_users_own_later_too(vectorize):
     assert cluster.buffers["0.num_batches_tracked"].tolist() == [2] * N
 
 
+class Stateful(Head):
+    """Python state of several kinds takes part in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.history, self.options = 0, [0], {"shift": 0}
+
+    def between(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.history.append(self.count)
+        self.options["shift"] += 2
+        self.extra = len(self.history)
+        return self.a(x) / (self.count + self.extra + self.options["shift"])
+
+
+@pytest.mark.parametrize(("model", "vectorize"), [(Stateful, True), (Stateful, False), (Remembering, False)])
+def test_python_state_of_replicas_after_a_failed_step(model, vectorize):
+    """A forward of replicas 0 to 2 has changed their attributes before the loss of replica 2 raises."""
+    clusters = [VirtualCluster(make(Kind(model, True)), SGD, "ring", N, vectorize=vectorize) for _ in range(2)]
+    for t in range(STEPS):
+        x, y = stacked(KINDS["mlp"], t)
+        if t:
+            wrong = y.clone()
+            wrong[2, 1] = 7
+            with pytest.raises(IndexError, match="Target 7 is out of bounds"):
+                clusters[0].step(x, wrong)
+        losses = [cluster.step(x, y) for cluster in clusters]
+        assert torch.equal(*losses)
+    assert all(torch.equal(value, everything(clusters[1])[name]) for name, value in everything(clusters[0]).items())
+
+
+@pytest.mark.parametrize("vectorize", [True, False])
+def test_no_further_step_after_one_that_failed_half_way(vectorize):
+    class Failing(torch.optim.SGD):
+        calls = 0
+
+        def step(self, closure: Any = None) -> Any:
+            Failing.calls += 1
+            if Failing.calls == N + 3:  # replica 2 in the second step
+                raise ArithmeticError("no")
+            return super().step()
+
+    cluster = VirtualCluster(mlp().double(), partial(Failing, lr=0.1), "ring", N, vectorize=vectorize)
+    cluster.step(*stacked(KINDS["mlp"], 0))
+    with pytest.raises(ArithmeticError, match="no"):
+        cluster.step(*stacked(KINDS["mlp"], 1))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"earlier step failed half-way .ArithmeticError: no.*new VirtualCluster"):
+            cluster.step(*stacked(KINDS["mlp"], 1))
+    assert cluster.round == 1
+
+
 class Evaluated(Head):
     """Looks at its input in evaluation mode only."""
 
@@ -539,7 +591,7 @@ class Evaluated(Head):
         return self.a(x) * (1 if self.training or float(x.sum()) < 1e9 else 2)
 
 
-def test_evaluation_falls_back_by_itself():
+def test_evaluation_of_a_model_that_cannot_be_vectorized_in_that_mode():
     cluster = VirtualCluster(make(Kind(Evaluated, True)), partial(torch.optim.SGD, lr=2.0), "ring", N)
     for t in range(3):
         cluster.step(*stacked(KINDS["mlp"], t))

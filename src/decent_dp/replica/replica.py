@@ -36,7 +36,7 @@ from decent_dp.replica.registry import register
 from decent_dp.replica.shards import holds_first_copy, is_sharded, local
 from decent_dp.replica.shutdown import shut_down
 from decent_dp.replica.stats import Stats
-from decent_dp.rules import settings_of
+from decent_dp.rules import rule_settings
 from decent_dp.transport import Handle, Transport
 
 __all__ = ["Listener", "Replica"]
@@ -304,7 +304,7 @@ class Replica(ABC):
         self.refuse_inside(what)
         self.apply_pending()
         self.refuse_stopped()
-        check_same_round(self.everyone.control, self.engine.round, what)
+        check_same_round(self.everyone.control, self.engine.round, self.engine.factor, what)
 
     def close(self) -> None:
         """Waits for the exchange in flight, drops it, and releases the connections; parameters stay as they are.
@@ -474,7 +474,7 @@ class Replica(ABC):
             "mix_every": int(self.settings.mix_every),
             "overlap": self.settings.overlap,
             "compression": self.settings.compression,
-            "rule": settings_of(self.engine.rule),
+            "rule": rule_settings(self.engine.rule),
             "parameters": hashlib.sha256(json.dumps(specs).encode()).hexdigest()[:16],
         }
 

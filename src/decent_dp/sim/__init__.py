@@ -1,4 +1,4 @@
-"""Many workers in one process: how a topology, a wire and a number of workers train, before any of them is rented."""
+"""Many workers in one process: how a model trains with a topology, a compression and a number of workers."""
 
 from __future__ import annotations
 
