@@ -161,11 +161,11 @@ def topologies(out: Path, seeds: Sequence[int]) -> None:
             )
             errors = consensus_error(topology, ROUNDS_SHOWN)
             decays[panel][name] = [(t, max(float(error), FLOOR)) for t, error in enumerate(errors)]
-    headings = ["workers", "topology", "rounds a period", "exact?", f"rounds to {EPSILON:g}", "peers"]
-    headings += ["copies a worker sends a step", "copies a node sends a step", "most into a node in a round"]
+    headings = ["workers", "topology", "rounds per period", "exact?", f"rounds to {EPSILON:g}", "peers"]
+    headings += ["copies sent per worker and step", "copies sent per node and step", "most into a node in a round"]
     rows = [
         [
-            f"{line['workers']}, {line['local_world_size']} a node",
+            f"{line['workers']}, {line['local_world_size']} per node",
             line["topology"],
             str(line["period"] or "none"),
             "yes" if line["exact"] else "no",
@@ -263,7 +263,7 @@ def step_times(out: Path, seeds: Sequence[int]) -> None:
         for name in TIMED:
             if name != "ddp" and why_unfit(name, n, local) is not None:
                 continue
-            choice = Choice("ddp") if name == "ddp" else Choice("ours", name)
+            choice = Choice("ddp") if name == "ddp" else Choice("decent_dp", name)
             found = [predict(links, JOB, choice, seed=seed) for seed in seeds]
             lines.append(
                 {"cluster": cluster, "workers": n, "contender": name, "step_ms": fmean(each.step_ms for each in found)}
