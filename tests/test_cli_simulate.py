@@ -59,7 +59,7 @@ def test_simulate_prints_its_rows(cli: Cli, tmp_path: Path, columns: str, monkey
     assert last["accuracy"] != last["worst_accuracy"]
     shares = [f"{100 * last[key]:.1f} %" for key in ("accuracy", "worst_accuracy")]
     assert f"accuracy {shares[0]} of the mean of all replicas, {shares[1]} of the worst" in words
-    assert f"sent {size(last['bytes_sent'] / 6 / 20)} a worker a step, {found['parameters']:,} parameters" in words
+    assert f"sent {size(last['bytes_sent'] / 6 / 20)} per worker and step, {found['parameters']:,} parameters" in words
 
 
 DIVERGING = "simulate --topology ring -n 4 --steps 20 --batch 4 --lr 1e3"
