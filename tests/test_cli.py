@@ -413,7 +413,7 @@ BAD = {
     "simulate --topology ring -n 100 --batch 10486": "write --batch 10485 or less",
     "simulate --topology ring -n 4 --lr -0.1": "--lr must be a positive learning rate, got -0.1",
     "simulate --topology ring -n 4 --lr nan": "--lr must be a positive learning rate, got nan",
-    "simulate --topology ring -n 4 --wire int9": "Did you mean 'int8'",
+    "simulate --topology ring -n 4 --compression int9": "Did you mean 'int8'",
     "simulate --topology ring -n 4 --optimizer sdg": "Did you mean 'sgd'",
     "simulate --topology ring -n 5000": "write at most",
     "simulate --topology ring -n 4 --out /dev/null": "no folder",

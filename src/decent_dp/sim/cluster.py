@@ -16,7 +16,7 @@ from decent_dp.arguments import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, check_facto
 from decent_dp.compression import Lossless, check_compression
 from decent_dp.rules import Rule, check_rule
 from decent_dp.sim.checks import flag, number, real, whole
-from decent_dp.sim.exchange import CompressedExchange, Exchange, LosslessExchange
+from decent_dp.sim.exchange import CompressedExchange, LosslessExchange, SimulatedExchange
 from decent_dp.sim.gradients import LOSS_FN_TYPE, Gradients, StepGradients
 from decent_dp.sim.stack import Stack
 from decent_dp.sim.steppers import Shared, Stepper, make_stepper
@@ -128,7 +128,7 @@ class VirtualCluster:
         kind = check_compression(compression, [(name, param.dtype) for name, param in self._stack.params.items()])
         shared = self._stack, self.topology, check_rule(rule)
         lossless = kind is Lossless
-        self._exchange: Exchange = LosslessExchange(*shared) if lossless else CompressedExchange(*shared, kind)
+        self._exchange: SimulatedExchange = LosslessExchange(*shared) if lossless else CompressedExchange(*shared, kind)
         self._gradients = Gradients(self._stack, loss_fn or _cross_entropy, vectorize)
         self._stepper = self._make_stepper()
         self._failure: BaseException | None = None

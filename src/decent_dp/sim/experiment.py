@@ -54,7 +54,7 @@ class Simulation:
         lr: the highest learning rate; None: a good one for the optimizer on these data.
         optimizer: 'adamw', 'accum-adamw', 'sgd' or 'momentum'.
         schedule: 'cosine' (with a warm-up over the first 5 % of the steps) or 'constant'.
-        wire: 'float32', 'bfloat16' or 'int8'.
+        compression: None (the parameters' own dtype), 'bfloat16' or 'int8'.
         overlap: mix with the values sent in the last step.
         mix_every: mix only in every h-th step.
         grad_clip_norm: of each replica's gradients; 0.0 for no clipping.
@@ -76,7 +76,7 @@ class Simulation:
     lr: float | None = None
     optimizer: str = "adamw"
     schedule: str = "cosine"
-    wire: str = "float32"
+    compression: str | None = None
     overlap: bool = True
     mix_every: int = 1
     grad_clip_norm: float = 0.0
@@ -102,7 +102,7 @@ class Simulation:
             object.__setattr__(self, "lr", number("lr", self.lr, "a positive learning rate", positive=True))
         check_alpha(self.alpha)
         object.__setattr__(self, "alpha", None if self.alpha is None else real(self.alpha))
-        check_compression(None if self.wire == "float32" else self.wire, [])
+        check_compression(self.compression, [])
         if not isinstance(self.topology, str):
             raise TypeError(f"topology must be a name, got {self.topology!r}: for a Topology of your own use VirtualCluster")
         make_topology(self.topology, local_world_size=self.local_world_size, world_size=self.n, rank=0)
@@ -248,7 +248,7 @@ def _make_cluster(simulation: Simulation, data: Data) -> VirtualCluster:
         simulation.n,
         lr_scheduler_fn=schedule,
         local_world_size=simulation.local_world_size,
-        compression=None if simulation.wire == "float32" else simulation.wire,
+        compression=simulation.compression,
         overlap=simulation.overlap,
         mix_every=simulation.mix_every,
         grad_clip_norm=simulation.grad_clip_norm,
