@@ -109,7 +109,7 @@ def made_for_workers() -> Any:
 
 
 BAD: dict[str, tuple[Callable[[], Any], str, str]] = {
-    "everybody": (everybody, "ValueError", "all 4 workers hold parts of one replica, and nobody is left to mix with"),
+    "everybody": (everybody, "ValueError", "all 4 workers hold parts of one replica, so there is no other replica to mix with"),
     "hybrid": (hybrid, "ValueError", "all 4 workers hold parts of one replica"),
     "wrapper": (wrapper, "TypeError", "the model is sharded (fully_shard): sharded replicas train with decent_dp.gossip("),
     "wrapper, gathered": (wrapper_of_gathered, "TypeError", "sharded replicas train with decent_dp.gossip("),

@@ -304,7 +304,7 @@ class Replica(ABC):
         self.refuse_inside(what)
         self.apply_pending()
         self.refuse_stopped()
-        check_same_round(self.everyone.control, self.engine.round, what)
+        check_same_round(self.everyone.control, self.engine.round, self.engine.factor, what)
 
     def close(self) -> None:
         """Waits for the exchange in flight, drops it, and releases the connections; parameters stay as they are.
