@@ -374,7 +374,5 @@ def test_a_thousand_replicas(topology):
         assert t or last > 0.5
     assert last < 0.8 * first
     x = torch.randn(200, 8, generator=draw)
-    accuracy = cluster.evaluate(x, (x[:, 0] > 0).long())
-    assert len(accuracy.replicas) == n
-    assert accuracy.mean > 0.8
+    assert float((cluster.mean_model()(x).argmax(1) == x[:, 0].gt(0)).float().mean()) > 0.8
     assert time.process_time() - began < 5  # half a second

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,24 +21,7 @@ from decent_dp.sim.stack import Stack
 from decent_dp.sim.steppers import Shared, Stepper, make_stepper
 from decent_dp.topo import Topology, make_topology
 
-__all__ = ["Accuracy", "VirtualCluster"]
-
-
-@dataclass(frozen=True)
-class Accuracy:
-    """Shares of correct predictions.
-
-    Attributes:
-        mean: of the mean model.
-        replicas: of each replica.
-    """
-
-    mean: float
-    replicas: tuple[float, ...]
-
-    @property
-    def worst(self) -> float:
-        return min(self.replicas)
+__all__ = ["VirtualCluster"]
 
 
 class VirtualCluster:
@@ -282,36 +264,6 @@ class VirtualCluster:
         if not 0 <= i < self.n:
             raise IndexError(f"replica {i} is out of range: the replicas are 0 to {self.n - 1}")
         return self._stack.replica(i)
-
-    @torch.no_grad()
-    def evaluate(self, x: Tensor, y: Tensor) -> Accuracy:
-        """Shares of correct predictions for inputs ``x`` with labels ``y`` (one row per sample), of models in evaluation mode.
-
-        Args:
-            x: the models' input.
-            y: the correct classes, of the shape of the output without its last dimension, which has a score for each class.
-
-        Raises:
-            TypeError, ValueError: the output and ``y`` do not fit, or there is no sample.
-        """
-        if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
-            raise TypeError(f"evaluate(x, y) needs two tensors, got {type(x).__name__} and {type(y).__name__}")
-        if not x.numel() or not y.numel():
-            raise ValueError(f"evaluate(x, y) needs samples, got x of shape {tuple(x.shape)} and y of {tuple(y.shape)}")
-        scores: Any = self._stack.mean().eval()(x)
-        if not isinstance(scores, Tensor) or scores.ndim == 0:
-            raise TypeError(f"the model must return a tensor with one score per class in its last dimension, got {scores!r}")
-        if scores.shape[:-1] != y.shape:
-            raise ValueError(
-                f"y has the shape {tuple(y.shape)}, but the model's output {tuple(scores.shape)}: y must be "
-                f"{tuple(scores.shape[:-1])}, one class for the scores in the last dimension"
-            )
-        replicas = tuple(_accuracy(self._stack.replica(i).eval()(x), y) for i in range(self.n))
-        return Accuracy(_accuracy(scores, y), replicas)
-
-
-def _accuracy(scores: Tensor, y: Tensor) -> float:
-    return float((scores.argmax(-1) == y).float().mean())
 
 
 def _cross_entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:

@@ -213,14 +213,20 @@ def _train(
         losses += cluster.step(data.x[chosen], data.y[chosen]).mean(dtype=torch.float64)
         if (t + 1) % simulation.eval_every and t + 1 != simulation.steps:
             continue
-        accuracy = cluster.evaluate(data.x_test, data.y_test)
+        accuracy = _accuracy(cluster.mean_model(), data)
+        worst = min(_accuracy(cluster.replica_model(i), data) for i in range(cluster.n))
         loss, distance = float(losses) / (t + 1 - last), cluster.consensus_distance()
-        rows.append(Row(t + 1, loss, distance, accuracy.mean, accuracy.worst, cluster.bytes_sent))
+        rows.append(Row(t + 1, loss, distance, accuracy, worst, cluster.bytes_sent))
         losses.zero_()
         last = t + 1
         if on_row is not None:
             on_row(rows[-1])
     return rows
+
+
+@torch.no_grad()
+def _accuracy(model: nn.Module, data: Data) -> float:
+    return float((model.eval()(data.x_test).argmax(-1) == data.y_test).float().mean())
 
 
 def make_model(simulation: Simulation, features: int, classes: int) -> nn.Module:
