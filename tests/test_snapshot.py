@@ -229,7 +229,7 @@ def test_what_was_announced_before_a_load_is_not_used(monkeypatch):
             time.sleep(0.05)
             send_hint(*args)
 
-        monkeypatch.setattr(exchange, "announce", late)
+        monkeypatch.setattr(exchange, "send_hint", late)
 
     found = run_replicas(2, partial(body, dropped=False), timeout=20)
     for (losses, end), (_, all_losses, reference) in zip(found, through, strict=True):

@@ -368,15 +368,15 @@ class Hints:
     """The hints of one bucket: each is made a round before the exchange that it is for, of what is proposed then.
 
     Attributes:
-        coming: the one for the coming round; None before the first.
+        next: the one for the coming round; None before the first.
     """
 
     def __init__(self, compression: Compression) -> None:
         self._compression = compression
-        self.coming: bytes | None = None
+        self.next: bytes | None = None
 
-    def turn(self, proposal: Sequence[Tensor]) -> bytes:
+    def advance(self, proposal: Sequence[Tensor]) -> bytes:
         """The hint for this round, and makes that for the next. The first is made just in time."""
-        now = self._compression.hint(proposal) if self.coming is None else self.coming
-        self.coming = self._compression.hint(proposal)
+        now = self._compression.hint(proposal) if self.next is None else self.next
+        self.next = self._compression.hint(proposal)
         return now

@@ -1,4 +1,4 @@
-"""One bucket: its tensors, how they are coded, the rule's state for them, and the exchange in flight."""
+"""A bucket: tensors, their compression, the rule's state for them, and the exchange in flight."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from decent_dp.transport import Handle
 
 __all__ = ["Bucket", "Edit", "InFlight"]
 
-# Sees, and may change, the weighted sum over the others of an edge before it is mixed in: of each tensor, in its shape.
+# Called with the weighted sum over the other members of an edge, one tensor per parameter in its shape; may change it in place.
 Edit: TypeAlias = Callable[[Edge, list[Tensor]], None]
 
 
 @dataclass(frozen=True)
 class InFlight:
-    """An exchange that was started: what is finished is what was started.
+    """An exchange that was started. It carries its own round and edge, so that it is finished as it was started.
 
     Attributes:
-        hint: what this worker had announced to the members of the edge for it.
+        hint: this worker's scale hint for it.
         handle: None if this worker sits the round out.
-        proposal: what was proposed, as the compression's tensors; None after a restart.
+        proposal: the values that are sent, one per ``compression.tensors``; None after a restart.
     """
 
     round: Round
@@ -40,17 +40,18 @@ class InFlight:
 
     @property
     def sits_out(self) -> bool:
-        """This worker exchanges nothing in the round."""
+        """Whether this worker exchanges nothing in the round."""
         return len(self.edge.ranks) == 1
 
 
 class Bucket:
     """Tensors of one dtype and device that are exchanged together.
 
-    ``number`` stands in its messages: that of no other bucket that this engine has had.
+    Args:
+        number: identifies its messages; never reused within an engine.
 
     Attributes:
-        hints: what was announced for the coming round.
+        hints: the scale hint for the next round.
         in_flight: the exchange that was started, or the round that this worker sits out; None before the first round.
         stale: names of tensors whose values were replaced, so that the difference in flight does not belong to them.
     """
@@ -68,21 +69,21 @@ class Bucket:
         self.hints = Hints(self.compression)
         self.in_flight: InFlight | None = None
         self.stale: set[str] = set()
-        # Of these, those whose rule's state is still that of the old values.
+        # Names of stale tensors whose rule's state still belongs to the old values.
         self._outdated: set[str] = set()
-        # Made at the first exchange: a worker that never has one (n = 1) pays nothing.
+        # Allocated at the first exchange, so that a single worker (n = 1) never does.
         self._messages: tuple[Tensor, Tensor] | None = None
         with torch.no_grad():
             self.states = [rule.state(value) for value in self.values]
 
     @property
     def values(self) -> list[Tensor]:
-        """The tensors' values as the compression's tensors."""
+        """The values, one per ``compression.tensors``."""
         return self.buffer.values(by_parameter=self.compression.by_parameter)
 
     @property
     def messages(self) -> tuple[Tensor, Tensor]:
-        """What is sent and what is received."""
+        """The memory for the sent and the received message."""
         if self._messages is None:
             device, nbytes = self.buffer.plan.device, self.compression.nbytes
             sent, received = (torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
@@ -90,24 +91,24 @@ class Bucket:
         return self._messages
 
     def first_nonfinite(self, message: Tensor) -> str:
-        """The name of the first tensor with a NaN or an infinity in a message, for a text: '?' where it does not tell."""
+        """Returns the name of the first tensor with a NaN or an infinity in a message; '?' if the message does not show it."""
         found = self.compression.first_nonfinite(message)
         if found is None:
             return "?"
         tensor, element = found
-        if len(self.compression.tensors) < len(self.buffer.names):  # one of all
+        if len(self.compression.tensors) < len(self.buffer.names):  # one flat tensor holds all of them
             return next(s.spec.name for s in reversed(self.buffer.plan.slots) if s.offset <= element and s.spec.numel)
         return self.buffer.names[tensor]
 
     # -- the rule -----------------------------------------------------------------------------------------------------
 
     def propose(self, round: Round) -> list[Tensor]:
-        """What goes to the neighbours, as the compression's tensors."""
+        """Returns the rule's proposal to the neighbours, one per ``compression.tensors``."""
         return [self.rule.propose(value, state, round) for value, state in zip(self.values, self.states, strict=True)]
 
     def mix(self, in_flight: InFlight, factor: float, edit: Edit | None = None) -> None:
-        """Applies the rule to what arrived."""
-        with self._stale_kept() as some:
+        """Applies the rule to the received message."""
+        with self._stale_preserved() as some:
             if some and edit is not None:
                 self._mix_edited(in_flight, factor, edit)
             elif some:
@@ -123,16 +124,19 @@ class Bucket:
         if not self.rule.acts_alone:
             self.stale.clear()
             return
-        with self._stale_kept() as some:
+        with self._stale_preserved() as some:
             if some:
                 for value, state in zip(self.values, self.states, strict=True):
                     self.rule.apply(value, state, None, round)
                 self.buffer.written()
 
     @contextlib.contextmanager
-    def _stale_kept(self) -> Iterator[bool]:
-        """Inside, the rule may write to all; tensors whose values were replaced are as before after it. Yields whether there
-        are any others, without which nothing may be written: a bucket that is dropped may belong to a model that trains on."""
+    def _stale_preserved(self) -> Iterator[bool]:
+        """Context manager that restores stale tensors after the rule has written to all tensors.
+
+        Yields whether there are tensors that are not stale. If there are none, nothing may be written, because a dropped
+        bucket may belong to a model that trains on.
+        """
         some = len(self.stale) < len(self.buffer.names)
         named = [(value, *state.values()) for name, value, state in self._named() if name in self.stale] if self.stale else []
         kept = [(tensor, tensor.clone()) for tensors in named for tensor in tensors] if some else []
@@ -170,7 +174,7 @@ class Bucket:
         self.buffer.written()
 
     def mark_stale(self, names: set[str]) -> None:
-        """The values of these tensors are replaced."""
+        """Notes that the values of these tensors are replaced."""
         self.stale |= names
         self._outdated |= names
 
@@ -184,7 +188,7 @@ class Bucket:
         self._outdated.clear()
 
     def _named(self) -> Iterable[tuple[str, Tensor, dict[str, Tensor]]]:
-        """Of each tensor its name, and its parts of the values and of the rule's state, 1-D."""
+        """Yields (name, values, rule's state) of each tensor, as 1-D views."""
         if self.buffer.flat is None or self.compression.by_parameter:
             yield from zip(self.buffer.names, self.values, self.states, strict=True)
             return
@@ -195,7 +199,7 @@ class Bucket:
     # -- saving and resuming -----------------------------------------------------------------------------
 
     def rule_state(self) -> dict[str, dict[str, Tensor]]:
-        """By tensor name, the rule's state in the tensor's shape; live tensors."""
+        """Returns the rule's state by tensor name, in the tensor's shape; the tensors are live."""
         self.renew()
         specs = {slot.spec.name: slot.spec for slot in self.buffer.plan.slots}
         return {
@@ -204,10 +208,10 @@ class Bucket:
         }
 
     def load_rule_state(self, by_name: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Loads what ``rule_state`` returned.
+        """Loads the result of ``rule_state``.
 
         Raises:
-            ValueError: something is missing, or of another shape; names the tensor.
+            ValueError: an entry is missing or has another shape; names the tensor.
         """
         for name, own in self.rule_state().items():
             saved = by_name.get(name, {})
@@ -221,21 +225,22 @@ class Bucket:
                 tensor.copy_(found)
 
     def saved_exchange(self) -> dict[str, dict[str, Tensor]]:
-        """By tensor name, what an exchange needs besides the tensors: parts of the messages and of the hints.
+        """Returns the state of the exchange by tensor name: parts of messages and hints.
 
-        The entries of a tensor do not depend on the bucket that it is in:
+        The entries of a tensor do not depend on its bucket:
 
-            sent       what is in flight of it: codes, 1-D, in the order of its memory; and ``records``, see the wire
-            told       what was announced for the exchange in flight, int8
-            announced  what was announced for the round that comes, int8
-            ranges     what the wire has learnt, float64 of shape (runs, 4)
+            sent            the codes in flight, 1-D, in the order of its memory
+            records         the records in flight, float64 of shape (blocks, fields)
+            hint_in_flight  the hint for the exchange in flight, int8
+            hint_next       the hint for the next round, int8
+            ranges          the compression's ranges, float64 of shape (blocks, 4)
 
-        A wire without records, hints or a memory has no such entries, and what is not in flight is not there.
-        Tensors on the bucket's device may be parts of the message: good until the next exchange starts.
+        Entries that a compression does not need, or that are not in flight, are missing. Tensors may be views of the
+        message, which are valid until the next exchange starts.
         """
         compression, by_tensor = self.compression, self.compression.state()
         sending = self.in_flight if self.in_flight is not None and not self.in_flight.sits_out else None
-        texts = {"hint_in_flight": None if sending is None else sending.hint, "hint_next": self.hints.coming}
+        texts = {"hint_in_flight": None if sending is None else sending.hint, "hint_next": self.hints.next}
         for key, text in texts.items():
             if text is not None and compression.needs_hints:
                 for entries, part in zip(by_tensor, compression.hint_by_tensor(text), strict=True):
@@ -243,22 +248,22 @@ class Bucket:
         if sending is not None:
             for entries, parts in zip(by_tensor, compression.unpack(self.messages[0]), strict=True):
                 entries.update(parts)
-        if len(by_tensor) < len(self.buffer.names):  # one of all, on a wire that only has codes
+        if len(by_tensor) < len(self.buffer.names):  # one flat tensor for all, which has codes only
             sent, slots = by_tensor[0].get("sent"), self.buffer.plan.slots
             by_tensor = [{} if sent is None else {"sent": sent[slot.offset : slot.offset + slot.spec.numel]} for slot in slots]
         return dict(zip(self.buffer.names, by_tensor, strict=True))
 
     def load_exchange(self, by_name: Mapping[str, Mapping[str, Tensor]], *, sending: bool) -> bytes | None:
-        """Loads what ``saved_exchange`` returned, perhaps of other buckets.
+        """Loads the result of ``saved_exchange``, which may come from other buckets.
 
         Args:
-            sending: the exchange in flight is resumed.
+            sending: whether the exchange in flight is resumed.
 
         Returns:
-            What was announced for the exchange in flight; None: there is none.
+            The hint of the exchange in flight; None if it is not resumed.
 
         Raises:
-            ValueError: something is missing, or of another shape or dtype; names the tensor.
+            ValueError: an entry is missing, or has another shape or dtype; names the tensor.
         """
         compression, device = self.compression, self.buffer.plan.device
         entries = [
@@ -266,7 +271,7 @@ class Bucket:
             for slot in self.buffer.plan.slots
         ]
         if compression.needs_hints:
-            self.hints.coming = compression.hint_of([entry["hint_next"] for entry in entries])
+            self.hints.next = compression.hint_of([entry["hint_next"] for entry in entries])
             compression.load_state(entries)
         if not sending:
             return None
@@ -277,12 +282,12 @@ class Bucket:
         return compression.hint_of([entry["hint_in_flight"] for entry in entries]) if compression.needs_hints else b""
 
     def edge_state(self) -> dict[str, dict[str, Tensor]]:
-        """By tensor name, what the wire has learnt of single edges; only a wire whose items are tensors has any."""
+        """Returns the compression's state per edge by tensor name; only compressions with ``by_parameter`` have any."""
         by_tensor = self.compression.edge_state()
         return dict(zip(self.buffer.names, by_tensor, strict=True)) if any(by_tensor) else {}
 
     def load_edge_state(self, by_name: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Loads what ``edge_state`` returned, perhaps of other buckets."""
+        """Loads the result of ``edge_state``, which may come from other buckets."""
         if len(self.compression.tensors) == len(self.buffer.names):
             self.compression.load_edge_state([by_name.get(name, {}) for name in self.buffer.names])
 
