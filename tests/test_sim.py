@@ -1,4 +1,4 @@
-"""What the simulator is asked, what it answers, and what it refuses. That it is right: test_sim_exact."""
+"""The simulator's interface and its refusals. Its numbers are compared with real workers in test_sim_exact."""
 
 from __future__ import annotations
 
@@ -326,7 +326,7 @@ def test_a_replica_without_gradients_takes_no_step():
     assert (nothing.vectorized, nothing.steps, nothing.round) == (True, [0, 0], 1)
 
 
-# -- what can be looked at -------------------------------------------------------------------------------------------------
+# -- state and results -----------------------------------------------------------------------------------------------------
 
 
 def normed() -> nn.Module:

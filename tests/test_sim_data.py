@@ -1,4 +1,4 @@
-"""Who holds which samples, which are drawn, and whole simulated runs."""
+"""Splits of samples, batches, and whole simulated runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of all kinds: what the simulator computes is what the wrapper computes, or it is refused by name."""
+"""Models of all kinds: the simulator computes the same as the wrapper, or refuses the model by name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def mlp() -> nn.Sequential:
 
 
 class Head(nn.Module):
-    """Two layers, and what a subclass does between them."""
+    """Two layers, and the computation of a subclass between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,12 +231,12 @@ def autocast(model: Any, x: Tensor, y: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Kind:
-    """A model and what becomes of it.
+    """A model and the expected result.
 
     Attributes:
         model: makes it.
         fast: with vectorize=None: computed in one pass (True), one by one with a warning (False), or raises this.
-        slow: what vectorize=False raises; empty if it is exact.
+        slow: the error with vectorize=False; empty if it is exact.
         loss: None for the cross entropy.
         tolerance: of the one pass.
     """
