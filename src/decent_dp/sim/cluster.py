@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from decent_dp.arguments import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, check_factories, check_scaler
 from decent_dp.compression import Lossless, check_compression
 from decent_dp.rules import Rule, check_rule
-from decent_dp.sim.checks import flag, number, real, whole
+from decent_dp.sim.checks import number, real, whole
 from decent_dp.sim.exchange import CompressedExchange, LosslessExchange, SimulatedExchange
 from decent_dp.sim.gradients import LOSS_FN_TYPE, Gradients, StepGradients
 from decent_dp.sim.stack import Stack
@@ -95,7 +95,9 @@ class VirtualCluster:
         if vectorize not in (True, False, None):
             raise TypeError(f"vectorize must be True, False or None, got {vectorize!r}")
         self._max_norm = number("grad_clip_norm", grad_clip_norm, "0.0 (no clipping) or a positive norm", positive=False)
-        self._overlap = flag("overlap", overlap)
+        if overlap not in (True, False):
+            raise TypeError(f"overlap must be True or False, got {overlap!r}")
+        self._overlap = overlap
         self._scaler = check_scaler(scaler)
         check_factories(optim_fn, lr_scheduler_fn)
         self._factories = optim_fn, lr_scheduler_fn

@@ -16,7 +16,7 @@ from torch import nn
 
 from decent_dp.compression import check_compression
 from decent_dp.optim import lr_scheduler_fn_cosine_with_warmup, optim_fn_accum_adamw, optim_fn_adamw
-from decent_dp.sim.checks import flag, number, real, whole
+from decent_dp.sim.checks import number, real, whole
 from decent_dp.sim.cluster import VirtualCluster
 from decent_dp.sim.data import Batches, Data, check_alpha, digits, dirichlet_split
 from decent_dp.topo import make_topology
@@ -87,8 +87,12 @@ class Simulation:
     def __post_init__(self) -> None:
         for name in ("n", "local_world_size", "steps", "batch", "mix_every", "eval_every"):
             object.__setattr__(self, name, whole(name, getattr(self, name)))
-        object.__setattr__(self, "seed", whole("seed", self.seed, least=0, below=2**64))
-        object.__setattr__(self, "overlap", flag("overlap", self.overlap))
+        object.__setattr__(self, "seed", whole("seed", self.seed, least=0))
+        if self.seed >= 2**64:
+            raise ValueError(f"seed must be less than 2**64, got {self.seed}")
+        if self.overlap not in (True, False):
+            raise TypeError(f"overlap must be True or False, got {self.overlap!r}")
+        object.__setattr__(self, "overlap", bool(self.overlap))
         hidden: Any = self.hidden
         if not isinstance(hidden, (tuple, list)):
             raise TypeError(f"hidden must be the widths of the hidden layers, such as (128, 64), got {hidden!r}")
