@@ -28,7 +28,7 @@ from decent_dp.topo import (
     make_topology,
 )
 from decent_dp.topo.analysis import Analysis, all_rounds, analyse, consensus_error, is_doubly_stochastic, mixing_matrix
-from decent_dp.transport.reduction_tree import find_place
+from decent_dp.transport.tcp.reduction_tree import find_place
 
 NAMES = ["complete", "ring", "one-peer-exp", "alternating-exp-ring", "base-2", "random-matching", "hierarchical"]
 

@@ -31,8 +31,8 @@ def test_simulate_runs_what_was_typed(cli: Cli, tmp_path: Path) -> None:
     found = cli.json(RUN, "--out", str(tmp_path / "new" / "folder"))
     expected = run(
         Simulation(
-            topology="base-2", n=6, alpha=0.3, steps=20, batch=4, lr=0.05, optimizer="momentum", wire="bfloat16", mix_every=2,
-            overlap=False, seed=3, eval_every=2,
+            topology="base-2", n=6, alpha=0.3, steps=20, batch=4, lr=0.05, optimizer="momentum", mix_every=2,
+            compression="bfloat16", overlap=False, seed=3, eval_every=2,
         )
     ).to_json()  # fmt: skip
     assert {**found, "seconds": 0} == {**expected, "seconds": 0, "diverged": None}

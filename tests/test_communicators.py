@@ -17,9 +17,10 @@ from torch import nn
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import PeerLostError, PeerTimeoutError
 from decent_dp.topo import Edge
-from decent_dp.transport import ExchangeId, ProcessGroupTransport, addresses
+from decent_dp.transport import ExchangeId, ProcessGroupTransport
 from decent_dp.transport.base import DeferredHandle
 from decent_dp.transport.communicators import Notes, UnreachableError, peer_error
+from decent_dp.transport.tcp import addresses
 from decent_dp.transport.waiter import Waiter
 from tests.helpers import came, listening, request
 from tests.test_transport import control, exchanges, grouping, swap

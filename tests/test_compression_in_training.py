@@ -14,7 +14,7 @@ from torch import nn
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
-from decent_dp.compression import COMPRESSIONS
+from decent_dp.compression import COMPRESSIONS, int8
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.transport import InProcessTransport, run_replicas
 from tests.helpers import SGD, loss, net, values
@@ -321,3 +321,30 @@ def test_names_in_a_trace(workers):
         assert set(every) == {"wait", "mix", "step", "encode", "send"}
         assert every["encode"] == every["send"]  # the thread that moves the bytes,
         assert not every["send"] & every["step"]  # beside training
+
+
+def test_a_block_that_is_never_mixed_is_warned_of_once(monkeypatch, caplog):
+    real = int8._Scratch.wrapped
+
+    def apart(scratch: Any, ours: Any, our_codes: Any, theirs: Any, their_codes: Any) -> Any:
+        return None if len(our_codes) == 144 else real(scratch, ours, our_codes, theirs, their_codes)
+
+    monkeypatch.setattr(int8._Scratch, "wrapped", apart)
+
+    def work(transport: InProcessTransport) -> int:
+        model = DecentralizedDataParallel(net(), SGD, topology="ring", compression="int8", transport=transport)
+        for t in range(15):
+            loss(model, t, transport.rank).backward()
+            if t == 9:  # nine exchanges have been finished
+                transport.control.gather(None)
+                assert caplog.text == ""
+                transport.control.gather(None)
+        found = model.stats().rejected
+        model.close()
+        return found
+
+    assert all(found >= 14 for found in run_replicas(2, work, timeout=20))
+    warned = [record.getMessage() for record in caplog.records]
+    assert len(warned) == 2  # of each worker
+    assert all("parameter '2.weight' was not mixed, or not all of it, in the last 10 exchanges" in text for text in warned)
+    assert all("compression='int8'" in text for text in warned)

@@ -447,3 +447,31 @@ def test_what_is_written_is_what_the_planner_reads(tmp_path: Path) -> None:
     assert cluster.inter.bytes_per_s == pytest.approx(940e6 / 8)
     assert cluster.intra.bytes_per_s == pytest.approx(9400e6 / 8)
     assert cluster.inter.latency_s == pytest.approx(70e-6)
+
+
+@pytest.mark.parametrize(
+    ("now", "permitted", "latency", "wanted"),
+    [
+        ("bbr", "reno cubic bbr", 1e-4, "cubic,reno"),
+        ("bbr", "reno bbr", 1e-4, "reno"),
+        ("bbr", "reno cubic bbr", 40e-3, None),
+        ("cubic", "reno cubic", 40e-3, None),
+        ("cubic", "reno cubic bbr", 40e-3, "bbr"),
+        ("cubic", "reno cubic bbr", 1e-4, None),
+        ("", "", 40e-3, None),
+    ],
+)
+def test_another_congestion_control_is_named_where_it_is_worth_a_try(
+    monkeypatch: pytest.MonkeyPatch, now: str, permitted: str, latency: float, wanted: str | None
+) -> None:
+    monkeypatch.delenv("DECENT_DP_CONGESTION_CONTROL", raising=False)
+    card = {"host": "h", "device": "cpu", "python": "3", "torch": "2", "decent_dp": "1"}
+    cards = [{**card, "congestion_control": now, "permitted": permitted}] * 4
+    found = {pair: Pair(latency, 1e8) for pair in pairs(4, 2)}
+    document = doctor._document(cards, [0, 0, 1, 1], "gloo", found, 1.0)
+    lines = [line for line in doctor._in_words(document) if "CONGESTION" in line]
+    assert [re.findall(r"CONTROL=(\S+)", line) for line in lines] == ([[wanted]] if wanted else [])
+    monkeypatch.setenv("DECENT_DP_CONGESTION_CONTROL", "bbr")
+    assert not any("CONGESTION" in line for line in doctor._in_words(document))
+    document = doctor._document(cards, [0] * 4, "gloo", found, 1.0)
+    assert not any("CONGESTION" in line for line in doctor._in_words(document))

@@ -17,9 +17,10 @@ from decent_dp.compression import COMPRESSIONS
 from decent_dp.compression.base import _BLOCK_ON_CPU
 from decent_dp.errors import PeerLostError
 from decent_dp.topo import Edge
-from decent_dp.transport import ExchangeId, ProcessGroupTransport, addresses, communicators
-from decent_dp.transport.linked import _ROOM
-from decent_dp.transport.reduction_tree import Place, find_place, group_by_node
+from decent_dp.transport import ExchangeId, ProcessGroupTransport, communicators
+from decent_dp.transport.tcp import addresses
+from decent_dp.transport.tcp.exchange import _POOL_BYTES
+from decent_dp.transport.tcp.reduction_tree import Place, find_place, group_by_node
 from tests.helpers import came, request
 
 MIB = 2**20
@@ -55,7 +56,7 @@ def test_who_waits_for_a_late_worker_does_not_hold_all_that_the_others_sent(work
     assert [mean for _, mean in found] == [2.0] * n
     for grown, _ in found[:-1]:
         # Without a bound: for a fifth of the pieces two messages beside the one that lies in `received`.
-        assert grown < _ROOM + 5 * MIB < 2 / 5 * 4 * numel, [grown / MIB for grown, _ in found]
+        assert grown < _POOL_BYTES + 5 * MIB < 2 / 5 * 4 * numel, [grown / MIB for grown, _ in found]
 
 
 def one_dies(rank: int, n: int, buckets: int) -> list[tuple[str, str]] | None:
@@ -83,7 +84,7 @@ def one_dies(rank: int, n: int, buckets: int) -> list[tuple[str, str]] | None:
 
 def test_what_waits_for_memory_hears_of_a_lost_worker(workers):
     buckets = 40
-    assert 4 * (2 * _BLOCK_ON_CPU) * buckets > 2 * _ROOM
+    assert 4 * (2 * _BLOCK_ON_CPU) * buckets > 2 * _POOL_BYTES
     outcomes = workers.outcomes(4, one_dies, buckets, group_timeout=25)
     value: Any = outcomes[0].value
     assert not outcomes[0].error, outcomes[0].trace

@@ -22,7 +22,7 @@ __all__ = ["EXAMPLES", "simulate"]
 
 # Samples of all workers in one step: about 3 GB for the digits' network.
 _MOST_SAMPLES = 2**20
-# A mean loss that no run comes back from: to guess one of ten costs 2.3.
+# No run recovers from such a mean loss; guessing one of ten classes costs 2.3.
 _RUINED = 1000.0
 _FILES = ("simulation.json", "simulation.png")
 
@@ -40,19 +40,21 @@ Exit code 1 if the loss diverged."""
 def simulate(
     n: Annotated[int, typer.Option("-n", "--workers", help="Number of virtual workers.", metavar="N")],
     topology: Annotated[str, typer.Option(help="A name, or several one after another: complete:100,base-2")],
-    data: Annotated[str, typer.Option(help="The data set: digits.")] = "digits",
+    data: Annotated[str, typer.Option(help="The data: digits.")] = "digits",
     alpha: Annotated[
         float | None, typer.Option(help="Dirichlet split of the classes: 0.1 is very uneven. Not given: even.")
     ] = None,
     local: Annotated[int, typer.Option("-l", "--local", help="Workers per node.", metavar="L")] = 1,
     steps: Annotated[int, typer.Option(help="Updates of every worker.")] = 500,
-    lr: Annotated[float | None, typer.Option(help="Learning rate. Not given: that of the optimizer here.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate. Not given: a good one for the optimizer.")] = None,
     batch: Annotated[int, typer.Option(help="Samples per worker and step.")] = 32,
     optimizer: Annotated[str, typer.Option(help="adamw, accum-adamw, sgd or momentum.")] = "adamw",
-    compression: Annotated[str | None, typer.Option(help="bfloat16 or int8. Not given: none.")] = None,
-    mix_every: Annotated[int, typer.Option(help="Mix in every h-th update only.", metavar="H")] = 1,
-    overlap: Annotated[bool, typer.Option("--overlap/--no-overlap", help="Mix with the parameters of the last update.")] = True,
-    seed: Annotated[int, typer.Option(help="Seed of the weights, the split and the batches.")] = 0,
+    compression: Annotated[str, typer.Option(help="none, bfloat16 or int8.")] = "none",
+    mix_every: Annotated[int, typer.Option(help="Mix only in every h-th update.", metavar="H")] = 1,
+    overlap: Annotated[
+        bool, typer.Option("--overlap/--no-overlap", help="Mix with the values sent in the last update.")
+    ] = True,
+    seed: Annotated[int, typer.Option(help="Of the weights, the split and the batches.")] = 0,
     out: Annotated[
         Path | None, typer.Option(help="Write simulation.json and simulation.png into this folder.", metavar="DIR")
     ] = None,
@@ -60,12 +62,12 @@ def simulate(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")] = False,
 ) -> int:
     """Train many virtual workers on this machine: does the model still learn as well with this topology and compression?"""
-    # Before torch is imported.
+    # Checks that need no torch come before its import, which takes seconds.
     make(topology, n, local)
     if n * batch > _MOST_SAMPLES:
         raise BadInputError(
-            f"--batch {batch} of {n} workers are {n * batch:,} samples per step, more than the {_MOST_SAMPLES:,} that fit "
-            f"here; write --batch {max(1, _MOST_SAMPLES // n)} or less"
+            f"--batch {batch} of {n} workers are {n * batch:,} samples per step, more than the limit of {_MOST_SAMPLES:,} "
+            f"samples in memory; write --batch {max(1, _MOST_SAMPLES // n)} or less"
         )
     if alpha is not None and not alpha > 0:
         raise BadInputError(f"--alpha must be above zero, got {alpha:g}; 0.1 is very uneven, 100 nearly even")
@@ -89,7 +91,7 @@ def simulate(
             batch=batch,
             lr=lr,
             optimizer=optimizer,
-            wire=compression or "float32",
+            compression=None if compression == "none" else compression,
             overlap=overlap,
             mix_every=mix_every,
             seed=seed,
@@ -112,15 +114,14 @@ def simulate(
 
 @contextmanager
 def _in_options() -> Iterator[None]:
-    """Makes an error about a setting one about the option of that name."""
+    """Errors of a setting name its option."""
     try:
         yield
     except (ValueError, TypeError) as error:
         from decent_dp.sim.experiment import Simulation
 
         name, _, words = str(error).partition(" ")
-        known = name == "compression" or hasattr(Simulation, name)
-        raise BadInputError(f"--{name.replace('_', '-')} {words}" if known else str(error)) from error
+        raise BadInputError(f"--{name.replace('_', '-')} {words}" if hasattr(Simulation, name) else str(error)) from error
 
 
 def _sound(row: Row) -> bool:
@@ -151,7 +152,7 @@ def _deliver(result: Result, diverged: int | None, out: Path | None, plot: Path 
             write_json(document)
         else:
             _report(result)
-    finally:  # also if the reader of stdout has gone
+    finally:  # also after a broken pipe
         written = _write_files(result, document, out, plot)
     if not json:
         for path in written:
@@ -194,10 +195,10 @@ def _percent(share: float) -> str:
 
 def _heading(settings: Simulation) -> str:
     words = [settings.topology, f"{settings.n} worker{'s' * (settings.n > 1)}", settings.optimizer]
-    if settings.wire != "float32":
-        words.append(settings.wire)
     if settings.local_world_size > 1:
         words.insert(2, f"{settings.local_world_size} per node")
+    if settings.compression is not None:
+        words.append(settings.compression)
     if settings.mix_every > 1:
         words.append(f"mixed every {settings.mix_every} steps")
     if not settings.overlap:

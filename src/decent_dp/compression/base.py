@@ -203,6 +203,10 @@ class Compression(ABC):
         """What the members of a coming edge must know; empty where they need nothing."""
         return b""
 
+    def stuck(self, rounds: int) -> list[int]:
+        """The numbers of the tensors with a block that was rejected in each of the last ``rounds`` exchanges, or more."""
+        return []
+
     # -- a run that is stopped, and goes on -----------------------------------------------------------------------------
 
     def entries(self, numel: int, *, in_flight: bool) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

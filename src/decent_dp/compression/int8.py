@@ -87,6 +87,8 @@ class Int8(Compression):
         self._seen = np.full(len(self._blocks), np.nan)
         self._expected = np.full(len(self._blocks), np.nan)
         self._failed = np.zeros(len(self._blocks))
+        # Exchanges in a row in which each block was rejected.
+        self._rejections = np.zeros(len(self._blocks), dtype=np.int64)
         self._largest = np.zeros(len(self._blocks))
         self._steps = np.ones(len(self._blocks))
 
@@ -134,9 +136,11 @@ class Int8(Compression):
         self._seen[place] = distance if math.isnan(before) else max(distance, _MEMORY * before)
         self._expected[place] = _MARGIN * self._seen[place]
         self._failed[place] = 0.0
+        self._rejections[place] = 0
 
     def _reject(self, place: int) -> None:
         self.rejected += 1
+        self._rejections[place] += 1
         reach, before, enough = 127 * self._steps[place], self._failed[place], _ENOUGH * self._largest[place]
         if reach <= before:
             return  # the round that follows a rejected one was announced before it, and fails for the same reason
@@ -147,6 +151,9 @@ class Int8(Compression):
         self._expected[place] = wider
         # Not forgotten at the next exchange, with a worker that is nearer than the one that was too far away.
         self._seen[place] = np.fmax(self._seen[place], wider / _MARGIN)
+
+    def stuck(self, rounds: int) -> list[int]:
+        return sorted({self._blocks[place].tensor for place in np.flatnonzero(self._rejections >= rounds)})
 
     # -- messages -----------------------------------------------------------------------------------------------------
 

@@ -32,6 +32,9 @@ _log = logging.getLogger(__name__)
 # Training stops after a worker has sat out so many rounds in a row because of non-finite values.
 NONFINITE_ROUNDS = 10
 
+# After so many exchanges in a row in which a block was rejected there is a warning.
+_REJECTED_ROUNDS = 10
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -147,6 +150,7 @@ class Engine:
         # Rejected blocks and the number of replaced buckets. Bucket numbers are never reused, so that a hint for an old
         # bucket is not taken for a new one's.
         self._rejected = self._gone = 0
+        self._warned_of_rejections = False
 
     @property
     def rejected(self) -> int:
@@ -219,7 +223,24 @@ class Engine:
             return unmixable
         with record_function("decent_dp.mix"):
             bucket.mix(in_flight, self.factor, edit)
+        if bucket.compression.rejected and not self._warned_of_rejections:
+            self._warn_of_rejections(bucket)
         return ARRIVED
+
+    def _warn_of_rejections(self, bucket: Bucket) -> None:
+        """Warns, once, of a parameter that is not mixed round after round: nothing but a counter would show it."""
+        stuck = bucket.compression.stuck(_REJECTED_ROUNDS)
+        if not stuck:
+            return
+        self._warned_of_rejections = True
+        _log.warning(
+            "parameter '%s'%s was not mixed, or not all of it, in the last %d exchanges: the replicas are too far apart there "
+            "for compression=%r, and each trains on alone. Use compression=None or 'bfloat16', or a lower learning rate.",
+            bucket.buffer.names[stuck[0]],
+            f" and {len(stuck) - 1} more" if len(stuck) > 1 else "",
+            _REJECTED_ROUNDS,
+            bucket.compression.name,
+        )
 
     @torch.no_grad()
     def start(self, bucket: Bucket) -> None:

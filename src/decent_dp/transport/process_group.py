@@ -12,14 +12,14 @@ from torch import Tensor
 
 from decent_dp.compression import Lossless
 from decent_dp.topo import Edge
-from decent_dp.transport.addresses import dial, listen
 from decent_dp.transport.base import Control, DeferredHandle, ExchangeId, Exchanger, ExchangeRequest, Handle, Transport
 from decent_dp.transport.communicators import Communicator, Notes, Rendezvous, peer_error
 from decent_dp.transport.inprocess import InProcessTransport
-from decent_dp.transport.linked import LinkedExchanger
-from decent_dp.transport.links import Links
 from decent_dp.transport.nccl import NcclGroups, NcclPairs
 from decent_dp.transport.peers import Peers
+from decent_dp.transport.tcp.addresses import dial, listen
+from decent_dp.transport.tcp.exchange import TcpExchanger
+from decent_dp.transport.tcp.reactor import Reactor
 from decent_dp.transport.waiter import Waiter
 
 __all__ = ["ProcessGroupTransport", "connect"]
@@ -63,8 +63,8 @@ class ProcessGroupTransport(Transport, Exchanger):
         self._communicators: dict[str, Communicator] = {}
         self._controls: dict[str, Control] = {}
         self._connect_control("all", range(meeting.world_size))
-        self._links = Links(meeting.rank, meeting.near, listen(meeting), lambda peer: dial(meeting, peer), meeting.token)
-        self._linked = LinkedExchanger(self._links, meeting.rank, meeting.node_of, self._waiter, self.timeout, self._explain)
+        self._reactor = Reactor(meeting.rank, meeting.near, listen(meeting), lambda peer: dial(meeting, peer), meeting.token)
+        self._tcp = TcpExchanger(self._reactor, meeting.rank, meeting.node_of, self._waiter, self.timeout, self._explain)
 
     @property
     def exchanger(self) -> Exchanger:
@@ -75,18 +75,18 @@ class ProcessGroupTransport(Transport, Exchanger):
         return self._control_of("all")
 
     def lost(self) -> list[int]:
-        return self._links.lost()
+        return self._reactor.lost()
 
     def prepare(self, edges: list[Edge]) -> None:
         for t, edge in enumerate(edges):
-            self._linked.connect(edge, ExchangeId(t, 0))
+            self._tcp.connect(edge, ExchangeId(t, 0))
 
     def report(self, cause: str) -> None:
         self._notes.write(cause)
 
     def close(self) -> None:
         self._waiter.close()
-        self._links.close()
+        self._reactor.close()
         self._communicators.clear()
         # With the last reference the communicator goes.
         self._controls.clear()
@@ -102,13 +102,13 @@ class ProcessGroupTransport(Transport, Exchanger):
         """Who moves this request: by where it is, its wire and the size of its edge."""
         lossless = isinstance(request.compression, Lossless)
         if not (self._meeting.nccl and request.sent.is_cuda and lossless):
-            return self._linked
+            return self._tcp
         if len(edge.ranks) == 2:
             return self._nccl_pairs()
-        return self._nccl_groups() if type(request.compression) is Lossless else self._linked
+        return self._nccl_groups() if type(request.compression) is Lossless else self._tcp
 
     def send_hint(self, edge: Edge, exchange_id: ExchangeId, text: bytes) -> None:
-        self._linked.send_hint(edge, exchange_id, text)
+        self._tcp.send_hint(edge, exchange_id, text)
 
     def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
         return self.choose(edge, request).start(edge, request)
