@@ -100,7 +100,8 @@ class Cluster:
         local_world_size: workers a node; divides n.
         inter: a node's link to other nodes. All its workers share it, in each direction.
         intra: a worker's own link to the others of its node.
-        backend: 'gloo': DDP sums along a ring of all workers, this library's groups along trees (``transport/tree.py``).
+        backend: 'gloo': DDP sums along a ring of all workers, this library's groups along trees
+            (``transport/tcp/reduction_tree.py``).
             'nccl': both are NCCL's all-reduce, a ring, or its trees between two nodes; but int8, and groups of more than two
             on bfloat16, go through the CPU and TCP, as with 'gloo'.
         ports: links between nodes that a node has, each of them ``inter``.

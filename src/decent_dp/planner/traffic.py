@@ -17,9 +17,9 @@ __all__ = ["Exchange", "Round", "buckets_of", "capacities", "collective", "make_
 
 _MIB = 2**20
 _BUCKETS = 8  # as bucket.py has it
-# A worker asks for what its groups' trees need in quarters of a window (transport/links.py).
+# A worker asks for what its groups' trees need in quarters of a window (transport/tcp/framing.py).
 _ASKED_AT_ONCE = 4
-# One way each: the offer, what is asked for, and the data (transport/links.py).
+# One way each: the offer, what is asked for, and the data (transport/tcp/framing.py).
 _HANDSHAKE = 3
 # Where messages leave NCCL for the CPU and TCP: bytes a second that a worker's one thread moves each way, and the least
 # latency. Guesses on the safe side: no such cluster was measured.
