@@ -48,6 +48,7 @@ BELOW["ddp"] = BELOW["backward"] | {"backward"}
 BELOW["checkpoint"] = BELOW["ddp"] | {"ddp", "__init__"}
 BELOW["sim"] = BELOW["engine"] | {"engine", "optim", "arguments", "gradients"}
 BELOW["cli"] = BELOW["checkpoint"] | {"checkpoint", "sim", "optim", "launch", "plots", "utils", "__init__"}
+BELOW["__main__"] = BELOW["cli"] | {"cli"}
 BELOW["__init__"] = set()  # names are looked up lazily
 
 MAY_IMPORT_DISTRIBUTED = {"transport", "launch", "checkpoint"}
@@ -196,7 +197,7 @@ def test_the_core_needs_torch_and_numpy_alone():
 
 
 # What a user's subclass may call its own attributes is not ours to choose, so a topology's own are underscored.
-TOPOLOGYS = {"_rank", "_edges_ahead", "_settled"}
+TOPOLOGYS = {"_rank", "_edges_ahead", "_final_part"}
 TORCHS = {"_values"}  # of a sparse tensor
 
 

@@ -36,7 +36,7 @@ CLEAN = {**{k: v for k, v in os.environ.items() if k not in VARIABLES}, "OMP_NUM
 
 def start(n: int, *options: str, **environ: str) -> subprocess.CompletedProcess[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)] if n else []
-    command = [sys.executable, *launcher, "-m", "decent_dp.cli", "doctor", *options]
+    command = [sys.executable, *launcher, "-m", "decent_dp", "doctor", *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=100, env={**CLEAN, **environ})
 
 
@@ -73,7 +73,7 @@ def test_alone_it_gives_the_line_to_start() -> None:
     done = start(0)
     assert (done.returncode, done.stderr) == (0, "")
     assert "backend gloo, 1 worker on 1 node" in done.stdout
-    assert "torchrun --standalone --nproc-per-node 4 -m decent_dp.cli doctor" in done.stdout
+    assert "torchrun --standalone --nproc-per-node 4 -m decent_dp doctor" in done.stdout
 
 
 def test_a_worker_that_never_comes() -> None:
@@ -354,7 +354,7 @@ def test_a_launcher_that_ends_all_leaves_time_for_a_word(tmp_path: Path) -> None
         command = [sys.executable, *words]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ)
 
-    with begin("0", "-m", "decent_dp.cli", "doctor") as doctor_, begin("1", "-c", _SILENT) as silent:
+    with begin("0", "-m", "decent_dp", "doctor") as doctor_, begin("1", "-c", _SILENT) as silent:
         assert silent.stdout is not None
         assert silent.stdout.readline() == "here\n"
         time.sleep(1.0)

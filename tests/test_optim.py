@@ -572,7 +572,7 @@ def two_groups(lrs: tuple[Any, Any] = (0.1, 0.003)) -> torch.optim.Optimizer:
 
 
 def rates(optimizer: torch.optim.Optimizer, scheduler: Any, steps: int) -> list[list[float]]:
-    """The rates at which each of the next steps is made, one list a step."""
+    """The rates of the next steps, one list per step."""
     seen = []
     for _ in range(steps):
         seen.append([float(group["lr"]) for group in optimizer.param_groups])

@@ -69,7 +69,7 @@ CASES = [
     case("varying", "mlp", "sgd", Scaled(64.0), compression="int8"),
     case("ring", "mlp", "sgd", Scaled(64.0), compression="bfloat16"),
 ]
-# What a cluster knows nothing of.
+# Arguments that a cluster does not have.
 _OF_WORKERS = {"param_as_bucket_view", "bucket_size_in_mb"}
 
 

@@ -1,4 +1,4 @@
-"""What a rule is told, what its proposals are coded with, and what workers must agree on."""
+"""The calls of a rule, the coding of its proposals, and the settings that workers must share."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ N = 4
 SOME = partial(torch.optim.SGD, lr=0.05)
 
 
-# -- what a rule is told ---------------------------------------------------------------------------------------------------
+# -- the calls of a rule ---------------------------------------------------------------------------------------------------
 
 
 def check_log(log: list[Any], total: int, rounds: int, pending: int) -> dict[int, set[bool]]:
-    """Every element was told of every round, once by each verb and in order; of the last ``pending`` ones only by ``propose``.
+    """Every element had every round, once by each verb and in order; the last ``pending`` ones only by ``propose``.
 
     Returns:
         For each round whether something came, for the elements.
@@ -42,7 +42,7 @@ def check_log(log: list[Any], total: int, rounds: int, pending: int) -> dict[int
             proposed[there] = number
         else:
             assert (applied[there] == number - 1).all(), f"applies round {number} after {applied[there]}"
-            assert (proposed[there] == number).all(), "what came is of what was proposed last"
+            assert (proposed[there] == number).all(), "the received values belong to the last proposal"
             applied[there] = number
             came.setdefault(number, set()).add(something)
             assert mixes or not something
@@ -83,7 +83,7 @@ def made(topology: str, h: int) -> Topology:
     return Topology.every(make_topology(topology, local_world_size=1, world_size=N, rank=0), h)
 
 
-def test_a_rule_is_told_of_every_round(workers):
+def test_a_rule_is_called_for_every_round(workers):
     """Also of those in which this worker or everybody is idle, and also by the buckets that are small."""
     results = workers(N, record_all)
     for rank, found in enumerate(results):
@@ -95,10 +95,10 @@ def test_a_rule_is_told_of_every_round(workers):
                 edge = next(edge for edge in rounds.round(t) if rank in edge.ranks)
                 meets = len(edge.ranks) > 1 and edge.weight < 1.0
                 assert something == {meets} or (options.get("compression") == "int8" and meets), (topology, options, rank, t)
-            # Rounds of a mix are those in which anybody mixes; all are told the same.
-            told = {(number, mixes) for _, number, mixes, *_ in log}
+            # A round mixes if any edge does; all workers have the same value.
+            rounds_seen = {(number, mixes) for _, number, mixes, *_ in log}
             want = {(t, any(len(edge.ranks) > 1 for edge in rounds.round(t))) for t in range(8)}
-            assert told == want, (topology, options)
+            assert rounds_seen == want, (topology, options)
             proposals = [entry for entry in log if entry[0] == "propose"]
             slices = {(there.start, there.stop) for *_, there, _ in proposals}
             assert len(proposals) == 8 * len(slices), "one call for each slice and round"
@@ -189,8 +189,8 @@ def test_the_simulator_tells_the_rule_of_every_round(compression):
             cluster.step(torch.randn(N, 5, 6, generator=torch.Generator().manual_seed(t)))
         check_log(Recorder.log, N * sum(p.numel() for p in net().parameters()), 7, 1)
         rounds = made(topology, h)
-        told = {(number, mixes) for _, number, mixes, *_ in Recorder.log}
-        assert told == {(t, any(len(edge.ranks) > 1 for edge in rounds.round(t))) for t in range(7)}
+        seen = {(number, mixes) for _, number, mixes, *_ in Recorder.log}
+        assert seen == {(t, any(len(edge.ranks) > 1 for edge in rounds.round(t))) for t in range(7)}
 
 
 def squares(model: Any, x: Tensor) -> Tensor:
@@ -291,7 +291,7 @@ def test_scale_hints_in_the_simulator():
 
 
 class Watching(torch.optim.SGD):
-    """Writes down what its hook is shown of the others."""
+    """Records the others' values in its hook."""
 
     shown: list[list[Tensor]]
 
@@ -396,7 +396,7 @@ def test_what_is_no_rule_is_refused(workers):
         with pytest.raises(TypeError) as caught:
             check_rule(rules)
         assert str(caught.value) == message
-    # Only one worker has it: all are told, in the same words.
+    # Only one worker has it: all raise the same error.
     for found in workers(2, one_is_wrong):
         assert found == [("TypeError", f"worker 1: {message}") for _, _, message in WRONG]
 

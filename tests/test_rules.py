@@ -60,7 +60,7 @@ def test_the_law_in_every_dtype(dtype):
 def test_the_mean_over_workers_stays(dtype, lossy):
     n, weight, factor = 4, 0.4, 0.7
     replicas = [randn(300, seed=s).to(dtype) for s in range(n)]
-    # What travels may be anything: only differences of what was sent are added.
+    # Any values may be sent: only their differences are added.
     sent = [(r * 8).round() / 8 if lossy else r.clone() for r in replicas]
     after = []
     for i in range(n):

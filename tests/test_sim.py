@@ -1,4 +1,4 @@
-"""What the simulator is asked, what it answers, and what it refuses. That it is right: test_sim_exact."""
+"""The simulator's interface and its refusals. Its numbers are compared with real workers in test_sim_exact."""
 
 from __future__ import annotations
 
@@ -326,7 +326,7 @@ def test_a_replica_without_gradients_takes_no_step():
     assert (nothing.vectorized, nothing.steps, nothing.round) == (True, [0, 0], 1)
 
 
-# -- what can be looked at -------------------------------------------------------------------------------------------------
+# -- state and results -----------------------------------------------------------------------------------------------------
 
 
 def normed() -> nn.Module:
@@ -357,21 +357,6 @@ def test_models_of_the_mean_and_of_replicas():
         cluster.replica_model(4)
 
 
-@pytest.mark.parametrize("vectorize", [True, False])
-def test_accuracies(vectorize):
-    cluster = trained(normed(), partial(torch.optim.SGD, lr=1.0), n=70, topology="ring", vectorize=vectorize)
-    x, y = (tensor[:20].flatten(0, 1) for tensor in batch(70, 99))
-    got = cluster.evaluate(x, y)
-    models = [cluster.mean_model(), *(cluster.replica_model(i) for i in range(70))]
-    want = [float((model.eval()(x).argmax(1) == y).double().mean()) for model in models]
-    assert got.mean == pytest.approx(want[0])
-    assert got.replicas == pytest.approx(want[1:])
-    assert got.worst == min(got.replicas) < max(got.replicas)
-    before = cluster.buffers["1.running_mean"].clone()
-    cluster.step(*batch(70))  # in training mode again
-    assert not before.equal(cluster.buffers["1.running_mean"])
-
-
 def test_a_mean_of_many_narrow_values_does_not_overflow():
     cluster = VirtualCluster(nn.Linear(2, 2).half(), SGD, "complete", 1000)
     for value in cluster.parameters.values():
@@ -399,7 +384,7 @@ def test_modes_of_modules_stay():
     model[1].eval()
     cluster = trained(model, SGD)
     assert cluster.buffers["1.num_batches_tracked"].tolist() == [0] * 4
-    cluster.evaluate(*(tensor[0] for tensor in batch(4)))
+    cluster.mean_model().eval()
     cluster.step(*batch(4))
     assert cluster.buffers["1.num_batches_tracked"].tolist() == [0] * 4
 
@@ -501,25 +486,6 @@ def test_wrong_batches_are_refused():
         with pytest.raises(TypeError, match=r"adaptive factor must be a number in .0, 1., got"):
             cluster.set_adaptive_factor(wrong)
     assert cluster.round == 0
-
-
-def test_wrong_evaluations_are_refused():
-    x, y = (tensor[0] for tensor in batch(4))
-    cluster = VirtualCluster(net(), SGD, "ring", 4)
-    for wrong in (y[:, None], y[:1], y[:3], torch.tensor(1)):
-        with pytest.raises(ValueError, match=r"y has the shape .*, but the model's output \(5, 3\): y must be \(5,\)"):
-            cluster.evaluate(x, wrong)
-    with pytest.raises(ValueError, match=r"needs samples, got x of shape \(0, 6\)"):
-        cluster.evaluate(x[:0], y[:0])
-    with pytest.raises(TypeError, match="needs two tensors, got Tensor and list"):
-        cluster.evaluate(x, y.tolist())
-
-    class Pair(nn.Linear):
-        def forward(self, x: Tensor) -> Any:
-            return super().forward(x), x
-
-    with pytest.raises(TypeError, match="must return a tensor with one score per class"):
-        VirtualCluster(Pair(6, 3).double(), SGD, "ring", 4).evaluate(x, y)
 
 
 @pytest.mark.parametrize("vectorize", [None, True, False])

@@ -30,7 +30,7 @@ __all__ = ["EXAMPLES", "FORMAT", "doctor"]
 
 FORMAT = "decent_dp-doctor-1"
 
-_TORCHRUN = "torchrun --standalone --nproc-per-node 4 -m decent_dp.cli doctor"
+_TORCHRUN = "torchrun --standalone --nproc-per-node 4 -m decent_dp doctor"
 # Workers up to which the whole matrix is shown, and columns of a block of it.
 _MATRIX, _COLUMNS = 16, 8
 _SHOWN_PAIRS = 10
@@ -46,7 +46,7 @@ EXAMPLES = f"""[bold]Examples[/bold]
 
 {_TORCHRUN}
 
-torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29400 -m decent_dp.cli doctor --out links.json
+torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29400 -m decent_dp doctor --out links.json
 
 decent-dp plan --measured links.json --params 65e6 --step-ms 60
 

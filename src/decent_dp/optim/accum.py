@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import chain
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -194,14 +194,8 @@ class _AccumAdamBase(Optimizer):
                         f"{tuple(state[entry].shape)}, but the parameter has {tuple(param.shape)}"
                     )
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Updates every parameter that has a gradient; the others keep their step count.
 
         Args:

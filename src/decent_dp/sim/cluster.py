@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,31 +14,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from decent_dp.arguments import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, check_factories, check_scaler
 from decent_dp.compression import Lossless, check_compression
 from decent_dp.rules import Rule, check_rule
-from decent_dp.sim.checks import flag, number, real, whole
-from decent_dp.sim.exchange import CompressedExchange, Exchange, LosslessExchange
+from decent_dp.sim.checks import number, real, whole
+from decent_dp.sim.exchange import CompressedExchange, LosslessExchange, SimulatedExchange
 from decent_dp.sim.gradients import LOSS_FN_TYPE, Gradients, StepGradients
 from decent_dp.sim.stack import Stack
 from decent_dp.sim.steppers import Shared, Stepper, make_stepper
 from decent_dp.topo import Topology, make_topology
 
-__all__ = ["Accuracy", "VirtualCluster"]
-
-
-@dataclass(frozen=True)
-class Accuracy:
-    """Shares of correct predictions.
-
-    Attributes:
-        mean: of the mean model.
-        replicas: of each replica.
-    """
-
-    mean: float
-    replicas: tuple[float, ...]
-
-    @property
-    def worst(self) -> float:
-        return min(self.replicas)
+__all__ = ["VirtualCluster"]
 
 
 class VirtualCluster:
@@ -113,7 +95,9 @@ class VirtualCluster:
         if vectorize not in (True, False, None):
             raise TypeError(f"vectorize must be True, False or None, got {vectorize!r}")
         self._max_norm = number("grad_clip_norm", grad_clip_norm, "0.0 (no clipping) or a positive norm", positive=False)
-        self._overlap = flag("overlap", overlap)
+        if overlap not in (True, False):
+            raise TypeError(f"overlap must be True or False, got {overlap!r}")
+        self._overlap = overlap
         self._scaler = check_scaler(scaler)
         check_factories(optim_fn, lr_scheduler_fn)
         self._factories = optim_fn, lr_scheduler_fn
@@ -128,7 +112,7 @@ class VirtualCluster:
         kind = check_compression(compression, [(name, param.dtype) for name, param in self._stack.params.items()])
         shared = self._stack, self.topology, check_rule(rule)
         lossless = kind is Lossless
-        self._exchange: Exchange = LosslessExchange(*shared) if lossless else CompressedExchange(*shared, kind)
+        self._exchange: SimulatedExchange = LosslessExchange(*shared) if lossless else CompressedExchange(*shared, kind)
         self._gradients = Gradients(self._stack, loss_fn or _cross_entropy, vectorize)
         self._stepper = self._make_stepper()
         self._failure: BaseException | None = None
@@ -282,36 +266,6 @@ class VirtualCluster:
         if not 0 <= i < self.n:
             raise IndexError(f"replica {i} is out of range: the replicas are 0 to {self.n - 1}")
         return self._stack.replica(i)
-
-    @torch.no_grad()
-    def evaluate(self, x: Tensor, y: Tensor) -> Accuracy:
-        """Shares of correct predictions for inputs ``x`` with labels ``y`` (one row per sample), of models in evaluation mode.
-
-        Args:
-            x: the models' input.
-            y: the correct classes, of the shape of the output without its last dimension, which has a score for each class.
-
-        Raises:
-            TypeError, ValueError: the output and ``y`` do not fit, or there is no sample.
-        """
-        if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
-            raise TypeError(f"evaluate(x, y) needs two tensors, got {type(x).__name__} and {type(y).__name__}")
-        if not x.numel() or not y.numel():
-            raise ValueError(f"evaluate(x, y) needs samples, got x of shape {tuple(x.shape)} and y of {tuple(y.shape)}")
-        scores: Any = self._stack.mean().eval()(x)
-        if not isinstance(scores, Tensor) or scores.ndim == 0:
-            raise TypeError(f"the model must return a tensor with one score per class in its last dimension, got {scores!r}")
-        if scores.shape[:-1] != y.shape:
-            raise ValueError(
-                f"y has the shape {tuple(y.shape)}, but the model's output {tuple(scores.shape)}: y must be "
-                f"{tuple(scores.shape[:-1])}, one class for the scores in the last dimension"
-            )
-        replicas = tuple(_accuracy(self._stack.replica(i).eval()(x), y) for i in range(self.n))
-        return Accuracy(_accuracy(scores, y), replicas)
-
-
-def _accuracy(scores: Tensor, y: Tensor) -> float:
-    return float((scores.argmax(-1) == y).float().mean())
 
 
 def _cross_entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
-"""What the replicas of one process send each other, and what a rule makes of it.
+"""The exchanges of replicas in one process, and the rule's use of the received values.
 
-A replica with a NaN or an infinity, and whoever it would mix with, sit the round out, as workers do. (Lossless: whole
-replicas do. Workers leave out the buckets with such a value, which makes a difference where a replica has several.)
+A replica with a NaN or an infinity, and its neighbours in that round, sit the round out, as workers do. (Lossless: with whole
+replicas. Workers leave out the buckets with such a value, which differs if a replica has several.)
 
-``start`` and ``finish`` are what a worker's are. Lossless: for all edges of a round at once, on the stacked tensors. Other
-wires: the engine's own buckets, replica by replica.
+``start`` and ``finish`` are those of a worker. Without compression they treat all edges of a round at once, on the stacked
+tensors; with it they use the engine's own buckets, replica by replica.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from decent_dp.rules import Round, Rule, apply_rule, mixing_rate
 from decent_dp.sim.stack import Stack
 from decent_dp.topo import Edge, Topology
 
-__all__ = ["CompressedExchange", "Exchange", "LosslessExchange"]
+__all__ = ["CompressedExchange", "LosslessExchange", "SimulatedExchange"]
 
 
-class Exchange(ABC):
-    """Exchanges of all replicas.
+class SimulatedExchange(ABC):
+    """The exchanges of all replicas.
 
     Args:
         stack: the replicas.
-        topology: who mixes with whom.
-        rule: what is proposed, and what becomes of what came.
+        topology: the edges of each round.
+        rule: the proposals, and the use of the received values.
 
     Attributes:
         factor: the adaptive factor γ.
-        bytes_sent: that the workers together have put on wires. A pair sends a message each, a group of m 2 (m - 1) in all.
+        bytes_sent: by all workers. A pair sends one message per worker, a group of m sends 2 (m - 1) in all.
     """
 
     def __init__(self, stack: Stack, topology: Topology, rule: Rule) -> None:
@@ -47,14 +47,14 @@ class Exchange(ABC):
 
     @abstractmethod
     def start(self, t: int) -> None:
-        """Puts the parameters on the wire for round t."""
+        """Sends the parameters for round t."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Mixes with what is on the wire, if anything is."""
+        """Mixes with the values in flight, if there are any."""
 
     def _edges(self, t: int) -> list[Edge]:
-        self._topology.get_edge(t)  # checks a round that a topology without a period makes up
+        self._topology.get_edge(t)  # checks the round of a topology without a period
         return self._topology.round(t)
 
     def _round(self, t: int) -> Round:
@@ -83,7 +83,7 @@ class _EqualEdges:
         return len(self.edge.ranks)
 
 
-class LosslessExchange(Exchange):
+class LosslessExchange(SimulatedExchange):
     """Values as they are, for all equal edges at once. ``CompressedExchange`` with ``Lossless`` is its readable twin."""
 
     def __init__(self, stack: Stack, topology: Topology, rule: Rule) -> None:
@@ -161,7 +161,7 @@ def _differences(proposed: Tensor, part: _EqualEdges) -> Tensor | None:
 # -- compressed ----------------------------------------------------------------------------------------------------------
 
 
-class CompressedExchange(Exchange):
+class CompressedExchange(SimulatedExchange):
     """Values as the messages of a compression represent them.
 
     Args:

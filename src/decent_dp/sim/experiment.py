@@ -16,7 +16,7 @@ from torch import nn
 
 from decent_dp.compression import check_compression
 from decent_dp.optim import lr_scheduler_fn_cosine_with_warmup, optim_fn_accum_adamw, optim_fn_adamw
-from decent_dp.sim.checks import flag, number, real, whole
+from decent_dp.sim.checks import number, real, whole
 from decent_dp.sim.cluster import VirtualCluster
 from decent_dp.sim.data import Batches, Data, check_alpha, digits, dirichlet_split
 from decent_dp.topo import make_topology
@@ -54,7 +54,7 @@ class Simulation:
         lr: the highest learning rate; None: a good one for the optimizer on these data.
         optimizer: 'adamw', 'accum-adamw', 'sgd' or 'momentum'.
         schedule: 'cosine' (with a warm-up over the first 5 % of the steps) or 'constant'.
-        wire: 'float32', 'bfloat16' or 'int8'.
+        compression: None (the parameters' own dtype), 'bfloat16' or 'int8'.
         overlap: mix with the values sent in the last step.
         mix_every: mix only in every h-th step.
         grad_clip_norm: of each replica's gradients; 0.0 for no clipping.
@@ -76,7 +76,7 @@ class Simulation:
     lr: float | None = None
     optimizer: str = "adamw"
     schedule: str = "cosine"
-    wire: str = "float32"
+    compression: str | None = None
     overlap: bool = True
     mix_every: int = 1
     grad_clip_norm: float = 0.0
@@ -87,8 +87,12 @@ class Simulation:
     def __post_init__(self) -> None:
         for name in ("n", "local_world_size", "steps", "batch", "mix_every", "eval_every"):
             object.__setattr__(self, name, whole(name, getattr(self, name)))
-        object.__setattr__(self, "seed", whole("seed", self.seed, least=0, below=2**64))
-        object.__setattr__(self, "overlap", flag("overlap", self.overlap))
+        object.__setattr__(self, "seed", whole("seed", self.seed, least=0))
+        if self.seed >= 2**64:
+            raise ValueError(f"seed must be less than 2**64, got {self.seed}")
+        if self.overlap not in (True, False):
+            raise TypeError(f"overlap must be True or False, got {self.overlap!r}")
+        object.__setattr__(self, "overlap", bool(self.overlap))
         hidden: Any = self.hidden
         if not isinstance(hidden, (tuple, list)):
             raise TypeError(f"hidden must be the widths of the hidden layers, such as (128, 64), got {hidden!r}")
@@ -102,7 +106,7 @@ class Simulation:
             object.__setattr__(self, "lr", number("lr", self.lr, "a positive learning rate", positive=True))
         check_alpha(self.alpha)
         object.__setattr__(self, "alpha", None if self.alpha is None else real(self.alpha))
-        check_compression(None if self.wire == "float32" else self.wire, [])
+        check_compression(self.compression, [])
         if not isinstance(self.topology, str):
             raise TypeError(f"topology must be a name, got {self.topology!r}: for a Topology of your own use VirtualCluster")
         make_topology(self.topology, local_world_size=self.local_world_size, world_size=self.n, rank=0)
@@ -213,14 +217,20 @@ def _train(
         losses += cluster.step(data.x[chosen], data.y[chosen]).mean(dtype=torch.float64)
         if (t + 1) % simulation.eval_every and t + 1 != simulation.steps:
             continue
-        accuracy = cluster.evaluate(data.x_test, data.y_test)
+        accuracy = _accuracy(cluster.mean_model(), data)
+        worst = min(_accuracy(cluster.replica_model(i), data) for i in range(cluster.n))
         loss, distance = float(losses) / (t + 1 - last), cluster.consensus_distance()
-        rows.append(Row(t + 1, loss, distance, accuracy.mean, accuracy.worst, cluster.bytes_sent))
+        rows.append(Row(t + 1, loss, distance, accuracy, worst, cluster.bytes_sent))
         losses.zero_()
         last = t + 1
         if on_row is not None:
             on_row(rows[-1])
     return rows
+
+
+@torch.no_grad()
+def _accuracy(model: nn.Module, data: Data) -> float:
+    return float((model.eval()(data.x_test).argmax(-1) == data.y_test).float().mean())
 
 
 def make_model(simulation: Simulation, features: int, classes: int) -> nn.Module:
@@ -248,7 +258,7 @@ def _make_cluster(simulation: Simulation, data: Data) -> VirtualCluster:
         simulation.n,
         lr_scheduler_fn=schedule,
         local_world_size=simulation.local_world_size,
-        compression=None if simulation.wire == "float32" else simulation.wire,
+        compression=simulation.compression,
         overlap=simulation.overlap,
         mix_every=simulation.mix_every,
         grad_clip_norm=simulation.grad_clip_norm,
