@@ -43,7 +43,7 @@ class UnreachableError(ConnectionError):
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """What the workers of one wrapper need to connect.
+    """The common data with which the workers of one wrapper connect.
 
     Attributes:
         store: the process group's store, under a prefix of this wrapper's own.
@@ -133,7 +133,7 @@ def _timeout_of(group: dist.ProcessGroup | None) -> timedelta:
 
 
 class Notes:
-    """What went wrong on a worker, in the store, for the workers that lose it to quote."""
+    """The cause of a failure of each worker, in the store, quoted in the errors of workers that lose it."""
 
     def __init__(self, store: Store, rank: int) -> None:
         self._store, self._rank = store, rank
