@@ -151,14 +151,14 @@ def train(config: Config, report: Callable[[str], None] = lambda line: None) -> 
                 at["losses"].append(loss.detach())
                 at["batch"] = batch
                 if stop and stop.due:
-                    saving = checkpoint.save(replica, config.checkpoint, **trainee.state(), **at)
+                    saving = checkpoint.save(replica, config.checkpoint, {**trainee.state(), **at})
                     replica.close()
                     if saving.error is not None:
                         raise SystemExit(f"stopped, and nothing could be saved: {saving.error}")  # with exit code 1
                     return None
                 if stop and (epoch * len(loader) + batch) % config.checkpoint_every == 0:
                     # A copy, which is written while training goes on.
-                    checkpoint.save(replica, config.checkpoint, wait=False, **trainee.state(), **at)
+                    checkpoint.save(replica, config.checkpoint, {**trainee.state(), **at}, wait=False)
 
             # The mean of a metric over workers: one all-reduce an epoch is enough for all its steps.
             losses = mean_over_workers(torch.stack(at["losses"])).tolist()
