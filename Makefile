@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help test lint types suite demo accuracy wires workbench bench-net bench-net-long bench-net-nodes bench-gossip bench-optim bench-overhead bench-plan bench-checkpoint gpu clean
+.PHONY: help test lint types suite demo accuracy wires workbench bench-net bench-net-long bench-net-nodes bench-gossip bench-optim bench-overhead bench-plan bench-checkpoint gpu docs clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -56,7 +56,7 @@ bench-gossip: $(VENV)/.installed  ## gossip() beside the wrapper over slow links
 		'gossip:one-peer-exp*'
 
 bench-optim: $(VENV)/.installed  ## an update of AccumAdamW beside torch's fused AdamW
-	$(BIN)/python -m benchmarks.optim --compiled
+	$(BIN)/python -m benchmarks.optim
 
 bench-overhead: $(VENV)/.installed  ## Python's own part of a step, for each parameter tensor
 	$(BIN)/python -m benchmarks.overhead
@@ -71,6 +71,10 @@ bench-checkpoint: $(VENV)/.installed  ## what saving, resuming and other numbers
 gpu: OUT ?= runs
 gpu:  ## the situations of real scripts on one GPU, with PYTHON as it is (10 minutes at most): table, and JSON in OUT
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu --out $(OUT)/gpu.json
+
+docs: $(VENV)/.installed  ## the pages as a site under runs/site, with the reference generated from docstrings
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/mkdocs build --quiet
 
 clean:  ## removes the environment and what runs have written
 	rm -rf $(VENV) runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -34,7 +34,7 @@ class LabError(RuntimeError):
 
 
 def missing() -> str | None:
-    """What this machine lacks for a lab, in a line; None: nothing."""
+    """The first requirement of a lab that this machine lacks, in one line; None: it has all."""
     if sys.platform != "linux":
         return "the network lab needs Linux: its nodes are network namespaces"
     tools = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -74,7 +74,7 @@ def _remove(names: Sequence[str]) -> None:
 
 
 def _remove_stale() -> None:
-    """Removes what labs have left whose process was killed before it could clean up."""
+    """Removes the remains of labs whose process was killed before it could clean up."""
 
     def dead(name: str) -> bool:
         return not Path(f"/proc/{name.removeprefix(PREFIX).partition('-')[0]}").exists()
@@ -97,7 +97,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def _die_with_parent() -> None:
-    """Called in a new process, before its command: it does not outlive whoever started it."""
+    """Called in a new process, before its command: the process ends with its parent."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
@@ -149,7 +149,7 @@ class Lab:
         return f"10.77.0.{node + 1}"
 
     def congestion_control(self) -> str:
-        """What TCP uses on the nodes."""
+        """The congestion control and buffers of TCP on the nodes."""
         return _run("ip", "netns", "exec", self._name(0), "cat", _CONGESTION_CONTROL).strip()
 
     def _build(self) -> None:
@@ -170,7 +170,7 @@ class Lab:
         _run("ip", "-n", name, "address", "add", f"{self.address(node)}/24", "dev", INTERFACE)
         _run("ip", "-n", switch, "link", "set", port, "addrgenmode", "none", "master", "bridge")
         if self._rate is not None:
-            # What a veth sends is shaped; so each direction is shaped at the end that sends.
+            # A veth shapes only what it sends, so each direction is shaped at its sender.
             for namespace, device in ((name, INTERFACE), (switch, port)):
                 shape = ["rate", f"{self._rate:g}mbit", "burst", BURST, "latency", LATENCY]
                 _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *shape)
@@ -189,7 +189,7 @@ class Lab:
     def start(
         self, node: int, command: Sequence[str], env: Mapping[str, str], log: IO[bytes], cwd: Path | None = None
     ) -> subprocess.Popen[bytes]:
-        """Starts ``command`` on a node, in a process group of its own, its output to ``log``."""
+        """Starts ``command`` on a node, in its own process group, with its output in ``log``."""
         worker = subprocess.Popen(
             ["ip", "netns", "exec", self._name(node), *command],
             env=dict(env),

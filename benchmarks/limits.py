@@ -1,4 +1,4 @@
-"""How long a step has to take over given links, from the bytes of a topology's rounds alone. Needs no torch.
+"""The least time of a step over given links, from the bytes of a topology's rounds alone. Needs no torch.
 
 As if all workers began each round together. Where nodes take turns (in a round of 'alternating-exp-ring' half of them send
 nothing to others), those with nothing to send are in the next round already, and the mean can be below it.
@@ -21,7 +21,7 @@ def busiest_link(edges: Sequence[Sequence[int]], local: int, payload: float) -> 
 
     Args:
         edges: the round: the ranks of each group that mixes.
-        local: workers a node; ranks ``[0, local)`` are the first node, and so on.
+        local: workers per node; ranks ``[0, local)`` are the first node, and so on.
         payload: a worker's parameters on the wire, in bytes.
     """
     crossing: Counter[int] = Counter()
@@ -29,20 +29,20 @@ def busiest_link(edges: Sequence[Sequence[int]], local: int, payload: float) -> 
         nodes = {rank // local for rank in ranks}
         if len(nodes) > 1:
             crossing.update(nodes)
-    # A pair across two nodes is one copy a node and direction, too: both cases count alike, and so do both directions.
+    # A pair across two nodes is one copy per node and direction, too: both cases count alike, and so do both directions.
     return payload * max(crossing.values(), default=0)
 
 
 def step_limit(
     rounds: Sequence[Sequence[Sequence[int]]], local: int, payload: float, rate: float | None, compute_ms: float
 ) -> float:
-    """Milliseconds a step: the mean over the rounds of a period of what takes longer, compute or the busiest link.
+    """Milliseconds per step: the mean over a period of the longer of the two, compute or the busiest link.
 
     Args:
         rounds: the groups of each round.
-        local: workers a node.
+        local: workers per node.
         payload: a worker's parameters on the wire, in bytes.
-        rate: of a link and direction, in Mbit/s; None for links that do not limit.
+        rate: of a link in one direction, in Mbit/s; None for links that do not limit.
         compute_ms: a step without exchange.
     """
     if rate is None:

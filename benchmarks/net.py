@@ -118,7 +118,7 @@ def run_contender(lab: Lab, plan: Plan, contender: Contender) -> Run:
         size = plan.setup.world_size
         for rank in range(size):
             with (out / f"{rank}.log").open("wb") as log:
-                env = _environ(lab, plan.setup, rank, library)
+                env = _environ(lab, plan.setup, rank, library, plan.congestion_control)
                 lab.start(rank // plan.setup.local, command, env, log, cwd=ROOT)
         try:
             failed = lab.wait(seconds + 30)  # a worker that has waited for so long says for what
@@ -134,7 +134,7 @@ def run_contender(lab: Lab, plan: Plan, contender: Contender) -> Run:
         return make_run([json.loads((out / f"{rank}.json").read_text()) for rank in range(size)], plan.setup.local)
 
 
-def _environ(lab: Lab, setup: Setup, rank: int, library: Path | None) -> dict[str, str]:
+def _environ(lab: Lab, setup: Setup, rank: int, library: Path | None, congestion_control: str | None) -> dict[str, str]:
     env = {
         **os.environ,
         "RANK": str(rank),
@@ -145,6 +145,8 @@ def _environ(lab: Lab, setup: Setup, rank: int, library: Path | None) -> dict[st
         "MASTER_PORT": str(PORT),
         "GLOO_SOCKET_IFNAME": INTERFACE,
         "OMP_NUM_THREADS": "1",
+        # Numbers in the tables do not depend on a machine whose default is BBR (docs/log.md, 2026-11-21).
+        "DECENT_DP_CONGESTION_CONTROL": congestion_control or "cubic,reno",
     }
     env.pop("PYTHONPATH", None)
     if library is not None:

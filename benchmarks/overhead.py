@@ -1,4 +1,4 @@
-"""What Python's own part of a step costs: ``python -m benchmarks.overhead``, or ``make bench-overhead``.
+"""Times the Python part of a step: ``python -m benchmarks.overhead``, or ``make bench-overhead``.
 
 A model of 1,000 small tensors trains on one worker (n = 1: nothing is exchanged): by plain PyTorch, by ``gossip()`` and by the
 wrapper, in turns of a few steps in one process. The figure is the median over the turns of (turn - plain turn next to it), for
@@ -64,7 +64,7 @@ def make(how: str) -> Callable[[], None]:
 
 
 def measure(turns: int) -> dict[str, Any]:
-    """Microseconds for each step and tensor: of a plain step, and what the others take more."""
+    """Microseconds per step and tensor: of a plain step, and the extra time of the others."""
     steps = {how: make(how) for how in ("plain", "gossip", "wrapper")}
     times: dict[str, list[float]] = {how: [] for how in steps}
     gc.disable()

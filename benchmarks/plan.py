@@ -88,7 +88,8 @@ def check_lab(results: Path = RESULTS) -> list[Cell]:
             contender = Contender.parse(line)
             if contender.kind not in ("ddp", "ours"):
                 continue
-            choice = Choice(contender.kind, contender.topology, contender.wire)
+            kind = "ddp" if contender.kind == "ddp" else "decent_dp"
+            choice = Choice(kind, contender.topology, None if contender.wire == "float32" else contender.wire)
             found = predict(lab_cluster(setup), job, choice)
             cells.append(Cell(name, line, setup.world_size, measured, found.step_ms, False, found.reason))
     return cells
@@ -183,7 +184,7 @@ def paper_prediction(name: str, n: int, contender: str, fit: Fit) -> tuple[float
     choice = {
         "all-reduce": Choice("ddp", extra_ms=extra),
         "SGP": Choice("push", extra_ms=extra),
-    }.get(contender) or Choice("ours", contender, extra_ms=extra)
+    }.get(contender) or Choice("decent_dp", contender, extra_ms=extra)
     found = predict(machines, job, choice)
     return found.step_ms, found.reason
 

@@ -34,7 +34,7 @@ __all__ = [
 
 
 class Run(TypedDict):
-    """One contender in one run; times in ms a step, bytes a step and node, peak memory in bytes for each worker."""
+    """One contender in one run; times in ms per step, bytes per step and node, peak memory in bytes for each worker."""
 
     mean: float
     median: float
@@ -51,12 +51,12 @@ class Line(TypedDict):
     Attributes:
         mean_ms: time of all timed steps / their number, the mean over workers.
         median_ms: over all steps of all workers.
-        worst_ms: the longest step of any worker in any run. Who sits a round out waits for two in the next.
-        worst_round_ms: the longest time in any run from when all had ended a step until all had ended the next.
-        busy_ms: processor time a step of one worker, all its threads together; other programs disturb it little.
-        bytes_a_step: sent by a node, by the counters of its link, headers and all.
+        worst_ms: the longest step of any worker in any run. A worker that sits a round out waits for two in the next.
+        worst_round_ms: the longest time in any run between the ends of two steps of the slowest worker.
+        busy_ms: processor time per step of one worker, all its threads together; other programs disturb it little.
+        bytes_a_step: sent by a node, by the counters of its link, with headers.
         memory: peak above that of 'alone', of the worker where it is most, in units of the parameters' bytes.
-        limit_ms: the mean over rounds of what takes longer, compute or the busiest link (see `limits`).
+        limit_ms: the mean over rounds of the longer of the two, compute or the busiest link (see `limits`).
         to_alone, to_ddp, to_published, to_limit: mean_ms divided by that of the other.
         published: the contender that ``to_published`` is about: the same topology where it ran, else the fastest.
         error: why there are no numbers.
@@ -80,7 +80,7 @@ class Line(TypedDict):
 
 
 def make_run(results: Sequence[Mapping[str, Any]], local: int) -> Run:
-    """Puts together what the workers wrote, in the order of their ranks; ``local`` of them share a node."""
+    """Merges the workers' results, in the order of their ranks; ``local`` of them share a node."""
     every = [ms for result in results for ms in result["ms"]]
     done = [max(ends) for ends in zip(*(result["at"] for result in results), strict=True)]
     return Run(
@@ -186,7 +186,7 @@ def make_console(**options: Any) -> Console:
 
 
 def print_table(console: Console, title: str, lines: Sequence[Line]) -> None:
-    """The table, and below it what failed and why."""
+    """The table, and below it the failures with their causes."""
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", collapse_padding=True)
     for heading in HEADINGS:
         table.add_column(heading, justify="left" if heading == "contender" else "right", no_wrap=True)
@@ -200,7 +200,7 @@ def print_table(console: Console, title: str, lines: Sequence[Line]) -> None:
 
 
 def make_markdown(lines: Sequence[Mapping[str, Any]]) -> str:
-    """The table of the documents: what users compare, without what only explains it."""
+    """The table of the documents: the columns that users compare."""
     headings = ["contender", "mean ms", "worst ms", "MB a step and node", "memory, x params", "limit ms"]
     headings += ["vs DDP", "vs 0.2.3", "vs limit"]
     rows = [headings, ["---", *["---:"] * (len(headings) - 1)]]
@@ -222,7 +222,7 @@ def make_markdown(lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers depend on, without names."""
+    """The properties of the machine that the numbers depend on, without names."""
     try:
         model = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:

@@ -1,4 +1,4 @@
-"""What is measured: set-ups (machines and links) and contenders, with the names that the command line takes. Needs no torch."""
+"""Set-ups (machines and links) and contenders, by their names on the command line. Needs no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BLOCKS, WIDTH, HIDDEN = 8, 256, 1024
 PARAMETERS = BLOCKS * (2 * WIDTH + (WIDTH * HIDDEN + HIDDEN) + (HIDDEN * WIDTH + WIDTH))
 FORWARD_MS = 25.0  # an emulated accelerator, a block; its backward takes twice as long
 EMULATED_ROWS = 4  # so few that the processor's own work vanishes beside the emulated accelerator's
-REAL_ROWS = 2560  # of all workers together: about 350 ms a step where two cores serve them
+REAL_ROWS = 2560  # of all workers together: about 350 ms per step on two cores
 
 PUBLISHED = "decent-dp-0.2.3"
 PUBLISHED_TOPOLOGIES = ("complete", "ring", "one-peer-exp", "alternating-exp-ring")
@@ -23,11 +23,11 @@ WIRE_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 
 @dataclass(frozen=True)
 class Setup:
-    """Nodes, workers a node, and the links.
+    """Nodes, workers per node, and the links.
 
     Attributes:
         nodes: network namespaces.
-        local: workers a node.
+        local: workers per node.
         rate: of each node's link and direction, in Mbit/s (10^6 bits); None where it is not shaped.
         real: compute on the processor; otherwise it is slept through, as beside an accelerator.
     """
@@ -49,7 +49,7 @@ class Setup:
             raise ValueError(f"a set-up is written [real-]NODESxWORKERS[-MBIT], such as 8x1-60 or real-2; got {name!r}")
         setup = cls(int(found[2] or 1), int(found[3]), float(found[4]) if found[4] else None, found[1] is not None)
         if not 1 <= setup.nodes <= 200 or setup.local < 1 or setup.rate == 0:
-            raise ValueError(f"set-up {name!r}: 1 to 200 nodes, at least one worker a node, and a rate above 0")
+            raise ValueError(f"set-up {name!r}: 1 to 200 nodes, at least one worker per node, and a rate above 0")
         return setup
 
     @property
@@ -68,13 +68,13 @@ class Setup:
 
     def words(self) -> str:
         workers = f"{self.nodes} node{'s' * (self.nodes > 1)} x {self.local} worker{'s' * (self.local > 1)}"
-        link = "links not limited" if self.rate is None else f"{self.rate:g} Mbit/s a link"
+        link = "links not limited" if self.rate is None else f"{self.rate:g} Mbit/s per link"
         return f"{workers}, {link}, {'real compute' if self.real else 'emulated accelerator'}"
 
 
 @dataclass(frozen=True)
 class Contender:
-    """Who exchanges, how.
+    """A contender and its options.
 
     Attributes:
         kind: 'alone', 'ddp', the published package, 'ours' (the wrapper) or 'gossip' (the user's own optimizer).
@@ -118,7 +118,7 @@ def catalogue(setup: Setup) -> list[Contender]:
     return [
         Contender("alone"),
         Contender("ddp"),
-        # With one worker a node the published package has groups of one here, and divides by zero.
+        # With one worker per node the published package has groups of one here, and divides by zero.
         *(Contender(PUBLISHED, name) for name in published if name != "alternating-exp-ring" or setup.local > 1),
         *(Contender(kind, name, wire) for kind in ("ours", "gossip") for name in names for wire in WIRE_BYTES),
     ]

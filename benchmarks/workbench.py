@@ -1,11 +1,11 @@
-"""What the documents say about topologies: ``python -m benchmarks.workbench``, or ``make workbench``. About ten minutes.
+"""Measures the documents' numbers about topologies: ``python -m benchmarks.workbench``, or ``make workbench``; ten minutes.
 
 Four experiments, each written as NAME.json, NAME.md and NAME.png under docs/results/:
 
-* ``topologies``: what the rounds of each topology are worth, from its mixing matrices;
+* ``topologies``: the mixing of the rounds of each topology, from its matrices;
 * ``uneven-data``: digits on 16 simulated workers, with the classes dealt out evenly and unevenly;
-* ``workers``: digits on 6 to 192 simulated workers, the samples of a step being the same in all;
-* ``step-times``: what the planner predicts for 8 to 64 workers on two clusters.
+* ``workers``: digits on 6 to 192 simulated workers, with the same number of samples per step in all;
+* ``step-times``: the planner's predictions for 8 to 64 workers on two clusters.
 
     python -m benchmarks.workbench workers --seeds 0        # one of them, quicker
 """
@@ -32,7 +32,7 @@ from decent_dp.topo.analysis import analyse, consensus_error
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
 
-# Workers and workers a node.
+# Workers and workers per node.
 SIZES = [(16, 4), (24, 4)]
 EPSILON = 1e-3
 # Of the plot: an error at rounding level is drawn as FLOOR.
@@ -48,7 +48,7 @@ WORKERS = (6, 12, 24, 48, 96, 192)
 SAMPLES_A_STEP = 768
 SCALED = ("complete", "ring", "random-matching", "base-2")
 
-# The planner's: a job, and clusters with their workers a node and links between nodes.
+# The planner's: a job, and clusters with their workers per node and links between nodes.
 JOB = Job.of_step(65e6, 60.0, jitter=0.02)
 INTRA = Link.of_gbit(200, 5)
 CLUSTERS = [("4 a node, 25 Gbit/s", 4, Link.of_gbit(25, 20)), ("1 a node, 1 Gbit/s", 1, Link.of_gbit(1, 50))]
@@ -98,7 +98,7 @@ def write_lines(
     powers: bool = True,
     logarithmic: Sequence[str] = (),
 ) -> None:
-    """A row of panels; in each a line of points (x, y) a name.
+    """A row of panels; each with one line of points (x, y) per name.
 
     Args:
         label: of the x axes.
@@ -135,7 +135,7 @@ def write_lines(
 
 
 def topologies(out: Path, seeds: Sequence[int]) -> None:
-    """What the rounds are worth; no training."""
+    """The mixing of the rounds, without training."""
     lines: list[dict[str, Any]] = []
     decays: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for n, local in SIZES:
@@ -161,11 +161,11 @@ def topologies(out: Path, seeds: Sequence[int]) -> None:
             )
             errors = consensus_error(topology, ROUNDS_SHOWN)
             decays[panel][name] = [(t, max(float(error), FLOOR)) for t, error in enumerate(errors)]
-    headings = ["workers", "topology", "rounds a period", "exact?", f"rounds to {EPSILON:g}", "peers"]
-    headings += ["copies a worker sends a step", "copies a node sends a step", "most into a node in a round"]
+    headings = ["workers", "topology", "rounds per period", "exact?", f"rounds to {EPSILON:g}", "peers"]
+    headings += ["copies sent per worker and step", "copies sent per node and step", "most into a node in a round"]
     rows = [
         [
-            f"{line['workers']}, {line['local_world_size']} a node",
+            f"{line['workers']}, {line['local_world_size']} per node",
             line["topology"],
             str(line["period"] or "none"),
             "yes" if line["exact"] else "no",
@@ -180,7 +180,7 @@ def topologies(out: Path, seeds: Sequence[int]) -> None:
 
 
 def simulated(settings: Simulation, seeds: Sequence[int]) -> dict[str, Any]:
-    """Means over seeds of what the last row of a run says."""
+    """Means over seeds of the last row of a run."""
     results = [run(replace(settings, seed=seed)) for seed in seeds]
     last = [result.last for result in results]
     return {
@@ -193,7 +193,7 @@ def simulated(settings: Simulation, seeds: Sequence[int]) -> dict[str, Any]:
 
 
 def one_worker(settings: Simulation) -> Simulation:
-    """What PyTorch DDP computes with the same number of workers: one model, all samples of a step in one batch."""
+    """The result of PyTorch DDP with the same number of workers: one model, all samples of a step in one batch."""
     return replace(settings, n=1, local_world_size=1, batch=settings.n * settings.batch, topology="complete", alpha=None)
 
 
@@ -225,12 +225,12 @@ def uneven_data(out: Path, seeds: Sequence[int]) -> None:
 
 
 def lines_bytes(lines: Iterable[Mapping[str, Any]]) -> float:
-    """What a worker sends a step: the same in all runs of a contender."""
+    """Bytes sent per worker and step: the same in all runs of a contender."""
     return fmean(float(line["bytes_a_worker_and_step"]) for line in lines)
 
 
 def workers(out: Path, seeds: Sequence[int]) -> None:
-    """Accuracy and distance by the number of workers, at the same number of samples a step."""
+    """Accuracy and distance by the number of workers, at the same number of samples per step."""
     lines: list[dict[str, Any]] = []
     base = Simulation(steps=500, eval_every=500, alpha=0.1, optimizer="momentum", lr=RATES["momentum"])
     for name, n in itertools.product(SCALED, WORKERS):
@@ -263,7 +263,7 @@ def step_times(out: Path, seeds: Sequence[int]) -> None:
         for name in TIMED:
             if name != "ddp" and why_unfit(name, n, local) is not None:
                 continue
-            choice = Choice("ddp") if name == "ddp" else Choice("ours", name)
+            choice = Choice("ddp") if name == "ddp" else Choice("decent_dp", name)
             found = [predict(links, JOB, choice, seed=seed) for seed in seeds]
             lines.append(
                 {"cluster": cluster, "workers": n, "contender": name, "step_ms": fmean(each.step_ms for each in found)}

@@ -55,7 +55,7 @@ class Block(nn.Module):
 
 
 class Training(NamedTuple):
-    """``step`` makes one step; ``leave`` finishes what is still on the wire."""
+    """``step`` makes one step; ``leave`` finishes the exchanges in flight."""
 
     step: Callable[[], Any]
     leave: Callable[[], Any]
@@ -98,7 +98,7 @@ def make_training(contender: Contender, wrapper: Any, setup: Setup, rank: int) -
 
     options: dict[str, Any] = {"topology": contender.topology}
     if contender.wire != "float32":
-        options["wire"] = contender.wire
+        options["compression"] = contender.wire
     model = wrapper(model, lambda named: _adamw([param for _, param in named]), **options)
 
     def step() -> None:
@@ -108,7 +108,7 @@ def make_training(contender: Contender, wrapper: Any, setup: Setup, rank: int) -
         if contender.kind == "ours":
             model.close()
             return
-        # The published package has nothing that only ends what is under way.
+        # The published package has no call that only finishes the exchanges in flight.
         for work in model._comm_ops:
             if work is not None:
                 work.wait()

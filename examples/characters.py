@@ -1,6 +1,6 @@
 """Trains a small character language model, decentralized, on text that comes with Python: the help on its language.
 
-    torchrun --nproc-per-node 4 examples/characters.py --topology one-peer-exp --wire int8
+    torchrun --nproc-per-node 4 examples/characters.py --topology one-peer-exp --compression int8
     python examples/characters.py                      # one worker
 
 Losses are in nats a character.
@@ -35,12 +35,12 @@ REPORT_EVERY = 50
 @dataclass(frozen=True)
 class Config:
     topology: str = "one-peer-exp"
-    wire: str = "float32"
+    compression: str | None = None
     steps: int = 300
     batch_size: int = 16  # examples of each worker
     lr: float = 1e-2
     seed: int = 0
-    local_world_size: int | None = None  # workers a node; None: what the launcher says
+    local_world_size: int | None = None  # workers per node; None: from the launcher
     save: str | None = None  # where the mean model goes
 
 
@@ -90,15 +90,15 @@ def batches(text: Tensor, config: Config, rank: int) -> Iterator[tuple[Tensor, T
 
 
 def train(config: Config, report: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
-    """Trains one model. Called by all workers; returns what happened, the same on all of them."""
+    """Trains one model. Called by all workers; returns the same result on all of them."""
     text, validation_text, _ = load_data()
-    # Factories, because decent_dp makes one optimizer a bucket, with the scheduler that belongs to it.
+    # Factories, because decent_dp makes one optimizer and one scheduler per bucket.
     model = DecentralizedDataParallel(
         make_model(config.seed),
         partial(optim_fn_adamw, lr=config.lr, weight_decay=0.1),
         partial(lr_scheduler_fn_cosine_with_warmup, t_warmup=WARM_UP_STEPS, t_max=max(1, config.steps - WARM_UP_STEPS)),
         topology=config.topology,
-        wire=config.wire,
+        compression=config.compression,
         grad_clip_norm=1.0,
         _local_world_size=config.local_world_size,
     )
@@ -117,7 +117,7 @@ def train(config: Config, report: Callable[[str], None] = lambda line: None) -> 
             report(f"step {step:4d}: loss {sum(mean_losses) / len(mean_losses):.4f}")
 
     distance = model.consensus_distance()
-    # Replicas differ: what counts is their mean, and that is what is saved.
+    # Replicas differ: their mean is the result, and is saved.
     with model.averaged():
         of_mean = loss_on(model, validation_text)
         if config.save and dist.get_rank() == 0:
@@ -158,12 +158,12 @@ def main() -> None:
     default = Config()
     parser = argparse.ArgumentParser(description="Decentralized training of a character language model.")
     parser.add_argument("--topology", default=default.topology, help="a name: complete, base-2, hierarchical, ...")
-    parser.add_argument("--wire", default=default.wire, help="what is sent of a parameter: float32, bfloat16 or int8")
+    parser.add_argument("--compression", choices=("bfloat16", "int8"), help="of the sent parameters")
     parser.add_argument("--steps", type=int, default=default.steps)
     parser.add_argument("--batch-size", type=int, default=default.batch_size, help="of each worker")
     parser.add_argument("--lr", type=float, default=default.lr)
     parser.add_argument("--seed", type=int, default=default.seed, help="of the weights and of the places in the text")
-    parser.add_argument("--local-world-size", type=int, help="workers a node, for alternating-exp-ring; else the launcher's")
+    parser.add_argument("--local-world-size", type=int, help="workers per node, for alternating-exp-ring; else the launcher's")
     parser.add_argument("--save", metavar="FILE", help="where the mean model's state dict goes")
     parser.add_argument("--out", metavar="FILE", help="where the results go, as JSON")
     options = vars(parser.parse_args())
@@ -177,7 +177,7 @@ def main() -> None:
             print(line, flush=True)
 
     result = train(Config(**options), report)
-    report(f"{world_size} workers, {result['steps']} steps, {result['bytes_a_step'] / 1e3:.1f} kB sent by a worker a step")
+    report(f"{world_size} workers, {result['steps']} steps, {result['bytes_a_step'] / 1e3:.1f} kB sent per worker and step")
     report(f"validation loss of the mean model {result['validation_loss']:.4f} nats a character")
     if out and rank == 0:
         Path(out).parent.mkdir(parents=True, exist_ok=True)

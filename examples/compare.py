@@ -35,7 +35,7 @@ from decent_dp.plots import TrainingRow, plot_training
 
 ROOT = Path(__file__).resolve().parents[1]
 BASELINE = "PyTorch DDP"
-# What the project promises: see the README.
+# The promises of the README.
 MAX_ACCURACY_GAP, MAX_TIME_RATIO = 0.015, 1.05
 
 
@@ -153,7 +153,7 @@ def make_markdown(headings: list[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def verdict(lines: list[Line]) -> list[str]:
-    """What the table says about the two promises, in words."""
+    """The two promises, judged by the table, in words."""
     baseline = {line["optimizer"]: line for line in lines if line["contender"] == BASELINE}
     others = [line for line in lines if line["contender"] != BASELINE]
 
@@ -197,7 +197,7 @@ def write_results(events: list[dict[str, Any]], out: Path) -> list[Line]:
 def workers(command: list[str]) -> Iterator[subprocess.Popen[str]]:
     """Runs a command that starts workers; whatever happens here, none of them is left behind.
 
-    What they write to stderr is shown when they have ended by themselves.
+    Their stderr is shown after they have ended by themselves.
     """
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryFile("w+", errors="replace") as said:
@@ -231,20 +231,20 @@ def read_events(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
         else:
             print(text, end="", file=sys.stderr)  # somebody else's words
     if process.wait() != 0:
-        raise SystemExit(f"The workers failed with exit code {process.returncode}: what they said is above.")
+        raise SystemExit(f"The workers failed with exit code {process.returncode}: their output is above.")
 
 
 def describe(event: dict[str, Any]) -> str:
     who = f"{event['name']}, {event['optimizer']}"
     if event["event"] == "trained":
         return f"trained {who}, seed {event['seed']}: {event['result']['accuracy']:.2%}"
-    return f"timed {who}, round {event['round'] + 1}: {event['ms']:.2f} ms a step"
+    return f"timed {who}, round {event['round'] + 1}: {event['ms']:.2f} ms per step"
 
 
 def follow(
     process: subprocess.Popen[str], console: Console, describe: Callable[[dict[str, Any]], str] = describe
 ) -> list[dict[str, Any]]:
-    """All events, with a progress bar on a terminal and a line each elsewhere."""
+    """All events, with a progress bar on a terminal and one line per event elsewhere."""
     events = []
     columns = (BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -284,7 +284,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4, help="processes; alternating-exp-ring takes them as nodes of 2")
     parser.add_argument("--epochs", type=int, default=25)
     parser.add_argument("--rounds", type=int, default=5, help="in which all contenders are timed in turns")
-    parser.add_argument("--steps", type=int, default=50, help="that are timed in a round, for each contender")
+    parser.add_argument("--steps", type=int, default=50, help="timed steps per round, for each contender")
     parser.add_argument("--out", type=Path, default=Path("runs"), help="a folder")
     options = parser.parse_args()
 
@@ -304,8 +304,8 @@ def main() -> None:
         f"{steps} steps each, seeds {options.seeds}; times are medians of {options.rounds} interleaved rounds of "
         f"{options.steps} steps."
     )
-    print("vs DDP: the median of the ratios within a round, not the ratio of the medians; the README says more.")
-    print("kB sent: by a worker, as counted; for DDP, what a ring all-reduce sends.")
+    print("vs DDP: the median of the ratios within a round, not the ratio of the medians; see the README.")
+    print("kB sent: per worker, as counted; for DDP, the bytes of a ring all-reduce.")
     print(f"Machine: {plan['machine']}, torch {plan['torch']}.")
     print(*verdict(lines), sep="\n")
     print(

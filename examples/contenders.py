@@ -1,6 +1,6 @@
-"""What ``compare.py`` starts under torchrun: trains every contender of ``digits.py``, then times them in turns.
+"""Started by ``compare.py`` under torchrun: trains every contender of ``digits.py``, then times them in turns.
 
-Rank 0 writes events to stdout, one JSON object a line: first the plan, then one for each run that is done.
+Rank 0 writes events to stdout, one JSON object per line: first the plan, then one for each run that is done.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def contenders(epochs: int) -> list[Contender]:
 
 
 def time_a_step(config: Config, steps: int) -> float:
-    """Milliseconds a step of the slowest worker: forward, loss, backward, update and waiting for the others.
+    """Milliseconds per step of the slowest worker: forward, loss, backward, update and waiting for the others.
 
     The clock runs over all steps without a stop, so that nothing can be done between two measurements. Batches are in
     memory before it starts.
@@ -100,7 +100,7 @@ def events(seeds: list[int], epochs: int, rounds: int, steps: int) -> Iterator[d
             result = train(replace(contender.config, seed=seed))
             yield {"event": "trained", "name": contender.name, "optimizer": contender.optimizer, "seed": seed, "result": result}
     for turn in range(rounds):
-        # All contenders in each round, every second time in reverse: what else the machine does hits all of them alike.
+        # All contenders in each round, every second time in reverse: other load on the machine slows all of them alike.
         for contender in field if turn % 2 == 0 else field[::-1]:
             ms = time_a_step(contender.config, steps)
             yield {"event": "timed", "name": contender.name, "optimizer": contender.optimizer, "round": turn, "ms": ms}

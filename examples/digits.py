@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 4 --max-restarts 3 examples/digits.py --checkpoint runs/digits   # goes on where it was stopped
 
 ``--method ddp`` trains the same with PyTorch DDP, to compare, and ``--method wrapper`` with decent_dp's wrapper, which makes
-the optimizers itself and steps them inside the backward. What is only there for these two is marked "DDP" and "wrapper".
+the optimizers itself and steps them inside the backward. The code for these two only is marked "DDP" and "wrapper".
 Needs scikit-learn, which brings the data along, and for --checkpoint safetensors: pip install -e '.[demo]'
 """
 
@@ -44,15 +44,15 @@ WARM_UP_STEPS = 10  # also left out of the time of a step
 class Config:
     method: str = "gossip"  # or "wrapper", or "ddp"
     topology: str = "base-2"
-    wire: str = "float32"
+    compression: str | None = None
     optimizer: str = "adamw"
     epochs: int = 30
     batch_size: int = 32  # of each worker
     lr: float = 2e-3
     seed: int = 0
-    local_world_size: int | None = None  # workers a node; None: what the launcher says
+    local_world_size: int | None = None  # workers per node; None: from the launcher
     save: str | None = None  # where the mean model goes
-    checkpoint: str | None = None  # where checkpoints go; a run that finds one there goes on from it
+    checkpoint: str | None = None  # folder of checkpoints; a run that finds one there resumes it
     checkpoint_every: int = 50  # steps
 
 
@@ -72,7 +72,7 @@ def make_model(seed: int) -> nn.Module:
 
 
 class Trainee:
-    """A model in training: ``step`` is what follows the backward, ``replica`` what mixes with the neighbours."""
+    """A model in training: ``step`` follows the backward, ``replica`` mixes with the neighbours."""
 
     def __init__(self, model: nn.Module, config: Config, steps: int) -> None:
         named = list(model.named_parameters())
@@ -82,20 +82,26 @@ class Trainee:
         self.optimizer = self.scheduler = None
         if config.method == "wrapper":  # it makes one optimizer for each bucket, with its scheduler
             scheduler_fn = partial(lr_scheduler_fn_cosine_with_warmup, **warm_up)
-            options = {"topology": config.topology, "wire": config.wire, "_local_world_size": config.local_world_size}
-            self.model = self.replica = decent_dp.DecentralizedDataParallel(model, optim_fn, scheduler_fn, **options)
+            self.model = self.replica = decent_dp.DecentralizedDataParallel(
+                model,
+                optim_fn,
+                scheduler_fn,
+                topology=config.topology,
+                compression=config.compression,
+                _local_world_size=config.local_world_size,
+            )
             return
         if config.method == "ddp":
             self.model, self.replica = DistributedDataParallel(model), Equal(model)  # DDP: its replicas are equal
         self.optimizer = optim_fn(named)
         self.scheduler = lr_scheduler_fn_cosine_with_warmup(self.optimizer, **warm_up)
         if config.method == "gossip":
-            # The one line: from here on each step of the optimizer is followed by a mix with the neighbours.
+            # The one line: from now on a mix with the neighbours follows each step of the optimizer.
             self.replica = decent_dp.gossip(
                 model,
                 self.optimizer,
                 topology=config.topology,
-                compression=None if config.wire == "float32" else config.wire,
+                compression=config.compression,
                 local_world_size=config.local_world_size,
             )
 
@@ -106,7 +112,7 @@ class Trainee:
             self.optimizer.zero_grad()
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint has to hold beside model and optimizer."""
+        """The extras of a checkpoint, beside model and optimizer."""
         return {} if self.scheduler is None else {"scheduler": self.scheduler.state_dict()}
 
     def load(self, extra: dict[str, Any]) -> None:
@@ -115,18 +121,18 @@ class Trainee:
 
 
 def train(config: Config, report: Callable[[str], None] = lambda line: None) -> dict[str, Any] | None:
-    """Trains one model. Called by all workers; what happened, the same on all of them. None: it was told to stop, and saved."""
+    """Trains one model. Called by all workers; returns the same result on all of them, None if a signal has stopped it."""
     dataset, x_val, y_val = load_data()
     # Every worker sees its own share of the images: a different one each epoch (set_epoch, below).
     sampler: DistributedSampler[Any] = DistributedSampler(dataset, shuffle=True, seed=config.seed, drop_last=True)
-    # A generator of its own: what the loader draws neither depends on the model's random numbers nor changes them.
+    # Its own generator: the loader's draws neither depend on the model's random numbers nor change them.
     draws = torch.Generator()
     loader = DataLoader(dataset, batch_size=config.batch_size, sampler=sampler, drop_last=True, generator=draws)
     trainee = Trainee(make_model(config.seed), config, steps=config.epochs * len(loader))
     model, replica = trainee.model, trainee.replica
     criterion = nn.CrossEntropyLoss()
 
-    # What a checkpoint has to know beside the model: how far this worker is, and what it has seen.
+    # A checkpoint has this beside the model: the position of this worker, and its measurements.
     at: dict[str, Any] = {"epoch": 0, "batch": 0, "losses": [], "history": []}
     if config.checkpoint:
         found = checkpoint.load(replica, config.checkpoint, missing_ok=True)
@@ -160,7 +166,7 @@ def train(config: Config, report: Callable[[str], None] = lambda line: None) -> 
                     # A copy, which is written while training goes on.
                     checkpoint.save(replica, config.checkpoint, {**trainee.state(), **at}, wait=False)
 
-            # The mean of a metric over workers: one all-reduce an epoch is enough for all its steps.
+            # The mean of a metric over workers: one all-reduce per epoch is enough for all its steps.
             losses = mean_over_workers(torch.stack(at["losses"])).tolist()
             distance = replica.consensus_distance()
             first = epoch * len(loader) + 1
@@ -173,7 +179,7 @@ def train(config: Config, report: Callable[[str], None] = lambda line: None) -> 
 
     # Of the steps since the start, or the restart; without those that warm up, if there are others.
     timed = seconds[WARM_UP_STEPS:] or seconds or [0.0]
-    # Replicas differ: what counts is their mean, and that is what is saved. A single one is looked at to see the difference.
+    # Replicas differ: their mean is the result, and is saved. One replica is evaluated to show the difference.
     worst = -max_over_workers(-accuracy(model, x_val, y_val))
     with replica.averaged():
         of_mean = accuracy(model, x_val, y_val)
@@ -219,7 +225,7 @@ def max_over_workers(value: float) -> float:
 
 
 def bytes_a_step(replica: Any, steps: int) -> float:
-    """What a worker has sent for each of its steps, on average over workers: as counted, or, for DDP, by a ring all-reduce."""
+    """Bytes sent per worker and step, on average over workers: as counted, or, for DDP, by a ring all-reduce."""
     if isinstance(replica, Equal):
         n = dist.get_world_size()
         return 2 * (n - 1) / n * sum(p.numel() * p.element_size() for p in replica.model.parameters())
@@ -243,7 +249,7 @@ class Equal:
 
 
 def leave() -> None:
-    gc.collect()  # DDP: it lies in a cycle, and at exit Python must not meet the threads of a process group that it still holds
+    gc.collect()  # DDP is in a reference cycle, and would keep the threads of its process group alive at exit
     dist.destroy_process_group()
 
 
@@ -252,13 +258,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Decentralized training on handwritten digits.")
     parser.add_argument("--method", choices=["gossip", "wrapper", "ddp"], default=default.method)
     parser.add_argument("--topology", default=default.topology, help="a name: complete, base-2, hierarchical, ...")
-    parser.add_argument("--wire", default=default.wire, help="what is sent of a parameter: float32, bfloat16 or int8")
+    parser.add_argument("--compression", choices=("bfloat16", "int8"), help="of the sent parameters")
     parser.add_argument("--optimizer", choices=sorted(OPTIMIZERS), default=default.optimizer)
     parser.add_argument("--epochs", type=int, default=default.epochs)
     parser.add_argument("--batch-size", type=int, default=default.batch_size, help="of each worker")
     parser.add_argument("--lr", type=float, default=default.lr)
     parser.add_argument("--seed", type=int, default=default.seed, help="of the weights and of the order of the images")
-    parser.add_argument("--local-world-size", type=int, help="workers a node, for alternating-exp-ring; else the launcher's")
+    parser.add_argument("--local-world-size", type=int, help="workers per node, for alternating-exp-ring; else the launcher's")
     parser.add_argument("--save", metavar="FILE", help="where the mean model's state dict goes")
     parser.add_argument("--checkpoint", metavar="DIR", help="where checkpoints go, and where the run goes on from")
     parser.add_argument("--checkpoint-every", type=int, default=default.checkpoint_every, metavar="STEPS")
@@ -282,7 +288,7 @@ def main() -> None:
         return  # with exit code 0: torchrun has nothing to restart
     report(
         f"{world_size} workers, {result['steps']} steps of {result['ms_a_step']:.2f} ms, "
-        f"{result['bytes_a_step'] / 1e3:.1f} kB sent by a worker a step"
+        f"{result['bytes_a_step'] / 1e3:.1f} kB sent per worker and step"
     )
     report(
         f"validation accuracy of the mean model {result['accuracy']:.2%}, of the worst replica {result['worst_accuracy']:.2%}"

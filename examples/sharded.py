@@ -16,7 +16,7 @@ import decent_dp
 from decent_dp.checkpoint import export
 
 rank, world_size = decent_dp.initialize_dist()
-shards = 2 if world_size % 2 == 0 else 1  # workers that hold one replica together: those of a node
+shards = 2 if world_size % 2 == 0 else 1  # workers per replica: those of a node
 device = "cuda" if torch.cuda.is_available() else "cpu"
 mesh = init_device_mesh(device, (world_size // shards, shards), mesh_dim_names=("replica", "shard"))  # 1
 

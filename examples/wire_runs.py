@@ -1,6 +1,6 @@
-"""What ``wires.py`` starts under torchrun: trains ``digits.py`` and ``characters.py`` with each wire.
+"""Started by ``wires.py`` under torchrun: trains ``digits.py`` and ``characters.py`` with each wire.
 
-Rank 0 writes events to stdout, one JSON object a line: first the plan, then one for each run that is done.
+Rank 0 writes events to stdout, one JSON object per line: first the plan, then one for each run that is done.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def events(seeds: list[int], topologies: list[str], epochs: int, steps: int) -> 
     }
     for run in field:
         began = time.perf_counter()
-        settings = {**TOPOLOGIES[run["topology"]], "wire": run["wire"], "seed": run["seed"]}
+        compression = None if run["wire"] == "float32" else run["wire"]
+        settings = {**TOPOLOGIES[run["topology"]], "compression": compression, "seed": run["seed"]}
         result = train(run["job"], settings, epochs, steps)
         yield {"event": "trained", **run, "seconds": time.perf_counter() - began, "result": result}
 

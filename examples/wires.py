@@ -1,4 +1,4 @@
-"""Compares what is sent of a parameter, float32, bfloat16 or int8, on 4 workers of this machine: what ``make wires`` runs.
+"""Compares compressions (float32, bfloat16, int8) on 4 workers of this machine: ``make wires``.
 
     python -m examples.wires --seeds 0          # a first look
     python -m examples.wires                    # three seeds, about six minutes on two cores: the numbers of the documents
@@ -149,7 +149,7 @@ def describe_difference(line: Line, wire: str) -> str:
 
 
 def plot(lines: list[Line], path: Path, title: str) -> None:
-    """Final losses: a dot a seed and a line at their mean; the band is where float32's seeds are."""
+    """Final losses: a dot per seed and a line at their mean; the band is the range of float32's seeds."""
     from matplotlib.figure import Figure
 
     runs = list(dict.fromkeys((line["job"], line["topology"]) for line in lines))
@@ -186,7 +186,7 @@ def write_results(events: list[dict[str, Any]], out: Path) -> list[Line]:
     out.mkdir(parents=True, exist_ok=True)
     (out / "wires.json").write_text(json.dumps({**plan, "table": lines, "verdict": verdict(lines)}, indent=1) + "\n")
     (out / "wires.md").write_text(make_markdown(headings(lines), map(cells, lines)))
-    plot(lines, out / "wires.png", f"What is sent of a parameter: final losses on {plan['workers']} workers")
+    plot(lines, out / "wires.png", f"Compression: final losses on {plan['workers']} workers")
     return lines
 
 
@@ -218,7 +218,7 @@ def main() -> None:
     console.print(make_table(lines))
     print()
     print(f"Means over seeds {options.seeds} with their standard deviations; losses are of the last tenth of the training")
-    print("and, on validation data, of the mean model at the end; in nats (a character). Bytes: sent by a worker, as counted.")
+    print("and, on validation data, of the mean model at the end; in nats (per character). Bytes: sent per worker, as counted.")
     print(f"Machine: {events[0]['machine']}, torch {events[0]['torch']}.")
     print(*verdict(lines), sep="\n")
     print(f"Plot and table: {options.out}/wires.png, wires.json, wires.md ({time.monotonic() - began:.0f} s in all)")

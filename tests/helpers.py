@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from decent_dp.compression import Compression, FlatTensor, Int8, Lossless
 from decent_dp.ddp import DecentralizedDataParallel
-from decent_dp.transport import InProcessTransport, Label, Parcel
-from decent_dp.wire import Int8, Item, Lossless, Wire
+from decent_dp.transport import ExchangeId, ExchangeRequest, InProcessTransport
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
@@ -80,31 +80,37 @@ def plain(
     return twin
 
 
-def wire_of(values: Sequence[Tensor], kind: type[Wire] = Lossless) -> Wire:
-    """A wire for flat tensors, numbered as they stand."""
-    return kind([Item(i, value.numel()) for i, value in enumerate(values)], values[0].dtype, values[0].device)
+def compression_of(values: Sequence[Tensor], kind: type[Compression] = Lossless) -> Compression:
+    """A compression for flat tensors, numbered as they stand."""
+    return kind([FlatTensor(i, value.numel()) for i, value in enumerate(values)], values[0].dtype, values[0].device)
 
 
-def expect_the_most(wire: Wire, values: Sequence[Tensor]) -> None:
-    """Makes the first range of an int8 wire enough for any two replicas."""
-    if isinstance(wire, Int8):
-        wire.announcement(values)
-        wire._expected = 2 * wire._largest
+def expect_the_most(compression: Compression, values: Sequence[Tensor]) -> None:
+    """Makes the first range of an int8 compression enough for any two replicas."""
+    if isinstance(compression, Int8):
+        compression.hint(values)
+        compression._expected = 2 * compression._largest
 
 
-def parcel(values: Tensor, rank: int, label: Label, kind: type[Wire] = Lossless, wire: Wire | None = None) -> Parcel:
+def request(
+    values: Tensor,
+    rank: int,
+    exchange_id: ExchangeId,
+    kind: type[Compression] = Lossless,
+    compression: Compression | None = None,
+) -> ExchangeRequest:
     """One flat tensor, ready to be exchanged; what is to be received is all ones before it."""
-    if wire is None:
-        wire = wire_of([values], kind)
-        expect_the_most(wire, [values])
-    sent, received = (torch.full((wire.nbytes,), 255, dtype=torch.uint8) for _ in range(2))
-    return Parcel(wire, [values], sent, received, wire.announcement([values]), rank, label)
+    if compression is None:
+        compression = compression_of([values], kind)
+        expect_the_most(compression, [values])
+    sent, received = (torch.full((compression.nbytes,), 255, dtype=torch.uint8) for _ in range(2))
+    return ExchangeRequest(compression, [values], sent, received, compression.hint([values]), rank, exchange_id)
 
 
-def came(parcel: Parcel) -> Tensor:
-    """What was received on a lossless wire with one item, as values."""
-    [item] = parcel.wire.items
-    return parcel.received.view(parcel.wire.dtype)[: item.numel]
+def came(request: ExchangeRequest) -> Tensor:
+    """What was received on a lossless compression with one item, as values."""
+    [tensor] = request.compression.tensors
+    return request.received.view(request.compression.dtype)[: tensor.numel]
 
 
 def listening() -> set[str]:

@@ -1,4 +1,4 @@
-"""Rules as users write them, for tests of what a rule is told and of what becomes of its state."""
+"""Rules as users write them, for tests of their calls and of their state."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Scaled(Rule):
 class Recorder(Rule):
     """Plain gossip that writes down what it is told. Every element has a number, which stands in its state.
 
-    Class attributes: what was told in this process. A rule's own attributes are settings.
+    Class attributes: the calls in this process. A rule's own attributes are settings.
     """
 
     # ("propose" or "apply", round, mixes, which elements: an index; whether something came)
@@ -103,7 +103,7 @@ class Versatile(Rule):
     nested: Any = None
     # Names that are also settings of the run.
     overlap: bool = True
-    wire: str = ""
+    compression: str | None = ""
     mix_every: int = 7
 
     def state(self, values: Tensor) -> dict[str, Tensor]:

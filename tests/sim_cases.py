@@ -45,7 +45,7 @@ class Attention(nn.Module):
 
 
 class Branching(nn.Module):
-    """What one worker uses of it, another may not: a branch is chosen by the data."""
+    """A branch is chosen by the data, so that workers may use different parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "attention": Attention,
     "branching": Branching,
     "unused": Unused,
-    # More than one run of a wire in one of the parameters.
+    # More than one block in one of the parameters.
     "wide": lambda: nn.Sequential(nn.Linear(16, 4200), nn.Tanh(), nn.Linear(4200, 3)),
     "channels-last": lambda: Conv().to(memory_format=torch.channels_last),
 }
@@ -111,7 +111,7 @@ class Unrepeated(Topology):
 
 
 def make_topology(name: str, n: int, rank: int) -> Any:
-    """What is passed as ``topology=``."""
+    """The argument ``topology=``."""
     if name == "varying":
         return Varying(1, world_size=n, rank=rank)
     if name == "unrepeated":
@@ -141,7 +141,7 @@ class Case:
     def tolerance(self) -> float:
         if self.dtype == "float32":
             return 1e-5
-        adaptive = "adamw" in self.optimizer or self.options.get("wire", "float32") != "float32"
+        adaptive = "adamw" in self.optimizer or self.options.get("compression") is not None
         return 1e-9 if adaptive else 1e-12
 
     def make_model(self) -> nn.Module:
@@ -202,7 +202,7 @@ def simulate(n: int, case: Case, **how: Any) -> tuple[VirtualCluster, list[dict[
 
 
 def compare(case: Case, n: int, real: list[Any], **how: Any) -> VirtualCluster:
-    """Holds the simulator against what ``train_really`` has returned on each worker."""
+    """Compares the simulator with the results of ``train_really`` on each worker."""
     cluster, found = simulate(n, case, **how)
     frozen = {name for name, param in case.make_model().named_parameters() if not param.requires_grad}
     for rank, (steps, distance, _) in enumerate(real):

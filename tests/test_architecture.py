@@ -29,6 +29,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # A room is a top-level module or package. Rooms that a room may import (its own modules always); a new one is placed here.
 BELOW: dict[str, set[str]] = {
     "errors": set(),
+    "_checks": set(),
     "arguments": set(),
     "gradients": set(),
     "optim": set(),
@@ -37,17 +38,18 @@ BELOW: dict[str, set[str]] = {
     "utils": {"errors", "launch"},
 }
 BELOW["topo"] = {"errors"}
-for _room in ("rules", "wire", "planner"):
+for _room in ("rules", "compression", "planner"):
     BELOW[_room] = {"errors", "topo"}
-BELOW["transport"] = {"errors", "topo", "wire", "planner"}
+BELOW["transport"] = {"errors", "topo", "compression", "planner"}
 BELOW["engine"] = BELOW["transport"] | {"transport", "rules"}
 BELOW["replica"] = BELOW["engine"] | {"engine", "arguments", "gradients"}
 BELOW["backward"] = BELOW["replica"] | {"replica"}
 BELOW["_gossip"] = BELOW["replica"] | {"replica"}
 BELOW["ddp"] = BELOW["backward"] | {"backward"}
-BELOW["checkpoint"] = BELOW["ddp"] | {"ddp", "__init__"}
+BELOW["checkpoint"] = BELOW["ddp"] | {"ddp", "__init__", "_checks"}
 BELOW["sim"] = BELOW["engine"] | {"engine", "optim", "arguments", "gradients"}
 BELOW["cli"] = BELOW["checkpoint"] | {"checkpoint", "sim", "optim", "launch", "plots", "utils", "__init__"}
+BELOW["__main__"] = BELOW["cli"] | {"cli"}
 BELOW["__init__"] = set()  # names are looked up lazily
 
 MAY_IMPORT_DISTRIBUTED = {"transport", "launch", "checkpoint"}
@@ -188,7 +190,7 @@ def test_the_engine_knows_no_module_and_no_optimizer():
 def test_the_core_needs_torch_and_numpy_alone():
     allowed = {"decent_dp", "torch", "numpy", *ONLY_IN, *sys.stdlib_module_names}
     assert [str(f) for _, f in ALL_IMPORTS if f.target.split(".")[0] not in allowed] == []
-    for room in ("topo", "errors"):
+    for room in ("topo", "errors", "_checks"):
         torch_at_top = [
             str(f) for m, f in ALL_IMPORTS if room_of(m) == room and f.target.split(".")[0] == "torch" and f.kind == "top"
         ]
@@ -196,7 +198,7 @@ def test_the_core_needs_torch_and_numpy_alone():
 
 
 # What a user's subclass may call its own attributes is not ours to choose, so a topology's own are underscored.
-TOPOLOGYS = {"_rank", "_edges_ahead", "_settled"}
+TOPOLOGYS = {"_rank", "_edges_ahead", "_final_part"}
 TORCHS = {"_values"}  # of a sparse tensor
 
 
@@ -387,7 +389,7 @@ def test_the_wrappers_arguments():
     positional, _, rest = shape(decent_dp.DecentralizedDataParallel.__init__).partition(", *")
     assert positional + ", *" == "(" + documented
     keywords = rest.removeprefix(", ").removesuffix(", **unknown)").split(", ")
-    assert keywords == ["overlap=True", "wire='float32'", "mix_every=1", "rule=None", "process_group=None", "transport=None"]
+    assert keywords == ["overlap=True", "compression=None", "mix_every=1", "rule=None", "process_group=None", "transport=None"]
 
 
 METHODS = {

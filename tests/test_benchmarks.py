@@ -37,7 +37,7 @@ def test_crossing_bytes_of_a_round() -> None:
     assert busiest_link(inside, 2, 10) == 0
     assert busiest_link(across, 2, 10) == 20  # both workers of a node send
     assert busiest_link([[0, 2], [1], [3]], 2, 10) == 10
-    assert busiest_link([[0, 1, 2, 3]], 2, 10) == 10  # a group: one copy a node
+    assert busiest_link([[0, 1, 2, 3]], 2, 10) == 10  # a group: one copy per node
     assert busiest_link([[0, 1, 2], [3]], 2, 10) == 10
     assert busiest_link([[1, 2], [3, 4], [5, 0]], 2, 10) == 20
     assert busiest_link([[0], [1]], 1, 10) == 0
@@ -255,7 +255,7 @@ def test_two_nodes_end_to_end(tmp_path: Path) -> None:
     assert result["steps"] == 3
     assert 600 <= alone["mean_ms"] <= alone["worst_ms"]
     assert alone["bytes_a_step"] < 5000
-    # What a node sends is its parameters, with headers; the last exchange may be cut by the end of the timed steps.
+    # A node sends its parameters, with headers; the last exchange may be cut by the end of the timed steps.
     assert 0.6 * 4 * PARAMETERS < ours["bytes_a_step"] < 1.4 * 4 * PARAMETERS
     assert ours["to_limit"] > 0.9
     assert namespaces(process.pid) == []

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from decent_dp.engine.layout import MIB, Block, TensorSpec, dense_stride, plan_buckets
+from decent_dp.engine.layout import MIB, FlatBuffer, TensorSpec, dense_stride, plan_buckets
 
 CPU = torch.device("cpu")
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -125,18 +125,18 @@ def test_dense_stride(name):
         assert stride == tensor.stride()
 
 
-def block_of(tensors: list[Tensor], *, as_view: bool, limit: float = 1e9) -> tuple[Block, list[Parameter]]:
+def buffer_of(tensors: list[Tensor], *, as_view: bool, limit: float = 1e9) -> tuple[FlatBuffer, list[Parameter]]:
     params = [Parameter(t) for t in tensors]
     specs = [TensorSpec.of(f"p{i}", p) for i, p in enumerate(params)]
     [plan] = plan_buckets(specs, range(len(specs)), limit)
-    return Block(plan, params, as_view=as_view), params
+    return FlatBuffer(plan, params, as_view=as_view), params
 
 
 @pytest.mark.parametrize("as_view", [True, False])
 def test_wrapping_keeps_values_and_strides(as_view):
     tensors = [make() for make, _ in FORMATS.values()]
     expected = [t.clone() for t in tensors]
-    block, params = block_of(tensors, as_view=as_view)
+    buffer, params = buffer_of(tensors, as_view=as_view)
     for (name, (_, dense)), param, tensor, value in zip(FORMATS.items(), params, tensors, expected, strict=True):
         assert torch.equal(param.detach(), value), name
         assert param.shape == value.shape, name
@@ -145,17 +145,17 @@ def test_wrapping_keeps_values_and_strides(as_view):
         assert is_dense(param), name
         assert param.requires_grad, name
         assert param.is_leaf, name
-    assert block.names == [f"p{i}" for i in range(len(params))]
+    assert buffer.names == [f"p{i}" for i in range(len(params))]
     if as_view:
-        assert block.flat is not None
-        assert block.flat.numel() == sum(p.numel() for p in params)
-        start, size = block.flat.data_ptr(), block.flat.nbytes
+        assert buffer.flat is not None
+        assert buffer.flat.numel() == sum(p.numel() for p in params)
+        start, size = buffer.flat.data_ptr(), buffer.flat.nbytes
         assert all(start <= p.data_ptr() < start + size for p in params if p.numel())
         # The flat tensor and the parameters are one memory.
-        block.flat.fill_(7.0)
+        buffer.flat.fill_(7.0)
         assert all(torch.equal(p.detach(), torch.full_like(p, 7.0)) for p in params)
     else:
-        assert block.flat is None
+        assert buffer.flat is None
         stay = [dense for _, dense in FORMATS.values()]
         assert [p.data_ptr() == t.data_ptr() for p, t in zip(params, tensors, strict=True) if p.numel()] == [
             s for s, t in zip(stay, tensors, strict=True) if t.numel()
@@ -169,7 +169,7 @@ def test_channels_last_computes_alike_after_wrapping():
     before = conv(x)
     specs = [TensorSpec.of(n, p) for n, p in conv.named_parameters()]
     [plan] = plan_buckets(specs, [1, 0], 1e9)
-    Block(plan, list(conv.parameters()), as_view=True)
+    FlatBuffer(plan, list(conv.parameters()), as_view=True)
     assert conv.weight.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(conv(x), before)
 
@@ -184,20 +184,20 @@ def test_both_settings_agree(dtype, by_parameter):
         tensors += [randn(dtype=dtype), randn(0, dtype=dtype), randn(10, dtype=dtype)[3:7]]
         expected = [t.permute(0, 2, 3, 1) if t.dim() == 4 else t.t() if t.dim() == 2 else t for t in tensors]
         flat = torch.cat([t.reshape(-1) for t in expected])
-        block, params = block_of(tensors, as_view=as_view)
-        values = block.values(by_parameter=by_parameter)
+        buffer, params = buffer_of(tensors, as_view=as_view)
+        values = buffer.values(by_parameter=by_parameter)
         one = as_view and not by_parameter
         assert [v.shape for v in values] == [flat.shape] if one else [(t.numel(),) for t in tensors]
         assert all(v.dtype == dtype and not v.requires_grad for v in values)
         assert torch.equal(torch.cat(values), flat)
-        for view, param in zip(block.views(flat), params, strict=True):
+        for view, param in zip(buffer.views(flat), params, strict=True):
             assert torch.equal(view, param)
             assert view.stride() == param.stride()
         # They are the parameters, not copies.
         for value in values:
             value.add_(torch.arange(len(value)))
         found[as_view] = [p.detach().clone() for p in params]
-        moved = torch.cat(block.values(by_parameter=True))
+        moved = torch.cat(buffer.values(by_parameter=True))
         assert torch.equal(moved, torch.cat(values))
         assert not torch.equal(moved, flat)
     if by_parameter:
@@ -221,28 +221,28 @@ def test_a_slot_views_a_payload_with_an_offset():
 
 @pytest.mark.parametrize("as_view", [True, False])
 def test_replaced_storage_is_adopted(as_view):
-    block, params = block_of([randn(2, 3), randn(4), randn(0)], as_view=as_view)
+    buffer, params = buffer_of([randn(2, 3), randn(4), randn(0)], as_view=as_view)
     new = [torch.full((2, 3), 5.0), torch.arange(8.0)[::2], torch.empty(0)]
     for param, value in zip(params, new, strict=True):
         param.data = value
-    block.rebind()
+    buffer.rebind()
     for param, value in zip(params, new, strict=True):
         assert torch.equal(param.detach(), value)
-    assert torch.equal(torch.cat(block.values(by_parameter=True)), torch.cat([t.reshape(-1) for t in new]))
+    assert torch.equal(torch.cat(buffer.values(by_parameter=True)), torch.cat([t.reshape(-1) for t in new]))
     if as_view:
-        assert block.flat is not None
-        assert params[0].data_ptr() == block.flat.data_ptr()
+        assert buffer.flat is not None
+        assert params[0].data_ptr() == buffer.flat.data_ptr()
     # What goes into the block reaches the parameters again.
-    for t in block.values(by_parameter=False):
+    for t in buffer.values(by_parameter=False):
         t.add_(1)
     assert torch.equal(params[0].detach(), torch.full((2, 3), 6.0))
     # A second call finds nothing to do.
     addresses = [p.data_ptr() for p in params]
-    block.rebind()
+    buffer.rebind()
     assert [p.data_ptr() for p in params] == addresses
     # Only one of them replaced: the others stay.
     params[1].data = torch.full((4,), -1.0)
-    block.rebind()
+    buffer.rebind()
     assert params[0].data_ptr() == addresses[0]
     assert torch.equal(params[1].detach(), torch.full((4,), -1.0))
     assert torch.equal(params[0].detach(), torch.full((2, 3), 6.0))
@@ -250,12 +250,12 @@ def test_replaced_storage_is_adopted(as_view):
 
 def test_a_parameter_that_was_turned_in_place_is_adopted():
     """The same memory, size and shape, but other strides: its block would mix other elements than its neighbours' do."""
-    block, [param] = block_of([randn(3, 3)], as_view=True)
+    buffer, [param] = buffer_of([randn(3, 3)], as_view=True)
     turned = param.data.t().clone()
     param.data = param.data.t()
-    block.rebind()
+    buffer.rebind()
     assert torch.equal(param.detach(), turned)
-    assert torch.equal(block.values(by_parameter=True)[0], turned.reshape(-1))
+    assert torch.equal(buffer.values(by_parameter=True)[0], turned.reshape(-1))
 
 
 @pytest.mark.parametrize("as_view", [True, False])
@@ -271,19 +271,19 @@ def test_a_parameter_that_was_turned_in_place_is_adopted():
     ids=["double", "half", "shape", "flattened", "reinterpreted"],
 )
 def test_what_does_not_fit_is_refused(as_view, change, words):
-    block, params = block_of([randn(4), randn(2, 3)], as_view=as_view)
+    buffer, params = buffer_of([randn(4), randn(2, 3)], as_view=as_view)
     if "int32" in words:
         params[1].requires_grad_(False)
     params[1].data = change(params[1].data)
     with pytest.raises(RuntimeError, match=f"parameter 'p1' was .*{words}"):
-        block.rebind()
+        buffer.rebind()
 
 
 def test_a_plan_refuses_a_model_that_changed_since():
     spec = TensorSpec.of("w", torch.zeros(2))
     [plan] = plan_buckets([spec], [0], 1e9)
     with pytest.raises(RuntimeError, match="'w'"):
-        Block(plan, [Parameter(torch.zeros(3))], as_view=True)
+        FlatBuffer(plan, [Parameter(torch.zeros(3))], as_view=True)
 
 
 # -- versions ------------------------------------------------------------------------------------------------------------
@@ -291,13 +291,13 @@ def test_a_plan_refuses_a_model_that_changed_since():
 
 @pytest.mark.parametrize("as_view", [True, False])
 def test_written_makes_saved_tensors_stale(as_view):
-    block, [weight] = block_of([randn(3)], as_view=as_view)
+    buffer, [weight] = buffer_of([randn(3)], as_view=as_view)
     product = (weight * weight).sum()
     before = weight._version
     with torch.no_grad():
-        for t in block.values(by_parameter=False):
+        for t in buffer.values(by_parameter=False):
             t.add_(1.0)
-        block.written()
+        buffer.written()
     assert weight._version > before
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.backward()

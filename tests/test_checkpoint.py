@@ -149,7 +149,7 @@ def test_another_bucket_size_and_topology(tmp_path):
         return copy.deepcopy([values(model.module), model.optim_state_dict()["state"]])
 
     def second(transport: InProcessTransport) -> Any:
-        options: dict[str, Any] = {"topology": "complete", "bucket_size_in_mb": 0.0002, "wire": "bfloat16"}
+        options: dict[str, Any] = {"topology": "complete", "bucket_size_in_mb": 0.0002, "compression": "bfloat16"}
         model = DecentralizedDataParallel(net(9), SGD, transport=transport, **options)
         load(model, tmp_path)
         found = copy.deepcopy([values(model.module), model.optim_state_dict()["state"]])

@@ -33,7 +33,7 @@ def digest(model: DecentralizedDataParallel) -> str:
 
 def trains_and_saves(rank: int, n: int, path: str, journal: str) -> None:
     """Goes on from what is there, says what it was, and saves after each update."""
-    model = DecentralizedDataParallel(net(rank), SGD, topology="ring", wire="int8" if n == 2 else "float32")
+    model = DecentralizedDataParallel(net(rank), SGD, topology="ring", compression="int8" if n == 2 else None)
     extra = load(model, path, missing_ok=True)
     found = {
         "round": model.stats().rounds,

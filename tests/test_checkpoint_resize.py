@@ -40,7 +40,7 @@ def state(**changes: Any) -> dict[str, Any]:
         "grads": {},
         "order": None,
         "link": {"rank": 0},
-        "exchange": {"parameters": {"w": {"sent": torch.ones(2)}}, "disowned": []},
+        "exchange": {"parameters": {"w": {"sent": torch.ones(2)}}, "stale": []},
     }
     extra = changes.pop("user", {})
     optim = {**snapshot["optim"], **changes.pop("optim", {})}

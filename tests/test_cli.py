@@ -155,14 +155,14 @@ def test_the_same_figures_in_words(cli: Cli) -> None:
     assert re.search(r"averages exactly +yes: after 6 rounds", text)
     assert re.search(r"agreement to 0.001 +after 6 rounds", text)
     copies = found["sent_by_worker"]
-    assert re.search(rf"a worker sends +{number(copies)} copies of the model = {size(copies * 4 * 65e6)} a step", text)
+    assert re.search(rf"a worker sends +{number(copies)} copies of the model = {size(copies * 4 * 65e6)} per step", text)
     assert re.search(rf"into one node +at most {number(found['fan_in'])} copies", text)
     rounds = found["rounds"]
     alone = sum(len(edge["ranks"]) == 1 for edges in rounds for edge in edges) / 24 / len(rounds)
     assert 0 < alone < 1
-    assert re.search(rf"sits out +{100 * alone:.3g} % of the rounds", text)
+    assert re.search(rf"idle +{100 * alone:.3g} % of the rounds", text)
     # The rounds: kinds with their weights, and who sits out.
-    assert re.search(r"4 +8 pairs, keep 2/3; 8 sit out +0-16 +1-17", text)
+    assert re.search(r"4 +8 pairs, keep 2/3; 8 idle +0-16 +1-17", text)
     assert text.count("… 4 more") == text.count(" more") == 3  # of twelve pairs eight are shown; who sits out is no pair
     ring = cli("topology show ring -n 6")
     assert re.search(r"averages exactly +no", ring)
@@ -263,9 +263,9 @@ def test_plan_hands_on_what_was_typed(cli: Cli) -> None:
         {"params": 65e6, "forward_ms": 18, "backward_ms": 36, "optimizer_ms": 6, "jitter": 0.03}
     )
     for row in [row for row in found["predictions"] if row["bucket_mb"] == 25][::7]:
-        choice = Choice(row["kind"], row["topology"], row["wire"], row["bucket_mb"])
+        choice = Choice(row["kind"], row["topology"], row["compression"], row["bucket_mb"])
         assert predict(cluster, job, choice).step_ms == pytest.approx(row["step_ms"], rel=0.02)
-    assert {row["kind"] for row in found["predictions"]} == {"ddp", "ours"}
+    assert {row["kind"] for row in found["predictions"]} == {"ddp", "decent_dp"}
     assert len({(r["name"], r["bucket_mb"]) for r in found["predictions"]}) == len(found["predictions"])
 
 
@@ -278,9 +278,10 @@ def test_plan_ranks_and_says_why(cli: Cli) -> None:
     assert len(rows) == 4
     for row in rows:
         ratio = "" if row["kind"] == "ddp" else rf" +{re.escape(number(rows[-1]['step_ms'] / row['step_ms']))} x"
-        assert re.search(rf"{row['wire']} +{number(row['bucket_mb'])} +{re.escape(number(row['step_ms'], 4))}{ratio} ", text)
-    assert f"1. {rows[0]['topology']}, {rows[0]['wire']}: {rows[0]['reason']}" in text
-    assert f"PyTorch DDP, float32: {rows[-1]['reason']}" in text
+        cells = [row["compression"] or "-", number(row["bucket_mb"]), re.escape(number(row["step_ms"], 4)) + ratio]
+        assert re.search(" +".join(cells) + " ", text)
+    assert f"1. {rows[0]['name']}: {rows[0]['reason']}" in text
+    assert f"PyTorch DDP: {rows[-1]['reason']}" in text
     assert found["same_rounds"] == [{"name": "base-2", "as": "one-peer-exp"}, {"name": "hierarchical", "as": "complete"}]
     assert re.search("the same rounds here:\n +base-2 +is one-peer-exp\n +hierarchical +is complete\n", text)
     assert "needs a power of two nodes" in cli(f"{JOB} -n 12 -l 4 --inter 25gbit --intra 200gbit --top 1")
@@ -292,11 +293,11 @@ def test_plan_never_cuts_a_number(cli: Cli, columns: str, monkeypatch: pytest.Mo
     line = f"{JOB} {CLUSTER} --top 2"
     found, text = cli.json(line)["predictions"], cli(line)
     for row in found:
-        tail = [row["wire"], number(row["bucket_mb"]), number(row["step_ms"], 4)]
+        tail = [row["compression"] or "-", number(row["bucket_mb"]), number(row["step_ms"], 4)]
         tail += [] if row["kind"] == "ddp" else [f"{number(found[-1]['step_ms'] / row['step_ms'])} x"]
         tail += [size(row["node_bytes"])]
         assert re.search(rf"^ *{row['rank']} .*{' +'.join(map(re.escape, tail))} ", text, re.MULTILINE)
-    for heading in ("bucket +ms a +speed +node +limited", "contender +wire +MiB +step +to DDP +sends +by"):
+    for heading in ("bucket +ms per +speed +node +limited", "contender +compression +MiB +step +to DDP +sends +by"):
         assert re.search(heading, text)
 
 
@@ -413,7 +414,7 @@ BAD = {
     "simulate --topology ring -n 100 --batch 10486": "write --batch 10485 or less",
     "simulate --topology ring -n 4 --lr -0.1": "--lr must be a positive learning rate, got -0.1",
     "simulate --topology ring -n 4 --lr nan": "--lr must be a positive learning rate, got nan",
-    "simulate --topology ring -n 4 --wire int9": "Did you mean 'int8'",
+    "simulate --topology ring -n 4 --compression int9": "Did you mean 'int8'",
     "simulate --topology ring -n 4 --optimizer sdg": "Did you mean 'sgd'",
     "simulate --topology ring -n 5000": "write at most",
     "simulate --topology ring -n 4 --out /dev/null": "no folder",
@@ -427,7 +428,7 @@ BAD = {
     "plan --params 65X --step-ms 60 -n 4 --inter 1gbit": "65M",
     f"{JOB} --inter 1gbit": "the workers are missing",
     f"{JOB} -n 0 --inter 1gbit": "-n must be at least 1",
-    f"{JOB} -n 4096 --inter 1gbit": "write at most that",
+    f"{JOB} -n 4096 --inter 1gbit": "more than the 1024 workers that this command takes; write a smaller number",
     "plan --params 65e6 --step-ms 1e308 -n 4 --inter 1gbit": "--step-ms must be at most",
     f"{JOB} -n 6 -l 4 --inter 1gbit --intra 1gbit": "do not fill nodes of -l 4; write -n 4 or 8",
     f"{JOB} -n 4": "--inter is missing",
@@ -435,13 +436,13 @@ BAD = {
     f"{JOB} -n 4 --inter fast": "write a rate such as 25gbit",
     f"{JOB} -n 4 --inter 0gbit": "above zero",
     f"{JOB} -n 4 --inter -1gbit": "above zero",
-    f"{JOB} -n 4 --inter 25": "'25' has no unit: write 25gbit",
-    f"{JOB} -n 4 --inter 1e-300bit": "1 kbit/s to 1 Ebit/s: write a rate such as 25gbit",
-    f"{JOB} -n 4 --inter 999bit": "1 kbit/s to 1 Ebit/s",
-    f"{JOB} -n 4 --inter 1e300GB/s": "1 kbit/s to 1 Ebit/s",
+    f"{JOB} -n 4 --inter 25": "'25' has no unit: write a rate such as 25gbit",
+    f"{JOB} -n 4 --inter 1e-300bit": "1 kbit/s and 1 Ebit/s: write a rate such as 25gbit",
+    f"{JOB} -n 4 --inter 999bit": "1 kbit/s and 1 Ebit/s",
+    f"{JOB} -n 4 --inter 1e300GB/s": "1 kbit/s and 1 Ebit/s",
     f"{JOB} -n 4 --inter 1gbit --latency-inter 1e-300s": "not between 1 ns and 1 h: write a time such as 20us",
     f"{JOB} -n 4 --inter 1gbit --latency-inter 3601s": "not between 1 ns and 1 h",
-    "plan --params 1e300 --step-ms 60 -n 4 --inter 1gbit": "--params '1e300' is more than 10^15",
+    "plan --params 1e300 --step-ms 60 -n 4 --inter 1gbit": "--params '1e300' is not between 1 and 10^15",
     f"{JOB} -n 4 --inter 25gb": "write a rate such as 25gbit",
     f"{JOB} -n 4 --inter 25furlongs": "unknown here",
     f"{JOB} -n 4 --inter infgbit": "not understood",

@@ -22,7 +22,7 @@ def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 # -- simulate --------------------------------------------------------------------------------------------------------------
 
 RUN = "simulate --topology base-2 -n 6 --alpha 0.3 --steps 20 --batch 4 --lr 0.05 --optimizer momentum"
-RUN += " --wire bfloat16 --mix-every 2 --no-overlap --seed 3"
+RUN += " --compression bfloat16 --mix-every 2 --no-overlap --seed 3"
 
 
 def test_simulate_runs_what_was_typed(cli: Cli, tmp_path: Path) -> None:
@@ -31,8 +31,8 @@ def test_simulate_runs_what_was_typed(cli: Cli, tmp_path: Path) -> None:
     found = cli.json(RUN, "--out", str(tmp_path / "new" / "folder"))
     expected = run(
         Simulation(
-            topology="base-2", n=6, alpha=0.3, steps=20, batch=4, lr=0.05, optimizer="momentum", wire="bfloat16", mix_every=2,
-            overlap=False, seed=3, eval_every=2,
+            topology="base-2", n=6, alpha=0.3, steps=20, batch=4, lr=0.05, optimizer="momentum", mix_every=2,
+            compression="bfloat16", overlap=False, seed=3, eval_every=2,
         )
     ).to_json()  # fmt: skip
     assert {**found, "seconds": 0} == {**expected, "seconds": 0, "diverged": None}
@@ -59,7 +59,7 @@ def test_simulate_prints_its_rows(cli: Cli, tmp_path: Path, columns: str, monkey
     assert last["accuracy"] != last["worst_accuracy"]
     shares = [f"{100 * last[key]:.1f} %" for key in ("accuracy", "worst_accuracy")]
     assert f"accuracy {shares[0]} of the mean of all replicas, {shares[1]} of the worst" in words
-    assert f"sent {size(last['bytes_sent'] / 6 / 20)} a worker a step, {found['parameters']:,} parameters" in words
+    assert f"sent {size(last['bytes_sent'] / 6 / 20)} per worker and step, {found['parameters']:,} parameters" in words
 
 
 DIVERGING = "simulate --topology ring -n 4 --steps 20 --batch 4 --lr 1e3"

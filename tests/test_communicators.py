@@ -17,11 +17,12 @@ from torch import nn
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import PeerLostError, PeerTimeoutError
 from decent_dp.topo import Edge
-from decent_dp.transport import Label, ProcessGroupTransport, addresses
-from decent_dp.transport.base import Later
+from decent_dp.transport import ExchangeId, ProcessGroupTransport
+from decent_dp.transport.base import DeferredHandle
 from decent_dp.transport.communicators import Notes, UnreachableError, peer_error
+from decent_dp.transport.tcp import addresses
 from decent_dp.transport.waiter import Waiter
-from tests.helpers import came, listening, parcel
+from tests.helpers import came, listening, request
 from tests.test_transport import control, exchanges, grouping, swap
 
 # -- communicators ---------------------------------------------------------------------------------------------------------
@@ -63,7 +64,7 @@ def listens(rank: int, n: int) -> tuple[int, set[str]]:
     transport = ProcessGroupTransport()
     transport.prepare([Edge([0, 1, 2], 1 / 3)])
     opened = listening() - before
-    swap(transport, Edge([0, 1, 2], 1 / 3), Label(0, 0))
+    swap(transport, Edge([0, 1, 2], 1 / 3), ExchangeId(0, 0))
     return len(opened), {address.split(":")[0] for address in opened | (listening() - before)}
 
 
@@ -100,15 +101,15 @@ def beside_user_groups(rank: int, n: int) -> list[Any]:
     after = dist.new_group([0, 1])
     everybody = ProcessGroupTransport()
     control(everybody)
-    swap(everybody, Edge([0, 1, 2, 3], 0.25), Label(0, 0))
+    swap(everybody, Edge([0, 1, 2, 3], 0.25), ExchangeId(0, 0))
     last = dist.new_group([0, 1, 2, 3])
     found += [total(group) for group in (before, members, after, last, None)]
     # Two wrappers side by side do not hear each other.
     one, two = ProcessGroupTransport(), ProcessGroupTransport()
     edge = Edge([0, 1], 0.5) if rank < 2 else Edge([2, 3], 0.5)
-    pairs = [parcel(torch.full((10,), 10.0 * rank + i), rank, Label(0, 0)) for i in range(2)]
+    pairs = [request(torch.full((10,), 10.0 * rank + i), rank, ExchangeId(0, 0)) for i in range(2)]
     order = [0, 1] if rank % 2 else [1, 0]
-    handles = {i: (one, two)[i].exchange.start(edge, pairs[i]) for i in order}
+    handles = {i: (one, two)[i].exchanger.start(edge, pairs[i]) for i in order}
     for i in order:
         handles[i].wait()
         assert torch.equal(came(pairs[i]), torch.full((10,), 10.0 * (rank ^ 1) + i))
@@ -161,9 +162,9 @@ def test_the_waiter_keeps_order_and_outlives_errors():
 
 
 def test_labels_and_handles():
-    assert str(Label(3, 1)) == "round 3, bucket 1"
+    assert str(ExchangeId(3, 1)) == "round 3, bucket 1"
     calls = []
-    handle = Later(lambda: calls.append(1), 12)
+    handle = DeferredHandle(lambda: calls.append(1), 12)
     assert (handle.bytes_sent, calls) == (12, [])
     handle.wait()
     assert calls == [1]

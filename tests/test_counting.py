@@ -1,4 +1,4 @@
-"""What counts as an update."""
+"""The definition of an update."""
 
 from __future__ import annotations
 

@@ -257,7 +257,7 @@ def test_commands_name_what_is_there(page):
         if words[0] == "torchrun":
             options = get_args_parser().parse_args(rest)  # an unknown option exits
             if options.module:
-                assert [options.training_script, *options.training_script_args] == ["decent_dp.cli", "doctor"], words
+                assert [options.training_script, *options.training_script_args] == ["decent_dp", "doctor"], words
             else:
                 assert options.training_script in THEIRS or (ROOT / options.training_script).is_file(), words
         check_script(rest)

@@ -24,8 +24,8 @@ from decent_dp.cli import doctor, main
 from decent_dp.cli.screen import number
 from decent_dp.errors import PeerError
 from decent_dp.topo import Edge
-from decent_dp.transport import Exchange, Handle, Label, Parcel, probe, process_group
-from decent_dp.transport.base import Later
+from decent_dp.transport import ExchangeId, Exchanger, ExchangeRequest, Handle, probe, process_group
+from decent_dp.transport.base import DeferredHandle
 from decent_dp.transport.communicators import UnreachableError
 from decent_dp.transport.probe import Pair, Probe, schedule
 from tests.test_cli import links
@@ -36,7 +36,7 @@ CLEAN = {**{k: v for k, v in os.environ.items() if k not in VARIABLES}, "OMP_NUM
 
 def start(n: int, *options: str, **environ: str) -> subprocess.CompletedProcess[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n)] if n else []
-    command = [sys.executable, *launcher, "-m", "decent_dp.cli", "doctor", *options]
+    command = [sys.executable, *launcher, "-m", "decent_dp", "doctor", *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=100, env={**CLEAN, **environ})
 
 
@@ -73,7 +73,7 @@ def test_alone_it_gives_the_line_to_start() -> None:
     done = start(0)
     assert (done.returncode, done.stderr) == (0, "")
     assert "backend gloo, 1 worker on 1 node" in done.stdout
-    assert "torchrun --standalone --nproc-per-node 4 -m decent_dp.cli doctor" in done.stdout
+    assert "torchrun --standalone --nproc-per-node 4 -m decent_dp doctor" in done.stdout
 
 
 def test_a_worker_that_never_comes() -> None:
@@ -94,42 +94,42 @@ def test_half_an_environment() -> None:
 # -- the measuring ---------------------------------------------------------------------------------------------------------
 
 
-class Slow(Exchange):
+class Slow(Exchanger):
     """Takes as long as a link of this latency (one way, seconds) and rate (bytes a second)."""
 
-    def __init__(self, inner: Exchange, latency: float, rate: float) -> None:
+    def __init__(self, inner: Exchanger, latency: float, rate: float) -> None:
         self._inner, self._latency, self._rate = inner, latency, rate
 
-    def announce(self, edge: Edge, label: Label, text: bytes) -> None:
-        raise AssertionError("a lossless wire has nothing to announce")
+    def send_hint(self, edge: Edge, exchange_id: ExchangeId, text: bytes) -> None:
+        raise AssertionError("a lossless compression has nothing to announce")
 
-    def start(self, edge: Edge, parcel: Parcel) -> Handle:
+    def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
         assert edge == Edge(sorted(edge.ranks), 0.5)
-        began, handle = time.perf_counter(), self._inner.start(edge, parcel)
+        began, handle = time.perf_counter(), self._inner.start(edge, request)
 
         def finish() -> None:
             handle.wait()
-            left = 2 * self._latency + parcel.wire.nbytes / self._rate - (time.perf_counter() - began)
+            left = 2 * self._latency + request.compression.nbytes / self._rate - (time.perf_counter() - began)
             time.sleep(max(left, 0.0))
 
-        return Later(finish)
+        return DeferredHandle(finish)
 
 
 def on_known_links(rank: int, n: int, seconds: float) -> Any:
     probe = Probe(seconds, 10.0)
     known = {(0, 1): (3e-3, 40e6), (0, 2): (20e-3, 4e6), (1, 2): (10e-3, 20e6)}
     now: list[list[tuple[int, int]]] = []
-    inner = probe._pairs.exchange
+    inner = probe._pairs.exchanger
 
-    class Known(Exchange):
-        def announce(self, edge: Edge, label: Label, text: bytes) -> None: ...
+    class Known(Exchanger):
+        def send_hint(self, edge: Edge, exchange_id: ExchangeId, text: bytes) -> None: ...
 
-        def start(self, edge: Edge, parcel: Parcel) -> Handle:
+        def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
             [pair] = now[-1]
             assert edge.ranks == list(pair)  # one pair at a time
-            return Slow(inner, *known[pair]).start(edge, parcel)
+            return Slow(inner, *known[pair]).start(edge, request)
 
-    type(probe._pairs).exchange = Known()  # type: ignore[assignment]
+    type(probe._pairs).exchanger = Known()  # type: ignore[assignment]
     nodes = probe.nodes()
     began = time.monotonic()
     found = probe.survey(nodes, now.append)
@@ -170,10 +170,10 @@ def with_silent_nodes(rank: int, n: int) -> Any:
     """Workers 0 and 1 on one node, 2 and 3 on another; what the two nodes send each other is lost on the way."""
     exchange, waits = process_group.ProcessGroupTransport.start, []
 
-    def start(self: Any, edge: Edge, parcel: Parcel) -> Handle:
+    def start(self: Any, edge: Edge, request: ExchangeRequest) -> Handle:
         a, b = edge.ranks
         if a // 2 == b // 2:
-            return exchange(self, edge, parcel)
+            return exchange(self, edge, request)
         limit = self._meeting.timeout.total_seconds()
 
         def wait() -> None:
@@ -181,7 +181,7 @@ def with_silent_nodes(rank: int, n: int) -> Any:
             time.sleep(limit)
             raise PeerError("it sent nothing")
 
-        return Later(wait)
+        return DeferredHandle(wait)
 
     process_group.ProcessGroupTransport.start = start  # type: ignore[method-assign]
     slots: list[list[tuple[int, int]]] = []
@@ -354,7 +354,7 @@ def test_a_launcher_that_ends_all_leaves_time_for_a_word(tmp_path: Path) -> None
         command = [sys.executable, *words]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ)
 
-    with begin("0", "-m", "decent_dp.cli", "doctor") as doctor_, begin("1", "-c", _SILENT) as silent:
+    with begin("0", "-m", "decent_dp", "doctor") as doctor_, begin("1", "-c", _SILENT) as silent:
         assert silent.stdout is not None
         assert silent.stdout.readline() == "here\n"
         time.sleep(1.0)
@@ -447,3 +447,31 @@ def test_what_is_written_is_what_the_planner_reads(tmp_path: Path) -> None:
     assert cluster.inter.bytes_per_s == pytest.approx(940e6 / 8)
     assert cluster.intra.bytes_per_s == pytest.approx(9400e6 / 8)
     assert cluster.inter.latency_s == pytest.approx(70e-6)
+
+
+@pytest.mark.parametrize(
+    ("now", "permitted", "latency", "wanted"),
+    [
+        ("bbr", "reno cubic bbr", 1e-4, "cubic,reno"),
+        ("bbr", "reno bbr", 1e-4, "reno"),
+        ("bbr", "reno cubic bbr", 40e-3, None),
+        ("cubic", "reno cubic", 40e-3, None),
+        ("cubic", "reno cubic bbr", 40e-3, "bbr"),
+        ("cubic", "reno cubic bbr", 1e-4, None),
+        ("", "", 40e-3, None),
+    ],
+)
+def test_another_congestion_control_is_named_where_it_is_worth_a_try(
+    monkeypatch: pytest.MonkeyPatch, now: str, permitted: str, latency: float, wanted: str | None
+) -> None:
+    monkeypatch.delenv("DECENT_DP_CONGESTION_CONTROL", raising=False)
+    card = {"host": "h", "device": "cpu", "python": "3", "torch": "2", "decent_dp": "1"}
+    cards = [{**card, "congestion_control": now, "permitted": permitted}] * 4
+    found = {pair: Pair(latency, 1e8) for pair in pairs(4, 2)}
+    document = doctor._document(cards, [0, 0, 1, 1], "gloo", found, 1.0)
+    lines = [line for line in doctor._in_words(document) if "CONGESTION" in line]
+    assert [re.findall(r"CONTROL=(\S+)", line) for line in lines] == ([[wanted]] if wanted else [])
+    monkeypatch.setenv("DECENT_DP_CONGESTION_CONTROL", "bbr")
+    assert not any("CONGESTION" in line for line in doctor._in_words(document))
+    document = doctor._document(cards, [0] * 4, "gloo", found, 1.0)
+    assert not any("CONGESTION" in line for line in doctor._in_words(document))

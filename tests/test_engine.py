@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import decent_dp
 from decent_dp import gossip
 from decent_dp.backward.output import tensors_in
+from decent_dp.compression import COMPRESSIONS
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.engine import Bucket, Engine
 from decent_dp.engine.bucket import InFlight
@@ -30,7 +31,6 @@ from decent_dp.replica.replica import Listener
 from decent_dp.rules import Gossip, OuterNesterov, Round, Rule
 from decent_dp.topo import CompleteTopology, Edge, EveryTopology, RingTopology, SwitchTopology, Topology, make_topology
 from decent_dp.transport import InProcessTransport, run_replicas
-from decent_dp.wire import WIRES
 from tests.helpers import SGD, assert_same, loss, net, values
 
 pytestmark = pytest.mark.timeout(60)
@@ -39,14 +39,14 @@ MANY = 2e-4  # MiB: buckets of a small model's single tensors
 
 def engine_of(transport: Any, topology: Topology, tensors: list[Any], rule: Rule | None = None, as_view: bool = False) -> Any:
     """An engine with ``tensors`` in buckets, one for each dtype."""
-    engine = Engine(transport, topology, rule or Gossip(), WIRES["float32"])
+    engine = Engine(transport, topology, rule or Gossip(), COMPRESSIONS[None])
     specs = [TensorSpec.of(f"tensor {i}", tensor) for i, tensor in enumerate(tensors)]
     engine.install(engine.lay_out(specs, tensors, range(len(specs)), 2**20, as_view=as_view))
     return engine
 
 
 def names_in(bucket: Bucket) -> list[str]:
-    return bucket.block.names
+    return bucket.buffer.names
 
 
 class Turns(Topology):
@@ -181,7 +181,7 @@ def test_a_drop_writes_nothing(rule):
 def test_a_wait_until_values_are_read_is_counted():
     tensors = [torch.zeros(3)]
     engine = engine_of(InProcessTransport(), CompleteTopology(1, world_size=1, rank=0), tensors)
-    handle: Any = SimpleNamespace(let_go=lambda: time.sleep(0.05))
+    handle: Any = SimpleNamespace(wait_for_read=lambda: time.sleep(0.05))
     engine.buckets[0].in_flight = InFlight(Round(0), Edge([0, 1], 0.5), handle=handle)
     engine.wait_for_read()
     assert 0.05 <= engine.waited < 5
@@ -332,12 +332,12 @@ def trained(transport: Any, driver: str, model: nn.Module, **options: Any) -> tu
 
 def counted(transport: Any, driver: str, overlap: bool) -> list[int]:
     """The frames below each start of an exchange."""
-    exchange, found = transport.exchange, list[int]()
+    exchange, found = transport.exchanger, list[int]()
     start = exchange.start
 
-    def watched(edge: Edge, parcel: Any) -> Any:
+    def watched(edge: Edge, request: Any) -> Any:
         found.append(frames_to_hook({"wrapper": "torch/autograd/graph.py", "gossip": "torch/optim/optimizer.py"}[driver]))
-        return start(edge, parcel)
+        return start(edge, request)
 
     exchange.start = watched
     trained(transport, driver, net(), overlap=overlap)[0].close()

@@ -201,7 +201,7 @@ def test_a_progress_bar_on_a_terminal_and_lines_elsewhere(terminal: bool, capsys
     printed = capsys.readouterr().out
     if terminal:
         assert "2/2" in written.getvalue()
-        assert "timed ring, AdamW, round 1: 2.00 ms a step" in written.getvalue()
+        assert "timed ring, AdamW, round 1: 2.00 ms per step" in written.getvalue()
         assert printed == ""
     else:
         assert written.getvalue() == ""
@@ -253,7 +253,7 @@ def test_the_model_sees_only_what_came_before() -> None:
 @pytest.mark.timeout(90)
 def test_the_characters_alone(tmp_path: Path) -> None:
     files = ["--out", str(tmp_path / "result.json"), "--save", str(tmp_path / "model.pt")]
-    done = start("examples/characters.py", "--steps", "12", "--wire", "int8", *files)
+    done = start("examples/characters.py", "--steps", "12", "--compression", "int8", *files)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert "1 workers, 12 steps" in done.stdout

@@ -136,12 +136,11 @@ def beside(rank: int, n: int) -> list[float]:
     for topology, compression, overlap, mix_every in BESIDE[n]:
         for make in (SGD, ADAMW):
             options = {"topology": topology, "compression": compression, "overlap": overlap, "mix_every": mix_every}
-            # In float64, as a lossy wire turns rounding into steps of its own.
+            # In float64, as a lossy compression turns rounding into steps of its own.
             kind = torch.float32 if compression is None else torch.float64
             ours, theirs = net(rank).to(kind), net(rank).to(kind)
             optimizer = make(ours.parameters())
             replica = gossip(ours, optimizer, **options)
-            options["wire"] = options.pop("compression") or "float32"
             wrapper = DecentralizedDataParallel(theirs, make, **options)
             worst = 0.0
             for t in range(50):

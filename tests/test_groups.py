@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 import torch
 
+from decent_dp.compression import COMPRESSIONS
+from decent_dp.compression.base import _BLOCK_ON_CPU
 from decent_dp.errors import PeerLostError
 from decent_dp.topo import Edge
-from decent_dp.transport import Label, ProcessGroupTransport, addresses, communicators
-from decent_dp.transport.linked import _ROOM
-from decent_dp.transport.tree import Place, find_place, group_by_node
-from decent_dp.wire import WIRES
-from decent_dp.wire.base import _RUN_ON_CPU
-from tests.helpers import came, parcel
+from decent_dp.transport import ExchangeId, ProcessGroupTransport, communicators
+from decent_dp.transport.tcp import addresses
+from decent_dp.transport.tcp.exchange import _POOL_BYTES
+from decent_dp.transport.tcp.reduction_tree import Place, find_place, group_by_node
+from tests.helpers import came, request
 
 MIB = 2**20
 
@@ -33,13 +34,13 @@ def one_is_late(rank: int, n: int, numel: int) -> tuple[int, float]:
     """The last worker starts when the others have sent all that they can; how much memory that took, and the mean."""
     transport = ProcessGroupTransport()
     transport.prepare([Edge(list(range(n)), 1 / n)])
-    own = parcel(torch.full((numel,), float(rank)), rank, Label(0, 0))
+    own = request(torch.full((numel,), float(rank)), rank, ExchangeId(0, 0))
     transport.control.gather(None)
     time.sleep(0.5)
     before = resident()
     if rank == n - 1:
         time.sleep(1.5)
-    handle = transport.exchange.start(Edge(list(range(n)), 1 / n), own)
+    handle = transport.exchanger.start(Edge(list(range(n)), 1 / n), own)
     time.sleep(1)
     grown = resident() - before
     handle.wait()
@@ -55,7 +56,7 @@ def test_who_waits_for_a_late_worker_does_not_hold_all_that_the_others_sent(work
     assert [mean for _, mean in found] == [2.0] * n
     for grown, _ in found[:-1]:
         # Without a bound: for a fifth of the pieces two messages beside the one that lies in `received`.
-        assert grown < _ROOM + 5 * MIB < 2 / 5 * 4 * numel, [grown / MIB for grown, _ in found]
+        assert grown < _POOL_BYTES + 5 * MIB < 2 / 5 * 4 * numel, [grown / MIB for grown, _ in found]
 
 
 def one_dies(rank: int, n: int, buckets: int) -> list[tuple[str, str]] | None:
@@ -65,7 +66,7 @@ def one_dies(rank: int, n: int, buckets: int) -> list[tuple[str, str]] | None:
     transport.prepare([edge])
     transport.control.gather(None)
     handles = [
-        transport.exchange.start(edge, parcel(torch.ones(_RUN_ON_CPU), rank, Label(0, bucket)))
+        transport.exchanger.start(edge, request(torch.ones(_BLOCK_ON_CPU), rank, ExchangeId(0, bucket)))
         for bucket in range(0 if rank == n - 1 else buckets)
     ]
     time.sleep(0.5)
@@ -83,7 +84,7 @@ def one_dies(rank: int, n: int, buckets: int) -> list[tuple[str, str]] | None:
 
 def test_what_waits_for_memory_hears_of_a_lost_worker(workers):
     buckets = 40
-    assert 4 * (2 * _RUN_ON_CPU) * buckets > 2 * _ROOM
+    assert 4 * (2 * _BLOCK_ON_CPU) * buckets > 2 * _POOL_BYTES
     outcomes = workers.outcomes(4, one_dies, buckets, group_timeout=25)
     value: Any = outcomes[0].value
     assert not outcomes[0].error, outcomes[0].trace
@@ -103,8 +104,8 @@ def test_every_piece_reaches_everybody_once(sizes):
     assert [len(node) for node in nodes] == sizes
     sent: Counter[str] = Counter()
     roots: Counter[int] = Counter()
-    for piece in range(24):
-        places = {rank: find_place(nodes, piece, rank) for rank in ranks}
+    for chunk in range(24):
+        places = {rank: find_place(nodes, chunk, rank) for rank in ranks}
         [root] = [rank for rank, place in places.items() if place.parent is None]
         roots[root] += 1
 
@@ -134,40 +135,40 @@ def on_two_nodes(rank: int, n: int) -> Any:
     addresses._own_address = lambda: "127.0.0.1"
     edge = Edge(list(range(n)), 1 / n)
     found = []
-    for kind in WIRES.values():
+    for kind in COMPRESSIONS.values():
         transport = ProcessGroupTransport()
         transport.prepare([edge])
-        wire = None
+        compression = None
         for round_ in range(3):
-            label = Label(round_, 0)
+            exchange_id = ExchangeId(round_, 0)
             values = content(rank, round_)
-            own = parcel(values, rank, label, kind, wire)
-            wire = own.wire
-            if own.wire.announces:
-                transport.exchange.announce(edge, label, own.announced)
-            transport.exchange.start(edge, own).wait()
+            own = request(values, rank, exchange_id, kind, compression)
+            compression = own.compression
+            if own.compression.needs_hints:
+                transport.exchanger.send_hint(edge, exchange_id, own.hint)
+            transport.exchanger.start(edge, own).wait()
             mixed = torch.full_like(values, math.nan)
-            for run, difference, unit in own.wire.differences(own.sent, own.received):
+            for run, difference, unit in own.compression.differences(own.sent, own.received):
                 mixed[run.start : run.stop] = values[run.start : run.stop] + difference * unit
-            found.append((mixed.numpy(), float(np.max(getattr(own.wire, "_steps", 0.0)))))
+            found.append((mixed.numpy(), float(np.max(getattr(own.compression, "_steps", 0.0)))))
         transport.close()
     return found
 
 
 def content(rank: int, round_: int) -> torch.Tensor:
     draw = torch.Generator().manual_seed(10 * rank + round_)
-    return 1 + 0.004 * torch.randn(5 * _RUN_ON_CPU + 17, generator=draw)
+    return 1 + 0.004 * torch.randn(5 * _BLOCK_ON_CPU + 17, generator=draw)
 
 
 def test_a_group_over_two_nodes_takes_the_mean(workers):
     n = 4
     results = workers(n, on_two_nodes)
-    for i, kind in enumerate(WIRES.values()):
+    for i, kind in enumerate(COMPRESSIONS.values()):
         for round_ in range(3):
             mean = np.mean([content(rank, round_).double().numpy() for rank in range(n)], axis=0)
             for rank in range(n):
                 mixed, step = results[rank][3 * i + round_]
                 # On bfloat16 what is sent is rounded to the nearest, and a node's mean and the mean of all up or down.
-                tolerance = {"float32": 1e-6, "bfloat16": (0.5 + 1 + 1) * 2**-7, "int8": 3 * step}[kind.name]
+                tolerance = {None: 1e-6, "bfloat16": (0.5 + 1 + 1) * 2**-7, "int8": 3 * step}[kind.name]
                 assert np.abs(mixed - mean).max() <= tolerance, (kind.name, round_, rank)
                 assert kind.name != "int8" or round_ == 0 or step < 0.004

@@ -137,8 +137,8 @@ def test_accumulation_and_uneven_batches():
 
 def lossy(rank: int, n: int) -> list[Any]:
     return [
-        train(rank, 60, topology=name, mix_every=h, wire=wire, overlap=overlap)
-        for wire in ("float32", "bfloat16", "int8")
+        train(rank, 60, topology=name, mix_every=h, compression=compression, overlap=overlap)
+        for compression in (None, "bfloat16", "int8")
         for name, h in (("base-2", 3), ("complete:5,ring", 2), ("random-matching", 1))
         for overlap in (True, False)
     ]
@@ -149,14 +149,14 @@ def test_lossy_wires(workers):
     n = 5
     results = workers(n, lossy, timeout=100)
     for i in range(6):
-        exact, half, byte = (results[0][i + 6 * wire] for wire in range(3))
+        exact, half, byte = (results[0][i + 6 * compression] for compression in range(3))
         for found in (half, byte):
             assert found[1].rounds == exact[1].rounds == 60
             assert found[1].exchanges == exact[1].exchanges
             assert 0.5 * exact[2] < found[2] < 2 * exact[2]
         assert exact[1].bytes_sent > 1.5 * half[1].bytes_sent > 0
         assert byte[1].bytes_sent > 0  # so small a model's message is mostly its records
-        mean = [np.mean([results[rank][i + 6 * wire][0] for rank in range(n)], axis=0) for wire in range(3)]
+        mean = [np.mean([results[rank][i + 6 * compression][0] for rank in range(n)], axis=0) for compression in range(3)]
         assert abs(mean[0] - mean[1]).max() < 0.02
         assert abs(mean[0] - mean[2]).max() < 0.1
 
@@ -217,10 +217,10 @@ def steps(model: DecentralizedDataParallel, rank: int, updates: range) -> list[n
     return found
 
 
-def stopped(rank: int, wire: str = "float32", overlap: bool = False, again: bool = True) -> list[Any]:
+def stopped(rank: int, compression: str | None = None, overlap: bool = False, again: bool = True) -> list[Any]:
     results = []
     for topology, h in RESUMED:
-        options: dict[str, Any] = {"topology": topology, "mix_every": h, "wire": wire, "overlap": overlap}
+        options: dict[str, Any] = {"topology": topology, "mix_every": h, "compression": compression, "overlap": overlap}
         whole = DecentralizedDataParallel(Linear(), ADAMW, **options)
         want = steps(whole, rank, range(ALL))
         rejected, rounds = whole.stats().rejected, whole.stats().rounds

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from decent_dp.compression import BFloat16, Int8, Lossless
 from decent_dp.errors import PeerLostError
 from decent_dp.topo import Edge
-from decent_dp.transport import Label, ProcessGroupTransport
+from decent_dp.transport import ExchangeId, ProcessGroupTransport
 from decent_dp.transport.nccl import NcclGroups, NcclPairs
-from decent_dp.wire import BFloat16, Int8, Lossless
-from tests.helpers import came, parcel
+from tests.helpers import came, request
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
@@ -54,14 +54,14 @@ class Noting:
         self._note("wait")
 
 
-def explain(error: RuntimeError, ranks: list[int], label: Label) -> RuntimeError:
-    return PeerLostError(f"{ranks} {label}: {error}")
+def explain(error: RuntimeError, ranks: list[int], exchange_id: ExchangeId) -> RuntimeError:
+    return PeerLostError(f"{ranks} {exchange_id}: {error}")
 
 
 def test_nccl_pairs_are_one_grouped_call():
     noting = Noting()
     exchange = NcclPairs(noting, 5, explain)
-    own = parcel(torch.ones(8, dtype=torch.bfloat16), 5, Label(0, 0))
+    own = request(torch.ones(8, dtype=torch.bfloat16), 5, ExchangeId(0, 0))
     first = exchange.start(Edge([5, 2], 0.5), own)
     assert torch.equal(own.sent[:-8].view(torch.bfloat16), own.values[0])
     second = exchange.start(Edge([0, 5], 0.5), own)
@@ -76,7 +76,7 @@ def test_nccl_pairs_are_one_grouped_call():
 def test_nccl_pairs_send_what_the_wire_codes():
     noting = Noting()
     values = torch.linspace(-3, 3, 20)
-    own = parcel(values, 0, Label(0, 0), BFloat16)
+    own = request(values, 0, ExchangeId(0, 0), BFloat16)
     NcclPairs(noting, 0, explain).start(Edge([0, 1], 0.5), own).wait()
     assert noting.calls[1] == ("send", 1, torch.uint8, 48)
     assert torch.equal(own.sent[:-8].view(torch.bfloat16), values.bfloat16())
@@ -86,7 +86,7 @@ def test_nccl_pairs_send_what_the_wire_codes():
 def test_nccl_pairs_name_the_peer(where):
     exchange = NcclPairs(Noting(where), 0, explain)
     with pytest.raises(PeerLostError, match=r"\[3\] round 2, bucket 1: NCCL error"):
-        exchange.start(Edge([0, 3], 0.5), parcel(torch.ones(10), 0, Label(2, 1))).wait()
+        exchange.start(Edge([0, 3], 0.5), request(torch.ones(10), 0, ExchangeId(2, 1))).wait()
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -98,7 +98,7 @@ def test_groups_on_the_device(dtype):
         return noting
 
     exchange = NcclGroups(1, connect, explain)
-    own = parcel(torch.arange(9).to(dtype), 1, Label(1, 2))
+    own = request(torch.arange(9).to(dtype), 1, ExchangeId(1, 2))
     handle = exchange.start(Edge([4, 1, 2], 0.5), own)
     handle.wait()
     assert asked == [(1, 2, 4)]
@@ -116,7 +116,7 @@ def test_a_group_that_fails_names_the_others():
     for where in ("allreduce", "wait"):
         exchange = NcclGroups(1, lambda ranks, where=where: Noting(where), explain)
         with pytest.raises(PeerLostError, match=r"\[2, 4\] round 1, bucket 3: NCCL error"):
-            exchange.start(Edge([4, 1, 2], 0.5), parcel(torch.ones(10), 1, Label(1, 3))).wait()
+            exchange.start(Edge([4, 1, 2], 0.5), request(torch.ones(10), 1, ExchangeId(1, 3))).wait()
 
 
 class OnGpu(Tensor):
@@ -135,7 +135,7 @@ def choosing(rank: int, n: int) -> list[str]:
         transport._communicators["nccl"] = Noting()
         for on_gpu in (True, False):
             for kind in (Lossless, BFloat16, Int8):
-                own = parcel(torch.ones(3), rank, Label(0, 0), kind)
+                own = request(torch.ones(3), rank, ExchangeId(0, 0), kind)
                 if on_gpu:
                     own = dataclasses.replace(own, sent=own.sent.as_subclass(OnGpu))
                 found += [type(transport.choose(Edge(ranks, 0.5), own)).__name__ for ranks in ([0, 1], [0, 1, 2])]
@@ -144,5 +144,5 @@ def choosing(rank: int, n: int) -> list[str]:
 
 
 def test_who_goes_over_nccl(workers):
-    nccl = ["NcclPairs", "NcclGroups", "NcclPairs", "LinkedExchange", "LinkedExchange", "LinkedExchange"]
-    assert workers(2, choosing) == [nccl + ["LinkedExchange"] * 18] * 2
+    nccl = ["NcclPairs", "NcclGroups", "NcclPairs", "TcpExchanger", "TcpExchanger", "TcpExchanger"]
+    assert workers(2, choosing) == [nccl + ["TcpExchanger"] * 18] * 2

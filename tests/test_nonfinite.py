@@ -51,9 +51,6 @@ def made(driver: str, model: nn.Module, transport: Any, **options: Any) -> tuple
         wrapper = DecentralizedDataParallel(model, sgd, transport=transport, **options)
         return wrapper, lambda loss: loss.backward()
     optimizer = sgd(model.parameters())
-    if "wire" in options:
-        wire = options.pop("wire")
-        options["compression"] = None if wire == "float32" else wire
     replica = gossip(model, optimizer, transport=transport, **options)
 
     def step(loss: Tensor) -> None:
@@ -129,14 +126,14 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     return messages
 
 
-@pytest.mark.parametrize("wire", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("compression", [None, "bfloat16", "int8"])
 @pytest.mark.parametrize("driver", ["wrapper", "gossip"])
-def test_one_warning_on_both_sides_until_it_is_finite_again(driver, wire, caplog):
+def test_one_warning_on_both_sides_until_it_is_finite_again(driver, compression, caplog):
     """One tensor in a bucket of its own: the other bucket goes on mixing, and a round counts once."""
 
     def work(transport: Any) -> Any:
         rank, model = transport.rank, Bag()
-        replica, step = made(driver, model, transport, topology="ring", wire=wire, bucket_size_in_mb=1e-5)
+        replica, step = made(driver, model, transport, topology="ring", compression=compression, bucket_size_in_mb=1e-5)
         seen, good = [], None
         for t in range(20):
             if rank == 2 and t in (4, 14):
@@ -349,12 +346,12 @@ def test_a_replica_that_is_not_finite_is_not_saved(workers, tmp_path):
         assert (number, finite) == (0, True)
 
 
-@pytest.mark.parametrize("wire", ["float32", "int8"])
+@pytest.mark.parametrize("compression", [None, "int8"])
 @pytest.mark.parametrize("rule", [None, OuterNesterov(lr=0.5, momentum=0.5)], ids=["gossip", "outer"])
 @pytest.mark.parametrize("topology", ["ring", "complete"])
-def test_simulated_replicas_sit_out_as_workers_do(topology, rule, wire):
+def test_simulated_replicas_sit_out_as_workers_do(topology, rule, compression):
     n, at, steps = 3, (1, 4), 9
-    options = {"topology": topology, "rule": rule, "wire": wire}
+    options = {"topology": topology, "rule": rule, "compression": compression}
 
     start = net()  # not in the threads, which share the generator
 
@@ -373,7 +370,7 @@ def test_simulated_replicas_sit_out_as_workers_do(topology, rule, wire):
 
     found = run_replicas(n, work, timeout=20)
     cluster = VirtualCluster(
-        start, SGD, topology, n, rule=rule, wire=wire, loss_fn=lambda model, x, y: (model(x) - y).square().mean()
+        start, SGD, topology, n, rule=rule, compression=compression, loss_fn=lambda model, x, y: (model(x) - y).square().mean()
     )
     for t in range(steps):
         if t == at[1]:
@@ -384,4 +381,4 @@ def test_simulated_replicas_sit_out_as_workers_do(topology, rule, wire):
     for rank in range(n):
         for value, stacked in zip(found[rank], cluster.parameters.values(), strict=True):
             assert value.isfinite().all() == (rank != at[0])
-            torch.testing.assert_close(value, stacked[rank], rtol=0, atol=2e-5 if wire == "float32" else 2e-2, equal_nan=True)
+            torch.testing.assert_close(value, stacked[rank], rtol=0, atol=2e-5 if compression is None else 2e-2, equal_nan=True)

@@ -342,8 +342,8 @@ def test_closure_and_schedulers() -> None:
 @pytest.mark.parametrize(("foreach", "fast"), [(None, 1), (True, 1), (False, 0)])
 def test_foreach_chooses_the_form(foreach: bool | None, fast: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    update = accum._multi_tensor_accum_adam
-    monkeypatch.setattr(accum, "_multi_tensor_accum_adam", lambda *a: (calls.append(1), update(*a)))
+    update = accum.multi_tensor_accum_adam
+    monkeypatch.setattr(accum, "multi_tensor_accum_adam", lambda *a: (calls.append(1), update(*a)))
     feed(AccumAdam(parameters(), foreach=foreach), gradients(1))
     assert len(calls) == fast
 
@@ -572,7 +572,7 @@ def two_groups(lrs: tuple[Any, Any] = (0.1, 0.003)) -> torch.optim.Optimizer:
 
 
 def rates(optimizer: torch.optim.Optimizer, scheduler: Any, steps: int) -> list[list[float]]:
-    """The rates at which each of the next steps is made, one list a step."""
+    """The rates of the next steps, one list per step."""
     seen = []
     for _ in range(steps):
         seen.append([float(group["lr"]) for group in optimizer.param_groups])

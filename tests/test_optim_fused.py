@@ -1,12 +1,9 @@
-"""The fast forms of the optimizers: the blocked one and the compiled one against their readable twin; torch's kernels."""
+"""The fast forms of the optimizers: the blocked one against its readable twin; torch's kernels."""
 
 from __future__ import annotations
 
 import copy
 import pickle
-import shutil
-import warnings
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from decent_dp.optim import AccumAdam, AccumAdamW, accum_adamw_foreach, compiled, optim_fn_adam, optim_fn_adamw, update
+from decent_dp.optim import AccumAdam, AccumAdamW, accum_adamw_foreach, optim_fn_adam, optim_fn_adamw, update
 
 CLASSES = [AccumAdam, AccumAdamW]
 both_classes = pytest.mark.parametrize("cls", CLASSES)
@@ -163,14 +160,14 @@ def strange_rows() -> dict[str, tuple[Tensor, Tensor]]:
 def test_layouts(name: str, decoupled: bool, small_blocks: None) -> None:
     """And what lies between the elements of a slice stays."""
     param, grad = strange_rows()[name]
-    hyper = update.Hyper(0.9, 0.99, 0.1, 0.2, 1e-8, 2, decoupled)
+    hyper = update.Hyperparameters(0.9, 0.99, 0.1, 0.2, 1e-8, 2, decoupled)
     results = []
     for form in (update.multi_tensor_accum_adam, update.single_tensor_accum_adam):
         base = torch.full((2 * param.numel() + 2,), 7.0, dtype=param.dtype)
         x = base.as_strided(param.shape, param.stride(), 1).copy_(param)
         before, version = grad.clone(), x._version
         moments = [torch.zeros_like(x, dtype=torch.float32) for _ in range(3)]
-        lists = update.Lists([x], [grad], *([m] for m in moments), [torch.tensor(0.0)])
+        lists = update.TensorLists([x], [grad], *([m] for m in moments), [torch.tensor(0.0)])
         for _ in range(5):
             form(lists, hyper)
         assert torch.equal(grad, before)
@@ -183,12 +180,10 @@ def test_layouts(name: str, decoupled: bool, small_blocks: None) -> None:
 
 def test_rows_that_are_all_sliced_alike() -> None:
     """Equal strides, but with gaps."""
-    results = []
+    results, hyper = [], update.Hyperparameters(0.9, 0.99, 0.1, 0, 1e-8, 2, True)
     for form in (update.multi_tensor_accum_adam, update.single_tensor_accum_adam):
         x, g, *moments = (torch.full((3, 8), value)[:, ::2] for value in (1.0, 0.5, 0.1, 0.2, 0.3))
-        form(
-            update.Lists([x], [g], *([m] for m in moments), [torch.tensor(0.0)]), update.Hyper(0.9, 0.99, 0.1, 0, 1e-8, 2, True)
-        )
+        form(update.TensorLists([x], [g], *([m] for m in moments), [torch.tensor(0.0)]), hyper)
         results.append((x, *moments))
     torch.testing.assert_close(*results)
 
@@ -222,79 +217,6 @@ def test_inference_mode_first() -> None:
         accum_adamw_foreach(*([t] for t in x), [torch.tensor(0.0)], 0.9, 0.99, 0.1, 0.0, 1e-8, 1)
     p = nn.Parameter(torch.ones(3, dtype=torch.float64))
     run(AccumAdamW([p]), 2)
-
-
-# ----------------------------------------------------------------------------------------------------- the compiled form
-
-
-def compiled_with(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
-    monkeypatch.setattr(compiled, "_BACKEND", backend)
-    monkeypatch.setattr(compiled, "_GIVEN_UP", set())
-    compiled._compile_for.cache_clear()
-    compiled._warn.cache_clear()
-
-
-def compare_compiled(cls: type, dtype: torch.dtype, steps: int, shapes: Any) -> None:
-    rng = np.random.default_rng(3)
-    params = [normal(rng, shape, dtype) for shape in shapes]
-    options = {"lr": 0.01, "weight_decay": 0.1, "accum_iter": 2}
-    fast, plain = (
-        cls([leaf(p) for p in params], compiled=True, **options),
-        cls([leaf(p) for p in params], foreach=False, **options),
-    )
-    for t in range(steps):
-        for optimizer in (fast, plain):
-            optimizer.param_groups[0]["lr"] = 0.01 * (t + 1)
-            versions = [p._version for p in optimizer.param_groups[0]["params"]]
-            run(optimizer, 1, t)
-            assert all(p._version > v for p, v in zip(optimizer.param_groups[0]["params"], versions, strict=True))
-    close(fast, plain)
-
-
-@both_classes
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_compiled_equals_readable(cls: type, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    graphs = []
-
-    def count(graph: Any, _: Any) -> Callable[..., Any]:
-        graphs.append(graph)
-        return graph.forward
-
-    compiled_with(monkeypatch, count)
-    compare_compiled(cls, dtype, 9, [(3, 4), (5,), (), (0,)])
-    assert len(graphs) == 2  # in a window and at its end: neither the step nor the rate is compiled in
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-def test_compiled_by_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled_with(monkeypatch, "inductor")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own
-        compare_compiled(AccumAdamW, torch.float32, 4, [(40,)])
-    assert not compiled._GIVEN_UP
-
-
-def test_without_a_compiler_it_warns_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried = []
-
-    def broken(*_: Any) -> Any:
-        tried.append(1)
-        raise FileNotFoundError("no compiler here")
-
-    compiled_with(monkeypatch, broken)
-    with pytest.warns(RuntimeWarning, match="could not be compiled and runs eagerly.*no compiler here") as caught:
-        compare_compiled(AccumAdam, torch.float32, 5, [(3, 4), (5,)])
-    assert len(caught) == len(tried) == 1
-
-
-def test_compiled_is_an_option_of_groups() -> None:
-    with pytest.raises(ValueError, match="compiled=True and foreach=False"):
-        AccumAdam([nn.Parameter(torch.ones(2))], compiled=True, foreach=False)
-    old = AccumAdam([nn.Parameter(torch.ones(2))]).state_dict()
-    del old["param_groups"][0]["compiled"]
-    fresh = AccumAdam([nn.Parameter(torch.ones(2))], compiled=True)
-    fresh.load_state_dict(old)
-    assert fresh.param_groups[0]["compiled"] is True
 
 
 # --------------------------------------------------------------------------------------------- torch's kernels: factories

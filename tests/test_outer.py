@@ -32,7 +32,7 @@ def start() -> np.ndarray:
 
 
 def edit(rank: int, t: int) -> np.ndarray:
-    """What the user adds to the parameters between updates t and t + 1."""
+    """The user's change of the parameters between updates t and t + 1."""
     return np.random.default_rng([9, rank, t]).normal(size=(5, 3)) * 0.1
 
 
@@ -72,7 +72,7 @@ def topology_of(name: str, n: int) -> Topology:
 
 
 def twin(case: Case, n: int) -> np.ndarray:
-    """What each worker holds in the end, from the definitions alone."""
+    """Each worker's parameters at the end, from the definitions alone."""
     lr, mu = case.rule.lr, case.rule.momentum
     inner = INNER[case.inner][1](n)
     x = [start() for _ in range(n)]
@@ -90,7 +90,7 @@ def twin(case: Case, n: int) -> np.ndarray:
             pseudo = anchors[i] - mixed
             momenta[i] = mu * momenta[i] + pseudo
             anchors[i] = anchors[i] - lr * (pseudo + mu * momenta[i])
-            # The replica goes to the anchor, with what it has moved since it was sent.
+            # The replica moves to the anchor, plus its own movement since it was sent.
             x[i] = anchors[i] + (x[i] - sent[i])
 
     for t in range(case.steps):
@@ -110,7 +110,7 @@ def twin(case: Case, n: int) -> np.ndarray:
 
 
 def train(rank: int, case: Case, **options: Any) -> tuple[np.ndarray, list[dict[str, np.ndarray]]]:
-    """What this worker holds in the end, and the rule's state after each update, each tensor as 5 × 3."""
+    """This worker's parameters at the end, and the rule's state after each update, each tensor as 5 × 3."""
     options = {"mix_every": case.h, "overlap": case.overlap, "rule": case.rule, **options}
     model = DecentralizedDataParallel(Linear(), INNER[case.inner][0], topology=case.topology, **options)
     model.set_adaptive_factor(case.factor)
@@ -270,7 +270,7 @@ def test_it_is_the_published_optimizer(workers, cases, published):
             np.testing.assert_allclose(results[rank][i], want[rank], rtol=0, atol=1e-12, err_msg=f"{case}, worker {rank}")
 
 
-# -- what holds for any topology -------------------------------------------------------------------------------------------
+# -- any topology ----------------------------------------------------------------------------------------------------------
 
 MEANS = [
     Case(topology, inner, h, overlap, rule, 6 * h + 1, edited=h == 2)
@@ -300,7 +300,7 @@ def test_the_mean_of_the_anchors_follows_one_outer_optimizer(workers):
         optimizer = outer_sgd(outer, case.rule)
         mixes = 0
         for t in range(case.steps):
-            # What was proposed in this update, or in the one before it, is mixed in by its end.
+            # The proposal of this update, or of the last one, is mixed in by its end.
             made = t if not case.overlap else t - 1
             if made >= 0 and (made + 1) % case.h == 0:
                 outer.grad = outer.detach() - torch.from_numpy(mean["proposal"][made])

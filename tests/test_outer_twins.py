@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+from decent_dp.compression import Lossless
 from decent_dp.rules import Gossip, OuterNesterov, Rule
-from decent_dp.sim.exchange import WiredExchange
+from decent_dp.sim.exchange import CompressedExchange
 from decent_dp.transport import run_replicas
-from decent_dp.wire import Lossless
 from tests.rule_cases import MomentumGossip, Scaled
 from tests.sim_cases import OPTIMIZERS, STEPS, Case, compare, make_topology, train_really
 from tests.test_sim_exact import hold
@@ -54,22 +54,22 @@ CASES = [
     case("varying", "mlp", "momentum", dtype="float32"),
     case("complete", "conv", "sgd", dtype="float32", mix_every=2),
     case("one-peer-exp", "mlp", "sgd", SLOW, dtype="float32", overlap=False),
-    # Lossy wires.
-    case("ring", "mlp", "sgd", wire="bfloat16"),
-    case("complete", "mlp", "momentum", SLOW, wire="bfloat16", mix_every=2),
-    case("varying", "conv", "sgd", wire="bfloat16", overlap=False),
-    case("one-peer-exp", "mlp", "sgd", wire="int8"),
-    case("complete", "mlp", "sgd", SLOW, wire="int8", mix_every=2),
-    case("varying", "mlp", "adamw", wire="int8", overlap=False),
+    # Lossy compression.
+    case("ring", "mlp", "sgd", compression="bfloat16"),
+    case("complete", "mlp", "momentum", SLOW, compression="bfloat16", mix_every=2),
+    case("varying", "conv", "sgd", compression="bfloat16", overlap=False),
+    case("one-peer-exp", "mlp", "sgd", compression="int8"),
+    case("complete", "mlp", "sgd", SLOW, compression="int8", mix_every=2),
+    case("varying", "mlp", "adamw", compression="int8", overlap=False),
     # More than one run in a parameter.
-    case("varying", "wide", "sgd", SLOW, wire="int8"),
+    case("varying", "wide", "sgd", SLOW, compression="int8"),
     # Rules of users, one with a proposal of its own.
     case("varying", "mlp", "momentum", MomentumGossip(0.3)),
-    case("complete", "mlp", "sgd", MomentumGossip(0.5), wire="int8", mix_every=2),
-    case("varying", "mlp", "sgd", Scaled(64.0), wire="int8"),
-    case("ring", "mlp", "sgd", Scaled(64.0), wire="bfloat16"),
+    case("complete", "mlp", "sgd", MomentumGossip(0.5), compression="int8", mix_every=2),
+    case("varying", "mlp", "sgd", Scaled(64.0), compression="int8"),
+    case("ring", "mlp", "sgd", Scaled(64.0), compression="bfloat16"),
 ]
-# What a cluster knows nothing of.
+# Arguments that a cluster does not have.
 _OF_WORKERS = {"param_as_bucket_view", "bucket_size_in_mb"}
 
 
@@ -118,7 +118,7 @@ def test_five_workers(workers):
     "rule", [OUTER, SLOW, MomentumGossip(0.3), Scaled(8.0), Gossip()], ids=lambda rule: type(rule).__name__
 )
 def test_stacked_exchanges_equal_messages(rule):
-    """Lossless values, all edges at once or bucket by bucket through the wire's messages; with steps in between that are made
+    """Lossless values, all edges at once or bucket by bucket through messages; with steps in between that are made
     by hand while an exchange is in flight, and with an adaptive factor."""
     n = 6
     for topology, options in (
@@ -147,5 +147,5 @@ def _cluster(one: Case, n: int, *, messages: bool) -> Any:
     topology = make_topology(one.topology, n, 0)
     cluster = VirtualCluster(one.make_model(), OPTIMIZERS[one.optimizer], topology, n, **one.both())
     if messages:
-        cluster._exchange = WiredExchange(cluster._stack, cluster.topology, one.options["rule"], Lossless)
+        cluster._exchange = CompressedExchange(cluster._stack, cluster.topology, one.options["rule"], Lossless)
     return cluster

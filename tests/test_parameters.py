@@ -584,7 +584,7 @@ def memory(rank: int, n: int, cases: list[tuple[bool, str, torch.dtype, str]]) -
         return sum(storages.values())
 
     # Tables that all models of a process share.
-    warm = DecentralizedDataParallel(nn.Linear(2, 2), partial(torch.optim.SGD, lr=0.1), topology="complete", wire="int8")
+    warm = DecentralizedDataParallel(nn.Linear(2, 2), partial(torch.optim.SGD, lr=0.1), topology="complete", compression="int8")
     warm(torch.ones(1, 2)).sum().backward()
     warm.close()
     del warm
@@ -592,7 +592,7 @@ def memory(rank: int, n: int, cases: list[tuple[bool, str, torch.dtype, str]]) -
     gc.freeze()  # what is older is of no interest
 
     found = []
-    for view, topology, dtype, wire in cases:
+    for view, topology, dtype, compression in cases:
         before = held()
         torch.manual_seed(0)
         # Large enough for the five per cent to hold a piece of a sum.
@@ -604,7 +604,7 @@ def memory(rank: int, n: int, cases: list[tuple[bool, str, torch.dtype, str]]) -
             topology=topology,
             param_as_bucket_view=view,
             bucket_size_in_mb=2,
-            wire=wire,
+            compression=compression,
         )
         for _ in range(3):
             for param in model.parameters():
@@ -614,7 +614,7 @@ def memory(rank: int, n: int, cases: list[tuple[bool, str, torch.dtype, str]]) -
         dist.barrier()
         # Sums of what is in flight go when it has arrived: soon, unless the machine is busy.
         deadline = time.monotonic() + 3.0
-        while (plain_size := held() - before - size) > (MEMORY[view, topology, dtype, wire] + 0.05) * size:
+        while (plain_size := held() - before - size) > (MEMORY[view, topology, dtype, compression] + 0.05) * size:
             if time.monotonic() > deadline:
                 break
             time.sleep(0.1)
@@ -630,10 +630,10 @@ def memory(rank: int, n: int, cases: list[tuple[bool, str, torch.dtype, str]]) -
 
 # What is sent and what is received, of a message's size each.
 MEMORY = {
-    (True, "one-peer-exp", torch.float32, "float32"): 2.0,
-    (False, "one-peer-exp", torch.float32, "float32"): 2.0,
-    (True, "complete", torch.float32, "float32"): 2.0,
-    (True, "complete", torch.bfloat16, "float32"): 2.0,
+    (True, "one-peer-exp", torch.float32, None): 2.0,
+    (False, "one-peer-exp", torch.float32, None): 2.0,
+    (True, "complete", torch.float32, None): 2.0,
+    (True, "complete", torch.bfloat16, None): 2.0,
     (True, "one-peer-exp", torch.float32, "bfloat16"): 1.0,
     (False, "complete", torch.float32, "bfloat16"): 1.0,
     (True, "one-peer-exp", torch.float32, "int8"): 0.5,

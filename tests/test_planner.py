@@ -16,15 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decent_dp.engine.layout import choose_sizes
-from decent_dp.planner import Choice, Cluster, Job, Link, candidates, left_out, plan, predict
+from decent_dp.planner import Choice, Cluster, Job, Link, Prediction, candidates, left_out, plan, predict, prediction
 from decent_dp.planner.events import simulate
 from decent_dp.planner.prediction import make_timing
 from decent_dp.planner.traffic import buckets_of, capacities, collective, make_rounds
 from decent_dp.topo import Edge, Topology, TopologyReg, make_topology
-from decent_dp.transport.tree import find_place
+from decent_dp.transport.tcp.reduction_tree import find_place
 
 FREE = Link(0.0, math.inf)
-OPE = Choice("ours", "one-peer-exp")
+OPE = Choice("decent_dp", "one-peer-exp")
 MIB = 2**20
 
 
@@ -40,7 +40,7 @@ def cluster(n: int, local: int = 1, rate: float = math.inf, inside: float = math
 
 
 @pytest.mark.parametrize(
-    "choice", [Choice("ddp"), Choice("push"), OPE, Choice("ours", "complete", "int8"), Choice("ours", "ring")]
+    "choice", [Choice("ddp"), Choice("push"), OPE, Choice("decent_dp", "complete", "int8"), Choice("decent_dp", "ring")]
 )
 def test_one_worker_takes_its_computation(choice: Choice) -> None:
     found = predict(cluster(1, rate=1.0), job(optimizer_ms=7), choice)
@@ -48,9 +48,7 @@ def test_one_worker_takes_its_computation(choice: Choice) -> None:
     assert (found.waited_ms, found.node_bytes, found.limit) == (0, 0, "compute")
 
 
-@pytest.mark.parametrize(
-    "choice", [Choice("ddp"), Choice("push"), OPE, replace(OPE, overlap=False), Choice("ours", "complete")]
-)
+@pytest.mark.parametrize("choice", [Choice("ddp"), Choice("push"), OPE, Choice("decent_dp", "complete")])
 def test_links_without_limit_cost_nothing(choice: Choice) -> None:
     found = predict(cluster(4, 2), job(optimizer_ms=9), choice)
     assert found.step_ms == pytest.approx(90)
@@ -90,40 +88,34 @@ def test_ddp_waits_for_the_slowest_of_all() -> None:
 @pytest.mark.parametrize(("ms", "step"), [(10, 90), (80, 90), (100, 100), (500, 500)])
 @pytest.mark.parametrize("name", ["one-peer-exp", "ring"])
 def test_a_pair_takes_the_longer_of_bytes_and_compute(name: str, ms: float, step: float) -> None:
-    found = predict(cluster(8, rate=40e6 / (ms * 1e-3)), job(), Choice("ours", name))
+    found = predict(cluster(8, rate=40e6 / (ms * 1e-3)), job(), Choice("decent_dp", name))
     assert found.step_ms == pytest.approx(step, rel=0.01)
     assert found.limit == ("links between nodes" if ms > 90 else "compute")
     assert found.compute_ms == pytest.approx(90)
     assert found.node_bytes == 40e6
 
 
-def test_wires_send_what_they_send() -> None:
-    for wire, size in (("float32", 4), ("bfloat16", 2), ("int8", 1)):
-        free = Job(10e6, 30, 60, jitter=0, coding_ns={"int8": 0.0})
-        found = predict(cluster(4, rate=10e6), free, replace(OPE, wire=wire))
+def coding(monkeypatch: pytest.MonkeyPatch, int8: float) -> None:
+    """Nanoseconds per parameter."""
+    for backend in prediction._CODING_NS:
+        monkeypatch.setitem(prediction._CODING_NS, backend, {None: 0.0, "bfloat16": 0.0, "int8": int8})
+
+
+def test_compressions_send_fewer_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    coding(monkeypatch, 0.0)
+    for compression, size in ((None, 4), ("bfloat16", 2), ("int8", 1)):
+        found = predict(cluster(4, rate=10e6), job(), replace(OPE, compression=compression))
         assert found.node_bytes == size * 10e6
         assert found.step_ms == pytest.approx(size * 1e3, rel=0.01)
 
 
-def test_coding_takes_time_from_training() -> None:
-    work = Job(10e6, 30, 60, jitter=0, coding_ns={"int8": 4.0})
-    for overlap in (True, False):
-        choice = replace(OPE, wire="int8", overlap=overlap)
-        assert predict(cluster(2), work, choice).step_ms == pytest.approx(90 + 40)
-    assert predict(cluster(2), work, OPE).step_ms == pytest.approx(90)
-    # Only in steps that mix, and of a slow worker slower.
+def test_coding_takes_time_from_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    coding(monkeypatch, 4.0)
+    assert predict(cluster(2), job(), replace(OPE, compression="int8")).step_ms == pytest.approx(90 + 40)
+    assert predict(cluster(2), job(), OPE).step_ms == pytest.approx(90)
+    # Only in steps that mix.
     every = make_topology("one-peer-exp", local_world_size=1, world_size=2, rank=0).every(4)
-    assert predict(cluster(2), work, Choice("ours", every, "int8")).step_ms == pytest.approx(90 + 10)
-    assert predict(cluster(2, slow_workers={1: 3}), work, replace(OPE, wire="int8")).step_ms == pytest.approx(3 * 130)
-
-
-def test_a_step_without_overlap_waits_for_its_own_exchange() -> None:
-    """One bucket (a MiB): computation, three messages' latency, the bytes."""
-    small = job(params=MIB / 4)
-    made = Cluster(2, 1, Link(2e-3, MIB / 50e-3), FREE)
-    assert predict(made, small, replace(OPE, overlap=False)).step_ms == pytest.approx(90 + 3 * 2 + 50)
-    assert predict(made, small, OPE).step_ms == pytest.approx(90)
-    assert predict(replace(made, backend="nccl"), small, replace(OPE, overlap=False)).step_ms == pytest.approx(90 + 2 + 50)
+    assert predict(cluster(2), job(), Choice("decent_dp", every, "int8")).step_ms == pytest.approx(90 + 10)
 
 
 def test_rounds_inside_nodes_make_room_for_those_between() -> None:
@@ -131,7 +123,7 @@ def test_rounds_inside_nodes_make_room_for_those_between() -> None:
     room = 90 + 60
     for ms, step in ((0.85 * room, 90.0), (400.0, (400 + 90 - 60) / 2)):
         made = cluster(4, 2, rate=40e6 / (ms * 1e-3))
-        found = predict(made, job(), Choice("ours", "alternating-exp-ring"))
+        found = predict(made, job(), Choice("decent_dp", "alternating-exp-ring"))
         assert found.step_ms == pytest.approx(step, rel=0.06)
         assert found.step_ms >= max(90, ms / 2) * (1 - 1e-9)
 
@@ -145,7 +137,7 @@ class Across(Topology):
 
 
 def test_flows_share_a_nodes_link_and_all_its_ports() -> None:
-    choice = Choice("ours", Across(4, world_size=8, rank=0))
+    choice = Choice("decent_dp", Across(4, world_size=8, rank=0))
     for ports, copies in ((1, 4), (2, 2), (4, 1), (8, 1)):  # a flow alone has no more than one
         found = predict(cluster(8, 4, rate=40e6, ports=ports), job(), choice)
         assert found.step_ms == pytest.approx(copies * 1e3, rel=0.01)
@@ -163,7 +155,7 @@ def test_who_sits_out_waits_for_more_than_one_exchange(name: str, n: int, rests:
     """The mean is an exchange. After r rounds in a row without a peer a step takes r + 1 exchanges less r computations; but all
     workers together have ended a step an exchange after the one before.
     """
-    made, work, choice = cluster(n, rate=40e6), job(), Choice("ours", name)
+    made, work, choice = cluster(n, rate=40e6), job(), Choice("decent_dp", name)
     rounds, shares = make_rounds(made, choice), buckets_of(work, choice, 12)
     steps = 4 * len(rounds)
     ends = simulate(rounds, make_timing(made, work, choice, shares, steps, 0), *capacities(made)).ends[2 * len(rounds) - 1 :]
@@ -172,17 +164,10 @@ def test_who_sits_out_waits_for_more_than_one_exchange(name: str, n: int, rests:
     assert np.diff(ends.max(axis=1)).max() == pytest.approx(1.0, rel=0.01)
 
 
-def test_a_slow_worker_slows_its_ring() -> None:
-    found = predict(cluster(6, slow_workers={4: 2.0}), job(), Choice("ours", "ring"), steps=200)
-    assert found.step_ms == pytest.approx(180, rel=0.01)
-    assert found.limit == "a slow worker"
-    assert "worker 4 takes 180 ms" in found.reason
-
-
 def test_a_slow_node_is_named() -> None:
     slow = cluster(8, 2, rate=400e6, slow_nodes={2: 5.0})
-    found = predict(slow, job(), Choice("ours", "complete"))
-    assert found.step_ms > 4 * predict(cluster(8, 2, rate=400e6), job(), Choice("ours", "complete")).step_ms / 2
+    found = predict(slow, job(), Choice("decent_dp", "complete"))
+    assert found.step_ms > 4 * predict(cluster(8, 2, rate=400e6), job(), Choice("decent_dp", "complete")).step_ms / 2
     assert "slow link of node 2" in found.reason
 
 
@@ -203,10 +188,10 @@ def test_pushing_sends_one_way() -> None:
 def test_messages_take_the_way_out_and_the_way_in() -> None:
     """Two nodes of two: ways out of nodes 0 and 1, in, then of workers 4 to 7 out and 8 to 11 in."""
     made = cluster(4, 2)
-    near, far = (round_.exchanges for round_ in make_rounds(made, Choice("push")))
+    near, far = (round_.transfers for round_ in make_rounds(made, Choice("push")))
     assert [dict(exchange.loads) for exchange in near] == [{4: 1, 9: 1}, {0: 1, 3: 1}, {6: 1, 11: 1}, {1: 1, 2: 1}]
     assert [dict(exchange.loads) for exchange in far] == [{0: 1, 3: 1}] * 2 + [{1: 1, 2: 1}] * 2
-    inside, across = (round_.exchanges[0] for round_ in make_rounds(made, OPE))
+    inside, across = (round_.transfers[0] for round_ in make_rounds(made, OPE))
     assert dict(inside.loads) == dict.fromkeys((4, 5, 8, 9), 1)
     assert dict(across.loads) == dict.fromkeys(range(4), 1)
 
@@ -227,7 +212,7 @@ def in_small_steps(made: Cluster, work: Job, choice: Choice, steps: int, dt: flo
     now, ends = 0.0, np.zeros((steps, n))
 
     def exchange(t: int, number: int) -> Any:
-        return rounds[t % len(rounds)].exchanges[number]
+        return rounds[t % len(rounds)].transfers[number]
 
     while any(t < steps for t, _, _ in where):
         for rank in range(n):
@@ -268,7 +253,7 @@ def in_small_steps(made: Cluster, work: Job, choice: Choice, steps: int, dt: flo
 @pytest.mark.parametrize("name", ["one-peer-exp", "ring", "alternating-exp-ring", "complete"])
 def test_events_agree_with_a_clock_that_ticks(name: str) -> None:
     made = cluster(8, 2, rate=300e6, inside=900e6)
-    work, choice = Job(5e6, 20, 40, 5, jitter=0.2), Choice("ours", name)
+    work, choice = Job(5e6, 20, 40, 5, jitter=0.2), Choice("decent_dp", name)
     period = len(make_rounds(made, choice))
     warmup = period * math.ceil(8 / period)
     ticked = in_small_steps(made, work, choice, warmup + 12, dt=5e-5)
@@ -278,10 +263,15 @@ def test_events_agree_with_a_clock_that_ticks(name: str) -> None:
     assert found.step_ms == pytest.approx(mean, rel=0.02)
 
 
-def test_merged_buckets_agree_with_all_of_them() -> None:
+def merged(monkeypatch: pytest.MonkeyPatch, most: int, *what: Any) -> Prediction:
+    monkeypatch.setattr(prediction, "most_buckets_of", lambda _: most)
+    return predict(*what)
+
+
+def test_merged_buckets_agree_with_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, rate in (("one-peer-exp", 2e9), ("one-peer-exp", 20e9), ("alternating-exp-ring", 8e9), ("ring", 8e9)):
         made, work = cluster(16, 4, rate=rate), job(params=700e6, compute_ms=400)
-        some, every = (predict(made, work, Choice("ours", name), most_buckets=most) for most in (12, 200))
+        some, every = (merged(monkeypatch, most, made, work, Choice("decent_dp", name)) for most in (12, 200))
         assert len(buckets_of(work, some.choice, 200)) > 100
         assert some.step_ms == pytest.approx(every.step_ms, rel=0.03)
 
@@ -295,7 +285,7 @@ def test_buckets_are_the_librarys() -> None:
 
     for params in (1000, MIB // 4, 10**6, 4_208_640, 65 * 10**6, 10**9):
         for limit in (0.5, 10, 25, 400):
-            shares = buckets_of(job(params=params), Choice("ours", "ring", bucket_mb=limit), 10**9)
+            shares = buckets_of(job(params=params), Choice("decent_dp", "ring", bucket_mb=limit), 10**9)
             first, size = choose_sizes([Spec(params)], limit * MIB)  # type: ignore[list-item]
             assert sum(shares) == pytest.approx(1)
             assert shares[0] * 4 * params == pytest.approx(min(first, 4 * params))
@@ -347,7 +337,7 @@ def test_bytes_are_those_of_the_analysis() -> None:
             continue
         topology = TopologyReg.registry[name]
         told = analyse(topology(4, world_size=16, rank=0), payload=40e6).sent_by_node  # type: ignore[call-arg]
-        assert predict(made, job(), Choice("ours", name)).node_bytes == pytest.approx(told), name
+        assert predict(made, job(), Choice("decent_dp", name)).node_bytes == pytest.approx(told), name
 
 
 def test_a_collectives_bytes_by_backend() -> None:
@@ -369,7 +359,7 @@ def test_a_collectives_bytes_by_backend() -> None:
     faster=st.floats(1.0, 20.0),
 )
 def test_more_bandwidth_is_never_slower(name: str | None, local: int, rate: float, faster: float) -> None:
-    choice = Choice("ddp") if name is None else Choice("ours", name)
+    choice = Choice("ddp") if name is None else Choice("decent_dp", name)
     slow, fast = (
         predict(Cluster(8, local, Link(1e-5, r), Link(1e-5, 10 * r)), job(jitter=0.02), choice).step_ms
         for r in (rate, rate * faster)
@@ -404,24 +394,27 @@ def test_a_plan_ranks_all_that_fits() -> None:
     found = plan(made, job(params=65e6))
     names = {prediction.name for prediction in found}
     assert names == {choice.name for choice in candidates(made)}
-    assert {"ddp", "ours:ring", "ours:one-peer-exp:int8", "ours:alternating-exp-ring:bfloat16"} <= names
+    assert {"ddp", "ring", "one-peer-exp, int8", "alternating-exp-ring, bfloat16"} <= names
     for first, second in itertools.pairwise(found):
         assert second.step_ms > first.step_ms / 1.011  # ties aside
-    for prediction in found:
-        assert prediction.step_ms >= 90 * (1 - 1e-9)
-        assert prediction.step_ms == pytest.approx(prediction.compute_ms + prediction.waited_ms)
-        assert prediction.reason
-        assert "\n" not in prediction.reason
-        assert prediction.as_dict()["limit"] == prediction.limit
+    for each in found:
+        assert each.step_ms >= 90 * (1 - 1e-9)
+        assert each.step_ms == pytest.approx(each.compute_ms + each.waited_ms)
+        assert each.reason
+        assert "\n" not in each.reason
+        assert each.as_dict()["limit"] == each.limit
 
 
-def test_ties_go_to_what_mixes_better_and_is_more_exact() -> None:
-    work = Job(1e6, 30, 60, jitter=0, coding_ns={"int8": 0.0})
+def test_ties_go_to_better_mixing_and_less_compression(monkeypatch: pytest.MonkeyPatch) -> None:
+    coding(monkeypatch, 0.0)
+    work = Job(1e6, 30, 60, jitter=0)
     names = [found.name for found in plan(cluster(8, rate=1e12), work)]
-    assert names.index("ours:one-peer-exp") < names.index("ours:one-peer-exp:bfloat16") < names.index("ours:one-peer-exp:int8")
-    assert names.index("ours:one-peer-exp:int8") < names.index("ours:ring")  # the one averages exactly, the other does not
-    one = plan(cluster(8, rate=1e12), work, [Choice("ours", "ring"), Choice("ours", "complete", "bfloat16"), Choice("ddp")])
-    assert [found.name for found in one] == ["ddp", "ours:complete:bfloat16", "ours:ring"]
+    assert names.index("one-peer-exp") < names.index("one-peer-exp, bfloat16") < names.index("one-peer-exp, int8")
+    assert names.index("one-peer-exp, int8") < names.index("ring")  # the one averages exactly, the other does not
+    one = plan(
+        cluster(8, rate=1e12), work, [Choice("decent_dp", "ring"), Choice("decent_dp", "complete", "bfloat16"), Choice("ddp")]
+    )
+    assert [found.name for found in one] == ["ddp", "complete, bfloat16", "ring"]
     assert one[0].mixing == 0
 
 
@@ -429,7 +422,7 @@ def test_what_does_not_fit_is_left_out_with_the_reason() -> None:
     made = cluster(6, 2)
     assert "power of two" in left_out(made)["one-peer-exp"]
     names = {found.name for found in plan(made, job())}
-    assert "ours:ring" in names
+    assert "ring" in names
     assert not any("one-peer-exp" in name for name in names)
     with pytest.raises(ValueError, match="power of two"):
         plan(made, job(), [OPE])
@@ -447,14 +440,14 @@ def test_other_sizes_of_bucket_are_listed_where_they_matter() -> None:
 
 def test_a_composition_is_judged_by_its_last_part() -> None:
     made = cluster(8, rate=400e6)
-    found, last = (predict(made, job(), Choice("ours", name)) for name in ("complete:500,one-peer-exp", "one-peer-exp"))
+    found, last = (predict(made, job(), Choice("decent_dp", name)) for name in ("complete:500,one-peer-exp", "one-peer-exp"))
     assert found.node_bytes == last.node_bytes
     assert found.step_ms == pytest.approx(last.step_ms, rel=0.01)
 
 
 def test_mixing_every_other_step_halves_the_bytes() -> None:
     topology = TopologyReg.registry["one-peer-exp"](1, world_size=8, rank=0)  # type: ignore[call-arg]
-    found = predict(cluster(8, rate=400e6), job(), Choice("ours", topology.every(2)))
+    found = predict(cluster(8, rate=400e6), job(), Choice("decent_dp", topology.every(2)))
     assert found.node_bytes == 20e6
 
 
@@ -477,7 +470,7 @@ LINK, NAN = Link(0, 1e9), float("nan")
     [
         (lambda: Link(-1e-6, 1e9), "latency_s must be a number of at least 0, got -1e-06: give seconds"),
         (lambda: Link(math.inf, 1e9), "latency_s .* got inf"),
-        (lambda: Link(0, 0), "bytes_per_s must be a number of at least 1, got 0: give bytes a second"),
+        (lambda: Link(0, 0), "bytes_per_s must be a number of at least 1, got 0: give bytes per second"),
         (lambda: Link(0, -5), "bytes_per_s .* got -5"),
         (lambda: Link(0, NAN), "bytes_per_s .* got nan"),
         (lambda: Link(0, "25gbit"), "bytes_per_s .* got '25gbit'"),  # type: ignore[arg-type]
@@ -491,39 +484,33 @@ LINK, NAN = Link(0, 1e9), float("nan")
         (lambda: Cluster(8, 2, LINK, LINK, backend="mpi"), "backend must be 'gloo' or 'nccl', got 'mpi'"),
         (lambda: Cluster(8, 2, LINK, LINK, ports=0), "ports must be a whole number of at least 1, got 0"),
         (lambda: Cluster(8, 2, LINK, LINK, flow_ports=2), "flow_ports=2 is more than ports=1"),
-        (lambda: Cluster(8, 2, LINK, LINK, slow_workers={8: 2}), "slow_workers names 8, but there are only 0 to 7"),
         (lambda: Cluster(8, 2, LINK, LINK, slow_nodes={0: 0}), r"slow_nodes\[0\] must be a number above 0, got 0"),
         (lambda: Job(0, 1, 1), "params must be a number above 0, got 0: give the number"),
         (lambda: Job(NAN, 1, 1), "params .* got nan"),
         (lambda: Job(1e6, -1, 1), "forward_ms must be a number of at least 0, got -1: give milliseconds"),
         (lambda: Job(1e6, 0, 0), "are all 0: give the milliseconds"),
         (lambda: Job(1e6, 1, 1, jitter=1.5), "jitter must be below 1, got 1.5"),
-        (lambda: Job(1e6, 1, 1, coding_ns={"int8": -1}), r"coding_ns\['int8'\] .* got -1"),
         (lambda: Job.of_step(1e6, 0), "step_ms must be a number above 0, got 0"),
         (lambda: Job.of_step(1e6, 5, optimizer_ms=6), "optimizer_ms=6 is more than step_ms=5"),
-        (lambda: Choice("theirs"), "kind must be 'ddp', 'ours' or 'push', got 'theirs'"),
-        (lambda: Choice("ours"), "topology must be a name or a Topology, got None"),
-        (lambda: Choice("ddp", "ring"), "topology='ring' is for kind='ours' only, got kind='ddp'"),
-        (lambda: Choice("ours", "ring", "int4"), "wire must be one of float32, bfloat16, int8, got 'int4'"),
-        (lambda: Choice("ddp", wire="int8"), "wire='int8' is for kind='ours' only"),
-        (lambda: Choice("ddp", overlap=False), "overlap=False is for kind='ours'"),
+        (lambda: Choice("theirs"), "kind must be 'ddp', 'decent_dp' or 'push', got 'theirs'"),
+        (lambda: Choice("decent_dp"), "topology must be a name or a Topology, got None"),
+        (lambda: Choice("ddp", "ring"), "topology='ring' is for kind='decent_dp' only, got kind='ddp'"),
+        (lambda: Choice("decent_dp", "ring", "int4"), "compression must be None, 'bfloat16' or 'int8', got 'int4'"),
+        (lambda: Choice("ddp", compression="int8"), "compression='int8' is for kind='decent_dp' only"),
         (lambda: Choice("ddp", bucket_mb=0), "bucket_mb must be a number above 0, got 0: give MiB"),
         (lambda: predict(cluster(4), job(), OPE, steps=0), "steps must be a whole number of at least 1, got 0"),
-        (lambda: predict(cluster(4), job(), OPE, most_buckets=1), "most_buckets must be a whole number of at least 2, got 1"),
         (lambda: predict(cluster(4), job(), OPE, steps=2.5), "steps must be a whole number .* got 2.5"),  # type: ignore[arg-type]
         (lambda: predict(cluster(4), job(), OPE, seed=-1), "seed must be a whole number of at least 0, got -1"),
         (lambda: predict(cluster(4, rate=1.0), job(params=1e15), OPE), "a step would take years: 1e\\+15 parameters"),
         (lambda: predict(cluster(4, rate=1e9, slow_nodes={0: 1e300}), job(), OPE), "a step would take years"),
         (lambda: Link(0, 1e-320), "bytes_per_s must be a number of at least 1, got 1e-320"),
-        (lambda: Cluster(8, 2, LINK, LINK, slow_workers={"1": 2.0}), "slow_workers names '1', which is no whole"),  # type: ignore[dict-item]
-        (lambda: Cluster(8, 2, LINK, LINK, slow_workers={1.5: 2.0}), "slow_workers names 1.5, which is no whole"),  # type: ignore[dict-item]
+        (lambda: Cluster(8, 2, LINK, LINK, slow_nodes={"1": 2.0}), "node of slow_nodes must be a whole .* got '1'"),  # type: ignore[dict-item]
+        (lambda: Cluster(8, 2, LINK, LINK, slow_nodes={4: 2.0}), "slow_nodes names 4, but there are only 0 to 3"),
         (lambda: Cluster(8, 2, LINK, LINK, slow_nodes=None), "slow_nodes must be a mapping, got None"),  # type: ignore[arg-type]
         (lambda: Cluster(8, 2, LINK, LINK, backend=["gloo"]), "backend must be 'gloo' or 'nccl', got \\['gloo'\\]"),  # type: ignore[arg-type]
-        (lambda: Job(1e6, 1, 1, coding_ns={"int4": 1}), "coding_ns names 'int4', which is no wire: write one of float32"),
-        (lambda: Job(1e6, 1, 1, coding_ns=3.5), "coding_ns must be a mapping, got 3.5"),  # type: ignore[arg-type]
-        (lambda: Choice(["ddp"]), "kind must be 'ddp', 'ours' or 'push', got"),  # type: ignore[arg-type]
-        (lambda: Choice("ours", "ring", ["int8"]), "wire must be one of .* got \\['int8'\\]"),  # type: ignore[arg-type]
-        (lambda: predict(cluster(4), job(), Choice("ours", "rong")), "unknown topology 'rong': did you mean 'ring'"),
+        (lambda: Choice(["ddp"]), "kind must be 'ddp', 'decent_dp' or 'push', got"),  # type: ignore[arg-type]
+        (lambda: Choice("decent_dp", "ring", ["int8"]), "compression must be None, .* got \\['int8'\\]"),  # type: ignore[arg-type]
+        (lambda: predict(cluster(4), job(), Choice("decent_dp", "rong")), "unknown topology 'rong': did you mean 'ring'"),
     ],
 )  # fmt: skip
 def test_bad_input_is_told_in_a_line(make: Any, said: str) -> None:

@@ -51,7 +51,7 @@ def test_coding_costs_what_was_measured() -> None:
     data = json.loads((bench.RESULTS / "real-2.json").read_text())
     means = {line["contender"]: line["mean_ms"] for line in data["lines"]}
     made, job = Cluster(2, 2, Link(0, 1e9), Link(20e-6, 2e9)), Job.of_step(data["parameters"], means["alone"])
-    plain, coded = (predict(made, job, Choice("ours", "one-peer-exp", wire)).step_ms for wire in ("float32", "int8"))
+    plain, coded = (predict(made, job, Choice("decent_dp", "one-peer-exp", how)).step_ms for how in (None, "int8"))
     assert coded - plain == pytest.approx(means["ours:one-peer-exp:int8"] - means["ours:one-peer-exp"], rel=0.03)
 
 
@@ -237,7 +237,7 @@ def test_files_that_are_no_measurement(tmp_path: Path, data: Any, said: str) -> 
         Cluster.from_measured(path)
     assert "\n" not in str(caught.value)
     assert str(caught.value).startswith(str(path))
-    assert str(caught.value).endswith("measure again: torchrun ... -m decent_dp.cli doctor --out FILE")
+    assert str(caught.value).endswith("measure again: torchrun ... -m decent_dp doctor --out FILE")
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def test_a_topology_is_drawn_as_it_is(tmp_path: Path) -> None:
     assert [tuple(corner) for corner in group.get_xy()[:4]] == [pytest.approx(place(rank)) for rank in range(4)]
     [group] = drawn(panels[2], "Polygon")
     assert [tuple(corner) for corner in group.get_xy()[:3]] == [pytest.approx(place(rank)) for rank in (0, 3, 5)]
-    # Who sits out is hollow.
+    # An idle worker is hollow.
     filled, hollow = panels[0].collections
     assert [tuple(at) for at in hollow.get_offsets()] == [pytest.approx(place(3)), pytest.approx(place(5))]
     assert len(filled.get_offsets()) == 4
@@ -138,7 +138,7 @@ def test_only_the_first_rounds_are_drawn() -> None:
     assert sum(axis.get_title().startswith("round") for axis in figure.get_axes()) == 12
     texts = [text.get_text() for part in figure.subfigs for legend in part.legends for text in legend.get_texts()]
     assert "8 more rounds are not drawn" in texts
-    assert "sits out" in texts
+    assert "idle" in texts
 
 
 def test_curves_alone() -> None:

@@ -1,4 +1,4 @@
-"""What becomes of a rule's state, and of what a wire has learnt of edges: saves, loads, other numbers of workers."""
+"""What becomes of a rule's state, and of what a compression has learnt of edges: saves, loads, other numbers of workers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from decent_dp.checkpoint import load, save
+from decent_dp.compression import COMPRESSIONS, Lossless, MessageId
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.replica.snapshot import put_back, take
 from decent_dp.rules import Gossip, OuterNesterov, Rule
 from decent_dp.topo import TopologyReg
 from decent_dp.transport import InProcessTransport, run_replicas
-from decent_dp.wire import WIRES, Lossless, Moment
 from tests.checkpoint_cases import error_of, state
 from tests.helpers import SGD, loss, net, values
 from tests.resuming import MANY, Job, assert_equal, dumb_copy, go_on, run_through
@@ -42,10 +42,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "every third": {"rule": OuterNesterov(lr=0.5, momentum=0.8), "mix_every": 3},
     "synchronous": {"rule": OuterNesterov(), "mix_every": 3, "overlap": False},
     "complete": {"rule": OuterNesterov(), "mix_every": 2, "topology": "complete", "grad_clip_norm": 0.5},
-    "int8": {"rule": OuterNesterov(), "wire": "int8", "mix_every": 2},
-    "bfloat16": {"rule": OuterNesterov(momentum=0.5), "wire": "bfloat16", "param_as_bucket_view": False},
+    "int8": {"rule": OuterNesterov(), "compression": "int8", "mix_every": 2},
+    "bfloat16": {"rule": OuterNesterov(momentum=0.5), "compression": "bfloat16", "param_as_bucket_view": False},
     "momentum": {"rule": MomentumGossip(), "mix_every": 2},
-    "scaled": {"rule": Scaled(), "wire": "int8"},
+    "scaled": {"rule": Scaled(), "compression": "int8"},
     "settings": {"rule": settings_of_any_kind()},
 }
 OTHER_BUCKETS = [{"bucket_size_in_mb": 1e-6}, {"param_as_bucket_view": False}, {}]
@@ -107,10 +107,10 @@ def test_a_run_that_is_resumed_equals_one_that_was_not_stopped(workers, tmp_path
             assert saved["state"].keys() == dict(net().named_parameters()).keys()
 
 
-@pytest.mark.parametrize("wire", ["float32", "int8"])
-def test_snapshots_at_every_update(wire):
+@pytest.mark.parametrize("compression", [None, "int8"])
+def test_snapshots_at_every_update(compression):
     """Of threads: before each update, the first one and those of a window included; the same buckets and others."""
-    job = Job({"topology": "one-peer-exp", "wire": wire, "rule": OuterNesterov(), "mix_every": 2})
+    job = Job({"topology": "one-peer-exp", "compression": compression, "rule": OuterNesterov(), "mix_every": 2})
     through = run_replicas(4, lambda at: run_through(job, at, at.rank, 6, range(6)), timeout=20)
     for stop in range(6):
         for options in ({}, MANY) if stop % 2 else ({"param_as_bucket_view": False},):
@@ -156,11 +156,11 @@ def other_rules(rank: int, n: int, path: str) -> dict[str, Any]:
         found[f"begun, {overlap}"] = dumb_copy(take(model.replica)["rule"]["state"])
         model.close()
 
-    # Another lr, topology or wire: the state goes on, and the exchange that was in flight does not.
+    # Another lr, topology or compression: the state goes on, and the exchange that was in flight does not.
     for name, options in {
         "lr": {"rule": OuterNesterov(lr=0.1)},
         "topology": {"topology": "complete"},
-        "wire": {"wire": "int8"},
+        "compression": {"compression": "int8"},
         "overlap": {"overlap": False},
         "h": {"mix_every": 4},
     }.items():
@@ -188,7 +188,7 @@ def test_other_rules_and_other_settings(workers, tmp_path):
                 loaded = found["plain parameters"][name]
                 assert torch.equal(own["anchor"], loaded), (rank, overlap, name)
                 assert not own["momentum"].any()
-        for key in ("lr", "topology", "wire", "overlap", "h"):
+        for key in ("lr", "topology", "compression", "overlap", "h"):
             assert all(value.isfinite().all() for value in found[f"gone on with another {key}"].values())
 
 
@@ -368,7 +368,7 @@ def test_a_load_and_then_a_save(overlap, parts):
         assert_equal(end, whole[rank][1], f"worker {rank}")
 
 
-# -- what a wire learns of edges -------------------------------------------------------------------------------------------
+# -- what a compression learns of edges ------------------------------------------------------------------------------------
 
 
 class Counting(Lossless):
@@ -379,25 +379,25 @@ class Counting(Lossless):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.counts: list[dict[str, Tensor]] = [{} for _ in self.items]
+        self.counts: list[dict[str, Tensor]] = [{} for _ in self.tensors]
 
-    def encode(self, values: Sequence[Tensor], out: Tensor, moment: Moment, heard: Sequence[bytes]) -> Iterator[int]:
-        assert moment.rank in moment.edge
-        assert list(moment.edge) == sorted(moment.edge)
+    def encode(self, values: Sequence[Tensor], out: Tensor, message_id: MessageId, hints: Sequence[bytes]) -> Iterator[int]:
+        assert message_id.rank in message_id.edge
+        assert list(message_id.edge) == sorted(message_id.edge)
         for counts in self.counts:
-            counts.setdefault("-".join(map(str, moment.edge)), torch.zeros(1, dtype=torch.int64)).add_(1)
-        yield from super().encode(values, out, moment, heard)
+            counts.setdefault("-".join(map(str, message_id.edge)), torch.zeros(1, dtype=torch.int64)).add_(1)
+        yield from super().encode(values, out, message_id, hints)
 
     def edge_state(self) -> list[dict[str, Tensor]]:
         return self.counts
 
-    def load_edge_state(self, by_item: Sequence[Mapping[str, Tensor]]) -> None:
-        self.counts = [{edge: count.clone() for edge, count in saved.items()} for saved in by_item]
+    def load_edge_state(self, by_tensor: Sequence[Mapping[str, Tensor]]) -> None:
+        self.counts = [{edge: count.clone() for edge, count in saved.items()} for saved in by_tensor]
 
 
 @pytest.fixture
 def counting(monkeypatch) -> None:
-    monkeypatch.setitem(WIRES, Counting.name, Counting)
+    monkeypatch.setitem(COMPRESSIONS, Counting.name, Counting)
     monkeypatch.setitem(TopologyReg.registry, "varying", Varying)
 
 
@@ -418,7 +418,7 @@ def expected(rank: int, rounds: int) -> dict[str, int]:
 @pytest.mark.parametrize("then", [{}, MANY, {"param_as_bucket_view": False}], ids=str)
 @pytest.mark.parametrize("first", [{}, MANY], ids=str)
 def test_what_is_learnt_of_edges_is_saved(counting, first, then):
-    job = Job({"topology": "varying", "wire": "counting", "rule": OuterNesterov(), **first})
+    job = Job({"topology": "varying", "compression": "counting", "rule": OuterNesterov(), **first})
     stops = (0, 1, 4, 5)
     through = run_replicas(4, lambda at: run_through(job, at, at.rank, 8, stops), timeout=20)
     names = dict(net().named_parameters()).keys()
@@ -440,7 +440,7 @@ def test_what_is_learnt_of_edges_is_saved(counting, first, then):
 
 
 def test_what_is_learnt_of_edges_is_in_files_and_ends_with_the_edges(counting, tmp_path):
-    job = Job({"topology": "varying", "wire": "counting"})
+    job = Job({"topology": "varying", "compression": "counting"})
     names = dict(net().named_parameters()).keys()
 
     def first(at: InProcessTransport) -> None:
@@ -471,11 +471,11 @@ def test_what_is_learnt_of_edges_is_in_files_and_ends_with_the_edges(counting, t
 def test_a_wire_that_learns_nothing_saves_nothing():
     def work(at: InProcessTransport) -> Any:
         found = []
-        for wire in ("float32", "bfloat16", "int8"):
+        for compression in (None, "bfloat16", "int8"):
             rule: Rule = Gossip()
             with _ONE_AT_A_TIME:
                 inner = net()
-            model = DecentralizedDataParallel(inner, SGD, topology="ring", wire=wire, rule=rule, transport=at)
+            model = DecentralizedDataParallel(inner, SGD, topology="ring", compression=compression, rule=rule, transport=at)
             loss(model, 0, at.rank).backward()
             saved = take(model.replica)
             found.append((saved["compression"], saved["rule"]))

@@ -1,4 +1,4 @@
-"""What a rule is told, what its proposals are coded with, and what workers must agree on."""
+"""The calls of a rule, the coding of its proposals, and the settings that workers must share."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from decent_dp.topo import Topology, TopologyReg, make_topology
 from decent_dp.transport import run_replicas
 from tests.helpers import SGD, alone, loss, net, values
 from tests.rule_cases import MomentumGossip, Recorder, Scaled, Versatile, settings_of_any_kind
+from tests.test_compression_in_training import Bag, flat, shake
 from tests.test_law import Varying
-from tests.test_wires_in_training import Bag, flat, shake
 
 N = 4
 SOME = partial(torch.optim.SGD, lr=0.05)
 
 
-# -- what a rule is told ---------------------------------------------------------------------------------------------------
+# -- the calls of a rule ---------------------------------------------------------------------------------------------------
 
 
 def check_log(log: list[Any], total: int, rounds: int, pending: int) -> dict[int, set[bool]]:
-    """Every element was told of every round, once by each verb and in order; of the last ``pending`` ones only by ``propose``.
+    """Every element had every round, once by each verb and in order; the last ``pending`` ones only by ``propose``.
 
     Returns:
         For each round whether something came, for the elements.
@@ -42,7 +42,7 @@ def check_log(log: list[Any], total: int, rounds: int, pending: int) -> dict[int
             proposed[there] = number
         else:
             assert (applied[there] == number - 1).all(), f"applies round {number} after {applied[there]}"
-            assert (proposed[there] == number).all(), "what came is of what was proposed last"
+            assert (proposed[there] == number).all(), "the received values belong to the last proposal"
             applied[there] = number
             came.setdefault(number, set()).add(something)
             assert mixes or not something
@@ -67,9 +67,9 @@ RECORDED: list[tuple[str, dict[str, Any]]] = [
     ("varying", {"overlap": False, "param_as_bucket_view": False}),
     ("varying", {"mix_every": 3, "bucket_size_in_mb": 1e-6}),
     ("complete:3,ring", {"mix_every": 2}),
-    ("ring", {"wire": "bfloat16", "mix_every": 2, "overlap": False, "bucket_size_in_mb": 1e-6}),
-    ("one-peer-exp", {"wire": "int8", "param_as_bucket_view": False}),
-    ("complete", {"wire": "int8", "mix_every": 2}),
+    ("ring", {"compression": "bfloat16", "mix_every": 2, "overlap": False, "bucket_size_in_mb": 1e-6}),
+    ("one-peer-exp", {"compression": "int8", "param_as_bucket_view": False}),
+    ("complete", {"compression": "int8", "mix_every": 2}),
 ]
 
 
@@ -83,7 +83,7 @@ def made(topology: str, h: int) -> Topology:
     return Topology.every(make_topology(topology, local_world_size=1, world_size=N, rank=0), h)
 
 
-def test_a_rule_is_told_of_every_round(workers):
+def test_a_rule_is_called_for_every_round(workers):
     """Also of those in which this worker or everybody is idle, and also by the buckets that are small."""
     results = workers(N, record_all)
     for rank, found in enumerate(results):
@@ -94,11 +94,11 @@ def test_a_rule_is_told_of_every_round(workers):
             for t, something in came.items():
                 edge = next(edge for edge in rounds.round(t) if rank in edge.ranks)
                 meets = len(edge.ranks) > 1 and edge.weight < 1.0
-                assert something == {meets} or (options.get("wire") == "int8" and meets), (topology, options, rank, t)
-            # Rounds of a mix are those in which anybody mixes; all are told the same.
-            told = {(number, mixes) for _, number, mixes, *_ in log}
+                assert something == {meets} or (options.get("compression") == "int8" and meets), (topology, options, rank, t)
+            # A round mixes if any edge does; all workers have the same value.
+            rounds_seen = {(number, mixes) for _, number, mixes, *_ in log}
             want = {(t, any(len(edge.ranks) > 1 for edge in rounds.round(t))) for t in range(8)}
-            assert told == want, (topology, options)
+            assert rounds_seen == want, (topology, options)
             proposals = [entry for entry in log if entry[0] == "propose"]
             slices = {(there.start, there.stop) for *_, there, _ in proposals}
             assert len(proposals) == 8 * len(slices), "one call for each slice and round"
@@ -109,7 +109,7 @@ def far_apart(rank: int, n: int) -> tuple[list[Any], int, int, int]:
     """int8 cannot tell differences so much larger than what it expects; then the runs are rejected."""
     Recorder.begin()
     model = DecentralizedDataParallel(
-        Bag(0), partial(torch.optim.SGD, lr=0.0), topology="one-peer-exp", wire="int8", rule=Recorder()
+        Bag(0), partial(torch.optim.SGD, lr=0.0), topology="one-peer-exp", compression="int8", rule=Recorder()
     )
     shake(model.module, rank, 1000.0)
     for _ in range(6):
@@ -177,18 +177,20 @@ def test_one_worker_tells_its_rule_of_every_round():
         model.close()
 
 
-@pytest.mark.parametrize("wire", ["float32", "int8"])
-def test_the_simulator_tells_the_rule_of_every_round(wire):
+@pytest.mark.parametrize("compression", [None, "int8"])
+def test_the_simulator_tells_the_rule_of_every_round(compression):
     TopologyReg.registry["varying"] = Varying
     for topology, h in (("varying", 1), ("complete:3,ring", 2)):
         Recorder.begin()
-        cluster = VirtualCluster(net(), SGD, topology, N, loss_fn=squares, wire=wire, mix_every=h, rule=Recorder())
+        cluster = VirtualCluster(
+            net(), SGD, topology, N, loss_fn=squares, compression=compression, mix_every=h, rule=Recorder()
+        )
         for t in range(7):
             cluster.step(torch.randn(N, 5, 6, generator=torch.Generator().manual_seed(t)))
         check_log(Recorder.log, N * sum(p.numel() for p in net().parameters()), 7, 1)
         rounds = made(topology, h)
-        told = {(number, mixes) for _, number, mixes, *_ in Recorder.log}
-        assert told == {(t, any(len(edge.ranks) > 1 for edge in rounds.round(t))) for t in range(7)}
+        seen = {(number, mixes) for _, number, mixes, *_ in Recorder.log}
+        assert seen == {(t, any(len(edge.ranks) > 1 for edge in rounds.round(t))) for t in range(7)}
 
 
 def squares(model: Any, x: Tensor) -> Tensor:
@@ -209,21 +211,21 @@ def cut(rank: int, n: int) -> dict[str, list[np.ndarray]]:
     TopologyReg.registry["varying"] = Varying
     found: dict[str, list[np.ndarray]] = {}
     kinds: list[tuple[str, torch.dtype, Rule, int]] = [
-        ("float32", torch.float32, OuterNesterov(), 1),
-        ("float32", torch.bfloat16, OuterNesterov(lr=0.3, momentum=0.7), 2),
+        (None, torch.float32, OuterNesterov(), 1),
+        (None, torch.bfloat16, OuterNesterov(lr=0.3, momentum=0.7), 2),
         ("bfloat16", torch.float32, MomentumGossip(), 1),
         ("int8", torch.float32, OuterNesterov(), 2),
         ("int8", torch.bfloat16, MomentumGossip(), 1),
     ]
-    for wire, dtype, rule, h in kinds:
+    for compression, dtype, rule, h in kinds:
         for options in CUTS:
-            how = {"topology": "varying", "wire": wire, "rule": rule, "mix_every": h, **options}
+            how = {"topology": "varying", "compression": compression, "rule": rule, "mix_every": h, **options}
             model = DecentralizedDataParallel(Bag(0, dtype), SOME, **how)
             for t in range(5):
                 draw = torch.Generator().manual_seed(10 * rank + t)
                 pulls = [torch.randn(p.shape, generator=draw).to(dtype) for p in model.module.params]
                 sum((p * pull).sum() for p, pull in zip(model.module.params, pulls, strict=True)).backward()
-            found.setdefault(f"{wire} {dtype}", []).append(flat(model.module))
+            found.setdefault(f"{compression} {dtype}", []).append(flat(model.module))
             model.close()
     return found
 
@@ -241,14 +243,14 @@ def test_numbers_do_not_depend_on_how_buckets_are_cut(workers):
 def hinted(rank: int, rule: Rule | None, transport: Any = None, **options: Any) -> tuple[np.ndarray, list[np.ndarray], int]:
     """Parameters in the end, the exponents that were announced after each update, and the runs that were rejected."""
     model = DecentralizedDataParallel(
-        Bag(0), SOME, topology="one-peer-exp", wire="int8", rule=rule, transport=transport, **options
+        Bag(0), SOME, topology="one-peer-exp", compression="int8", rule=rule, transport=transport, **options
     )
     exponents = []
     for t in range(9):
         draw = torch.Generator().manual_seed(10 * rank + t)
         pulls = [torch.randn(p.shape, generator=draw) for p in model.module.params]
         sum((p * pull).sum() for p, pull in zip(model.module.params, pulls, strict=True)).backward()
-        coming = [bucket.hints.coming for bucket in model.replica.engine.buckets]
+        coming = [bucket.hints.next for bucket in model.replica.engine.buckets]
         exponents.append(np.concatenate([np.frombuffer(hint, dtype=np.int8) for hint in coming]))
     found = flat(model.module), exponents, model.stats().rejected
     model.close()
@@ -279,7 +281,7 @@ def test_scale_hints_in_the_simulator():
     batches = [torch.randn(N, 5, 6, generator=torch.Generator().manual_seed(t)) for t in range(8)]
     found = []
     for rule in (Gossip(), Scaled(4096.0)):
-        cluster = VirtualCluster(net(), SGD, "ring", N, loss_fn=squares, wire="int8", rule=rule)
+        cluster = VirtualCluster(net(), SGD, "ring", N, loss_fn=squares, compression="int8", rule=rule)
         for batch in batches:
             cluster.step(batch)
         found.append((cluster.parameters, cluster.rejected))
@@ -289,7 +291,7 @@ def test_scale_hints_in_the_simulator():
 
 
 class Watching(torch.optim.SGD):
-    """Writes down what its hook is shown of the others."""
+    """Records the others' values in its hook."""
 
     shown: list[list[Tensor]]
 
@@ -302,11 +304,11 @@ class Watching(torch.optim.SGD):
 
 
 def test_hooks_of_optimizers_are_shown_what_was_proposed():
-    """On a lossy wire as on a lossless one."""
+    """On a lossy compression as on a lossless one."""
 
-    def work(transport: Any, wire: str) -> Any:
+    def work(transport: Any, compression: str | None) -> Any:
         model = DecentralizedDataParallel(
-            Bag(0), Watching, topology="complete", wire=wire, rule=Scaled(1024.0), transport=transport
+            Bag(0), Watching, topology="complete", compression=compression, rule=Scaled(1024.0), transport=transport
         )
         for t in range(3):
             sum((p * (transport.rank + t)).sum() for p in model.module.params).backward()
@@ -315,7 +317,7 @@ def test_hooks_of_optimizers_are_shown_what_was_proposed():
         model.close()
         return shown
 
-    plain, coarse = (run_replicas(2, partial(work, wire=wire)) for wire in ("float32", "int8"))
+    plain, coarse = (run_replicas(2, partial(work, compression=compression)) for compression in (None, "int8"))
     for one, other in zip(plain, coarse, strict=True):
         for round_, (exact, near) in enumerate(zip(one, other, strict=True)):
             for a, b in zip(exact, near, strict=True):
@@ -368,7 +370,7 @@ def settings_behind_rules(rank: int, n: int) -> list[tuple[str, str]]:
     return [
         wrapped(rank, [rule, rule], overlap=rank == 0),
         wrapped(rank, [rule, rule], mix_every=1 + rank),
-        wrapped(rank, [rule, rule], wire=("int8", "float32")[rank]),
+        wrapped(rank, [rule, rule], compression=("int8", None)[rank]),
     ]
 
 
@@ -377,7 +379,7 @@ def test_equal_rules_are_agreed_on_and_hide_no_other_difference(workers):
         assert found == [("", "")] * 3
     one, other = workers(2, settings_behind_rules)
     assert one == other
-    for (kind, message), name in zip(one, ("overlap", "mix_every", "wire"), strict=True):
+    for (kind, message), name in zip(one, ("overlap", "mix_every", "compression"), strict=True):
         assert kind == "DisagreementError", name
         assert f"the settings differ between workers: {name} is " in message
 
@@ -394,7 +396,7 @@ def test_what_is_no_rule_is_refused(workers):
         with pytest.raises(TypeError) as caught:
             check_rule(rules)
         assert str(caught.value) == message
-    # Only one worker has it: all are told, in the same words.
+    # Only one worker has it: all raise the same error.
     for found in workers(2, one_is_wrong):
         assert found == [("TypeError", f"worker 1: {message}") for _, _, message in WRONG]
 

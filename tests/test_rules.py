@@ -16,7 +16,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 def mix(own: list[Tensor], sent: list[Tensor], others: list[Tensor], pull: float) -> list[Tensor]:
-    """With differences as a wire would find them: in float32 at least."""
+    """With differences as a compression would find them: in float32 at least."""
     own = [t.clone() for t in own]
     wider = [torch.promote_types(t.dtype, torch.float32) for t in own]
     differences = [o.to(w) - s.to(w) for o, s, w in zip(others, sent, wider, strict=True)]
@@ -60,7 +60,7 @@ def test_the_law_in_every_dtype(dtype):
 def test_the_mean_over_workers_stays(dtype, lossy):
     n, weight, factor = 4, 0.4, 0.7
     replicas = [randn(300, seed=s).to(dtype) for s in range(n)]
-    # What travels may be anything: only differences of what was sent are added.
+    # Any values may be sent: only their differences are added.
     sent = [(r * 8).round() / 8 if lossy else r.clone() for r in replicas]
     after = []
     for i in range(n):

@@ -109,7 +109,7 @@ def made_for_workers() -> Any:
 
 
 BAD: dict[str, tuple[Callable[[], Any], str, str]] = {
-    "everybody": (everybody, "ValueError", "all 4 workers hold parts of one replica, and nobody is left to mix with"),
+    "everybody": (everybody, "ValueError", "all 4 workers hold parts of one replica, so there is no other replica to mix with"),
     "hybrid": (hybrid, "ValueError", "all 4 workers hold parts of one replica"),
     "wrapper": (wrapper, "TypeError", "the model is sharded (fully_shard): sharded replicas train with decent_dp.gossip("),
     "wrapper, gathered": (wrapper_of_gathered, "TypeError", "sharded replicas train with decent_dp.gossip("),
@@ -334,7 +334,7 @@ def test_peers_have_the_ranks_of_the_whole():
     here, there = Edge([0, 2], 0.5), Edge([1, 5], 0.5)
     peers.prepare([here])
     whole.prepare.assert_called_once_with([there])
-    peers.announce(here, "label", b"text")
-    whole.exchange.announce.assert_called_once_with(there, "label", b"text")
+    peers.send_hint(here, "label", b"text")
+    whole.exchanger.send_hint.assert_called_once_with(there, "label", b"text")
     peers.start(here, "parcel")
-    whole.exchange.start.assert_called_once_with(there, "parcel")
+    whole.exchanger.start.assert_called_once_with(there, "parcel")

@@ -1,11 +1,11 @@
-"""What the simulator is asked, what it answers, and what it refuses. That it is right: test_sim_exact."""
+"""The simulator's interface and its refusals. Its numbers are compared with real workers in test_sim_exact."""
 
 from __future__ import annotations
 
 import copy
 import logging
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from decent_dp.optim import AccumAdam, AccumAdamW, optim_fn_adamw
 from decent_dp.sim import VirtualCluster
-from decent_dp.sim.steppers import OneEach, Shared
+from decent_dp.sim.steppers import PerReplica, Shared
 from decent_dp.topo import Edge, Topology, TopologyReg
 from tests.test_law import OPTIMIZERS as LAW_OPTIMIZERS
 from tests.test_law import Linear, data, twin
@@ -84,12 +84,12 @@ class Uneven(Topology):
         return [[Edge([0, 3, 4], 0.5), Edge([1, 5], 0.3), Edge([2], 1.0)]]
 
 
-@pytest.mark.parametrize("wire", ["float32", "bfloat16", "int8"])
-def test_bytes_are_counted_by_edge(wire):
-    cluster = trained(net(), SGD, n=6, topology=Uneven(1, world_size=6, rank=0), wire=wire)
+@pytest.mark.parametrize("compression", [None, "bfloat16", "int8"])
+def test_bytes_are_counted_by_edge(compression):
+    cluster = trained(net(), SGD, n=6, topology=Uneven(1, world_size=6, rank=0), compression=compression)
     numel = 6 * 8 + 8 + 8 * 3 + 3
     # A pair sends two messages, a group of three four; int8 has a record of 24 bytes for each of the four parameters.
-    message = {"float32": 8 * numel, "bfloat16": -(-2 * numel // 8) * 8, "int8": -(-(numel + 4 * 24) // 8) * 8}[wire]
+    message = {None: 8 * numel, "bfloat16": -(-2 * numel // 8) * 8, "int8": -(-(numel + 4 * 24) // 8) * 8}[compression]
     assert cluster.bytes_sent == 6 * (2 + 4) * message
 
 
@@ -267,7 +267,7 @@ def test_one_optimizer_for_all_equals_one_each(kind, options):
     together = trained(net(), groups, steps=8)
     apart = trained(net(), groups, steps=8, vectorize=False)
     assert isinstance(together._stepper, Shared)
-    assert isinstance(apart._stepper, OneEach)
+    assert isinstance(apart._stepper, PerReplica)
     assert_close(values(together), values(apart), 1e-9)
     assert (together.parameters["0.weight"] - net()[0].weight.detach()).abs().max() > 1e-4
 
@@ -326,7 +326,7 @@ def test_a_replica_without_gradients_takes_no_step():
     assert (nothing.vectorized, nothing.steps, nothing.round) == (True, [0, 0], 1)
 
 
-# -- what can be looked at -------------------------------------------------------------------------------------------------
+# -- state and results -----------------------------------------------------------------------------------------------------
 
 
 def normed() -> nn.Module:
@@ -357,55 +357,6 @@ def test_models_of_the_mean_and_of_replicas():
         cluster.replica_model(4)
 
 
-@pytest.mark.parametrize("vectorize", [True, False])
-def test_accuracies(vectorize):
-    cluster = trained(normed(), partial(torch.optim.SGD, lr=1.0), n=70, topology="ring", vectorize=vectorize)
-    x, y = (tensor[:20].flatten(0, 1) for tensor in batch(70, 99))
-    got = cluster.evaluate(x, y)
-    models = [cluster.mean_model(), *(cluster.replica_model(i) for i in range(70))]
-    want = [float((model.eval()(x).argmax(1) == y).double().mean()) for model in models]
-    assert got.mean == pytest.approx(want[0])
-    assert got.replicas == pytest.approx(want[1:])
-    assert got.worst == min(got.replicas) < max(got.replicas)
-    before = cluster.buffers["1.running_mean"].clone()
-    cluster.step(*batch(70))  # in training mode again
-    assert not before.equal(cluster.buffers["1.running_mean"])
-
-
-class Counted(torch.autograd.Function):
-    """Notes how many replicas are computed at once."""
-
-    sizes: ClassVar[list[int]] = []
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, x: Tensor) -> tuple[Tensor, Any]:
-        Counted.sizes.append(info.batch_size)
-        return x.clone(), in_dims[0]
-
-
-def test_so_many_replicas_are_evaluated_at_once():
-    class Model(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return Counted.apply(super().forward(x))
-
-    cluster = VirtualCluster(Model(6, 3).double(), SGD, "ring", 70)
-    Counted.sizes.clear()
-    cluster.evaluate(*(tensor[0] for tensor in batch(70)))
-    assert Counted.sizes == [64, 6]
-
-
 def test_a_mean_of_many_narrow_values_does_not_overflow():
     cluster = VirtualCluster(nn.Linear(2, 2).half(), SGD, "complete", 1000)
     for value in cluster.parameters.values():
@@ -421,11 +372,9 @@ class Spoiled(Topology):
         return [*pairs, Edge([1], 1.0)] if t == 3 else pairs[:: 1 - 2 * (t % 2)]
 
 
-@pytest.mark.parametrize("wire", ["float32", "int8"])
-def test_rounds_without_a_period_are_checked_one_by_one_and_forgotten(wire):
-    cluster = trained(net(), SGD, steps=3, topology=Spoiled(1, world_size=4, rank=0), wire=wire)
-    if wire == "float32":
-        assert len(cluster._exchange._plans) == 1
+@pytest.mark.parametrize("compression", [None, "int8"])
+def test_rounds_without_a_period_are_checked_one_by_one(compression):
+    cluster = trained(net(), SGD, steps=3, topology=Spoiled(1, world_size=4, rank=0), compression=compression)
     with pytest.raises(ValueError, match="rank 1 appears twice"):
         cluster.step(*batch(4))
 
@@ -435,14 +384,14 @@ def test_modes_of_modules_stay():
     model[1].eval()
     cluster = trained(model, SGD)
     assert cluster.buffers["1.num_batches_tracked"].tolist() == [0] * 4
-    cluster.evaluate(*(tensor[0] for tensor in batch(4)))
+    cluster.mean_model().eval()
     cluster.step(*batch(4))
     assert cluster.buffers["1.num_batches_tracked"].tolist() == [0] * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("wire", ["float32", "int8"])
-def test_narrow_and_mixed_dtypes(dtype, wire):
+@pytest.mark.parametrize("compression", [None, "int8"])
+def test_narrow_and_mixed_dtypes(dtype, compression):
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -452,11 +401,16 @@ def test_narrow_and_mixed_dtypes(dtype, wire):
             return self.narrow(self.wide(x).to(dtype)).float()
 
     found = trained(
-        Mixed(), partial(torch.optim.SGD, lr=0.5), topology="complete", overlap=False, wire=wire, grad_clip_norm=1.0
+        Mixed(),
+        partial(torch.optim.SGD, lr=0.5),
+        topology="complete",
+        overlap=False,
+        compression=compression,
+        grad_clip_norm=1.0,
     )
     assert found.parameters["narrow.weight"].dtype == dtype
     spread = found.parameters["narrow.weight"].double().std(0).max()
-    assert spread <= (0.02 if wire == "float32" else 0.2)
+    assert spread <= (0.02 if compression is None else 0.2)
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------------
@@ -479,7 +433,7 @@ REFUSED = [
     ({"topology": "rign"}, ValueError, "did you mean 'ring'"),
     ({"local_world_size": 0}, ValueError, "local_world_size must be at least 1, got 0"),
     ({"mix_every": 0}, ValueError, "mix_every must be at least 1, got 0"),
-    ({"wire": "int9"}, ValueError, "Did you mean 'int8'"),
+    ({"compression": "int9"}, ValueError, "Did you mean 'int8'"),
     ({"grad_clip_norm": -1}, ValueError, "grad_clip_norm must be 0.0 .no clipping. or a positive norm, got -1"),
     ({"grad_clip_norm": "1"}, TypeError, "grad_clip_norm must be"),
     ({"scaler": 65536.0}, TypeError, "scaler must be a torch.GradScaler or None, got 65536.0"),
@@ -534,31 +488,12 @@ def test_wrong_batches_are_refused():
     assert cluster.round == 0
 
 
-def test_wrong_evaluations_are_refused():
-    x, y = (tensor[0] for tensor in batch(4))
-    cluster = VirtualCluster(net(), SGD, "ring", 4)
-    for wrong in (y[:, None], y[:1], y[:3], torch.tensor(1)):
-        with pytest.raises(ValueError, match=r"y has the shape .*, but the model's output \(5, 3\): y must be \(5,\)"):
-            cluster.evaluate(x, wrong)
-    with pytest.raises(ValueError, match=r"needs samples, got x of shape \(0, 6\)"):
-        cluster.evaluate(x[:0], y[:0])
-    with pytest.raises(TypeError, match="needs two tensors, got Tensor and list"):
-        cluster.evaluate(x, y.tolist())
-
-    class Pair(nn.Linear):
-        def forward(self, x: Tensor) -> Any:
-            return super().forward(x), x
-
-    with pytest.raises(TypeError, match="must return a tensor with a score a class"):
-        VirtualCluster(Pair(6, 3).double(), SGD, "ring", 4).evaluate(x, y)
-
-
 @pytest.mark.parametrize("vectorize", [None, True, False])
 def test_wrong_losses_are_refused(vectorize):
     def step(loss_fn: Any) -> None:
         VirtualCluster(net(), SGD, "ring", 4, loss_fn=loss_fn, vectorize=vectorize).step(*batch(4))
 
-    with pytest.raises(ValueError, match=r"one number a replica, got a tensor of shape \(5, 3\)"):
+    with pytest.raises(ValueError, match=r"one number per replica, got a tensor of shape \(5, 3\)"):
         step(lambda model, x, y: model(x))
     with pytest.raises(TypeError, match="Is a `return` missing"):
         step(lambda model, x, y: None)

@@ -83,13 +83,27 @@ def test_numbers_of_workers_that_are_no_power_of_two(workers):
 
 
 WIRED = [
-    *(Case(t, "mlp", "sgd", options={"wire": wire}) for t in ("ring", "complete", "varying") for wire in ("bfloat16", "int8")),
-    *(Case(t, "conv", "adamw", options={"wire": wire}) for t in ("varying", "unrepeated") for wire in ("bfloat16", "int8")),
-    *(Case("alternating-exp-ring", "attention", "adamw", local=2, options={"wire": wire}) for wire in ("bfloat16", "int8")),
-    *(Case("complete", "wide", "sgd", options={"wire": wire, "overlap": False}) for wire in ("bfloat16", "int8")),
-    Case("ring", "channels-last", "sgd", options={"wire": "int8"}),
-    Case("ring", "mlp", "sgd", options={"wire": "int8", "overlap": False}),
-    Case("varying", "conv", "adamw", options={"wire": "int8", "mix_every": 3}),
+    *(
+        Case(t, "mlp", "sgd", options={"compression": compression})
+        for t in ("ring", "complete", "varying")
+        for compression in ("bfloat16", "int8")
+    ),
+    *(
+        Case(t, "conv", "adamw", options={"compression": compression})
+        for t in ("varying", "unrepeated")
+        for compression in ("bfloat16", "int8")
+    ),
+    *(
+        Case("alternating-exp-ring", "attention", "adamw", local=2, options={"compression": compression})
+        for compression in ("bfloat16", "int8")
+    ),
+    *(
+        Case("complete", "wide", "sgd", options={"compression": compression, "overlap": False})
+        for compression in ("bfloat16", "int8")
+    ),
+    Case("ring", "channels-last", "sgd", options={"compression": "int8"}),
+    Case("ring", "mlp", "sgd", options={"compression": "int8", "overlap": False}),
+    Case("varying", "conv", "adamw", options={"compression": "int8", "mix_every": 3}),
 ]
 
 
@@ -121,7 +135,7 @@ def test_clip_schedule_scaler_and_parameters_without_gradients(workers):
 def test_the_loop_over_replicas(workers):
     cases = [
         Case("ring", "branching", "momentum"),
-        Case("varying", "branching", "adamw", options={"grad_clip_norm": 0.3, "wire": "int8"}),
+        Case("varying", "branching", "adamw", options={"grad_clip_norm": 0.3, "compression": "int8"}),
         Case("one-peer-exp", "branching", "accum-adamw", scheduled=True, scaled=True, inf=(0, 2)),
         Case("ring", "conv", "adamw", scheduled=True, options={"vectorize": False}),
     ]

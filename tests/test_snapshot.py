@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from decent_dp.compression import COMPRESSIONS
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.replica.snapshot import put_back, take
 from decent_dp.topo import TopologyReg
 from decent_dp.transport import InProcessTransport, run_replicas
-from decent_dp.wire import WIRES
 from tests.helpers import SGD
 from tests.resuming import JOBS, MANY, Branches, Job, assert_equal, go_on, run_through, step_in_windows
 
@@ -41,7 +41,7 @@ def stopped_everywhere(job: Job, n: int, stops: list[int], total: int = TOTAL, *
 # -- bit for bit -----------------------------------------------------------------------------------------------------------
 
 
-WAYS = [(wire, overlap) for wire in WIRES for overlap in (True, False)]
+WAYS = [(compression, overlap) for compression in COMPRESSIONS for overlap in (True, False)]
 
 
 @pytest.mark.parametrize("n", [4, 8])
@@ -49,24 +49,24 @@ WAYS = [(wire, overlap) for wire in WIRES for overlap in (True, False)]
 def test_every_topology_and_wire(topology, n):
     """Each at some update, the overlapped ones after the first step too; one of a topology before it."""
     ways = WAYS if n == 4 else WAYS[zlib.crc32(topology.encode()) % 2 :: 2]
-    for number, (wire, overlap) in enumerate(ways):
-        job = Job({"topology": topology, "wire": wire, "overlap": overlap, "_local_world_size": 2})
-        late = 2 + zlib.crc32(f"{topology} {n} {wire}".encode()) % 3
+    for number, (compression, overlap) in enumerate(ways):
+        job = Job({"topology": topology, "compression": compression, "overlap": overlap, "_local_world_size": 2})
+        late = 2 + zlib.crc32(f"{topology} {n} {compression}".encode()) % 3
         stopped_everywhere(job, n, [*([0] if number == 1 else [1] if overlap and n == 4 else []), late], TOTAL - 1)
 
 
 @pytest.mark.parametrize("name", JOBS)
 def test_every_kind_of_job(name):
-    synchronous = list(WIRES)[zlib.crc32(name.encode()) % 3]
-    for wire, overlap, stops in (("int8", True, [1, 3, 5]), ("bfloat16", True, [4]), (synchronous, False, [2])):
+    synchronous = list(COMPRESSIONS)[zlib.crc32(name.encode()) % 3]
+    for compression, overlap, stops in (("int8", True, [1, 3, 5]), ("bfloat16", True, [4]), (synchronous, False, [2])):
         job = JOBS[name]
-        how = {"topology": "alternating-exp-ring", "wire": wire, "overlap": overlap, "_local_world_size": 2}
+        how = {"topology": "alternating-exp-ring", "compression": compression, "overlap": overlap, "_local_world_size": 2}
         stopped_everywhere(replace(job, options={**how, **job.options}), 4, stops)
 
 
 @pytest.mark.parametrize("name", ["windows", "owed", "zoo", "accum-adamw"])
 def test_looking_changes_nothing(name):
-    job = replace(JOBS[name], options={**JOBS[name].options, "topology": "one-peer-exp", "wire": "int8"})
+    job = replace(JOBS[name], options={**JOBS[name].options, "topology": "one-peer-exp", "compression": "int8"})
     ends = [
         run_replicas(2, lambda at, stops=stops: run_through(job, at, at.rank, TOTAL, stops)[1:], timeout=20)
         for stops in ([], range(TOTAL))
@@ -74,18 +74,20 @@ def test_looking_changes_nothing(name):
     assert_equal(*ends)
 
 
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
-def test_other_numbers_of_workers(n, wire):
+def test_other_numbers_of_workers(n, compression):
     """Alone, and with workers that sit rounds out."""
     for topology in ("ring", "complete") if n > 1 else ("complete",):
-        stopped_everywhere(Job({"topology": topology, "wire": wire, **MANY}), n, [0, 1, 2] if n < 5 else [1, 2], 5)
+        stopped_everywhere(
+            Job({"topology": topology, "compression": compression, **MANY}), n, [0, 1, 2] if n < 5 else [1, 2], 5
+        )
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_a_chain_of_stops(wire):
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_a_chain_of_stops(compression):
     """Stopped and gone on at once, several times, also when nothing was done in between."""
-    job = Job({"topology": "one-peer-exp", "wire": wire}, step=step_in_windows)
+    job = Job({"topology": "one-peer-exp", "compression": compression}, step=step_in_windows)
     through = run_replicas(4, lambda at: run_through(job, at, at.rank, TOTAL), timeout=20)
     saved: list[Any] = run_replicas(4, lambda at: run_through(job, at, at.rank, 2)[2], timeout=20)
     for first, last in ((2, 2), (2, 3), (3, 5), (5, 5), (5, TOTAL)):
@@ -108,14 +110,14 @@ LAYOUTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 @pytest.mark.parametrize("name", ["momentum", "zoo", "windows"])
 def test_other_buckets(name, layout):
     before, after = LAYOUTS[layout]
-    for number, wire in enumerate(WIRES):
+    for number, compression in enumerate(COMPRESSIONS):
         job = JOBS[name]
-        job = replace(job, options={**job.options, "topology": "one-peer-exp", "wire": wire, **before})
+        job = replace(job, options={**job.options, "topology": "one-peer-exp", "compression": compression, **before})
         stopped_everywhere(job, 4, [(1, 4)[(number + layout) % 2]], **after)
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_another_order_of_first_use(wire):
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_another_order_of_first_use(compression):
     """The order that counts is the saved one: buckets are made from it before the first backward."""
     made: list[list[str]] = []
 
@@ -125,7 +127,7 @@ def test_another_order_of_first_use(wire):
                 names.append([name for name, _ in params])
             return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
-        options = {"topology": "one-peer-exp", "wire": wire, "bucket_size_in_mb": 1e-4}
+        options = {"topology": "one-peer-exp", "compression": compression, "bucket_size_in_mb": 1e-4}
         return Job(options, model=partial(Branches, order=order), optim_fn=noting)
 
     def body(at: InProcessTransport, job: Job, saved: Any = None) -> Any:
@@ -170,10 +172,10 @@ def test_states_and_gradients_lie_as_their_parameters_do():
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "synchronous"])
-@pytest.mark.parametrize("wire", WIRES)
-def test_back_to_an_earlier_update(wire, overlap):
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_back_to_an_earlier_update(compression, overlap):
     """In the same wrappers, over the same connections, several times and over different data in between."""
-    job = replace(JOBS["windows"], options={"topology": "alternating-exp-ring", "wire": wire, "overlap": overlap})
+    job = replace(JOBS["windows"], options={"topology": "alternating-exp-ring", "compression": compression, "overlap": overlap})
     stops = [0, 1, 4, 5]
     through = run_replicas(4, lambda at: run_through(job, at, at.rank, TOTAL, stops), timeout=20)
 
@@ -183,7 +185,7 @@ def test_back_to_an_earlier_update(wire, overlap):
         ends = []
         for number, stop in enumerate((4, 1, 5, 0, 4)):
             if number:
-                model.replica.engine.buckets[0].wire.rejected += 1000
+                model.replica.engine.buckets[0].compression.rejected += 1000
             put_back(model.replica, through[at.rank][0][stop])
             ends.append((job.train(model, range(stop, TOTAL), at.rank), take(model.replica)))
             assert (model.optimizers, model._lr_schedulers) == lists
@@ -203,7 +205,7 @@ def test_back_to_an_earlier_update(wire, overlap):
 
 def test_what_was_announced_before_a_load_is_not_used(monkeypatch):
     """Replicas of another, wilder run at the same round: a quick worker must wait for the new announcement of a slow one."""
-    calm = Job({"topology": "one-peer-exp", "wire": "int8"})
+    calm = Job({"topology": "one-peer-exp", "compression": "int8"})
     through = run_replicas(2, lambda at: run_through(calm, at, at.rank, TOTAL, [3]), timeout=20)
 
     def body(at: InProcessTransport, dropped: bool) -> Any:
@@ -220,14 +222,14 @@ def test_what_was_announced_before_a_load_is_not_used(monkeypatch):
         return losses, take(model.replica)
 
     def slow(model: DecentralizedDataParallel) -> None:
-        exchange = model.replica.transport.exchange
-        announce = exchange.announce
+        exchange = model.replica.transport.exchanger
+        send_hint = exchange.send_hint
 
         def late(*args: Any) -> None:
             time.sleep(0.05)
-            announce(*args)
+            send_hint(*args)
 
-        monkeypatch.setattr(exchange, "announce", late)
+        monkeypatch.setattr(exchange, "send_hint", late)
 
     found = run_replicas(2, partial(body, dropped=False), timeout=20)
     for (losses, end), (_, all_losses, reference) in zip(found, through, strict=True):

@@ -16,11 +16,11 @@ from torch import Tensor
 from decent_dp.checkpoint.files import Record, Shard, write_shard
 from decent_dp.checkpoint.serialization import encode
 from decent_dp.checkpoint.staging import Staging
+from decent_dp.compression import COMPRESSIONS, Compression, FlatTensor, MessageId
+from decent_dp.compression.base import _BLOCK_ON_CPU
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.replica.snapshot import put_back, take
 from decent_dp.transport import InProcessTransport, run_replicas
-from decent_dp.wire import WIRES, Item, Moment, Wire
-from decent_dp.wire.base import _RUN_ON_CPU
 from tests.helpers import SGD, alone, assert_same, batch, loss, net, values
 from tests.resuming import (
     JOBS,
@@ -77,7 +77,7 @@ def test_between_averaging_and_reverting_there_is_nothing_to_save():
         assert_equal(dumb_copy(take(model.replica)), before)
         model.global_avg(will_revert=False)
         after = dumb_copy(take(model.replica))
-        assert sorted(after["exchange"]["disowned"]) == sorted(after["parameters"])
+        assert sorted(after["exchange"]["stale"]) == sorted(after["parameters"])
 
     run_replicas(2, body, timeout=20)
 
@@ -112,7 +112,7 @@ def test_values_that_were_replaced_before_the_save_stay_replaced():
             model = trained(PAIRS, 4, at)
             model.load_state_dict({name: new[name] + at.rank for name in loaded}, strict=False)
             snapshot = dumb_copy(take(model.replica))
-            assert sorted(snapshot["exchange"]["disowned"]) == sorted(loaded)
+            assert sorted(snapshot["exchange"]["stale"]) == sorted(loaded)
             return snapshot, PAIRS.train(model, range(4, 9), at.rank), dumb_copy(take(model.replica))
 
         through = run_replicas(2, replaced, timeout=20)
@@ -264,7 +264,7 @@ def test_a_window_of_a_scaler_ends_before_anything_is_scaled_again():
 @pytest.mark.parametrize("name", ["zoo", "scaled windows", "sparse momentum"])
 def test_a_load_where_the_caller_infers(name, view):
     """What it makes trains, whatever it was made from."""
-    job = replace(JOBS[name], options={**JOBS[name].options, "topology": "one-peer-exp", "wire": "int8"})
+    job = replace(JOBS[name], options={**JOBS[name].options, "topology": "one-peer-exp", "compression": "int8"})
     job = replace(job, options={**job.options, "param_as_bucket_view": view})
     through = run_replicas(2, lambda at: run_through(job, at, at.rank, 7, [0, 4]), timeout=20)
 
@@ -368,10 +368,14 @@ def test_a_snapshot_that_waits_for_the_first_update_is_not_kept():
     assert_equal(*ends)
 
 
-@pytest.mark.parametrize("wire", WIRES)
-def test_a_snapshot_is_not_used_up(wire):
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_a_snapshot_is_not_used_up(compression):
     """What goes on from it shares nothing with it."""
-    job = Job({"topology": "one-peer-exp", "wire": wire}, optim_fn=partial(torch.optim.AdamW, lr=0.02), step=step_in_windows)
+    job = Job(
+        {"topology": "one-peer-exp", "compression": compression},
+        optim_fn=partial(torch.optim.AdamW, lr=0.02),
+        step=step_in_windows,
+    )
     job = replace(job, options={**job.options, "lr_scheduler_fn": Noting})
     saved = run_replicas(2, lambda at: run_through(job, at, at.rank, 4)[2], timeout=20)
     kept = dumb_copy(saved)
@@ -394,7 +398,7 @@ def test_a_stale_graph_is_noticed():
 
 OTHERWISE: dict[str, dict[str, Any]] = {
     "topology": {"topology": "ring"},
-    "wire": {"wire": "bfloat16"},
+    "compression": {"compression": "bfloat16"},
     "synchronous": {"overlap": False},
     "mix_every": {"mix_every": 2},
 }
@@ -403,7 +407,7 @@ OTHERWISE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("what", [*OTHERWISE, "one worker"])
 def test_an_exchange_that_does_not_fit_is_dropped_on_all_workers(what):
     """The replicas are exactly the saved ones, and their mean goes on moving by steps alone."""
-    job = Job({"topology": "one-peer-exp", "wire": "int8"})
+    job = Job({"topology": "one-peer-exp", "compression": "int8"})
     through = run_replicas(4, lambda at: run_through(job, at, at.rank, 5, [4])[0][4], timeout=20)
 
     def body(at: InProcessTransport) -> tuple[Any, Any]:
@@ -467,53 +471,53 @@ def test_a_load_that_fails_inside_averaged_leaves_the_replicas_own_values():
 
 # -- messages, item by item ------------------------------------------------------------------------------------------------
 
-SIZES = [3, 0, _RUN_ON_CPU + 5, 1, 700, 2 * _RUN_ON_CPU]
+SIZES = [3, 0, _BLOCK_ON_CPU + 5, 1, 700, 2 * _BLOCK_ON_CPU]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", WIRES)
+@pytest.mark.parametrize("name", COMPRESSIONS)
 def test_a_message_is_made_of_what_its_items_say(name, dtype):
     """Whatever else is in the bucket; and it is put together again from that."""
     draw = torch.Generator().manual_seed(3)
-    items = [torch.randn(size, generator=draw).to(dtype) for size in SIZES]
-    items[4][2] = math.inf
+    tensors = [torch.randn(size, generator=draw).to(dtype) for size in SIZES]
+    tensors[4][2] = math.inf
 
-    def coded(chosen: list[int]) -> tuple[Wire, Tensor, list[dict[str, Tensor]]]:
-        wire = WIRES[name]([Item(i, len(items[i])) for i in chosen], dtype, torch.device("cpu"))
-        values = [items[i] for i in chosen]
-        out = torch.full((wire.nbytes,), 255, dtype=torch.uint8)
-        for _ in wire.encode(values, out, Moment(5, 1), [wire.announcement(values)]):
+    def coded(chosen: list[int]) -> tuple[Compression, Tensor, list[dict[str, Tensor]]]:
+        compression = COMPRESSIONS[name]([FlatTensor(i, len(tensors[i])) for i in chosen], dtype, torch.device("cpu"))
+        values = [tensors[i] for i in chosen]
+        out = torch.full((compression.nbytes,), 255, dtype=torch.uint8)
+        for _ in compression.encode(values, out, MessageId(5, 1), [compression.hint(values)]):
             pass
-        return wire, out, wire.take_apart(out)
+        return compression, out, compression.unpack(out)
 
     everything = list(range(len(SIZES)))
-    wire, message, parts = coded(everything)
+    compression, message, parts = coded(everything)
     for order in (everything[::-1], [2], [1], [4, 0], [1, 3, 5]):
         _, _, found = coded(order)
         for i, part in zip(order, found, strict=True):
             assert_equal(part, parts[i], f"item {i} of {order}")
     for i, part in enumerate(parts):
-        wanted = wire.entries(SIZES[i], under_way=True)
+        wanted = compression.entries(SIZES[i], in_flight=True)
         assert all((tuple(part[key].shape), part[key].dtype) == wanted[key] for key in part), i
-    again = torch.full((wire.nbytes,), 255, dtype=torch.uint8)
-    wire.put_together(dumb_copy(parts), again)
-    wire.resume(again, Moment(5, 1), [wire.announcement(items)])
+    again = torch.full((compression.nbytes,), 255, dtype=torch.uint8)
+    compression.pack(dumb_copy(parts), again)
+    compression.resume(again, MessageId(5, 1), [compression.hint(tensors)])
     assert torch.equal(again, message)
 
 
 def test_what_a_wire_has_learnt_and_announced_belongs_to_its_items():
-    sizes = [700, 0, _RUN_ON_CPU + 5, 3]
+    sizes = [700, 0, _BLOCK_ON_CPU + 5, 3]
     values = [torch.randn(size) * 10.0**-i for i, size in enumerate(sizes)]
 
-    def made(order: list[int]) -> Wire:
-        return WIRES["int8"]([Item(i, sizes[i]) for i in order], torch.float32, torch.device("cpu"))
+    def made(order: list[int]) -> Compression:
+        return COMPRESSIONS["int8"]([FlatTensor(i, sizes[i]) for i in order], torch.float32, torch.device("cpu"))
 
-    wire = made([0, 1, 2, 3])
-    text = wire.announcement(values)
-    parts, learnt = wire.announcement_by_item(text), dumb_copy(wire.memory())
+    compression = made([0, 1, 2, 3])
+    text = compression.hint(values)
+    parts, learnt = compression.hint_by_tensor(text), dumb_copy(compression.state())
     assert [len(part) for part in parts] == [1, 0, 2, 1]
     turned = [3, 2, 0, 1]
     other = made(turned)
-    other.remember([learnt[i] for i in turned])
-    assert other.announcement_of([parts[i] for i in turned]) == other.announcement([10 * values[i] for i in turned])
-    assert_equal(other.memory(), [learnt[i] for i in turned])
+    other.load_state([learnt[i] for i in turned])
+    assert other.hint_of([parts[i] for i in turned]) == other.hint([10 * values[i] for i in turned])
+    assert_equal(other.state(), [learnt[i] for i in turned])

@@ -93,14 +93,19 @@ UNFIT: list[tuple[str, Any, type[Exception], str]] = [
     ("arrived", "x", ValueError, "'arrived' is 'x'"),
     ("arrived", ["inner.more"], ValueError, r"gradient of 'inner\.more', which is no trainable"),
     ("exchange", [], ValueError, r"'exchange' is \[\]"),
-    ("exchange/disowned", None, ValueError, "'exchange' is {'parameters': "),
+    ("exchange/stale", None, ValueError, "'exchange' is {'parameters': "),
     (
         "exchange/parameters/inner.turned/sent",
         None,
         ValueError,
         r"'sent' of the exchange of parameter 'inner\.turned' is missing",
     ),
-    ("exchange/parameters/inner.turned/told", torch.zeros(2, dtype=torch.int8), ValueError, r"'told' .* is \(2,\)"),
+    (
+        "exchange/parameters/inner.turned/hint_in_flight",
+        torch.zeros(2, dtype=torch.int8),
+        ValueError,
+        r"'hint_in_flight' .* is \(2,\)",
+    ),
     ("exchange/parameters/inner.turned/ranges", torch.zeros(1, 4), ValueError, r"'ranges' .*float32, and should be .*float64"),
 ]
 
@@ -113,7 +118,7 @@ def state_of(model: DecentralizedDataParallel) -> Any:
 
 @pytest.mark.parametrize("bad", [0, 1], ids=["worker 0", "worker 1"])
 def test_what_does_not_fit_is_refused_on_all_workers_and_changes_nothing(bad):
-    job = Job({"topology": "one-peer-exp", "wire": "int8", **MANY}, model=Picky, optim_fn=JOBS["zoo"].optim_fn)
+    job = Job({"topology": "one-peer-exp", "compression": "int8", **MANY}, model=Picky, optim_fn=JOBS["zoo"].optim_fn)
     job = replace(job, step=step_in_windows)
     through = run_replicas(2, lambda at: run_through(job, at, at.rank, 9), timeout=20)
 
@@ -427,10 +432,10 @@ def test_a_load_where_one_worker_has_an_update_to_make(due, overlap):
     run_replicas(2, body, timeout=5)
 
 
-@pytest.mark.parametrize(("wire", "unknown"), [("float32", 2), ("int8", 2), ("int8", 3)])
-def test_a_topology_that_raises_on_one_worker(wire, unknown):
+@pytest.mark.parametrize(("compression", "unknown"), [(None, 2), ("int8", 2), ("int8", 3)])
+def test_a_topology_that_raises_on_one_worker(compression, unknown):
     """Asked for the round of the exchange under way, and for the one that is told ahead."""
-    job = Job({"topology": "one-peer-exp", "wire": wire})
+    job = Job({"topology": "one-peer-exp", "compression": compression})
 
     def body(at: InProcessTransport) -> str:
         model = trained(job, 3, at)

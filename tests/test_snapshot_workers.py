@@ -9,38 +9,38 @@ from typing import Any
 import pytest
 import torch
 
+from decent_dp.compression import COMPRESSIONS
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import OutOfStepError
 from decent_dp.replica.snapshot import put_back, take
 from decent_dp.transport import run_replicas
-from decent_dp.wire import WIRES
 from tests.resuming import JOBS, MANY, Job, assert_equal, dumb_copy, go_on, run_through, step_in_windows
-from tests.test_wires_in_training import Bag
+from tests.test_compression_in_training import Bag
 
 TOTAL = 7
 CASES: list[tuple[str, str, dict[str, Any]]] = [
-    *(("alternating-exp-ring", wire, {"overlap": overlap}) for wire in WIRES for overlap in (True, False)),
-    *(("one-peer-exp", wire, MANY) for wire in WIRES),
+    *(("alternating-exp-ring", compression, {"overlap": overlap}) for compression in COMPRESSIONS for overlap in (True, False)),
+    *(("one-peer-exp", compression, MANY) for compression in COMPRESSIONS),
     ("complete", "int8", {**MANY, "grad_clip_norm": 0.3}),
-    ("complete", "float32", {"param_as_bucket_view": False}),
+    ("complete", None, {"param_as_bucket_view": False}),
     ("random-matching", "int8", {}),
     ("ring", "bfloat16", {"mix_every": 2}),
 ]
 
 
-def case(n: int, topology: str, wire: str, how: dict[str, Any]) -> Job:
+def case(n: int, topology: str, compression: str | None, how: dict[str, Any]) -> Job:
     topology = topology if n == 4 or topology in ("complete", "ring", "random-matching") else "base-2"
-    return Job({"topology": topology, "wire": wire, "_local_world_size": 2, **how}, step=step_in_windows)
+    return Job({"topology": topology, "compression": compression, "_local_world_size": 2, **how}, step=step_in_windows)
 
 
 def stopped(rank: int, n: int) -> list[Any]:
     ends = []
-    for number, (topology, wire, how) in enumerate(CASES):
-        job = case(n, topology, wire, how)
+    for number, (topology, compression, how) in enumerate(CASES):
+        job = case(n, topology, compression, how)
         stops = [(number + 1) % 3, 3 + number % 4]
         snapshots, losses, end = run_through(job, None, rank, TOTAL, stops)
         for stop in stops:
-            where = f"{topology}, {wire}, {how}, stopped at {stop}"
+            where = f"{topology}, {compression}, {how}, stopped at {stop}"
             others, other = go_on(job, None, rank, range(stop, TOTAL), snapshots[stop])
             assert_equal(others, losses[stop:], where)
             assert_equal(other, end, where)
@@ -52,11 +52,11 @@ def stopped(rank: int, n: int) -> list[Any]:
 def test_stopped_and_gone_on(workers, n):
     """And processes are where threads are."""
     found = workers(n, stopped)
-    for number, (topology, wire, how) in enumerate(CASES):
-        job = case(n, topology, wire, how)
+    for number, (topology, compression, how) in enumerate(CASES):
+        job = case(n, topology, compression, how)
         threads = run_replicas(n, lambda at, job=job: run_through(job, at, at.rank, TOTAL)[2], timeout=20)
         if job.options["topology"] != "alternating-exp-ring":  # threads are of one node, and sum groups in another order
-            assert_equal([ends[number] for ends in found], threads, f"{topology}, {wire}, {how}")
+            assert_equal([ends[number] for ends in found], threads, f"{topology}, {compression}, {how}")
 
 
 def step_drawn(model: Any, t: int, rank: int) -> float:
@@ -67,25 +67,25 @@ def step_drawn(model: Any, t: int, rank: int) -> float:
     return 0.0
 
 
-def large(wire: str, **how: Any) -> Job:
+def large(compression: str | None, **how: Any) -> Job:
     """Parameters of more than one run, also in buckets of other sizes."""
-    options = {"topology": "one-peer-exp", "wire": wire, **how}
+    options = {"topology": "one-peer-exp", "compression": compression, **how}
     return Job(options, model=Bag, optim_fn=partial(torch.optim.SGD, lr=0.01, momentum=0.9), step=step_drawn)
 
 
 def in_other_buckets(rank: int, n: int) -> bool:
-    for wire in WIRES:
-        job = large(wire)
+    for compression in COMPRESSIONS:
+        job = large(compression)
         snapshots, _, end = run_through(job, None, rank, 6, [3])
         for how in ({}, MANY, {"param_as_bucket_view": False}, {"bucket_size_in_mb": 1e-3}):
             _, other = go_on(job, None, rank, range(3, 6), snapshots[3], **how)
-            assert_equal(other, end, f"{wire} {how}")
+            assert_equal(other, end, f"{compression} {how}")
         # In groups a piece may have another root, whose sums are made in another order.
         job = replace(job, options={**job.options, "topology": "complete"})
         snapshots, _, end = run_through(job, None, rank, 6, [3])
         _, other = go_on(job, None, rank, range(3, 6), snapshots[3], **MANY)
         for name, value in end["parameters"].items():
-            tolerance = {"float32": 1e-6, "bfloat16": 0.05, "int8": 0.05}[wire]
+            tolerance = {None: 1e-6, "bfloat16": 0.05, "int8": 0.05}[compression]
             torch.testing.assert_close(other["parameters"][name], value, rtol=0, atol=tolerance)
     return True
 
@@ -96,8 +96,8 @@ def test_in_other_buckets(workers):
 
 def back(rank: int, n: int) -> bool:
     """To an earlier update, in the same wrapper, after other data and replicas that are further apart."""
-    for wire, topology in (("int8", "complete"), ("int8", "one-peer-exp"), ("float32", "one-peer-exp")):
-        job = replace(JOBS["momentum"], options={**JOBS["momentum"].options, "topology": topology, "wire": wire})
+    for compression, topology in (("int8", "complete"), ("int8", "one-peer-exp"), (None, "one-peer-exp")):
+        job = replace(JOBS["momentum"], options={**JOBS["momentum"].options, "topology": topology, "compression": compression})
         snapshots, losses, end = run_through(job, None, rank, TOTAL, [1, 4])
         model = job.wrap(3)
         for stop in (4, 1, 4):
@@ -117,7 +117,7 @@ def test_back_to_an_earlier_update(workers):
 
 
 def refused(rank: int, n: int) -> list[str]:
-    job = Job({"topology": "ring", "wire": "int8"})
+    job = Job({"topology": "ring", "compression": "int8"})
     snapshots, _, end = run_through(job, None, rank, TOTAL, [2, 4])
     model = job.wrap(3)
     errors = []

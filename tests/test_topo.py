@@ -707,12 +707,12 @@ def test_fingerprint_looks_at_64_rounds_and_checks_them() -> None:
 
 def test_printing() -> None:
     assert str(RingTopology(world_size=3)) == (
-        "RingTopology: 3 workers, 3 rounds a period\n"
+        "RingTopology: 3 workers, 3 rounds per period\n"
         "  round 0: (0) idle  (1 2) 0.5\n"
         "  round 1: (1) idle  (0 2) 0.5\n"
         "  round 2: (2) idle  (0 1) 0.5"
     )
-    assert str(CompleteTopology(world_size=1)) == "CompleteTopology: 1 worker, 1 round a period\n  round 0: (0) idle"
+    assert str(CompleteTopology(world_size=1)) == "CompleteTopology: 1 worker, 1 round per period\n  round 0: (0) idle"
     assert "rounds do not repeat" in str(RandomPairs(world_size=4))
     assert str(RandomPairs(world_size=4)).endswith("\n  …")
     long = str(RingTopology(world_size=301))

@@ -67,7 +67,7 @@ def test_every_of_every_and_of_one():
     assert [twice.round(t) for t in range(24)] == [ring.every(6).round(t) for t in range(24)]
     assert repr(twice) == "RingTopology(2, world_size=6, rank=3).every(6)"
     assert str(ring.every(2)).splitlines()[:3] == [
-        "RingTopology, every 2 updates: 6 workers, 4 rounds a period",
+        "RingTopology, every 2 updates: 6 workers, 4 rounds per period",
         "  round 0: (0) idle  (1) idle  (2) idle  (3) idle  (4) idle  (5) idle",
         "  round 1: (0 1) 0.5  (2 3) 0.5  (4 5) 0.5",
     ]
@@ -158,13 +158,13 @@ def test_a_part_that_would_never_mix_is_refused():
 
 def test_what_stays():
     ring, base = RingTopology(world_size=6), BaseTwoTopology(world_size=6)
-    assert ring._settled() == (ring, 1)
-    assert ring.every(3)._settled() == (ring, 3)
+    assert ring._final_part() == (ring, 1)
+    assert ring.every(3)._final_part() == (ring, 3)
     switch = SwitchTopology((base, 50), ring)
-    assert switch._settled() == (ring, 1)
-    assert switch.every(4)._settled() == (ring, 4)
-    assert EveryTopology(switch.every(4), 3)._settled() == (ring, 12)
-    assert SwitchTopology((ring, 3), switch)._settled() == (ring, 1)
+    assert switch._final_part() == (ring, 1)
+    assert switch.every(4)._final_part() == (ring, 4)
+    assert EveryTopology(switch.every(4), 3)._final_part() == (ring, 12)
+    assert SwitchTopology((ring, 3), switch)._final_part() == (ring, 1)
 
 
 def test_edges_ahead_are_those_that_will_be_used():
@@ -212,8 +212,8 @@ def test_bad_switches(parts, kind, says):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("complete,ring", "'complete' must be a name and for how many updates, such as 'complete:500'"),
-        ("complete:0,ring", "'complete:0' must be a name and for how many"),
+        ("complete,ring", "'complete' must be a name and a number of updates, such as 'complete:500'"),
+        ("complete:0,ring", "'complete:0' must be a name and a number"),
         ("complete:-3,ring", "'complete:-3' must be"),
         ("complete:many,ring", "'complete:many' must be"),
         (":5,ring", "':5' must be"),

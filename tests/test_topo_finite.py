@@ -164,7 +164,7 @@ def test_workers_that_disagree_about_the_seed_are_told_it():
 
 
 def test_the_last_rounds_are_kept():
-    """Two buckets whose wire announces ask for rounds t, t + 1, t, t + 1, and the next round begins."""
+    """Two buckets with scale hints ask for rounds t, t + 1, t, t + 1, and then the next round begins."""
     asked = []
 
     class Asked(RandomMatchingTopology):
@@ -181,7 +181,7 @@ def test_the_last_rounds_are_kept():
     assert asked == [1, 2, 3, 4, 5]
     for t in range(100):
         topology.get_edge(t)
-    assert 2 <= len(topology._looked_up) <= 8
+    assert 2 <= len(topology._recent_rounds) <= 8
 
 
 # -- hierarchical ----------------------------------------------------------------------------------------------------------

@@ -225,7 +225,6 @@ def test_thousands_of_rounds_cost_nothing_before_they_are_looked_up():
         Edge([6, 7], 0.5),
         Edge([7, 8], 0.5),
     )
-    assert star.round(0)[2] is star.round(1)[2]  # an idle worker's edge is one object
     tracemalloc.start()
     for t in range(100):
         assert len(ring.round(t)) == 2048

@@ -198,9 +198,9 @@ def test_random_matching_is_known_by_its_seed():
     asked = []
 
     class Asked(RandomMatchingTopology):
-        def _drawn(self, t: int) -> Any:
+        def _checked(self, t: int) -> Any:
             asked.append(t)
-            return super()._drawn(t)
+            return super()._checked(t)
 
     topology = Asked(world_size=6, seed=5)
     asked.clear()

@@ -13,26 +13,26 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from decent_dp.compression import BFloat16, Int8, Lossless
+from decent_dp.compression.base import _BLOCK_ON_CPU
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import PeerError, PeerLostError, PeerTimeoutError, WireError
 from decent_dp.topo import Edge
 from decent_dp.transport import (
-    Exchange,
+    ExchangeId,
+    Exchanger,
+    ExchangeRequest,
     Handle,
     InProcessTransport,
-    Label,
-    Parcel,
     ProcessGroupTransport,
     Transport,
     run_replicas,
 )
 from decent_dp.transport.inprocess import LocalHub
-from decent_dp.wire import BFloat16, Int8, Lossless
-from decent_dp.wire.base import _RUN_ON_CPU
-from tests.helpers import came, parcel, wire_of
+from tests.helpers import came, compression_of, request
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-SIZES = [33, 0, 1, 5000, 2 * _RUN_ON_CPU]  # of the buckets of a round; the last is more than one piece
+SIZES = [33, 0, 1, 5000, 2 * _BLOCK_ON_CPU]  # of the buckets of a round; the last is more than one piece
 
 
 class OffHost(Tensor):
@@ -43,53 +43,53 @@ class OffHost(Tensor):
         return torch.device("meta")
 
 
-class Passing(Exchange):
+class Passing(Exchanger):
     """Passes on."""
 
-    def __init__(self, inner: Exchange) -> None:
+    def __init__(self, inner: Exchanger) -> None:
         self.inner = inner
 
-    def announce(self, edge: Edge, label: Label, text: bytes) -> None:
-        self.inner.announce(edge, label, text)
+    def send_hint(self, edge: Edge, exchange_id: ExchangeId, text: bytes) -> None:
+        self.inner.send_hint(edge, exchange_id, text)
 
-    def start(self, edge: Edge, parcel: Parcel) -> Handle:
-        return self.inner.start(edge, parcel)
+    def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
+        return self.inner.start(edge, request)
 
 
 class Staging(Passing):
     """Makes of every message one that sockets cannot read."""
 
-    def start(self, edge: Edge, parcel: Parcel) -> Handle:
-        sent, received = parcel.sent.as_subclass(OffHost), parcel.received.as_subclass(OffHost)
-        return self.inner.start(edge, dataclasses.replace(parcel, sent=sent, received=received))
+    def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
+        sent, received = request.sent.as_subclass(OffHost), request.received.as_subclass(OffHost)
+        return self.inner.start(edge, dataclasses.replace(request, sent=sent, received=received))
 
 
 class Staged(ProcessGroupTransport):
     """Messages go as those on a GPU would."""
 
     @property
-    def exchange(self) -> Exchange:
-        return Staging(super().exchange)
+    def exchanger(self) -> Exchanger:
+        return Staging(super().exchanger)
 
 
 class Counted(Passing):
     """Passes on, and looks at what the wrapper asks for."""
 
-    def __init__(self, inner: Exchange) -> None:
+    def __init__(self, inner: Exchanger) -> None:
         super().__init__(inner)
-        self.asked: list[tuple[list[int], Label]] = []
+        self.asked: list[tuple[list[int], ExchangeId]] = []
 
-    def start(self, edge: Edge, parcel: Parcel) -> Handle:
-        self.asked.append((list(edge.ranks), parcel.label))
-        return super().start(edge, parcel)
+    def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
+        self.asked.append((list(edge.ranks), request.exchange_id))
+        return super().start(edge, request)
 
 
 # -- the contract: exchange ------------------------------------------------------------------------------------------------
 
 
-def payload(rank: int, label: Label, numel: int, dtype: torch.dtype) -> Tensor:
+def payload(rank: int, exchange_id: ExchangeId, numel: int, dtype: torch.dtype) -> Tensor:
     """What a worker sends. Two of the largest overflow float16 when they are summed."""
-    generator = torch.Generator().manual_seed(1000 * label.round + 10 * label.bucket + rank)
+    generator = torch.Generator().manual_seed(1000 * exchange_id.round + 10 * exchange_id.bucket + rank)
     values = torch.randn(numel, generator=generator, dtype=torch.float64)
     if numel:
         values[0] = 60000 - 100 * rank
@@ -118,32 +118,32 @@ def exchanges(transport: Transport, rounds: list[list[Edge]], dtype: torch.dtype
     """All buckets of two rounds are under way at any time; the two sets of messages take turns."""
     rank = transport.rank
     transport.prepare([next(e for e in edges if rank in e.ranks) for edges in rounds])
-    buckets = [wire_of([torch.empty(size, dtype=dtype)]) for size in SIZES]
-    flying: list[list[tuple[Edge, Handle, Parcel]]] = []
+    buckets = [compression_of([torch.empty(size, dtype=dtype)]) for size in SIZES]
+    flying: list[list[tuple[Edge, Handle, ExchangeRequest]]] = []
 
     def land() -> None:
         for edge, handle, own in flying.pop(0):
-            if rank == 0 and own.label.bucket == 0:
+            if rank == 0 and own.exchange_id.bucket == 0:
                 time.sleep(0.02)  # the others are ahead: what they write now is not for this round
             handle.wait()
             check(edge, own)
             own.sent.fill_(255)
             own.values[0].fill_(math.nan)
 
-    def check(edge: Edge, own: Parcel) -> None:
+    def check(edge: Edge, own: ExchangeRequest) -> None:
         size = own.values[0].numel()
-        assert torch.equal(own.values[0], payload(rank, own.label, size, dtype)), "what is sent was changed"
+        assert torch.equal(own.values[0], payload(rank, own.exchange_id, size, dtype)), "what is sent was changed"
         ranks = edge.ranks if len(edge.ranks) > 2 else [r for r in edge.ranks if r != rank]
-        sent = [payload(r, own.label, size, dtype) for r in ranks]
+        sent = [payload(r, own.exchange_id, size, dtype) for r in ranks]
         expected = sent[0] if len(sent) == 1 else torch.stack([x.double() for x in sent]).mean(0)
         found = came(own)
         if len(sent) == 1:
-            assert torch.equal(found, expected), (dtype, edge, own.label)
+            assert torch.equal(found, expected), (dtype, edge, own.exchange_id)
         else:
             largest = max(float(x.abs().max()) if size else 0.0 for x in sent)
             # One rounding at the end, after sums in float32 at least.
             allowed = torch.finfo(dtype).eps * expected.abs() + 8 * sum_eps(dtype) * largest
-            assert ((found.double() - expected).abs() <= allowed).all(), (dtype, edge, own.label)
+            assert ((found.double() - expected).abs() <= allowed).all(), (dtype, edge, own.exchange_id)
 
     for t in range(first, first + 2 * len(rounds)):
         edge = next(e for e in rounds[t % len(rounds)] if rank in e.ranks)
@@ -152,12 +152,12 @@ def exchanges(transport: Transport, rounds: list[list[Edge]], dtype: torch.dtype
         flying.append([])
         if len(edge.ranks) == 1:
             continue
-        for bucket, wire in enumerate(buckets):
-            label = Label(t, bucket)
-            own = parcel(payload(rank, label, SIZES[bucket], dtype), rank, label, wire=wire)
-            handle = transport.exchange.start(edge, own)
-            assert len(edge.ranks) > 2 or handle.bytes_sent == wire.payload(wire.pieces)
-            assert handle.bytes_sent <= 2 * wire.nbytes * (len(edge.ranks) - 1)
+        for bucket, compression in enumerate(buckets):
+            exchange_id = ExchangeId(t, bucket)
+            own = request(payload(rank, exchange_id, SIZES[bucket], dtype), rank, exchange_id, compression=compression)
+            handle = transport.exchanger.start(edge, own)
+            assert len(edge.ranks) > 2 or handle.bytes_sent == compression.payload(compression.chunks)
+            assert handle.bytes_sent <= 2 * compression.nbytes * (len(edge.ranks) - 1)
             flying[-1].append((edge, handle, own))
     while flying:
         land()
@@ -168,38 +168,38 @@ def sum_eps(dtype: torch.dtype) -> float:
 
 
 def announced_exchanges(transport: Transport, edges: list[list[Edge]]) -> None:
-    """A wire that waits for what the others announce, which may come long after the exchange has been started."""
-    rank, size = transport.rank, _RUN_ON_CPU + 4464
+    """A compression that waits for the others' hints, which may come long after the exchange has been started."""
+    rank, size = transport.rank, _BLOCK_ON_CPU + 4464
     for t, round_ in enumerate(edges):
         edge = next(e for e in round_ if rank in e.ranks)
         if len(edge.ranks) == 1:
             continue
 
-        def own_of(r: int, label: Label) -> Parcel:
-            return parcel(torch.linspace(-1, 1, size) * (1 + r / 10), r, label, Int8)
+        def own_of(r: int, exchange_id: ExchangeId) -> ExchangeRequest:
+            return request(torch.linspace(-1, 1, size) * (1 + r / 10), r, exchange_id, Int8)
 
-        labels = [Label(t, bucket) for bucket in range(2)]
+        exchange_ids = [ExchangeId(t, bucket) for bucket in range(2)]
         handles = []
-        for bucket, label in enumerate(labels):
-            own = own_of(rank, label)
+        for bucket, exchange_id in enumerate(exchange_ids):
+            own = own_of(rank, exchange_id)
             # The announcement for the second bucket follows its start, where a process serves it meanwhile.
             late = bucket == 1 and rank == edge.ranks[0] and isinstance(transport, ProcessGroupTransport)
             if not late:
-                transport.exchange.announce(edge, label, own.announced)
-            handles.append((own, transport.exchange.start(edge, own)))
+                transport.exchanger.send_hint(edge, exchange_id, own.hint)
+            handles.append((own, transport.exchanger.start(edge, own)))
             if late:
                 time.sleep(0.05)
-                transport.exchange.announce(edge, label, own.announced)
+                transport.exchanger.send_hint(edge, exchange_id, own.hint)
         for own, handle in handles:
             handle.wait()
-            members = [own_of(r, own.label) for r in edge.ranks]
-            heard = [member.announced for member in members]
-            step = float(2.0 ** max(x - 256 if x > 127 else x for x in b"".join(heard)))
+            members = [own_of(r, own.exchange_id) for r in edge.ranks]
+            hints = [member.hint for member in members]
+            step = float(2.0 ** max(x - 256 if x > 127 else x for x in b"".join(hints)))
             others = [m for m in members if m.rank != rank]
-            found = torch.cat([d * unit for _, d, unit in own.wire.differences(own.sent, own.received)])
+            found = torch.cat([d * unit for _, d, unit in own.compression.differences(own.sent, own.received)])
             if len(edge.ranks) == 2:
                 [other] = others
-                for _ in other.encode([own.announced]):
+                for _ in other.encode([own.hint]):
                     pass
                 assert torch.equal(own.received, other.sent)
                 expected = other.values[0] - own.values[0]
@@ -266,8 +266,8 @@ def control(transport: Transport) -> None:
     assert odd[-1][1:] == [math.inf, -math.inf]
 
     for dtype in FLOATS:
-        tensor = payload(rank, Label(0, 0), 50, dtype)
-        expected = torch.stack([payload(r, Label(0, 0), 50, dtype).double() for r in range(n)]).mean(0)
+        tensor = payload(rank, ExchangeId(0, 0), 50, dtype)
+        expected = torch.stack([payload(r, ExchangeId(0, 0), 50, dtype).double() for r in range(n)]).mean(0)
         collectives.mean(tensor).wait()
         # Sums are taken in float32 at least: 60000 + 60000 is no infinity in float16.
         slack = 4 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps * 60000
@@ -328,7 +328,7 @@ def test_contract_of_one():
 
 def test_idle_workers_are_left_alone():
     def work(transport: InProcessTransport) -> list[Any]:
-        counted = transport._exchange = Counted(transport.exchange)
+        counted = transport._exchanger = Counted(transport.exchanger)
         torch.manual_seed(0)
         model = DecentralizedDataParallel(
             nn.Linear(2, 2), lambda params: torch.optim.SGD(params, lr=0.1), topology="ring", transport=transport
@@ -339,7 +339,7 @@ def test_idle_workers_are_left_alone():
         return counted.asked
 
     for rank, asked in enumerate(run_replicas(3, work, timeout=20)):
-        assert [(len(ranks), label.round) for ranks, label in asked] == [(2, t) for t in range(6) if t % 3 != rank]
+        assert [(len(ranks), exchange_id.round) for ranks, exchange_id in asked] == [(2, t) for t in range(6) if t % 3 != rank]
 
 
 # -- bytes_sent ------------------------------------------------------------------------------------------------------------
@@ -351,13 +351,13 @@ def sent_bytes(transport: Transport) -> list[int]:
         [([0, 1], Lossless), ([0, 1], BFloat16), ([0, 1, 2], Lossless), ([0, 1, 2], BFloat16)]
     ):
         if transport.rank in ranks:
-            own = parcel(torch.ones(300), transport.rank, Label(0, bucket), kind)
-            handle = transport.exchange.start(Edge(ranks, 0.5), own)
+            own = request(torch.ones(300), transport.rank, ExchangeId(0, bucket), kind)
+            handle = transport.exchanger.start(Edge(ranks, 0.5), own)
             counts.append(handle.bytes_sent)
             handle.wait()
     # Of many pieces every worker is the root of as many: a group moves 2 (m - 1)/m messages a worker.
-    own = parcel(torch.ones(9 * _RUN_ON_CPU), transport.rank, Label(1, 0))
-    handle = transport.exchange.start(Edge([0, 1, 2], 0.5), own)
+    own = request(torch.ones(9 * _BLOCK_ON_CPU), transport.rank, ExchangeId(1, 0))
+    handle = transport.exchanger.start(Edge([0, 1, 2], 0.5), own)
     handle.wait()
     return [*counts, handle.bytes_sent]
 
@@ -367,20 +367,22 @@ def sent_between_processes(rank: int, n: int) -> list[list[int]]:
 
 
 def test_bytes_sent(workers):
-    whole = 9 * 4 * _RUN_ON_CPU * 4 // 3
+    whole = 9 * 4 * _BLOCK_ON_CPU * 4 // 3
     # A pair sends its message. Of a group of one piece the first is the root: it sends the mean to both others.
     expected = [[1200, 600, 2400, 1200, whole], [1200, 600, 1200, 600, whole], [1200, 600, whole]]
     assert workers(3, sent_between_processes) == [[counts] * 2 for counts in expected]
     # In a process every other member gets a copy.
-    assert run_replicas(3, sent_bytes, timeout=20)[1] == [1200, 600, 2400, 1200, 9 * 8 * _RUN_ON_CPU]
+    assert run_replicas(3, sent_bytes, timeout=20)[1] == [1200, 600, 2400, 1200, 9 * 8 * _BLOCK_ON_CPU]
 
 
 # -- messages that were not due --------------------------------------------------------------------------------------------
 
 
-def swap(transport: Transport, edge: Edge, label: Label, numel: int = 10, dtype: torch.dtype = torch.float32) -> None:
-    own = parcel(torch.ones(numel, dtype=dtype), transport.rank, label)
-    transport.exchange.start(edge, own).wait()
+def swap(
+    transport: Transport, edge: Edge, exchange_id: ExchangeId, numel: int = 10, dtype: torch.dtype = torch.float32
+) -> None:
+    own = request(torch.ones(numel, dtype=dtype), transport.rank, exchange_id)
+    transport.exchanger.start(edge, own).wait()
     assert torch.equal(came(own), own.values[0])
 
 
@@ -403,15 +405,15 @@ def wrong_messages(rank: int, n: int) -> dict[str, tuple[str, str, float]]:
             transport.prepare([group])
             others = [other for other in (Edge([0, 2], 0.5), Edge([1, 2], 0.5)) if rank in other.ranks]
             if rank in edge.ranks:
-                label = Label(5, 1)
+                exchange_id = ExchangeId(5, 1)
                 what = f"{kind.__name__} {len(edge.ranks)}"
-                found[what] = caught(swap, transport, edge, label, numel=10 if rank == 1 else 11 + rank)
+                found[what] = caught(swap, transport, edge, exchange_id, numel=10 if rank == 1 else 11 + rank)
                 # Nor does it come right again.
-                found[what + " again"] = caught(swap, transport, edge, Label(6, 0))
+                found[what + " again"] = caught(swap, transport, edge, ExchangeId(6, 0))
                 transport.report(found[what][1])
             if len(edge.ranks) == 2:  # other connections are whole
                 for other in others:
-                    swap(transport, other, Label(7, 0))
+                    swap(transport, other, ExchangeId(7, 0))
             transport.control.gather(None)
             transport.close()
     return found
@@ -444,26 +446,26 @@ def a_peer_that_is_gone(rank: int, n: int, staged: bool) -> Any:
     transport.prepare([group] if rank else [])
     for edge in (first, last, group):
         if rank in edge.ranks:
-            swap(transport, edge, Label(0, 0))
+            swap(transport, edge, ExchangeId(0, 0))
     transport.control.gather(None)
     if rank == 3:
         transport.report("ValueError: the cat ate my batch")
         os._exit(3)
     found = {}
     if rank == 0:
-        found["pair"] = caught(swap, transport, last, Label(1, 0))
-        found["pair again"] = caught(swap, transport, last, Label(2, 0))
+        found["pair"] = caught(swap, transport, last, ExchangeId(1, 0))
+        found["pair again"] = caught(swap, transport, last, ExchangeId(2, 0))
     if rank == 1:
-        swap(transport, first, Label(1, 0))
-        found["group"] = caught(swap, transport, group, Label(1, 0))
-        found["group again"] = caught(swap, transport, group, Label(2, 0))
+        swap(transport, first, ExchangeId(1, 0))
+        found["group"] = caught(swap, transport, group, ExchangeId(1, 0))
+        found["group again"] = caught(swap, transport, group, ExchangeId(2, 0))
         transport.report(found["group"][1])
     if rank == 0:
-        swap(transport, first, Label(1, 0))  # only what needs the lost one is lost
+        swap(transport, first, ExchangeId(1, 0))  # only what needs the lost one is lost
         found["gather"] = caught(transport.control.gather, None)
     if rank == 2:
         # Its group's root is worker 1, which leaves when it has lost worker 3.
-        found["second hand"] = caught(swap, transport, group, Label(1, 0))
+        found["second hand"] = caught(swap, transport, group, ExchangeId(1, 0))
     transport.close()
     return found
 
@@ -493,18 +495,18 @@ def a_peer_that_is_silent(rank: int, n: int) -> Any:
     )
     grouped.prepare([Edge([1, 2, 5], 1 / 3)] if rank in (1, 2, 5) else [])
     other.control.gather(None)
-    label, found = Label(3, 1), None
+    exchange_id, found = ExchangeId(3, 1), None
     if rank == 0:
-        found = caught(swap, plain, Edge([0, 5], 0.5), label)
+        found = caught(swap, plain, Edge([0, 5], 0.5), exchange_id)
     elif rank == 1:
-        found = caught(swap, grouped, Edge([1, 2, 5], 1 / 3), label)
+        found = caught(swap, grouped, Edge([1, 2, 5], 1 / 3), exchange_id)
     elif rank == 2:
-        found = caught(swap, staged, Edge([2, 5], 0.5), label)
+        found = caught(swap, staged, Edge([2, 5], 0.5), exchange_id)
     elif rank == 3:
         found = caught(other.control.gather, None)
     elif rank == 4:
-        own = parcel(torch.ones(3), rank, label, Int8)
-        found = caught(lambda: announcing.exchange.start(Edge([4, 5], 0.5), own).wait())
+        own = request(torch.ones(3), rank, exchange_id, Int8)
+        found = caught(lambda: announcing.exchanger.start(Edge([4, 5], 0.5), own).wait())
     time.sleep(0.7 if found else 1.9)  # nobody leaves before the last has lost its patience
     for transport in (plain, other, grouped, staged, announcing):
         transport.close()
@@ -529,21 +531,24 @@ def test_a_peer_that_is_silent(workers):
 
 def out_of_step(rank: int, n: int) -> Any:
     transport = ProcessGroupTransport()
-    found = [caught(swap, transport, Edge([0, 1], 0.5), label) for label in (Label(5 + rank, 0), Label(9, 2 - rank))]
+    found = [
+        caught(swap, transport, Edge([0, 1], 0.5), exchange_id)
+        for exchange_id in (ExchangeId(5 + rank, 0), ExchangeId(9, 2 - rank))
+    ]
     transport.control.gather(None)
     # The connection is whole, and what is due still comes.
-    swap(transport, Edge([0, 1], 0.5), Label(10, 0))
+    swap(transport, Edge([0, 1], 0.5), ExchangeId(10, 0))
     transport.close()
     return found
 
 
 def test_peers_in_other_rounds_wait_for_each_other(workers):
     for rank, found in enumerate(workers(2, out_of_step, group_timeout=0.8)):
-        for (kind, message, _), label in zip(
+        for (kind, message, _), exchange_id in zip(
             found, (f"round {5 + rank}, bucket 0", f"round 9, bucket {2 - rank}"), strict=True
         ):
             assert kind == "PeerTimeoutError"
-            assert message.startswith(f"worker {1 - rank} sent nothing for {label} within"), message
+            assert message.startswith(f"worker {1 - rank} sent nothing for {exchange_id} within"), message
 
 
 def leavers(rank: int, n: int, size: int, abruptly: bool) -> str:
@@ -553,9 +558,9 @@ def leavers(rank: int, n: int, size: int, abruptly: bool) -> str:
     transport.prepare([edge])
     numel = 4_000_000  # more than the sockets hold: a send that is not waited for would be cut off
     values = torch.ones(numel)
-    transport.exchange.start(edge, parcel(values, rank, Label(0, 0))).wait()
-    own = parcel(values, rank, Label(1, 0))
-    handle = transport.exchange.start(edge, own)
+    transport.exchanger.start(edge, request(values, rank, ExchangeId(0, 0))).wait()
+    own = request(values, rank, ExchangeId(1, 0))
+    handle = transport.exchanger.start(edge, own)
     if rank != edge.ranks[0]:
         time.sleep(0.1)
     handle.wait()
@@ -588,10 +593,10 @@ def test_a_thread_that_raises_is_named_and_quoted():
             raise ValueError("no more milk")
         began = time.monotonic()
         with pytest.raises(PeerLostError, match=r"worker 2 is gone.*round 0, bucket 0.*no more milk"):
-            swap(transport, Edge([0, 1, 2], 1 / 3), Label(0, 0))
+            swap(transport, Edge([0, 1, 2], 1 / 3), ExchangeId(0, 0))
         with pytest.raises(PeerLostError, match="worker 2"):
             transport.control.gather(None)
-        swap(transport, Edge([1, 0], 0.5), Label(1, 0))
+        swap(transport, Edge([1, 0], 0.5), ExchangeId(1, 0))
         assert time.monotonic() - began < 5
         return None
 
@@ -611,12 +616,12 @@ def test_the_consequence_of_an_error_does_not_hide_it():
 
 def test_a_thread_that_has_returned_is_not_waited_for():
     def work(transport: InProcessTransport) -> Any:
-        swap(transport, Edge([0, 1], 0.5), Label(0, 0))
+        swap(transport, Edge([0, 1], 0.5), ExchangeId(0, 0))
         if transport.rank == 0:
             # What it had brought before it left is still there.
             time.sleep(0.1)
             assert transport.control.gather(0) == [0, 1]
-            return caught(swap, transport, Edge([0, 1], 0.5), Label(1, 0))
+            return caught(swap, transport, Edge([0, 1], 0.5), ExchangeId(1, 0))
         transport._hub.bring(("control", 0), 1, "1")
         return None
 
@@ -629,14 +634,14 @@ def test_a_thread_that_has_returned_is_not_waited_for():
 def test_a_silent_thread():
     hub = LocalHub(3, timeout=0.2)
     with pytest.raises(PeerTimeoutError, match=r"worker 2 sent nothing for round 4, bucket 1 within 0.2"):
-        swap(hub.transport(0), Edge([0, 2], 0.5), Label(4, 1))
+        swap(hub.transport(0), Edge([0, 2], 0.5), ExchangeId(4, 1))
     with pytest.raises(PeerTimeoutError, match="worker 1 sent nothing for a gather"):
         hub.transport(0).control.gather(None)
 
 
 def test_payloads_of_two_lengths_in_process():
     def work(transport: InProcessTransport) -> Any:
-        swap(transport, Edge([0, 1], 0.5), Label(0, 0), numel=3 + 2 * transport.rank)
+        swap(transport, Edge([0, 1], 0.5), ExchangeId(0, 0), numel=3 + 2 * transport.rank)
 
     with pytest.raises(WireError, match="round 0, bucket 0"):
         run_replicas(2, work, timeout=10)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from decent_dp.ddp import DecentralizedDataParallel
-from decent_dp.errors import OutOfStepError, PeerLostError, PeerTimeoutError
+from decent_dp.errors import DisagreementError, OutOfStepError, PeerLostError, PeerTimeoutError
 from decent_dp.topo import Edge, Topology, TopologyReg
 from tests.helpers import SGD, assert_same, batch, errors_of, listening, loss, net, values
 
@@ -265,6 +265,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "local size": (both(_local_world_size=0), ValueError, "_local_world_size.*0"),
     "local size text": (both(_local_world_size="x"), ValueError, "'x'"),
     "alternating": (both(topology="alternating-exp-ring", _local_world_size=2), ValueError, "complete"),
+    "wire": (both(wire="int8"), TypeError, "wire is now called compression"),
     "device_ids": (both(device_ids=[0]), TypeError, "device_ids.*PyTorch DDP.*leave it out"),
     "find_unused_parameters": (both(find_unused_parameters=True), TypeError, "unused at any time"),
     "bucket_cap_mb": (both(bucket_cap_mb=3), TypeError, "bucket_size_in_mb"),
@@ -817,6 +818,30 @@ def test_adaptive_factor_out_of_range():
     for factor in (-0.1, 1.1, float("nan")):
         with pytest.raises(ValueError, match="adaptive factor"):
             model.set_adaptive_factor(factor)
+
+
+def test_different_adaptive_factors_are_an_error_on_all():
+    """Noticed at the next collective call: mixing with them would move the mean."""
+    from decent_dp.transport import run_replicas
+
+    models = [net() for _ in range(3)]
+
+    def work(transport: Any) -> list[str]:
+        model = DecentralizedDataParallel(models[transport.rank], SGD, transport=transport)
+        model.set_adaptive_factor(0.5)
+        with model.averaged():
+            pass
+        model.set_adaptive_factor(1.0 if transport.rank == 1 else 0.5)
+        found = []
+        for call in (model.global_avg, model.consensus_distance):
+            with pytest.raises(DisagreementError) as caught:
+                call()
+            found.append(str(caught.value))
+        return found
+
+    texts = run_replicas(3, work)
+    assert texts[0] == texts[1] == texts[2]
+    assert all("adaptive factor is 0.5 on worker 0 and 1.0 on worker 1" in text for text in texts[0])
 
 
 def test_wrapping_twice():

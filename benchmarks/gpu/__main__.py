@@ -69,8 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"\n--- {row.case.key}\n{row.trace}", flush=True)
     counts = Counter(row.result for row in rows)
     seconds = time.monotonic() - began
-    said = ", ".join(f"{number} {result}" for result, number in sorted(counts.items()))
-    print(f"{len(rows)} cases on {found['name'] or 'the CPU (NO GPU)'} in {seconds:.0f} s: {said}")
+    text = ", ".join(f"{number} {result}" for result, number in sorted(counts.items()))
+    print(f"{len(rows)} cases on {found['name'] or 'the CPU (NO GPU)'} in {seconds:.0f} s: {text}")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     report = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),

@@ -1,4 +1,4 @@
-"""A case: what is run on each worker, and what a worker has to run it with."""
+"""A case: a function that runs on each worker, and its tools."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Meeting:
 
 
 class Worker:
-    """What a case has on each worker.
+    """The tools of a case on one worker.
 
     Args:
         meeting: where threads meet; None for processes.
@@ -120,12 +120,12 @@ def raised(kind: type[Exception], call: Callable[[], object], *words: str) -> st
     try:
         call()
     except kind as error:
-        said = str(error)
+        text = str(error)
     else:
         raise AssertionError(f"no {kind.__name__} was raised")
-    if not any(word in said for word in words):
-        raise AssertionError(f"the {kind.__name__} says nothing of {' or '.join(words)}: {said}")
-    return said.partition("\n")[0]
+    if not any(word in text for word in words):
+        raise AssertionError(f"the {kind.__name__} says nothing of {' or '.join(words)}: {text}")
+    return text.partition("\n")[0]
 
 
 Body: TypeAlias = Callable[[Worker], str | None]
@@ -136,7 +136,7 @@ class Case:
     """One row of the table.
 
     Attributes:
-        body: returns what is worth a word in the row; raises if something is wrong.
+        body: returns a remark for the row; raises if something is wrong.
         timeout: seconds after which its workers are ended.
         alone: the workers may be unusable after it: those of the next case are new.
         optional: a failure is reported and not counted; asked for when the case has failed.

@@ -1,4 +1,4 @@
-"""What is particular to a device: where memory is allocated and how much, and what CUDA itself refuses."""
+"""Properties of devices: the place and amount of memory, and operations that CUDA itself refuses."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ WIDTH, DEPTH = 1024, 16
 
 @case("another default device", PAIR, THREADS)
 def default_device(worker: Worker) -> str:
-    """What the library makes for itself is where the parameters are, or on the CPU: nothing is on the default device, which
+    """The library's own tensors are on the parameters' device, or on the CPU: none is on the default device, which
     holds no values here."""
-    said = []
+    text = []
     for compression in (None, "bfloat16", "int8"):
         run = library(Script(options={"compression": compression}), worker)
         torch.set_default_device("meta")
@@ -36,8 +36,8 @@ def default_device(worker: Worker) -> str:
             run.replica.close()
         finally:
             torch.set_default_device(None)
-        said.append(str(compression))
-    return f"compression {', '.join(said)}"
+        text.append(str(compression))
+    return f"compression {', '.join(text)}"
 
 
 @case("a model on the CPU beside a GPU", PAIR)
@@ -66,9 +66,9 @@ def moved(worker: Worker) -> str:
     run.step(0)
     run.model.to(worker.device)
     run.device = worker.device
-    said = raised(RuntimeError, lambda: run.step(1), "weight", "bias")
+    text = raised(RuntimeError, lambda: run.step(1), "weight", "bias")
     run.replica.close()
-    return said
+    return text
 
 
 def large() -> nn.Module:
@@ -80,7 +80,7 @@ def large_loss(model: Callable[[Tensor], Tensor], t: int, rank: int, like: Tenso
 
 
 def check_memory(compression: str | None, copies: float, worker: Worker) -> str:
-    """Beyond parameters, gradients and what the optimizer keeps (nothing: SGD), while an exchange is in flight; and the peak of
+    """Beyond parameters, gradients and the optimizer's state (SGD has none), while an exchange is in flight; and the peak of
     a round, for which some runs of values are worked on at once."""
     if not worker.cuda:
         raise SkipError("the CPU's memory is not counted by tensor")
@@ -105,13 +105,13 @@ def check_memory(compression: str | None, copies: float, worker: Worker) -> str:
     torch.cuda.synchronize()
     for param in run.model.parameters():
         param.grad = None
-    held = (torch.cuda.memory_allocated() - base - own) / own
+    kept = (torch.cuda.memory_allocated() - base - own) / own
     peak = (torch.cuda.max_memory_allocated() - base - 2 * own) / own  # gradients aside
     run.replica.close()
-    said = f"{held:.2f} copies held, {peak:.2f} at the peak beside gradients"
-    assert held <= copies + 0.15, f"{said}: more than {copies} held"
-    assert peak <= copies + 1.5, f"{said}: more than {copies + 1.5} at the peak"
-    return said
+    text = f"{kept:.2f} copies, {peak:.2f} at the peak beside gradients"
+    assert kept <= copies + 0.15, f"{text}: more than {copies} copies"
+    assert peak <= copies + 1.5, f"{text}: more than {copies + 1.5} at the peak"
+    return text
 
 
 for _compression, _copies in ((None, 2.0), ("bfloat16", 1.0), ("int8", 0.5)):
@@ -151,7 +151,7 @@ def captured(worker: Worker) -> str:
         raise SkipError("there are no CUDA graphs")
     run = library(Script(optimizer=adamw(capturable=True), steps=3), worker)
     run.step(0)
-    inputs = run.like  # what is captured must not copy from the CPU
+    inputs = run.like  # a captured graph must not copy from the CPU
     target = torch.ones(5, 6, device=inputs.device)
 
     def once() -> None:
@@ -175,6 +175,6 @@ def other_scaler(worker: Worker) -> str:
     scaler = torch.amp.GradScaler(worker.device.type, init_scale=4.0)
     replica = decent_dp.gossip(model, optimizer, transport=worker.transport())
     scaler.scale(model(torch.ones(2, 6, device=worker.device)).sum()).backward()
-    said = raised(RuntimeError, lambda: scaler.step(optimizer), "scaler")
+    text = raised(RuntimeError, lambda: scaler.step(optimizer), "scaler")
     replica.close()
-    return said
+    return text

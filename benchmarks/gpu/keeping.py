@@ -1,4 +1,4 @@
-"""The mean of the replicas, and what is saved and loaded."""
+"""The mean of the replicas, and checkpoints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def everything(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def mean_of(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """In float64; what is no floating-point number is worker 0's."""
+    """In float64; tensors that are not floating point are worker 0's."""
     return {
         name: torch.stack([state[name].double() for state in states]).mean(0).to(first.dtype)
         if first.is_floating_point()
@@ -53,7 +53,7 @@ def means(worker: Worker) -> str:
     assert abs(distance - due) <= 1e-4 * due + 1e-7, f"consensus_distance {distance:.6g}, and {due:.6g} by hand"
     assert due > 0, "the replicas do not differ"
     with replica.averaged():
-        said = same(everything(run.model), mean, 1e-6, "the mean")
+        text = same(everything(run.model), mean, 1e-6, "the mean")
     assert largest_difference(list(everything(run.model).values()), list(own.values())) == 0.0, "averaged() changed a replica"
     run.step(4)
     if worker.driver == "wrapper":
@@ -70,7 +70,7 @@ def means(worker: Worker) -> str:
     run.step(5)
     assert replica.consensus_distance() > 1e-6
     replica.close()
-    return f"{said}, distance {distance:.3g}"
+    return f"{text}, distance {distance:.3g}"
 
 
 def train(run: Library, first: int, last: int) -> None:
@@ -124,16 +124,16 @@ def export(worker: Worker) -> str:
 
     run, _ = run_library(replace(IMAGES, topology="base-2"), worker)
     states = worker.gather(everything(run.model))
-    said = []
+    text = []
     for name in ("mean.safetensors", "mean.pt"):
         path = export(run.replica if worker.driver == "gossip" else run.forward, worker.folder / name)
         found: Any = (
             load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True, map_location="cpu")
         )
         due = mean_of(states)
-        said.append(same({key: found[key] for key in due}, due, 1e-6, f"the mean in {name}"))
+        text.append(same({key: found[key] for key in due}, due, 1e-6, f"the mean in {name}"))
     run.replica.close()
-    return ", ".join(said)
+    return ", ".join(text)
 
 
 @case("state dicts: an exact resume", PAIR, THREADS, drivers=GOSSIP)
@@ -176,6 +176,6 @@ def optim_state_dict(worker: Worker) -> str:
     again.replica.load_state_dict(model)
     again.replica.load_optim_state_dict(optim)
     train(again, 4, 8)
-    said = same(everything(again.model), due, 1e-5, "the run that went on")
+    text = same(everything(again.model), due, 1e-5, "the run that went on")
     again.replica.close()
-    return said
+    return text

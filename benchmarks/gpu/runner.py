@@ -30,7 +30,7 @@ __all__ = ["CPU", "Report", "Row", "describe_device", "run"]
 
 Result = Literal["passed", "failed", "skipped", "optional", "timeout", "not run"]
 
-# Seconds that a worker has to start, and to say what went wrong when another has.
+# Seconds for a worker to start, and to report its error after that of another.
 _START, _GRACE = 90.0, 5.0
 
 # A forked process cannot use CUDA if its parent has: importing these does not.
@@ -40,13 +40,13 @@ _CONTEXT.set_forkserver_preload(
 )
 _LAUNCHES = count()
 
-# What is said of the device where there is no GPU, or none is wanted.
+# The description of the device without a GPU.
 CPU: dict[str, Any] = {"device": "cpu", "name": "", "cuda": torch.version.cuda, "capability": None}
 
 
 @dataclass(frozen=True)
 class Report:
-    """How a case ended on one process: ``error`` is the one line of what was raised, '' if nothing was.
+    """The result of a case on one process: ``error`` is one line about the exception, '' without one.
 
     Attributes:
         follows: the error is the consequence of another worker's.
@@ -75,7 +75,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Seat:
-    """What a process is told at its start."""
+    """The arguments of a process."""
 
     rank: int
     n: int
@@ -207,7 +207,7 @@ class _Launch:
     def run(self, case: Case) -> Report:
         with tempfile.TemporaryDirectory(prefix="decent_dp-gpu-") as folder:
             for pipe in self._pipes:
-                with contextlib.suppress(OSError):  # who is gone is found when its report is missed
+                with contextlib.suppress(OSError):  # a dead worker is found by its missing report
                     pipe.send((case.key, folder))
             return self._collect(case.timeout)
 
@@ -255,7 +255,7 @@ def run(
     """Runs ``cases``, which ``modules`` register, in launches of as many processes as each needs.
 
     Args:
-        limit: seconds for all; what has not begun by then is not run.
+        limit: seconds for all; later cases do not run.
         timeout: of each case; None for its own.
     """
     ends = time.monotonic() + limit

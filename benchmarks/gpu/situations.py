@@ -57,7 +57,7 @@ def images(model: Callable[[Tensor], Tensor], t: int, rank: int, like: Tensor) -
 
 
 class Mixed(nn.Module):
-    """Layers of several dtypes or devices, each given what it wants."""
+    """Layers of several dtypes or devices; inputs are converted for each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ DOUBLE = Script(make=lambda: mlp().double(), loss=exact_square_error, tolerance=
 SCALED = Script(scaled=True, autocast=torch.float16, overflows=[(1, 4)], tolerance=3e-3)
 MANY = {"bucket_size_in_mb": 1e-4}
 
-# What the rows are called: the script, and where it runs besides PAIR.
+# Names of the rows: the script, and where it runs besides PAIR.
 SCRIPTS: dict[str, tuple[Script, tuple[Place, ...]]] = {
     "float32, complete": (PLAIN, (THREADS,)),
     "float32, complete, no overlap": (replace(PLAIN, overlap=False), (THREADS,)),
@@ -239,7 +239,7 @@ SCRIPTS: dict[str, tuple[Script, tuple[Place, ...]]] = {
 
 
 def check_script(script: Script, worker: Worker) -> str:
-    """The replica is what the twin says, on every worker, and in step."""
+    """The replica equals the twin, on every worker, after the same steps."""
     run, began = run_library(script, worker)
     rounds = run.replica.stats().rounds
     due = script.steps if isinstance(script.steps, int) else max(script.steps)
@@ -247,11 +247,11 @@ def check_script(script: Script, worker: Worker) -> str:
     found = values(run.model)
     run.replica.close()
     twin = run_twin(script, worker.n, worker.device, began)[worker.rank]
-    said = compare(found, values(twin), script.tolerance, "the twin")
+    text = compare(found, values(twin), script.tolerance, "the twin")
     first = [began[name] for name, param in run.model.named_parameters() if param.requires_grad]
     moved = largest_difference(found, first)
     assert moved > 1e-3, f"training has moved the parameters by {moved:.2g} only"
-    return said
+    return text
 
 
 def _register() -> None:
@@ -360,7 +360,7 @@ def initial_values(worker: Worker) -> str:
 
 @case("NaN in one replica is not seen by the other", PAIR, TRIO)
 def not_a_number(worker: Worker) -> str:
-    """The others mix among themselves; a finite replica is what the twin says, in which an edge with a NaN sits out."""
+    """The others mix among themselves; a finite replica equals the twin, in which an edge with a NaN sits out."""
     script = replace(PLAIN, not_a_number=[(1, 3)], steps=7, topology="base-2" if worker.n > 2 else "complete")
     run, began = run_library(script, worker)
     found, rounds = values(run.model), run.replica.stats().rounds
@@ -377,7 +377,7 @@ def not_a_number(worker: Worker) -> str:
 
 @case("a worker that stops", PAIR, drivers=BOTH, alone=True)
 def stops(worker: Worker) -> str:
-    """Worker 1 raises in its fourth forward and leaves; worker 0 is told who is gone, and soon."""
+    """Worker 1 raises in its fourth forward and leaves; worker 0 gets an error that names it, and soon."""
 
     def loss(model: Callable[[Tensor], Tensor], t: int, rank: int, like: Tensor) -> Tensor:
         if (rank, t) == (1, 3):
@@ -391,8 +391,8 @@ def stops(worker: Worker) -> str:
             run.step(t)
 
     if worker.rank == 1:
-        said = raised(ValueError, train, "a bad sample")
+        text = raised(ValueError, train, "a bad sample")
         run.replica.close()
-        return said
-    said = raised(errors.PeerLostError, train, "worker 1")
-    return f"PeerLostError in round {run.replica.stats().rounds}: {said}"
+        return text
+    text = raised(errors.PeerLostError, train, "worker 1")
+    return f"PeerLostError in round {run.replica.stats().rounds}: {text}"

@@ -50,18 +50,18 @@ def exact_square_error(model: Callable[[Tensor], Tensor], t: int, rank: int, lik
 
 @dataclass(frozen=True)
 class Script:
-    """What a user's script does.
+    """A user's script.
 
     Attributes:
         make: the model; ``place`` puts it on a device.
-        loss: of (the model or what stands for it, batch number, rank, a parameter).
+        loss: of (the model or its wrapper, batch number, rank, a parameter).
         topology, overlap: of gossip() or the wrapper; ``options``: the others of both.
         accumulation: how gradients of ``backwards`` batches become one update: 'no_sync', 'last' or 'window'; of no meaning for
             gossip() and plain PyTorch, where one step follows them.
         clip: the norm over all gradients; 0 is off.
         scaled: with a GradScaler, under an autocast to float16 if ``autocast`` says so.
         overflows: (rank, batch) whose loss is infinite; not_a_number: whose loss is NaN.
-        edit: what is done to the model after each step.
+        edit: a change of the model after each step.
         steps: batches of a worker, by rank if they are uneven.
         streams: on CUDA: 'training' is on a side stream, or only the 'forward' is, or its 'layers' are on two.
         delay: on CUDA: a long kernel is queued before the step.
@@ -240,8 +240,6 @@ class _Wrapped(_WithStreams):
     def prepare(self) -> None:
         script = self.script
         options = dict(script.options)
-        if "compression" in options:
-            options["wire"] = options.pop("compression") or "float32"
         self.replica: Any = decent_dp.DecentralizedDataParallel(
             self.model,
             lambda named: script.optimizer([param for _, param in named]),
@@ -275,7 +273,7 @@ class _Wrapped(_WithStreams):
             for number in numbers:
                 self.backward(self.loss(number))
             replica.set_accumulate_grad(False)
-            replica.state_dict()  # what observes the parameters makes the update
+            replica.state_dict()  # observing the parameters makes the update
 
 
 Library: TypeAlias = "_Gossiping | _Wrapped"
@@ -364,7 +362,7 @@ def largest_difference(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
 
 
 def compare(a: Sequence[Tensor], b: Sequence[Tensor], tolerance: float, what: str) -> str:
-    """Raises AssertionError when they differ by more than ``tolerance``; else what to say of it."""
+    """Describes the difference; raises AssertionError if it is more than ``tolerance``."""
     worst = largest_difference(a, b)
     assert worst <= tolerance, f"{what} differ by {worst:.2g}, more than {tolerance:.2g}"
     return f"{worst:.1e} from {what}"

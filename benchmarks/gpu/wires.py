@@ -110,7 +110,7 @@ for _compression in ("bfloat16", "int8"):
 @case("a group's mean in bfloat16 and int8", TRIO)
 def group(worker: Worker) -> str:
     """All members of 'complete' become one mean, up to rounding, in every round in which no block is rejected."""
-    said = []
+    text = []
     for compression in ("bfloat16", "int8"):
         slow = partial(torch.optim.SGD, lr=0.01)
         run: Any = library(Script(make=broad, overlap=False, optimizer=slow, options={"compression": compression}), worker)
@@ -130,8 +130,8 @@ def group(worker: Worker) -> str:
             worst = max(worst, spread)
         run.replica.close()
         assert whole >= 3, f"{compression}: blocks were rejected in {STEPS - whole} of {STEPS} rounds"
-        said.append(f"{compression}: members differ by {worst:.1e} in {whole} rounds")
-    return "; ".join(said)
+        text.append(f"{compression}: members differ by {worst:.1e} in {whole} rounds")
+    return "; ".join(text)
 
 
 # -- the CPU -----------------------------------------------------------------------------------------------------------

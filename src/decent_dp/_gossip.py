@@ -1,9 +1,9 @@
-"""The driver for the user's own optimizer: its step ends a round.
+"""The driver for the user's own optimizer, whose step ends a round.
 
-Everything happens after the step: ``x <- step(x)``, then what the neighbours sent a step ago is mixed in, then the new ``x`` is
-sent while the next forward, backward and step run. The law is a difference, so it does not matter that the mix comes after the
-step instead of before it. Nothing is done before a step: some frameworks run forward and backward inside
-``optimizer.step(closure)``. A step that a GradScaler skips calls no hook, so with a scaler its ``update()`` ends the round.
+Everything happens in a hook after the step: ``x <- step(x)``; the exchange of the previous round is mixed in; the new ``x`` is
+sent while the next forward, backward and step run. It adds a difference, so the order of step and mix does not matter. There
+is no hook before the step, because some frameworks run forward and backward inside ``optimizer.step(closure)``, and an exchange
+could not overlap with them. A step that a GradScaler skips calls no hook, so with a scaler its ``update()`` ends the round.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from decent_dp.arguments import check_model, check_scaler
+from decent_dp.compression import check_compression
 from decent_dp.engine import Bucket
 from decent_dp.engine.layout import MIB
 from decent_dp.replica.construction import Agreement, Arguments, connect_replicas
@@ -35,14 +36,13 @@ from decent_dp.replica.snapshot import ENGINE_ENTRIES, check_engine_state, check
 from decent_dp.rules import Rule, check_rule
 from decent_dp.topo import Topology
 from decent_dp.transport import Transport, connect
-from decent_dp.wire import check_compression
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["Gossip", "gossip"]
 
-# Calls between a scaler's step and the hook behind the optimizer's, wrappers of schedulers and profilers included.
+# Stack frames between a scaler's step and the optimizer's post-hook, including wrappers of schedulers and profilers.
 _FRAMES_TO_SCALER = 12
 
 
@@ -63,34 +63,34 @@ def gossip(
 ) -> Gossip:
     """Makes ``model`` a replica that mixes with its neighbours after each ``optimizer.step()``. Called by all workers.
 
-    The model stays the module that it is and the optimizer stays the user's; so do ``loss.backward()``, clipping, accumulation,
+    The model stays the same module and the optimizer stays the user's; so do ``loss.backward()``, clipping, accumulation,
     schedulers, EMA and logging. Parameters and buffers become those of rank 0. Replicas differ from then on: evaluate and save
     their mean (``averaged``).
 
-    A replica may lie on several workers: its parameters are DTensors then, as ``torch.distributed.fsdp.fully_shard`` makes them
-    on an inner dimension of a mesh, and every worker mixes its part with those at the same position of other replicas.
+    A replica may be sharded over several workers (``torch.distributed.fsdp.fully_shard`` on an inner mesh dimension). Every
+    worker then mixes its shards with the workers at the same position in other replicas.
 
     Args:
         model: already on its device.
-        optimizer: any ``torch.optim.Optimizer`` over the model's parameters, or several: then a round ends when each has
-            stepped since the last one.
-        topology: a registered name or a ``Topology``: who mixes with whom in each round. Also names in turn, as in
-            'complete:500,base-2': the first for 500 rounds, then the second.
+        optimizer: any ``torch.optim.Optimizer`` over the model's parameters, or several. With several, a round ends when
+            each has stepped since the last round.
+        topology: a registered name or a ``Topology``, which defines the groups that mix in each round. Names can follow each
+            other: 'complete:500,base-2' uses the first for 500 rounds and then the second.
         compression: None: every parameter in its own dtype. 'bfloat16', or 'int8' (a byte, relative to the distance between
             replicas).
-        mix_every: mix in every so many rounds only, with steps of each replica on its own in between.
-        rule: what is proposed to the neighbours and what becomes of what came, of ``decent_dp.rules``; None for plain gossip.
-        overlap: exchange during the next forward, backward and step. False: the step returns when its exchange is mixed in.
-        scaler: the ``torch.GradScaler`` that steps the optimizers: its ``update()`` ends the round.
-        bucket_size_in_mb: upper size of what is exchanged together, in MiB.
+        mix_every: mix once in so many rounds; in the others each replica trains alone.
+        rule: how received parameters are applied, from ``decent_dp.rules``; None for plain gossip.
+        overlap: exchange during the next forward, backward and step. With False, a step returns after its exchange is mixed in.
+        scaler: the ``torch.GradScaler`` that steps the optimizers; its ``update()`` ends the round.
+        bucket_size_in_mb: upper size of a bucket, the unit of exchange, in MiB.
         local_world_size: workers on each node; None for the launcher's ``LOCAL_WORLD_SIZE``, else 1.
-        process_group: whose workers mix; None for the default group. Ranks of a topology are ranks in it, or the numbers of
-            replicas, by their first rank, where a replica lies on several workers.
-        transport: how bytes move, for workers that are no processes (``InProcessTransport``); None for torch.distributed.
+        process_group: the workers that mix; None for the default group. A topology's ranks are ranks in it or, with sharded
+            replicas, numbers of replicas in the order of their first ranks.
+        transport: the transport for workers that are threads (``InProcessTransport``); None for torch.distributed.
 
     Raises:
-        ValueError, TypeError: an argument is wrong, or the workers were given different models, optimizers, settings or
-            topologies. The same error on all workers.
+        ValueError, TypeError: an argument is wrong, or models, optimizers, settings or topologies differ between workers. All
+            workers raise the same error.
         RuntimeError: there is no process group.
     """
     given, transport = transport, transport if transport is not None else connect(process_group)
@@ -104,11 +104,9 @@ def gossip(
         _refuse_shared_memory(model)
         older.extend(find_superseded(model))
         optimizers.extend(check_optimizers(optimizer, model))
-        wire = check_compression(compression, [(name, p.dtype) for name, p in model.named_parameters() if p.requires_grad])
+        check_compression(compression, [(name, p.dtype) for name, p in model.named_parameters() if p.requires_grad])
         scaled = check_scaler(scaler) is not None
-        settings = Settings(
-            bucket_size_in_mb=bucket_size_in_mb, overlap=bool(overlap), scaled=scaled, wire=wire, mix_every=mix_every
-        )
+        settings = Settings(bucket_size_in_mb, bool(overlap), scaled, compression, mix_every)
         on_node = workers_per_node("local_world_size", local_world_size)
         return Arguments(
             settings,
@@ -128,9 +126,9 @@ def gossip(
 
 
 class Gossip(Replica):
-    """A replica whose rounds are made by the user's optimizers: what ``gossip`` returns.
+    """A replica whose rounds follow the steps of the user's optimizers; returned by ``gossip``.
 
-    It lives as long as the optimizers, so it need not be kept.
+    The optimizers' hooks keep it alive, so users need not keep a reference.
 
     Attributes:
         optimizers: the user's.
@@ -156,28 +154,28 @@ class Gossip(Replica):
         super().__init__(model, transport, agreed)
         self.optimizers = list(optimizers)
         self.scaler = scaler
-        # Of each optimizer: its steps since the last round, those that a scaler skipped too; and of all: whether one was taken.
+        # Steps of each optimizer since the last round, including skipped ones, and whether any of them was taken.
         self._stepped = [0] * len(self.optimizers)
         self._taken = False
-        # Since the scaler's last update: the optimizers that have stepped, and those that it has looked at.
-        self._told: set[int] = set()
-        self._tried: set[int] = set()
-        # Optimizers whose first step we have seen.
-        self._seen: set[int] = set()
-        # What each had at the call; held, so that no other object takes one's id.
-        self._had = [params_of(optimizer) for optimizer in self.optimizers]
+        # Since the scaler's last update: the optimizers that have stepped, and those that it has unscaled or stepped.
+        self._took_step: set[int] = set()
+        self._scaled: set[int] = set()
+        # Optimizers that have been checked at their first step.
+        self._checked: set[int] = set()
+        # Each optimizer's parameters at the call; referenced, so that no other object gets one of their ids.
+        self._params_at_call = [params_of(optimizer) for optimizer in self.optimizers]
         self.engine.install(self._lay_out())
         self._hooks: list[Any] = [
             optimizer.register_step_post_hook(self._after_step(i)) for i, optimizer in enumerate(self.optimizers)
         ]
         if scaler is not None:
-            tells = {"unscale_": self._scaler_looked_at, "step": self._scaler_looked_at, "update": self._scaler_updated}
-            self._hooks += [_ScalerHook(scaler, name, tell) for name, tell in tells.items()]
+            callbacks = {"unscale_": self._scaler_used, "step": self._scaler_used, "update": self._scaler_updated}
+            self._hooks += [_ScalerHook(scaler, name, callback) for name, callback in callbacks.items()]
 
     # -- rounds -------------------------------------------------------------------------------------------------------
 
     def _after_step(self, number: int) -> Callable[..., None]:
-        # Not for torch.compile, which would look into it when the step is compiled.
+        # torch.compile must not trace this hook when the step is compiled.
         @_disable_dynamo
         def after_step(*_: Any) -> None:
             self._has_stepped(number)
@@ -189,14 +187,14 @@ class Gossip(Replica):
         if _is_inner_step(optimizer):
             return
         self.refuse_stopped()
-        if number not in self._seen:
-            self._seen.add(number)
+        if number not in self._checked:
+            self._checked.add(number)
             with self.faults():
                 _refuse_other_scaler(self.scaler)
         self._stepped[number] += 1
-        self._told.add(number)
-        # A fused optimizer is also called for a step that it has to skip, and ``found_inf`` says so. On a GPU it is not
-        # read: the step would wait for it, and only the count of steps would be more exact.
+        self._took_step.add(number)
+        # A GradScaler also calls a fused optimizer for a step to be skipped, with ``found_inf`` set. On a GPU, reading it
+        # would block the step, only for a more exact count of steps.
         found_inf: Any = getattr(optimizer, "found_inf", None)
         self._taken |= found_inf is None or found_inf.is_cuda or not bool(found_inf)
         if self.scaler is None:
@@ -210,18 +208,18 @@ class Gossip(Replica):
                     "gossip().)"
                 )
 
-    def _scaler_looked_at(self, optimizer: Optimizer, *_: Any, **__: Any) -> None:
-        self._tried |= {number for number, own in enumerate(self.optimizers) if own is optimizer}
+    def _scaler_used(self, optimizer: Optimizer, *_: Any, **__: Any) -> None:
+        self._scaled |= {number for number, own in enumerate(self.optimizers) if own is optimizer}
 
     def _scaler_updated(self, *_: Any, **__: Any) -> None:
-        for number in self._tried - self._told:  # skipped, by the scaler or by the user who has asked it
+        for number in self._scaled - self._took_step:  # skipped by the scaler, or by the user after a look at the scaler
             self._stepped[number] += 1
-        self._tried.clear()
-        self._told.clear()
+        self._scaled.clear()
+        self._took_step.clear()
         self._end_round_if_complete()
 
     def _end_round_if_complete(self) -> None:
-        """The round is over if each optimizer has stepped in it."""
+        """Ends the round if each optimizer has stepped in it."""
         if all(self._stepped):
             self._round(step=True)
 
@@ -230,10 +228,10 @@ class Gossip(Replica):
 
     @property
     def unused(self) -> bool:
-        return super().unused and not (any(self._stepped) or self._tried)
+        return super().unused and not (any(self._stepped) or self._scaled)
 
     def _round(self, *, step: bool) -> None:
-        """Mixes in what came, and starts the next exchange."""
+        """Mixes in the exchange in flight and starts the next one."""
         self.refuse_stopped()
         engine = self.engine
         with self.faults(), torch.inference_mode(False):
@@ -253,7 +251,7 @@ class Gossip(Replica):
         self.notify_listeners()
 
     def _check_groups(self) -> None:
-        for optimizer, had in zip(self.optimizers, self._had, strict=True):
+        for optimizer, had in zip(self.optimizers, self._params_at_call, strict=True):
             has = params_of(optimizer)
             if list(map(id, has)) == list(map(id, had)):
                 continue
@@ -270,10 +268,10 @@ class Gossip(Replica):
             )
 
     def apply_pending(self) -> None:
-        """Nothing is ever pending: a step makes its round at once."""
+        """Does nothing: a step makes its round immediately, so none is ever pending."""
 
     def after_save(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
-        """The parameters are what they always were: a state dict holds them as any model's does."""
+        """Does nothing: parameters have their own storage, as in any model."""
 
     def remove_hooks(self) -> None:
         super().remove_hooks()
@@ -281,7 +279,7 @@ class Gossip(Replica):
             hook.remove()
 
     def _lay_out(self) -> list[Bucket]:
-        """Buckets in reverse registration order, in which gradients come as a rule: the same on all workers."""
+        """Returns buckets in reverse registration order, the usual order of gradients, equal on all workers."""
         specs, limit = self.parameters.specs, self.settings.bucket_size_in_mb * MIB
         return self.engine.lay_out(specs, self.parameters.locate(), range(len(specs))[::-1], limit, as_view=False)
 
@@ -289,10 +287,12 @@ class Gossip(Replica):
 
     @contextlib.contextmanager
     def averaged(self, buffers: bool = True) -> Iterator[None]:
-        """Inside, every replica is the mean of all; each has its own values back after it. Called by all workers.
+        """Context manager in which every replica is the mean of all, for evaluation and saving. Called by all workers.
+
+        Each replica has its own values again afterwards.
 
         Args:
-            buffers: floating-point buffers (BatchNorm's statistics), too. All buffers have their own values back.
+            buffers: whether floating-point buffers (BatchNorm statistics) are means inside, too.
 
         Raises:
             OutOfStepError: the workers have made different numbers of rounds; on all of them.
@@ -300,7 +300,7 @@ class Gossip(Replica):
         """
         averaged = self.averaged_buffers()
         own = [] if buffers else [(buffer, local(buffer).clone()) for buffer in averaged]
-        # Of all, whatever other workers were asked for.
+        # All workers average buffers, because `buffers` may differ between them.
         with super().averaged(buffers):
             with torch.no_grad():
                 for buffer, value in own:
@@ -308,7 +308,7 @@ class Gossip(Replica):
             yield
 
     def average_(self) -> None:
-        """Every replica becomes the mean of all, floating-point buffers too, for good. Called by all workers.
+        """Replaces every replica by the mean of all, including floating-point buffers. Called by all workers.
 
         Raises:
             OutOfStepError: the workers have made different numbers of rounds; on all of them.
@@ -321,7 +321,7 @@ class Gossip(Replica):
         self.engine.renew()
 
     def flush(self) -> None:
-        """Finishes what is in flight and mixes it in, instead of after the next step. Called by all workers.
+        """Finishes the exchange in flight and mixes it in now, instead of after the next step. Called by all workers.
 
         Raises:
             OutOfStepError: the workers have made different numbers of rounds; on all of them.
@@ -337,8 +337,9 @@ class Gossip(Replica):
     # -- saves and loads ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Round, exchange in flight and the rule's state: with the model's and the optimizers' own state dicts, all that a run
-        needs to resume exactly. Every worker saves its own; the tensors are copies.
+        """Returns the round, the exchange in flight and the rule's state.
+
+        With the state dicts of model and optimizers, a run resumes exactly. Every worker saves its own; tensors are copies.
         """
         self.reach_step_boundary("state_dict")
         if self.mean.backup is not None:
@@ -347,13 +348,13 @@ class Gossip(Replica):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resumes from what ``state_dict`` returned. Called by all workers, after the model and the optimizers were loaded.
+        """Resumes from the result of ``state_dict``. Called by all workers, after model and optimizers were loaded.
 
-        The exchange in flight is dropped. The saved one is resumed if all workers can (same topology, compression, rule and
-        overlap). Otherwise all drop it, which does not change the mean.
+        The present exchange in flight is dropped. The saved one is resumed if all workers can (same topology, compression,
+        rule and overlap). Otherwise all drop it, which does not change the mean.
 
         Raises:
-            ValueError: it does not fit; the same error on all workers, and nothing is changed.
+            ValueError: the state does not fit; all workers raise the same error, and nothing changes.
             OutOfStepError: the workers' states are of different rounds; likewise.
         """
         self.refuse_in_join("load_state_dict", "before")
@@ -380,7 +381,7 @@ class Gossip(Replica):
         self._refuse_open_update(what)
 
     def _refuse_open_update(self, what: str) -> None:
-        if self._tried:  # what the scaler has found is in no state dict
+        if self._scaled:  # no state dict contains the scaler's findings
             raise RuntimeError(
                 f"{what} was called between a step (or unscale_) of the GradScaler and its update(): call it after update()."
             )
@@ -396,11 +397,11 @@ class Gossip(Replica):
             raise ValueError(f"this was saved with {len(stepped)} optimizers, and there are {len(self.optimizers)} now")
 
     def saved_entries(self) -> dict[str, Any]:
-        """Of a snapshot:
+        """Returns these entries of a snapshot:
 
-        optim     {"optimizers": a list, see ``replica.optimizers``; "scaler": its state, or None}
+        optim     {"optimizers": a list (``replica.optimizers``), "scaler": its state or None}
         stepped   steps of each optimizer since the last round
-        taken     whether one of them was not skipped
+        taken     whether any of them was taken
         """
         for optimizer in self.optimizers:
             if self.steps and not has_own_state_dict(optimizer):
@@ -418,15 +419,15 @@ class Gossip(Replica):
         check_scaler_state(self.scaler, snapshot["optim"].get("scaler"))
 
     def prepare_load(self, snapshot: Mapping[str, Any], undo: contextlib.ExitStack) -> list[Bucket]:
-        if "optim" in snapshot:  # not in a state_dict of ours: the user has loaded the optimizers
+        if "optim" in snapshot:  # missing in the result of state_dict(): the user loads the optimizers
             for optimizer, saved in zip(self.optimizers, snapshot["optim"]["optimizers"], strict=True):
                 load_optimizer(optimizer, self.model, saved, undo)
         return self._lay_out()
 
     def install(self, snapshot: Mapping[str, Any], buckets: list[Bucket]) -> None:
         self._stepped, self._taken = list(snapshot["stepped"]), bool(snapshot["taken"])
-        self._tried.clear()
-        self._told.clear()
+        self._scaled.clear()
+        self._took_step.clear()
         if "optim" in snapshot and self.scaler is not None:
             self.scaler.load_state_dict(snapshot["optim"]["scaler"])
             first_loss_scale(self.scaler, self.parameters.params[0].device)
@@ -443,7 +444,7 @@ class Gossip(Replica):
 
 
 def _refuse_shared_memory(model: nn.Module) -> None:
-    """Raises ValueError when two trainable parameters share memory, and would be mixed twice."""
+    """Raises ValueError if two trainable parameters share memory, because it would be mixed twice."""
     spans = []
     for name, tensor in model.named_parameters():
         param = local(tensor)
@@ -460,26 +461,28 @@ def _refuse_shared_memory(model: nn.Module) -> None:
 
 
 class _ScalerHook:
-    """Replaces a method of one scaler object, to be notified of each call: nothing else shows a step that a scaler skips.
-    Hooks of several replicas may be stacked on one method."""
+    """Wraps a method of one scaler object, because nothing else shows a step that the scaler skips.
 
-    def __init__(self, scaler: torch.amp.GradScaler, name: str, tell: Callable[..., None]) -> None:
+    Hooks of several replicas may be stacked on one method.
+    """
+
+    def __init__(self, scaler: torch.amp.GradScaler, name: str, callback: Callable[..., None]) -> None:
         self._scaler, self._name = scaler, name
         self._inner: Callable[..., Any] = getattr(scaler, name)
-        self._patched = name in vars(scaler)  # by the user, or another hook of ours
-        self._tell: Callable[..., None] | None = tell
+        self._patched = name in vars(scaler)  # by the user, or by another hook of this class
+        self._callback: Callable[..., None] | None = callback
         setattr(scaler, name, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         result = self._inner(*args, **kwargs)
-        if self._tell is not None:
-            self._tell(*args, **kwargs)
+        if self._callback is not None:
+            self._callback(*args, **kwargs)
         return result
 
     def remove(self) -> None:
-        self._tell = None
+        self._callback = None
         top = vars(self._scaler).get(self._name)
-        while isinstance(top, _ScalerHook) and top._tell is None:
+        while isinstance(top, _ScalerHook) and top._callback is None:
             delattr(self._scaler, self._name)
             if top._patched:
                 setattr(self._scaler, self._name, top._inner)
@@ -493,8 +496,10 @@ class _ScalerHook:
 
 
 def _refuse_other_scaler(given: torch.amp.GradScaler | None) -> None:
-    """Raises RuntimeError when a GradScaler that ``gossip`` was not given is stepping the optimizer: a step that it
-    skips on one worker would leave the others waiting."""
+    """Raises RuntimeError if the stepping GradScaler was not passed to ``gossip``.
+
+    A step that such a scaler skips on one worker would leave the other workers waiting.
+    """
     frame = sys._getframe(1)
     for _ in range(_FRAMES_TO_SCALER):
         scaler = frame.f_locals.get("self")
@@ -510,6 +515,8 @@ def _refuse_other_scaler(given: torch.amp.GradScaler | None) -> None:
 
 
 def _is_inner_step(optimizer: Optimizer) -> bool:
-    """Whether the step whose hook is running is nested in another step of ``optimizer``: a subclass has called its parent's,
-    and torch hooks each class's once an optimizer of that class was made."""
+    """Whether the step that has called the hook runs inside another step of ``optimizer``.
+
+    A subclass may call the step of its parent class, and torch hooks both.
+    """
     return sum(step is optimizer for step in running_steps()) > 1

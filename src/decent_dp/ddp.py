@@ -1,4 +1,4 @@
-"""The wrapper: a replica that trains on its own and mixes with its neighbours."""
+"""``DecentralizedDataParallel``: the wrapper with updates inside the backward."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from decent_dp.arguments import (
 )
 from decent_dp.backward.replica import BackwardReplica
 from decent_dp.backward.units import DeferredList
+from decent_dp.compression import check_compression
 from decent_dp.replica.construction import Arguments, connect_replicas
 from decent_dp.replica.module_hooks import insert_module
 from decent_dp.replica.registry import find_superseded
@@ -34,7 +35,6 @@ from decent_dp.replica.stats import Stats
 from decent_dp.rules import Rule, check_rule
 from decent_dp.topo import Topology
 from decent_dp.transport import Transport, connect
-from decent_dp.wire import check_wire
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -45,45 +45,44 @@ _log = logging.getLogger(__name__)
 
 
 @functools.cache
-def _say_once_that_complete_is_slow() -> None:
+def _warn_once_of_complete() -> None:
     _log.warning(
         "topology='complete' exchanges with all workers in every update, which on slow links takes as long as PyTorch DDP: "
-        "pass topology='base-2' or another one of pairs there."
+        "pass topology='base-2' or another topology of pairs there."
     )
 
 
 class DecentralizedDataParallel(nn.Module):
     """Trains a replica of ``model`` on each worker and mixes parameters with the neighbours of a topology.
 
-    Every backward is one update: gradients are applied by the optimizer of ``optim_fn`` to parameters that were mixed with
-    what the neighbours sent an update ago, and the new parameters are sent while the next forward and backward run. After
-    an update ``p.grad`` is None. Replicas differ after each step: evaluate their mean (``averaged``).
+    Every backward is one update. It mixes in the parameters that the neighbours sent one update ago, applies the gradients
+    with the optimizers of ``optim_fn``, and sends the new parameters while the next forward and backward run. After an update
+    ``p.grad`` is None. Replicas differ after each step: evaluate their mean (``averaged``).
 
     Args:
-        model: the replica, already on its device; it stays there. Parameters and buffers become those of rank 0.
-        optim_fn: makes an optimizer from (name, parameter) pairs; called once a bucket, at the first update.
-        lr_scheduler_fn: makes a scheduler for an optimizer; stepped once an optimizer step. None for none.
-        topology: a registered name or a ``Topology``: who mixes with whom in each round. Also names in turn, as in
-            'complete:500,base-2': the first for 500 updates, then the second.
-        scaler: the ``torch.GradScaler`` that the caller scales the loss with; this wrapper unscales, steps and updates.
-        grad_clip_norm: the norm over all of the replica's gradients is clipped to this, as
-            ``torch.nn.utils.clip_grad_norm_`` does; 0.0 for no clipping.
-        param_as_bucket_view: parameters are views of one flat block a bucket; otherwise they stay separate tensors, with
-            the same numbers.
-        sync_buffer_in_global_avg: floating-point buffers (BatchNorm statistics) take part in ``global_avg``.
+        model: the replica, already on its device, where it stays. Parameters and buffers become those of rank 0.
+        optim_fn: makes an optimizer from (name, parameter) pairs; called once per bucket, at the first update.
+        lr_scheduler_fn: makes a scheduler for an optimizer; stepped once per optimizer step. None for no schedule.
+        topology: a registered name or a ``Topology``, which defines the groups that mix in each round. Names can follow each
+            other: 'complete:500,base-2' uses the first for 500 updates and then the second.
+        scaler: the ``torch.GradScaler`` with which the caller scales the loss; the wrapper unscales, steps and updates.
+        grad_clip_norm: clips the norm of all gradients of the replica, as ``torch.nn.utils.clip_grad_norm_`` does; 0.0 for
+            no clipping.
+        param_as_bucket_view: whether parameters are views of one flat buffer per bucket. The numbers are the same.
+        sync_buffer_in_global_avg: whether floating-point buffers (BatchNorm statistics) take part in ``global_avg``.
         bucket_size_in_mb: upper size of a bucket, in MiB.
-        _local_world_size: workers a node; None for the launcher's ``LOCAL_WORLD_SIZE``, else 1.
-        overlap: exchange during the next forward and backward. False: step, exchange and mix before the backward returns.
+        _local_world_size: workers per node; None for the launcher's ``LOCAL_WORLD_SIZE``, else 1.
+        overlap: exchange during the next forward and backward. With False, the backward returns after step, exchange and mix.
         wire: what is sent of a parameter: 'float32' (lossless: its own dtype), 'bfloat16', or 'int8' (a byte, relative to
             the distance between replicas). A change of the mean over workers by rounding is ruled out on edges of two.
-        mix_every: mix in every so many updates only, with steps of each replica on its own in between.
-        rule: what is proposed to the neighbours and what becomes of what came, of ``decent_dp.rules``; None for plain gossip.
-        process_group: whose workers mix; None for the default group. Ranks of a topology are ranks in it.
-        transport: how bytes move, for workers that are no processes (``InProcessTransport``); None for torch.distributed.
+        mix_every: mix once in so many updates; in the others each replica trains alone.
+        rule: how received parameters are applied, from ``decent_dp.rules``; None for plain gossip.
+        process_group: the workers that mix; None for the default group. A topology's ranks are ranks in it.
+        transport: the transport for workers that are threads (``InProcessTransport``); None for torch.distributed.
 
     Raises:
-        ValueError, TypeError: an argument is wrong, or the workers were given different models, settings or topologies.
-            The same error on all workers.
+        ValueError, TypeError: an argument is wrong, or models, settings or topologies differ between workers. All workers
+            raise the same error.
         RuntimeError: there is no process group.
     """
 
@@ -92,7 +91,7 @@ class DecentralizedDataParallel(nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        optim_fn: OPTIM_FN_TYPE = None,  # type: ignore[assignment]  # left out, all workers say what is missing
+        optim_fn: OPTIM_FN_TYPE = None,  # type: ignore[assignment]  # checked below, so that all workers raise the same error
         lr_scheduler_fn: LR_SCHEDULER_FN_TYPE | None = None,
         topology: str | Topology = "complete",
         scaler: torch.amp.GradScaler | None = None,
@@ -103,7 +102,7 @@ class DecentralizedDataParallel(nn.Module):
         _local_world_size: int | None = None,
         *,
         overlap: bool = True,
-        wire: str = "float32",
+        compression: str | None = None,
         mix_every: int = 1,
         rule: Rule | None = None,
         process_group: ProcessGroup | None = None,
@@ -122,12 +121,12 @@ class DecentralizedDataParallel(nn.Module):
             older.extend(find_superseded(model))
             check_factories(optim_fn, lr_scheduler_fn)
             scaled = check_scaler(scaler) is not None
-            check_wire(wire, [(name, p.dtype) for name, p in model.named_parameters() if p.requires_grad])
+            check_compression(compression, [(name, p.dtype) for name, p in model.named_parameters() if p.requires_grad])
             settings = Settings(
                 bucket_size_in_mb=bucket_size_in_mb,
                 overlap=bool(overlap),
                 scaled=scaled,
-                wire=wire,
+                compression=compression,
                 mix_every=mix_every,
                 grad_clip_norm=grad_clip_norm,
                 sync_buffer_in_global_avg=bool(sync_buffer_in_global_avg),
@@ -137,13 +136,13 @@ class DecentralizedDataParallel(nn.Module):
 
         agreed = connect_replicas(model, transport, given is None, check)
         if topology == "complete" and transport.world_size > 2 and transport.rank == 0:
-            _say_once_that_complete_is_slow()
+            _warn_once_of_complete()
         with closed_on_error(transport, given is None):
             for replica in older:
                 replica.supersede()
         self.module = model
         self.training = model.training
-        #: Rounds, their listeners and what is saved: for the other parts of this library.
+        #: The driver, for the other parts of this library.
         self.replica = BackwardReplica(
             model,
             transport,
@@ -159,8 +158,8 @@ class DecentralizedDataParallel(nn.Module):
 
     # -- the model ----------------------------------------------------------------------------------------------------
 
-    # Only the model is for torch.compile; our bookkeeping before and after it is not. (torch.compiler.disable would load the
-    # compiler at import; this form, which torch's optimizers use, loads it at the first call.)
+    # torch.compile must trace the model alone. (torch.compiler.disable would load the compiler at import; this form, which
+    # torch's optimizers use, loads it at the first call.)
     @_disable_dynamo(recursive=False)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
@@ -177,10 +176,10 @@ class DecentralizedDataParallel(nn.Module):
 
     @_disable_dynamo
     def _before_forward(self) -> bool:
-        """Does what is due and looks after the parameters; True inside a backward."""
+        """Makes pending updates and checks the parameters; returns whether it runs inside a backward."""
         replica = self.replica
         if torch._C._current_graph_task_id() != -1:
-            # Recomputed by checkpointing around the wrapper: we are in the outer backward here, and can hear its end.
+            # Activation checkpointing around the wrapper recomputes the forward, inside the outer backward.
             replica.enter_backward()
             return True
         if not self.module.training:
@@ -217,13 +216,13 @@ class DecentralizedDataParallel(nn.Module):
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's, with its own keys; the values are copies."""
+        """The model's state dict, with its own keys; the values are copies."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Loads into the model; keys may start with ``_model.`` or ``module.``.
 
-        The exchange under way belongs to the old values: it is finished, and its difference is dropped.
+        The exchange in flight belongs to the old values: it is finished, and its difference is dropped.
 
         Raises:
             ValueError: with ``assign=True``.
@@ -234,11 +233,11 @@ class DecentralizedDataParallel(nn.Module):
         try:
             return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
         except Exception:
-            mean.backup = backup  # of what has failed half-way, the replica's own values are what is left
+            mean.backup = backup  # a load that fails half-way must not lose the replica's own values
             raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears gradients; an owed update is made first. Needed nowhere: an update leaves none behind."""
+        """Clears gradients, after a pending update. It is never needed, because an update leaves no gradients."""
         self.replica.apply_pending()
         self.module.zero_grad(set_to_none)
         self.replica.discarded()
@@ -252,17 +251,20 @@ class DecentralizedDataParallel(nn.Module):
     # -- updates ------------------------------------------------------------------------------------------------------
 
     def set_accumulate_grad(self, enable: bool = True) -> None:
-        """Whether gradients are kept for a later backward. ``False`` leaves the window owed: see the documents."""
+        """Sets whether gradients are kept for a later backward. After ``False`` the update of the window is pending.
+
+        For existing scripts; ``no_sync`` is the simpler form.
+        """
         self.replica.set_accumulate(bool(enable))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside accumulate; the next one after it updates."""
+        """Context manager in which backwards accumulate gradients; the next backward after it updates."""
         with self.replica.pause():
             yield
 
     def update(self) -> None:
-        """Applies the gradients that are there now, also those set by hand, as one update and one round.
+        """Applies the present gradients, also those set by hand, as one update and one round.
 
         Called by all workers. A worker without gradients takes part in the round and does not move its parameters.
         """
@@ -270,15 +272,15 @@ class DecentralizedDataParallel(nn.Module):
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
-        """For uneven inputs: a worker that has run out goes on mixing, without steps, until all have.
+        """Context manager around the loop over the batches, for uneven inputs, on every worker.
 
-        Put the loop over the batches in it, on every worker. A worker may have no batch at all.
+        A worker that has run out of batches goes on mixing, without steps, until all have. A worker may have no batch.
         """
         with self.replica.join():
             yield
 
     def set_adaptive_factor(self, factor: float) -> None:
-        """How far a mix goes, from 0 (none) to 1 (full); the same on all workers.
+        """Sets how far a mix goes, from 0 (none) to 1 (full); must be the same on all workers.
 
         Raises:
             ValueError: outside [0, 1].
@@ -290,7 +292,7 @@ class DecentralizedDataParallel(nn.Module):
     def close(self) -> None:
         """Waits for the exchange in flight, drops it, and releases the connections; parameters stay as they are.
 
-        May be called again. The model is on its own after it: its backwards only leave gradients.
+        May be called again. Afterwards a backward of the model only leaves gradients.
         """
         self.replica.close()
 
@@ -298,11 +300,11 @@ class DecentralizedDataParallel(nn.Module):
 
     @torch.no_grad()
     def global_avg(self, will_revert: bool = True, return_d2c: bool = False) -> float | None:
-        """Every replica becomes the mean of all.
+        """Replaces every replica by the mean of all. For existing scripts; ``averaged`` is the simpler form.
 
         Args:
-            will_revert: keep a copy of this replica for ``revert_global_avg``.
-            return_d2c: return this replica's L2 distance to the mean, as it was before.
+            will_revert: whether to keep a copy of this replica for ``revert_global_avg``.
+            return_d2c: whether to return this replica's previous L2 distance to the mean.
 
         Raises:
             OutOfStepError: the workers have made different numbers of updates; on all of them.
@@ -324,18 +326,18 @@ class DecentralizedDataParallel(nn.Module):
         """Undoes ``global_avg``: parameters and buffers.
 
         Raises:
-            RuntimeError: there is no backup, because none was asked for or an update or a load came in between.
+            RuntimeError: there is no backup: none was requested, or an update or a load has dropped it.
         """
         self.replica.mean.revert()
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Inside, every replica is the mean of all; each has its own values back after it."""
+        """Context manager in which every replica is the mean of all, for evaluation. Called by all workers."""
         with self.replica.averaged():
             yield
 
     def consensus_distance(self) -> float:
-        """Root mean square over workers of the replicas' L2 distance to their mean. Called by all workers.
+        """Returns the root mean square, over workers, of the replicas' L2 distance to their mean. Called by all workers.
 
         Raises:
             OutOfStepError: the workers have made different numbers of updates; on all of them.
@@ -346,12 +348,12 @@ class DecentralizedDataParallel(nn.Module):
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """One a bucket; empty before the first update."""
+        """One per bucket; empty before the first update."""
         return self._optims
 
     @property
     def lr_schedulers(self) -> list[LRScheduler]:
-        """One a bucket; empty before the first update and without ``lr_scheduler_fn``."""
+        """One per bucket; empty before the first update and without ``lr_scheduler_fn``."""
         made = [scheduler for scheduler in self._lr_schedulers if scheduler is not None]
         return DeferredList(self._lr_schedulers.why if not self._optims else "There is none: pass lr_scheduler_fn.", made)
 
@@ -362,20 +364,18 @@ class DecentralizedDataParallel(nn.Module):
         return float(self._optims[0].param_groups[0]["lr"])
 
     def optim_state_dict(self) -> dict[str, Any]:
-        """The optimizers' state by parameter name, with schedulers, scaler and the round that comes next.
-
-        It fits whatever buckets it is loaded into.
+        """Returns the optimizers' state by parameter name, with schedulers, scaler and the next round; it fits any buckets.
 
         Raises:
-            ValueError: an optimizer keeps what belongs to no parameter; names it.
+            ValueError: an optimizer has state that belongs to no parameter; names it.
         """
         return self.replica.optim_state_dict()
 
     def load_optim_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what ``optim_state_dict`` returned; before the first update it is kept and applied when there are buckets.
+        """Loads the result of ``optim_state_dict``; before the first update it is kept until then.
 
-        Before the first update it also sets the round that comes next, so that a topology goes on where it was: all workers
-        must load theirs, or the first update raises ``OutOfStepError``.
+        Before the first update it also sets the next round, so that a topology resumes at the same place. All workers must
+        load theirs, or the first update raises ``OutOfStepError``.
 
         Raises:
             ValueError: it was saved from other parameters; names the first.

@@ -1,18 +1,18 @@
-"""The exceptions of the house.
+"""The exceptions of this library.
 
-Each is also the built-in kind that a user would expect to catch:
+Each derives from the built-in type that users would catch:
 
     Exception
     ├── ValueError
-    │   └── DisagreementError      the workers were given different models, optimizers, settings or topologies
+    │   └── DisagreementError      models, optimizers, settings or topologies differ between workers
     └── RuntimeError
-        ├── PeerError              an exchange could not be finished because of another worker
+        ├── PeerError              an exchange failed because of another worker
         │   ├── PeerLostError      its connection is closed: it raised, exited or was killed
         │   └── PeerTimeoutError   it is connected but sent nothing within the process group's timeout
-        ├── WireError              a message arrived that is not the one that was due
+        ├── WireError              a message arrived that was not expected
         ├── OutOfStepError         the workers have made different numbers of updates
         ├── NonFiniteError         a replica holds a NaN or an infinity
-        └── CheckpointError        a file of a checkpoint is missing, broken or not for this run
+        └── CheckpointError        a file of a checkpoint is missing, damaged or from another run
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ __all__ = [
 
 
 class DisagreementError(ValueError):
-    """The workers were given different models, optimizers, settings or topologies; the message names the first difference."""
+    """Models, optimizers, settings or topologies differ between workers; the message names the first difference."""
 
 
 class PeerError(RuntimeError):
-    """An exchange could not be finished because of another worker; the message names its rank."""
+    """An exchange failed because of another worker; the message names its rank."""
 
 
 class PeerLostError(PeerError):
@@ -46,7 +46,7 @@ class PeerTimeoutError(PeerError):
 
 
 class WireError(RuntimeError):
-    """A message arrived that is not the one that was due (another round, bucket or length)."""
+    """A message arrived that was not expected (another round, bucket or length)."""
 
 
 class OutOfStepError(RuntimeError):
@@ -58,4 +58,4 @@ class NonFiniteError(RuntimeError):
 
 
 class CheckpointError(RuntimeError):
-    """A file of a checkpoint is missing, broken or not for this run; the message names the file and the cause."""
+    """A file of a checkpoint is missing, damaged or from another run; the message names the file and the cause."""

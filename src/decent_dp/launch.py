@@ -17,19 +17,19 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 __all__ = ["Launch", "initialize_dist", "read_environment"]
 
-# Below the range that Linux gives to outgoing connections, spread by the job's number.
+# Below Linux's range of ephemeral ports; the job id chooses one.
 _SLURM_PORTS = range(20000, 30000)
-# Seconds in which all workers have to come, and between two looks.
-_PATIENCE, _LOOK = 1800.0, 0.01
+# Seconds within which all workers must arrive, and between two polls.
+_TIMEOUT, _POLL = 1800.0, 0.01
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launcher has said.
+    """The launcher's description of a worker.
 
     Attributes:
         launcher: 'torchrun', 'slurm' or 'none'.
-        address, port: where worker 0's store is; None without a launcher.
+        address, port: of worker 0's store; None without a launcher.
     """
 
     launcher: str
@@ -42,10 +42,10 @@ class Launch:
 
 
 def read_environment(environ: Mapping[str, str]) -> Launch:
-    """Which worker of how many this is: under torchrun (or anything with its variables), under Slurm's ``srun``, or alone.
+    """Reads the environment of torchrun (or any launcher with its variables), of Slurm's ``srun``, or of a single process.
 
     Raises:
-        RuntimeError: a variable is missing or no number; the message names it.
+        RuntimeError: a variable is missing or not a number; the message names it.
     """
     if "RANK" in environ and "WORLD_SIZE" in environ:
         rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
@@ -68,7 +68,7 @@ def read_environment(environ: Mapping[str, str]) -> Launch:
     if "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ:
         return _read_slurm(environ)
     if "RANK" in environ or environ.get("WORLD_SIZE", "1") != "1":
-        # Half an environment: every worker would train alone, without a word.
+        # With half an environment, every worker would silently train alone.
         missing = "WORLD_SIZE" if "RANK" in environ else "RANK"
         raise RuntimeError(f"the environment variable {missing} is missing: start the script with torchrun or srun.")
     return Launch("none", 0, 1, 0, 1, None, None)
@@ -77,7 +77,7 @@ def read_environment(environ: Mapping[str, str]) -> Launch:
 def _read_slurm(environ: Mapping[str, str]) -> Launch:
     world_size = _number(environ, "SLURM_STEP_NUM_TASKS", _number(environ, "SLURM_NTASKS", 1))
     nodes = _number(environ, "SLURM_STEP_NUM_NODES", _number(environ, "SLURM_NNODES", 1))
-    # "4(x2),3": four tasks on each of two nodes, then three. Our own count is at our node's place.
+    # "4(x2),3": four tasks on each of two nodes, then three. The entry at this node's index is this node's count.
     counts: list[int] = []
     for count, repeat in re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", "")):
         counts += [int(count)] * int(repeat or 1)
@@ -99,8 +99,8 @@ def _read_slurm(environ: Mapping[str, str]) -> Launch:
 
 
 def _first_host(nodes: str) -> str:
-    """The first of Slurm's short list: 'gpu[03-05,9],cpu1' is 'gpu03'."""
-    # Each bracket by its first number, then up to the first comma.
+    """Returns the first host of Slurm's short form: 'gpu03' of 'gpu[03-05,9],cpu1'."""
+    # Replaces each bracket by its first number, and cuts at the first comma.
     host = re.sub(r"\[(\d+)[^\]]*\]", r"\1", nodes).split(",")[0]
     if not host or nodes.startswith("["):
         raise RuntimeError(f"the list of nodes {nodes!r} names no host: set MASTER_ADDR to the address of worker 0.")
@@ -120,10 +120,10 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
 
 
 def initialize_dist() -> tuple[int, int]:
-    """Sets the default process group up from the launcher's environment: torchrun, Slurm's ``srun``, or none (one worker).
+    """Initializes the default process group from the environment of torchrun or Slurm's ``srun``; without one, for one worker.
 
-    Where every worker of this node has a GPU of its own the backend is NCCL and the current device ``cuda:LOCAL_RANK``;
-    else it is gloo. A process group that is there already is kept.
+    If every worker of this node has its own GPU, the backend is NCCL and the current device ``cuda:LOCAL_RANK``. Otherwise the
+    backend is gloo. An existing process group is kept.
 
     Returns:
         (rank, world_size).
@@ -140,10 +140,10 @@ def initialize_dist() -> tuple[int, int]:
         if index is not None:
             torch.cuda.set_device(index)
             backend = "nccl"
-    # What node-aware topologies read.
+    # Node-aware topologies read this variable.
     os.environ.setdefault("LOCAL_WORLD_SIZE", str(launch.local_world_size))
     if launch.address is None:
-        # Alone: no store, and no port for one.
+        # A single worker needs no store on a port.
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         return 0, 1
     os.environ.setdefault("MASTER_ADDR", launch.address)
@@ -164,15 +164,14 @@ def initialize_dist() -> tuple[int, int]:
 
 
 def _unused_store(address: str, port: int, rank: int, world_size: int) -> Store:
-    """The store that torchrun's agent keeps, without what workers before a restart have left in it.
+    """Returns the store of torchrun's agent under a prefix that no earlier attempt has used.
 
-    The agent keeps one store for all attempts, and gloo would take the addresses in it for those of the workers that are there
-    now. The count of restarts does not tell attempts apart: agents of several nodes count only those that they have begun. So
-    worker 0 draws a name, and takes it for agreed on when every worker has answered with it. Whoever answers knows that it is
-    not an old name by its own number beside it, which is drawn anew, too.
+    The agent keeps one store for all attempts, and gloo would read the addresses of dead workers in it. The restart count does
+    not distinguish attempts, because agents of several nodes count only their own. So worker 0 draws a name for the attempt and
+    publishes it with the random ids of all workers, and each worker confirms the name if its own id is among them.
     """
-    store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_PATIENCE))
-    own, deadline = uuid.uuid4().hex, time.monotonic() + _PATIENCE
+    store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_TIMEOUT))
+    own, deadline = uuid.uuid4().hex, time.monotonic() + _TIMEOUT
     numbers = [f"decent_dp/worker/{other}" for other in range(world_size)]
     answers = [f"decent_dp/answer/{other}" for other in range(1, world_size)]
     store.set(numbers[rank], own)
@@ -192,16 +191,16 @@ def _unused_store(address: str, port: int, rank: int, world_size: int) -> Store:
                 store.set(f"decent_dp/answer/{rank}", name)
                 return PrefixStore(name, store)
         if time.monotonic() > deadline:
-            raise RuntimeError(f"worker {rank} of {world_size} waited {_PATIENCE:g} s for the others to start")
-        time.sleep(_LOOK)
+            raise RuntimeError(f"worker {rank} of {world_size} waited {_TIMEOUT:g} s for the others to start")
+        time.sleep(_POLL)
 
 
 def _own_gpu(launch: Launch, visible: int, environ: Mapping[str, str]) -> int | None:
-    """The index of this worker's own GPU among the visible ones; None when it has to share or has none."""
-    # A launcher need not say how many workers a node has; the local rank tells that there are at least so many.
+    """Returns the index of this worker's own GPU among the visible ones; None if it has none, or shares one."""
+    # A launcher may omit the number of workers per node; the local rank gives a lower bound.
     if visible >= max(launch.local_world_size, launch.local_rank + 1):
         return launch.local_rank
-    # Slurm can show each task its own GPU alone: all tasks see one, and not the same.
+    # Slurm can make a different single GPU visible to each task.
     one = re.fullmatch(r"(?:.*:)?1", environ.get("SLURM_GPUS_PER_TASK", ""))  # "1" or "a100:1"
     own = one is not None or environ.get("SLURM_GPU_BIND") in ("single:1", "per_task:1")
     return 0 if launch.launcher == "slurm" and visible == 1 and own else None

@@ -1,4 +1,4 @@
-"""Rows in, figure out. Needs matplotlib, which is imported when a figure is made: ``pip install -e '.[plots]'``."""
+"""Figures from rows of numbers. Needs matplotlib, which is imported when a figure is made: ``pip install -e '.[plots]'``."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["PredictionRow", "TrainingRow", "plot_predictions", "plot_simulation"
 
 
 class TrainingRow(TypedDict):
-    """What was seen after one step of one run.
+    """One step of one run.
 
-    ``panel`` groups runs that are looked at together (the optimizer, say) and ``run`` names one. ``loss`` is the training
-    loss, the mean over workers; ``consensus_distance`` is None at steps where it was not measured.
+    ``panel`` groups the runs of one pair of axes (by optimizer, say), and ``run`` is the name of the run. ``loss`` is the mean
+    over workers; ``consensus_distance`` is None at steps where it was not measured.
     """
 
     panel: str
@@ -29,10 +29,29 @@ class TrainingRow(TypedDict):
     consensus_distance: float | None
 
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart, but for the pale yellow. The first is for the baseline.
+# Okabe and Ito's colours, which colour-blind readers can distinguish, without the pale yellow. The first is for the baseline.
 _COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
-# Runs that lie on each other are still seen. Offset and dashes, in points.
+# Dashes show runs that lie on each other. Offset and dashes, in points.
 _DASHES: tuple[Any, ...] = ("-", "-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
+
+
+def _new_figure(width: float, height: float) -> Figure:
+    """A figure without a window or global state, so that it needs no display and no ``plt.close``."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("plots need matplotlib; in the clone: pip install -e '.[plots]'") from error
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _written(figure: Figure, path: str | Path | None, title: str = "") -> Figure:
+    if title:
+        figure.suptitle(title, fontsize=12)
+    if path is not None:
+        # Without the version of matplotlib, the same numbers give the same file.
+        options: dict[str, Any] = {"metadata": {"Software": None}} if Path(path).suffix.lower() == ".png" else {}
+        figure.savefig(path, dpi=130, **options)
+    return figure
 
 
 def plot_training(
@@ -46,15 +65,12 @@ def plot_training(
     """Training loss and consensus distance against steps, both on a log scale: a row of two axes for each panel.
 
     Args:
-        rows: in any order. Values that a log scale cannot show (0, not finite) are left out, and so is the line of a run that
-            has none: DDP has no consensus distance.
-        path: where the figure is written; the ending says the format ('.png'). None: it is only returned.
+        rows: in any order. Values that a log scale cannot show (0, not finite) are left out, and so are runs without any, as
+            DDP's consensus distance.
+        path: the file of the figure, if it is to be written; the suffix is the format ('.png').
         title: above the figure.
-        window: each point of a loss curve is the mean of this many rows in a row, and the last ones make a shorter window.
+        window: each point of a loss curve is the mean of this many rows; the last window may be shorter.
         marks: steps after which something happened to the runs: thin upright lines.
-
-    Returns:
-        The figure. It belongs to no window and to no global state, so it needs no display and no ``plt.close``.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -64,19 +80,14 @@ def plot_training(
         raise ValueError("there are no rows to plot")
     if window < 1:
         raise ValueError(f"window must be at least 1, got {window}")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("plots need matplotlib; in the clone: pip install -e '.[plots]'") from error
-
     panels = list(dict.fromkeys(row["panel"] for row in rows))
     runs = list(dict.fromkeys(row["run"] for row in rows))
-    figure = Figure(figsize=(10, 1.3 + 2.9 * len(panels)), layout="constrained")
+    figure = _new_figure(10, 1.3 + 2.9 * len(panels))
     axes = figure.subplots(len(panels), 2, sharex=True, squeeze=False)
     for (left, right), panel in zip(axes, panels, strict=True):
         for index, run in enumerate(runs):
             own = sorted((row for row in rows if (row["panel"], row["run"]) == (panel, run)), key=lambda row: row["step"])
-            style = {"color": _COLOURS[index % len(_COLOURS)], "linestyle": _DASHES[index % len(_DASHES)], "linewidth": 1.6}
+            style = {**_style(index), "linewidth": 1.6}
             _draw(left, _means([(row["step"], row["loss"]) for row in own], window), style)
             distances = [(row["step"], row["consensus_distance"]) for row in own]
             _draw(right, distances, style)
@@ -87,12 +98,8 @@ def plot_training(
                 axis.axvline(mark + 0.5, color="0.6", linewidth=1, linestyle=(0, (4, 3)), zorder=0)
     for axis in axes[-1]:
         axis.set_xlabel("step")
-    _add_legend(figure, runs)
-    if title:
-        figure.suptitle(title, fontsize=12)
-    if path is not None:
-        figure.savefig(path, dpi=130)
-    return figure
+    _add_legend(figure, {run: _style(index) for index, run in enumerate(runs)})
+    return _written(figure, path, title)
 
 
 def _means(points: Sequence[tuple[int, float]], window: int) -> list[tuple[float, float]]:
@@ -108,7 +115,7 @@ def _draw(axis: Any, points: Sequence[tuple[float, float | None]], style: dict[s
 
 
 def _finish(axis: Any, panel: str, what: str) -> None:
-    # An axis without a line would be given a log scale from nowhere.
+    # A log scale needs data.
     if axis.lines:
         axis.set_yscale("log")
     else:
@@ -120,14 +127,16 @@ def _finish(axis: Any, panel: str, what: str) -> None:
     axis.set_axisbelow(True)
 
 
-def _add_legend(figure: Any, runs: Sequence[str]) -> None:
+def _style(index: int, colour: int = 0) -> dict[str, Any]:
+    """The style of a run; with ``colour=1`` none has the colour of the baseline."""
+    return {"color": _COLOURS[(index + colour) % len(_COLOURS)], "linestyle": _DASHES[index % len(_DASHES)]}
+
+
+def _add_legend(figure: Figure, styles: Mapping[str, dict[str, Any]]) -> None:
     from matplotlib.lines import Line2D
 
-    handles = [
-        Line2D([], [], color=_COLOURS[i % len(_COLOURS)], linestyle=_DASHES[i % len(_DASHES)], linewidth=2, label=run)
-        for i, run in enumerate(runs)
-    ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(5, len(runs)), frameon=False, handlelength=3)
+    handles = [Line2D([], [], linewidth=2, label=name, **style) for name, style in styles.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(5, len(handles)), frameon=False, handlelength=3)
 
 
 # -- simulations -----------------------------------------------------------------------------------------------------------
@@ -142,11 +151,7 @@ def plot_simulation(
         runs: the rows of each run, by its name: 'step', 'loss' (mean over workers), 'consensus_distance', 'accuracy' (of the
             mean model, from 0 to 1) and 'worst_accuracy' (of the worst replica, drawn thin). Losses and distances that a
             log scale cannot show (0, None, not finite: the run diverged) are left out.
-        path: where the figure is written; the ending says the format ('.png'). None: it is only returned.
-        title: above the figure.
-
-    Returns:
-        The figure, as of ``plot_training``.
+        path, title: as of :func:`plot_training`.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -154,15 +159,10 @@ def plot_simulation(
     """
     if not runs or not all(runs.values()):
         raise ValueError("there are no rows to plot")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("plots need matplotlib; in the clone: pip install -e '.[plots]'") from error
-
-    figure = Figure(figsize=(12, 4.0), layout="constrained")
+    figure = _new_figure(12, 4.0)
     loss, accuracy, distance = figure.subplots(1, 3)
     for index, rows in enumerate(runs.values()):
-        style = {"color": _COLOURS[(index + 1) % len(_COLOURS)], "linestyle": _DASHES[index % len(_DASHES)]}
+        style = _style(index, 1)
         steps = [row["step"] for row in rows]
         marker = {"marker": "o", "markersize": 3} if len(rows) <= 40 else {}
         _draw(loss, [(row["step"], row["loss"]) for row in rows], {**style, **marker, "linewidth": 1.6})
@@ -179,26 +179,14 @@ def plot_simulation(
     for axis in (loss, accuracy, distance):
         axis.set_xlabel("step")
     if len(runs) > 1:
-        from matplotlib.lines import Line2D
-
-        handles = [
-            Line2D(
-                [], [], color=_COLOURS[(i + 1) % len(_COLOURS)], linestyle=_DASHES[i % len(_DASHES)], linewidth=2, label=name
-            )
-            for i, name in enumerate(runs)
-        ]
-        figure.legend(handles=handles, loc="outside lower center", ncols=min(5, len(runs)), frameon=False, handlelength=3)
-    if title:
-        figure.suptitle(title, fontsize=12)
-    if path is not None:
-        figure.savefig(path, dpi=130)
-    return figure
+        _add_legend(figure, {name: _style(index, 1) for index, name in enumerate(runs)})
+    return _written(figure, path, title)
 
 
 # -- topologies ------------------------------------------------------------------------------------------------------------
 
 _PANELS, _PANEL_COLUMNS = 12, 4
-_INSIDE, _BETWEEN, _SITS_OUT = "#0072B2", "#D55E00", "#999999"
+_INSIDE, _BETWEEN, _IDLE = "#0072B2", "#D55E00", "#999999"
 
 
 def plot_topology(
@@ -212,20 +200,16 @@ def plot_topology(
 ) -> Figure:
     """The rounds of a topology as networks, and the decay of the consensus error below them.
 
-    Workers stand on a circle, in order of their ranks from the top, clockwise; an arc is a node. A line is a pair, as wide as
-    the weight with which each takes the other's; a surface is a group; a hollow worker sits the round out.
+    Workers are on a circle, by rank, clockwise from the top; an arc is a node. A line is a pair, as wide as the weight with
+    which each takes the other's value; a surface is a group; a hollow worker is idle.
 
     Args:
         rounds: the edges of each round; the first 12 are drawn. None: the curves alone.
-        errors: the consensus error after 0, 1, … rounds, relative to that at the start, by the name of the curve. Where it is 0
-            (an exact mean, in float64 about 1e-16) the curve ends at the lower border with a mark, where a dotted line leads.
-        path: where the figure is written; the ending says the format ('.png'). None: it is only returned.
-        title: above the figure.
-        local_world_size: workers a node.
+        errors: the consensus error after 0, 1, … rounds, relative to the start, by the name of the curve. At an exact mean (in
+            float64 about 1e-16) a dotted line leads to a mark at the lower border.
+        path, title: as of :func:`plot_training`.
+        local_world_size: workers per node.
         epsilon: an error to mark with a line.
-
-    Returns:
-        The figure, as of ``plot_training``.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -233,17 +217,12 @@ def plot_topology(
     """
     if not errors or not all(errors.values()):
         raise ValueError("there are no consensus errors to plot")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("plots need matplotlib; in the clone: pip install -e '.[plots]'") from error
-
     shown = rounds[:_PANELS]
     columns = min(_PANEL_COLUMNS, len(shown)) if len(shown) != 6 else 3
     rows = math.ceil(len(shown) / columns) if shown else 0
     width = max(7.5, 2.9 * columns)
     panel = width / columns if shown else 0.0
-    figure = Figure(figsize=(width, 0.9 + rows * (panel + 0.1) + 3.1), layout="constrained")
+    figure = _new_figure(width, 0.9 + rows * (panel + 0.1) + 3.1)
     if rows:
         halves: Any = figure.subfigures(2, 1, height_ratios=[rows * (panel + 0.1) + 0.4, 3.1])
         upper, lower = halves
@@ -257,11 +236,7 @@ def plot_topology(
     else:
         lower = figure
     _draw_errors(lower.subplots(), errors, epsilon)
-    if title:
-        figure.suptitle(title, fontsize=12)
-    if path is not None:
-        figure.savefig(path, dpi=130)
-    return figure
+    return _written(figure, path, title)
 
 
 def _draw_round(axis: Any, edges: Sequence[Edge], local: int) -> None:
@@ -274,7 +249,7 @@ def _draw_round(axis: Any, edges: Sequence[Edge], local: int) -> None:
         colour = _COLOURS[1 + index % (len(_COLOURS) - 1)]
         corners = [places[rank] for rank in ranks]
         if ranks[-1] - ranks[0] == len(ranks) - 1 and 2 * len(ranks) <= n:
-            # Neighbours: a band, as the surface between their chords is too thin to be seen.
+            # Neighbours: a band, as the surface between their chords is too thin.
             corners += [(0.82 * x, 0.82 * y) for x, y in reversed(corners)]
         axis.add_patch(Polygon(corners, closed=True, facecolor=(colour, 0.22), edgecolor=colour, linewidth=1.2, zorder=1))
     for edge in edges:
@@ -315,14 +290,14 @@ def _draw_workers(axis: Any, places: Sequence[tuple[float, float]], edges: Seque
                 *zip(*own, strict=True),
                 s=area,
                 facecolor="0.15" if filled else "white",
-                edgecolor="0.15" if filled else _SITS_OUT,
+                edgecolor="0.15" if filled else _IDLE,
                 linewidth=1.0,
                 zorder=3,
             )
     if 1 < local < n:
         for node, first in enumerate(range(0, n, local)):
             last = min(first + local, n) - 1
-            # Angles of matplotlib go from the right, against the clock.
+            # matplotlib's angles go counterclockwise from the right.
             start, stop = (90 - 360 * (rank + shift) / n for rank, shift in ((last, 0.32), (first, -0.32)))
             colour = "0.35" if node % 2 else "0.65"
             axis.add_patch(Arc((0, 0), 2.66, 2.66, theta1=start, theta2=stop, color=colour, linewidth=3.2, zorder=1))
@@ -352,8 +327,8 @@ def _add_key(figure: Any, rounds: Sequence[Sequence[Edge]], local: int, total: i
     if any(len(edge.ranks) > 2 for edge in edges):
         handles.append(Patch(facecolor=(_COLOURS[1], 0.22), edgecolor=_COLOURS[1], label="a group"))
     if any(len(edge.ranks) == 1 for edge in edges):
-        hollow: dict[str, Any] = {"markerfacecolor": "white", "markeredgecolor": _SITS_OUT, "markersize": 5}
-        handles.append(Line2D([], [], marker="o", linestyle="", label="sits out", **hollow))
+        hollow: dict[str, Any] = {"markerfacecolor": "white", "markeredgecolor": _IDLE, "markersize": 5}
+        handles.append(Line2D([], [], marker="o", linestyle="", label="idle", **hollow))
     if local > 1:
         handles.append(Line2D([], [], color="0.5", linewidth=3.2, label=f"a node ({local} workers)"))
     if total > len(rounds):
@@ -369,12 +344,12 @@ def _draw_errors(axis: Any, errors: Mapping[str, Sequence[float]], epsilon: floa
         reached = next((t for t, value in enumerate(values) if value < floor), None)
         shown = values[:reached]
         colour = _COLOURS[(index + 1) % len(_COLOURS)]
-        style = {"color": colour, "linestyle": _DASHES[index % len(_DASHES)]}
+        style = _style(index, 1)
         marker = "o" if len(shown) <= 40 else None
         axis.plot(range(len(shown)), shown, linewidth=1.6, marker=marker, markersize=3.2, label=name, **style)
         longest = max(longest, len(shown) - (reached is None))
         if reached is not None:
-            # Not a decay: where this line crosses an error says nothing about when it was reached.
+            # Dotted, as the error did not decay along this line.
             start = max(reached - 1, 0)
             axis.plot([start, reached], [max(values[start], floor), floor], color=colour, linestyle=":", linewidth=1.0)
             axis.plot([reached], [floor], marker="v", markersize=8, color=colour, clip_on=False, zorder=4)
@@ -383,7 +358,7 @@ def _draw_errors(axis: Any, errors: Mapping[str, Sequence[float]], epsilon: floa
     axis.set_xlim(0, max(longest, 1) * 1.03)
     axis.set_xlabel("round")
     if len(errors) > 1 and longest > 40:
-        # The fast ones would be a line on the left: as far as 10 evenly, then by powers.
+        # Linear to 10, so that fast topologies are not squeezed to the left, then logarithmic.
         axis.set_xscale("symlog", linthresh=10, linscale=1.5)
         axis.set_xticks([t for t in (0, 2, 4, 6, 8, 10, 20, 50, 100, 200, 400) if t <= longest])
         axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -413,10 +388,10 @@ def _draw_errors(axis: Any, errors: Mapping[str, Sequence[float]], epsilon: floa
 
 
 class PredictionRow(TypedDict):
-    """A step that was measured and predicted.
+    """A measured and a predicted step.
 
-    ``panel`` groups what is looked at together, ``run`` what has a colour in it. ``fitted``: the prediction was made to meet
-    it.
+    ``panel`` groups the rows of one pair of axes, and ``run`` those of one colour. ``fitted``: a constant was fitted to this
+    step.
     """
 
     panel: str
@@ -429,11 +404,11 @@ class PredictionRow(TypedDict):
 def plot_predictions(
     rows: Sequence[PredictionRow], path: str | Path | None = None, *, bounds: Mapping[str, float] | None = None
 ) -> Figure:
-    """Relative errors of predictions against the measured step, one axis a panel; what was fitted is hollow.
+    """Relative errors of predictions against the measured step, one pair of axes per panel; fitted steps are hollow.
 
     Args:
         rows: in any order; measured steps must be above 0.
-        path: where the figure is written; the ending says the format. None: it is only returned.
+        path: as of :func:`plot_training`.
         bounds: by panel, the relative error up to which the background is shaded, such as 0.15.
 
     Raises:
@@ -442,13 +417,8 @@ def plot_predictions(
     """
     if not rows:
         raise ValueError("there are no rows to plot")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("plots need matplotlib; in the clone: pip install -e '.[plots]'") from error
-
     panels = list(dict.fromkeys(row["panel"] for row in rows))
-    figure = Figure(figsize=(5.5 * len(panels), 4.2), layout="constrained")
+    figure = _new_figure(5.5 * len(panels), 4.2)
     for axis, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         own = [row for row in rows if row["panel"] == panel]
         if bounds and panel in bounds:
@@ -476,9 +446,6 @@ def plot_predictions(
         axis.set_xlabel("measured step, ms")
         axis.set_ylabel("predicted against measured, %")
         axis.spines[["top", "right"]].set_visible(False)
-        # Below the axes: its dots would be taken for points.
+        # Below the axes: its dots look like points.
         axis.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3)
-    if path is not None:
-        # No time and no version in the file: the same numbers give the same file.
-        figure.savefig(path, dpi=130, metadata={"Software": None})
-    return figure
+    return _written(figure, path)

@@ -1,4 +1,4 @@
-"""The documented path to the launcher's helper."""
+"""The documented import path of ``initialize_dist``."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@ class BackwardReplica(Replica):
                 end.queue()
                 accumulating = self.accumulate or self._paused > 0
                 self._backward = _Backward(_current_task(), weakref.ref(end), accumulating, self._reaches_parameters(), set())
-                self._missing = [len(unit.block.params) for unit in self.units]
+                self._missing = [len(unit.buffer.params) for unit in self.units]
                 self._streams.clear()
             return self._backward
 
@@ -259,7 +259,7 @@ class BackwardReplica(Replica):
         if not (self.nested or self._needs_all):
             while self._next < len(self._missing) and self._missing[self._next] == 0:
                 if self._on_cuda:
-                    self._note_stream(self.units[self._next].block.plan.device)
+                    self._note_stream(self.units[self._next].buffer.plan.device)
                 if self._several_streams:
                     break
                 with self.faults():
@@ -402,7 +402,7 @@ class BackwardReplica(Replica):
         elif self._stepped:
             unit.step_scheduler()  # earlier buckets stepped before the backward raised; all share one rate
         if not keep:
-            for param in unit.block.params:
+            for param in unit.buffer.params:
                 param.grad = None
         self.engine.start(unit.bucket)
         self._next += 1
@@ -450,7 +450,7 @@ class BackwardReplica(Replica):
         self.optimizers[:] = [unit.optimizer for unit in units]
         self.schedulers[:] = [unit.scheduler for unit in units]
         numbers = {id(param): number for number, param in enumerate(self.parameters.params)}
-        owner = {numbers[id(param)]: i for i, unit in enumerate(units) for param in unit.block.params}
+        owner = {numbers[id(param)]: i for i, unit in enumerate(units) for param in unit.buffer.params}
         self._bucket_of = [owner[number] for number in sorted(owner)]
 
     # -- saves and loads ----------------------------------------------------------------------------------------------

@@ -254,7 +254,7 @@ def _laid(loaded: Any, param: Tensor) -> Any:
 
 
 def _names(unit: Unit) -> dict[int, str]:
-    return {id(param): name for name, param in zip(unit.block.names, unit.block.params, strict=True)}
+    return {id(param): name for name, param in zip(unit.buffer.names, unit.buffer.params, strict=True)}
 
 
 def _split(state: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -15,7 +15,7 @@ from torch.profiler import record_function
 
 from decent_dp.arguments import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, make_optimizer, make_scheduler
 from decent_dp.engine import Bucket, Edit, Engine
-from decent_dp.engine.layout import MIB, Block
+from decent_dp.engine.layout import MIB, FlatBuffer
 from decent_dp.replica.parameters import Parameters
 from decent_dp.replica.settings import Settings
 from decent_dp.topo import Edge
@@ -55,8 +55,8 @@ class Unit:
     scheduler: LRScheduler | None
 
     @property
-    def block(self) -> Block:
-        return self.bucket.block
+    def buffer(self) -> FlatBuffer:
+        return self.bucket.buffer
 
     def step(self) -> None:
         """Steps the optimizer and the scheduler."""
@@ -78,11 +78,11 @@ class Unit:
 
         def edit(edge: Edge, others: list[Tensor]) -> None:
             try:
-                for param, view in zip(self.block.params, others, strict=True):
+                for param, view in zip(self.buffer.params, others, strict=True):
                     param.comm_buffer = view  # type: ignore[attr-defined]
                 hook(edge, edge.weight)
             finally:
-                for param in self.block.params:
+                for param in self.buffer.params:
                     del param.comm_buffer  # type: ignore[attr-defined]
 
         return edit
@@ -120,7 +120,7 @@ class Builder:
         specs, params = self._parameters.specs, self._parameters.params
         units: list[Unit] = []
         for bucket in self._engine.lay_out(specs, params, order, self._settings.bucket_size_in_mb * MIB, as_view=self._as_view):
-            named = [(slot.spec.name, params[slot.index]) for slot in bucket.block.plan.slots]
+            named = [(slot.spec.name, params[slot.index]) for slot in bucket.buffer.plan.slots]
             optimizer = make_optimizer(self._optim_fn, named)
             units.append(Unit(bucket, optimizer, make_scheduler(self._lr_scheduler_fn, optimizer)))
         return units

@@ -26,13 +26,13 @@ from decent_dp.checkpoint.random_states import random_states
 from decent_dp.checkpoint.serialization import encode
 from decent_dp.checkpoint.staging import Staged, Staging
 from decent_dp.checkpoint.trained import Trained, replica_of
+from decent_dp.compression import all_finite
 from decent_dp.errors import CheckpointError, PeerLostError, PeerTimeoutError
 from decent_dp.replica.consistency import model_signature
 from decent_dp.replica.replica import Listener, Replica
 from decent_dp.replica.snapshot import take
 from decent_dp.transport.base import Transport
 from decent_dp.transport.waiter import Waiter
-from decent_dp.wire import all_finite
 
 __all__ = ["Saver", "Saving", "save", "saver_of"]
 

@@ -51,7 +51,7 @@ decent-dp simulate --data digits --topology base-2 -n 64 --alpha 0.1 --optimizer
 
 decent-dp plan --params 65e6 --step-ms 60 -n 32 -l 4 --inter 25gbit --intra 200gbit
 
-torchrun --standalone --nproc-per-node 4 -m decent_dp.cli doctor
+torchrun --standalone --nproc-per-node 4 -m decent_dp doctor
 
 Exit codes: 0 fine, 1 something failed while it ran, 2 bad input."""
 

@@ -1,4 +1,4 @@
-"""``decent-dp plan``: which topology, wire and bucket win on a cluster."""
+"""``decent-dp plan``: the fastest topology, compression and bucket size on a cluster."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 from rich.table import Table
 
 from decent_dp.cli.inputs import (
+    MOST_ANALYSED,
     BadInputError,
     as_count,
     as_rate,
@@ -32,10 +33,9 @@ __all__ = ["EXAMPLES", "plan"]
 
 _LATENCY_INTER, _LATENCY_INTRA = "20us", "5us"
 _BACKENDS = ("gloo", "nccl")
-# An hour: beyond it nothing is said of a network. And how many workers are predicted within half a minute.
-_LONGEST_MS, _MOST_WORKERS = 3.6e6, 1024
-# A word for a narrow column.
-_LIMITS = {"links between nodes": "network", "links inside a node": "node", "a slow worker": "worker", "the CPU and TCP": "cpu"}
+_LONGEST_MS = 3.6e6  # an hour
+# Short words for a narrow column.
+_LIMITS = {"links between nodes": "network", "links inside a node": "node", "the CPU and TCP": "cpu"}
 
 EXAMPLES = """[bold]Examples[/bold]
 
@@ -43,7 +43,7 @@ decent-dp plan --params 65e6 --step-ms 60 -n 32 -l 4 --inter 25gbit --intra 200g
 
 decent-dp plan --params 1.3B --step-ms 400 -n 8 --inter 10gbit --latency-inter 50us --jitter 0.05 --top 20
 
-torchrun --standalone --nproc-per-node 4 -m decent_dp.cli doctor --out links.json
+torchrun --standalone --nproc-per-node 4 -m decent_dp doctor --out links.json
 
 decent-dp plan --measured links.json --params 65e6 --step-ms 60 --json
 
@@ -56,7 +56,7 @@ def plan(
         float | None, typer.Option(help="Milliseconds of a step of one worker alone: forward, backward, optimizer.")
     ] = None,
     n: Annotated[int | None, typer.Option("-n", "--workers", help="Number of workers.", metavar="N")] = None,
-    local: Annotated[int | None, typer.Option("-l", "--local", help="Workers a node.", metavar="L")] = None,
+    local: Annotated[int | None, typer.Option("-l", "--local", help="Workers per node.", metavar="L")] = None,
     inter: Annotated[str | None, typer.Option(help="A node's link to other nodes: 25gbit, 3GB/s.")] = None,
     intra: Annotated[str | None, typer.Option(help="A worker's link inside its node: 200gbit.")] = None,
     latency_inter: Annotated[str | None, typer.Option(help=f"One way between nodes; if not given {_LATENCY_INTER}.")] = None,
@@ -76,7 +76,7 @@ def plan(
     buckets: Annotated[bool, typer.Option("--buckets", help="Show every size of bucket, not the best one alone.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")] = False,
 ) -> None:
-    """Predict the time of a step of PyTorch DDP and of each topology, wire and bucket size on your cluster, and say why."""
+    """Predict the step time of PyTorch DDP and of each topology, compression and bucket size on your cluster, with reasons."""
     require("--top", top, least=0)
     job = _job(params, step_ms, forward_ms, backward_ms, optimizer_ms, jitter)
     if measured is not None:
@@ -96,11 +96,11 @@ def plan(
     with refusing(), waiting:
         found = rank_all(cluster, job)
     if not buckets:
-        best = {(_contender(prediction), prediction.choice.wire): prediction for prediction in reversed(found)}
+        best = {prediction.name: prediction for prediction in reversed(found)}
         found = [prediction for prediction in found if prediction in best.values()]
     shown = list(enumerate(found, 1))
     if top:
-        # What one would do without this library is always among them.
+        # DDP is always shown, for comparison.
         shown = shown[:top] + [place for place in shown[top:] if place[1].choice.kind == "ddp"][:1]
     if json:
         write_json(_document(cluster, job, shown, len(found)))
@@ -161,13 +161,11 @@ def _cluster(
 
     if n is None:
         raise BadInputError("the workers are missing: write -n 32 (and -l 4 for 4 a node), or --measured FILE")
-    check_workers(n, local)
-    if n > _MOST_WORKERS:
-        raise BadInputError(f"-n {n}: steps of more than {_MOST_WORKERS} workers take minutes to predict; write at most that")
+    check_workers(n, local, MOST_ANALYSED)
     require("--ports", ports, least=1)
-    # A link that is not there cannot limit.
+    # A link that does not exist cannot limit.
     between = _link("--inter", *inter, _LATENCY_INTER, f"{n // local} nodes" if local < n else "")
-    inside = _link("--intra", *intra, _LATENCY_INTRA, f"{local} workers a node" if local > 1 else "")
+    inside = _link("--intra", *intra, _LATENCY_INTRA, f"{local} workers per node" if local > 1 else "")
     with refusing():
         return Cluster(n, local, between, inside, backend=one_of("--backend", backend or "nccl", _BACKENDS), ports=ports)
 
@@ -188,7 +186,7 @@ def _measured(path: Path, backend: str | None) -> Cluster:
 
     document = read_json("--measured", path)
     if backend is None:
-        # What the doctor writes may be a name for each kind of device.
+        # The doctor may write a backend per kind of device.
         said = document.get("backend") if isinstance(document, dict) else None
         backend = "nccl" if "nccl" in str(said) else "gloo"
     with refusing("--measured"):
@@ -241,17 +239,17 @@ def _report(cluster: Cluster, job: Job, shown: Sequence[tuple[int, Prediction]],
         )
         if is_there
     ]
-    workers = f"{n} worker{'s' * (n > 1)}" + (f", {local} a node" if local > 1 else "")
+    workers = f"{n} worker{'s' * (n > 1)}" + (f", {local} per node" if local > 1 else "")
     say(f"{workers}, {cluster.backend}; {'; '.join(links) or 'no links'}")
     for node, factor in cluster.slow_nodes.items():
         say(f"the link of node {node} is {factor:.2g} times slower than most")
     split = f"forward {number(job.forward_ms)}, backward {number(job.backward_ms)}, optimizer {number(job.optimizer_ms)}"
-    say(f"{job.params:,.0f} parameters, {number(job.compute_ms)} ms a step alone ({split})", "", _ranking(shown), "")
+    say(f"{job.params:,.0f} parameters, {number(job.compute_ms)} ms per step alone ({split})", "", _ranking(shown), "")
     if len(shown) < count:
         say(f"{count - len(shown)} more are not shown; --top 0 shows all", "")
-    say("The fastest first; within 1 % what mixes better, then the more exact wire. Node sends: to other nodes, a step.", "")
+    say("The fastest first; within 1 % by better mixing, then by less compression. Node sends: to other nodes, per step.", "")
     for place, prediction in _worth_a_word(shown):
-        say(f"{place}. {_contender(prediction)}, {prediction.choice.wire}: {prediction.reason}")
+        say(f"{place}. {_named(prediction)}: {prediction.reason}")
     twins = same_rounds(cluster)
     if twins:
         say("", "the same rounds here:", figures([(f"  {name}", f"is {other}") for name, other in twins.items()]))
@@ -261,9 +259,9 @@ def _report(cluster: Cluster, job: Job, shown: Sequence[tuple[int, Prediction]],
 
 
 def _ranking(shown: Sequence[tuple[int, Prediction]]) -> Table:
-    # Two lines a heading: the table fits 80 columns.
-    sizes = ("bucket\nMiB", "ms a\nstep", "speed\nto DDP", "node\nsends")
-    made = table("", "contender", "wire", *sizes, "limited\nby", left=(1, 2, 7))
+    # Two lines per heading: the table fits 80 columns.
+    sizes = ("bucket\nMiB", "ms per\nstep", "speed\nto DDP", "node\nsends")
+    made = table("", "contender", "compression", *sizes, "limited\nby", left=(1, 2, 7))
     made.columns[1].no_wrap = made.columns[2].no_wrap = True
     baseline = next((prediction.step_ms for _, prediction in shown if prediction.choice.kind == "ddp"), math.nan)
     for place, prediction in shown:
@@ -271,7 +269,7 @@ def _ranking(shown: Sequence[tuple[int, Prediction]]) -> Table:
         made.add_row(
             str(place),
             _contender(prediction),
-            choice.wire,
+            choice.compression or "-",
             number(choice.bucket_mb),
             number(prediction.step_ms, 4),
             f"{number(baseline / prediction.step_ms)} x" if choice.kind != "ddp" else "",
@@ -282,19 +280,22 @@ def _ranking(shown: Sequence[tuple[int, Prediction]]) -> Table:
 
 
 def _contender(prediction: Prediction) -> str:
-    if prediction.choice.kind == "ours":
-        return str(prediction.choice.topology_name)
-    return {"ddp": "PyTorch DDP", "push": "SGP (exp)"}[prediction.choice.kind]
+    return prediction.choice.topology_name or "PyTorch DDP"
+
+
+def _named(prediction: Prediction) -> str:
+    compression = prediction.choice.compression
+    return _contender(prediction) + (f", {compression}" if compression else "")
 
 
 def _worth_a_word(shown: Sequence[tuple[int, Prediction]]) -> list[tuple[int, Prediction]]:
     """The best of three topologies, and DDP."""
-    told: dict[str, tuple[int, Prediction]] = {}
+    explained: dict[str, tuple[int, Prediction]] = {}
     for place, prediction in shown:
         name = _contender(prediction)
-        if name not in told and (len(told) < 3 or prediction.choice.kind == "ddp"):
-            told[name] = place, prediction
-    return list(told.values())
+        if name not in explained and (len(explained) < 3 or prediction.choice.kind == "ddp"):
+            explained[name] = place, prediction
+    return list(explained.values())
 
 
 def _rate(bytes_per_s: float) -> str:

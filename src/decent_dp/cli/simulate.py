@@ -22,7 +22,7 @@ __all__ = ["EXAMPLES", "simulate"]
 
 # Samples of all workers in one step: about 3 GB for the digits' network.
 _MOST_SAMPLES = 2**20
-# A mean loss that no run comes back from: to guess one of ten costs 2.3.
+# No run recovers from such a mean loss; guessing one of ten classes costs 2.3.
 _RUINED = 1000.0
 _FILES = ("simulation.json", "simulation.png")
 
@@ -30,7 +30,7 @@ EXAMPLES = """[bold]Examples[/bold]
 
 decent-dp simulate --data digits --topology base-2 -n 64 --alpha 0.1 --optimizer momentum
 
-decent-dp simulate --topology ring -n 16 --wire int8 --mix-every 4 --plot ring.png
+decent-dp simulate --topology ring -n 16 --compression int8 --mix-every 4 --plot ring.png
 
 decent-dp simulate --topology complete:100,base-2 -n 24 --optimizer momentum --lr 0.05 --out runs/base-2 --json
 
@@ -40,18 +40,20 @@ Exit code 1 if the loss diverged."""
 def simulate(
     n: Annotated[int, typer.Option("-n", "--workers", help="Number of virtual workers.", metavar="N")],
     topology: Annotated[str, typer.Option(help="A name, or several one after another: complete:100,base-2")],
-    data: Annotated[str, typer.Option(help="What is learnt: digits.")] = "digits",
+    data: Annotated[str, typer.Option(help="The data: digits.")] = "digits",
     alpha: Annotated[
         float | None, typer.Option(help="Dirichlet split of the classes: 0.1 is very uneven. Not given: even.")
     ] = None,
-    local: Annotated[int, typer.Option("-l", "--local", help="Workers a node.", metavar="L")] = 1,
+    local: Annotated[int, typer.Option("-l", "--local", help="Workers per node.", metavar="L")] = 1,
     steps: Annotated[int, typer.Option(help="Updates of every worker.")] = 500,
-    lr: Annotated[float | None, typer.Option(help="Learning rate. Not given: what suits the optimizer.")] = None,
-    batch: Annotated[int, typer.Option(help="Samples a worker a step.")] = 32,
+    lr: Annotated[float | None, typer.Option(help="Learning rate. Not given: a good one for the optimizer.")] = None,
+    batch: Annotated[int, typer.Option(help="Samples per worker and step.")] = 32,
     optimizer: Annotated[str, typer.Option(help="adamw, accum-adamw, sgd or momentum.")] = "adamw",
-    wire: Annotated[str, typer.Option(help="float32, bfloat16 or int8.")] = "float32",
-    mix_every: Annotated[int, typer.Option(help="Mix in every h-th update only.", metavar="H")] = 1,
-    overlap: Annotated[bool, typer.Option("--overlap/--no-overlap", help="Mix with what was sent an update ago.")] = True,
+    compression: Annotated[str, typer.Option(help="none, bfloat16 or int8.")] = "none",
+    mix_every: Annotated[int, typer.Option(help="Mix only in every h-th update.", metavar="H")] = 1,
+    overlap: Annotated[
+        bool, typer.Option("--overlap/--no-overlap", help="Mix with the values sent in the last update.")
+    ] = True,
     seed: Annotated[int, typer.Option(help="Of the weights, the split and the batches.")] = 0,
     out: Annotated[
         Path | None, typer.Option(help="Write simulation.json and simulation.png into this folder.", metavar="DIR")
@@ -59,13 +61,13 @@ def simulate(
     plot: Annotated[Path | None, typer.Option(help="Draw a figure into this file (.png, .pdf, .svg).", metavar="FILE")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")] = False,
 ) -> int:
-    """Train many virtual workers on this machine: does the model still learn as well with this topology and this wire?"""
-    # What needs no torch is refused without waiting for it.
+    """Train many virtual workers on this machine: does the model still learn as well with this topology and compression?"""
+    # Checks that need no torch come before its import, which takes seconds.
     make(topology, n, local)
     if n * batch > _MOST_SAMPLES:
         raise BadInputError(
-            f"--batch {batch} of {n} workers are {n * batch:,} samples a step, more than the {_MOST_SAMPLES:,} that are held "
-            f"at once here; write --batch {max(1, _MOST_SAMPLES // n)} or less"
+            f"--batch {batch} of {n} workers are {n * batch:,} samples per step, more than the limit of {_MOST_SAMPLES:,} "
+            f"samples in memory; write --batch {max(1, _MOST_SAMPLES // n)} or less"
         )
     if alpha is not None and not alpha > 0:
         raise BadInputError(f"--alpha must be above zero, got {alpha:g}; 0.1 is very uneven, 100 nearly even")
@@ -89,7 +91,7 @@ def simulate(
             batch=batch,
             lr=lr,
             optimizer=optimizer,
-            wire=wire,
+            compression=None if compression == "none" else compression,
             overlap=overlap,
             mix_every=mix_every,
             seed=seed,
@@ -112,7 +114,7 @@ def simulate(
 
 @contextmanager
 def _in_options() -> Iterator[None]:
-    """What is wrong with a setting is said of the option of that name."""
+    """Errors of a setting name its option."""
     try:
         yield
     except (ValueError, TypeError) as error:
@@ -150,7 +152,7 @@ def _deliver(result: Result, diverged: int | None, out: Path | None, plot: Path 
             write_json(document)
         else:
             _report(result)
-    finally:  # also when the reader of the words has gone
+    finally:  # also after a broken pipe
         written = _write_files(result, document, out, plot)
     if not json:
         for path in written:
@@ -180,7 +182,7 @@ def _report(result: Result) -> None:
     per_step = size(last.bytes_sent / settings.n / settings.steps)
     rows = [
         ("accuracy", f"{_percent(last.accuracy)} of the mean of all replicas, {_percent(last.worst_accuracy)} of the worst"),
-        ("sent", f"{per_step} a worker a step, {result.parameters:,} parameters"),
+        ("sent", f"{per_step} per worker and step, {result.parameters:,} parameters"),
         ("samples", split + ("" if settings.alpha is None else f", classes split with alpha {settings.alpha:g}")),
         ("took", f"{result.seconds:.1f} s on this machine"),
     ]
@@ -192,9 +194,11 @@ def _percent(share: float) -> str:
 
 
 def _heading(settings: Simulation) -> str:
-    words = [settings.topology, f"{settings.n} worker{'s' * (settings.n > 1)}", settings.optimizer, settings.wire]
+    words = [settings.topology, f"{settings.n} worker{'s' * (settings.n > 1)}", settings.optimizer]
     if settings.local_world_size > 1:
-        words.insert(2, f"{settings.local_world_size} a node")
+        words.insert(2, f"{settings.local_world_size} per node")
+    if settings.compression is not None:
+        words.append(settings.compression)
     if settings.mix_every > 1:
         words.append(f"mixed every {settings.mix_every} steps")
     if not settings.overlap:

@@ -14,6 +14,7 @@ import typer
 from rich.table import Table
 
 from decent_dp.cli.inputs import (
+    MOST_ANALYSED,
     BadInputError,
     as_bytes,
     as_count,
@@ -36,7 +37,7 @@ _SHOWN_ROUNDS, _SHOWN_EDGES, _SHOWN_RANKS = 12, 8, 6
 # Rounds of a plot's curve, and of a topology that does not repeat in JSON.
 _CURVE, _APERIODIC = 400, 8
 
-app = typer.Typer(help="Who mixes with whom: what there is, what it is worth, and which fits.", no_args_is_help=False)
+app = typer.Typer(help="Topologies: which there are, which fit, how fast they mix and what they send.", no_args_is_help=False)
 
 _LIST = """[bold]Examples[/bold]
 
@@ -57,7 +58,7 @@ decent-dp topology compare -n 24
 decent-dp topology compare -n 64 -l 8 --epsilon 1e-6 --plot decay.png --json"""
 
 N = Annotated[int, typer.Option("-n", "--workers", help="Number of workers.", metavar="N")]
-Local = Annotated[int, typer.Option("-l", "--local", help="Workers a node.", metavar="L")]
+Local = Annotated[int, typer.Option("-l", "--local", help="Workers per node.", metavar="L")]
 Epsilon = Annotated[float, typer.Option(help="The consensus error, relative to that at the start, that counts as agreement.")]
 Plot = Annotated[Path | None, typer.Option(help="Draw a figure into this file (.png, .pdf, .svg).", metavar="FILE")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
@@ -78,11 +79,11 @@ def list_(
     local: Local = 1,
     json: Json = False,
 ) -> None:
-    """The registered topologies: what each is, which numbers of workers it serves, and with -n whether it fits."""
+    """The registered topologies, and with -n whether they fit."""
     from decent_dp.topo import TopologyReg, why_unfit
 
     if n is None and local != 1:
-        raise BadInputError("-l says how many workers a node has; say with -n how many there are in all")
+        raise BadInputError("-l is the number of workers per node; say with -n how many there are in all")
     if n is not None:
         check_workers(n, local)
     rows: list[dict[str, Any]] = []
@@ -100,7 +101,7 @@ def list_(
         for row in rows:
             made.add_row(row["name"], row["about"])
     else:
-        made = table("name", f"{n} workers" + (f", {local} a node" if local > 1 else ""), "what it is", left=(0, 1, 2))
+        made = table("name", f"{n} workers" + (f", {local} per node" if local > 1 else ""), "what it is", left=(0, 1, 2))
         for row in rows:
             made.add_row(row["name"], "fits" if row["fits"] else row["reason"], row["about"])
     say(made, "", "One after another: 'complete:100,base-2' is 'complete' for 100 updates, then 'base-2'.")
@@ -126,12 +127,13 @@ def show(
     plot: Plot = None,
     json: Json = False,
 ) -> None:
-    """The rounds of one topology and what they are worth; --plot draws them as networks."""
+    """The rounds of one topology, how fast they mix and what they send; --plot draws them as networks."""
     from decent_dp.topo.analysis import analyse
 
     _check_epsilon(epsilon)
     nbytes = _payload(payload, params)
     writable("--plot", plot, PLOT_ENDINGS)
+    check_workers(n, local, MOST_ANALYSED)
     topology = make(name, n, local)
     analysis = analyse(topology, epsilon=epsilon)
     rounds = _rounds(topology)
@@ -140,7 +142,7 @@ def show(
             write_json(_show_json(name, topology, rounds, analysis, nbytes))
         else:
             _say_one(name, n, local, rounds, analysis, nbytes)
-    finally:  # also when the reader of the words has gone
+    finally:  # also if the reader of stdout has gone
         if plot is not None:
             with writing(plot):
                 _plot(name, topology, rounds, analysis, plot)
@@ -149,7 +151,7 @@ def show(
 
 
 def _say_one(name: str, n: int, local: int, rounds: Sequence[Sequence[Edge]], a: Analysis, nbytes: float | None) -> None:
-    where = f" on {n // local} nodes of {local}" if local > 1 and n % local == 0 else f", {local} a node" if local > 1 else ""
+    where = f" on {n // local} nodes of {local}" if local > 1 and n % local == 0 else f", {local} per node" if local > 1 else ""
     say(f"{name}: {n} worker{'s' * (n > 1)}{where}", "", _rounds_table(rounds, a.period), "")
     say(figures(_in_words(a, nbytes)))
 
@@ -174,7 +176,7 @@ def _rounds(topology: Topology) -> list[list[Edge]]:
 
 
 def _rounds_table(rounds: Sequence[Sequence[Edge]], period: int | None) -> Table:
-    made = table("round", "who mixes", "edges", left=(1, 2))
+    made = table("round", "mixing", "edges", left=(1, 2))
     for t, edges in enumerate(rounds[:_SHOWN_ROUNDS]):
         made.add_row(str(t), _kinds(edges), _few_edges(edges))
     if period is None:
@@ -186,12 +188,12 @@ def _rounds_table(rounds: Sequence[Sequence[Edge]], period: int | None) -> Table
 
 
 def _kinds(edges: Iterable[Edge]) -> str:
-    """'8 pairs, keep 1/3; 8 sit out'."""
+    """'8 pairs, keep 1/3; 8 idle'."""
     counts = Counter((len(edge.ranks), edge.weight) for edge in edges)
     words = []
     for (members, weight), count in sorted(counts.items(), reverse=True):
         if members == 1:
-            words.append(f"{count} sit{'s' * (count == 1)} out")
+            words.append(f"{count} idle")
         else:
             kind = "pair" if members == 2 else "group"
             of = f" of {members}" if members > 2 else ""
@@ -205,11 +207,11 @@ def _fraction(weight: float) -> str:
 
 
 def _few_edges(edges: Sequence[Edge]) -> str:
-    """'0-1  2-3  4-5  … 9 more'; who sits out is counted beside it."""
+    """'0-1  2-3  4-5  … 9 more'; idle workers are not listed."""
     active = sorted((sorted(edge.ranks) for edge in edges if len(edge.ranks) > 1), key=lambda ranks: ranks[0])
     shown = ["-".join(_few_ranks(ranks)) for ranks in active[:_SHOWN_EDGES]]
     left = len(active) - len(shown)
-    return "  ".join(shown + [f"… {left} more"] * (left > 0)) or "nobody"
+    return "  ".join(shown + [f"… {left} more"] * (left > 0)) or "none"
 
 
 def _few_ranks(ranks: Sequence[int]) -> list[str]:
@@ -226,21 +228,21 @@ def _in_words(a: Analysis, nbytes: float | None) -> list[tuple[str, str]]:
 
     one = a.world_size == 1
     rows = [
-        ("a period", "the rounds do not repeat" if a.period is None else f"{a.period} round{'s' * (a.period > 1)}"),
+        ("period", "the rounds do not repeat" if a.period is None else f"{a.period} round{'s' * (a.period > 1)}"),
         ("averages exactly", _exactly(a)),
         (f"agreement to {a.epsilon:g}", _agreement(a)),
         (
             "consensus error",
-            "none is left after a period" if one or a.exact else f"times {number(a.rate)} a round, in the long run",
+            "none is left after a period" if one or a.exact else f"times {number(a.rate)} per round, in the long run",
         ),
         ("spectral gap", "none: no period" if a.spectral_gap is None else f"{number(a.spectral_gap)} of a period's matrix"),
         ("peers of a worker", f"{a.degree}, in groups of up to {a.largest_group}"),
-        ("sits out", f"{100 * a.idle:.3g} % of the rounds"),
-        ("a worker sends", f"{copies(a.sent_by_worker)} a step"),
+        ("idle", f"{100 * a.idle:.3g} % of the rounds"),
+        ("a worker sends", f"{copies(a.sent_by_worker)} per step"),
     ]
     if a.local_world_size < a.world_size:
         rows += [
-            ("a node sends", f"{copies(a.sent_by_node)} to other nodes a step"),
+            ("a node sends", f"{copies(a.sent_by_node)} to other nodes per step"),
             ("into one node", f"at most {copies(a.fan_in)} in one round"),
         ]
     return rows
@@ -280,7 +282,7 @@ def _show_json(
 
 
 def _errors(topology: Topology, a: Analysis) -> list[float]:
-    """The consensus error round by round: as far as the tolerance, two periods at least, and no further than a plot shows."""
+    """The consensus error by rounds: to the tolerance, two periods at least, and no further than a plot shows."""
     from decent_dp.topo.analysis import consensus_error
 
     wanted = max(2 * (a.period or _APERIODIC), int(1.2 * (a.rounds_to_epsilon or _CURVE)))
@@ -294,7 +296,7 @@ def _plot(name: str, topology: Topology, rounds: Sequence[Sequence[Edge]], a: An
         rounds,
         {name: _errors(topology, a)},
         path,
-        title=f"{name}, {a.world_size} workers" + (f", {a.local_world_size} a node" if a.local_world_size > 1 else ""),
+        title=f"{name}, {a.world_size} workers" + (f", {a.local_world_size} per node" if a.local_world_size > 1 else ""),
         local_world_size=a.local_world_size,
         epsilon=a.epsilon,
     )
@@ -305,11 +307,11 @@ def _plot(name: str, topology: Topology, rounds: Sequence[Sequence[Edge]], a: An
 
 @app.command("compare", epilog=_COMPARE)
 def compare(n: N, local: Local = 1, epsilon: Epsilon = 1e-3, plot: Plot = None, json: Json = False) -> None:
-    """All topologies that fit, one line each; those that do not, with the reason."""
+    """All topologies that fit, one line each, and the reasons of those that do not."""
     from decent_dp.topo import TopologyReg, why_unfit
     from decent_dp.topo.analysis import analyse
 
-    check_workers(n, local)
+    check_workers(n, local, MOST_ANALYSED)
     _check_epsilon(epsilon)
     writable("--plot", plot, PLOT_ENDINGS)
     misfits: dict[str, str] = {}
@@ -333,11 +335,11 @@ def compare(n: N, local: Local = 1, epsilon: Epsilon = 1e-3, plot: Plot = None, 
             )
         else:
             _say_comparison(found, misfits, epsilon)
-    finally:  # also when the reader of the words has gone
+    finally:  # also if the reader of stdout has gone
         if plot is not None:
             from decent_dp.plots import plot_topology
 
-            title = f"{n} workers" + (f", {local} a node" if local > 1 else "")
+            title = f"{n} workers" + (f", {local} per node" if local > 1 else "")
             with writing(plot):
                 plot_topology([], curves, plot, title=title, local_world_size=local, epsilon=epsilon)
     if plot is not None and not json:
@@ -345,10 +347,10 @@ def compare(n: N, local: Local = 1, epsilon: Epsilon = 1e-3, plot: Plot = None, 
 
 
 def _say_comparison(found: dict[str, Analysis], misfits: dict[str, str], epsilon: float) -> None:
-    # Two lines a heading: the table fits 80 columns.
+    # Two lines per heading: the table fits 80 columns.
     near, sends = f"to\n{epsilon:g}", ("worker\nsends", "node\nsends", "into\nnode")
     made = table("topology", "rounds", "exact", "gap", near, "peers", *sends, left=(0,))
-    # Who agrees first, and among equals who sends least.
+    # The fastest to agree first, then the one that sends least.
     order = sorted(found.items(), key=lambda item: (item[1].rounds_to_epsilon or 10**9, item[1].sent_by_worker))
     for name, a in order:
         made.add_row(
@@ -365,7 +367,7 @@ def _say_comparison(found: dict[str, Analysis], misfits: dict[str, str], epsilon
     say(made, "")
     say(
         f"rounds: of a period. to {epsilon:g}: rounds until the consensus error is that small.",
-        "worker sends, node sends: copies of the model a step, by a worker in all and by a node to other nodes.",
+        "worker sends, node sends: copies of the model per step, by a worker in all and by a node to other nodes.",
         "into node: copies that enter one node from others in one round, at most.",
     )
     if misfits:

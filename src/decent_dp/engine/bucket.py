@@ -1,4 +1,4 @@
-"""One bucket: its tensors, how they are coded, the rule's state for them, and the exchange in flight."""
+"""A bucket: tensors, their compression, the rule's state for them, and the exchange in flight."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from decent_dp.engine.layout import Block
-from decent_dp.rules import Round, Rule, apply_rule, group_scale, pull_of
+from decent_dp.compression import Compression, FlatTensor, Hints, part_of
+from decent_dp.engine.layout import FlatBuffer
+from decent_dp.rules import Round, Rule, apply_rule, group_scale, mixing_rate
 from decent_dp.topo import Edge
 from decent_dp.transport import Handle
-from decent_dp.wire import Hints, Item, Wire, part_of
 
 __all__ = ["Bucket", "Edit", "InFlight"]
 
-# Sees, and may change, the weighted sum over the others of an edge before it is mixed in: of each tensor, in its shape.
+# Called with the weighted sum over the other members of an edge, one tensor per parameter in its shape; may change it in place.
 Edit: TypeAlias = Callable[[Edge, list[Tensor]], None]
 
 
 @dataclass(frozen=True)
 class InFlight:
-    """An exchange that was started: what is finished is what was started.
+    """An exchange that was started. It carries its own round and edge, so that it is finished as it was started.
 
     Attributes:
-        hint: what this worker had announced to the members of the edge for it.
+        hint: this worker's scale hint for it.
         handle: None if this worker sits the round out.
-        proposal: what was proposed, as the wire's items; None after a restart.
+        proposal: the values that are sent, one per ``compression.tensors``; None after a restart.
     """
 
     round: Round
@@ -40,100 +40,104 @@ class InFlight:
 
     @property
     def sits_out(self) -> bool:
-        """This worker exchanges nothing in the round."""
+        """Whether this worker exchanges nothing in the round."""
         return len(self.edge.ranks) == 1
 
 
 class Bucket:
     """Tensors of one dtype and device that are exchanged together.
 
-    ``number`` stands in its messages: that of no other bucket that this engine has had.
+    Args:
+        number: identifies its messages; never reused within an engine.
 
     Attributes:
-        hints: what was announced for the coming round.
+        hints: the scale hint for the next round.
         in_flight: the exchange that was started, or the round that this worker sits out; None before the first round.
         stale: names of tensors whose values were replaced, so that the difference in flight does not belong to them.
     """
 
-    def __init__(self, number: int, block: Block, wire: type[Wire], rule: Rule) -> None:
+    def __init__(self, number: int, buffer: FlatBuffer, compression: type[Compression], rule: Rule) -> None:
         self.number = number
-        self.block = block
+        self.buffer = buffer
         self.rule = rule
-        slots, plan = block.plan.slots, block.plan
-        if wire.by_parameter or block.flat is None:
-            items = [Item(slot.index, slot.spec.numel) for slot in slots]
+        slots, plan = buffer.plan.slots, buffer.plan
+        if compression.by_parameter or buffer.flat is None:
+            tensors = [FlatTensor(slot.index, slot.spec.numel) for slot in slots]
         else:
-            items = [Item(slots[0].index, plan.numel)]
-        self.wire = wire(items, plan.dtype, plan.device)
-        self.hints = Hints(self.wire)
+            tensors = [FlatTensor(slots[0].index, plan.numel)]
+        self.compression = compression(tensors, plan.dtype, plan.device)
+        self.hints = Hints(self.compression)
         self.in_flight: InFlight | None = None
         self.stale: set[str] = set()
-        # Of these, those whose rule's state is still that of the old values.
+        # Names of stale tensors whose rule's state still belongs to the old values.
         self._outdated: set[str] = set()
-        # Made at the first exchange: a worker that never has one (n = 1) pays nothing.
+        # Allocated at the first exchange, so that a single worker (n = 1) never does.
         self._messages: tuple[Tensor, Tensor] | None = None
         with torch.no_grad():
             self.states = [rule.state(value) for value in self.values]
 
     @property
     def values(self) -> list[Tensor]:
-        """The tensors' values as the wire's items."""
-        return self.block.values(by_parameter=self.wire.by_parameter)
+        """The values, one per ``compression.tensors``."""
+        return self.buffer.values(by_parameter=self.compression.by_parameter)
 
     @property
     def messages(self) -> tuple[Tensor, Tensor]:
-        """What is sent and what is received."""
+        """The memory for the sent and the received message."""
         if self._messages is None:
-            device, nbytes = self.block.plan.device, self.wire.nbytes
+            device, nbytes = self.buffer.plan.device, self.compression.nbytes
             sent, received = (torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
             self._messages = sent, received
         return self._messages
 
     def first_nonfinite(self, message: Tensor) -> str:
-        """The name of the first tensor with a NaN or an infinity in a message, for a text: '?' where it does not tell."""
-        found = self.wire.first_nonfinite(message)
+        """Returns the name of the first tensor with a NaN or an infinity in a message; '?' if the message does not show it."""
+        found = self.compression.first_nonfinite(message)
         if found is None:
             return "?"
-        item, element = found
-        if len(self.wire.items) < len(self.block.names):  # one of all
-            return next(s.spec.name for s in reversed(self.block.plan.slots) if s.offset <= element and s.spec.numel)
-        return self.block.names[item]
+        tensor, element = found
+        if len(self.compression.tensors) < len(self.buffer.names):  # one flat tensor holds all of them
+            return next(s.spec.name for s in reversed(self.buffer.plan.slots) if s.offset <= element and s.spec.numel)
+        return self.buffer.names[tensor]
 
     # -- the rule -----------------------------------------------------------------------------------------------------
 
     def propose(self, round: Round) -> list[Tensor]:
-        """What goes to the neighbours, as the wire's items."""
+        """Returns the rule's proposal to the neighbours, one per ``compression.tensors``."""
         return [self.rule.propose(value, state, round) for value, state in zip(self.values, self.states, strict=True)]
 
     def mix(self, in_flight: InFlight, factor: float, edit: Edit | None = None) -> None:
-        """Applies the rule to what arrived."""
-        with self._stale_kept() as some:
+        """Applies the rule to the received message."""
+        with self._stale_preserved() as some:
             if some and edit is not None:
                 self._mix_edited(in_flight, factor, edit)
             elif some:
-                pull, values = pull_of(in_flight.edge, factor), self.values
-                for run, difference, unit in self.wire.differences(*self.messages):
-                    state = {key: part_of(tensor, run) for key, tensor in self.states[run.item].items()}
-                    value = part_of(values[run.item], run)
-                    apply_rule(self.rule, value, state, difference, pull * unit, in_flight.round)
-                self.block.written()
+                rate, values = mixing_rate(in_flight.edge, factor), self.values
+                for block, difference, unit in self.compression.differences(*self.messages):
+                    state = {key: part_of(tensor, block) for key, tensor in self.states[block.tensor].items()}
+                    value = part_of(values[block.tensor], block)
+                    apply_rule(self.rule, value, state, difference, rate * unit, in_flight.round)
+                self.buffer.written()
 
     def mix_nothing(self, round: Round) -> None:
         """Notifies the rule of a round in which nothing arrived."""
         if not self.rule.acts_alone:
             self.stale.clear()
             return
-        with self._stale_kept() as some:
+        with self._stale_preserved() as some:
             if some:
                 for value, state in zip(self.values, self.states, strict=True):
                     self.rule.apply(value, state, None, round)
-                self.block.written()
+                self.buffer.written()
 
     @contextlib.contextmanager
-    def _stale_kept(self) -> Iterator[bool]:
-        """Inside, the rule may write to all; tensors whose values were replaced are as before after it. Yields whether there
-        are any others, without which nothing may be written: a bucket that is dropped may belong to a model that trains on."""
-        some = len(self.stale) < len(self.block.names)
+    def _stale_preserved(self) -> Iterator[bool]:
+        """Context manager that restores stale tensors after the rule has written to all tensors.
+
+        Yields whether there are tensors that are not stale. If there are none, nothing may be written, because a dropped
+        bucket may belong to a model that trains on.
+        """
+        some = len(self.stale) < len(self.buffer.names)
         named = [(value, *state.values()) for name, value, state in self._named() if name in self.stale] if self.stale else []
         kept = [(tensor, tensor.clone()) for tensors in named for tensor in tensors] if some else []
         yield some
@@ -142,35 +146,35 @@ class Bucket:
         self.stale.clear()
 
     def _mix_edited(self, in_flight: InFlight, factor: float, edit: Edit) -> None:
-        plan, weight = self.block.plan, 1.0 - in_flight.edge.weight
+        plan, weight = self.buffer.plan, 1.0 - in_flight.edge.weight
         scale = group_scale(in_flight.edge)
         others = torch.empty(plan.numel, dtype=plan.dtype, device=plan.device)
         own = torch.empty_like(others)
         firsts = [0]
-        for item in self.wire.items:
-            firsts.append(firsts[-1] + item.numel)
+        for tensor in self.compression.tensors:
+            firsts.append(firsts[-1] + tensor.numel)
 
-        def place(flat: Tensor, item: int, start: int, stop: int) -> Tensor:
-            return flat[firsts[item] + start : firsts[item] + stop]
+        def place(flat: Tensor, tensor: int, start: int, stop: int) -> Tensor:
+            return flat[firsts[tensor] + start : firsts[tensor] + stop]
 
         near = self.values if in_flight.proposal is None else in_flight.proposal
-        for run, proposal in self.wire.proposals(near, self.messages[0]):
+        for block, proposal in self.compression.proposals(near, self.messages[0]):
             for flat in (own, others):
-                place(flat, run.item, run.start, run.stop).copy_(proposal)
-        for run, difference, unit in self.wire.differences(*self.messages):
+                place(flat, block.tensor, block.start, block.stop).copy_(proposal)
+        for block, difference, unit in self.compression.differences(*self.messages):
             if difference is not None:
-                place(others, run.item, run.start, run.stop).add_(difference, alpha=scale * unit)
+                place(others, block.tensor, block.start, block.stop).add_(difference, alpha=scale * unit)
         others.mul_(weight)
-        edit(in_flight.edge, self.block.views(others))
+        edit(in_flight.edge, self.buffer.views(others))
         if weight:
             others.div_(weight)
         for number, value in enumerate(self.values):
             difference = place(others, number, 0, len(value)) - place(own, number, 0, len(value))
             apply_rule(self.rule, value, self.states[number], difference, factor * weight, in_flight.round)
-        self.block.written()
+        self.buffer.written()
 
     def mark_stale(self, names: set[str]) -> None:
-        """The values of these tensors are replaced."""
+        """Notes that the values of these tensors are replaced."""
         self.stale |= names
         self._outdated |= names
 
@@ -184,30 +188,30 @@ class Bucket:
         self._outdated.clear()
 
     def _named(self) -> Iterable[tuple[str, Tensor, dict[str, Tensor]]]:
-        """Of each tensor its name, and its parts of the values and of the rule's state, 1-D."""
-        if self.block.flat is None or self.wire.by_parameter:
-            yield from zip(self.block.names, self.values, self.states, strict=True)
+        """Yields (name, values, rule's state) of each tensor, as 1-D views."""
+        if self.buffer.flat is None or self.compression.by_parameter:
+            yield from zip(self.buffer.names, self.values, self.states, strict=True)
             return
-        for slot in self.block.plan.slots:
+        for slot in self.buffer.plan.slots:
             there = slice(slot.offset, slot.offset + slot.spec.numel)
             yield slot.spec.name, self.values[0][there], {key: tensor[there] for key, tensor in self.states[0].items()}
 
     # -- saving and resuming -----------------------------------------------------------------------------
 
     def rule_state(self) -> dict[str, dict[str, Tensor]]:
-        """By tensor name, the rule's state in the tensor's shape; live tensors."""
+        """Returns the rule's state by tensor name, in the tensor's shape; the tensors are live."""
         self.renew()
-        specs = {slot.spec.name: slot.spec for slot in self.block.plan.slots}
+        specs = {slot.spec.name: slot.spec for slot in self.buffer.plan.slots}
         return {
             name: {key: t.as_strided(specs[name].shape, specs[name].stride, t.storage_offset()) for key, t in state.items()}
             for name, _, state in self._named()
         }
 
     def load_rule_state(self, by_name: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Loads what ``rule_state`` returned.
+        """Loads the result of ``rule_state``.
 
         Raises:
-            ValueError: something is missing, or of another shape; names the tensor.
+            ValueError: an entry is missing or has another shape; names the tensor.
         """
         for name, own in self.rule_state().items():
             saved = by_name.get(name, {})
@@ -221,70 +225,71 @@ class Bucket:
                 tensor.copy_(found)
 
     def saved_exchange(self) -> dict[str, dict[str, Tensor]]:
-        """By tensor name, what an exchange needs besides the tensors: parts of the messages and of the announcements.
+        """Returns the state of the exchange by tensor name: parts of messages and hints.
 
-        The entries of a tensor do not depend on the bucket that it is in:
+        The entries of a tensor do not depend on its bucket:
 
-            sent       what is in flight of it: codes, 1-D, in the order of its memory; and ``records``, see the wire
-            told       what was announced for the exchange in flight, int8
-            announced  what was announced for the round that comes, int8
-            ranges     what the wire has learnt, float64 of shape (runs, 4)
+            sent            the codes in flight, 1-D, in the order of its memory
+            records         the records in flight, float64 of shape (blocks, fields)
+            hint_in_flight  the hint for the exchange in flight, int8
+            hint_next       the hint for the next round, int8
+            ranges          the compression's ranges, float64 of shape (blocks, 4)
 
-        A wire without records, announcements or a memory has no such entries, and what is not in flight is not there.
-        Tensors on the bucket's device may be parts of the message: good until the next exchange starts.
+        Entries that a compression does not need, or that are not in flight, are missing. Tensors may be views of the
+        message, which are valid until the next exchange starts.
         """
-        wire, by_item = self.wire, self.wire.memory()
+        compression, by_tensor = self.compression, self.compression.state()
         sending = self.in_flight if self.in_flight is not None and not self.in_flight.sits_out else None
-        texts = {"told": None if sending is None else sending.hint, "announced": self.hints.coming}
+        texts = {"hint_in_flight": None if sending is None else sending.hint, "hint_next": self.hints.next}
         for key, text in texts.items():
-            if text is not None and wire.announces:
-                for entries, part in zip(by_item, wire.announcement_by_item(text), strict=True):
+            if text is not None and compression.needs_hints:
+                for entries, part in zip(by_tensor, compression.hint_by_tensor(text), strict=True):
                     entries[key] = part
         if sending is not None:
-            for entries, parts in zip(by_item, wire.take_apart(self.messages[0]), strict=True):
+            for entries, parts in zip(by_tensor, compression.unpack(self.messages[0]), strict=True):
                 entries.update(parts)
-        if len(by_item) < len(self.block.names):  # one of all, on a wire that only has codes
-            sent, slots = by_item[0].get("sent"), self.block.plan.slots
-            by_item = [{} if sent is None else {"sent": sent[slot.offset : slot.offset + slot.spec.numel]} for slot in slots]
-        return dict(zip(self.block.names, by_item, strict=True))
+        if len(by_tensor) < len(self.buffer.names):  # one flat tensor for all, which has codes only
+            sent, slots = by_tensor[0].get("sent"), self.buffer.plan.slots
+            by_tensor = [{} if sent is None else {"sent": sent[slot.offset : slot.offset + slot.spec.numel]} for slot in slots]
+        return dict(zip(self.buffer.names, by_tensor, strict=True))
 
     def load_exchange(self, by_name: Mapping[str, Mapping[str, Tensor]], *, sending: bool) -> bytes | None:
-        """Loads what ``saved_exchange`` returned, perhaps of other buckets.
+        """Loads the result of ``saved_exchange``, which may come from other buckets.
 
         Args:
-            sending: the exchange in flight is resumed.
+            sending: whether the exchange in flight is resumed.
 
         Returns:
-            What was announced for the exchange in flight; None: there is none.
+            The hint of the exchange in flight; None if it is not resumed.
 
         Raises:
-            ValueError: something is missing, or of another shape or dtype; names the tensor.
+            ValueError: an entry is missing, or has another shape or dtype; names the tensor.
         """
-        wire, device = self.wire, self.block.plan.device
+        compression, device = self.compression, self.buffer.plan.device
         entries = [
-            _checked(slot.spec.name, by_name.get(slot.spec.name, {}), wire.entries(slot.spec.numel, under_way=sending))
-            for slot in self.block.plan.slots
+            _checked(slot.spec.name, by_name.get(slot.spec.name, {}), compression.entries(slot.spec.numel, in_flight=sending))
+            for slot in self.buffer.plan.slots
         ]
-        if wire.announces:
-            self.hints.coming = wire.announcement_of([entry["announced"] for entry in entries])
-            wire.remember(entries)
+        if compression.needs_hints:
+            self.hints.next = compression.hint_of([entry["hint_next"] for entry in entries])
+            compression.load_state(entries)
         if not sending:
             return None
         parts: list[Mapping[str, Tensor]] = [{**entry, "sent": entry["sent"].to(device)} for entry in entries]
-        if len(wire.items) < len(parts):
+        if len(compression.tensors) < len(parts):
             parts = [{"sent": torch.cat([part["sent"] for part in parts])}]
-        wire.put_together(parts, self.messages[0])
-        return wire.announcement_of([entry["told"] for entry in entries]) if wire.announces else b""
+        compression.pack(parts, self.messages[0])
+        return compression.hint_of([entry["hint_in_flight"] for entry in entries]) if compression.needs_hints else b""
 
     def edge_state(self) -> dict[str, dict[str, Tensor]]:
-        """By tensor name, what the wire has learnt of single edges; only a wire whose items are tensors has any."""
-        by_item = self.wire.edge_state()
-        return dict(zip(self.block.names, by_item, strict=True)) if any(by_item) else {}
+        """Returns the compression's state per edge by tensor name; only compressions with ``by_parameter`` have any."""
+        by_tensor = self.compression.edge_state()
+        return dict(zip(self.buffer.names, by_tensor, strict=True)) if any(by_tensor) else {}
 
     def load_edge_state(self, by_name: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Loads what ``edge_state`` returned, perhaps of other buckets."""
-        if len(self.wire.items) == len(self.block.names):
-            self.wire.load_edge_state([by_name.get(name, {}) for name in self.block.names])
+        """Loads the result of ``edge_state``, which may come from other buckets."""
+        if len(self.compression.tensors) == len(self.buffer.names):
+            self.compression.load_edge_state([by_name.get(name, {}) for name in self.buffer.names])
 
 
 def _checked(

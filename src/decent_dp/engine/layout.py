@@ -1,4 +1,4 @@
-"""Flat storage: a pure plan of which parameter lies where, and the block that carries it out."""
+"""Bucket layout: a plan that assigns parameters to buckets, and the flat buffer of each bucket."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["MIB", "Block", "BucketPlan", "Slot", "TensorSpec", "choose_sizes", "dense_stride", "plan_buckets"]
+__all__ = ["MIB", "BucketPlan", "FlatBuffer", "Slot", "TensorSpec", "choose_sizes", "dense_stride", "plan_buckets"]
 
 MIB = 2**20
 
-# How many buckets a model should have: each costs some Python a step, and the last one's exchange is what is not hidden.
+# The number of buckets of a model. Each costs some Python time per step, and the exchange of the last one is not hidden.
 _BUCKETS = 8
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
-    """The strides of ``tensor`` in a dense block: its own where it is dense (channels_last, transposed), else contiguous."""
+    """Returns the strides of ``tensor`` in a buffer: its own if it is dense (channels_last, transposed), else contiguous."""
     return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a layout must know of a tensor. ``stride`` is that of a dense tensor, in elements."""
+    """Name, shape, dtype and device of a tensor, and its strides in a buffer, in elements."""
 
     name: str
     shape: tuple[int, ...]
@@ -40,7 +40,7 @@ class TensorSpec:
         return torch.Size(self.shape).numel()
 
     def check(self, tensor: Tensor) -> None:
-        """Raises RuntimeError when ``tensor`` has another shape, dtype or device; strides may differ."""
+        """Raises RuntimeError if ``tensor`` has another shape, dtype or device; strides may differ."""
         if tensor.shape != self.shape or tensor.dtype != self.dtype or tensor.device != self.device:
             raise RuntimeError(
                 f"parameter '{self.name}' was {self.shape} {self.dtype} on {self.device} when the workers agreed on the model, "
@@ -51,7 +51,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Slot:
-    """A tensor's place in a block: ``index`` into the specs, ``offset`` in elements."""
+    """A tensor's place in a buffer: ``index`` into the specs, ``offset`` in elements."""
 
     index: int
     offset: int
@@ -64,7 +64,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Tensors of one dtype and device, one after another in a flat block of ``numel`` elements."""
+    """Tensors of one dtype and device, one after another in a flat buffer of ``numel`` elements."""
 
     slots: tuple[Slot, ...]
     numel: int
@@ -73,10 +73,10 @@ class BucketPlan:
 
 
 def choose_sizes(specs: Sequence[TensorSpec], limit_bytes: float) -> tuple[float, float]:
-    """Sizes of the first and of the other buckets, in bytes, of at most ``limit_bytes``.
+    """Returns the sizes of the first and of the other buckets, in bytes, at most ``limit_bytes``.
 
-    Buckets are updated and sent one after another while the gradients come, so a model that is worth it has about
-    ``_BUCKETS`` of them, and a small one first: the wire has something to do early, and little is left at the end.
+    Buckets are updated and sent one after another while gradients arrive. A large model has about ``_BUCKETS`` of them, and the
+    first one is small, so that sending begins early.
     """
     total = sum(spec.numel * spec.dtype.itemsize for spec in specs)
     size = min(limit_bytes, max(MIB, total / _BUCKETS))
@@ -86,13 +86,13 @@ def choose_sizes(specs: Sequence[TensorSpec], limit_bytes: float) -> tuple[float
 def plan_buckets(
     specs: Sequence[TensorSpec], order: Sequence[int], limit_bytes: float, first_bytes: float | None = None
 ) -> list[BucketPlan]:
-    """Deals tensors out to buckets.
+    """Assigns tensors to buckets.
 
     Args:
         specs: the tensors.
-        order: a permutation of ``range(len(specs))``; tensors are dealt in this order.
-        limit_bytes: upper size of a bucket in bytes. A tensor is never split: one that is larger has a bucket of its own.
-        first_bytes: that of the bucket of the first tensor; None: the same.
+        order: a permutation of ``range(len(specs))``, in which tensors are assigned.
+        limit_bytes: upper size of a bucket in bytes. Tensors are never split; a larger one has its own bucket.
+        first_bytes: upper size of the first tensor's bucket; None for the same.
 
     Returns:
         Buckets of one dtype and device each, in the order in which their last tensor comes in ``order``, so that a bucket
@@ -128,14 +128,13 @@ def _lay_out(group: Iterable[int], specs: Sequence[TensorSpec]) -> BucketPlan:
     return BucketPlan(tuple(slots), offset, slots[0].spec.dtype, slots[0].spec.device)
 
 
-class Block:
-    """The tensors of a bucket, which somebody else owns and may give other storage.
+class FlatBuffer:
+    """The tensors of a bucket, which belong to the user and may get other storage.
 
-    With ``as_view`` they become views of one flat tensor; without, they stay separate tensors, with the same numbers.
+    With ``as_view`` they become views of one flat tensor; otherwise they stay separate tensors, with the same numbers.
 
     Args:
-        tensors: of all buckets, by the plan's indices. The list is the owner's, who may put other tensors into it before a
-            call of ``rebind``.
+        tensors: of all buckets, by the plan's indices. The caller may replace entries of this list before ``rebind``.
     """
 
     def __init__(self, plan: BucketPlan, tensors: Sequence[Tensor], *, as_view: bool) -> None:
@@ -145,20 +144,20 @@ class Block:
         self.names = [slot.spec.name for slot in plan.slots]
         self.flat = torch.empty(plan.numel, dtype=plan.dtype, device=plan.device) if as_view else None
         self._strides = [slot.spec.stride for slot in plan.slots]
-        # Where the tensors lie, once they have been adopted.
+        # Addresses of the tensors at the last `rebind`.
         self._addresses: list[int] = []
         self._values: dict[bool, list[Tensor]] = {}
         self.rebind()
 
     def rebind(self) -> None:
-        """Takes tensors whose storage was replaced since the last call back into the block, with their new values.
+        """Takes tensors whose storage was replaced since the last call back into the buffer, with their new values.
 
         Raises:
             RuntimeError: a tensor no longer has the shape, dtype or device that it had at construction.
         """
         tensors = self._tensors
         params = self.params = [tensors[index] for index in self._chosen]
-        # Called in every step: lists are compared at once, and only a difference is looked into.
+        # This runs in every step. Whole lists are compared first, which is cheap.
         if (
             [p.data_ptr() for p in params] == self._addresses
             and [p.stride() for p in params] == self._strides
@@ -174,7 +173,7 @@ class Block:
             spec.check(param)
             if self.flat is not None:
                 view = slot.view(self.flat)
-                # A copy first where it lies on its own place in other strides.
+                # In the same place with other strides, source and destination overlap.
                 view.copy_(param.detach().clone() if same else param.detach())
                 param.data = view
             elif turned:
@@ -183,8 +182,7 @@ class Block:
         self._values.clear()
 
     def values(self, *, by_parameter: bool) -> list[Tensor]:
-        """The tensors' values as 1-D tensors, in the order of their memory: one of all where they lie in one block and
-        ``by_parameter`` does not forbid it, else one each."""
+        """Returns the values as 1-D tensors in memory order: the flat tensor, or one per parameter if ``by_parameter``."""
         if by_parameter not in self._values:
             if self.flat is None:
                 found = [p.detach().as_strided((p.numel(),), (1,), p.storage_offset()) for p in self.params]
@@ -196,10 +194,10 @@ class Block:
         return self._values[by_parameter]
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """One view of ``flat`` (1-D, laid out as this block) for each tensor, in its shape and strides."""
+        """Returns views of ``flat`` (1-D, with this layout), one per tensor, in its shape and strides."""
         return [slot.view(flat) for slot in self.plan.slots]
 
     def written(self) -> None:
-        """Tells autograd that the tensors were written to, so that its own check for stale saved tensors works."""
+        """Increments the tensors' versions, so that autograd detects stale saved tensors."""
         if self.flat is not None:
             torch.autograd.graph.increment_version(self.params)

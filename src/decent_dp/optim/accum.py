@@ -1,33 +1,28 @@
-"""AccumAdam and AccumAdamW: Adam whose moments are refreshed once in a window of s updates.
+"""AccumAdam and AccumAdamW: Adam that refreshes its moments once per window of s updates.
 
 With s = accum_iter, k = ceil(step / s), M and V the moments as of the window's start and a the window's mean gradient:
 
     g  <- g + wd·x  (AccumAdam: decay in the gradient)     x <- x·(1 - lr·wd)  (AccumAdamW: decoupled)
     a  <- a + g/s
-    m   = β1·M + (1-β1)·g          v = β2·V + (1-β2)·g²          used for this update only
+    m   = β1·M + (1-β1)·g          v = β2·V + (1-β2)·g²          for this update only
     x  <- x - lr/(1-β1^k) · m / (sqrt(v)/sqrt(1-β2^k) + ε)
     at the end of a window:  M <- β1·M + (1-β1)·a;  V <- β2·V + (1-β2)·a²;  a <- 0
 
-What is stored is ``exp_avg`` = β1·M and ``exp_avg_sq`` = β2·V, so that between two window ends nothing changes but
-``accum_grad`` = a and ``step``. With s = 1 this is Adam(W). Source: arXiv 2410.11998 (ICLR 2025).
+The stored state is ``exp_avg`` = β1·M and ``exp_avg_sq`` = β2·V, so that between two window ends only ``accum_grad`` = a
+and ``step`` change. With s = 1 this is Adam(W). Source: arXiv 2410.11998 (ICLR 2025).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import chain
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from .compiled import compiled_accum_adam
-from .update import Hyper as _Hyper
-from .update import Lists as _Lists
-from .update import multi_tensor_accum_adam as _multi_tensor_accum_adam
-from .update import single_tensor_accum_adam as _single_tensor_accum_adam
-from .update import state_dtype as _state_dtype
+from .update import Hyperparameters, TensorLists, multi_tensor_accum_adam, single_tensor_accum_adam, state_dtype
 
 __all__ = ["AccumAdam", "AccumAdamW", "accum_adam_foreach", "accum_adamw_foreach"]
 
@@ -55,22 +50,20 @@ def accum_adamw_foreach(
     """One update of AccumAdamW (decoupled decay) on plain lists of tensors, in place.
 
     Args:
-        params: what is optimized; real floating point, any shapes, devices and dtypes.
+        params: the parameters; real floating point, any shapes, devices and dtypes.
         grads: their gradients, of the same shapes. Never modified.
         exp_avgs: β1·M. Like the next two of the parameter's shape and device, float32 (float64 for float64 parameters).
         exp_avg_sqs: β2·V.
         accum_grads: a, the window's gradients so far, each divided by ``accum_iter``.
-        state_steps: updates made so far, one CPU float32 scalar a parameter. Incremented here.
+        state_steps: updates made so far, one CPU float32 scalar per parameter. Incremented here.
         beta1, beta2, lr, weight_decay, eps: as in AdamW.
         accum_iter: s, the updates in a window.
 
     Raises:
         ValueError: lists of different lengths, or a state tensor of another dtype. Nothing is modified then.
     """
-    lists = _Lists(params, grads, exp_avgs, exp_avg_sqs, accum_grads, state_steps)
-    _check_lists(lists)
-    with torch.no_grad():
-        _multi_tensor_accum_adam(lists, _Hyper(beta1, beta2, lr, weight_decay, eps, accum_iter, decoupled=True))
+    lists = TensorLists(params, grads, exp_avgs, exp_avg_sqs, accum_grads, state_steps)
+    _check_and_update(lists, Hyperparameters(beta1, beta2, lr, weight_decay, eps, accum_iter, decoupled=True))
 
 
 def accum_adam_foreach(
@@ -88,30 +81,30 @@ def accum_adam_foreach(
     accum_iter: int,
 ) -> None:
     """One update of AccumAdam (decay in the gradient); arguments and errors as in `accum_adamw_foreach`."""
-    lists = _Lists(params, grads, exp_avgs, exp_avg_sqs, accum_grads, state_steps)
-    _check_lists(lists)
-    with torch.no_grad():
-        _multi_tensor_accum_adam(lists, _Hyper(beta1, beta2, lr, weight_decay, eps, accum_iter, decoupled=False))
+    lists = TensorLists(params, grads, exp_avgs, exp_avg_sqs, accum_grads, state_steps)
+    _check_and_update(lists, Hyperparameters(beta1, beta2, lr, weight_decay, eps, accum_iter, decoupled=False))
 
 
-def _check_lists(lists: _Lists) -> None:
+def _check_and_update(lists: TensorLists, hyper: Hyperparameters) -> None:
     lengths = {name: len(column) for name, column in lists._asdict().items()}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"the lists must be equally long, but their lengths are {lengths}")
     for name in ("exp_avgs", "exp_avg_sqs", "accum_grads"):
         for i, (param, moment) in enumerate(zip(lists.params, getattr(lists, name), strict=True)):
-            if moment.dtype != _state_dtype(param):
+            if moment.dtype != state_dtype(param):
                 raise ValueError(
                     f"{name}[{i}] is {moment.dtype}, but the state of a parameter of {param.dtype} must be "
-                    f"{_state_dtype(param)}: small gradients would be lost in it"
+                    f"{state_dtype(param)}: small gradients would be lost in it"
                 )
+    with torch.no_grad():
+        multi_tensor_accum_adam(lists, hyper)
 
 
 # --------------------------------------------------------------------------------------------------------- optimizers
 
 
 class _AccumAdamBase(Optimizer):
-    """All of AccumAdam and AccumAdamW but where the decay goes."""
+    """AccumAdam and AccumAdamW, which differ in the place of the decay."""
 
     _decoupled: bool
 
@@ -125,22 +118,14 @@ class _AccumAdamBase(Optimizer):
         accum_iter: int = 4,
         *,
         foreach: bool | None = None,
-        compiled: bool = False,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "accum_iter": accum_iter,
-            "foreach": foreach,
-            "compiled": compiled,
-        }
+        values = (lr, betas, eps, weight_decay, accum_iter)
+        defaults = {**dict(zip(_OPTIONS, values, strict=True)), "foreach": foreach}
         _check_options(defaults)
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch, and the group's own options are validated; a refused group is not added."""
+        """As in torch. The group's own options are checked; a refused group is not added."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -159,17 +144,16 @@ class _AccumAdamBase(Optimizer):
         super().__setstate__(state)
         for options in (self.defaults, *self.param_groups):
             options.setdefault("foreach", None)
-            options.setdefault("compiled", self.defaults.get("compiled", False))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave, without loss and without sharing memory with it.
+        """Loads the result of `state_dict`, without loss and without sharing memory with it.
 
-        torch casts state to the parameter's dtype on the way in, which would round the moments of bfloat16 parameters,
-        and shares the tensors that need no cast, so that two optimizers would step on one another's state. So the
-        state is taken once more from the dict that was given (after the user's own pre-hooks, before their post-hooks).
+        torch casts state to the parameter's dtype, which would round the moments of bfloat16 parameters, and shares the
+        tensors that need no cast, so that two optimizers would write to one state. So the state is copied once more from the
+        given dict (after the user's own pre-hooks, before their post-hooks).
 
         Raises:
-            ValueError: the dict is not of an AccumAdam(W), or its shapes are not those of the parameters.
+            ValueError: the dict is not from an AccumAdam(W), or its shapes are not those of the parameters.
         """
         loaded: list[dict[str, Any]] = []
 
@@ -179,8 +163,9 @@ class _AccumAdamBase(Optimizer):
 
         def restore(_: Optimizer) -> None:
             for _key, param, state in _pairs(self.param_groups, loaded[0]):
-                kept = {entry: _moment_like(param, state[entry]) for entry in _MOMENTS}
-                self.state[param].update(kept, step=_new_step(float(state["step"])))
+                like = {"device": param.device, "dtype": state_dtype(param), "copy": True}
+                moments = {entry: state[entry].detach().to(**like) for entry in _MOMENTS}
+                self.state[param].update(moments, step=_new_step(float(state["step"])))
 
         hooks = (
             self.register_load_state_dict_pre_hook(check),
@@ -209,15 +194,9 @@ class _AccumAdamBase(Optimizer):
                         f"{tuple(state[entry].shape)}, but the parameter has {tuple(param.shape)}"
                     )
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient; the steps of the others do not count.
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Updates every parameter that has a gradient; the others keep their step count.
 
         Args:
             closure: computes the gradients anew and returns the loss, which is returned.
@@ -230,27 +209,15 @@ class _AccumAdamBase(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group, lists in [(group, self._gather(group)) for group in self.param_groups]:
-            beta1, beta2 = group["betas"]
-            hyper = _Hyper(
-                beta1,
-                beta2,
-                float(group["lr"]),
-                group["weight_decay"],
-                group["eps"],
-                group["accum_iter"],
-                self._decoupled,
-            )
-            if group["compiled"]:
-                compiled_accum_adam(lists, hyper)
-            elif group["foreach"] is None or group["foreach"]:
-                _multi_tensor_accum_adam(lists, hyper)
-            else:
-                _single_tensor_accum_adam(lists, hyper)
+            (beta1, beta2), lr, s = group["betas"], float(group["lr"]), group["accum_iter"]
+            hyper = Hyperparameters(beta1, beta2, lr, group["weight_decay"], group["eps"], s, self._decoupled)
+            update = single_tensor_accum_adam if group["foreach"] is False else multi_tensor_accum_adam
+            update(lists, hyper)
         return loss
 
-    def _gather(self, group: dict[str, Any]) -> _Lists:
-        """The rows of the parameters that have a gradient; makes state that is not there."""
-        lists = _Lists.empty()
+    def _gather(self, group: dict[str, Any]) -> TensorLists:
+        """The rows of the parameters that have a gradient; makes missing state."""
+        lists = TensorLists.empty()
         for i, param in enumerate(group["params"]):
             grad = param.grad
             if grad is None:
@@ -264,15 +231,15 @@ class _AccumAdamBase(Optimizer):
             if not state:
                 state["step"] = _new_step()
                 for key in _MOMENTS:
-                    state[key] = torch.zeros_like(param, dtype=_state_dtype(param), memory_format=torch.preserve_format)
+                    state[key] = torch.zeros_like(param, dtype=state_dtype(param), memory_format=torch.preserve_format)
             lists.append(param, grad, *(state[key] for key in _MOMENTS), state["step"])
         return lists
 
 
 class AccumAdamW(_AccumAdamBase):
-    """AdamW whose moments are refreshed once in ``accum_iter`` updates, with decoupled weight decay.
+    """AdamW that refreshes its moments once per ``accum_iter`` updates, with decoupled weight decay.
 
-    The formula is at the top of this module. State is of the parameter's dtype but at least float32: narrower
+    The formula is at the top of this module. State has the parameter's dtype but at least float32: narrower
     parameters are computed in float32 and rounded once.
 
     Args:
@@ -281,14 +248,11 @@ class AccumAdamW(_AccumAdamBase):
         betas: (β1, β2), each in [0, 1).
         eps: ε, added to the root of the second moment.
         weight_decay: every update first shrinks x by the factor 1 - lr·weight_decay.
-        accum_iter: s, the updates in a window; 1 is AdamW. Every parameter counts its own.
+        accum_iter: s, the updates in a window; 1 is AdamW. Each parameter has its own window.
         foreach: None or True for the fast form, False for the readable one; equal up to rounding.
-        compiled: True makes one pass over memory of the update with torch.compile, again equal up to rounding. It compiles
-            for many seconds at the first update and at the first end of a window, and is for runs whose parameters have a
-            gradient in every update. Without a compiler it warns and runs the fast form.
 
     Raises:
-        ValueError: an option out of its range.
+        ValueError: an option is out of its range.
         TypeError: a complex parameter.
     """
 
@@ -296,12 +260,10 @@ class AccumAdamW(_AccumAdamBase):
 
 
 class AccumAdam(_AccumAdamBase):
-    """Adam whose moments are refreshed once in ``accum_iter`` updates, with weight decay in the gradient (L2).
+    """Adam that refreshes its moments once per ``accum_iter`` updates, with weight decay in the gradient (L2).
 
-    Arguments, state and errors as in `AccumAdamW`, except:
-
-    Args:
-        weight_decay: every update first adds weight_decay·x to the gradient (a copy: ``p.grad`` stays).
+    Arguments, state and errors as in `AccumAdamW`, except that every update first adds weight_decay·x to the gradient (a copy:
+    ``p.grad`` stays).
     """
 
     _decoupled = False
@@ -321,12 +283,10 @@ def _check_options(options: dict[str, Any]) -> None:
         raise ValueError(f"betas must be two numbers in [0, 1), but is {betas}")
     if not isinstance(accum_iter, int) or isinstance(accum_iter, bool) or accum_iter < 1:
         raise ValueError(f"accum_iter must be an int >= 1, but is {accum_iter!r}")
-    if options["compiled"] and options["foreach"] is False:
-        raise ValueError("compiled=True and foreach=False ask for two different forms of the update")
 
 
 def _label(group: dict[str, Any], i: int) -> str:
-    """The i-th parameter of a group, as an error message should call it."""
+    """The name of the i-th parameter of a group in an error message."""
     name = f"{group['param_names'][i]!r}, " if "param_names" in group else ""
     return f"parameter {i} ({name}shape {tuple(group['params'][i].shape)})"
 
@@ -335,14 +295,9 @@ def _new_step(step: float = 0.0) -> Tensor:
     return torch.tensor(step, dtype=torch.float32, device="cpu")
 
 
-def _moment_like(param: Tensor, value: Tensor) -> Tensor:
-    """A copy of ``value`` where the parameter is, in the dtype of its state."""
-    return value.detach().to(device=param.device, dtype=_state_dtype(param), copy=True)
-
-
 def _pairs(groups: list[dict[str, Any]], given: dict[str, Any]) -> Iterable[tuple[int, Tensor, dict[str, Any]]]:
-    """(key, parameter, state) of each parameter that has state in the given dict, matched by position as in torch."""
+    """(key, parameter, state) for each parameter with state in the given dict, matched by position as in torch."""
     keys = chain.from_iterable(group["params"] for group in given["param_groups"])
     params = chain.from_iterable(group["params"] for group in groups)
-    states = given["state"]  # of another number of parameters: torch raises
+    states = given["state"]  # with another number of parameters torch raises
     return [(key, param, states[key]) for key, param in zip(keys, params, strict=False) if key in states]

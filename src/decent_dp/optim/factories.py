@@ -14,12 +14,12 @@ __all__ = ["optim_fn_accum_adam", "optim_fn_accum_adamw", "optim_fn_adam", "opti
 
 
 def _decays(name: str, param: Tensor) -> bool:
-    """Weights decay; vectors and scalars (biases, the scales of norms) and whatever is called 'bias' do not."""
+    """Weights decay. Vectors and scalars (biases, the scales of norms) do not, nor do parameters called 'bias'."""
     return param.ndim > 1 and name.rpartition(".")[2] != "bias"
 
 
 def _param_groups(params: Iterable[tuple[str, Tensor]], weight_decay: float) -> list[dict[str, Any]]:
-    """The named parameters in their order as at most two groups: with decay, then without. Empty ones are left out."""
+    """The named parameters in their order as at most two groups: with decay, then without; no empty group."""
     named = list(params)
     for entry in named:
         if not (isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)):
@@ -36,62 +36,61 @@ def _param_groups(params: Iterable[tuple[str, Tensor]], weight_decay: float) -> 
 
 # ------------------------------------------------------------------------------------------------- torch's fused kernels
 
-_FUSED_DEVICES = ("cpu", "cuda")
 _FUSED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 _Adam = TypeVar("_Adam", bound=torch.optim.Adam)
 
 
 def _fusible(param: Tensor) -> bool:
-    """torch's kernel reads memory as if it had no gaps: a parameter that is a slice of something would be overrun."""
+    """torch's kernel reads memory as if it had no gaps: it would run over the end of a parameter that is a slice."""
     if type(param) not in (Tensor, torch.nn.Parameter) or param.layout != torch.strided:
         return False
     dense = torch.empty_like(param, device="meta").stride() == param.stride()
-    return dense and param.device.type in _FUSED_DEVICES and param.dtype in _FUSED_DTYPES
+    return dense and param.device.type in ("cpu", "cuda") and param.dtype in _FUSED_DTYPES
 
 
 def _with_fused_kernel(optimizer: _Adam) -> _Adam:
-    """The optimizer, just made, on torch's fused kernels in those groups whose parameters all allow it.
+    """The new optimizer, on torch's fused kernels in those groups whose parameters all allow it.
 
-    The kernel walks through memory and does not look at strides, which on the CPU gives wrong values without an error;
-    so what it is handed is laid out first. What was chosen here stays when a state dict is loaded. A GradScaler is not
-    told that the kernel can unscale (as torch's constructor would): it then treats all groups alike.
+    The kernel walks through memory and ignores strides, which on the CPU gives wrong values without an error; so gradients
+    and moments get their parameter's layout first. A loaded state dict does not change the choice of kernel. A GradScaler is
+    not told that the kernel can unscale (as torch's constructor would do): it then treats all groups alike.
     """
     for group in optimizer.param_groups:
         if all(_fusible(param) for param in group["params"]):
             group["fused"] = True
-    optimizer.register_step_pre_hook(_lay_out)
+    optimizer.register_step_pre_hook(_match_strides)
     optimizer.register_step_post_hook(_mark_changed)
-    optimizer.register_load_state_dict_pre_hook(_keep_choice)
+    optimizer.register_load_state_dict_pre_hook(_keep_kernels)
     return optimizer
 
 
+def _fused_params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups if group["fused"] for param in group["params"]]
+
+
 def _mark_changed(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """The kernel does not do it on the CPU, and autograd would not see that what it saved has changed."""
-    params = [param for group in optimizer.param_groups if group["fused"] for param in group["params"]]
-    torch.autograd.graph.increment_version([param for param in params if param.grad is not None])
+    """The kernel does not do it on the CPU, and autograd would miss that a saved tensor has changed."""
+    torch.autograd.graph.increment_version([param for param in _fused_params(optimizer) if param.grad is not None])
 
 
-def _lay_out(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Gives gradients and moments the strides of their parameter; autograd makes them so, but users may not."""
-    for group in optimizer.param_groups:
-        for param in group["params"] if group["fused"] else ():
-            if param.grad is not None and _strays(param.grad, param):
-                param.grad = _like(param, param.grad)
-            for key, value in optimizer.state.get(param, {}).items():
-                if key != "step" and _strays(value, param):
-                    optimizer.state[param][key] = _like(param, value)
+def _match_strides(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Gives gradients and moments the strides of their parameter. Autograd does so; gradients set by hand may differ."""
+    for param in _fused_params(optimizer):
+        if param.grad is not None:
+            param.grad = _laid_out(param.grad, param)
+        state = optimizer.state.get(param, {})
+        for key in state.keys() - {"step"}:
+            state[key] = _laid_out(state[key], param)
 
 
-def _strays(tensor: Tensor, param: Tensor) -> bool:
-    return tensor.layout == torch.strided and tensor.stride() != param.stride()
-
-
-def _like(param: Tensor, value: Tensor) -> Tensor:
+def _laid_out(value: Tensor, param: Tensor) -> Tensor:
+    if value.layout != torch.strided or value.stride() == param.stride():
+        return value
     return torch.empty_strided(value.shape, param.stride(), dtype=value.dtype, device=value.device).copy_(value)
 
 
-def _keep_choice(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+def _keep_kernels(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """A state dict from a run on another kernel brings that run's state, not its kernel."""
     given, own = state_dict["param_groups"], optimizer.param_groups
     if len(given) != len(own):
@@ -113,10 +112,9 @@ def optim_fn_adam(
 ) -> torch.optim.Adam:
     """torch's Adam on named parameters; decay (L2, in the gradient) on weights only.
 
-    With torch's fused kernel for a group whose parameters are all dense, of float16 to float64, on the CPU or CUDA.
+    A group whose parameters are all dense, of float16 to float64, on the CPU or CUDA uses torch's fused kernel.
     """
-    optimizer = torch.optim.Adam(_param_groups(params, weight_decay), lr=lr, betas=(beta1, beta2), eps=eps)
-    return _with_fused_kernel(optimizer)
+    return _with_fused_kernel(torch.optim.Adam(_param_groups(params, weight_decay), lr=lr, betas=(beta1, beta2), eps=eps))
 
 
 def optim_fn_adamw(
@@ -128,8 +126,7 @@ def optim_fn_adamw(
     eps: float = 1e-8,
 ) -> torch.optim.AdamW:
     """torch's AdamW on named parameters; decay (decoupled) on weights only, and kernels as in `optim_fn_adam`."""
-    optimizer = torch.optim.AdamW(_param_groups(params, weight_decay), lr=lr, betas=(beta1, beta2), eps=eps)
-    return _with_fused_kernel(optimizer)
+    return _with_fused_kernel(torch.optim.AdamW(_param_groups(params, weight_decay), lr=lr, betas=(beta1, beta2), eps=eps))
 
 
 def optim_fn_accum_adam(
@@ -140,12 +137,9 @@ def optim_fn_accum_adam(
     eps: float = 1e-8,
     weight_decay: float = 1 / 32768,
     accum_iter: int = 4,
-    *,
-    compiled: bool = False,
 ) -> AccumAdam:
-    """AccumAdam on named parameters; decay (L2, in the gradient) on weights only. ``compiled`` as in the class."""
-    groups = _param_groups(params, weight_decay)
-    return AccumAdam(groups, lr=lr, betas=(beta1, beta2), eps=eps, accum_iter=accum_iter, compiled=compiled)
+    """AccumAdam on named parameters; decay (L2, in the gradient) on weights only."""
+    return AccumAdam(_param_groups(params, weight_decay), lr=lr, betas=(beta1, beta2), eps=eps, accum_iter=accum_iter)
 
 
 def optim_fn_accum_adamw(
@@ -156,9 +150,6 @@ def optim_fn_accum_adamw(
     eps: float = 1e-8,
     weight_decay: float = 0.1,
     accum_iter: int = 4,
-    *,
-    compiled: bool = False,
 ) -> AccumAdamW:
-    """AccumAdamW on named parameters; decay (decoupled) on weights only. ``compiled`` as in the class."""
-    groups = _param_groups(params, weight_decay)
-    return AccumAdamW(groups, lr=lr, betas=(beta1, beta2), eps=eps, accum_iter=accum_iter, compiled=compiled)
+    """AccumAdamW on named parameters; decay (decoupled) on weights only."""
+    return AccumAdamW(_param_groups(params, weight_decay), lr=lr, betas=(beta1, beta2), eps=eps, accum_iter=accum_iter)

@@ -1,10 +1,13 @@
 """One update of AccumAdam(W) on lists of tensors. The formula is at the top of `accum`.
 
-Here are three forms (`compiled` has a fourth), equal up to rounding:
+Three forms, equal up to rounding:
 
 * `single_tensor_accum_adam`: one parameter at a time, as the formula is written. The readable twin of the other two.
-* blocked, for parameters in memory of the CPU: through blocks that stay in the cache, with torch's fused Adam kernel.
+* blocked, for dense parameters on the CPU: block by block, each small enough for the cache, with torch's fused Adam kernel.
 * foreach, for all others: one call for many tensors.
+
+On the CPU the blocked form takes 2.2 times as long as torch's fused AdamW, and foreach passes 3.4 to 6.3 times (docs/log.md,
+"AccumAdamW in one pass").
 """
 
 from __future__ import annotations
@@ -13,25 +16,17 @@ import math
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Hyper",
-    "Lists",
-    "cohorts",
-    "multi_tensor_accum_adam",
-    "single_tensor_accum_adam",
-    "state_dtype",
-    "update_cohort",
-]
+__all__ = ["Hyperparameters", "TensorLists", "multi_tensor_accum_adam", "single_tensor_accum_adam", "state_dtype"]
 
 
 @dataclass(frozen=True)
-class Hyper:
-    """What one update of one parameter group needs to know, as plain numbers."""
+class Hyperparameters:
+    """The options of one parameter group, as plain numbers."""
 
     beta1: float
     beta2: float
@@ -49,8 +44,8 @@ class Hyper:
         return step % self.accum_iter == 0
 
 
-class Lists(NamedTuple):
-    """What one update works on, a column for each role; row i belongs to parameter i."""
+class TensorLists(NamedTuple):
+    """The tensors of one update, a column for each role; row i belongs to parameter i."""
 
     params: list[Tensor]
     grads: list[Tensor]
@@ -60,7 +55,7 @@ class Lists(NamedTuple):
     state_steps: list[Tensor]
 
     @classmethod
-    def empty(cls) -> Lists:
+    def empty(cls) -> TensorLists:
         return cls([], [], [], [], [], [])
 
     def append(self, *row: Tensor) -> None:
@@ -76,7 +71,7 @@ def state_dtype(param: Tensor) -> torch.dtype:
 # ----------------------------------------------------------------------------------------------------------- the update
 
 
-def single_tensor_accum_adam(lists: Lists, hyper: Hyper) -> None:
+def single_tensor_accum_adam(lists: TensorLists, hyper: Hyperparameters) -> None:
     """The formula, one parameter at a time: the readable twin of `multi_tensor_accum_adam`."""
     beta1, beta2, lr, wd = hyper.beta1, hyper.beta2, hyper.lr, hyper.weight_decay
     for param, grad, exp_avg, exp_avg_sq, accum_grad, state_step in zip(*lists, strict=True):
@@ -102,36 +97,22 @@ def single_tensor_accum_adam(lists: Lists, hyper: Hyper) -> None:
             accum_grad.zero_()
 
 
-def multi_tensor_accum_adam(lists: Lists, hyper: Hyper) -> None:
+def multi_tensor_accum_adam(lists: TensorLists, hyper: Hyperparameters) -> None:
     """The same for many tensors at a time. No element's result depends on which other tensors are in the lists."""
-    for step, cohort in cohorts(lists):
-        update_cohort(cohort, step, hyper)
-
-
-def cohorts(lists: Lists) -> Iterator[tuple[int, Lists]]:
-    """Counts the update, and parts the lists into tensors of one device, dtype and step, each with that step."""
     if not lists.params:
         return
     torch._foreach_add_(lists.state_steps, 1)
-    found: dict[tuple[torch.device, torch.dtype, int], Lists] = {}
+    alike: dict[tuple[torch.device, torch.dtype, int], TensorLists] = {}
     for row in zip(*lists, strict=True):
-        param, state_step = row[0], row[-1]
-        key = (param.device, param.dtype, int(state_step.item()))
-        if key not in found:
-            found[key] = Lists.empty()
-        found[key].append(*row)
-    for (_, _, step), cohort in found.items():
-        yield step, cohort
+        key = (row[0].device, row[0].dtype, int(row[-1].item()))
+        alike.setdefault(key, TensorLists.empty()).append(*row)
+    for (device, _, step), found in alike.items():
+        others = _update_blocked(found, step, hyper) if device.type == "cpu" else found
+        if others.params:
+            _update_foreach(others, step, hyper)
 
 
-def update_cohort(lists: Lists, step: int, hyper: Hyper) -> None:
-    """Update number ``step`` of tensors that share device, dtype and step."""
-    others = _update_blocked(lists, step, hyper) if lists.params[0].device.type == "cpu" else lists
-    if others.params:
-        _update_foreach(others, step, hyper)
-
-
-def _update_foreach(lists: Lists, step: int, hyper: Hyper) -> None:
+def _update_foreach(lists: TensorLists, step: int, hyper: Hyperparameters) -> None:
     """Update number ``step`` of tensors that share device, dtype and step. Two temporaries of the parameters' size
     (three where decay joins the gradient, and copies in float32 of narrower parameters and gradients)."""
     params, grads, exp_avgs, exp_avg_sqs, accum_grads, _ = lists
@@ -162,8 +143,10 @@ def _update_foreach(lists: Lists, step: int, hyper: Hyper) -> None:
         _refresh_moments(exp_avgs, exp_avg_sqs, accum_grads, hyper)
 
 
-def _refresh_moments(exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor], accum_grads: list[Tensor], hyper: Hyper) -> None:
-    """What the end of a window does to the state."""
+def _refresh_moments(
+    exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor], accum_grads: list[Tensor], hyper: Hyperparameters
+) -> None:
+    """The end of a window."""
     torch._foreach_add_(exp_avgs, accum_grads, alpha=1 - hyper.beta1)
     torch._foreach_mul_(exp_avgs, hyper.beta1)
     torch._foreach_addcmul_(exp_avg_sqs, accum_grads, accum_grads, value=1 - hyper.beta2)
@@ -173,64 +156,60 @@ def _refresh_moments(exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor], accum_gr
 
 # ---------------------------------------------------------------------------------------------------- the blocked form
 
-_BLOCK = 256 * 1024  # elements: two to four blocks of scratch and as many of operands stay in a cache of some MiB
+# Elements: two to four blocks of scratch and as many of operands stay in a cache of some MiB. Smaller blocks cost calls:
+# 12.3 ms per update with 8 K elements, 7.0 with 32 K, 5.8 with 256 K (docs/log.md, "AccumAdamW in one pass").
+_BLOCK = 256 * 1024
 _SCRATCH = threading.local()
 
-_PLAIN = (Tensor, torch.nn.Parameter)  # a subclass may hold its memory elsewhere
-_Row = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # param, grad, exp_avg, exp_avg_sq, accum_grad
+_PLAIN = (Tensor, torch.nn.Parameter)  # a subclass may keep its values elsewhere
+_Row = tuple[Tensor, ...]  # param, grad, exp_avg, exp_avg_sq, accum_grad
 
 
-class _Kernel(NamedTuple):
-    """The update as torch's fused Adam kernel is to be told it.
+def _kernel_arguments(hyper: Hyperparameters, step: int) -> dict[str, Any]:
+    """The arguments that make torch's fused Adam kernel compute this update.
 
     From moments E, S the kernel makes B1·E + (1-B1)·g and B2·S + (1-B2)·g², divides them by 1 - B^step and then moves x.
-    The update needs m = β1·M + (1-β1)·g, where E = β1·M is what is stored. With B1 = 1/(2-β1) the kernel's value is
-    m/(2-β1), with step = 1 it is divided by 1 - B1 = (1-β1)/(2-β1), and m/(1-β1) results; likewise v/(1-β2). The rate
-    and ε absorb what is left.
+    The update needs m = β1·M + (1-β1)·g, where E = β1·M is stored. With B1 = 1/(2-β1) the kernel's value is m/(2-β1), with
+    step = 1 it is divided by 1 - B1 = (1-β1)/(2-β1), and m/(1-β1) results; likewise v/(1-β2). The rate and ε absorb the rest.
     """
-
-    beta1: float
-    beta2: float
-    lr: float
-    eps: float
-    weight_decay: float  # of the decoupled kind, which the kernel multiplies by its own lr
-
-    @classmethod
-    def of(cls, hyper: Hyper, step: int) -> _Kernel:
-        k = hyper.window(step)
-        scale1 = (1 - hyper.beta1) / (1 - hyper.beta1**k)
-        scale2 = math.sqrt((1 - hyper.beta2) / (1 - hyper.beta2**k))
-        return cls(
-            1 / (2 - hyper.beta1),
-            1 / (2 - hyper.beta2),
-            hyper.lr * scale1 / scale2,
-            hyper.eps / scale2,
-            hyper.weight_decay * scale2 / scale1 if hyper.decoupled else 0.0,
-        )
+    k = hyper.window(step)
+    scale1 = (1 - hyper.beta1) / (1 - hyper.beta1**k)
+    scale2 = math.sqrt((1 - hyper.beta2) / (1 - hyper.beta2**k))
+    return {
+        "beta1": 1 / (2 - hyper.beta1),
+        "beta2": 1 / (2 - hyper.beta2),
+        "lr": hyper.lr * scale1 / scale2,
+        "eps": hyper.eps / scale2,
+        # Of the decoupled kind, which the kernel multiplies by its own lr.
+        "weight_decay": hyper.weight_decay * scale2 / scale1 if hyper.decoupled else 0.0,
+    }
 
 
-def _update_blocked(lists: Lists, step: int, hyper: Hyper) -> Lists:
-    """Update number ``step`` of what tensors of one dtype and step on the CPU the fused kernel can take; the others.
+def _update_blocked(lists: TensorLists, step: int, hyper: Hyperparameters) -> TensorLists:
+    """Update number ``step`` of those tensors that the fused kernel can take; returns the others.
 
-    The kernel would overwrite both moments, which must stay until the window ends: it is given copies of one block at a
-    time, in scratch memory of some blocks' size that every thread keeps.
+    The tensors share dtype and step, and are on the CPU. The kernel would overwrite both moments, which must stay until the
+    window ends: it gets copies of one block at a time, in scratch memory of four blocks per thread.
     """
-    others, rows, compiling = Lists.empty(), [], torch.compiler.is_compiling()
-    dtype = state_dtype(lists.params[0])
+    others, rows, compiling = TensorLists.empty(), [], torch.compiler.is_compiling()
     for row in zip(*lists, strict=True):
-        flat = None if compiling else _flat((row[0], row[1], row[2], row[3], row[4]))
+        flat = None if compiling else _flat(row[:5])
         if flat is None:
             others.append(*row)
         else:
             rows.append(flat)
     if rows:
-        kernel, scratch, one = _Kernel.of(hyper, step), _scratch(dtype), torch.ones((), device="cpu")
+        arguments, scratch, one = (
+            _kernel_arguments(hyper, step),
+            _scratch(state_dtype(rows[0][0])),
+            torch.ones((), device="cpu"),
+        )
         for block in _blocks(rows):
-            _update_block(block, scratch, one, kernel, hyper)
+            _update_block(block, scratch, one, arguments, hyper)
             if hyper.ends_window(step):
                 _, _, exp_avgs, exp_avg_sqs, accum_grads = (list(column) for column in zip(*block, strict=True))
                 _refresh_moments(exp_avgs, exp_avg_sqs, accum_grads, hyper)
-        # The kernel does not do it, and autograd would not see that what it saved has changed.
+        # The kernel does not do it on the CPU, and autograd would miss that a saved tensor has changed.
         torch.autograd.graph.increment_version([row[0] for row in rows])
     return others
 
@@ -240,26 +219,17 @@ def _flat(row: _Row) -> _Row | None:
 
     The kernel walks through memory and looks at neither shapes nor strides: all of them must agree.
     """
-    param, grad, exp_avg, exp_avg_sq, accum_grad = row
+    param, grad = row[0], row[1]
     if type(param) not in _PLAIN or type(grad) not in _PLAIN or grad.layout != torch.strided or grad.device != param.device:
         return None
-    if not grad.is_floating_point() or grad.is_neg() or param.is_neg():
+    if not grad.is_floating_point() or grad.is_neg() or param.is_neg() or any(tensor.shape != param.shape for tensor in row):
         return None
-    shape = param.shape
-    if not grad.shape == exp_avg.shape == exp_avg_sq.shape == accum_grad.shape == shape:
+    strides = param.stride()
+    order = sorted(range(param.ndim), key=lambda axis: -strides[axis])
+    permuted = [tensor.permute(order) for tensor in row]
+    if not all(tensor.is_contiguous() for tensor in permuted):
         return None
-    if all(tensor.is_contiguous() for tensor in row):
-        flat = [tensor.view(-1) for tensor in row]
-    elif all(tensor.stride() == param.stride() for tensor in row):
-        strides = param.stride()
-        order = sorted(range(param.ndim), key=lambda axis: -strides[axis])
-        turned = [tensor.permute(order) for tensor in row]
-        if not turned[0].is_contiguous():
-            return None
-        flat = [tensor.view(-1) for tensor in turned]
-    else:
-        return None
-    return flat[0], flat[1], flat[2], flat[3], flat[4]
+    return tuple(tensor.view(-1) for tensor in permuted)
 
 
 def _blocks(rows: Iterable[_Row]) -> Iterator[list[_Row]]:
@@ -267,28 +237,28 @@ def _blocks(rows: Iterable[_Row]) -> Iterator[list[_Row]]:
     incomplete vector a little differently."""
     block: list[_Row] = []
     room = _BLOCK
-    for row in sorted(rows, key=lambda row: row[0].numel()):  # the small ones share blocks
-        for piece in zip(*(torch.split(tensor, _BLOCK) for tensor in row), strict=True) if row[0].numel() > _BLOCK else (row,):
-            if piece[0].numel() > room:
+    for row in sorted(rows, key=lambda row: row[0].numel()):  # small rows share blocks
+        for part in zip(*(torch.split(tensor, _BLOCK) for tensor in row), strict=True) if row[0].numel() > _BLOCK else (row,):
+            if part[0].numel() > room:
                 yield block
                 block, room = [], _BLOCK
-            block.append(piece)
-            room -= piece[0].numel()
+            block.append(part)
+            room -= part[0].numel()
     yield block
 
 
 def _scratch(dtype: torch.dtype) -> Tensor:
     """This thread's scratch memory of four blocks; pages that are never used take no memory."""
-    kept: Tensor | None = getattr(_SCRATCH, str(dtype), None)
-    if kept is None or kept.numel() != 4 * _BLOCK:
+    scratch: Tensor | None = getattr(_SCRATCH, str(dtype), None)
+    if scratch is None or scratch.numel() != 4 * _BLOCK:
         with torch.inference_mode(False):  # a tensor made in inference mode could not be written outside it
-            kept = torch.empty(4 * _BLOCK, dtype=dtype, device="cpu")
-        setattr(_SCRATCH, str(dtype), kept)
-    return kept
+            scratch = torch.empty(4 * _BLOCK, dtype=dtype, device="cpu")
+        setattr(_SCRATCH, str(dtype), scratch)
+    return scratch
 
 
-def _update_block(block: list[_Row], scratch: Tensor, one: Tensor, kernel: _Kernel, hyper: Hyper) -> None:
-    """All of one update but for the end of the window."""
+def _update_block(block: list[_Row], scratch: Tensor, one: Tensor, arguments: dict[str, Any], hyper: Hyperparameters) -> None:
+    """One update without the end of the window."""
     params, grads, exp_avgs, exp_avg_sqs, accum_grads = (list(column) for column in zip(*block, strict=True))
     sizes = [param.numel() for param in params]
     n = sum(sizes)
@@ -307,21 +277,8 @@ def _update_block(block: list[_Row], scratch: Tensor, one: Tensor, kernel: _Kern
     if decay:
         torch._foreach_add_(gs, xs, alpha=hyper.weight_decay)
 
-    torch._fused_adamw_(
-        xs,
-        gs,
-        copies[: len(sizes)],
-        copies[len(sizes) :],
-        [],
-        [one] * len(sizes),
-        lr=kernel.lr,
-        beta1=kernel.beta1,
-        beta2=kernel.beta2,
-        weight_decay=kernel.weight_decay,
-        eps=kernel.eps,
-        amsgrad=False,
-        maximize=False,
-    )
+    ms, vs = copies[: len(sizes)], copies[len(sizes) :]
+    torch._fused_adamw_(xs, gs, ms, vs, [], [one] * len(sizes), amsgrad=False, maximize=False, **arguments)
     torch._foreach_add_(accum_grads, gs, alpha=1 / hyper.accum_iter)
     if narrow:
         torch._foreach_copy_(params, xs)

@@ -1,4 +1,4 @@
-"""What a prediction starts from: links, a cluster, a job, and a way to train. Plain numbers, checked when they are given."""
+"""The inputs and the result of a prediction: links, a cluster, a job, a way to train. Plain numbers, validated."""
 
 from __future__ import annotations
 
@@ -12,32 +12,24 @@ import numpy as np
 
 from decent_dp.topo import Topology
 
-__all__ = ["CODING_NS", "WIRE_BYTES", "Choice", "Cluster", "Job", "Link", "Prediction"]
+__all__ = ["COMPRESSIONS", "Choice", "Cluster", "Job", "Link", "Prediction"]
 
-WIRE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "int8": 1}
-
-# Nanoseconds a parameter that coding and decoding add to a step, by backend. On a processor ('gloo'): the mean step of 'ours'
-# on the wire less that on float32, of 4.2 million parameters (benchmarks/results/real-2.json: 397.3 - 382.7 ms; bfloat16 cost
-# less than the noise). With 'nccl' nothing was measured: bfloat16 reads and writes some bytes of a GPU's memory; int8 goes
-# through the CPU and TCP, and is charged as there.
-CODING_NS: dict[str, dict[str, float]] = {
-    "gloo": {"float32": 0.0, "bfloat16": 0.0, "int8": 3.5},
-    "nccl": {"float32": 0.0, "bfloat16": 0.05, "int8": 3.5},
-}
-
-_MIB = 2**20
+# Bytes per parameter on the wire.
+COMPRESSIONS: dict[str | None, int] = {None: 4, "bfloat16": 2, "int8": 1}
+DDP, DECENT_DP, PUSH = KINDS = ("ddp", "decent_dp", "push")
+BACKENDS = ("gloo", "nccl")
 
 
 def _number(what: str, value: object, fix: str, *, least: float = 0.0, above: bool = False, finite: bool = True) -> None:
     """Raises ValueError unless ``value`` is a number of at least (``above``: above) ``least``."""
     number = math.nan if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) else float(value)
-    large_enough = number > least if above else number >= least  # nan is not
+    large_enough = number > least if above else number >= least  # False for nan
     if not large_enough or (finite and math.isinf(number)):
         raise ValueError(f"{what} must be a number {'above' if above else 'of at least'} {least:g}, got {value!r}: {fix}")
 
 
 def whole(what: str, value: object, fix: str, *, least: int = 1) -> int:
-    """``value``, which may be a NumPy integer, as an int.
+    """``value`` as an int.
 
     Raises:
         ValueError: it is no integer of at least ``least``.
@@ -47,28 +39,13 @@ def whole(what: str, value: object, fix: str, *, least: int = 1) -> int:
     return int(value)
 
 
-def _slower(name: str, slow: object, count: int) -> dict[int, float]:
-    """The factors of a cluster's ``slow_workers`` or ``slow_nodes``, checked."""
-    if not isinstance(slow, Mapping):
-        raise ValueError(
-            f"Cluster: {name} must be a mapping, got {slow!r}: write {{0: 2.0}} for one half as fast, or leave it out"
-        )
-    for key, factor in slow.items():
-        if not isinstance(key, (int, np.integer)) or isinstance(key, bool):
-            raise ValueError(f"Cluster: {name} names {key!r}, which is no whole number: write 0 to {count - 1}")
-        if not 0 <= key < count:
-            raise ValueError(f"Cluster: {name} names {key}, but there are only 0 to {count - 1}: leave it out")
-        _number(f"Cluster: {name}[{key}]", factor, "1 is as fast as the others, 2 half as fast", above=True)
-    return {int(key): float(factor) for key, factor in slow.items()}
-
-
 @dataclass(frozen=True)
 class Link:
     """A full-duplex link: a message of b bytes takes ``latency_s`` + b / ``bytes_per_s`` (the alpha-beta model).
 
     Attributes:
         latency_s: seconds one way, at least 0.
-        bytes_per_s: of payload, in each direction, at least 1; ``math.inf`` for a link that never limits.
+        bytes_per_s: of payload, in each direction, at least 1; ``math.inf`` for a link without limit.
     """
 
     latency_s: float
@@ -76,16 +53,12 @@ class Link:
 
     def __post_init__(self) -> None:
         _number("Link: latency_s", self.latency_s, "give seconds, such as 50e-6")
-        fix = "give bytes a second, such as 25e9 / 8 for 25 Gbit/s"
+        fix = "give bytes per second, such as 25e9 / 8 for 25 Gbit/s"
         _number("Link: bytes_per_s", self.bytes_per_s, fix, least=1.0, finite=False)
 
     @classmethod
     def of_gbit(cls, gbit: float, latency_us: float = 0.0) -> Link:
-        """A link of ``gbit`` Gbit/s (10^9 bits) and ``latency_us`` microseconds.
-
-        Raises:
-            ValueError: as the class.
-        """
+        """A link of ``gbit`` Gbit/s (10^9 bits) and ``latency_us`` microseconds."""
         _number("Link: gbit", gbit, "give Gbit/s, such as 25", above=True, finite=False)
         _number("Link: latency_us", latency_us, "give microseconds, such as 50")
         return cls(latency_us * 1e-6, gbit * 1e9 / 8)
@@ -93,20 +66,19 @@ class Link:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Workers, their nodes and links. Ranks ``[0, local_world_size)`` are the first node, and so on.
+    """Workers, nodes and links. Ranks ``[0, local_world_size)`` are the first node, and so on.
 
     Attributes:
         world_size: workers n.
-        local_world_size: workers a node; divides n.
-        inter: a node's link to other nodes. All its workers share it, in each direction.
-        intra: a worker's own link to the others of its node.
-        backend: 'gloo': DDP sums along a ring of all workers, this library's groups along trees (``transport/tree.py``).
-            'nccl': both are NCCL's all-reduce, a ring, or its trees between two nodes; but int8, and groups of more than two
-            on bfloat16, go through the CPU and TCP, as with 'gloo'.
-        ports: links between nodes that a node has, each of them ``inter``.
-        flow_ports: of them, how many one flow, or a ring, can use: one of bonded Ethernet, all where NCCL spreads a message
-            over InfiniBand devices. Several flows use all.
-        slow_workers: rank to how many times as long its computation takes.
+        local_world_size: workers per node; divides n.
+        inter: a node's link to other nodes, shared by its workers in each direction.
+        intra: a worker's own link to the other workers of its node.
+        backend: 'gloo': DDP sums along a ring of all workers, and this library's groups along trees. 'nccl': both use
+            NCCL's all-reduce, a ring, or its trees between two nodes; but int8, and groups of more than two in bfloat16, go
+            through the CPU and TCP, as with 'gloo'.
+        ports: links between nodes per node, each of them ``inter``.
+        flow_ports: how many of them one flow, or a ring, can use: 1 for bonded Ethernet, all where NCCL spreads a message over
+            InfiniBand devices. Several flows use all.
         slow_nodes: node to how many times slower its link to other nodes is.
     """
 
@@ -117,14 +89,13 @@ class Cluster:
     backend: str = "gloo"
     ports: int = 1
     flow_ports: int = 1
-    slow_workers: Mapping[int, float] = field(default_factory=dict)
     slow_nodes: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, what in (
             ("world_size", "workers"),
-            ("local_world_size", "workers a node"),
-            ("ports", "links of a node"),
+            ("local_world_size", "workers per node"),
+            ("ports", "links per node"),
             ("flow_ports", "links that a flow can use"),
         ):
             object.__setattr__(self, name, whole(f"Cluster: {name}", getattr(self, name), f"give the number of {what}"))
@@ -140,10 +111,14 @@ class Cluster:
         for name, link in (("inter", self.inter), ("intra", self.intra)):
             if not isinstance(link, Link):
                 raise ValueError(f"Cluster: {name} must be a Link, got {link!r}: write Link(latency_s, bytes_per_s)")
-        if not isinstance(self.backend, str) or self.backend not in CODING_NS:
-            raise ValueError(f"Cluster: backend must be 'gloo' or 'nccl', got {self.backend!r}: say how workers talk")
-        for name, count in (("slow_workers", n), ("slow_nodes", self.n_nodes)):
-            object.__setattr__(self, name, _slower(name, getattr(self, name), count))
+        if self.backend not in BACKENDS:
+            raise ValueError(f"Cluster: backend must be 'gloo' or 'nccl', got {self.backend!r}")
+        if not isinstance(self.slow_nodes, Mapping):
+            raise ValueError(f"Cluster: slow_nodes must be a mapping, got {self.slow_nodes!r}: write {{0: 2.0}}")
+        for node, factor in self.slow_nodes.items():
+            if whole("Cluster: a node of slow_nodes", node, f"write 0 to {self.n_nodes - 1}", least=0) >= self.n_nodes:
+                raise ValueError(f"Cluster: slow_nodes names {node}, but there are only 0 to {self.n_nodes - 1}: leave it out")
+            _number(f"Cluster: slow_nodes[{node}]", factor, "1 is as fast as the others, 2 half as fast", above=True)
 
     @property
     def n_nodes(self) -> int:
@@ -154,18 +129,18 @@ class Cluster:
 
     @classmethod
     def from_measured(cls, path: str | Path, *, backend: str = "gloo") -> Cluster:
-        """The cluster that ``decent-dp doctor --out FILE`` has measured and written to ``path``.
+        """The cluster that ``decent-dp doctor --out FILE`` measured and wrote to ``path``.
 
         A node's rate is that of the best of its pairs with other nodes; nodes with a link slower than most are ``slow_nodes``.
 
         Raises:
-            ValueError: the file cannot be read, is not the doctor's, or lacks what is needed; in one line, with what to do.
+            ValueError: the file cannot be read, is not the doctor's, or lacks something; in one line, with what to do.
         """
         from .measured import read_measured
 
         found = read_measured(path)
-        inter, intra = Link(*found.inter), Link(*found.intra)
-        return cls(found.world_size, found.local_world_size, inter, intra, backend=backend, slow_nodes=found.slow_nodes)
+        found |= {name: Link(*found[name]) for name in ("inter", "intra")}
+        return cls(**found, backend=backend)
 
 
 @dataclass(frozen=True)
@@ -173,13 +148,10 @@ class Job:
     """A step of one worker without the others.
 
     Attributes:
-        params: trainable parameters, as a number.
-        forward_ms, backward_ms, optimizer_ms: milliseconds, of which at least one is above 0.
+        params: number of trainable parameters, in float32.
+        forward_ms, backward_ms, optimizer_ms: milliseconds; at least one is above 0.
         jitter: standard deviation of a step's computation, relative to its mean, drawn for each worker and step from a
-            lognormal distribution. The default is what the workers of benchmarks/results/8x1-60.json show when they are alone.
-        param_bytes: of a parameter in memory, which buckets are cut by and what the float32 wire and DDP send.
-        coding_ns: wire to nanoseconds a parameter that coding and decoding add to a step in which something is sent; for wires
-            that are not in it, ``CODING_NS`` of the backend.
+            lognormal distribution. The default is that of the workers in benchmarks/results/8x1-60.json when they are alone.
     """
 
     params: float
@@ -187,8 +159,6 @@ class Job:
     backward_ms: float
     optimizer_ms: float = 0.0
     jitter: float = 0.01
-    param_bytes: int = 4
-    coding_ns: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
         _number("Job: params", self.params, "give the number of trainable parameters, such as 65e6", above=True)
@@ -199,19 +169,10 @@ class Job:
         _number("Job: jitter", self.jitter, "0.02 is two percent of a step")
         if self.jitter >= 1:
             raise ValueError(f"Job: jitter must be below 1, got {self.jitter!r}: 0.02 is two percent of a step")
-        object.__setattr__(self, "param_bytes", whole("Job: param_bytes", self.param_bytes, "4 for float32"))
-        if self.coding_ns is not None and not isinstance(self.coding_ns, Mapping):
-            raise ValueError(
-                f"Job: coding_ns must be a mapping, got {self.coding_ns!r}: write {{'int8': 3.5}}, or leave it out"
-            )
-        for wire, cost in (self.coding_ns or {}).items():
-            if wire not in WIRE_BYTES:
-                raise ValueError(f"Job: coding_ns names {wire!r}, which is no wire: write one of {', '.join(WIRE_BYTES)}")
-            _number(f"Job: coding_ns[{wire!r}]", cost, "give nanoseconds a parameter")
 
     @classmethod
     def of_step(cls, params: float, step_ms: float, *, optimizer_ms: float = 0.0, jitter: float = 0.01) -> Job:
-        """A step of ``step_ms`` on one worker alone, of which ``optimizer_ms``; backward takes two thirds of the rest.
+        """A step of ``step_ms`` on one worker alone, including ``optimizer_ms``; backward takes two thirds of the rest.
 
         Raises:
             ValueError: as the class; or the optimizer takes longer than the step.
@@ -227,84 +188,77 @@ class Job:
     def compute_ms(self) -> float:
         return self.forward_ms + self.backward_ms + self.optimizer_ms
 
-    def coding_s(self, wire: str, backend: str) -> float:
-        """Seconds for coding and decoding all parameters."""
-        costs = {**CODING_NS[backend], **(self.coding_ns or {})}
-        return costs[wire] * 1e-9 * self.params
-
 
 @dataclass(frozen=True)
 class Choice:
     """A way to train.
 
     Attributes:
-        kind: 'ddp' (PyTorch's), 'ours' (this library, over ``topology``), or 'push': every worker sends to the one 1, 2, 4, ...
-            ranks further and takes what comes from as far behind (Assran et al., ICML 2019), overlapped bucket by bucket.
-        topology: for 'ours': what ``make_topology`` takes.
-        wire: 'float32', 'bfloat16' or 'int8'.
+        kind: 'ddp' (PyTorch's), 'decent_dp' (this library, over ``topology``), or 'push': every worker sends to the one 1, 2,
+            4, ... ranks further and receives from as far behind (Assran et al., ICML 2019), overlapped bucket by bucket.
+        topology: for 'decent_dp': an argument of ``make_topology``.
+        compression: None, 'bfloat16' or 'int8'.
         bucket_mb: upper size of a bucket in MiB, above 0.
-        overlap: as the wrapper's: False exchanges at the end of the step.
-        extra_ms: what this way adds to a worker's backward (copies, kernels of the exchange), where it is known.
+        extra_ms: added to a worker's backward (copies, kernels of the exchange), where it is known.
     """
 
     kind: str
     topology: str | Topology | None = None
-    wire: str = "float32"
+    compression: str | None = None
     bucket_mb: float = 25.0
-    overlap: bool = True
     extra_ms: float = 0.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.kind, str) or self.kind not in ("ddp", "ours", "push"):
-            raise ValueError(f"Choice: kind must be 'ddp', 'ours' or 'push', got {self.kind!r}: say who exchanges")
-        if self.kind == "ours" and not isinstance(self.topology, (str, Topology)):
+        if self.kind not in KINDS:
+            raise ValueError(f"Choice: kind must be 'ddp', 'decent_dp' or 'push', got {self.kind!r}")
+        if not self.decentralized:
+            for name, value in (("topology", self.topology), ("compression", self.compression)):
+                if value is not None:
+                    raise ValueError(f"Choice: {name}={value!r} is for kind='decent_dp' only, got kind={self.kind!r}")
+        elif not isinstance(self.topology, (str, Topology)):
             raise ValueError(f"Choice: topology must be a name or a Topology, got {self.topology!r}: such as 'one-peer-exp'")
-        if self.kind != "ours" and self.topology is not None:
-            raise ValueError(
-                f"Choice: topology={self.topology!r} is for kind='ours' only, got kind={self.kind!r}: leave it out"
-            )
-        if not isinstance(self.wire, str) or self.wire not in WIRE_BYTES:
-            raise ValueError(f"Choice: wire must be one of {', '.join(WIRE_BYTES)}, got {self.wire!r}: choose one")
-        if self.kind != "ours" and self.wire != "float32":
-            raise ValueError(f"Choice: wire={self.wire!r} is for kind='ours' only: {self.kind!r} sends float32")
-        if self.kind != "ours" and not self.overlap:
-            raise ValueError(f"Choice: overlap=False is for kind='ours', got kind={self.kind!r}: leave it out")
+        if not (self.compression is None or isinstance(self.compression, str)) or self.compression not in COMPRESSIONS:
+            raise ValueError(f"Choice: compression must be None, 'bfloat16' or 'int8', got {self.compression!r}")
         _number("Choice: bucket_mb", self.bucket_mb, "give MiB, such as 25", above=True)
         _number("Choice: extra_ms", self.extra_ms, "give milliseconds")
 
     @property
+    def decentralized(self) -> bool:
+        return self.kind == DECENT_DP
+
+    @property
     def topology_name(self) -> str | None:
-        """The name that was given, or the title of the topology; None where there is none."""
+        """The name that was given, or the title of the topology, or None."""
         return self.topology.title() if isinstance(self.topology, Topology) else self.topology
 
     @property
     def name(self) -> str:
-        """``ddp``, ``push`` or ``ours:TOPOLOGY[:WIRE]``, as the benchmarks name contenders."""
-        if self.kind != "ours":
+        """``ddp``, ``push`` or ``TOPOLOGY[, COMPRESSION]``."""
+        if not self.decentralized:
             return self.kind
-        return ":".join(["ours", str(self.topology_name)] + [self.wire] * (self.wire != "float32"))
+        return ", ".join([str(self.topology_name)] + [self.compression] * (self.compression is not None))  # type: ignore[list-item]
 
     @property
-    def bucket_bytes(self) -> float:
-        return self.bucket_mb * _MIB
+    def bytes_per_param(self) -> int:
+        return COMPRESSIONS[self.compression]
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step of ``choice`` takes.
+    """The predicted step of ``choice``.
 
     Attributes:
-        step_ms: the mean over workers and steps, once the first steps are over; where somebody is slow and not all have come to
-            the same rate by then, the slowest worker's.
-        compute_ms: of it, what a worker computes (coding and ``extra_ms`` included), on the mean worker.
-        waited_ms: of it, waiting for others and for links.
-        node_bytes: bytes that a node sends to other nodes in a step, the mean over nodes and rounds.
+        step_ms: the mean over workers and steps, after the first steps. If a node is slow and workers have not all reached the
+            same rate by then, the slowest worker's.
+        compute_ms: the computation in it (coding and ``extra_ms`` included), of the mean worker.
+        waited_ms: the wait for others and for links in it.
+        node_bytes: bytes that a node sends to other nodes per step, the mean over nodes and rounds.
         limit: 'compute', 'coding', 'links between nodes', 'links inside a node', 'the CPU and TCP' (messages that NCCL does not
-            take), 'latency' or 'a slow worker'.
-        reason: a sentence that says why.
+            take) or 'latency'.
+        reason: a sentence about the limit.
         mixing: the factor by which a step shrinks the consensus error in the long run (0 for DDP, which has none); None if it
-            is not known: ``plan`` finds it.
-        detour: some of its messages go through the CPU and TCP, though the cluster has NCCL.
+            is not known: ``plan`` computes it for up to 1,024 workers.
+        detour: some messages go through the CPU and TCP, though the cluster has NCCL.
     """
 
     choice: Choice
@@ -323,8 +277,12 @@ class Prediction:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        shown = {key: getattr(self, key) for key in ("name", "step_ms", "compute_ms", "waited_ms", "node_bytes")}
         choice = self.choice
-        shown |= {"kind": choice.kind, "topology": choice.topology_name, "wire": choice.wire, "bucket_mb": choice.bucket_mb}
-        shown |= {"overlap": choice.overlap, "extra_ms": choice.extra_ms}
-        return shown | {"limit": self.limit, "reason": self.reason, "mixing": self.mixing}
+        return {
+            **{key: getattr(self, key) for key in ("name", "step_ms", "compute_ms", "waited_ms", "node_bytes")},
+            **{key: getattr(choice, key) for key in ("kind", "compression", "bucket_mb", "extra_ms")},
+            "topology": choice.topology_name,
+            "limit": self.limit,
+            "reason": self.reason,
+            "mixing": self.mixing,
+        }

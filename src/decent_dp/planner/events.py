@@ -1,9 +1,8 @@
-"""The simulation: workers compute, exchanges share links as fluids, and nobody waits for more than it has to.
+"""The simulation: workers compute, and transfers share links as fluids.
 
-Two kinds of events: an exchange may begin (all who start it have), and an exchange has ended. Between two events every flow has
-a constant rate: of each link that it uses an equal share beside the other flows there, and the smallest of its shares counts.
-A worker does one exchange between nodes, and one inside, at a time, the earliest first: so messages are on the wire in the
-order in which they are needed.
+There are two kinds of events: a transfer can begin (all its starters have), and a transfer has ended. Between two events every
+flow has a constant rate: it has an equal share of each of its links, and the smallest share counts. A worker has one transfer
+between nodes, and one inside, at a time, the earliest first: so messages are sent in the order in which they are needed.
 """
 
 from __future__ import annotations
@@ -16,26 +15,26 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from .traffic import Exchange, Round
+from .traffic import RoundTraffic, Transfer
 
 __all__ = ["Outcome", "Timing", "simulate", "simulate_all_reduce"]
 
 _INFINITY = float("inf")
-# Numbers in an array at most, of buckets and workers.
+# The largest array of buckets and workers.
 _AT_ONCE = 10**7
 
 
 @dataclass(frozen=True)
 class Timing:
-    """What every worker computes in seconds, and what it sends.
+    """The seconds of computation, and the bytes, of every bucket.
 
     Attributes:
-        factor: (steps, workers): how many times as long as the rest says a worker's computation takes in a step.
-        work: of each bucket: until its gradients are there, since those of the bucket before; the first holds the forward.
-        after: of each bucket: the optimizer's step.
-        coding: of each bucket: coding and decoding, by who begins an exchange in the step.
-        copies: of each bucket: copies to the CPU and back, by who begins one that goes through the CPU though others do not.
-        bytes: of each bucket's message.
+        factor: (steps, workers), by which a worker's seconds in a step are multiplied.
+        work: until the bucket's gradients are there, since those of the bucket before. The first includes the forward.
+        after: the optimizer's step.
+        coding: coding and decoding, for workers that begin a transfer.
+        copies: copies to the CPU and back, for workers that begin a transfer with a detour.
+        bytes: of the bucket's message.
     """
 
     factor: npt.NDArray[np.float64]
@@ -51,26 +50,25 @@ class Timing:
         return coded, [a + b for a, b in zip(coded, self.copies, strict=True)]
 
     def after_and_sending(self, detour: bool) -> Sequence[float]:
-        """``after`` and all that sending takes, of each bucket."""
+        """``after``, coding and copies of each bucket."""
         return self._sending[detour]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """When each worker had ended each step, in seconds, (steps, workers); and how long it has waited in each, likewise."""
+    """The end of each step of each worker in seconds, of shape (steps, workers), and how long it waited in the step."""
 
     ends: npt.NDArray[np.float64]
     waited: npt.NDArray[np.float64]
 
 
 class _Flow:
-    """An exchange of one bucket: waited for, then under way, then ended."""
+    """The transfer of one bucket: not begun, then queued, then in flight, then ended."""
 
     __slots__ = (
         "at",
         "bucket",
         "ended",
-        "exchange",
         "left",
         "missing",
         "moving",
@@ -78,13 +76,14 @@ class _Flow:
         "rate",
         "ready",
         "stamp",
+        "transfer",
         "version",
         "waiting",
     )
 
-    def __init__(self, exchange: Exchange, order: tuple[int, int, int]) -> None:
-        self.exchange, self.order, self.bucket = exchange, order, order[1]
-        self.missing = len(exchange.starters)
+    def __init__(self, transfer: Transfer, order: tuple[int, int, int]) -> None:
+        self.transfer, self.order, self.bucket = transfer, order, order[1]
+        self.missing = len(transfer.starters)
         self.ready = 0.0
         self.ended: float | None = None
         self.moving = False
@@ -92,8 +91,8 @@ class _Flow:
         self.waiting: list[int] = []
 
 
-# A worker's loop yields what it waits for and since when; it is sent the time at which that had ended.
-_Worker = Generator[tuple[_Flow, float], float, None]
+# A worker yields the flow that it waits for, and is sent the time at which that ended.
+_Worker = Generator[_Flow, float, None]
 
 
 def _first(entry: tuple[tuple[int, int, int], _Flow]) -> tuple[int, int, int]:
@@ -102,9 +101,9 @@ def _first(entry: tuple[tuple[int, int, int], _Flow]) -> tuple[int, int, int]:
 
 class _Simulation:
     def __init__(
-        self, rounds: Sequence[Round], timing: Timing, capacity: Sequence[float], per_flow: Sequence[float], overlap: bool
+        self, rounds: Sequence[RoundTraffic], timing: Timing, capacity: Sequence[float], per_flow: Sequence[float]
     ) -> None:
-        self._rounds, self._timing, self._overlap = rounds, timing, overlap
+        self._rounds, self._timing = rounds, timing
         self._capacity, self._per_flow = capacity, per_flow
         steps, workers = timing.factor.shape
         self._steps, self._buckets = steps, len(timing.work)
@@ -116,7 +115,7 @@ class _Simulation:
         self._busy: set[tuple[int, int]] = set()
         self._queued: dict[tuple[int, int], list[_Flow]] = {}
         self._on_link: list[list[_Flow]] = [[] for _ in capacity]
-        # Of each link, what every flow on it may have now; and the number of the change for which flows were looked at.
+        # The rate of a flow on each link now; and a number per change, so that a flow on several links is updated once.
         self._share_of = list(per_flow)
         self._stamp = 0
         self._workers = [self._work(rank) for rank in range(workers)]
@@ -131,7 +130,7 @@ class _Simulation:
                 self._enqueue(flow, time)
             elif flow.version == version:
                 self._end(flow, time)
-        # Who waits for the earliest exchange that has not ended is not waited for by it: no order of events blocks all.
+        # No deadlock: the workers that wait for the earliest open transfer have begun it.
         assert self._running == 0
 
     # -- workers ------------------------------------------------------------------------------------------------------
@@ -143,13 +142,13 @@ class _Simulation:
         for t in range(self._steps):
             factor, own = factors[t], self._rounds[t % len(self._rounds)]
             start, need = own.starts[rank], own.needs[rank]
-            after = timing.after if start is None else timing.after_and_sending(own.exchanges[start].detour)
+            after = timing.after if start is None else timing.after_and_sending(own.transfers[start].detour)
             lost = 0.0
             for b in buckets:
                 now += factor * timing.work[b]
                 flow = before[b]
-                if self._overlap and flow is not None:
-                    ended = flow.ended if flow.ended is not None else (yield flow, now)
+                if flow is not None:
+                    ended = flow.ended if flow.ended is not None else (yield flow)
                     if ended > now:
                         lost += ended - now
                         now = ended
@@ -157,19 +156,12 @@ class _Simulation:
                 if start is not None:
                     self._begin(self._flow(t, b, start), now)
                 before[b] = None if need is None else self._flow(t, b, need)
-            if not self._overlap:
-                for flow in before:
-                    if flow is not None:
-                        ended = flow.ended if flow.ended is not None else (yield flow, now)
-                        if ended > now:
-                            lost += ended - now
-                            now = ended
             self.ends[t, rank], self.waited[t, rank] = now, lost
 
     def _resume(self, rank: int, time: float | None) -> None:
         worker = self._workers[rank]
         try:
-            flow, _ = next(worker) if time is None else worker.send(time)
+            flow = next(worker) if time is None else worker.send(time)
         except StopIteration:
             self._running -= 1
             return
@@ -181,62 +173,62 @@ class _Simulation:
         key = (t, bucket, number)
         flow = self._flows.get(key)
         if flow is None:
-            flow = self._flows[key] = _Flow(self._rounds[t % len(self._rounds)].exchanges[number], key)
+            flow = self._flows[key] = _Flow(self._rounds[t % len(self._rounds)].transfers[number], key)
         return flow
 
     def _begin(self, flow: _Flow, time: float) -> None:
         flow.missing -= 1
         flow.ready = max(flow.ready, time)
         if not flow.missing:
-            self._push(flow.ready + flow.exchange.latency_s, 0, flow)
+            self._push(flow.ready + flow.transfer.latency_s, 0, flow)
 
     def _push(self, time: float, kind: int, flow: _Flow) -> None:
         self._count += 1
         heapq.heappush(self._events, (time, self._count, kind, flow, flow.version))
 
     def _enqueue(self, flow: _Flow, time: float) -> None:
-        if self._busy.isdisjoint(flow.exchange.lanes):
+        if self._busy.isdisjoint(flow.transfer.lanes):
             self._move(flow, time)
         else:
-            for lane in flow.exchange.lanes:
+            for lane in flow.transfer.lanes:
                 self._queued.setdefault(lane, []).append(flow)
 
     def _move(self, flow: _Flow, time: float) -> None:
         flow.moving, flow.at = True, time
-        self._busy.update(flow.exchange.lanes)
-        for link, _ in flow.exchange.loads:
+        self._busy.update(flow.transfer.lanes)
+        for link, _ in flow.transfer.loads:
             self._on_link[link].append(flow)
         self._share(flow, time)
 
     def _end(self, flow: _Flow, time: float) -> None:
         flow.ended = time
-        for link, _ in flow.exchange.loads:
+        for link, _ in flow.transfer.loads:
             self._on_link[link].remove(flow)
-        self._busy.difference_update(flow.exchange.lanes)
+        self._busy.difference_update(flow.transfer.lanes)
         self._share(flow, time)
         waiting: list[tuple[tuple[int, int, int], _Flow]] = []
-        for lane in flow.exchange.lanes:
+        for lane in flow.transfer.lanes:
             queue = self._queued.get(lane)
             if queue:
                 queue[:] = [other for other in queue if not other.moving]
                 waiting += [(other.order, other) for other in queue]
         for _, other in sorted(waiting, key=_first):
-            if not other.moving and self._busy.isdisjoint(other.exchange.lanes):
+            if not other.moving and self._busy.isdisjoint(other.transfer.lanes):
                 self._move(other, time)
         for rank in flow.waiting:
             self._resume(rank, time)
 
     def _share(self, changed: _Flow, time: float) -> None:
-        """New rates for all flows on the links that ``changed`` has come to, or has left."""
-        if not changed.exchange.loads:
+        """Sets the rates of all flows on the links of ``changed``, which has begun or ended."""
+        if not changed.transfer.loads:
             if changed.ended is None:
                 self._push(time, 1, changed)
             return
         capacity, per_flow, on_link = self._capacity, self._per_flow, self._on_link
-        for link, _ in changed.exchange.loads:
+        for link, _ in changed.transfer.loads:
             self._share_of[link] = min(per_flow[link], capacity[link] / (len(on_link[link]) or 1))
         self._stamp += 1
-        for link, _ in changed.exchange.loads:
+        for link, _ in changed.transfer.loads:
             for flow in on_link[link]:
                 if flow.stamp != self._stamp:
                     flow.stamp = self._stamp
@@ -244,51 +236,48 @@ class _Simulation:
 
     def _set_rate(self, flow: _Flow, time: float) -> None:
         share_of = self._share_of
-        exchange = flow.exchange
-        rate = min([share_of[link] / copies for link, copies in exchange.loads])
-        rate = min(rate, exchange.most) / self._timing.bytes[flow.bucket]
+        transfer = flow.transfer
+        rate = min([share_of[link] / copies for link, copies in transfer.loads])
+        rate = min(rate, transfer.most) / self._timing.bytes[flow.bucket]
         if rate == flow.rate:
             return
         if time > flow.at:
-            # Not "0 * inf": a flow without a limit ends at once.
+            # time > at avoids 0 * inf: a flow without a limit ends at once.
             flow.left = max(0.0, flow.left - (time - flow.at) * flow.rate)
         flow.at, flow.rate = time, rate
         flow.version += 1
         self._push(time + (flow.left / rate if rate < _INFINITY else 0.0), 1, flow)
 
 
-def simulate(
-    rounds: Sequence[Round], timing: Timing, capacity: Sequence[float], per_flow: Sequence[float], *, overlap: bool = True
-) -> Outcome:
-    """Runs all steps.
+def simulate(rounds: Sequence[RoundTraffic], timing: Timing, capacity: Sequence[float], per_flow: Sequence[float]) -> Outcome:
+    """Simulates all steps. A bucket's transfer is waited for in the next step.
 
     Args:
         rounds: of a period; they repeat.
-        timing: what workers compute.
-        capacity: bytes a second of every link.
-        per_flow: what one flow may have of it.
-        overlap: a bucket's exchange is waited for in the next step, else at the end of its own.
+        timing: the computation.
+        capacity: bytes per second of every link.
+        per_flow: bytes per second that one flow can have of every link.
     """
-    simulation = _Simulation(rounds, timing, capacity, per_flow, overlap)
+    simulation = _Simulation(rounds, timing, capacity, per_flow)
     simulation.run()
     return Outcome(simulation.ends, simulation.waited)
 
 
 def simulate_all_reduce(timing: Timing, duration: Callable[[float], float]) -> Outcome:
-    """Steps of DDP: a bucket is summed when all workers have its gradients and the one before is done; optimizers wait for all.
+    """The steps of DDP, a recursion over the buckets.
 
-    That is a recursion over the buckets, for which nothing has to be simulated.
+    A bucket is summed when all workers have its gradients and the previous bucket is done. Optimizers wait for all buckets.
 
     Args:
-        timing: what workers compute; ``coding`` and ``copies`` are not used.
-        duration: seconds of the all-reduce of so many bytes.
+        timing: the computation; ``coding`` and ``copies`` are not used.
+        duration: seconds of the all-reduce of a number of bytes.
     """
     steps, workers = timing.factor.shape
     ends, waited = np.zeros((steps, workers)), np.zeros((steps, workers))
     now = np.zeros(workers)
     seconds = np.array([duration(size) for size in timing.bytes])
     until, after = np.cumsum(timing.work), float(np.sum(timing.after))
-    # The last bucket is done when some bucket was ready and it and all later ones were summed one after another.
+    # The end is that of the slowest chain: some bucket becomes ready, then it and all later ones are summed one after another.
     rest = np.cumsum(seconds[::-1])[::-1]
     some = max(1, _AT_ONCE // workers)
     for t in range(steps):

@@ -1,42 +1,30 @@
-"""Reads what ``decent-dp doctor --out FILE`` has measured."""
+"""Reads the file of ``decent-dp doctor --out FILE``."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median, median_high
 from typing import Any, NoReturn
 
-__all__ = ["FORMAT", "Measured", "read_measured"]
+__all__ = ["FORMAT", "read_measured"]
 
 FORMAT = "decent_dp-doctor-1"
-# A node counts as slow when its link is so much slower than the median node's: less is noise of the measurement.
+# A node counts as slow if its link is this many times slower than the median node's: less is noise of the measurement.
 _SLOW = 1.25
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Workers and the latency (seconds) and rate (bytes a second) of the links between and inside nodes."""
-
-    world_size: int
-    local_world_size: int
-    inter: tuple[float, float]
-    intra: tuple[float, float]
-    slow_nodes: dict[int, float]
-
-
-def read_measured(path: str | Path) -> Measured:
-    """The cluster in the file.
+def read_measured(path: str | Path) -> dict[str, Any]:
+    """The arguments of ``Cluster``, with latency (seconds) and rate (bytes per second) for its links.
 
     Raises:
         ValueError: see ``Cluster.from_measured``.
     """
 
     def refuse(why: str) -> NoReturn:
-        raise ValueError(f"{path}: {why}; measure again: torchrun ... -m decent_dp.cli doctor --out FILE")
+        raise ValueError(f"{path}: {why}; measure again: torchrun ... -m decent_dp doctor --out FILE")
 
     try:
         data: Any = json.loads(Path(path).read_text(encoding="utf-8-sig"))
@@ -75,13 +63,13 @@ def _matrix(data: dict[str, Any], name: str, n: int, least: float, most: float) 
             if value is None:
                 raise ValueError(f"worker {i} does not reach worker {j} ({name}[{i}][{j}] is null): mend that first")
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            # A range, as JSON has integers that no float can hold.
+            # A range: JSON has integers that no float can hold.
             if not number or not least <= value <= most:
                 raise ValueError(f"{name}[{i}][{j}] must be a number from {least:g} to {most:g}, got {str(value)[:30]}")
     return rows
 
 
-def _summarize(n: int, local: int, latency: list[list[float]], rate: list[list[float]]) -> Measured:
+def _summarize(n: int, local: int, latency: list[list[float]], rate: list[list[float]]) -> dict[str, Any]:
     pairs = [(i, j) for i in range(n) for j in range(n) if i != j]
     inside = [(i, j) for i, j in pairs if i // local == j // local]
     across = [(i, j) for i, j in pairs if i // local != j // local]
@@ -93,10 +81,10 @@ def _summarize(n: int, local: int, latency: list[list[float]], rate: list[list[f
     for i, j in across:
         both = min(rate[i][j], rate[j][i])
         best[i // local] = max(best.get(i // local, 0.0), both)
-    # The upper one of two in the middle: with half of the nodes slow, the others are not.
+    # The upper of the two in the middle: if half of the nodes are slow, the others are the usual ones.
     usual = median_high(best.values()) if best else math.inf
     slow = {node: usual / own for node, own in best.items() if usual / own > _SLOW}
-    # Where there is no such link, it cannot limit.
+    # A link that does not exist cannot limit.
     inter = (1e-6 * middle(latency, across), usual * 1e6 / 8) if across else (0.0, math.inf)
     intra = (1e-6 * middle(latency, inside), middle(rate, inside) * 1e6 / 8) if inside else (0.0, math.inf)
-    return Measured(n, local, inter, intra, slow)
+    return {"world_size": n, "local_world_size": local, "inter": inter, "intra": intra, "slow_nodes": slow}

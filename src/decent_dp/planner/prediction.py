@@ -9,79 +9,76 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from .describe import WIRE_BYTES, Choice, Cluster, Job, Prediction, whole
+from .describe import DDP, Choice, Cluster, Job, Prediction, whole
 from .events import Outcome, Timing, simulate, simulate_all_reduce
 from .reasons import explain
-from .traffic import Exchange, Round, buckets_of, capacities, collective, make_rounds
+from .traffic import RoundTraffic, Transfer, buckets_of, capacities, collective, make_rounds
 
 __all__ = ["most_buckets_of", "predict"]
 
-# Steps until what the start has left is gone, and at least so many that are measured. With more jitter more of them: 60, of
-# which most topologies have whole periods, so that contenders are compared on the same draws; fewer where many workers draw.
+# Steps before the measurement, and at least so many measured. With more jitter 60, a multiple of most periods, so that
+# contenders are compared on the same draws; fewer for many workers, which make many draws.
 _WARMUP, _MEASURED = 8, 12
 _JITTER, _MEASURED_JITTER, _MEASURED_MANY, _MANY = 0.02, 60, 24, 64
-# Exchanges that a prediction may simulate: for more workers buckets are merged, 12 at most and 4 at least (with 2, steps that
-# links nearly limit come out a quarter too long).
-_EXCHANGES, _MOST_BUCKETS, _FEWEST_BUCKETS = 6000, 12, 4
-# Workers have the same rate, up to this.
+# Transfers that a prediction may simulate. For more workers buckets are merged: 12 at most, and 4 at least (with 2, steps that
+# links nearly limit are predicted a quarter too long).
+_TRANSFERS, _MOST_BUCKETS, _FEWEST_BUCKETS = 6000, 12, 4
+# Workers whose rates are this near have the same rate.
 _AGREE = 0.01
-# Bytes a second between an accelerator and the CPU, each way: PCIe 3.0 x16 promises 15.75e9.
+# Bytes per second between an accelerator and the CPU, each way: PCIe 3.0 x16 promises 15.75e9.
 _HOST_BYTES_PER_S = 10e9
-# A step so long (30 years) is a typing error, and so is one for which floats do not suffice.
+# A longer step (30 years) is a typing error.
 _LONGEST_S = 1e9
+# Nanoseconds per parameter for coding and decoding in a step, by backend. On a processor ('gloo'): the mean step with int8 less
+# that with float32, of 4.2 million parameters (benchmarks/results/real-2.json: 397.3 - 382.7 ms; bfloat16 cost less than the
+# noise). With 'nccl' nothing was measured: bfloat16 reads and writes some bytes of a GPU's memory; int8 goes through the CPU
+# and TCP, and is charged as there.
+_CODING_NS: dict[str, dict[str | None, float]] = {
+    "gloo": {None: 0.0, "bfloat16": 0.0, "int8": 3.5},
+    "nccl": {None: 0.0, "bfloat16": 0.05, "int8": 3.5},
+}
 
 
 Rates = npt.NDArray[np.float64]  # seconds a step of each worker
 
 
 def most_buckets_of(world_size: int) -> int:
-    """So many buckets of this library are simulated; more are merged."""
-    return max(_FEWEST_BUCKETS, min(_MOST_BUCKETS, _EXCHANGES // (20 * max(1, world_size // 2))))
+    """The number of buckets of this library that are simulated; more are merged."""
+    return max(_FEWEST_BUCKETS, min(_MOST_BUCKETS, _TRANSFERS // (20 * max(1, world_size // 2))))
 
 
-def predict(
-    cluster: Cluster,
-    job: Job,
-    choice: Choice,
-    *,
-    steps: int | None = None,
-    most_buckets: int | None = None,
-    seed: int = 0,
-) -> Prediction:
-    """The time of a training step, by simulating some steps of all workers.
+def predict(cluster: Cluster, job: Job, choice: Choice, *, steps: int | None = None, seed: int = 0) -> Prediction:
+    """The time of a training step, from a simulation of some steps of all workers.
 
-    What is modelled: computation with jitter, buckets, links that latency and rate describe, shared by all flows on them; each
-    worker waits for its own partners alone. This library: at a bucket's turn in the backward, what was sent of it a step ago is
-    waited for, mixed, stepped and sent again. DDP: buckets are summed one after another as the backward makes them, and the
-    optimizer waits for all. What is not: congestion beyond fair shares, memory, a processor that is short of cores.
+    The model has computation with jitter, buckets, and links with latency and rate that flows share. Each worker waits for its
+    own partners only. This library: at a bucket's turn in the backward, its exchange of the previous step is waited for, then
+    the bucket is mixed, stepped and sent again. DDP: buckets are summed one after another as the backward makes them, and the
+    optimizer waits for all. The model has no congestion beyond fair shares, no memory, and no shortage of CPU cores.
 
-    A worker or a link that is slow slows others a partner further each round, around a long ring not all within the steps that
-    are simulated: with one of them, and while rates differ, the slowest worker's counts, which in the end is that of all.
+    A slow link slows a further partner each round, around a long ring not all of them within the simulated steps. So while
+    rates differ, the slowest worker's counts, which in the end is that of all.
 
     Args:
         cluster: workers and links.
         job: a step of a worker alone.
         choice: how to train.
-        steps: that are measured; None: whole periods of the topology, at least 12, and 60 with a jitter above 0.02 (24 for
-            more than 64 workers).
-        most_buckets: of this library more equal buckets than these are merged; None: 12, and fewer for many workers.
+        steps: number of measured steps; None: whole periods of the topology, at least 12, and 60 with a jitter above 0.02 (24
+            for more than 64 workers).
         seed: of the jitter, at least 0. The same arguments give the same prediction.
 
     Raises:
-        ValueError: the topology is unknown or does not fit the cluster, ``steps``, ``most_buckets`` or ``seed`` is no integer
-            or too small, or the links are too slow for so many parameters.
+        ValueError: the topology is unknown or does not fit the cluster, ``steps`` or ``seed`` is no integer or too small, or
+            the links are too slow for so many parameters.
     """
     if steps is not None:
         steps = whole("predict: steps", steps, "leave it out for whole periods")
-    if most_buckets is not None:
-        most_buckets = whole("predict: most_buckets", most_buckets, "leave it out", least=2)
     seed = whole("predict: seed", seed, "give 0", least=0)
     _check_sizes(cluster, job)
-    shares = buckets_of(job, choice, most_buckets or most_buckets_of(cluster.world_size))
-    if choice.kind == "ddp":
+    shares = buckets_of(job, choice, most_buckets_of(cluster.world_size))
+    if choice.kind == DDP:
         how = "nccl" if cluster.backend == "nccl" else "ring"
         members = (0 if cluster.world_size > 1 else None,) * cluster.world_size
-        rounds = [Round((collective(cluster, range(cluster.world_size), how),), members, members)]
+        rounds = [RoundTraffic((collective(cluster, range(cluster.world_size), how),), members, members)]
     else:
         rounds = make_rounds(cluster, choice)
     measured = steps or _whole_periods(cluster, job, len(rounds))
@@ -89,27 +86,25 @@ def predict(
     period = len(rounds)
     warmup = period * math.ceil(_WARMUP / period) if period <= _WARMUP else _WARMUP
     timing = make_timing(cluster, job, choice, shares, warmup + measured, seed, warmup=warmup)
-    if choice.kind == "ddp":
-        outcome = simulate_all_reduce(timing, lambda size: all_reduce_s(cluster, rounds[0].exchanges[0], size))
+    if choice.kind == DDP:
+        outcome = simulate_all_reduce(timing, lambda size: all_reduce_s(cluster, rounds[0].transfers[0], size))
     else:
-        outcome = simulate(rounds, timing, *capacities(cluster), overlap=choice.overlap)
+        outcome = simulate(rounds, timing, *capacities(cluster))
     return _summarize(cluster, job, choice, rounds, outcome, warmup, len(shares))
 
 
 def _check_sizes(cluster: Cluster, job: Job) -> None:
     slowest = min(min(rates) for rates in capacities(cluster))
-    payload = job.params * max(job.param_bytes, 4)
-    longest = max([1.0, *cluster.slow_workers.values()]) * job.compute_ms * 1e-3
-    # Every worker's at the same time, in both directions of a tree.
-    if not (slowest > 0 and 2 * cluster.world_size * payload / slowest <= _LONGEST_S and longest <= _LONGEST_S):
+    # All workers' at the same time, in both directions of a tree.
+    sent = 2 * cluster.world_size * 4 * job.params
+    if not (slowest > 0 and sent / slowest <= _LONGEST_S and job.compute_ms * 1e-3 <= _LONGEST_S):
         raise ValueError(
-            f"predict: a step would take years: {job.params:g} parameters, {job.compute_ms:g} ms a step alone, and "
-            f"{slowest:g} bytes a second over the slowest link: see the units"
+            f"predict: a step would take years: {job.params:g} parameters, {job.compute_ms:g} ms per step alone, and "
+            f"{slowest:g} bytes per second over the slowest link: check the units"
         )
 
 
 def _whole_periods(cluster: Cluster, job: Job, period: int) -> int:
-    """Steps that are measured."""
     least = _MEASURED
     if job.jitter > _JITTER:
         least = _MEASURED_JITTER if cluster.world_size <= _MANY else _MEASURED_MANY
@@ -117,67 +112,60 @@ def _whole_periods(cluster: Cluster, job: Job, period: int) -> int:
 
 
 def _step_s(cluster: Cluster, job: Job, rates: Rates, measured: int) -> float:
-    """The mean worker's, or the slowest one's while others have not come to its rate."""
-    slow = cluster.slow_workers.values()
-    noise = 6 * job.jitter * max([1.0, *slow]) * job.compute_ms * 1e-3 / measured
+    """The mean worker's, or the slowest one's while others have not reached its rate."""
+    noise = 6 * job.jitter * job.compute_ms * 1e-3 / measured
     alike = float(rates.max() - rates.min()) <= _AGREE * float(rates.mean()) + noise
-    even = all(factor == 1 for factor in (*slow, *cluster.slow_nodes.values()))
+    even = all(factor == 1 for factor in cluster.slow_nodes.values())
     return float(rates.mean() if even or alike else rates.max())
 
 
 def make_timing(
     cluster: Cluster, job: Job, choice: Choice, shares: Sequence[float], steps: int, seed: int, *, warmup: int = 0
 ) -> Timing:
-    """The computation of all workers in all steps; of the steps after ``warmup`` its mean over workers is as ``job`` says."""
+    """The computation of all workers in all steps; its mean over workers and the steps after ``warmup`` is that of ``job``."""
     n = cluster.world_size
     random = np.random.default_rng(seed)
     spread = math.sqrt(math.log1p(job.jitter**2))
     factor = np.exp(spread * random.standard_normal((steps, n)) - spread**2 / 2)
-    # The same draws for all contenders where it counts, however long they warm up. And few draws have another mean, by which
-    # contenders with more or fewer steps would differ.
+    # All contenders have the same draws in the measured steps, however long they warm up, and the same mean.
     factor = np.roll(factor, warmup, axis=0)
     factor /= factor[warmup:].mean()
-    for rank, slower in cluster.slow_workers.items():
-        factor[:, rank] *= slower
     part = np.asarray(shares)
     backward = (job.backward_ms + choice.extra_ms) * 1e-3 * part
     backward[0] += job.forward_ms * 1e-3
-    ours = choice.kind == "ours"
-    coding = job.coding_s(choice.wire, cluster.backend) * part if ours else 0 * part
-    nbytes = job.params * _wire_bytes(job, choice) * part
-    # To the CPU and back.
-    copies = 2 * nbytes / _HOST_BYTES_PER_S
+    coding = _coding_s(cluster, job, choice) * part
+    nbytes = job.params * choice.bytes_per_param * part
+    copies = 2 * nbytes / _HOST_BYTES_PER_S  # to the CPU and back
     after = job.optimizer_ms * 1e-3 * part
     return Timing(factor, backward.tolist(), after.tolist(), coding.tolist(), copies.tolist(), nbytes.tolist())
 
 
-def _wire_bytes(job: Job, choice: Choice) -> int:
-    return job.param_bytes if choice.wire == "float32" else WIRE_BYTES[choice.wire]
+def _coding_s(cluster: Cluster, job: Job, choice: Choice) -> float:
+    """Seconds for coding and decoding all parameters once."""
+    return _CODING_NS[cluster.backend][choice.compression] * 1e-9 * job.params
 
 
-def all_reduce_s(cluster: Cluster, exchange: Exchange, size: float) -> float:
-    """Seconds of an all-reduce of ``size`` bytes that has the links for itself."""
+def all_reduce_s(cluster: Cluster, transfer: Transfer, size: float) -> float:
+    """Seconds of an all-reduce of ``size`` bytes on idle links."""
     _, per_flow = capacities(cluster)
-    slowest = max((copies / per_flow[link] for link, copies in exchange.loads), default=0.0)
-    return exchange.latency_s + size * slowest if len(exchange.starters) > 1 else 0.0
+    slowest = max((copies / per_flow[link] for link, copies in transfer.loads), default=0.0)
+    return transfer.latency_s + size * slowest if len(transfer.starters) > 1 else 0.0
 
 
-def _sending_s(cluster: Cluster, job: Job, choice: Choice, rounds: Sequence[Round]) -> float:
-    """Seconds a step of coding, and of copies to the CPU and back, the mean over workers and rounds."""
-    if choice.kind != "ours":
+def _sending_s(cluster: Cluster, job: Job, choice: Choice, rounds: Sequence[RoundTraffic]) -> float:
+    """Seconds per step of coding, and of copies to the CPU and back, the mean over workers and rounds."""
+    if not choice.decentralized:
         return 0.0
-    begun = [made.exchanges[start] for made in rounds for start in made.starts if start is not None]
-    detours = sum(exchange.detour for exchange in begun)
-    copy = 2 * job.params * _wire_bytes(job, choice) / _HOST_BYTES_PER_S
-    all_ = len(begun) * job.coding_s(choice.wire, cluster.backend) + detours * copy
-    return all_ / (len(rounds) * cluster.world_size)
+    begun = [made.transfers[start] for made in rounds for start in made.starts if start is not None]
+    copies = sum(transfer.detour for transfer in begun) * 2 * job.params * choice.bytes_per_param / _HOST_BYTES_PER_S
+    return (len(begun) * _coding_s(cluster, job, choice) + copies) / (len(rounds) * cluster.world_size)
 
 
 def _summarize(
     cluster: Cluster,
     job: Job,
     choice: Choice,
-    rounds: Sequence[Round],
+    rounds: Sequence[RoundTraffic],
     outcome: Outcome,
     warmup: int,
     buckets: int,
@@ -186,17 +174,17 @@ def _summarize(
     rates = (outcome.ends[-1] - outcome.ends[warmup - 1]) / measured
     mean_s, step_s = float(rates.mean()), _step_s(cluster, job, rates, measured)
     computed_s = mean_s - min(mean_s, float(outcome.waited[warmup:].mean()))
-    sent = [copies for made in rounds for exchange in made.exchanges for _, copies in exchange.crossing]
+    sent = [copies for made in rounds for transfer in made.transfers for _, copies in transfer.crossing]
     prediction = Prediction(
         choice=choice,
         step_ms=1e3 * step_s,
         compute_ms=1e3 * computed_s,
         waited_ms=1e3 * (step_s - computed_s),
-        node_bytes=sum(sent) / len(rounds) / cluster.n_nodes * job.params * _wire_bytes(job, choice),
+        node_bytes=sum(sent) / len(rounds) / cluster.n_nodes * job.params * choice.bytes_per_param,
         limit="compute",
         reason="",
-        mixing=0.0 if choice.kind == "ddp" else None,
-        detour=any(exchange.detour for made in rounds for exchange in made.exchanges),
+        mixing=0.0 if choice.kind == DDP else None,
+        detour=any(transfer.detour for made in rounds for transfer in made.transfers),
     )
     coding_ms = 1e3 * _sending_s(cluster, job, choice, rounds)
     limit, reason = explain(cluster, job, prediction, rounds, buckets=buckets, coding_ms=coding_ms)

@@ -1,4 +1,4 @@
-"""All that fits a cluster, the fastest first."""
+"""Everything that fits a cluster, the fastest first."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from decent_dp.topo import TopologyReg, make_topology, names_that_fit, why_unfit
+from decent_dp.topo.analysis import MOST_WORKERS, analyse
 
-from .describe import WIRE_BYTES, Choice, Cluster, Job, Prediction
+from .describe import COMPRESSIONS, DDP, DECENT_DP, Choice, Cluster, Job, Prediction
 from .prediction import most_buckets_of, predict
 from .traffic import buckets_of
 
 __all__ = ["candidates", "left_out", "plan", "same_rounds"]
 
 DEFAULT_MB, OTHER_MB = 25.0, (10.0, 50.0)
-# Other sizes of bucket change a step by some percent: they are looked at only where that may matter.
+# Other bucket sizes change a step by some percent, so they are predicted only for choices that are this near to the fastest.
 _NEAR = 1.1
-# What goes through the CPU has to be so many times faster than the same through NCCL.
+# A choice that goes through the CPU must be this many times faster than the same through NCCL.
 _SURE = 1.1
-# Predictions that are nearer than this are a tie.
+# Predictions that are nearer to each other are a tie.
 _TIE = 0.01
 
 
@@ -30,7 +31,7 @@ def left_out(cluster: Cluster) -> dict[str, str]:
 
 
 def same_rounds(cluster: Cluster) -> dict[str, str]:
-    """Registered topologies that fit and have the rounds of one that was registered before, with that one's name."""
+    """Registered topologies that fit and have the rounds of one registered before, with the name of that one."""
     first: dict[str | int, str] = {}
     same = {}
     for name in names_that_fit(cluster.world_size, cluster.local_world_size):
@@ -41,35 +42,34 @@ def same_rounds(cluster: Cluster) -> dict[str, str]:
     return same
 
 
-def candidates(cluster: Cluster, *, wires: Sequence[str] = tuple(WIRE_BYTES), bucket_mb: float = DEFAULT_MB) -> list[Choice]:
-    """DDP, and every registered topology that fits on every wire; one of those that have the same rounds."""
+def candidates(cluster: Cluster) -> list[Choice]:
+    """DDP, and every registered topology that fits with every compression; one of those that have the same rounds."""
     same = same_rounds(cluster)
     names = [name for name in names_that_fit(cluster.world_size, cluster.local_world_size) if name not in same]
-    return [Choice("ddp", bucket_mb=bucket_mb), *(Choice("ours", name, wire, bucket_mb) for name in names for wire in wires)]
+    return [Choice(DDP), *(Choice(DECENT_DP, name, compression) for name in names for compression in COMPRESSIONS)]
 
 
 def plan(cluster: Cluster, job: Job, choices: Sequence[Choice] | None = None, *, seed: int = 0) -> list[Prediction]:
     """Predictions of all choices, the fastest first.
 
-    Those within 1 % of each other are a tie: DDP comes first, as all its replicas are equal, then what NCCL can send before
-    what goes through the CPU, then what mixes better, then the more exact wire, then what sends less between nodes, then the
-    default size of bucket. What goes through the CPU is also behind what NCCL sends of the same topology unless it is 10 %
-    faster: how long it takes is a guess.
+    Predictions within 1 % of each other are a tie. Then DDP comes first, as all its replicas are equal; then NCCL before the
+    detour through the CPU, better mixing, more bytes per parameter, less traffic between nodes, and the default bucket size.
+    A choice that goes through the CPU is also behind the same topology through NCCL unless it is 10 % faster, as its time is
+    a guess.
 
     Args:
         cluster, job, seed: as of ``predict``.
-        choices: None: ``candidates(cluster)``, and of the fastest and of DDP other sizes of bucket where they make a
-            difference. What ``left_out(cluster)`` names is not among those.
+        choices: None: ``candidates(cluster)``, and other bucket sizes of the fastest and of DDP where they make a difference.
 
     Raises:
-        ValueError: as of ``predict``, for choices that are given.
+        ValueError: as of ``predict``, for given choices.
     """
     mixing: dict[object, float | None] = {}
     most = most_buckets_of(cluster.world_size)
 
     def found(choice: Choice) -> Prediction:
         prediction = predict(cluster, job, choice, seed=seed)
-        if choice.kind == "ddp":
+        if choice.kind == DDP:
             return prediction
         if choice.topology not in mixing:
             mixing[choice.topology] = _mixing(cluster, choice)
@@ -82,13 +82,13 @@ def plan(cluster: Cluster, job: Job, choices: Sequence[Choice] | None = None, *,
     others = []
     for prediction in usual:
         choice = prediction.choice
-        if choice.kind != "ddp" and prediction.step_ms > _NEAR * best:
+        if choice.kind != DDP and prediction.step_ms > _NEAR * best:
             continue
         cuts = [buckets_of(job, choice, most)]
         for size in OTHER_MB:
             other = replace(choice, bucket_mb=size)
             cut = buckets_of(job, other, most)
-            if cut not in cuts:  # small models are cut alike
+            if cut not in cuts:  # small models have the same buckets for several sizes
                 cuts.append(cut)
                 again = found(other)
                 if abs(again.step_ms / prediction.step_ms - 1) > _TIE:
@@ -97,42 +97,37 @@ def plan(cluster: Cluster, job: Job, choices: Sequence[Choice] | None = None, *,
 
 
 def _mixing(cluster: Cluster, choice: Choice) -> float | None:
-    """The factor by which a step shrinks the consensus error; None for a push, which is no partition into edges.
-
-    Of a composition that of its last part, which is also the one whose time is predicted.
-    """
-    if choice.kind != "ours" or choice.topology is None:
+    """The factor by which a step shrinks the consensus error, of a composition that of its last part."""
+    if choice.topology is None or cluster.world_size > MOST_WORKERS:
         return None
-    from decent_dp.topo.analysis import analyse
-
     made = make_topology(choice.topology, local_world_size=cluster.local_world_size, world_size=cluster.world_size, rank=0)
-    topology, h = made._settled()
+    topology, h = made._final_part()
     return float(analyse(topology).rate ** (1 / h))
 
 
 def _ranked(predictions: Sequence[Prediction]) -> list[Prediction]:
     def preference(found: Prediction) -> tuple[float, ...]:
         mixing = 1.0 if found.mixing is None else round(found.mixing, 6)
-        exactness = WIRE_BYTES[found.choice.wire]
-        differ = found.choice.kind != "ddp"
+        differ = found.choice.kind != DDP
         away = abs(found.choice.bucket_mb - DEFAULT_MB)
-        return differ, found.detour, mixing, -exactness, found.node_bytes, away, found.step_ms
+        return differ, found.detour, mixing, -found.choice.bytes_per_param, found.node_bytes, away, found.step_ms
 
-    # What a prediction is ranked by: of a detour that is hardly faster than what NCCL sends of the same, the latter's time.
+    # The fastest prediction of each topology without a detour.
     direct: dict[object, float] = {}
     for found in predictions:
-        if found.choice.kind == "ours" and not found.detour:
+        if found.choice.decentralized and not found.detour:
             name = found.choice.topology
             direct[name] = min(direct.get(name, math.inf), found.step_ms)
 
     def by(found: Prediction) -> float:
+        """The time that counts: of a detour that is hardly faster than the same through NCCL, the latter's."""
         other = direct.get(found.choice.topology, math.inf) if found.detour else math.inf
         return max(found.step_ms, other) if found.step_ms * _SURE > other else found.step_ms
 
     left = sorted(predictions, key=by)
     ranked: list[Prediction] = []
     while left:
-        # Measured from the fastest that is left, so that ties do not add up.
+        # From the fastest that is left, so that ties do not add up.
         tied = [found for found in left if by(found) <= by(left[0]) * (1 + _TIE)]
         ranked += sorted(tied, key=preference)
         left = left[len(tied) :]

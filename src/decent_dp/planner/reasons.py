@@ -1,4 +1,4 @@
-"""Why a step takes what it takes, in words that a user can act on."""
+"""The limit of a predicted step, and a sentence that explains it."""
 
 from __future__ import annotations
 
@@ -8,22 +8,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .describe import WIRE_BYTES, Cluster, Job, Prediction
-from .traffic import Round, capacities
+from .describe import DDP, Cluster, Job, Prediction
+from .traffic import RoundTraffic, capacities
 
 __all__ = ["explain"]
 
-# Waiting of so small a part of a step is not worth a word.
+# Waiting below this part of a step is not mentioned.
 _LITTLE = 0.02
-# A step is a slow worker's, up to this.
-_NEAR = 0.03
-# Coding is named where it is this part of what a worker computes.
+# Coding above this part of a worker's computation is the limit.
 _MUCH_CODING = 0.25
 
 
 @dataclass(frozen=True)
 class _Load:
-    """What the busiest link of a kind carries: seconds a step, and in its worst round; copies there; share of such rounds."""
+    """The busiest link of a kind: seconds per step, and in its worst round; copies in that round; the share of such rounds."""
 
     mean_s: float
     worst_s: float
@@ -33,29 +31,28 @@ class _Load:
 
 
 def explain(
-    cluster: Cluster, job: Job, found: Prediction, rounds: Sequence[Round], *, buckets: int, coding_ms: float
+    cluster: Cluster, job: Job, found: Prediction, rounds: Sequence[RoundTraffic], *, buckets: int, coding_ms: float
 ) -> tuple[str, str]:
-    """What limits the step, and a sentence that says why.
+    """The limit of the step, and a sentence that explains it.
 
     Args:
-        cluster, job, found, rounds: what was predicted, and from what.
-        buckets: number of them.
-        coding_ms: milliseconds a step of coding and of copies to the CPU, of the mean worker.
+        cluster, job, found, rounds: the prediction and its inputs.
+        buckets: number of buckets.
+        coding_ms: milliseconds per step of coding and of copies to the CPU, of the mean worker.
     """
     if cluster.world_size == 1:
         return "compute", "one worker exchanges nothing: a step is its computation"
     limit, reason = _explain(cluster, job, found, rounds, buckets, coding_ms)
     if found.detour:
-        what = "bfloat16 in groups" if found.choice.wire == "bfloat16" else found.choice.wire
+        what = "bfloat16 in groups" if found.choice.compression == "bfloat16" else found.choice.compression
         reason += f"; {what} goes through the CPU and TCP, not NCCL"
     return limit, reason
 
 
 def _explain(
-    cluster: Cluster, job: Job, found: Prediction, rounds: Sequence[Round], buckets: int, coding_ms: float
+    cluster: Cluster, job: Job, found: Prediction, rounds: Sequence[RoundTraffic], buckets: int, coding_ms: float
 ) -> tuple[str, str]:
-    wire = job.param_bytes if found.choice.wire == "float32" else WIRE_BYTES[found.choice.wire]
-    payload = job.params * wire
+    payload = job.params * found.choice.bytes_per_param
     loads = {
         "links between nodes": _load(cluster, rounds, payload, range(2 * cluster.n_nodes)),
         "links inside a node": _load(
@@ -64,36 +61,19 @@ def _explain(
         "the CPU and TCP": _detours(rounds, payload),
     }
     busiest = max(loads.values(), key=lambda load: load.mean_s)
-    slow = _slow_worker(cluster, job, found, coding_ms, busiest)
-    if slow is not None:
-        return "a slow worker", slow
     if found.waited_ms < _LITTLE * found.step_ms:
         return _hidden(found, busiest, coding_ms)
-    latency_s = sum(max((e.latency_s for e in made.exchanges), default=0.0) for made in rounds) / len(rounds)
-    times = buckets if found.choice.kind == "ddp" else 1
+    latency_s = sum(max((e.latency_s for e in made.transfers), default=0.0) for made in rounds) / len(rounds)
+    times = buckets if found.choice.kind == DDP else 1
     causes = {**{name: load.mean_s for name, load in loads.items()}, "latency": times * latency_s}
     limit = max(causes, key=lambda name: causes[name])
-    waited = f"{_ms(found.waited_ms)} a step are waited for"
+    waited = f"{_ms(found.waited_ms)} per step are waited for"
     if limit == "latency":
-        each = f"{buckets} buckets x {_ms(1e3 * latency_s)}" if times > 1 else f"{_ms(1e3 * latency_s)} a round"
+        each = f"{buckets} buckets x {_ms(1e3 * latency_s)}" if times > 1 else f"{_ms(1e3 * latency_s)} per round"
         return limit, f"messages are small beside the latency, {each}; {waited}"
     if causes[limit] * 1e3 < 0.5 * found.waited_ms and causes[limit] * 1e3 < 0.25 * found.compute_ms:
         return "compute", f"the exchanges are short ({_per_round(busiest)}), but partners wait for each other: {waited}"
     return limit, f"{_carried(cluster, found, limit, loads[limit])}; {waited}"
-
-
-def _slow_worker(cluster: Cluster, job: Job, found: Prediction, coding_ms: float, busiest: _Load) -> str | None:
-    """The sentence, if the step is as long as that of a slow worker alone, and links would let it be shorter."""
-    slowest = max(cluster.slow_workers.values(), default=1.0)
-    own_ms = job.compute_ms + found.choice.extra_ms + coding_ms
-    alike = abs(found.step_ms - slowest * own_ms) <= _NEAR * found.step_ms
-    if slowest <= 1 + _LITTLE or not alike or busiest.mean_s * 1e3 >= (1 - _NEAR) * found.step_ms:
-        return None
-    rank = max(cluster.slow_workers, key=lambda rank: cluster.slow_workers[rank])
-    return (
-        f"worker {rank} takes {_ms(slowest * own_ms)} for a step of {_ms(own_ms)}, and the others wait for it, "
-        "directly or through their partners"
-    )
 
 
 def _hidden(found: Prediction, busiest: _Load, coding_ms: float) -> tuple[str, str]:
@@ -104,39 +84,39 @@ def _hidden(found: Prediction, busiest: _Load, coding_ms: float) -> tuple[str, s
 
 
 def _per_round(load: _Load) -> str:
-    """The mean over rounds: a round with much may borrow time from those with little."""
+    """The mean over rounds: a long round can use the time of short ones."""
     mean, worst = _ms(1e3 * load.mean_s), _ms(1e3 * load.worst_s)
-    return f"{mean} a round" if mean == worst else f"{mean} a round on average, {worst} at most"
+    return f"{mean} per round" if mean == worst else f"{mean} per round on average, {worst} at most"
 
 
 def _carried(cluster: Cluster, found: Prediction, limit: str, load: _Load) -> str:
-    """What is sent over the busiest link of a kind."""
+    """The load of the busiest link of a kind, in words."""
     if limit == "the CPU and TCP":
-        return f"a worker's processor moves its messages for {_ms(1e3 * load.mean_s)} a round"
+        return f"a worker's CPU moves its messages for {_ms(1e3 * load.mean_s)} per round"
     where = "a node's link to the others" if limit == "links between nodes" else "a worker's link inside its node"
     node = load.link % cluster.n_nodes
     if limit == "links between nodes" and cluster.slow_nodes.get(node, 1.0) > 1 + _LITTLE:
         where = f"the slow link of node {node}"
-    who = "its all-reduce sends" if found.choice.kind == "ddp" else "its exchanges send"
+    sends = "its all-reduce sends" if found.choice.kind == DDP else "its exchanges send"
     when = "every step" if load.share == 1 else f"{_portion(load.share)} of the rounds"
     copies = f"{load.copies:.3g} cop{'y' if load.copies == 1 else 'ies'}"
-    return f"{who} {copies} of the parameters over {where} in {when}, {_ms(1e3 * load.worst_s)} each"
+    return f"{sends} {copies} of the parameters over {where} in {when}, {_ms(1e3 * load.worst_s)} each"
 
 
-def _load(cluster: Cluster, rounds: Sequence[Round], payload: float, links: range) -> _Load:
-    """Of the link of ``links`` that is busiest over all rounds."""
+def _load(cluster: Cluster, rounds: Sequence[RoundTraffic], payload: float, links: range) -> _Load:
+    """The load of the link of ``links`` that is busiest over all rounds."""
     capacity, per_flow = (np.asarray(rates)[links] for rates in capacities(cluster))
     sent, copies, alone = np.zeros((3, len(rounds), len(links)))
     for t, made in enumerate(rounds):
-        for exchange in made.exchanges:
-            for link, amount in exchange.loads:
+        for transfer in made.transfers:
+            for link, amount in transfer.loads:
                 if link in links:
                     at = t, link - links.start
-                    # Copies by the law; the time that links cannot be kept busy is in the seconds alone.
-                    sent[at] += amount * (exchange.busy if link < 2 * cluster.n_nodes else 1.0)
+                    # The copies that are sent; the time that links cannot be kept busy counts in the seconds only.
+                    sent[at] += amount * (transfer.busy if link < 2 * cluster.n_nodes else 1.0)
                     copies[at] += amount
                     alone[at] = max(alone[at], amount)
-    # One flow alone does not have all of a node's links.
+    # One flow alone may not use all of a node's links.
     seconds = payload * np.maximum(copies / capacity, alone / per_flow)
     busiest = int(seconds.sum(axis=0).argmax())
     own = seconds[:, busiest]
@@ -145,9 +125,9 @@ def _load(cluster: Cluster, rounds: Sequence[Round], payload: float, links: rang
     return _Load(float(own.mean()), float(own[worst]), float(sent[worst, busiest]), share, links.start + busiest)
 
 
-def _detours(rounds: Sequence[Round], payload: float) -> _Load:
-    """What goes through the CPU and TCP: the seconds of the longest such exchange of a round."""
-    each = [max((payload / e.most for e in made.exchanges), default=0.0) for made in rounds]
+def _detours(rounds: Sequence[RoundTraffic], payload: float) -> _Load:
+    """The transfers through the CPU and TCP: the seconds of the longest of each round."""
+    each = [max((payload / e.most for e in made.transfers), default=0.0) for made in rounds]
     return _Load(sum(each) / len(each), max(each))
 
 

@@ -76,15 +76,19 @@ def broadcast_object(control: Control, rank: int, message: Any) -> Any:
     return json.loads(bytes(raw.numpy()))
 
 
-def check_same_round(control: Control, round_: int, what: str) -> None:
+def check_same_round(control: Control, round_: int, factor: float, what: str) -> None:
     """Checks, before a collective call of the user's named ``what``, that all workers make it at the same round.
+
+    Args:
+        factor: the adaptive factor. Different factors would let the mean over the replicas drift.
 
     Raises:
         PeerTimeoutError: not all workers made the call.
         OutOfStepError: the workers have made different numbers of updates; on all of them.
+        DisagreementError: the adaptive factors differ; on all of them.
     """
     try:
-        rounds = control.gather(round_)
+        rounds, factors = map(list, zip(*control.gather([round_, factor]), strict=True))
     except errors.PeerTimeoutError as error:
         raise errors.PeerTimeoutError(
             f"not all workers called {what}: every worker must call it, also where only one uses the result (put "
@@ -94,6 +98,12 @@ def check_same_round(control: Control, round_: int, what: str) -> None:
         raise errors.OutOfStepError(
             f"{what} needs all workers at the same update, and they have made different numbers ({worker_counts(rounds)}). "
             "Uneven numbers of batches need `with model.join():` around the loop."
+        )
+    rank = next((rank for rank, own in enumerate(factors) if own != factors[0]), None)
+    if rank is not None:
+        raise errors.DisagreementError(
+            f"the adaptive factor is {factors[0]!r} on worker 0 and {factors[rank]!r} on worker {rank}, so mixing moves the "
+            "mean over the replicas: call set_adaptive_factor with the same factor on every worker, at the same update."
         )
 
 

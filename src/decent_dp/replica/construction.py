@@ -15,7 +15,7 @@ from decent_dp.replica.options import Options, warn_of_rates
 from decent_dp.replica.settings import Settings
 from decent_dp.replica.shards import Replicas, is_sharded, local
 from decent_dp.replica.shutdown import closed_on_error
-from decent_dp.rules import Rule, settings_of
+from decent_dp.rules import Rule, rule_settings
 from decent_dp.topo import Topology, make_topology
 from decent_dp.transport import Transport
 
@@ -93,7 +93,7 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
         shared: Mapping[str, Any] = {
             "model": model_signature(model),
             "topology": made.fingerprint(),
-            "settings": {**given.settings.signature(), "rule": settings_of(given.rule), **given.more},
+            "settings": {**given.settings.signature(), "rule": rule_settings(given.rule), **given.more},
             "optimizers": given.options.alike,
         }
         return Agreement(given.settings, mixing, given.rule, replicas, peers), dict(shared)

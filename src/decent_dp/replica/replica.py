@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from decent_dp.arguments import FLOAT_DTYPES
+from decent_dp.compression import COMPRESSIONS, all_finite
 from decent_dp.engine import Bucket, Engine
 from decent_dp.errors import NonFiniteError
 from decent_dp.replica.averages import average_, squared_distance
@@ -35,9 +36,8 @@ from decent_dp.replica.registry import register
 from decent_dp.replica.shards import holds_first_copy, is_sharded, local
 from decent_dp.replica.shutdown import shut_down
 from decent_dp.replica.stats import Stats
-from decent_dp.rules import settings_of
+from decent_dp.rules import rule_settings
 from decent_dp.transport import Handle, Transport
-from decent_dp.wire import WIRES, all_finite
 
 __all__ = ["Listener", "Replica"]
 
@@ -95,7 +95,7 @@ class Replica(ABC):
         self.settings = agreed.settings
         self.parameters = Parameters(model)
         self.topology = agreed.topology
-        self.engine = Engine(self.transport, self.topology, agreed.rule, WIRES[agreed.settings.wire])
+        self.engine = Engine(self.transport, self.topology, agreed.rule, COMPRESSIONS[agreed.settings.compression])
         self.mean = Mean(self.parameters.locate)
         self.listeners: list[Listener] = []
         self.optimizers: list[Optimizer] = []
@@ -156,7 +156,7 @@ class Replica(ABC):
         """Updates the buckets to the parameters' present storage."""
         self.parameters.locate()
         for bucket in self.engine.buckets:
-            bucket.block.rebind()
+            bucket.buffer.rebind()
 
     def end_round(self, *, stepped: bool) -> None:
         """Called after all buckets were started."""
@@ -304,7 +304,7 @@ class Replica(ABC):
         self.refuse_inside(what)
         self.apply_pending()
         self.refuse_stopped()
-        check_same_round(self.everyone.control, self.engine.round, what)
+        check_same_round(self.everyone.control, self.engine.round, self.engine.factor, what)
 
     def close(self) -> None:
         """Waits for the exchange in flight, drops it, and releases the connections; parameters stay as they are.
@@ -473,8 +473,8 @@ class Replica(ABC):
             "topology": self.topology.fingerprint(),
             "mix_every": int(self.settings.mix_every),
             "overlap": self.settings.overlap,
-            "wire": self.settings.wire,
-            "rule": settings_of(self.engine.rule),
+            "compression": self.settings.compression,
+            "rule": rule_settings(self.engine.rule),
             "parameters": hashlib.sha256(json.dumps(specs).encode()).hexdigest()[:16],
         }
 

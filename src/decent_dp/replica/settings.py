@@ -7,6 +7,7 @@ import numbers
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from types import NoneType
 from typing import Any
 
 __all__ = ["Settings", "refuse_ddp_keywords", "workers_per_node"]
@@ -37,7 +38,7 @@ class Settings:
     bucket_size_in_mb: float
     overlap: bool
     scaled: bool
-    wire: str
+    compression: str | None
     mix_every: int
     grad_clip_norm: float = 0.0
     sync_buffer_in_global_avg: bool = True
@@ -48,7 +49,7 @@ class Settings:
         _check_count("mix_every", self.mix_every, "a whole number of updates, at least 1")
 
     def signature(self) -> dict[str, Any]:
-        plain = {k: v if isinstance(v, (bool, str)) else float(v) for k, v in asdict(self).items()}
+        plain = {k: v if isinstance(v, (bool, str, NoneType)) else float(v) for k, v in asdict(self).items()}
         return {**plain, "mix_every": int(self.mix_every)}
 
 
@@ -89,4 +90,6 @@ def refuse_ddp_keywords(unknown: Mapping[str, Any]) -> None:
         advice = _DDP_KEYWORDS.get(name)
         if advice is not None:
             raise TypeError(f"{name} is an argument of PyTorch DDP, not of DecentralizedDataParallel: {advice}.")
+        if name == "wire":
+            raise TypeError("wire is now called compression: pass compression=None (was 'float32'), 'bfloat16' or 'int8'.")
         raise TypeError(f"DecentralizedDataParallel got an unexpected keyword argument {name!r}")

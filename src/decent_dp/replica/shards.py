@@ -116,12 +116,12 @@ def describe_mesh(model: nn.Module) -> dict[str, Any] | None:
     """Describes, as JSON, the workers that hold this replica; None if this worker holds all of it.
 
     Returns:
-        rank   this worker's in the default group
-        ranks  those of all workers of the replica, sorted
-        alone  the mesh has another dimension, for the replicas, and there is one of them
+        rank   of this worker in the default group
+        ranks  of all workers of the replica, sorted
+        alone  whether the mesh has another dimension for replicas, of size 1
 
     Raises:
-        ValueError: the parameters lie on different workers, or in a way that cannot be mixed; names one.
+        ValueError: parameters lie on different workers, or cannot be mixed; names a parameter.
     """
     named = [*model.named_parameters(), *model.named_buffers()]
     sharded: list[tuple[str, Any]] = [(name, tensor) for name, tensor in named if is_sharded(tensor)]
@@ -146,7 +146,7 @@ def describe_mesh(model: nn.Module) -> dict[str, Any] | None:
                 f"parameter '{name}' trains and is not sharded, and '{first}' is: its copies in one replica would drift apart. "
                 "Call fully_shard on the whole model (after its parts), or freeze it."
             )
-    # Which mesh it was sliced from: older versions of torch do not tell.
+    # Older versions of torch do not know the root mesh of a slice.
     root = getattr(mesh, "_get_root_mesh", lambda: mesh)()
     return {"rank": mesh.get_rank(), "ranks": ranks, "alone": root.ndim > mesh.ndim and root.size() == mesh.size()}
 
@@ -158,39 +158,40 @@ def _ranks(mesh: Any) -> list[int]:
 
 @dataclass(frozen=True)
 class Replicas:
-    """How the workers are dealt out to replicas.
+    """The assignment of workers to replicas.
 
     Attributes:
-        workers: of each replica the ranks of its workers, by position. A replica is numbered by its place here.
+        workers: for each replica, by its number, the ranks of its workers, by position.
     """
 
     workers: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, cards: Sequence[dict[str, Any] | None]) -> Replicas:
-        """From what ``describe_mesh`` has found on each worker, by rank.
+    def of(cls, descriptions: Sequence[dict[str, Any] | None]) -> Replicas:
+        """Makes the assignment from the results of ``describe_mesh`` on all workers, by rank.
 
         Raises:
-            ValueError, DisagreementError: these are no replicas of one kind; all workers come to the same.
+            ValueError, DisagreementError: replicas differ in form or overlap; all workers raise the same error.
         """
-        found: list[dict[str, Any]] = [card for card in cards if card is not None]
+        found: list[dict[str, Any]] = [one for one in descriptions if one is not None]
         if not found:
-            return cls(tuple((rank,) for rank in range(len(cards))))
-        if len(found) < len(cards):
-            plain, sharded = (next(rank for rank, card in enumerate(cards) if (card is None) == none) for none in (True, False))
+            return cls(tuple((rank,) for rank in range(len(descriptions))))
+        if len(found) < len(descriptions):
+            plain = next(rank for rank, one in enumerate(descriptions) if one is None)
+            sharded = next(rank for rank, one in enumerate(descriptions) if one is not None)
             raise DisagreementError(
                 f"the model is sharded on worker {sharded} (its parameters are DTensors) and not on worker {plain}: build the "
                 "same model on every worker, and call fully_shard on all of them."
             )
-        at = {card["rank"]: rank for rank, card in enumerate(found)}
-        for rank, card in enumerate(found):
-            outside = [other for other in card["ranks"] if other not in at]
+        at = {one["rank"]: rank for rank, one in enumerate(found)}
+        for rank, one in enumerate(found):
+            outside = [other for other in one["ranks"] if other not in at]
             if outside:
                 raise ValueError(
-                    f"the replica of worker {rank} lies on the ranks {card['ranks']} of the default group, and {outside} are "
+                    f"the replica of worker {rank} lies on the ranks {one['ranks']} of the default group, and {outside} are "
                     "not in the process group that mixes: process_group must be of whole replicas, or left out."
                 )
-        members = [tuple(at[other] for other in card["ranks"]) for card in found]
+        members = [tuple(at[other] for other in one["ranks"]) for one in found]
         for rank, own in enumerate(members):
             for other in own:
                 if members[other] != own or rank not in own:
@@ -206,10 +207,10 @@ class Replicas:
                     f"{list(other_replica)} has {len(other_replica)}: all replicas must have as many. Use the slice of one "
                     f"mesh: {_MESH}."
                 )
-        if len(workers) == 1 < len(cards) and not all(card["alone"] for card in found):
+        if len(workers) == 1 < len(descriptions) and not all(one["alone"] for one in found):
             raise ValueError(
-                f"all {len(cards)} workers hold parts of one replica, and nobody is left to mix with: shard over an inner "
-                f"dimension of a mesh, {_MESH}. (With one replica on purpose: the same, with replicas = 1.)"
+                f"all {len(descriptions)} workers hold parts of one replica, so there is no other replica to mix with: "
+                f"shard over an inner dimension of a mesh, {_MESH}. (With one replica on purpose: the same, with replicas = 1.)"
             )
         return cls(workers)
 
@@ -219,17 +220,17 @@ class Replicas:
         return len(self.workers[0])
 
     def place_of(self, rank: int) -> tuple[int, int]:
-        """The number of a worker's replica, and its position in it."""
+        """Returns the number of a worker's replica and the worker's position in it."""
         return next((number, own.index(rank)) for number, own in enumerate(self.workers) if rank in own)
 
     def peers_on_node(self, rank: int, local_world_size: int) -> int:
-        """How many workers of ``peers_of`` are on this worker's node: what a topology of replicas takes for a node."""
+        """Returns the number of ``peers_of`` on this worker's node, the node size for a topology of replicas."""
         if self.shards == 1:
             return local_world_size
         return sum(peer // local_world_size == rank // local_world_size for peer in self.peers_of(rank))
 
     def peers_of(self, rank: int) -> list[int]:
-        """The workers at the same position of all replicas, by the number of the replica."""
+        """Returns the workers at the same position of all replicas, by the number of the replica."""
         _, position = self.place_of(rank)
         return [own[position] for own in self.workers]
 

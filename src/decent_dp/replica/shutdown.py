@@ -1,4 +1,4 @@
-"""How a worker goes: connections are given back, and nobody's exchange is broken."""
+"""The end of a worker: it finishes its exchanges and closes its connections."""
 
 from __future__ import annotations
 

@@ -216,10 +216,10 @@ def check_engine_state(replica: Replica, state: Mapping[str, Any]) -> None:
 def _is_exchange(exchange: Any) -> bool:
     return (
         isinstance(exchange, dict)
-        and exchange.keys() == {"parameters", "disowned", "in_flight"}
+        and exchange.keys() == {"parameters", "stale", "in_flight"}
         and isinstance(exchange["parameters"], dict)
-        and isinstance(exchange["disowned"], list)
-        and all(isinstance(name, str) for name in exchange["disowned"])
+        and isinstance(exchange["stale"], list)
+        and all(isinstance(name, str) for name in exchange["stale"])
         and type(exchange["in_flight"]) is bool
     )
 

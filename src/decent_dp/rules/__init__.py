@@ -1,12 +1,22 @@
-"""How what arrives is used: plain gossip, outer optimizers, and rules that users write.
+"""Rules for the use of received values: plain gossip, outer optimizers, and rules that users write.
 
-A rule says what a worker proposes to its neighbours and what it makes of what they proposed, element by element. The engine
-calls it over any transport, and the simulator calls the same object on stacked replicas.
+A rule defines, element by element, the values that a worker proposes to its neighbours and the use of those that they proposed.
+The engine calls it over any transport, and the simulator calls the same object on stacked replicas.
 """
 
 from __future__ import annotations
 
-from decent_dp.rules.base import Gossip, Round, Rule, apply_rule, check_rule, group_scale, pull_of, settings_of
+from decent_dp.rules.base import Gossip, Round, Rule, apply_rule, check_rule, group_scale, mixing_rate, rule_settings
 from decent_dp.rules.outer import OuterNesterov
 
-__all__ = ["Gossip", "OuterNesterov", "Round", "Rule", "apply_rule", "check_rule", "group_scale", "pull_of", "settings_of"]
+__all__ = [
+    "Gossip",
+    "OuterNesterov",
+    "Round",
+    "Rule",
+    "apply_rule",
+    "check_rule",
+    "group_scale",
+    "mixing_rate",
+    "rule_settings",
+]

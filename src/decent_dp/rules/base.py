@@ -1,14 +1,14 @@
-"""The seam of rules, the law that all of them are built on, and plain gossip.
+"""The interface of rules, the law that they share, and plain gossip.
 
-Let ``x`` be a replica's parameters, ``q`` what it proposed to its neighbours, ``γ`` the adaptive factor and ``w_ij`` the
-weights of a round. What comes back is
+Let ``x`` be a replica's parameters, ``q`` the values that it proposed to its neighbours, ``γ`` the adaptive factor and ``w_ij``
+the weights of a round. The replica receives the difference
 
     d_i  =  γ · Σ_j w_ij (q_j - q_i)
 
-which on an edge of ``m`` workers with self-weight ``w`` is ``γ · (1 - w) · (r - q)``, ``r`` being the mean of what the others
-proposed; with the mean of all ``m`` in the place of ``r`` it is ``m/(m - 1)`` times that. Only differences of what was sent
-are used. So the mean of ``d`` over the workers is zero whatever the precision on the wire, a replica keeps its own detail, and
-an edit of ``x`` made while the exchange was in flight survives.
+On an edge of ``m`` workers with self-weight ``w`` it is ``γ · (1 - w) · (r - q)``, where ``r`` is the mean of the others'
+proposals. If ``r`` is the mean of all ``m``, it is ``m/(m - 1)`` times that. Only differences of sent values are used. So the
+mean of ``d`` over the workers is zero at any precision on the wire, a replica keeps its own detail, and an edit of ``x`` during
+the exchange survives.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from torch import Tensor
 
 from decent_dp.topo import Edge
 
-__all__ = ["Gossip", "Round", "Rule", "apply_rule", "check_rule", "group_scale", "pull_of", "settings_of"]
+__all__ = ["Gossip", "Round", "Rule", "apply_rule", "check_rule", "group_scale", "mixing_rate", "rule_settings"]
 
 
 @dataclass(frozen=True)
 class Round:
-    """A round as a rule sees it.
+    """A round, for a rule.
 
     Attributes:
         number: counted by updates, from 0.
-        mixes: False for the rounds between two mixes (``mix_every``, ``Topology.every``), in which nobody exchanges anything.
+        mixes: False for the rounds between two mixes (``mix_every``, ``Topology.every``), in which no worker sends anything.
     """
 
     number: int
@@ -41,48 +41,48 @@ class Round:
 
 
 class Rule(ABC):
-    """What a worker proposes to its neighbours, and what it makes of what came.
+    """Defines the values that a worker proposes to its neighbours, and the use of those that it receives.
 
     A rule works element by element. All its tensors have the same shape, and hold the same elements of a bucket: a part of it,
-    or the whole; one replica's, or (in the simulator) those of many replicas. How a bucket is cut must not change the numbers.
+    or the whole; of one replica, or (in the simulator) of many replicas. How a bucket is cut must not change the numbers.
 
-    The object itself holds settings only, which are the same on all workers (a frozen dataclass is the natural form: its
-    fields are compared at construction). What a rule has to remember belongs in its state, which is saved in checkpoints
-    and averaged when a run resumes with another number of workers.
+    The object itself has settings only, which are the same on all workers (a frozen dataclass is the natural form: its
+    fields are compared at construction). Memory belongs in the rule's state, which is saved in checkpoints and averaged when a
+    run resumes with another number of workers.
 
     Attributes:
-        acts_alone: ``apply`` does something in a round in which nothing came. It is not called then if this is False.
+        acts_alone: False: ``apply`` is not called in a round in which nothing was received.
     """
 
     acts_alone: ClassVar[bool] = True
 
     def state(self, values: Tensor) -> dict[str, Tensor]:
-        """The state in the beginning, for a bucket with these parameters: named tensors of the shape of ``values``.
+        """The first state, for a bucket with these parameters: named tensors of the shape of ``values``.
 
         Called again for parameters whose values were loaded in the middle of a run.
         """
         return {}
 
     def propose(self, values: Tensor, state: dict[str, Tensor], round: Round) -> Tensor:
-        """What the neighbours get: ``values`` itself, or a tensor of the state; of the shape and dtype of ``values``.
+        """The values for the neighbours: ``values`` itself, or a tensor of the state; of the shape and dtype of ``values``.
 
-        Called in every round, after the optimizer's step. What is returned is read until ``apply`` is called for this round.
-        Where nothing is sent (``round.mixes`` is False, or this worker sits the round out), scale hints are taken from it.
+        Called in every round, after the optimizer's step. The result is read until ``apply`` is called for this round. If
+        nothing is sent (``round.mixes`` is False, or this worker sits the round out), scale hints are computed from it.
         """
         return values
 
     @abstractmethod
     def apply(self, values: Tensor, state: dict[str, Tensor], difference: Tensor | None, round: Round) -> None:
-        """What becomes of the parameters; writes ``values`` and the tensors of ``state`` in place.
+        """Changes the parameters; writes ``values`` and the tensors of ``state`` in place.
 
-        Called once for every round, in order: when its exchange has arrived, which is an update later with overlap. Not for
-        parameters whose values were replaced (a load, say) since ``propose``: their state is made again from the new values.
+        Called once for every round, in order: when its exchange has arrived, which is an update later with overlap. Not called
+        for parameters whose values were replaced (by a load, say) since ``propose``: their state is made anew.
 
         Args:
             values: the parameters as they are now.
-            difference: ``d`` of the module's text: what plain gossip adds. Of the dtype of ``values`` or a wider one, and free
-                to be written to. None if nothing came: this worker sat the round out, or what came could not be used.
-            round: the round that ``propose`` was called for.
+            difference: ``d`` of the module's text, which plain gossip adds. Of the dtype of ``values`` or a wider one; may be
+                written to. None if nothing was received: this worker sat the round out, or the data could not be used.
+            round: the round of the call of ``propose``.
         """
 
 
@@ -97,27 +97,27 @@ class Gossip(Rule):
 
 
 def group_scale(edge: Edge) -> float:
-    """How much further away the mean of the others is than what came: on a group (three workers or more) the mean of all."""
+    """The factor from the received to the others' mean: a pair receives that mean, a larger group the mean of all."""
     size = len(edge.ranks)
     return 1.0 if size == 2 else size / (size - 1)
 
 
-def pull_of(edge: Edge, factor: float) -> float:
-    """What ``r - q`` is multiplied by on ``edge``, for the ``r`` that came."""
+def mixing_rate(edge: Edge, factor: float) -> float:
+    """The factor of ``r - q`` on ``edge``, where ``r`` is received: the others' mean in a pair, the mean of all in a group."""
     return factor * (1.0 - edge.weight) * group_scale(edge)
 
 
 def apply_rule(
-    rule: Rule, values: Tensor, state: dict[str, Tensor], difference: Tensor | None, pull: float, round: Round
+    rule: Rule, values: Tensor, state: dict[str, Tensor], difference: Tensor | None, rate: float, round: Round
 ) -> None:
-    """Calls ``rule.apply`` with ``pull · difference``, where ``difference`` is ``r - q`` and is written to."""
-    if difference is None or pull == 0.0:  # a pull of zero must not turn a neighbour's infinity into NaN (0 · inf)
+    """Calls ``rule.apply`` with ``rate · difference``, where ``difference`` is ``r - q`` and is written to."""
+    if difference is None or rate == 0.0:  # a rate of zero must not turn a neighbour's infinity into NaN (0 · inf)
         rule.apply(values, state, None, round)
         return
-    # Scaled in a pass of its own: an add with alpha is fused in vectors and not in their tails, so that numbers would depend on
-    # where a tensor is cut.
-    if pull != 1.0:
-        difference.mul_(pull)
+    # A separate pass: an add with alpha is fused in vectors and not in their tails, so that numbers would depend on where a
+    # tensor is cut.
+    if rate != 1.0:
+        difference.mul_(rate)
     rule.apply(values, state, difference, round)
 
 
@@ -136,14 +136,14 @@ def check_rule(rule: object) -> Rule:
             f"rule must be a decent_dp.rules.Rule such as OuterNesterov(lr=0.7), or None for plain gossip, got {rule!r}"
         )
     try:
-        json.dumps(settings_of(rule))
+        json.dumps(rule_settings(rule))
     except TypeError as error:
         raise TypeError(f"the settings of rule {rule!r} must be numbers, strings and lists of them: {error}") from error
     return rule
 
 
-def settings_of(rule: Rule) -> dict[str, Any]:
-    """What must be equal in the rules of all workers: the class, and the fields of a dataclass or else the attributes."""
+def rule_settings(rule: Rule) -> dict[str, Any]:
+    """The values that must be equal on all workers: the class, and the fields of a dataclass or else the attributes."""
     thing: Any = rule
     if dataclasses.is_dataclass(thing):
         return {"rule": type(rule).__name__, **{field.name: getattr(thing, field.name) for field in dataclasses.fields(thing)}}

@@ -1,4 +1,4 @@
-"""An outer optimizer: momentum over what the workers have achieved between two mixes."""
+"""An outer optimizer: momentum over the progress of the workers between two mixes."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ __all__ = ["OuterNesterov"]
 
 @dataclass(frozen=True)
 class OuterNesterov(Rule):
-    """Nesterov momentum on the difference between where the last mix left the replica and where local steps took it.
+    """Nesterov momentum on the movement of the replica by its local steps since the last mix.
 
-    Let ``a`` be the anchor (where the last mix left the replica), ``q`` the replica after the local steps, ``d`` the mix's
-    difference, and ``v`` the momentum. At each mix, with ``g = a - (q + d)``, the pseudo-gradient,
+    Let ``a`` be the anchor (the replica after the last mix), ``q`` the replica after the local steps, ``d`` the mix's
+    difference, and ``v`` the momentum. At each mix, with the pseudo-gradient ``g = a - (q + d)``,
 
         v <- μ v + g          a <- a - lr (g + μ v)          x <- x + (a - q)
 
     Steps made while the exchange was in flight stay in ``x``, and count in the next pseudo-gradient. With the topology
     'complete' and ``mix_every=h`` this is DiLoCo (arXiv 2311.08105; lr 0.7 and momentum 0.9 are its values), and with pairs
-    it is NoLoCo's (arXiv 2506.10911) with one coefficient for its two pulls, so that one copy of the parameters travels. With
-    lr 1 and momentum 0 it is plain gossip. Whatever the topology, the mean of the anchors moves as under one such optimizer
-    on the mean of the replicas. A worker that sits a mix out takes the step with its own difference alone.
+    it is NoLoCo's (arXiv 2506.10911) with one coefficient for its two terms, so that one copy of the parameters is sent. With
+    lr 1 and momentum 0 it is plain gossip. On any topology the mean of the anchors moves as under one such optimizer on the
+    mean of the replicas. A worker that sits a mix out takes the step with ``d = 0``.
 
-    It keeps three more copies of the parameters, of at least float32: anchor, momentum, proposal.
+    The state is three more copies of the parameters: anchor and momentum, of at least float32, and proposal.
 
     Args:
         lr: of the outer step, positive.

@@ -1,13 +1,12 @@
-"""Many workers in one process: how a topology, a wire and a number of workers train, before any of them is rented."""
+"""Many workers in one process: how a model trains with a topology, a compression and a number of workers."""
 
 from __future__ import annotations
 
-from decent_dp.sim.cluster import Accuracy, VirtualCluster
+from decent_dp.sim.cluster import VirtualCluster
 from decent_dp.sim.data import Batches, Data, digits, dirichlet_split
 from decent_dp.sim.experiment import Result, Row, Simulation, run
 
 __all__ = [
-    "Accuracy",
     "Batches",
     "Data",
     "Result",

@@ -2,94 +2,69 @@
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from decent_dp.arguments import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, check_scaler
+from decent_dp.arguments import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, check_factories, check_scaler
+from decent_dp.compression import Lossless, check_compression
 from decent_dp.rules import Rule, check_rule
-from decent_dp.sim.checks import flag, number, real, whole
-from decent_dp.sim.exchange import Exchange, LosslessExchange, WiredExchange
-from decent_dp.sim.gradients import LOSS_FN_TYPE, Gradients
+from decent_dp.sim.checks import number, real, whole
+from decent_dp.sim.exchange import CompressedExchange, LosslessExchange, SimulatedExchange
+from decent_dp.sim.gradients import LOSS_FN_TYPE, Gradients, StepGradients
 from decent_dp.sim.stack import Stack
-from decent_dp.sim.steppers import Factories, OneEach, Shared, Stepper
+from decent_dp.sim.steppers import Shared, Stepper, make_stepper
 from decent_dp.topo import Topology, make_topology
-from decent_dp.wire import Lossless, check_wire
 
-__all__ = ["Accuracy", "VirtualCluster"]
-
-# Outputs of so many replicas are in memory at once when they are evaluated.
-_EVALUATED_AT_ONCE = 64
-
-
-@dataclass(frozen=True)
-class Accuracy:
-    """Shares of right answers.
-
-    Attributes:
-        mean: of the mean model.
-        replicas: of each replica.
-    """
-
-    mean: float
-    replicas: tuple[float, ...]
-
-    @property
-    def worst(self) -> float:
-        return min(self.replicas)
+__all__ = ["VirtualCluster"]
 
 
 class VirtualCluster:
     """n replicas of a model that train and mix as n workers would under ``DecentralizedDataParallel``.
 
-    A step is one update of every replica: gradients at its parameters, the mix with what its neighbours sent an update ago, the
-    optimizer's step, and the new parameters are sent (``overlap=False``: the optimizer's step, then the mix). With the same
-    batches it gives what real workers give, up to rounding. Replicas have their own buffers, optimizer states, clipping and
-    scalers, and one stream of torch's random numbers for all, so that dropout differs from that of any real run.
+    A step is one update of every replica: gradients at its parameters, the mix with the values that its neighbours sent in the
+    last update, the optimizer's step, and the new parameters are sent (``overlap=False``: the optimizer's step, then the mix).
+    With the same batches the result is that of real workers up to rounding. Replicas have their own buffers, optimizer states,
+    clipping and scalers, and share one stream of torch's random numbers, so that dropout differs from that of any real run.
 
-    All replicas are computed in one pass of ``torch.func.vmap`` where that comes to the same as one after another. The first
-    step looks: it also computes replica 0 on its own (so ``loss_fn`` is called once more), and falls back to the replicas one
-    by one, each a module of its own, if its loss, a gradient or a buffer differs. What can only show later cannot be seen:
+    All replicas are computed in one pass of ``torch.func.vmap`` if the result is the same as one after another. The first step
+    decides: it also computes replica 0 alone (so ``loss_fn`` is called once more), and falls back to one replica after another,
+    each a module of its own, if its loss, a gradient or a buffer differs. Differences that begin later cannot be seen:
 
-    - Python code runs once a step for all replicas in one pass. A counter in a module counts steps, as a worker's would, but
-      what is drawn in Python (``random``, NumPy) is one choice for all. What draws in the first step is computed one by one;
-      with a model that draws later on pass ``vectorize=False``.
-    - Which parameters have no gradient (and take no step, nor decay) is what it was in the first step. If that changes with the
-      steps, pass ``vectorize=False``.
+    - In one pass Python code runs once per step for all replicas. A counter in a module counts steps, as a worker's would, but
+      numbers drawn in Python (``random``, NumPy) are the same for all. A model that draws them in the first step is computed
+      one by one; with a model that draws them later pass ``vectorize=False``.
+    - A parameter without a gradient in the first step (it takes no step, nor decay) is one without a gradient for good. If that
+      changes with the steps, pass ``vectorize=False``.
     - Models that draw torch's random numbers, as with dropout, are not compared.
 
     Args:
-        model: what the replicas start as, on its device; copied, never changed. Each of its modules stays in the mode (training
-            or evaluation) that it is in.
+        model: the first value of all replicas, on its device; copied, never changed. Each of its modules stays in its mode
+            (training or evaluation).
         optim_fn: makes an optimizer from (name, parameter) pairs. Called at construction: once for an optimizer of torch's or
-            this library's that is known to treat every element by itself (and no scaler), else once a replica.
+            this library's that is known to work element by element (and no scaler), else once per replica.
         topology: a registered name, a composition such as 'complete:100,ring', or a ``Topology``.
         n: the number of workers.
         loss_fn: called as ``loss_fn(model, *batch)`` with one replica's model and batch, returns its loss as one number. None:
             the cross entropy of ``model(x)`` and ``y``.
-        lr_scheduler_fn: makes a scheduler for an optimizer; stepped once an optimizer step. None for none.
-        local_world_size: workers a node, for topologies that look at it.
-        wire: 'float32' (lossless: the parameters' own dtype), 'bfloat16' or 'int8'.
-        overlap: mix with what was sent an update ago (True), or with this update's values (False).
-        mix_every: mix in every h-th update only.
+        lr_scheduler_fn: makes a scheduler for an optimizer; stepped once per optimizer step. None for none.
+        local_world_size: workers per node, for topologies that depend on it.
+        compression: None (the parameters' own dtype), 'bfloat16' or 'int8'.
+        overlap: mix with the values sent in the last update (True), or with this update's values (False).
+        mix_every: mix only in every h-th update.
         rule: of ``decent_dp.rules``, such as ``OuterNesterov()``; None for plain gossip.
         grad_clip_norm: of each replica's gradients together, as ``torch.nn.utils.clip_grad_norm_``; 0.0 for no clipping.
         scaler: a ``torch.GradScaler``; each replica gets a copy, which scales its loss, skips its steps and is updated.
         vectorize: True: all replicas in one pass, or raise; False: one replica after another, each with Python objects of its
-            own; None: in one pass, or the other with a warning in the log if the first step shows that this model does not
-            allow it.
+            own; None: in one pass if the first step shows that it is exact, else one after another, with a warning in the log.
 
     Attributes:
-        round: of the coming step; counts steps, also those that a scaler skipped.
+        round: the number of the next step; counts steps, also those that a scaler skipped.
 
     Raises:
         ValueError, TypeError: an argument is wrong; the message says what to do.
@@ -105,7 +80,7 @@ class VirtualCluster:
         loss_fn: LOSS_FN_TYPE | None = None,
         lr_scheduler_fn: LR_SCHEDULER_FN_TYPE | None = None,
         local_world_size: int = 1,
-        wire: str = "float32",
+        compression: str | None = None,
         overlap: bool = True,
         mix_every: int = 1,
         rule: Rule | None = None,
@@ -120,9 +95,12 @@ class VirtualCluster:
         if vectorize not in (True, False, None):
             raise TypeError(f"vectorize must be True, False or None, got {vectorize!r}")
         self._max_norm = number("grad_clip_norm", grad_clip_norm, "0.0 (no clipping) or a positive norm", positive=False)
-        self._overlap = flag("overlap", overlap)
+        if overlap not in (True, False):
+            raise TypeError(f"overlap must be True or False, got {overlap!r}")
+        self._overlap = overlap
         self._scaler = check_scaler(scaler)
-        self._factories = Factories(optim_fn, lr_scheduler_fn)
+        check_factories(optim_fn, lr_scheduler_fn)
+        self._factories = optim_fn, lr_scheduler_fn
         if isinstance(topology, Topology) and (topology.world_size, topology._rank) != (n, 0):
             raise ValueError(
                 f"the {type(topology).__name__} given was made for {topology.world_size} workers, as rank {topology._rank}, "
@@ -131,13 +109,13 @@ class VirtualCluster:
         made = make_topology(topology, local_world_size=whole("local_world_size", local_world_size), world_size=n, rank=0)
         self.topology = Topology.every(made, mix_every)  # of the class: a subclass may have an attribute of this name
         self._stack = Stack(model, n)
-        kind = check_wire(wire, [(name, param.dtype) for name, param in self._stack.params.items()])
+        kind = check_compression(compression, [(name, param.dtype) for name, param in self._stack.params.items()])
         shared = self._stack, self.topology, check_rule(rule)
         lossless = kind is Lossless
-        self._exchange: Exchange = LosslessExchange(*shared) if lossless else WiredExchange(*shared, kind)
+        self._exchange: SimulatedExchange = LosslessExchange(*shared) if lossless else CompressedExchange(*shared, kind)
         self._gradients = Gradients(self._stack, loss_fn or _cross_entropy, vectorize)
         self._stepper = self._make_stepper()
-        self._evaluated_at_once = True
+        self._failure: BaseException | None = None
         self.round = 0
 
     # -- training -----------------------------------------------------------------------------------------------------
@@ -146,7 +124,7 @@ class VirtualCluster:
         """One update of every replica.
 
         Args:
-            batch: what ``loss_fn`` is called with after the model; of each tensor, (n, ...), row i is replica i's.
+            batch: the arguments of ``loss_fn`` after the model; of each tensor, (n, ...), row i is replica i's.
 
         Returns:
             The losses, (n,), detached.
@@ -154,31 +132,42 @@ class VirtualCluster:
         Raises:
             TypeError, ValueError: a batch is no tensor or has another leading dimension than n; the loss is not one number, or
                 does not depend on the model; a buffer was added or has changed its shape.
-            RuntimeError: the model cannot be computed in one pass, and ``vectorize`` asks for it, or earlier steps were.
+            RuntimeError: the model cannot be computed in one pass, and ``vectorize`` asks for it, or earlier steps were; or an
+                earlier step failed after its gradients.
 
-        Parameters, buffers and optimizers are what they were if computing the losses and gradients raises.
+        If computing the losses and gradients raises, the step can be repeated: parameters and optimizers are unchanged, and
+        buffers and the modules' Python attributes are restored (``Snapshot``; parameters that a forward writes to are not). An
+        error after that, such as one of the optimizer, leaves some replicas updated and others not: the cluster takes no
+        further steps then.
         """
+        if self._failure is not None:
+            raise RuntimeError(
+                f"an earlier step failed half-way ({type(self._failure).__name__}: {self._failure}), so that some replicas "
+                "have taken it and others not: make a new VirtualCluster"
+            ) from self._failure
         self._check_batch(batch)
-        found = self._gradients(batch, self._stepper.scale if self._scaler is not None else None)
+        gradients = self._gradients(batch, self._stepper.scales())
+        try:
+            self._update(gradients)
+        except BaseException as error:
+            self._failure = error
+            raise
+        self.round += 1
+        return gradients.losses
+
+    def _update(self, gradients: StepGradients) -> None:
         if self._gradients.vectorized is False and isinstance(self._stepper, Shared):
             self._stepper = self._make_stepper()
         if self._overlap:
             self._exchange.finish()
-        self._stepper.step(found)
+        self._stepper.step(gradients)
         self._exchange.start(self.round)
         if not self._overlap:
             self._exchange.finish()
-        self.round += 1
-        return found.losses
 
     def _make_stepper(self) -> Stepper:
-        stack, factories = self._stack, self._factories
-        if self._scaler is None and self._gradients.vectorized is not False:
-            named = [(name, param) for name, param in stack.template.named_parameters() if param.requires_grad]
-            optimizer = factories.optimizer(named)
-            if Shared.serves(optimizer):
-                return Shared(stack, factories, optimizer, self._max_norm)
-        return OneEach(stack, factories, self._scaler, self._max_norm)
+        may_share = self._gradients.vectorized is not False
+        return make_stepper(self._stack, *self._factories, self._scaler, self._max_norm, may_share=may_share)
 
     def _check_batch(self, batch: Sequence[Any]) -> None:
         if not batch:
@@ -190,7 +179,7 @@ class VirtualCluster:
             if tensor.ndim == 0 or len(tensor) != n:
                 raise ValueError(
                     f"tensor {place} of the batch has the shape {tuple(tensor.shape)}, but its first dimension must be the "
-                    f"number of workers, {n}: stack one batch a worker"
+                    f"number of workers, {n}: stack one batch per worker"
                 )
 
     def set_adaptive_factor(self, factor: float) -> None:
@@ -205,7 +194,7 @@ class VirtualCluster:
             raise ValueError(f"the adaptive factor must be in [0, 1], got {factor!r}")
         self._exchange.factor = float(factor)
 
-    # -- what is there ------------------------------------------------------------------------------------------------
+    # -- state and results ------------------------------------------------------------------------------------------------
 
     @property
     def n(self) -> int:
@@ -214,22 +203,22 @@ class VirtualCluster:
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """The trainable parameters by name, (n, *shape): the values themselves, which may be changed in place between steps."""
+        """The trainable parameters by name, (n, *shape): not copies, and may be changed in place between steps."""
         return {name: param.detach() for name, param in self._stack.params.items()}
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """The buffers by name, (n, *shape): the values themselves."""
+        """The buffers by name, (n, *shape): not copies."""
         return dict(self._stack.buffers)
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """One for all replicas, or one a replica."""
+        """One for all replicas, or one per replica."""
         return list(self._stepper.optimizers)
 
     @property
     def lr_schedulers(self) -> list[LRScheduler]:
-        """Those of ``optimizers``; empty without a ``lr_scheduler_fn``."""
+        """The schedulers of ``optimizers``; empty without a ``lr_scheduler_fn``."""
         return list(self._stepper.schedulers)
 
     @property
@@ -239,35 +228,36 @@ class VirtualCluster:
 
     @property
     def vectorized(self) -> bool | None:
-        """Whether all replicas are computed in one pass; None until the first step has shown it."""
+        """Whether all replicas are computed in one pass; None until the first step has decided."""
         return self._gradients.vectorized
 
     @property
     def bytes_sent(self) -> int:
-        """That all workers together would have put on wires so far, without headers.
+        """Bytes that all workers together would have sent so far, without headers.
 
-        A pair sends one message each; a group of m sends 2 (m - 1) in all, as its sums and means travel along trees.
+        The workers of a pair send one message each; a group of m sends 2 (m - 1) in all, as its sums and means travel along
+        trees.
         """
         return self._exchange.bytes_sent
 
     @property
     def rejected(self) -> int:
-        """Blocks of parameters that were not mixed in a round, as replicas were further apart than a lossy wire could tell."""
-        return self._exchange.rejected if isinstance(self._exchange, WiredExchange) else 0
+        """Blocks of parameters that were not mixed in a round, as replicas were too far apart for the compression."""
+        return self._exchange.rejected if isinstance(self._exchange, CompressedExchange) else 0
 
     def consensus_distance(self) -> float:
         """Root mean square over replicas of the L2 distance to their mean, over the trainable parameters."""
         return float(self._stack.squared_distances().mean().sqrt())
 
     def mean_model(self) -> nn.Module:
-        """A model of its own with the mean of all floating-point parameters and buffers; other buffers are replica 0's.
+        """A new model with the mean of all floating-point parameters and buffers; other buffers are replica 0's.
 
-        All else in it is as it was when the cluster was made.
+        The rest of it is as it was when the cluster was made.
         """
         return self._stack.mean()
 
     def replica_model(self, i: int) -> nn.Module:
-        """A model of its own with the values of replica i, 0 <= i < n; all else in it is as it was when the cluster was made.
+        """A new model with the values of replica i, 0 <= i < n; the rest of it is as it was when the cluster was made.
 
         Raises:
             IndexError: there is no such replica.
@@ -276,60 +266,6 @@ class VirtualCluster:
         if not 0 <= i < self.n:
             raise IndexError(f"replica {i} is out of range: the replicas are 0 to {self.n - 1}")
         return self._stack.replica(i)
-
-    @torch.no_grad()
-    def evaluate(self, x: Tensor, y: Tensor) -> Accuracy:
-        """Shares of right answers on images ``x`` with labels ``y`` (one row a sample), of models in evaluation mode.
-
-        Args:
-            x: what the models are called with.
-            y: the right classes: of the shape of the model's output without its last dimension, which holds a score a class.
-
-        Raises:
-            TypeError, ValueError: the output and ``y`` do not fit, or there is no sample.
-        """
-        if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
-            raise TypeError(f"evaluate(x, y) needs two tensors, got {type(x).__name__} and {type(y).__name__}")
-        if not x.numel() or not y.numel():
-            raise ValueError(f"evaluate(x, y) needs samples, got x of shape {tuple(x.shape)} and y of {tuple(y.shape)}")
-        scores: Any = self._stack.mean().eval()(x)
-        if not isinstance(scores, Tensor) or scores.ndim == 0:
-            raise TypeError(f"the model must return a tensor with a score a class in its last dimension, got {scores!r}")
-        if scores.shape[:-1] != y.shape:
-            raise ValueError(
-                f"y has the shape {tuple(y.shape)}, but the model's output {tuple(scores.shape)}: y must be "
-                f"{tuple(scores.shape[:-1])}, one class for the scores in the last dimension"
-            )
-        replicas = self._replica_accuracies(x, y)
-        return Accuracy(float(_accuracy(scores, y)), tuple(float(value) for value in replicas))
-
-    def _replica_accuracies(self, x: Tensor, y: Tensor) -> Tensor:
-        stack = self._stack
-        if self._gradients.vectorized is not False and self._evaluated_at_once:
-            try:
-                return self._accuracies_at_once(x, y)
-            except Exception:  # in evaluation mode it may do what vmap refuses; an error of the user's own comes again below
-                self._evaluated_at_once = False
-        return torch.stack([_accuracy(stack.replica(i).eval()(x), y) for i in range(stack.n)])
-
-    def _accuracies_at_once(self, x: Tensor, y: Tensor) -> Tensor:
-        stack = self._stack
-        model = copy.deepcopy(stack.template).eval()
-
-        def one(row: dict[str, Tensor]) -> Tensor:
-            return _accuracy(functional_call(model, row, (x,)), y)
-
-        found = []
-        with sdpa_kernel(SDPBackend.MATH):
-            for first in range(0, stack.n, _EVALUATED_AT_ONCE):
-                # Copies: a forward may write to what it is given.
-                values = {name: tensor[first : first + _EVALUATED_AT_ONCE].clone() for name, tensor in stack.values().items()}
-                found.append(vmap(one, randomness="different")(values))
-        return torch.cat(found)
-
-
-def _accuracy(scores: Tensor, y: Tensor) -> Tensor:
-    return (scores.argmax(-1) == y).float().mean()
 
 
 def _cross_entropy(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Data for simulations: who holds which samples, and which of them are drawn in a step."""
+"""Data for simulations: each worker's samples, and the batches drawn from them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ __all__ = ["Batches", "Data", "digits", "dirichlet_split"]
 IntArray = npt.NDArray[np.int64]
 
 _TEST_SAMPLES = 360
-# Where α may be: below, a worker sees one class as long as it lasts, and variates would underflow; above, all see all.
+# α is clamped to this range: below it a worker has one class until that is used up, and variates would underflow; above it all
+# workers have all classes.
 _ALPHAS = (1e-100, 1e15)
 
 
 @dataclass(frozen=True)
 class Data:
-    """Samples and labels to train on, and others to test with; one row a sample.
+    """Samples and labels to train on, and others to test with; one row per sample.
 
     Attributes:
         classes: labels are 0 to classes - 1.
@@ -44,7 +45,7 @@ def digits() -> Data:
     """1437 images of handwritten digits to train on and 360 to test with, (64,) float32 in [0, 1]: always the same split.
 
     Raises:
-        ImportError: scikit-learn, which brings the data along, is not installed.
+        ImportError: scikit-learn, which contains the data, is not installed.
     """
     try:
         from sklearn.datasets import load_digits
@@ -59,29 +60,29 @@ def digits() -> Data:
 
 
 def dirichlet_split(labels: Any, n: int, alpha: float | None, seed: int = 0) -> list[IntArray]:
-    """Deals samples out to n workers, with classes as unevenly as ``alpha`` says.
+    """Distributes samples to n workers; the smaller ``alpha``, the more uneven their classes.
 
-    Every worker gets the same number of samples, or one more. Its mixture of classes is drawn from Dirichlet(α p), p being the
-    mixture of all samples, and its samples from that mixture without replacement, one worker after another in turns, as long as
-    a class has any left (Hsu, Qi and Brown, "Measuring the Effects of Non-Identical Data Distribution for Federated Visual
-    Classification", 2019, arXiv 1909.06335). With α = 0.1 most of a worker's samples are of one to three
-    classes; None or infinity deals evenly.
+    Every worker gets the same number of samples, or one more. Its mixture of classes is drawn from Dirichlet(α p), where p is
+    the mixture of all samples. Workers take turns in drawing a sample from their mixture, without replacement, while a class
+    has samples left (Hsu, Qi and Brown, "Measuring the Effects of Non-Identical Data Distribution for Federated Visual
+    Classification", 2019, arXiv 1909.06335). With α = 0.1 most of a worker's samples are of one to three classes; None or
+    infinity splits evenly.
 
     Args:
-        labels: one a sample, integers or anything else that NumPy can sort, 1-D.
+        labels: one per sample, integers or anything else that NumPy can sort, 1-D.
         n: workers.
         alpha: α > 0, None or ``math.inf``.
         seed: the same seed, the same split.
 
     Returns:
-        For each worker the indices of its samples, int64, in increasing order: disjoint, and all of them together.
+        For each worker the indices of its samples, int64, in increasing order. They are a partition of all samples.
 
     Raises:
         ValueError, TypeError: ``n``, ``alpha`` or ``seed`` is out of range, or there are fewer samples than workers.
     """
     found: npt.NDArray[Any] = np.asarray(labels)
     if found.ndim != 1:
-        raise ValueError(f"labels must be 1-D, one a sample, got the shape {found.shape}")
+        raise ValueError(f"labels must be 1-D, one per sample, got the shape {found.shape}")
     n, seed = whole("n, the number of workers,", n), whole("seed", seed, least=0)
     if len(found) < n:
         raise ValueError(f"{len(found)} samples are too few for {n} workers: each needs at least one")
@@ -92,7 +93,7 @@ def dirichlet_split(labels: Any, n: int, alpha: float | None, seed: int = 0) -> 
         return [np.sort(order[i::n]).astype(np.int64) for i in range(n)]
     _, numbers = np.unique(found, return_inverse=True)
     counts = np.bincount(numbers)
-    # Each class's samples in random order, to be taken from the end.
+    # Each class's samples in random order, taken from the end.
     stock = [rng.permutation(np.flatnonzero(numbers == k)).tolist() for k in range(len(counts))]
     mixtures = _mixtures(rng, min(max(alpha, _ALPHAS[0]), _ALPHAS[1]) * counts / counts.sum(), n)
     left = counts.astype(np.float64)
@@ -101,7 +102,7 @@ def dirichlet_split(labels: Any, n: int, alpha: float | None, seed: int = 0) -> 
     for number in range(len(found)):
         worker = number % n
         chances = np.cumsum(np.where(left > 0, mixtures[worker], 0.0))
-        if chances[-1] <= 0:  # its classes are used up: from what is left, by their numbers
+        if chances[-1] <= 0:  # its classes are used up: draw from the rest, by class size
             chances = np.cumsum(left)
         k = int(np.searchsorted(chances, draws[number] * chances[-1], side="right"))
         dealt[worker].append(stock[k].pop())
@@ -120,7 +121,7 @@ def check_alpha(alpha: float | None) -> None:
 
 
 def _mixtures(rng: np.random.Generator, concentration: npt.NDArray[np.float64], n: int) -> npt.NDArray[np.float64]:
-    """n draws of a Dirichlet distribution, (n, classes), also where it is so uneven that gamma variates underflow.
+    """n draws of a Dirichlet distribution, (n, classes), also if it is so uneven that gamma variates underflow.
 
     Log-gamma variates by Gamma(a) = Gamma(a + 1) · U^(1/a) (Marsaglia and Tsang 2000).
     """
@@ -132,13 +133,13 @@ def _mixtures(rng: np.random.Generator, concentration: npt.NDArray[np.float64], 
 
 
 class Batches:
-    """Draws a batch a worker a step from its own samples, with replacement.
+    """Draws one batch per worker and step from the worker's own samples, with replacement.
 
-    What worker i draws in step t depends on the seed, t, i and the number of its samples alone.
+    The draw of worker i in step t depends only on the seed, t, i and the number of its samples.
 
     Args:
         shards: for each worker the indices of its samples.
-        size: samples a batch.
+        size: samples per batch.
         seed: of the draws.
 
     Raises:
@@ -146,7 +147,7 @@ class Batches:
     """
 
     def __init__(self, shards: Sequence[IntArray], size: int, seed: int = 0) -> None:
-        self._size, self._seed = whole("size, the samples a batch,", size), whole("seed", seed, least=0)
+        self._size, self._seed = whole("size, the samples per batch,", size), whole("seed", seed, least=0)
         if not len(shards):
             raise ValueError("shards must hold the indices of each worker's samples, and there is no worker")
         self._counts = np.array([len(shard) for shard in shards])

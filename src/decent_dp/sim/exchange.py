@@ -1,10 +1,10 @@
-"""What the replicas of one process send each other, and what a rule makes of it.
+"""The exchanges of replicas in one process, and the rule's use of the received values.
 
-A replica with a NaN or an infinity, and whoever it would mix with, sit the round out, as workers do. (Lossless: whole
-replicas do. Workers leave out the buckets with such a value, which makes a difference where a replica has several.)
+A replica with a NaN or an infinity, and its neighbours in that round, sit the round out, as workers do. (Lossless: with whole
+replicas. Workers leave out the buckets with such a value, which differs if a replica has several.)
 
-``start`` and ``finish`` are what a worker's are. Lossless: for all edges of a round at once, on the stacked tensors. Other
-wires: the engine's own buckets, replica by replica.
+``start`` and ``finish`` are those of a worker. Without compression they treat all edges of a round at once, on the stacked
+tensors; with it they use the engine's own buckets, replica by replica.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from decent_dp.compression import Compression, MessageId, all_finite
 from decent_dp.engine.bucket import Bucket, InFlight
-from decent_dp.engine.layout import Block, TensorSpec, plan_buckets
-from decent_dp.rules import Round, Rule, apply_rule, pull_of
+from decent_dp.engine.layout import FlatBuffer, TensorSpec, plan_buckets
+from decent_dp.rules import Round, Rule, apply_rule, mixing_rate
 from decent_dp.sim.stack import Stack
 from decent_dp.topo import Edge, Topology
-from decent_dp.wire import Moment, Wire, all_finite
 
-__all__ = ["Exchange", "LosslessExchange", "WiredExchange"]
+__all__ = ["CompressedExchange", "LosslessExchange", "SimulatedExchange"]
 
 
-class Exchange(ABC):
-    """Exchanges of all replicas.
+class SimulatedExchange(ABC):
+    """The exchanges of all replicas.
 
     Args:
         stack: the replicas.
-        topology: who mixes with whom.
-        rule: what is proposed, and what becomes of what came.
+        topology: the edges of each round.
+        rule: the proposals, and the use of the received values.
 
     Attributes:
         factor: the adaptive factor γ.
-        bytes_sent: that the workers together have put on wires. A pair sends a message each, a group of m 2 (m - 1) in all.
+        bytes_sent: by all workers. A pair sends one message per worker, a group of m sends 2 (m - 1) in all.
     """
 
     def __init__(self, stack: Stack, topology: Topology, rule: Rule) -> None:
@@ -47,14 +47,14 @@ class Exchange(ABC):
 
     @abstractmethod
     def start(self, t: int) -> None:
-        """Puts the parameters on the wire for round t."""
+        """Sends the parameters for round t."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Mixes with what is on the wire, if anything is."""
+        """Mixes with the values in flight, if there are any."""
 
     def _edges(self, t: int) -> list[Edge]:
-        self._topology.get_edge(t)  # checks a round that a topology without a period makes up
+        self._topology.get_edge(t)  # checks the round of a topology without a period
         return self._topology.round(t)
 
     def _round(self, t: int) -> Round:
@@ -65,12 +65,12 @@ class Exchange(ABC):
 
 
 @dataclass(frozen=True)
-class _Part:
+class _EqualEdges:
     """The edges of a round that have one size and one weight.
 
     Attributes:
         rows: their members, edge by edge; None for all replicas in their order.
-        partners: of an edge of two, the other member; None for others.
+        partners: of an edge of two, the other member; None for other sizes.
         edge: one of them.
     """
 
@@ -83,31 +83,28 @@ class _Part:
         return len(self.edge.ranks)
 
 
-@dataclass(frozen=True)
-class _Plan:
-    parts: tuple[_Part, ...]
-    copies: int  # of a replica that are sent in all
-
-
-class LosslessExchange(Exchange):
-    """Values as they are."""
+class LosslessExchange(SimulatedExchange):
+    """Values as they are, for all equal edges at once. ``CompressedExchange`` with ``Lossless`` is its readable twin."""
 
     def __init__(self, stack: Stack, topology: Topology, rule: Rule) -> None:
         super().__init__(stack, topology, rule)
         self._params: list[Tensor] = [param.detach() for param in stack.params.values()]
         self._states = [rule.state(param) for param in self._params]
         self._nbytes = sum(param[0].numel() * param.itemsize for param in self._params)
-        self._plans: dict[int, _Plan] = {}
-        self._in_flight: tuple[Round, list[tuple[_Part, list[Tensor | None]]]] | None = None
+        self._in_flight: tuple[Round, list[tuple[_EqualEdges, list[Tensor | None]]]] | None = None
 
     @torch.no_grad()
     def start(self, t: int) -> None:
-        plan, round_ = self._plan(t), self._round(t)
+        edges, round_ = self._edges(t), self._round(t)
         proposed = [self._rule.propose(param, state, round_) for param, state in zip(self._params, self._states, strict=True)]
-        self.bytes_sent += plan.copies * self._nbytes
+        self.bytes_sent += sum(2 * (len(edge.ranks) - 1) for edge in edges) * self._nbytes
         if not all(all_finite(proposal) for proposal in proposed):
-            plan = self._plan_without(_nonfinite(proposed), t)
-        self._in_flight = round_, [(part, [_differences(proposal, part) for proposal in proposed]) for part in plan.parts]
+            excluded = _nonfinite(proposed)
+            alone = {rank: Edge([rank], 1.0) for edge in edges if not excluded.isdisjoint(edge.ranks) for rank in edge.ranks}
+            edges = [*(edge for edge in edges if edge.ranks[0] not in alone), *alone.values()]
+        used = [edge for edge in edges if len(edge.ranks) > 1 or self._rule.acts_alone]
+        parts = _equal_edges(used, self._stack.n, self._params[0].device)
+        self._in_flight = round_, [(part, [_differences(proposal, part) for proposal in proposed]) for part in parts]
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -116,63 +113,30 @@ class LosslessExchange(Exchange):
             return
         round_, parts = in_flight
         for part, differences in parts:
-            pull = pull_of(part.edge, self.factor) if part.size > 1 else 0.0
+            rate = mixing_rate(part.edge, self.factor) if part.size > 1 else 0.0
             for param, state, difference in zip(self._params, self._states, differences, strict=True):
-                self._apply(part.rows, param, state, difference, pull, round_)
-
-    def _apply(
-        self,
-        rows: Tensor | None,
-        param: Tensor,
-        state: dict[str, Tensor],
-        difference: Tensor | None,
-        pull: float,
-        round_: Round,
-    ) -> None:
-        if rows is None:
-            apply_rule(self._rule, param, state, difference, pull, round_)
-            return
-        own, *others = (tensor.index_select(0, rows) for tensor in (param, *state.values()))
-        apply_rule(self._rule, own, dict(zip(state, others, strict=True)), difference, pull, round_)
-        for tensor, value in zip((param, *state.values()), (own, *others), strict=True):
-            tensor.index_copy_(0, rows, value)
-
-    def _plan(self, t: int) -> _Plan:
-        period = self._topology.period
-        key = t if period is None else t % period
-        if key not in self._plans:
-            if period is None:
-                self._plans.clear()
-            self._plans[key] = self._plan_edges(self._edges(t))
-        return self._plans[key]
-
-    def _plan_without(self, nonfinite: set[int], t: int) -> _Plan:
-        """The plan of round t in which the edges of these replicas are not used."""
-        edges: list[Edge] = []
-        for edge in self._edges(t):
-            edges += [edge] if nonfinite.isdisjoint(edge.ranks) else [Edge([rank], 1.0) for rank in edge.ranks]
-        return self._plan_edges(edges)
-
-    def _plan_edges(self, edges: Sequence[Edge]) -> _Plan:
-        used = [edge for edge in edges if len(edge.ranks) > 1 or self._rule.acts_alone]
-        return _plan_round(used, self._stack.n, self._params[0].device)
+                stacked = [param, *state.values()]
+                values, *own = stacked if part.rows is None else (tensor.index_select(0, part.rows) for tensor in stacked)
+                apply_rule(self._rule, values, dict(zip(state, own, strict=True)), difference, rate, round_)
+                if part.rows is not None:
+                    for tensor, value in zip(stacked, (values, *own), strict=True):
+                        tensor.index_copy_(0, part.rows, value)
 
 
-def _plan_round(edges: Sequence[Edge], n: int, device: torch.device) -> _Plan:
+def _equal_edges(edges: Sequence[Edge], n: int, device: torch.device) -> list[_EqualEdges]:
     alike: dict[tuple[int, float], list[Edge]] = {}
     for edge in edges:
         alike.setdefault((len(edge.ranks), edge.weight), []).append(edge)
     parts = []
-    for (size, _), found in alike.items():
+    for (size, _), equal in alike.items():
+        ranks, partners = [rank for edge in equal for rank in sorted(edge.ranks)], None
         if size == 2:
-            others = {rank: other for edge in found for rank, other in (edge.ranks, edge.ranks[::-1])}
+            others = {rank: other for edge in equal for rank, other in (edge.ranks, edge.ranks[::-1])}
             ranks = sorted(others)
             partners = torch.tensor([others[rank] for rank in ranks], device=device)
-        else:
-            ranks, partners = [rank for edge in found for rank in sorted(edge.ranks)], None
         rows = None if ranks == list(range(n)) else torch.tensor(ranks, device=device)
-        parts.append(_Part(rows, partners, found[0]))
-    return _Plan(tuple(parts), sum(2 * (len(edge.ranks) - 1) for edge in edges))
+        parts.append(_EqualEdges(rows, partners, equal[0]))
+    return parts
 
 
 def _nonfinite(stacked: Sequence[Tensor]) -> set[int]:
@@ -181,80 +145,82 @@ def _nonfinite(stacked: Sequence[Tensor]) -> set[int]:
     return set(finite.logical_not().nonzero().flatten().tolist())
 
 
-def _differences(proposed: Tensor, part: _Part) -> Tensor | None:
-    """What comes less what is sent, in float32 at least, for the rows of a part; None where nothing comes."""
+def _differences(proposed: Tensor, part: _EqualEdges) -> Tensor | None:
+    """Received less sent values, in float32 at least, for the rows of a part; None for edges of one worker."""
     if part.size == 1:
         return None
     wide = torch.promote_types(proposed.dtype, torch.float32)
     own = proposed if part.rows is None else proposed.index_select(0, part.rows)
     if part.partners is not None:
-        came = proposed.index_select(0, part.partners).to(wide)
-        return came.sub_(own)
+        return proposed.index_select(0, part.partners).to(wide).sub_(own)
     groups = own.view(-1, part.size, *own.shape[1:])
     mean = groups.sum(1, keepdim=True, dtype=wide).div_(part.size).to(proposed.dtype)
     return torch.sub(mean.to(wide), groups).flatten(0, 1)
 
 
-# -- other wires ---------------------------------------------------------------------------------------------------------
+# -- compressed ----------------------------------------------------------------------------------------------------------
 
 
-class WiredExchange(Exchange):
-    """Values as a wire's messages stand for them.
+class CompressedExchange(SimulatedExchange):
+    """Values as the messages of a compression represent them.
 
     Args:
-        wire: the kind.
+        compression: its class.
     """
 
-    def __init__(self, stack: Stack, topology: Topology, rule: Rule, wire: type[Wire]) -> None:
+    def __init__(self, stack: Stack, topology: Topology, rule: Rule, compression: type[Compression]) -> None:
         super().__init__(stack, topology, rule)
         replicas = [[param.detach()[i] for param in stack.params.values()] for i in range(stack.n)]
         specs = [TensorSpec.of(name, param) for name, param in zip(stack.params, replicas[0], strict=True)]
         plans = plan_buckets(specs, range(len(specs)), float("inf"))
         # By kind of parameter, then by replica.
-        self._buckets = [[Bucket(0, Block(plan, params, as_view=False), wire, rule) for params in replicas] for plan in plans]
+        self._buckets = [
+            [Bucket(0, FlatBuffer(plan, params, as_view=False), compression, rule) for params in replicas] for plan in plans
+        ]
 
     @property
     def rejected(self) -> int:
-        """Runs of parameters that were not mixed, as replicas were further apart than the wire could tell."""
-        return sum(bucket.wire.rejected for buckets in self._buckets for bucket in buckets)
+        """Blocks of parameters that were not mixed, as replicas were too far apart for the compression."""
+        return sum(bucket.compression.rejected for buckets in self._buckets for bucket in buckets)
 
     @torch.no_grad()
     def start(self, t: int) -> None:
         edges, round_ = self._edges(t), self._round(t)
         for buckets in self._buckets:
             proposals = [bucket.propose(round_) for bucket in buckets]
-            announces = buckets[0].wire.announces
+            needs_hints = buckets[0].compression.needs_hints
             hints = [
-                bucket.hints.turn(proposal) if announces else b"" for bucket, proposal in zip(buckets, proposals, strict=True)
+                bucket.hints.advance(proposal) if needs_hints else b""
+                for bucket, proposal in zip(buckets, proposals, strict=True)
             ]
             for edge in edges:
                 for rank in edge.ranks:
                     buckets[rank].in_flight = InFlight(round_, edge, hints[rank])
                 if len(edge.ranks) > 1:
-                    self._exchange(edge, t, buckets, proposals, hints if announces else [])
+                    self._exchange(edge, t, buckets, proposals, hints if needs_hints else [])
 
     def _exchange(
         self, edge: Edge, t: int, buckets: Sequence[Bucket], proposals: Sequence[list[Tensor]], hints: Sequence[bytes]
     ) -> None:
         ranks = tuple(sorted(edge.ranks))
-        heard = [hints[rank] for rank in ranks] if hints else []
+        all_hints = [hints[rank] for rank in ranks] if hints else []
         for rank in ranks:
             bucket = buckets[rank]
-            for _ in bucket.wire.encode(proposals[rank], bucket.messages[0], Moment(t, rank, ranks), heard):
+            for _ in bucket.compression.encode(proposals[rank], bucket.messages[0], MessageId(t, rank, ranks), all_hints):
                 pass
         sent = [buckets[rank].messages[0] for rank in ranks]
-        wire = buckets[ranks[0]].wire
-        self.bytes_sent += 2 * (len(ranks) - 1) * wire.payload(wire.pieces)
+        compression = buckets[ranks[0]].compression
+        self.bytes_sent += 2 * (len(ranks) - 1) * compression.payload(compression.chunks)
         if len(ranks) == 2:
             for rank, other in zip(ranks, sent[::-1], strict=True):
                 buckets[rank].messages[1].copy_(other)
             return
-        # As one node would: every piece's root sums all messages.
+        # As one node would: the root of each chunk sums all messages.
         mean = torch.empty_like(sent[0])
-        for piece in wire.pieces:
-            there = slice(piece.start, piece.stop)
-            moment = Moment(t, -1, ranks)
-            wire.combine(piece, [message[there] for message in sent], [1] * len(sent), mean[there], moment)
+        for chunk in compression.chunks:
+            there = slice(chunk.start, chunk.stop)
+            message_id = MessageId(t, -1, ranks)
+            compression.reduce(chunk, [message[there] for message in sent], [1] * len(sent), mean[there], message_id)
         for rank in ranks:
             buckets[rank].messages[1].copy_(mean)
 
@@ -265,7 +231,7 @@ class WiredExchange(Exchange):
                 in_flight, bucket.in_flight = bucket.in_flight, None
                 if in_flight is None:
                     continue
-                if in_flight.sits_out or any(map(bucket.wire.flag, bucket.messages)):
+                if in_flight.sits_out or any(map(bucket.compression.flag, bucket.messages)):
                     bucket.mix_nothing(in_flight.round)
                 else:
                     bucket.mix(in_flight, self.factor)

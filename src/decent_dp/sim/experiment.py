@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -15,22 +14,23 @@ from typing import Any
 import torch
 from torch import nn
 
+from decent_dp.compression import check_compression
 from decent_dp.optim import lr_scheduler_fn_cosine_with_warmup, optim_fn_accum_adamw, optim_fn_adamw
-from decent_dp.sim.checks import flag, number, real, whole
+from decent_dp.sim.checks import number, real, whole
 from decent_dp.sim.cluster import VirtualCluster
 from decent_dp.sim.data import Batches, Data, check_alpha, digits, dirichlet_split
 from decent_dp.topo import make_topology
-from decent_dp.wire import check_wire
 
 __all__ = ["DATA", "OPTIMIZERS", "Result", "Row", "Simulation", "run"]
 
 DATA: dict[str, Callable[[], Data]] = {"digits": digits}
 
-# Parameters of a replica up to which one thread computes: the parts of such small operations are short, and threads that wait
-# for each other after each of them take many times as long as soon as anything else runs on the cores.
+# Up to this many parameters per replica one thread computes. Threads wait for each other after each of so small operations: on
+# a busy machine 30 steps of 64-256-256-10 took 29.5 s of CPU time on two threads and 7 to 9 s on one (docs/log.md, "what the
+# simulator does with models that are not plain").
 _ONE_THREAD = 100_000
 
-# By name: a factory of the learning rate, and the rate that suits the digits.
+# By name: the factory, and a learning rate for the digits.
 OPTIMIZERS: dict[str, tuple[Callable[..., Any], float]] = {
     "adamw": (partial(optim_fn_adamw, weight_decay=0.1), 2e-3),
     "accum-adamw": (partial(optim_fn_accum_adamw, weight_decay=0.1), 2e-3),
@@ -41,22 +41,22 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Any], float]] = {
 
 @dataclass(frozen=True)
 class Simulation:
-    """The settings of a run; they, and the versions of the libraries, determine its numbers.
+    """The settings of a run. They and the versions of the libraries determine its numbers.
 
     Attributes:
         data: 'digits', handwritten digits of 8 x 8 pixels.
         topology: a registered name or a composition such as 'complete:100,ring'.
         n: workers.
-        local_world_size: workers a node.
+        local_world_size: workers per node.
         alpha: of the Dirichlet split of the classes (see ``dirichlet_split``); None or infinity: even.
         steps: of every worker.
-        batch: samples a worker a step.
-        lr: the highest learning rate; None: what suits the optimizer on these data.
+        batch: samples per worker and step.
+        lr: the highest learning rate; None: a good one for the optimizer on these data.
         optimizer: 'adamw', 'accum-adamw', 'sgd' or 'momentum'.
         schedule: 'cosine' (with a warm-up over the first 5 % of the steps) or 'constant'.
-        wire: 'float32', 'bfloat16' or 'int8'.
-        overlap: mix with what was sent a step ago.
-        mix_every: mix in every h-th step only.
+        compression: None (the parameters' own dtype), 'bfloat16' or 'int8'.
+        overlap: mix with the values sent in the last step.
+        mix_every: mix only in every h-th step.
         grad_clip_norm: of each replica's gradients; 0.0 for no clipping.
         hidden: widths of the network's hidden layers.
         seed: of the weights, the split and the batches.
@@ -76,7 +76,7 @@ class Simulation:
     lr: float | None = None
     optimizer: str = "adamw"
     schedule: str = "cosine"
-    wire: str = "float32"
+    compression: str | None = None
     overlap: bool = True
     mix_every: int = 1
     grad_clip_norm: float = 0.0
@@ -87,8 +87,12 @@ class Simulation:
     def __post_init__(self) -> None:
         for name in ("n", "local_world_size", "steps", "batch", "mix_every", "eval_every"):
             object.__setattr__(self, name, whole(name, getattr(self, name)))
-        object.__setattr__(self, "seed", whole("seed", self.seed, least=0, below=2**64))
-        object.__setattr__(self, "overlap", flag("overlap", self.overlap))
+        object.__setattr__(self, "seed", whole("seed", self.seed, least=0))
+        if self.seed >= 2**64:
+            raise ValueError(f"seed must be less than 2**64, got {self.seed}")
+        if self.overlap not in (True, False):
+            raise TypeError(f"overlap must be True or False, got {self.overlap!r}")
+        object.__setattr__(self, "overlap", bool(self.overlap))
         hidden: Any = self.hidden
         if not isinstance(hidden, (tuple, list)):
             raise TypeError(f"hidden must be the widths of the hidden layers, such as (128, 64), got {hidden!r}")
@@ -102,13 +106,13 @@ class Simulation:
             object.__setattr__(self, "lr", number("lr", self.lr, "a positive learning rate", positive=True))
         check_alpha(self.alpha)
         object.__setattr__(self, "alpha", None if self.alpha is None else real(self.alpha))
-        check_wire(self.wire, [])
+        check_compression(self.compression, [])
         if not isinstance(self.topology, str):
             raise TypeError(f"topology must be a name, got {self.topology!r}: for a Topology of your own use VirtualCluster")
         make_topology(self.topology, local_world_size=self.local_world_size, world_size=self.n, rank=0)
 
     def to_json(self) -> dict[str, Any]:
-        """The settings as JSON can hold them."""
+        """The settings as JSON values."""
         settings = asdict(self)
         return {**settings, "hidden": list(self.hidden), "alpha": None if self.alpha == math.inf else self.alpha}
 
@@ -123,15 +127,15 @@ def _one_of(name: str, value: object, known: Any) -> None:
 
 @dataclass(frozen=True)
 class Row:
-    """What a run has come to after so many steps.
+    """The state of a run after a number of steps.
 
     Attributes:
         step: steps that every worker has taken.
-        loss: mean over workers, and over the steps since the row before.
+        loss: mean over workers, and over the steps since the last row.
         consensus_distance: root mean square over replicas of the L2 distance to their mean.
         accuracy: of the mean model, on the test data.
         worst_accuracy: of the worst replica.
-        bytes_sent: by all workers together so far.
+        bytes_sent: by all workers together until now.
     """
 
     step: int
@@ -144,13 +148,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Result:
-    """A run's rows, and what it took.
+    """A run's rows, size and duration.
 
     Attributes:
         simulation: its settings.
-        rows: one each ``eval_every`` steps, and one after the last.
+        rows: one per ``eval_every`` steps, and one after the last step.
         parameters: of a replica, trainable.
-        samples: training samples of the workers with the fewest and with the most.
+        samples: the smallest and the largest number of training samples of a worker.
         seconds: that the simulation took on this machine.
     """
 
@@ -165,30 +169,26 @@ class Result:
         return self.rows[-1]
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as JSON can hold it: None for a number that is not finite, as of a run that has diverged."""
+        """The result as JSON values: None for a number that is not finite, as of a run that has diverged."""
         return {
             "format": "decent_dp-simulation-1",
             "simulation": self.simulation.to_json(),
             "parameters": self.parameters,
             "samples": list(self.samples),
             "seconds": self.seconds,
-            "rows": [{name: _finite(value) for name, value in asdict(row).items()} for row in self.rows],
+            "rows": [{k: v if math.isfinite(v) else None for k, v in asdict(row).items()} for row in self.rows],
         }
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
 def run(simulation: Simulation, on_row: Callable[[Row], object] | None = None) -> Result:
-    """Trains what the settings say; up to 100,000 parameters a replica on one thread.
+    """Trains as the settings say; up to 100,000 parameters per replica on one thread.
 
     Args:
         simulation: the settings.
-        on_row: called with every row as soon as it is there.
+        on_row: called with each row when it is ready.
 
     Raises:
-        ImportError: a library that the data need is not installed; with the install line.
+        ImportError: a library for the data is not installed; with the install line.
         ValueError: there are fewer samples than workers.
     """
     data = DATA[simulation.data]()
@@ -198,19 +198,13 @@ def run(simulation: Simulation, on_row: Callable[[Row], object] | None = None) -
     parameters = sum(value[0].numel() for value in cluster.parameters.values())
     sizes = [len(shard) for shard in shards]
     began = time.perf_counter()
-    with _threads(1 if parameters <= _ONE_THREAD else torch.get_num_threads()):
-        rows = _train(simulation, cluster, data, batches, on_row)
-    return Result(simulation, parameters, (min(sizes), max(sizes)), rows, time.perf_counter() - began)
-
-
-@contextlib.contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1 if parameters <= _ONE_THREAD else threads)
     try:
-        yield
+        rows = _train(simulation, cluster, data, batches, on_row)
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads)
+    return Result(simulation, parameters, (min(sizes), max(sizes)), rows, time.perf_counter() - began)
 
 
 def _train(
@@ -223,9 +217,10 @@ def _train(
         losses += cluster.step(data.x[chosen], data.y[chosen]).mean(dtype=torch.float64)
         if (t + 1) % simulation.eval_every and t + 1 != simulation.steps:
             continue
-        accuracy = cluster.evaluate(data.x_test, data.y_test)
+        accuracy = _accuracy(cluster.mean_model(), data)
+        worst = min(_accuracy(cluster.replica_model(i), data) for i in range(cluster.n))
         loss, distance = float(losses) / (t + 1 - last), cluster.consensus_distance()
-        rows.append(Row(t + 1, loss, distance, accuracy.mean, accuracy.worst, cluster.bytes_sent))
+        rows.append(Row(t + 1, loss, distance, accuracy, worst, cluster.bytes_sent))
         losses.zero_()
         last = t + 1
         if on_row is not None:
@@ -233,10 +228,15 @@ def _train(
     return rows
 
 
+@torch.no_grad()
+def _accuracy(model: nn.Module, data: Data) -> float:
+    return float((model.eval()(data.x_test).argmax(-1) == data.y_test).float().mean())
+
+
 def make_model(simulation: Simulation, features: int, classes: int) -> nn.Module:
     """The network of a run: linear layers with ReLU between them."""
     widths = [features, *simulation.hidden, classes]
-    # The caller's random numbers stay what they would have been.
+    # The caller's stream of random numbers does not change.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(simulation.seed)
         layers: list[nn.Module] = []
@@ -258,7 +258,7 @@ def _make_cluster(simulation: Simulation, data: Data) -> VirtualCluster:
         simulation.n,
         lr_scheduler_fn=schedule,
         local_world_size=simulation.local_world_size,
-        wire=simulation.wire,
+        compression=simulation.compression,
         overlap=simulation.overlap,
         mix_every=simulation.mix_every,
         grad_clip_norm=simulation.grad_clip_norm,

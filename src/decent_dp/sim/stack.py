@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,9 +13,9 @@ from torch.nn import Parameter
 
 from decent_dp.arguments import FLOAT_DTYPES, check_model
 
-__all__ = ["Stack"]
+__all__ = ["Snapshot", "Stack"]
 
-# Elements that are worked on at once in float64.
+# Elements per float64 copy in distances: 32 MB.
 _CHUNK = 2**22
 
 
@@ -20,20 +23,19 @@ class Stack:
     """n replicas of one model.
 
     Args:
-        model: what they are copies of; copied itself, never changed.
-        n: how many.
+        model: the replicas are copies of it; copied itself, never changed.
+        n: the number of replicas.
 
     Attributes:
-        template: the copy, as it was at construction: what runs are copies of it, so that nothing that a forward leaves behind
-            is ever in it.
+        template: the copy, as it was at construction. Forwards run on copies of it, so that they leave nothing behind in it.
         names: of the trainable parameters, in registration order; one name for a tied parameter.
         params: of the trainable parameters, (n, *shape). In memory the replicas lie one after another, each with the strides
-            of its parameter.
+            of its parameter: int8 numbers its rounding by memory order (docs/log.md, "the simulator beside real workers").
         frozen: of the others, likewise.
         buffers: likewise.
 
     Raises:
-        TypeError, ValueError: ``model`` is nothing that can be copied or trained; names the parameter.
+        TypeError, ValueError: ``model`` cannot be copied or trained; names the parameter.
     """
 
     def __init__(self, model: nn.Module, n: int) -> None:
@@ -57,19 +59,15 @@ class Stack:
 
     @torch.no_grad()
     def replica(self, i: int) -> nn.Module:
-        """A model of its own with replica i's values."""
+        """A new model with replica i's values."""
         return self._model(self.row(i))
 
     @torch.no_grad()
     def mean(self) -> nn.Module:
-        """A model of its own with the mean of all floating-point parameters and buffers; of others those of replica 0."""
-        values = {}
-        for name, tensor in self.values().items():
-            if tensor.dtype in FLOAT_DTYPES:
-                values[name] = tensor.mean(0)  # torch sums narrow types in float32
-            else:
-                values[name] = tensor[0]
-        return self._model(values)
+        """A new model with the mean of all floating-point parameters and buffers, and replica 0's other buffers."""
+        # torch sums narrow types in float32.
+        values = self.values().items()
+        return self._model({name: value.mean(0) if value.dtype in FLOAT_DTYPES else value[0] for name, value in values})
 
     @torch.no_grad()
     def squared_distances(self) -> Tensor:
@@ -77,14 +75,13 @@ class Stack:
         total = torch.zeros(self.n, dtype=torch.float64)
         for param in self.params.values():
             mean = param.mean(0, dtype=torch.float64)
-            at_once = max(1, _CHUNK // max(1, mean.numel()))
-            for first in range(0, self.n, at_once):
-                apart = param[first : first + at_once].to(torch.float64) - mean
-                total[first : first + at_once] += apart.square().reshape(len(apart), -1).sum(1).cpu()
+            rows = max(1, _CHUNK // max(1, mean.numel()))
+            for part, sums in zip(torch.split(param, rows), torch.split(total, rows), strict=True):
+                sums += (part.to(torch.float64) - mean).square().reshape(len(part), -1).sum(1).cpu()
         return total
 
     def values(self) -> dict[str, Tensor]:
-        """All tensors by name, (n, *shape), detached: the values themselves."""
+        """All tensors by name, (n, *shape), detached; not copies."""
         return {name: tensor.detach() for name, tensor in (*self.params.items(), *self.frozen.items(), *self.buffers.items())}
 
     def _model(self, values: dict[str, Tensor]) -> nn.Module:
@@ -95,12 +92,12 @@ class Stack:
 
 
 def _copy(model: nn.Module) -> nn.Module:
-    """A copy that does what the model does. Raises ValueError where it would not."""
+    """A copy of the model. Raises ValueError if the copy would not do what the model does."""
     for name, param in model.named_parameters():
         if getattr(param, "_backward_hooks", None) or getattr(param, "_post_accumulate_grad_hooks", None):
             raise ValueError(
                 f"parameter '{name}' has a hook on its gradient, which copies of the model would not have: remove it, and do "
-                "what it does in loss_fn or in the optimizer"
+                "the same in loss_fn or in the optimizer"
             )
     try:
         return copy.deepcopy(model)
@@ -118,3 +115,26 @@ def _repeated(tensor: Tensor, n: int) -> Tensor:
     shape = (n, *tensor.shape)
     stacked = torch.empty_strided(shape, (max(1, tensor.numel()), *stride), dtype=tensor.dtype, device=tensor.device)
     return stacked.copy_(tensor.detach().expand(shape))
+
+
+class Snapshot:
+    """Values of tensors and Python attributes of models, to restore if a step fails.
+
+    An attribute is restored if it was assigned, or if it is a list, deque, dict or set that was changed. Changes inside other
+    objects, and outside the models, cannot be seen and stay.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], models: Sequence[nn.Module] = ()) -> None:
+        self._tensors = [(tensor, tensor.detach().clone()) for tensor in tensors]
+        modules = [module for model in models for module in model.modules()]
+        attributes = [value for module in modules for value in (vars(module), *vars(module).values())]
+        containers: list[Any] = [value for value in attributes if isinstance(value, (dict, list, set, deque))]
+        self._containers = [(container, copy.copy(container)) for container in containers]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for container, saved in self._containers:
+            container.clear()
+            (container.extend if hasattr(container, "extend") else container.update)(saved)
+        for tensor, value in self._tensors:
+            tensor.copy_(value)

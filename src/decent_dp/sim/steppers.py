@@ -1,7 +1,7 @@
-"""Optimizer steps of all replicas, each as it would take it on its own.
+"""Optimizer steps of all replicas.
 
-An optimizer that treats every element by itself can step all replicas at once, on the stacked tensors. Any other, and any with
-a scaler, which may let some replicas step and others not, is made once a replica.
+An elementwise optimizer can step all replicas at once, on the stacked tensors. Of any other there is one per replica, and also
+with a scaler, which may skip the step of some replicas.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from decent_dp.arguments import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, check_factories, make_optimizer, make_scheduler
+from decent_dp.arguments import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, make_optimizer, make_scheduler
 from decent_dp.gradients import GradientPolicy
 from decent_dp.optim import AccumAdam, AccumAdamW
-from decent_dp.sim.gradients import Found
+from decent_dp.sim.gradients import StepGradients
 from decent_dp.sim.stack import Stack
 
-__all__ = ["Factories", "OneEach", "Shared", "Stepper"]
+__all__ = ["PerReplica", "Shared", "Stepper", "make_stepper"]
 
-# Known to treat every element by itself, and parameters of any shape alike. Subclasses may not.
-_BY_ELEMENT = {
+# Known to work element by element, and alike on any shape. Subclasses may not.
+_ELEMENTWISE = {
     AccumAdam,
     AccumAdamW,
     torch.optim.ASGD,
@@ -43,97 +43,103 @@ _BY_ELEMENT = {
 }
 
 
-class Factories:
-    """The user's factories.
-
-    Args:
-        optim_fn: makes an optimizer from (name, parameter) pairs.
-        lr_scheduler_fn: makes a scheduler for an optimizer; None for none.
-    """
-
-    def __init__(self, optim_fn: OPTIM_FN_TYPE, lr_scheduler_fn: LR_SCHEDULER_FN_TYPE | None) -> None:
-        check_factories(optim_fn, lr_scheduler_fn)
-        self._optim_fn, self._lr_scheduler_fn = optim_fn, lr_scheduler_fn
-
-    def optimizer(self, named: Sequence[tuple[str, Parameter]]) -> Optimizer:
-        """An optimizer of these parameters.
-
-        Raises:
-            TypeError, ValueError: the factory does not return what it should.
-        """
-        optimizer = make_optimizer(self._optim_fn, named)
-        if getattr(optimizer, "pre_average_hook", None) is not None:
-            raise TypeError(
-                f"optim_fn returned a {type(optimizer).__name__} with a pre_average_hook, which changes what is mixed: the "
-                "simulator mixes by the plain law. Use an optimizer without one."
-            )
-        return optimizer
-
-    def scheduler(self, optimizer: Optimizer) -> LRScheduler | None:
-        """The optimizer's schedule; None if there is none. Raises TypeError as ``make_scheduler``."""
-        return make_scheduler(self._lr_scheduler_fn, optimizer)
-
-
 class Stepper(ABC):
     """Takes the replicas' steps.
 
     Attributes:
-        optimizers: one, or one a replica.
+        optimizers: one, or one per replica.
         schedulers: theirs; empty if there are none.
         steps: optimizer steps that each replica has taken.
     """
 
-    optimizers: list[Optimizer]
-    schedulers: list[LRScheduler]
-    steps: list[int]
+    def __init__(self, optimizers: list[Optimizer], lr_scheduler_fn: LR_SCHEDULER_FN_TYPE | None, n: int) -> None:
+        self.optimizers = optimizers
+        made = [make_scheduler(lr_scheduler_fn, optimizer) for optimizer in optimizers]
+        self.schedulers: list[LRScheduler] = [scheduler for scheduler in made if scheduler is not None]
+        self.steps = [0] * n
 
     @abstractmethod
-    def step(self, found: Found) -> None:
-        """Clips, steps and lets the gradients go; a replica without any gradient takes no step."""
+    def step(self, gradients: StepGradients) -> None:
+        """Clips and steps; a replica without any gradient takes no step."""
 
-    def scale(self, i: int, loss: Tensor) -> Tensor:
-        """The loss of replica i, for the backward."""
-        return loss
+    def scales(self) -> Tensor | None:
+        """The factors of the replicas' losses in the backward, (n,); None for none."""
+        return None
+
+
+def make_stepper(
+    stack: Stack,
+    optim_fn: OPTIM_FN_TYPE,
+    lr_scheduler_fn: LR_SCHEDULER_FN_TYPE | None,
+    scaler: torch.amp.GradScaler | None,
+    max_norm: float,
+    *,
+    may_share: bool,
+) -> Stepper:
+    """The stepper of these replicas: one optimizer for all if it may be shared and is known to work element by element.
+
+    Raises:
+        TypeError, ValueError: a factory does not return an optimizer or a scheduler of the given parameters.
+    """
+    if scaler is None and may_share:
+        named = [(name, param) for name, param in stack.template.named_parameters() if param.requires_grad]
+        optimizer = _make_optimizer(optim_fn, named)
+        hooks: list[Any] = [
+            *getattr(optimizer, "_optimizer_step_pre_hooks", {}).values(),
+            *getattr(optimizer, "_optimizer_step_post_hooks", {}).values(),
+        ]
+        known = all(getattr(hook, "__module__", "").startswith("decent_dp.optim") for hook in hooks)
+        if type(optimizer) in _ELEMENTWISE and known:
+            _stack_parameters(optimizer, {id(param): stack.params[name] for name, param in named}, stack.n)
+            return Shared(stack, optimizer, lr_scheduler_fn, max_norm)
+    params = [[Parameter(param.detach()[i]) for param in stack.params.values()] for i in range(stack.n)]
+    optimizers = [_make_optimizer(optim_fn, list(zip(stack.names, own, strict=True))) for own in params]
+    return PerReplica(params, optimizers, lr_scheduler_fn, scaler, max_norm)
+
+
+def _make_optimizer(optim_fn: OPTIM_FN_TYPE, named: Sequence[tuple[str, Parameter]]) -> Optimizer:
+    optimizer = make_optimizer(optim_fn, named)
+    if getattr(optimizer, "pre_average_hook", None) is not None:
+        raise TypeError(
+            f"optim_fn returned a {type(optimizer).__name__} with a pre_average_hook, which changes what is mixed: the "
+            "simulator calls no such hook. Use an optimizer without one."
+        )
+    return optimizer
+
+
+def _stack_parameters(optimizer: Optimizer, stacked: dict[int, Parameter], n: int) -> None:
+    """Puts the stacked parameters in the place of those that the optimizer was made for."""
+    for group in optimizer.param_groups:
+        group["params"] = [stacked[id(param)] for param in group["params"]]
+    for param in list(optimizer.state):
+        # Adagrad makes its state at construction. The replicas' steps are one count.
+        optimizer.state[stacked[id(param)]] = {
+            key: value.expand(n, *value.shape).clone() if isinstance(value, Tensor) and key != "step" else value
+            for key, value in optimizer.state.pop(param).items()
+        }
 
 
 class Shared(Stepper):
     """One optimizer on the stacked parameters.
 
     Args:
-        optimizer: made for the template's parameters; is turned to the stacked ones.
         max_norm: of each replica's gradients together; 0 for no clipping.
     """
 
-    def __init__(self, stack: Stack, factories: Factories, optimizer: Optimizer, max_norm: float) -> None:
-        turned = {id(param): stack.params[name] for name, param in _template_params(stack)}
-        for group in optimizer.param_groups:
-            group["params"] = [turned[id(param)] for param in group["params"]]
-        for param in list(optimizer.state):
-            optimizer.state[turned[id(param)]] = _stacked_state(optimizer.state.pop(param), stack.n)
+    def __init__(
+        self, stack: Stack, optimizer: Optimizer, lr_scheduler_fn: LR_SCHEDULER_FN_TYPE | None, max_norm: float
+    ) -> None:
+        super().__init__([optimizer], lr_scheduler_fn, stack.n)
         self._params, self._max_norm = list(stack.params.values()), max_norm
-        self.optimizers = [optimizer]
-        scheduler = factories.scheduler(optimizer)
-        self.schedulers = [] if scheduler is None else [scheduler]
-        self.steps = [0] * stack.n
 
-    @staticmethod
-    def serves(optimizer: Optimizer) -> bool:
-        """Whether each element's step is known to depend on that element alone."""
-        hooks: list[Any] = [
-            *getattr(optimizer, "_optimizer_step_pre_hooks", {}).values(),
-            *getattr(optimizer, "_optimizer_step_post_hooks", {}).values(),
-        ]
-        known = all(getattr(hook, "__module__", "").startswith("decent_dp.optim") for hook in hooks)
-        return type(optimizer) in _BY_ELEMENT and known
-
-    def step(self, found: Found) -> None:
-        assert found.stacked is not None
-        gradients = [gradient for gradient in found.stacked if gradient is not None]
-        if not gradients:
+    def step(self, gradients: StepGradients) -> None:
+        assert gradients.stacked is not None
+        used = [gradient for gradient in gradients.stacked if gradient is not None]
+        if not used:
             return
         if self._max_norm > 0:
-            _clip(gradients, self._max_norm)
-        for param, gradient in zip(self._params, found.stacked, strict=True):
+            _clip(used, self._max_norm)
+        for param, gradient in zip(self._params, gradients.stacked, strict=True):
             param.grad = gradient
         self.optimizers[0].step()
         for scheduler in self.schedulers:
@@ -145,8 +151,8 @@ class Shared(Stepper):
 
 @torch.no_grad()
 def _clip(gradients: Sequence[Tensor], max_norm: float) -> None:
-    """Each replica's part of the stacked gradients, as ``torch.nn.utils.clip_grad_norm_`` would: to max_norm / (norm + 1e-6)
-    of itself, if that is less."""
+    """Clips each replica's part of the stacked gradients as ``torch.nn.utils.clip_grad_norm_``: by the factor
+    max_norm / (norm + 1e-6), if that is less than 1."""
     norms = [torch.linalg.vector_norm(gradient.reshape(len(gradient), -1), dim=1) for gradient in gradients]
     total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), dim=0)
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
@@ -154,41 +160,34 @@ def _clip(gradients: Sequence[Tensor], max_norm: float) -> None:
         gradient.mul_(factor.to(gradient.device).view(-1, *[1] * (gradient.ndim - 1)))
 
 
-def _template_params(stack: Stack) -> list[tuple[str, Parameter]]:
-    return [(name, param) for name, param in stack.template.named_parameters() if param.requires_grad]
-
-
-def _stacked_state(state: dict[str, Any], n: int) -> dict[str, Any]:
-    """The state that an optimizer has made at construction (Adagrad does), for n replicas; they step together."""
-    return {
-        key: value.expand(n, *value.shape).clone() if isinstance(value, Tensor) and key != "step" else value
-        for key, value in state.items()
-    }
-
-
-class OneEach(Stepper):
-    """One optimizer, and one scaler, a replica, on views of the stacked parameters.
+class PerReplica(Stepper):
+    """One optimizer and one scaler per replica, on views of the stacked parameters.
 
     Args:
         scaler: each replica gets a copy of it; None for none.
         max_norm: of each replica's gradients together; 0 for no clipping.
     """
 
-    def __init__(self, stack: Stack, factories: Factories, scaler: torch.amp.GradScaler | None, max_norm: float) -> None:
-        self._params = [[Parameter(param.detach()[i]) for param in stack.params.values()] for i in range(stack.n)]
-        self.optimizers = [factories.optimizer(list(zip(stack.names, params, strict=True))) for params in self._params]
-        made = [factories.scheduler(optimizer) for optimizer in self.optimizers]
-        self.schedulers = [scheduler for scheduler in made if scheduler is not None]
-        self._policies = [GradientPolicy(params, copy.deepcopy(scaler), max_norm) for params in self._params]
-        self.steps = [0] * stack.n
+    def __init__(
+        self,
+        params: list[list[Parameter]],
+        optimizers: list[Optimizer],
+        lr_scheduler_fn: LR_SCHEDULER_FN_TYPE | None,
+        scaler: torch.amp.GradScaler | None,
+        max_norm: float,
+    ) -> None:
+        super().__init__(optimizers, lr_scheduler_fn, len(params))
+        self._params = params
+        self._policies = [GradientPolicy(own, copy.deepcopy(scaler), max_norm) for own in params]
 
-    def scale(self, i: int, loss: Tensor) -> Tensor:
-        scaler = self._policies[i].scaler
-        return loss if scaler is None else scaler.scale(loss)
+    def scales(self) -> Tensor | None:
+        one = torch.ones((), device=self._params[0][0].device)
+        scales = [policy.scaler.scale(one) for policy in self._policies if policy.scaler is not None]
+        return torch.stack(scales) if scales else None
 
-    def step(self, found: Found) -> None:
-        for i, (params, gradients) in enumerate(zip(self._params, found.rows, strict=True)):
-            for param, gradient in zip(params, gradients, strict=True):
+    def step(self, gradients: StepGradients) -> None:
+        for i, params in enumerate(self._params):
+            for param, gradient in zip(params, gradients.of_replica(i), strict=True):
                 param.grad = gradient
             if self._policies[i].allows_step():
                 self.optimizers[i].step()

@@ -1,4 +1,4 @@
-"""WHO mixes with whom: edges, rounds, the catalogue, its registry and what it is worth. Needs no torch."""
+"""Who mixes with whom: edges, rounds, topologies, their registry and their analysis. Needs no torch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from .catalogue import (
 )
 from .compose import EveryTopology, SwitchTopology
 from .graph import GraphTopology
-from .make import make_topology, names_that_fit, why_unfit
-from .registry import TopologyReg
+from .registry import TopologyReg, make_topology, names_that_fit, why_unfit
 
 __all__ = [
     "AlternatingExpRingTopology",

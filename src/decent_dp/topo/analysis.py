@@ -1,19 +1,16 @@
-"""What a topology is worth: how fast it draws replicas together, and what it puts on the network.
+"""How fast a topology brings replicas together, and how much it puts on the network.
 
-The consensus error of values x_1, ..., x_n is the root of the mean square of their distance to the mean, relative to what it
-was in the beginning. A round multiplies the values by its mixing matrix; P is the product over a period,
-W_{T-1} ... W_1 W_0, and J the matrix whose entries are 1/n.
-
-For more than 128 workers no matrix of n x n floating-point numbers is made: a round is applied to values as sums over its
-groups. (Who has met whom is a table of n x n bytes.)
+The consensus error of values x_1, ..., x_n is the root of the mean square of their distance to the mean, relative to its
+start. A round multiplies the values by its mixing matrix. P is the product over a period, W_{T-1} ... W_1 W_0; J is the matrix
+whose entries are 1/n.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import dataclass, field, replace
+from itertools import chain, count, cycle, islice, repeat
 from typing import Any
 
 import numpy as np
@@ -21,50 +18,53 @@ import numpy.typing as npt
 
 from .base import Topology
 from .compose import EveryTopology, SwitchTopology
-from .edges import _integer
-from .rounds import Array, Round, all_rounds, apply, too_long
-from .spectrum import _ROUNDING, norm, spectral_radius
+from .edges import Edge, _integer
 
-__all__ = ["Analysis", "analyse", "consensus_error", "is_doubly_stochastic", "mixing_matrix"]
+__all__ = ["MOST_WORKERS", "Analysis", "analyse", "consensus_error", "is_doubly_stochastic", "mixing_matrix"]
 
-# A topology without a period is judged by so many rounds.
-ROUNDS_LOOKED_AT = 64
+Array = npt.NDArray[np.float64]
 
-# Up to so many workers the matrix of a period is made, and the error is that of all starts (the identity matrix); else it is
-# that of this many random starts, a fixed draw.
-_DENSE, _PROBES = 128, 32
-# Periods that are gone through to see whether the error comes to nothing all at once, and rounds in them.
-_PERIODS, _ROUNDS_OF_PERIODS = 8, 4096
+# The matrix of a period is dense: its eigenvalues take seconds for 1,024 workers, and eight times as long for 2,048.
+MOST_WORKERS = 1024
+# A topology without a period is judged by this many rounds in which it mixes.
+_ROUNDS = 64
+# The error is that of all starts (the identity matrix) for up to 128 workers, else of 32 random starts, always the same ones.
+_ALL_STARTS, _RANDOM_STARTS = 128, 32
+# An error of this size is rounding.
+_ROUNDING = 1e-12
+# The error may vanish only after several periods.
+_PERIODS = 8
+# Workers times rounds of a period that are held in memory.
+_MOST_HELD = 2**24
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """What :func:`analyse` finds. Bytes are in units of ``payload``.
+    """The result of :func:`analyse`. Bytes are in units of ``payload``.
 
-    Of a topology without a period the figures are of its first 64 rounds; where it, or a part of it, mixes in every h-th
-    update only, of the first 64 h. So of a switch they are of what comes first. (A period of more than 2^24 / n rounds is none
-    here: the figures are of its first 64 rounds, and there is no gap.)
+    Figures of a topology without a period are those of its first 64 rounds, or of the first 64 h updates if it, or a part of
+    it, mixes in every h-th update only. So the figures of a switch are those of its first part. (A period of more than
+    2^24 / n rounds counts as none.)
 
     Attributes:
         name: the topology's title.
         world_size: workers n.
-        local_world_size: workers a node.
+        local_world_size: workers per node.
         period: rounds after which they repeat; None if they do not.
         exact: after a period all workers hold the mean, up to rounding.
-        spectral_gap: 1 - ||P - J||, in the 2-norm: 1 for an exact average, 0 if some never hear of each other. None without
-            a period. (For more than 128 workers see :func:`analyse` on how exact it and the rate are.)
-        rate: the factor by which a round shrinks the consensus error, in the long run; 0.0 if nothing of it is left after some
+        spectral_gap: 1 - ||P - J|| in the 2-norm: 1 for an exact average, 0 if two parts never mix. None without a period.
+        rate: the factor by which a round shrinks the consensus error in the long run; 0.0 if the error is zero after some
             periods. With a period of T rounds, the T-th root of the spectral radius of P - J. Without, the mean over the
-            rounds looked at.
-        rounds_to_epsilon: rounds until the error is at most ``epsilon``; None: more than the limit. Of more than 128 workers
-            an estimate, from 32 random starts (see :func:`consensus_error`).
+            rounds.
+        rounds_to_epsilon: rounds until the error is at most ``epsilon``; None: more than the limit. For more than 128 workers
+            and no period an estimate (see :func:`consensus_error`).
         epsilon: as given.
-        degree: different peers that a worker meets, the largest over workers.
-        largest_group: workers of the largest edge.
-        idle: share of worker-rounds that are sat out.
-        sent_by_worker: what a worker sends a round, the mean over workers and rounds.
-        sent_by_node: what a node sends to other nodes a round, and receives from them, the mean over nodes and rounds.
-        fan_in: the most that enters one node from others in one round.
+        degree: different peers of a worker, the maximum over workers.
+        largest_group: workers in the largest edge.
+        idle: share of (worker, round) in which the worker is idle.
+        sent_by_worker: sent by a worker per round, the mean over workers and rounds.
+        sent_by_node: sent by a node to other nodes per round, the mean over nodes and rounds. As much is received.
+        fan_in: received by a node from other nodes in one round, the maximum over nodes and rounds.
     """
 
     name: str
@@ -82,6 +82,71 @@ class Analysis:
     sent_by_worker: float
     sent_by_node: float
     fan_in: float
+
+
+# -- rounds as arrays ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class RoundArrays:
+    """The edges of a round that have more than one member.
+
+    Attributes:
+        members: the members of all edges, edge after edge.
+        sizes: of the edges.
+        edge_of: for each of ``members``, the number of its edge.
+        starts: where each edge starts in ``members``.
+        keep, peer: for each of ``members``, its weight less the peer weight, and the peer weight: of shape (members, 1).
+    """
+
+    members: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+    edge_of: npt.NDArray[np.int64] = field(repr=False)
+    starts: npt.NDArray[np.int64] = field(repr=False)
+    keep: Array = field(repr=False)
+    peer: Array = field(repr=False)
+
+    @classmethod
+    def of(cls, edges: Iterable[Edge]) -> RoundArrays:
+        edges = [edge for edge in edges if len(edge.ranks) > 1]
+        sizes = np.array([len(edge.ranks) for edge in edges], np.int64)
+        members = np.fromiter(chain.from_iterable(edge.ranks for edge in edges), np.int64, int(sizes.sum()))
+        edge_of = np.repeat(np.arange(len(edges)), sizes)
+        peer = np.array([edge.peer_weight for edge in edges])[edge_of, None] if edges else np.zeros((0, 1))
+        own = np.array([edge.weight for edge in edges])[edge_of, None] if edges else peer
+        return cls(members, sizes, edge_of, np.cumsum(sizes) - sizes, own - peer, peer)
+
+    def mix(self, x: Array) -> None:
+        """Multiplies the values of all workers, of shape (n, m), by the mixing matrix, in place."""
+        if len(self.members):
+            own = x.take(self.members, axis=0)
+            sums = np.add.reduceat(own, self.starts, axis=0)
+            x[self.members] = self.keep * own + self.peer * sums[self.edge_of]
+
+
+def all_rounds(topology: Topology) -> Iterator[RoundArrays]:
+    """The rounds, one after another, without end. The arrays of a period, and of idle rounds, are made once."""
+    if type(topology) is EveryTopology:
+        idle = RoundArrays.of([])
+        for round_ in all_rounds(topology._inner):
+            yield from repeat(idle, topology._h - 1)
+            yield round_
+    elif type(topology) is SwitchTopology:
+        for part, length in zip(topology._parts, topology._lengths, strict=False):
+            yield from islice(all_rounds(part), length)
+        yield from all_rounds(topology._parts[-1])
+    elif _has_no_period(topology):
+        yield from (RoundArrays.of(topology._checked(t)) for t in count())
+    else:
+        made = []
+        for t in range(topology.period or 0):
+            made.append(RoundArrays.of(topology._checked(t)))
+            yield made[-1]
+        yield from cycle(made)
+
+
+def _has_no_period(topology: Topology) -> bool:
+    return topology.period is None or topology.period * topology._world_size > _MOST_HELD
 
 
 # -- matrices and errors ---------------------------------------------------------------------------------------------------
@@ -113,300 +178,196 @@ def is_doubly_stochastic(matrix: npt.ArrayLike, tolerance: float = 1e-12) -> boo
 
 
 def consensus_error(topology: Topology, rounds: int) -> Array:
-    """The consensus error after 0, 1, ..., ``rounds`` rounds, relative to that before: of shape (rounds + 1,), float64.
+    """The consensus error after 0, 1, ..., ``rounds`` rounds, relative to the start: of shape (rounds + 1,), float64.
 
-    It is the mean over all starts, ||W_{t-1} ... W_0 - J|| / ||I - J|| in the Frobenius norm, for up to 128 workers; for more,
-    the mean over 32 random starts, always the same ones: an estimate, good to some percent. Of one worker 1 and then 0.
+    For up to 128 workers it is the mean over all starts, ||W_{t-1} ... W_0 - J|| / ||I - J|| in the Frobenius norm. For more it
+    is the mean over 32 random starts, always the same ones: an estimate, exact to some percent. Of one worker 1 and then 0.
     """
     rounds = _integer("consensus_error: rounds", rounds, 0)
     return np.fromiter(_errors(topology._world_size, all_rounds(topology), rounds), np.float64, rounds + 1)
 
 
-def _start(n: int) -> Array:
-    """Values of n workers without a mean, a column a start."""
-    x: Array = np.eye(n) if n <= _DENSE else np.random.default_rng(0).standard_normal((n, _PROBES))
-    return np.asarray(x - x.mean(axis=0))
-
-
-def _errors(n: int, rounds: Iterable[Round], limit: int) -> Iterator[float]:
+def _errors(n: int, rounds: Iterable[RoundArrays], limit: int) -> Iterator[float]:
     """The error after 0, 1, ..., ``limit`` of the rounds."""
-    x = _start(n)
-    before = float(np.linalg.norm(x))
+    x = np.eye(n) if n <= _ALL_STARTS else np.random.default_rng(0).standard_normal((n, _RANDOM_STARTS))
+    x = x - x.mean(axis=0)
+    start = float(np.linalg.norm(x))
     error = 1.0
     yield error
     for round_ in islice(rounds, limit):
-        if not (round_.is_idle and before):
+        if len(round_.members) or not start:
             round_.mix(x)
-            error = float(np.linalg.norm(x)) / before if before else 0.0
+            error = float(np.linalg.norm(x)) / start if start else 0.0
         yield error
 
 
-# -- how fast --------------------------------------------------------------------------------------------------------------
-
-
-def _is_exact(n: int, rounds: Sequence[Round]) -> bool:
-    """Whether the rounds leave nothing but rounding of the distance to the mean."""
-    start = _start(n)
-    # Most do not, and then one start tells.
-    return all(
-        float(np.linalg.norm(apply(rounds, x))) <= _ROUNDING * float(np.linalg.norm(x)) for x in (start[:, :1].copy(), start)
-    )
+# -- speed -----------------------------------------------------------------------------------------------------------------
 
 
 def _vanishes(before: float, after: float) -> bool:
-    """Whether an error has come to nothing all at once, and not by shrinking on and on."""
+    """Whether an error became zero at once, and not by shrinking on and on."""
     return after <= _ROUNDING and after <= 1e-6 * before
 
 
-def _is_finite_time(n: int, rounds: Sequence[Round]) -> bool:
-    """Whether after some periods the rounds leave nothing but rounding: P - J is nilpotent.
-
-    Then its computed eigenvalues are roots of the rounding.
-    """
-    x = _start(n)
-    error = start = float(np.linalg.norm(x))
-    for _ in range(min(_PERIODS, _ROUNDS_OF_PERIODS // len(rounds))):
-        x = apply(rounds, x)
-        before, error = error, float(np.linalg.norm(x))
-        if _vanishes(before / start, error / start):
-            return True
-    return False
-
-
-def _gap_and_rate(n: int, rounds: Sequence[Round]) -> tuple[float, float]:
-    """Of a period that is no exact average."""
-    period = len(rounds)
-    working = [round_ for round_ in rounds if not round_.is_idle]
-    if not working:
-        return 0.0, 1.0
-    finite = _is_finite_time(n, working)
-    if n <= _DENSE:
-        rest = apply(working, np.eye(n)) - 1 / n
-        size = float(np.linalg.norm(rest, 2))
-        radius = 0.0 if finite else float(abs(np.linalg.eigvals(rest)).max())
-    else:
-        size = norm(n, working)
-        radius = 0.0 if finite else spectral_radius(n, working)
-    rate = 0.0 if finite else 1 - _rounded(1 - min(radius, 1.0) ** (1 / period))
-    return _rounded(1 - min(size, 1.0)), rate
+def _gap_and_rate(rest: Array, period: int) -> tuple[float, float]:
+    """From P - J. Gaps of the size of rounding are 0."""
+    size = math.sqrt(max(float(np.linalg.eigvalsh(rest.T @ rest)[-1]), 0.0))
+    gap = 1 - size if 1 - size > _ROUNDING else 0.0
+    error, power = float(np.linalg.norm(rest)), rest
+    for _ in range(_PERIODS - 1):
+        # If P - J is nilpotent, its computed eigenvalues are roots of the rounding error.
+        power = power @ rest
+        before, error = error, float(np.linalg.norm(power))
+        if _vanishes(before, error):
+            return gap, 0.0
+    radius = min(float(abs(np.linalg.eigvals(rest)).max()), 1.0)
+    shrinks = 1 - radius ** (1 / period)
+    return gap, 1 - shrinks if shrinks > _ROUNDING else 1.0
 
 
-def _rounded(gap: float) -> float:
-    """A gap that is nothing but rounding is none."""
-    return gap if gap > _ROUNDING else 0.0
+def _rounds_to(epsilon: float, rest: Array, rounds: Sequence[RoundArrays], limit: int) -> int | None:
+    """Rounds of a periodic topology until the error is ``epsilon``. By powers of P - J, as the error never grows."""
+    n, period = len(rest), len(rounds)
+    identity: Array = np.eye(n) - 1 / n
+    start = float(np.linalg.norm(identity))
+    if not start:
+        return 1
+    powers = [rest]
+    while np.linalg.norm(powers[-1]) > epsilon * start:
+        if 2 ** len(powers) * period > limit:
+            break
+        powers.append(powers[-1] @ powers[-1])
+    x, t = identity, 0
+    for k in reversed(range(len(powers))):
+        further = powers[k] @ x
+        if np.linalg.norm(further) > epsilon * start:
+            x, t = further, t + 2**k * period
+    for round_ in rounds:  # the last, broken period
+        t += 1
+        round_.mix(x)
+        if t > limit:
+            return None
+        if np.linalg.norm(x) <= epsilon * start:
+            return t
+    return None
 
 
 def _decay(errors: Sequence[float]) -> float:
-    """The factor a round of errors that go down to rounding, or on to the end."""
+    """The mean factor per round of errors, down to rounding."""
     last = next((t for t, error in enumerate(errors) if error <= _ROUNDING), len(errors) - 1)
     if last and _vanishes(errors[last - 1], errors[last]):
         return 0.0
     return float(errors[last] ** (1 / last)) if last else 1.0
 
 
-# -- what it costs ---------------------------------------------------------------------------------------------------------
+def _updates_per_mix(topology: Topology) -> int:
+    """The most updates from one mix to the next of all parts."""
+    if type(topology) is EveryTopology:
+        return topology._h * _updates_per_mix(topology._inner)
+    return max(map(_updates_per_mix, topology._parts)) if type(topology) is SwitchTopology else 1
 
 
-def _cost(rounds: Iterable[Round], n: int, local: int) -> dict[str, Any]:
-    """What rounds cost, as fields of :class:`Analysis`.
+# -- cost ------------------------------------------------------------------------------------------------------------------
 
-    A group of m workers on k nodes sums and returns its mean along trees, 2(m - 1) messages, 2(k - 1) between nodes.
 
-    They are dealt out evenly over its workers and over its nodes. Of a pair these are the message of each to the other.
+def _cost(rounds: Sequence[RoundArrays], n: int, local: int) -> dict[str, Any]:
+    """The fields of :class:`Analysis` about traffic.
+
+    A group of m workers on k nodes sums and returns its mean along trees: 2(m - 1) messages, 2(k - 1) of them between nodes,
+    evenly distributed over its workers and over its nodes. For a pair this is the message of each to the other.
     """
     n_nodes = -(-n // local)
     sent = between = fan_in = 0.0
-    total = busy = 0
-    largest = 1
-    # Equal rounds (such as the idle ones of `every`) are looked at once.
-    counts: dict[int, tuple[Round, int]] = {}
+    busy, largest = 0, 1
+    met = np.zeros((n, n), dtype=bool)
+    seen: dict[int, tuple[float, float]] = {}  # equal rounds (such as the idle ones of `every`) are computed once
     for round_ in rounds:
-        total += 1
-        counts[id(round_)] = round_, counts.get(id(round_), (round_, 0))[1] + 1
-    for round_, times in counts.values():
-        if round_.is_idle:
-            continue
-        sizes = round_.sizes
-        largest = max(largest, int(sizes.max()))
-        busy += times * len(round_.order)
-        sent += times * 2 * float((sizes - 1).sum())
-        crossing, entering = _between(round_, n_nodes, local)
-        between += times * crossing
+        busy += len(round_.members)
+        sent += 2 * float((round_.sizes - 1).sum())
+        if id(round_) not in seen:
+            seen[id(round_)] = _between_nodes(round_, n_nodes, local)
+            for size in np.unique(round_.sizes):
+                ranks = round_.members[np.repeat(round_.sizes == size, round_.sizes)].reshape(-1, size)
+                met[ranks[:, :, None], ranks[:, None, :]] = True
+                largest = max(largest, int(size))
+        crossing, entering = seen[id(round_)]
+        between += crossing
         fan_in = max(fan_in, entering)
+    np.fill_diagonal(met, False)
     return {
-        "degree": _degree([round_ for round_, _ in counts.values()], n, largest),
+        "degree": int(met.sum(axis=1).max()),
         "largest_group": largest,
-        "idle": 1 - busy / (total * n),
-        "sent_by_worker": sent / (total * n),
-        "sent_by_node": between / (total * n_nodes),
+        "idle": 1 - busy / (len(rounds) * n),
+        "sent_by_worker": sent / (len(rounds) * n),
+        "sent_by_node": between / (len(rounds) * n_nodes),
         "fan_in": fan_in,
     }
 
 
-def _between(round_: Round, n_nodes: int, local: int) -> tuple[float, float]:
-    """What crosses between nodes in all, and the most that enters one."""
-    if round_.pairs is not None:
-        a, b = (ranks // local for ranks in round_.pairs)
-        apart = a != b
-        entering = np.bincount(np.concatenate([a[apart], b[apart]]), minlength=1)
-        return float(entering.sum()), float(entering.max())
-    # Each pair (group, node) that occurs, once.
-    groups, nodes = np.divmod(np.unique(round_.group * n_nodes + round_.order // local), n_nodes)
-    spans = np.bincount(groups, minlength=len(round_.sizes))
-    crossing = 2 * (spans - 1)
-    return float(crossing.sum()), float(np.bincount(nodes, weights=(crossing / spans)[groups]).max())
-
-
-def _degree(rounds: Sequence[Round], n: int, largest: int) -> int:
-    """Different peers of a worker, the most."""
-    if largest == n:
-        return n - 1
-    met = np.zeros((n, n), dtype=bool)
-    everyone = np.arange(n)
-    for round_ in rounds:
-        if round_.pairs is not None:
-            a, b = round_.pairs
-            met[a, b] = met[b, a] = True
-            continue
-        for start, size in zip(round_.starts, round_.sizes, strict=True):
-            members = round_.order[start : start + size]
-            met[members[:, None], members] = True
-    met[everyone, everyone] = False
-    return int(met.sum(axis=1).max())
+def _between_nodes(round_: RoundArrays, n_nodes: int, local: int) -> tuple[float, float]:
+    """All that crosses between nodes, and the most that enters one node."""
+    if not len(round_.members):
+        return 0.0, 0.0
+    # Each (edge, node) with a member there, once.
+    edges, nodes = np.divmod(np.unique(round_.edge_of * n_nodes + round_.members // local), n_nodes)
+    spans = np.bincount(edges, minlength=len(round_.sizes))
+    crossing = 2.0 * (spans - 1)
+    return float(crossing.sum()), float(np.bincount(nodes, weights=(crossing / spans)[edges]).max())
 
 
 # -- all of it -------------------------------------------------------------------------------------------------------------
 
 
 def analyse(topology: Topology, *, payload: float = 1.0, epsilon: float = 1e-3, limit: int = 10_000) -> Analysis:
-    """What a topology is worth and what it costs, in seconds for some thousand workers.
+    """How fast a topology of up to 1,024 workers brings replicas together, and how much it sends.
 
-    Bytes are those of messages as the library's transport moves them: in a pair each sends one payload to the other; in a
-    group of m workers each sends 2(m - 1)/m payloads on average, and if they are on k > 1 nodes, 2(k - 1)/k payloads leave
-    each of these, and enter it.
-
-    Who meets whom, and bytes, are exact. Gap and rate of up to 128 workers are those of the matrix of a period. Of more they
-    are iterated, to three digits or more, for which a fixed amount of work is enough with periods of up to some hundred
-    rounds. With thousands of rounds it may not be. Then the gap is what was found so far, which is too large, and the rate is
-    too small: of an odd ring of 4095 workers both are right, but of a star of 4096, whose rounds mix next to nothing, the true
-    gap is some hundred times smaller. ``rounds_to_epsilon`` of more than 128 workers is an estimate, from 32 random starts.
+    Bytes are those of messages as the library's transport moves them. In a pair each sends one payload to the other. In a
+    group of m workers each sends 2(m - 1)/m payloads on average, and if the group is on k > 1 nodes, 2(k - 1)/k payloads leave
+    and enter each of these nodes.
 
     Args:
-        topology: what to look at.
-        payload: size of a replica's parameters, in whatever unit: the unit of the results.
+        topology: the topology.
+        payload: size of a replica's parameters, in any unit: the unit of the results.
         epsilon: of ``rounds_to_epsilon``; in (0, 1).
-        limit: rounds at most that are tried for it.
+        limit: the most rounds that ``rounds_to_epsilon`` considers.
 
     Raises:
-        TypeError, ValueError: an argument is not what it should be.
+        TypeError, ValueError: an argument has the wrong type or is out of range, or the topology has too many workers.
     """
     if not isinstance(topology, Topology):
         raise TypeError(f"analyse takes a Topology, got {topology!r}")
+    n, local, period = topology._world_size, topology._local_world_size, topology.period
     payload, epsilon = _number("payload", payload), _number("epsilon", epsilon)
     if not 0 <= payload < math.inf:
         raise ValueError(f"payload must be a size, at least 0, got {payload!r}")
     if not 0 < epsilon < 1:
         raise ValueError(f"epsilon must be between 0 and 1, got {epsilon!r}")
     limit = _integer("limit", limit, 1)
-    found = _analyse(topology, epsilon, limit)
-    sizes = {name: payload * getattr(found, name) for name in ("sent_by_worker", "sent_by_node", "fan_in")}
-    return replace(found, **sizes)
-
-
-def _analyse(topology: Topology, epsilon: float, limit: int) -> Analysis:
-    """In units of one payload."""
-    if type(topology) is EveryTopology:
-        return _spread_out(topology, _analyse(topology._inner, epsilon, limit // topology._h), limit)
-    n, local, period = topology._world_size, topology._local_world_size, topology.period
+    if n > MOST_WORKERS:
+        raise ValueError(
+            f"{topology._title()} has {n} workers: analyse takes at most {MOST_WORKERS}, as its matrices are dense"
+        )
     gap: float | None = None
-    rate, hopeless, exact = 0.0, False, False
-    if period is None or too_long(topology):
-        looked_at = ROUNDS_LOOKED_AT * _updates_a_mix(topology)
-        cost = _cost(islice(all_rounds(topology), looked_at), n, local)
+    exact = False
+    if period is None or _has_no_period(topology):
+        looked_at = _ROUNDS * _updates_per_mix(topology)
+        cost = _cost(list(islice(all_rounds(topology), looked_at)), n, local)
         rate = _decay(list(_errors(n, all_rounds(topology), looked_at)))
+        errors = enumerate(_errors(n, all_rounds(topology), limit))
+        reached = next((t for t, error in errors if error <= epsilon), None)
     else:
         rounds = list(islice(all_rounds(topology), period))
         cost = _cost(rounds, n, local)
-        exact = _is_exact(n, rounds)
-        gap, rate = (1.0, 0.0) if exact else _gap_and_rate(n, rounds)
-        hopeless = _is_hopeless(n, rate, period, epsilon, limit)
-    reached = None if hopeless else _reached(topology, epsilon, limit)
-    return Analysis(
-        topology._title(),
-        n,
-        local,
-        period,
-        exact,
-        gap,
-        rate,
-        reached,
-        epsilon,
-        **cost,
-    )
-
-
-def _spread_out(topology: EveryTopology, inner: Analysis, limit: int) -> Analysis:
-    """Of a topology that mixes in every h-th update, from what is known of its mixes."""
-    h = topology._h
-    reached = inner.rounds_to_epsilon
-    if topology._world_size == 1:
-        reached = 1
-    elif reached is not None:
-        reached = reached * h if reached * h <= limit else None
-    return replace(
-        inner,
-        name=topology._title(),
-        period=topology.period,
-        rate=inner.rate ** (1 / h),
-        rounds_to_epsilon=reached,
-        idle=1 - (1 - inner.idle) / h,
-        sent_by_worker=inner.sent_by_worker / h,
-        sent_by_node=inner.sent_by_node / h,
-    )
-
-
-def _updates_a_mix(topology: Topology) -> int:
-    """The most updates from one mix to the next of its parts."""
-    if type(topology) is EveryTopology:
-        return topology._h * _updates_a_mix(topology._inner)
-    return max(map(_updates_a_mix, topology._parts)) if type(topology) is SwitchTopology else 1
-
-
-def _is_hopeless(n: int, rate: float, period: int, epsilon: float, limit: int) -> bool:
-    """Whether a rate is too slow for ``epsilon``: not to be looked for.
-
-    The error of all starts shrinks no faster than that of the slowest of n - 1 directions.
-    """
-    return bool(rate ** (limit + period) / math.sqrt(max(n - 1, 1)) > 2 * epsilon)
-
-
-def _reached(topology: Topology, epsilon: float, limit: int) -> int | None:
-    """Rounds until the error is ``epsilon``."""
-    n = topology._world_size
-    start, last = (topology._starts[-1], topology._parts[-1]) if type(topology) is SwitchTopology else (0, None)
-    period = None if last is None or n <= _DENSE or too_long(last) else last.period
-    marks: list[float] = []
-    for t, error in enumerate(_errors(n, all_rounds(topology), limit)):
-        if error <= epsilon:
-            return t
-        if period is not None and t >= start and (t - start) % period == 0:
-            marks.append(error)
-            if _will_not(marks, (limit - t) / period, epsilon):
-                return None
-    return None
-
-
-def _will_not(marks: Sequence[float], periods: float, epsilon: float) -> bool:
-    """Whether errors, one a period of what stays for good, are on a way that will not come to ``epsilon`` in so many periods.
-
-    Each of its directions shrinks by a factor of its own, so that the error as a whole shrinks ever more slowly: as it went
-    lately is the fastest that it can go. Where it did not slow down so far (it may yet fall at once) nothing is said.
-    """
-    if len(marks) < _PERIODS or len(marks) & (len(marks) - 1):
-        return False
-    before, middle, now = marks[len(marks) // 2 - 1], marks[3 * len(marks) // 4 - 1], marks[-1]
-    slows = middle * middle <= before * now and now < before
-    return slows and now * (now / middle) ** (periods * 4 / len(marks)) > 10 * epsilon
+        product = np.eye(n)
+        for round_ in rounds:
+            round_.mix(product)
+        rest = product - 1 / n
+        exact = float(np.linalg.norm(rest)) <= _ROUNDING * math.sqrt(n)
+        gap, rate = (1.0, 0.0) if exact else _gap_and_rate(rest, period)
+        reached = _rounds_to(epsilon, rest, rounds, limit)
+    found = Analysis(topology._title(), n, local, period, exact, gap, rate, reached, epsilon, **cost)
+    sizes = {name: payload * getattr(found, name) for name in ("sent_by_worker", "sent_by_node", "fan_in")}
+    return replace(found, **sizes)
 
 
 def _number(name: str, value: object) -> float:

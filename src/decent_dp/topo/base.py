@@ -1,8 +1,7 @@
-"""Edges, rounds and the base class of all topologies.
+"""The base class of all topologies.
 
-A topology answers one question: who mixes with whom at update t? Its answer is a *round*: a partition of the workers
-into edges. Whatever the edges are, the mixing matrix of a round is block diagonal, symmetric and doubly stochastic, so
-that mixing never moves the mean over the workers.
+A topology says which workers mix at update t. Its answer is a *round*: a partition of the workers into edges. The mixing
+matrix of a round is block diagonal, symmetric and doubly stochastic, so mixing never moves the mean over the workers.
 """
 
 from __future__ import annotations
@@ -19,18 +18,14 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from .edges import Edge, PairRounds, Pairs, _checked_round, _integer, _words
+from .edges import _KEPT_ROUNDS, Edge, PairRounds, _checked_round, _integer, _words
 
 __all__ = ["Edge", "Topology", "listing", "worker_scope"]
 
 FINGERPRINT_ROUNDS = 64
 _SHOWN_ROUNDS = 16
-# Rounds that a topology without a period keeps. Every bucket asks for its round again, and a wire that announces for the
-# next one too; they go through a round one after another.
-_KEPT_ROUNDS = 4
 
-
-# Whether it is being asked which topologies fit: those that are tried for the answer do not ask again.
+# True while topologies are constructed to find out which ones fit: their errors do not list what fits, without end.
 listing: ContextVar[bool] = ContextVar("decent_dp_listing", default=False)
 
 _scope: ContextVar[tuple[int, int] | None] = ContextVar("decent_dp_worker", default=None)
@@ -49,32 +44,18 @@ def worker_scope(world_size: int, rank: int) -> Iterator[None]:
         _scope.reset(token)
 
 
-def _worker_here(name: str) -> tuple[int, int]:
-    """``(world_size, rank)`` of the open :func:`worker_scope`, else of the default process group."""
-    scoped = _scope.get()
-    if scoped is not None:
-        return scoped
-    import torch.distributed as dist  # not at the top: a topology can be made, printed and studied without torch
-
-    if not (dist.is_available() and dist.is_initialized()):
-        raise RuntimeError(
-            f"{name} does not know the workers, as there is no process group: "
-            "pass world_size= and rank=, or call decent_dp.utils.initialize_dist() first"
-        )
-    return dist.get_world_size(), dist.get_rank()
-
-
-def _worker_if_any() -> tuple[int, int] | None:
+def _current_worker() -> tuple[int, int] | None:
     """``(world_size, rank)`` of the open :func:`worker_scope`, else of the default process group, else None."""
     scoped = _scope.get()
-    dist = sys.modules.get("torch.distributed")  # where it was never imported there is no process group
+    # Not imported here: a topology can be made, printed and studied without torch. A process group needs torch imported.
+    dist = sys.modules.get("torch.distributed")
     if scoped is None and dist is not None and dist.is_available() and dist.is_initialized():
         return dist.get_world_size(), dist.get_rank()
     return scoped
 
 
-def _what_fits(world_size: int, local_world_size: int) -> str:
-    """How the refusal of a topology goes on: with the names of others."""
+def _fitting(world_size: int, local_world_size: int) -> str:
+    """The end of the message that refuses a topology: the names of those that fit."""
     if listing.get():
         return ""
     from . import names_that_fit  # it makes topologies
@@ -84,13 +65,13 @@ def _what_fits(world_size: int, local_world_size: int) -> str:
 
 
 class TopologyMeta(ABCMeta):
-    """Checks the rounds once the whole ``__init__`` of a subclass has run, wherever in it ``super()`` is called."""
+    """Checks the rounds after the whole ``__init__`` of a subclass, wherever in it ``super().__init__`` is called."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls.round is Topology.round and cls._get_topo_edges is Topology._get_topo_edges:  # type: ignore[attr-defined]
             raise TypeError(
                 f"{cls.__name__} does not say who mixes with whom: implement _get_topo_edges(self) -> list[list[Edge]] "
-                "(one list a round), or round(self, t) -> list[Edge] if the rounds do not repeat"
+                "(one list per round), or round(self, t) -> list[Edge] if the rounds do not repeat"
             )
         topology = super().__call__(*args, **kwargs)
         if isinstance(topology, Topology):
@@ -99,21 +80,20 @@ class TopologyMeta(ABCMeta):
 
 
 class Topology(metaclass=TopologyMeta):
-    """Who mixes with whom, at each round.
+    """Says which workers mix in each round.
 
-    A subclass implements either the periodic form :meth:`_get_topo_edges`, from ``self._world_size``,
-    ``self._local_world_size`` and ``self._n_nodes``, or :meth:`round` when the rounds do not repeat. All rounds of the
-    period (of an aperiodic topology, round 0 here and the others when they are looked up) are checked when the object
-    is made, after the whole ``__init__`` of the subclass.
+    A subclass implements :meth:`_get_topo_edges`, from ``self._world_size``, ``self._local_world_size`` and
+    ``self._n_nodes``, or overrides :meth:`round` if the rounds do not repeat. The rounds of a period are checked when the
+    object is constructed. Of a topology without a period, round 0 is checked then, and the others when they are looked up.
 
     Args:
-        local_world_size: workers a node; ranks ``[0, local_world_size)`` are the first node, and so on.
-        world_size: number of workers n. Not given: that of the process group.
-        rank: this worker. Not given: that of the process group, or 0 when ``world_size`` is given.
+        local_world_size: workers per node; ranks ``[0, local_world_size)`` are the first node, and so on.
+        world_size: number of workers n. Default: that of the process group.
+        rank: this worker. Default: that of the process group, or 0 if ``world_size`` is given.
 
     Raises:
         TypeError: an argument is not an integer, or a subclass implements neither method.
-        ValueError: an argument is out of range, the topology does not serve this number of workers, or a round is no
+        ValueError: an argument is out of range, the topology does not fit this number of workers, or a round is no
             partition of the workers into valid edges.
         RuntimeError: ``world_size`` is not given and there is no process group.
     """
@@ -121,7 +101,13 @@ class Topology(metaclass=TopologyMeta):
     def __init__(self, local_world_size: int = 1, *, world_size: int | None = None, rank: int | None = None) -> None:
         name = type(self).__name__
         if world_size is None:
-            world_size, here = _worker_here(name)
+            current = _current_worker()
+            if current is None:
+                raise RuntimeError(
+                    f"{name} does not know the workers, as there is no process group: "
+                    "pass world_size= and rank=, or call decent_dp.utils.initialize_dist() first"
+                )
+            world_size, here = current
         else:
             scoped = _scope.get()
             here = scoped[1] if scoped is not None and scoped[0] == world_size else 0
@@ -132,49 +118,37 @@ class Topology(metaclass=TopologyMeta):
             raise ValueError(f"{name}: rank must be below world_size={self._world_size}, got {self._rank}")
         self._n_nodes = max(1, self._world_size // self._local_world_size)
         self._periodic_rounds: Sequence[list[Edge]] | None = None
-        self._own_edges: dict[int, Edge] = {}  # of this rank, by round of the period
-        self._looked_up: dict[int, tuple[list[Edge], Edge]] = {}  # rounds without a period, with this rank's edge
+        self._recent_rounds: dict[int, list[Edge]] = {}  # of a topology without a period
         reason = type(self).unfit(self._world_size, self._local_world_size)
         if reason is not None:
-            raise ValueError(f"{name} {reason}{_what_fits(self._world_size, self._local_world_size)}")
+            raise ValueError(f"{name} {reason}{_fitting(self._world_size, self._local_world_size)}")
 
     @classmethod
     def unfit(cls, world_size: int, local_world_size: int) -> str | None:
-        """Why this topology cannot serve ``world_size`` workers, ``local_world_size`` a node; None: it can.
-
-        The text goes on from the topology's name ('needs a power of two workers, got 6').
-        """
+        """The reason why this topology does not fit so many workers ('needs a power of two workers, got 6'), or None."""
         return None
 
-    # --- the two forms: a subclass implements one of them
+    # --- a subclass implements one of these two
 
-    def _get_topo_edges(self) -> list[list[Edge]]:
-        """All rounds of the period, one list of edges a round. Called once, when the rounds are first needed."""
+    def _get_topo_edges(self) -> Sequence[list[Edge]]:
+        """All rounds of the period, one list of edges per round. Called once."""
         raise NotImplementedError(f"{type(self).__name__} has no periodic form")
 
     def round(self, t: int) -> list[Edge]:
         """The edges of round ``t`` ≥ 0; every rank is in exactly one of them.
 
-        It must depend on ``t`` alone, and give the same on every worker: a random topology draws with a generator made
-        from a seed and ``t``.
+        The result must depend on ``t`` alone and be the same on every worker. A random topology draws with a generator
+        made from a seed and ``t``.
         """
-        rounds = self._checked_period()
+        rounds = self._period_rounds()
         return list(rounds[_integer("round", t, 0) % len(rounds)])
-
-    def _own_rounds(self) -> PairRounds | None:
-        """What :meth:`_get_topo_edges` of the same class returns, each round made when it is looked up; None: all at once.
-
-        For rounds that are right by construction: they are not checked. A subclass that overrides :meth:`_get_topo_edges`
-        alone is not asked.
-        """
-        return None
 
     # --- made from others
 
     def every(self, h: int) -> Topology:
-        """This topology, mixing in every ``h``-th update only: at updates h-1, 2h-1, …; all workers idle in the others.
+        """This topology, mixing in every ``h``-th update only (h-1, 2h-1, …). All workers are idle in the other updates.
 
-        The j-th mix makes round j of this topology, so that all of its rounds come up whatever ``h`` is.
+        The j-th mix is round j of this topology, so all rounds come up whatever ``h`` is.
 
         Raises:
             TypeError, ValueError: ``h`` is not an integer of at least 1.
@@ -196,7 +170,7 @@ class Topology(metaclass=TopologyMeta):
         rank: int | None = None,
         allow_disconnected: bool = False,
     ) -> Topology:
-        """The topology in which the neighbours of an undirected graph mix in pairs: see :class:`GraphTopology`."""
+        """A topology in which the neighbours of an undirected graph mix in pairs: see :class:`GraphTopology`."""
         from . import GraphTopology  # it builds on this class
 
         made = GraphTopology(graph, local_world_size, world_size=world_size, rank=rank, allow_disconnected=allow_disconnected)
@@ -204,7 +178,7 @@ class Topology(metaclass=TopologyMeta):
 
     # --- looking up
 
-    # Not plain properties: a subclass may have set attributes of these names to what it likes.
+    # Not plain properties: a subclass may set attributes of these names.
     @cached_property
     def world_size(self) -> int:
         """Number of workers n."""
@@ -212,13 +186,13 @@ class Topology(metaclass=TopologyMeta):
 
     @cached_property
     def local_world_size(self) -> int:
-        """Workers a node."""
+        """Workers per node."""
         return self._local_world_size
 
     @property
     def period(self) -> int | None:
         """Number of rounds after which they repeat; None for a topology that overrides :meth:`round`."""
-        return None if self._is_aperiodic() else len(self._checked_period())
+        return None if self._is_aperiodic() else len(self._period_rounds())
 
     def get_edge(self, step: int) -> Edge:
         """This rank's edge of round ``step`` ≥ 0.
@@ -226,24 +200,14 @@ class Topology(metaclass=TopologyMeta):
         Raises:
             ValueError: ``step`` is negative, or an overridden :meth:`round` gave an invalid round.
         """
-        if self._is_aperiodic():
-            return self._kept(step)[1]
-        rounds = self._checked_period()
-        t = _integer("step", step, 0) % len(rounds)
-        own = self._own_edges.get(t)
-        if own is None:
-            if isinstance(rounds, PairRounds):
-                own = rounds.edge(t, self._rank)
-            else:
-                own = next(edge for edge in rounds[t] if self._rank in edge.ranks)
-            self._own_edges[t] = own
-        return own
+        edges = self._checked(_integer("step", step, 0))
+        return next(edge for edge in edges if self._rank in edge.ranks)
 
     def mixing_matrix(self, t: int) -> npt.NDArray[np.float64]:
         """The mixing matrix of round ``t``, of shape (n, n) and dtype float64.
 
-        Entry ``[i, j]`` is the weight with which worker i takes the value of worker j. It is symmetric and its rows and
-        columns sum to 1.
+        Entry ``[i, j]`` is the weight with which worker i takes the value of worker j. The matrix is symmetric, and its
+        rows and columns sum to 1.
         """
         W = np.zeros((self._world_size, self._world_size))
         for edge in self._checked(t):
@@ -252,20 +216,20 @@ class Topology(metaclass=TopologyMeta):
         return W
 
     def mixes(self, t: int) -> bool:
-        """Whether round ``t`` is one for mixing, and not one of those between two mixes."""
+        """False in the updates between two mixes of ``every(h)``."""
         return self._mixes(_integer("round", t, 0))
 
     def _mixes(self, t: int) -> bool:
         return True
 
-    def _settled(self) -> tuple[Topology, int]:
-        """What mixes in the end, and the number of updates from one mix to the next: of compositions their last part."""
+    def _final_part(self) -> tuple[Topology, int]:
+        """The last part of a composition, and the number of updates from one of its mixes to the next."""
         return self, 1
 
     def edges_ahead(self, limit: int) -> list[Edge]:
-        """This rank's edges that are worth connecting before the first round: of the first ``limit`` rounds of the period.
+        """This rank's edges in the first ``limit`` rounds of the period, to connect before the first round.
 
-        As many on every worker. None of a topology without a period, whose rounds may be of any edges.
+        As many on every worker. Empty for a topology without a period.
         """
         return self._edges_ahead(limit)
 
@@ -273,26 +237,26 @@ class Topology(metaclass=TopologyMeta):
         return [self.get_edge(t) for t in range(min(self.period or 0, limit))]
 
     def title(self) -> str:
-        """What it is called in prints and where workers compare: the class, and what it was made with."""
+        """The name in prints and in the workers' comparison: the class and its settings."""
         return self._title()
 
     def _title(self) -> str:
         return type(self).__name__
 
     def fingerprint(self) -> dict[str, str | int]:
-        """What workers compare to know that they were given the same topology.
+        """A summary that workers compare to see that they have the same topology.
 
         Returns:
             ``name``: the title; ``n``: the number of workers; ``rounds``: 16 hex digits of the SHA-256 of the period's
-            length and the first rounds (the whole period, at most 64), whatever the order of edges and of their ranks.
+            length and the first rounds (the whole period, at most 64). The order of edges and of ranks does not matter.
         """
         return self._fingerprint(FINGERPRINT_ROUNDS)
 
     def _fingerprint(self, most: int, also: str = "") -> dict[str, str | int]:
-        """Of the first ``most`` rounds, and of a text that stands for the others."""
+        """The fingerprint of the first ``most`` rounds, and of a text that stands for the others."""
         period = self.period
         digest = hashlib.sha256(f"period {period}{also}".encode())
-        rounds = None if self._is_aperiodic() else self._checked_period()
+        rounds = None if self._is_aperiodic() else self._period_rounds()
         for t in range(min(period or most, most)):
             if isinstance(rounds, PairRounds):
                 digest.update(rounds.digest(t))
@@ -305,10 +269,10 @@ class Topology(metaclass=TopologyMeta):
         return f"{type(self).__name__}({sizes})"
 
     def __str__(self) -> str:
-        """A table of the rounds: one line a round, the ranks of each edge in parentheses with its weight."""
+        """A table with one line per round: the ranks of each edge in parentheses, and its weight."""
         period = self.period
         shown = _SHOWN_ROUNDS // 4 if period is None else min(period, _SHOWN_ROUNDS)
-        repeats = "rounds do not repeat" if period is None else f"{period} round{'s' * (period > 1)} a period"
+        repeats = "rounds do not repeat" if period is None else f"{period} round{'s' * (period > 1)} per period"
         lines = [f"{self._title()}: {self._world_size} worker{'s' * (self._world_size > 1)}, {repeats}"]
         for t in range(shown):
             lines.append(f"  round {t}: {_words(self._checked(t))}")
@@ -322,11 +286,11 @@ class Topology(metaclass=TopologyMeta):
         return type(self).round is not Topology.round
 
     def _check(self) -> None:
-        """Called by the metaclass when the subclass's ``__init__`` has returned."""
-        if "_looked_up" not in vars(self):
+        """Called by the metaclass after the subclass's ``__init__``."""
+        if "_recent_rounds" not in vars(self):
             raise TypeError(f"{type(self).__name__}.__init__ must call super().__init__(local_world_size)")
         if not self._is_aperiodic():
-            self._checked_period()
+            self._period_rounds()
             return
         first, again = self._checked(0), _checked_round(self.round(0), self._world_size, self._where(0))
         if first != again:
@@ -343,41 +307,28 @@ class Topology(metaclass=TopologyMeta):
         """Round ``t``, checked."""
         t = _integer("round", t, 0)
         if not self._is_aperiodic():
-            rounds = self._checked_period()
+            rounds = self._period_rounds()
             return rounds[t % len(rounds)]
-        return self._kept(t)[0]
-
-    def _kept(self, t: int) -> tuple[list[Edge], Edge]:
-        """Round ``t`` of an overridden :meth:`round`, checked, and this rank's edge; the last few looked up are kept."""
-        t = _integer("round", t, 0)
-        kept = self._looked_up.get(t)
-        if kept is None:
+        edges = self._recent_rounds.get(t)
+        if edges is None:
             edges = _checked_round(self.round(t), self._world_size, self._where(t))
-            kept = edges, next(edge for edge in edges if self._rank in edge.ranks)
-            # A new dict in place of the old one: threads may look rounds up at the same time.
-            others = list(self._looked_up.items())[-(_KEPT_ROUNDS - 1) :]
-            self._looked_up = dict([*others, (t, kept)])
-        return kept
+            # A new dict instead of a change: threads may look rounds up at the same time.
+            self._recent_rounds = dict([*list(self._recent_rounds.items())[-(_KEPT_ROUNDS - 1) :], (t, edges)])
+        return edges
 
-    def _pairs(self, t: int) -> Pairs | None:
-        """Round ``t`` as pairs of weight 1/2, all others idle, where it is known as such; else None."""
-        rounds = None if self._is_aperiodic() else self._checked_period()
-        return rounds.pairs(t % len(rounds)) if isinstance(rounds, PairRounds) else None
-
-    def _checked_period(self) -> Sequence[list[Edge]]:
-        """All rounds of the period, made and checked at the first call, or each when it is looked up."""
+    def _period_rounds(self) -> Sequence[list[Edge]]:
+        """All rounds of the period, made and checked at the first call."""
         if self._periodic_rounds is None:
-            owner = next(cls for cls in type(self).__mro__ if "_get_topo_edges" in vars(cls))
-            lazy = self._own_rounds() if "_own_rounds" in vars(owner) else None
-            self._periodic_rounds = self._all_rounds() if lazy is None else lazy
+            rounds: object = self._get_topo_edges()
+            name = type(self).__name__
+            if not isinstance(rounds, Iterable):
+                raise ValueError(f"{name}._get_topo_edges() returned {rounds!r}: return a list of rounds, [[Edge(...)]]")
+            # Pair rounds are valid by construction.
+            self._periodic_rounds = (
+                rounds
+                if isinstance(rounds, PairRounds)
+                else [_checked_round(edges, self._world_size, self._where(t)) for t, edges in enumerate(rounds)]
+            )
+            if not self._periodic_rounds:
+                raise ValueError(f"{name} has no rounds: _get_topo_edges() must return at least one list of edges")
         return self._periodic_rounds
-
-    def _all_rounds(self) -> list[list[Edge]]:
-        rounds: object = self._get_topo_edges()
-        name = type(self).__name__
-        if not isinstance(rounds, Iterable):
-            raise ValueError(f"{name}._get_topo_edges() returned {rounds!r}: return a list of rounds, [[Edge(...)]]")
-        checked = [_checked_round(edges, self._world_size, self._where(t)) for t, edges in enumerate(rounds)]
-        if not checked:
-            raise ValueError(f"{name} has no rounds: _get_topo_edges() must return at least one list of edges")
-        return checked

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from .base import Topology
-from .edges import Edge, PairRounds, Pairs, _integer
+from .edges import Edge, PairRounds, _integer
 from .registry import TopologyReg
 
 __all__ = [
@@ -19,11 +18,11 @@ __all__ = [
     "RingTopology",
 ]
 
-# Rounds of a random topology that its fingerprint looks at, beside the seed.
+# Rounds in the fingerprint of a random topology, beside its seed.
 _FEW_ROUNDS = 4
 
-# A round of pairs: who meets whom, and the weight with which each takes the other's value. Who is in no pair sits out.
-_Pairs = list[tuple[int, int, float]]
+# The pairs of a round, with the weight with which each takes the other's value. Workers in no pair are idle.
+_WeightedPairs = list[tuple[int, int, float]]
 
 
 def _is_power_of_two(number: int) -> bool:
@@ -31,7 +30,7 @@ def _is_power_of_two(number: int) -> bool:
 
 
 def _average(*ranks: int) -> Edge:
-    """The edge in which ``ranks`` take their mean; one rank alone sits the round out."""
+    """The edge in which ``ranks`` take their mean. One rank alone is idle."""
     return Edge(sorted(ranks), 1 / len(ranks))
 
 
@@ -41,7 +40,7 @@ def _unequal_nodes(world_size: int, local_world_size: int) -> str:
 
 @TopologyReg.register("complete")
 class CompleteTopology(Topology):
-    """All workers in one group, weight 1/n, every round: an exact average each time. Any n."""
+    """All workers in one group, weight 1/n: an exact average every round. Any n."""
 
     def _get_topo_edges(self) -> list[list[Edge]]:
         return [[_average(*range(self._world_size))]]
@@ -53,30 +52,21 @@ class RingTopology(Topology):
 
     - n = 1: one idle round. n = 2: one round, the pair.
     - n even: two rounds, (0 1)(2 3)… and (1 2)(3 4)…(n-1 0).
-    - n odd: n rounds. In round r worker r sits out and the others pair up along the ring, (r+1 r+2)(r+3 r+4)…; each
-      worker is idle once a period.
+    - n odd: n rounds. In round r worker r is idle and the others pair up along the ring, (r+1 r+2)(r+3 r+4)….
     """
 
-    def _get_topo_edges(self) -> list[list[Edge]]:
-        return [list(edges) for edges in RingTopology._own_rounds(self)]
-
-    def _own_rounds(self) -> PairRounds:
+    def _get_topo_edges(self) -> PairRounds:
         n = self._world_size
         period = 1 if n <= 2 else 2 if n % 2 == 0 else n
-
-        def pairs(t: int) -> Pairs:
-            first = np.arange(t + n % 2, t + n, 2)
-            return np.stack([first % n, (first + 1) % n], axis=1)
-
-        return PairRounds(n, period, pairs, idle_first=True)
+        return PairRounds(n, period, lambda t: [(i % n, (i + 1) % n) for i in range(t + n % 2, t + n, 2)], idle_first=True)
 
 
 @TopologyReg.register("one-peer-exp")
 class OnePeerExpTopology(Topology):
-    """One peer a round at distances 1, 2, 4, …, weight 1/2: an exact average every log2(n) rounds. n a power of two.
+    """One peer per round at distance 1, 2, 4, …, weight 1/2: an exact average every log2(n) rounds. n a power of two.
 
     Round k pairs worker i with worker ``i XOR 2^k``, which is 2^k away. After the log2(n) rounds of a period each
-    worker holds the mean over all (a butterfly all-reduce, one stage an update). One idle round for n = 1.
+    worker holds the mean over all (a butterfly all-reduce, one stage per update). One idle round for n = 1.
 
     Source: the one-peer exponential graph of Ying et al., "Exponential Graph is Provably Efficient for Decentralized
     Deep Training", NeurIPS 2021, arXiv 2110.13363; with XOR in place of addition modulo n, so that peers are mutual.
@@ -101,13 +91,12 @@ class AlternatingExpRingTopology(Topology):
 
     Let N = n / local_world_size be the number of nodes. Stage k = 0, 1, …, log2(N) - 1 pairs node a with node
     ``a XOR 2^k`` and takes two rounds. Each pair averages once over the workers of both nodes, which uses the network,
-    and once inside each node, which does not. In order of their smaller node, pairs 0, 2, 4, … do first the one and
-    then the other; pairs 1, 3, 5, … the other way round. So with four nodes or more half of the pairs use the
-    network in every round: it is never idle, and never crowded by all of them at once. (Two nodes are one pair: it uses
-    the network in every second round.)
+    and once inside each node, which does not. In order of their smaller node, pairs 0, 2, 4, … first average over both
+    nodes, and pairs 1, 3, 5, … first inside each. So with four nodes or more, half of the pairs use the network in every
+    round. (Two nodes are one pair, which uses the network in every second round.)
 
     Weights are 1/len(group). After a period, 2·log2(N) rounds, each worker holds the mean over all. With one worker
-    a node, the groups inside a node are idle edges; one node is a single group of all its workers.
+    per node, the groups inside a node are idle edges; one node is a single group of all its workers.
 
     Source: the AER topology of arXiv 2410.11998 (ICLR 2025).
     """
@@ -140,8 +129,8 @@ class AlternatingExpRingTopology(Topology):
         return rounds
 
 
-def _simple_base_two(m: int) -> list[_Pairs]:
-    """Rounds after which m members hold their mean: the sets of m's binary digits average, meet, and average again.
+def _simple_base_two(m: int) -> list[_WeightedPairs]:
+    """Rounds after which m members hold their mean.
 
     The sets V_1, V_2, ... have sizes s_1 > s_2 > ..., the powers of two that add up to m. First each averages on its own, as
     a hypercube. Then, one set after another, V_l meets the R members of all later sets, r of them together: as many members
@@ -155,7 +144,7 @@ def _simple_base_two(m: int) -> list[_Pairs]:
     powers = [power for power in reversed(range(m.bit_length())) if m >> power & 1]
     members = list(range(m))
     sets = [[members.pop(0) for _ in range(2**power)] for power in powers]
-    rounds: list[_Pairs] = [[] for _ in range(2 * powers[0] + (len(powers) > 1))]
+    rounds: list[_WeightedPairs] = [[] for _ in range(2 * powers[0] + (len(powers) > 1))]
 
     def average(own: list[int], first: int) -> None:
         for k in range(len(own).bit_length() - 1):
@@ -174,29 +163,28 @@ def _simple_base_two(m: int) -> list[_Pairs]:
     return rounds
 
 
-def _base_two(n: int) -> list[_Pairs]:
+def _base_two(n: int) -> list[_WeightedPairs]:
     """Rounds after which n workers hold their mean: of n = 2^e m, m odd, e of a hypercube and then those of m."""
     e = (n & -n).bit_length() - 1
     m = n >> e
-    rounds: list[_Pairs] = [[(i, i ^ 1 << k, 0.5) for i in range(n) if not i >> k & 1] for k in range(e)]
+    rounds: list[_WeightedPairs] = [[(i, i ^ 1 << k, 0.5) for i in range(n) if not i >> k & 1] for k in range(e)]
     if m > 1:
         rounds += [[(a << e | i, b << e | i, w) for i in range(1 << e) for a, b, w in pairs] for pairs in _simple_base_two(m)]
     return rounds or [[]]
 
 
-def _alone(n: int, pairs: _Pairs) -> list[int]:
-    """Those of n who are in no pair."""
+def _unpaired(n: int, pairs: _WeightedPairs) -> list[int]:
     met = {member for a, b, _ in pairs for member in (a, b)}
     return [member for member in range(n) if member not in met]
 
 
 @TopologyReg.register("base-2")
 class BaseTwoTopology(Topology):
-    """One peer a round, and an exact average every few rounds for any n; for a power of two it is 'one-peer-exp'.
+    """One peer per round, and an exact average every few rounds for any n; for a power of two it is 'one-peer-exp'.
 
     Let n = 2^e m with m odd. The first e rounds are those of 'one-peer-exp' over the lowest e bits of a worker's number. If
-    m > 1, 2·floor(log2 m) + 1 rounds follow over the other bits, in which weights may be less than 1/2 and some workers sit
-    out. After the e, or e + 2·floor(log2 m) + 1, rounds of a period each worker holds the mean over all. One idle round for
+    m > 1, 2·floor(log2 m) + 1 rounds follow over the other bits, in which weights may be less than 1/2 and some workers are
+    idle. After the e, or e + 2·floor(log2 m) + 1, rounds of a period each worker holds the mean over all. One idle round for
     n = 1.
 
     Source: the Base-(k+1) graph with k = 1 of Takezawa et al., "Beyond Exponential Graph: Communication-Efficient
@@ -207,17 +195,17 @@ class BaseTwoTopology(Topology):
         n = self._world_size
         return [
             [_average(a, b) if w == 0.5 else Edge(sorted((a, b)), 1 - w) for a, b, w in pairs]
-            + [_average(i) for i in _alone(n, pairs)]
+            + [_average(i) for i in _unpaired(n, pairs)]
             for pairs in _base_two(n)
         ]
 
 
 @TopologyReg.register("random-matching")
 class RandomMatchingTopology(Topology):
-    """Fresh random pairs every round, weight 1/2. Any n; for an odd n one worker sits out.
+    """New random pairs every round, weight 1/2. Any n; for an odd n one worker is idle.
 
-    Round t pairs the workers along a permutation that is drawn from ``seed`` and t, the same on all workers. It does not
-    repeat, and averages exactly only by chance. In expectation a round of an even n shrinks the squared distance to the mean
+    Round t pairs the workers along a permutation that is drawn from ``seed`` and t, the same on all workers. The rounds do
+    not repeat, and average exactly only by chance. In expectation a round of an even n shrinks the squared distance to the mean
     by the factor (n - 2)/(2n - 2), a little less than 1/2.
 
     Args:
@@ -237,25 +225,17 @@ class RandomMatchingTopology(Topology):
             raise ValueError(f"RandomMatchingTopology: seed must be below 2^32, got {seed}")
 
     def round(self, t: int) -> list[Edge]:
-        drawn = self._drawn(t).tolist()
-        return [_average(*drawn[i : i + 2]) for i in range(0, self._world_size, 2)]
-
-    def _drawn(self, t: int) -> npt.NDArray[np.int64]:
-        # RandomState, whose stream NumPy has frozen: workers with different versions of it draw the same. That of the newer
-        # Generator may change with the version.
+        # NumPy has frozen the stream of RandomState. That of Generator may change with NumPy's version, and then workers with
+        # different versions would draw different pairs.
         generator = np.random.RandomState([self._seed, _integer("round", t, 0) % 2**32])
-        return generator.permutation(self._world_size).astype(np.int64)
-
-    def _pairs(self, t: int) -> Pairs | None:
-        if type(self).round is not RandomMatchingTopology.round:
-            return None
-        return self._drawn(t)[: self._world_size // 2 * 2].reshape(-1, 2)
+        order = generator.permutation(self._world_size).tolist()
+        return [_average(*order[i : i + 2]) for i in range(0, self._world_size, 2)]
 
     def _title(self) -> str:
         return f"{super()._title()} with seed {self._seed}"
 
     def fingerprint(self) -> dict[str, str | int]:
-        # The seed stands for the rounds; a few of them for how they are drawn from it.
+        # The seed stands for all rounds, and a few rounds for the way they are drawn from it.
         few = type(self).round is RandomMatchingTopology.round
         return self._fingerprint(_FEW_ROUNDS, f" seed {self._seed}") if few else super().fingerprint()
 
@@ -265,17 +245,17 @@ class RandomMatchingTopology(Topology):
 
 @TopologyReg.register("hierarchical")
 class HierarchicalTopology(Topology):
-    """Inside a node everybody, and between nodes one peer node a round: 'base-2' over nodes. Any number of equal nodes.
+    """All workers inside a node, and one peer node per round: 'base-2' over nodes. Any number of equal nodes.
 
     Let l be ``local_world_size``. Where two nodes meet in the round of 'base-2' with weight w, their 2l workers are one
     group in which each takes w/l of each other's value, and so keeps 1 - w(2l - 1)/l of its own; for w = 1/2 this is the
-    average of the group. A node that sits out averages inside. So the means of nodes follow 'base-2', and inside a node
-    deviations shrink by 1 - 2w each round, to nothing in the first round: there w is 1/2 or the node sits out. After the
-    period of 'base-2' for n/l nodes each worker holds the mean over all. One node is a single group of its workers; with one
-    worker a node it is 'base-2'.
+    average of the group. An idle node averages inside. So the means of nodes follow 'base-2', and inside a node deviations
+    shrink by 1 - 2w each round, to zero in the first round: there w is 1/2 or the node is idle. After the period of 'base-2'
+    for n/l nodes each worker holds the mean over all. One node is a single group of its workers; with one worker per node
+    this is 'base-2'.
 
-    Every worker carries its share of the group's mean: between nodes go one copy of the parameters a node, a direction and a
-    round, and not the l copies of pairs of workers.
+    Every worker sends its share of the group's mean: one copy of the parameters per node, direction and round crosses
+    between nodes, instead of the l copies of pairs of workers.
     """
 
     @classmethod
@@ -292,6 +272,6 @@ class HierarchicalTopology(Topology):
             return _average(*workers(a, b)) if w == 0.5 else Edge(workers(a, b), 1 - w * (2 * local - 1) / local)
 
         return [
-            [meet(*pair) for pair in pairs] + [_average(*workers(node)) for node in _alone(n_nodes, pairs)]
+            [meet(*pair) for pair in pairs] + [_average(*workers(node)) for node in _unpaired(n_nodes, pairs)]
             for pairs in _base_two(n_nodes)
         ]

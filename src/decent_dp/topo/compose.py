@@ -1,4 +1,4 @@
-"""Topologies made of others: mixing in some updates only, and one topology after another."""
+"""Topologies made of others: one that mixes in some updates only, and one topology after another."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["EveryTopology", "SwitchTopology"]
 
 
 class EveryTopology(Topology):
-    """Another topology, in every ``h``-th update only: what :meth:`Topology.every` returns.
+    """Another topology, in every ``h``-th update only: the result of :meth:`Topology.every`.
 
-    Update t mixes where t + 1 is a multiple of h, and makes round ``t // h`` of the other topology: its rounds are counted in
-    mixes. (Were they counted in updates, a period that has a factor in common with h would lose some of its rounds for good.)
-    In all other updates every worker is idle.
+    Update t mixes if t + 1 is a multiple of h, with round ``t // h`` of the other topology: its rounds are counted in mixes.
+    (If they were counted in updates, a period that has a factor in common with h would never use some of its rounds.) In all
+    other updates every worker is idle.
 
     Args:
         inner: the topology that mixes.
@@ -39,10 +39,6 @@ class EveryTopology(Topology):
         mix, update = divmod(_integer("round", t, 0), self._h)
         return self._inner.round(mix) if update == self._h - 1 else list(self._idle)
 
-    def get_edge(self, step: int) -> Edge:
-        mix, update = divmod(_integer("step", step, 0), self._h)
-        return self._inner.get_edge(mix) if update == self._h - 1 else self._idle[self._rank]
-
     def _checked(self, t: int) -> list[Edge]:
         mix, update = divmod(_integer("round", t, 0), self._h)
         return self._inner._checked(mix) if update == self._h - 1 else self._idle
@@ -51,8 +47,8 @@ class EveryTopology(Topology):
         mix, update = divmod(t, self._h)
         return update == self._h - 1 and self._inner._mixes(mix)
 
-    def _settled(self) -> tuple[Topology, int]:
-        topology, h = self._inner._settled()
+    def _final_part(self) -> tuple[Topology, int]:
+        topology, h = self._inner._final_part()
         return topology, h * self._h
 
     def _edges_ahead(self, limit: int) -> list[Edge]:
@@ -65,7 +61,7 @@ class EveryTopology(Topology):
         return f"{self._inner._title()}, every {self._h} updates"
 
     def fingerprint(self) -> dict[str, str | int]:
-        # Not of the first rounds, which may all be idle.
+        # Of the parts: the first 64 rounds may all be idle.
         return _composed(self, [(self._h, self._inner)])
 
     def __repr__(self) -> str:
@@ -75,15 +71,15 @@ class EveryTopology(Topology):
 class SwitchTopology(Topology):
     """One topology after another: ``SwitchTopology((complete, 500), ring)`` is ``complete`` for 500 updates, then ``ring``.
 
-    Each starts with its round 0 when its turn comes. What is done at an update depends on the number of the update alone, so
-    that training that is resumed goes on where it was. By name: ``topology="complete:500,ring"``.
+    Each part starts with its round 0. A round depends on the number of the update alone, so a resumed training goes on with
+    the right part. By name: ``topology="complete:500,ring"``.
 
     Args:
-        parts: each a pair of a topology and of the number of updates that it is in use; the last a topology alone, which
-            stays. All made for the same workers.
+        parts: each a pair of a topology and its number of updates; the last a topology alone, which stays in use. All made
+            for the same workers.
 
     Raises:
-        TypeError: a part is not what it should be.
+        TypeError: a part is neither.
         ValueError: a number of updates is less than 1, or too small for a part to mix once, or parts were made for different
             workers.
     """
@@ -103,7 +99,7 @@ class SwitchTopology(Topology):
                     f"SwitchTopology: {part._title()}, would never mix, as it is in use for {length} "
                     f"update{'s' * (length > 1)} only: give it {part._h} or more, or mix more often"
                 )
-        # Parts that do not mind the nodes may have been made without them.
+        # Parts that ignore nodes may have been made without local_world_size.
         local = max(part._local_world_size for part in topologies)
         super().__init__(local, world_size=last._world_size, rank=last._rank)
         self._parts, self._lengths = topologies, lengths
@@ -118,10 +114,6 @@ class SwitchTopology(Topology):
         part, at = self._at(t)
         return part.round(at)
 
-    def get_edge(self, step: int) -> Edge:
-        part, at = self._at(step)
-        return part.get_edge(at)
-
     def _checked(self, t: int) -> list[Edge]:
         part, at = self._at(t)
         return part._checked(at)
@@ -130,14 +122,14 @@ class SwitchTopology(Topology):
         part, at = self._at(t)
         return part._mixes(at)
 
-    def _settled(self) -> tuple[Topology, int]:
-        return self._parts[-1]._settled()
+    def _final_part(self) -> tuple[Topology, int]:
+        return self._parts[-1]._final_part()
 
     def _edges_ahead(self, limit: int) -> list[Edge]:
         return [edge for part in self._parts for edge in part._edges_ahead(limit)]
 
     def _every(self, h: int) -> Topology:
-        # Inside the parts, so that their turns are counted in updates, and not in mixes.
+        # Inside the parts, so that their lengths are counted in updates, not in mixes.
         parts = [Topology.every(part, h) for part in self._parts]
         return SwitchTopology(*zip(parts, self._lengths, strict=False), parts[-1])
 

@@ -9,16 +9,14 @@ from numbers import Real
 from typing import Any, overload
 
 import numpy as np
-import numpy.typing as npt
 
 __all__ = ["Edge", "PairRounds", "Pairs"]
 
-# Of shape (pairs, 2): who meets whom.
-Pairs = npt.NDArray[np.int64]
+Pairs = Iterable[tuple[int, int]]
 
 _SHOWN_EDGES, _SHOWN_RANKS = 16, 16
-# Workers, round by round, of which a topology keeps the edges that it has made.
-_KEPT_WORKERS = 2**16
+# Every bucket of an update asks for the same round, so a few rounds are kept.
+_KEPT_ROUNDS = 8
 
 
 @dataclass
@@ -128,31 +126,20 @@ def _checked_round(edges: object, world_size: int, where: str) -> list[Edge]:
 
 
 class PairRounds(Sequence[list[Edge]]):
-    """The rounds of a period in which pairs mix with weight 1/2 and all others are idle, made when they are looked up.
+    """The rounds of a period in which pairs average (weight 1/2) and all others are idle, each made when it is looked up.
 
-    So a topology of as many rounds as workers does not hold n x n edges. The last few rounds are kept.
+    So an odd ring of n workers, which has n rounds, does not hold n x n edges. The last few rounds are kept.
 
     Args:
         n: number of workers.
         period: number of rounds.
-        pairs: who meets whom in round t, 0 <= t < period; no worker twice.
-        idle_first: the idle edges of a round come before the pairs, not after them.
+        pairs_of: the pairs of round t, 0 <= t < period; no worker twice.
+        idle_first: the idle edges of a round come before the pairs.
     """
 
-    def __init__(self, n: int, period: int, pairs: Callable[[int], Pairs], *, idle_first: bool = False) -> None:
-        self.n, self._period, self._of, self._idle_first = n, period, pairs, idle_first
-        self._idle: list[Edge] = []
+    def __init__(self, n: int, period: int, pairs_of: Callable[[int], Pairs], *, idle_first: bool = False) -> None:
+        self._n, self._period, self._pairs_of, self._idle_first = n, period, pairs_of, idle_first
         self._made: dict[int, list[Edge]] = {}
-
-    def pairs(self, t: int) -> Pairs:
-        """The pairs of round ``t``."""
-        return self._of(t)
-
-    def edge(self, t: int, rank: int) -> Edge:
-        """The edge of ``rank`` in round ``t``."""
-        pairs = np.sort(self.pairs(t), axis=1)
-        found = np.flatnonzero((pairs == rank).any(axis=1))
-        return Edge(pairs[found[0]].tolist(), 0.5) if len(found) else Edge([rank], 1.0)
 
     def __len__(self) -> int:
         return self._period
@@ -169,23 +156,15 @@ class PairRounds(Sequence[list[Edge]]):
         t = range(self._period)[t]
         made = self._made.get(t)
         if made is None:
-            made = self._make(t)
-            # A new dict in place of the old one: threads may look rounds up at the same time.
-            most = max(4, _KEPT_WORKERS // self.n)
-            self._made = dict([*list(self._made.items())[-(most - 1) :], (t, made)])
+            pairs = [sorted(pair) for pair in self._pairs_of(t)]
+            busy = {rank for pair in pairs for rank in pair}
+            idle = [Edge([rank], 1.0) for rank in range(self._n) if rank not in busy]
+            mixing = [Edge(pair, 0.5) for pair in pairs]
+            made = idle + mixing if self._idle_first else mixing + idle
+            # A new dict instead of a change: threads may look rounds up at the same time.
+            self._made = dict([*list(self._made.items())[-(_KEPT_ROUNDS - 1) :], (t, made)])
         return made
-
-    def _make(self, t: int) -> list[Edge]:
-        if not self._idle:
-            self._idle = [Edge([rank], 1.0) for rank in range(self.n)]
-        pairs = np.sort(self.pairs(t), axis=1)
-        alone = np.ones(self.n, dtype=bool)
-        alone[pairs] = False
-        mixing = [Edge(pair, 0.5) for pair in pairs.tolist()]
-        idle = [self._idle[rank] for rank in np.flatnonzero(alone).tolist()]
-        return idle + mixing if self._idle_first else mixing + idle
 
     def digest(self, t: int) -> bytes:
         """Round ``t`` as bytes, the same in whatever order its pairs are."""
-        pairs = np.sort(self.pairs(t), axis=1)
-        return pairs[np.argsort(pairs[:, 0])].astype("<i8").tobytes()
+        return np.array(sorted(sorted(pair) for pair in self._pairs_of(t)), "<i8").tobytes()

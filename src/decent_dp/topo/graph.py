@@ -3,36 +3,38 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
-import numpy as np
+from .base import FINGERPRINT_ROUNDS, Topology, _current_worker
+from .edges import PairRounds, _few
 
-from .base import FINGERPRINT_ROUNDS, Topology, _worker_if_any
-from .colouring import colour_edges, connected_parts
-from .edges import Edge, PairRounds, Pairs, _few
+__all__ = ["GraphTopology", "colour_edges"]
 
-__all__ = ["GraphTopology"]
+_Link = tuple[int, int]
 
 
 class GraphTopology(Topology):
     """The neighbours of an undirected graph mix in pairs, weight 1/2: what :meth:`Topology.from_graph` returns.
 
-    Every link of the graph comes up once a period. The rounds are an edge colouring of the graph: with d the largest degree,
-    d rounds where the graph is bipartite and at most d + 1 otherwise. They are the same on all workers, in whatever order
-    nodes and links were put into the graph. Attributes, such as weights of links, are not looked at.
+    Every link of the graph comes up once per period. The rounds are an edge colouring of the graph: d rounds for a bipartite
+    graph and at most d + 1 otherwise, where d is the largest degree. They are the same on all workers, in whatever order
+    nodes and links were added to the graph. Attributes, such as weights of links, are ignored.
 
     Args:
-        graph: a ``networkx.Graph``, or what has its ``nodes``, ``edges``, ``is_directed()`` and ``is_multigraph()``; its
-            nodes are the workers 0 to n - 1.
-        local_world_size: workers a node (of the cluster, not of the graph).
-        world_size: number of workers. Not given: that of the process group, or where there is none the graph's.
-        rank: this worker. Not given: that of the process group if it has so many workers, or 0.
-        allow_disconnected: take a graph in which some workers never hear of each other.
+        graph: a ``networkx.Graph``, or an object with its ``nodes``, ``edges``, ``is_directed()`` and ``is_multigraph()``.
+            Its nodes are the workers 0 to n - 1.
+        local_world_size: workers per node (of the cluster, not of the graph).
+        world_size: number of workers. Default: that of the process group, or the graph's if there is no process group.
+        rank: this worker. Default: that of the process group if it has as many workers, else 0.
+        allow_disconnected: accept a graph in which some workers never exchange anything, not even through others.
 
     Raises:
         TypeError: ``graph`` is no graph, or is directed, or has several links between two nodes.
-        ValueError: its nodes are not 0 to n - 1, or not the workers that there are; a node is linked to itself; it is
-            empty, or disconnected.
+        ValueError: the nodes are not 0 to n - 1, or not the workers of the process group; a node is linked to itself; the
+            graph is empty, or disconnected.
     """
 
     def __init__(
@@ -45,7 +47,7 @@ class GraphTopology(Topology):
         allow_disconnected: bool = False,
     ) -> None:
         n, self._links = _read(graph)
-        here = _worker_if_any()
+        here = _current_worker()
         if world_size is None:
             world_size = n if here is None else here[0]
         if here is not None and rank is None and here[0] == world_size:
@@ -56,7 +58,7 @@ class GraphTopology(Topology):
                 f"the graph has {n} node{'s' * (n > 1)}, but world_size={self._world_size}: its nodes must be the workers "
                 f"0 to {self._world_size - 1}"
             )
-        parts = connected_parts(n, self._links)
+        parts, _ = _parts(n, self._links)
         if len(parts) > 1 and not allow_disconnected:
             raise ValueError(
                 f"the graph is disconnected: its {len(parts)} parts are of {_few(len(part) for part in parts)} workers, and "
@@ -64,16 +66,12 @@ class GraphTopology(Topology):
                 "allow_disconnected=True"
             )
 
-    def _get_topo_edges(self) -> list[list[Edge]]:
-        return [list(edges) for edges in GraphTopology._own_rounds(self)]
-
-    def _own_rounds(self) -> PairRounds:
-        rounds: list[Pairs] = [np.array(links, np.int64) for links in colour_edges(self._world_size, self._links)]
-        rounds = rounds or [np.zeros((0, 2), np.int64)]
+    def _get_topo_edges(self) -> PairRounds:
+        rounds = colour_edges(self._world_size, self._links) or [[]]
         return PairRounds(self._world_size, len(rounds), rounds.__getitem__)
 
     def fingerprint(self) -> dict[str, str | int]:
-        # With the links: those of later rounds are in no round that is looked at.
+        # With the links: rounds after the first 64 are not in the fingerprint.
         return self._fingerprint(FINGERPRINT_ROUNDS, f" links {sorted(self._links)}")
 
     def __repr__(self) -> str:
@@ -82,7 +80,7 @@ class GraphTopology(Topology):
 
 
 def _read(graph: Any) -> tuple[int, list[tuple[int, int]]]:
-    """The number of nodes and the links, smaller end first, of a graph that can be a topology."""
+    """The number of nodes and the links, smaller end first."""
     if not all(hasattr(graph, name) for name in ("nodes", "edges", "is_directed", "is_multigraph")):
         raise TypeError(f"from_graph takes a networkx graph, got {graph!r}")
     if graph.is_directed():
@@ -116,3 +114,109 @@ def _as_rank(node: object) -> int | None:
         return operator.index(node)  # type: ignore[arg-type]
     except TypeError:
         return None
+
+
+def _parts(n: int, links: Sequence[_Link]) -> tuple[list[list[int]], bool]:
+    """The connected parts of the graph, in the order of their first vertices; and whether the graph is bipartite."""
+    neighbours: list[list[int]] = [[] for _ in range(n)]
+    for u, v in links:
+        neighbours[u].append(v)
+        neighbours[v].append(u)
+    side: dict[int, int] = {}
+    parts: list[list[int]] = []
+    for first in range(n):
+        if first not in side:
+            side[first], part = 0, [first]
+            for vertex in part:
+                for other in neighbours[vertex]:
+                    if other not in side:
+                        side[other] = 1 - side[vertex]
+                        part.append(other)
+            parts.append(sorted(part))
+    return parts, all(side[u] != side[v] for u, v in links)
+
+
+def colour_edges(n: int, links: Sequence[_Link]) -> list[list[_Link]]:
+    """The links, in one list per colour; no two links of a list have an end in common.
+
+    With d the largest degree: d colours for a bipartite graph (König), else at most d + 1 (Misra and Gries, "A constructive
+    proof of Vizing's theorem", Information Processing Letters 41, 1992). The order of ``links`` does not matter.
+
+    networkx colours vertices only. Its greedy colourings of the line graph need up to two colours more on regular graphs, and
+    may change with its version, so that workers would disagree (docs/log.md).
+    """
+    bipartite = _parts(n, links)[1]
+    degrees = Counter(vertex for link in links for vertex in link)
+    largest = max(degrees.values(), default=0)
+    done = _Colouring(n)
+    for u, v in sorted((min(link), max(link)) for link in links):
+        if bipartite:
+            colour, other = done.free(u), done.free(v)
+            if colour in done.at[v]:
+                # The path from v in these two colours does not end in u: it would close an odd cycle.
+                done.swap(v, colour, other)
+        else:
+            v, colour = done.shift_fan(u, v, largest)
+        done.paint(u, v, colour)
+    colours = sorted({colour for at in done.at for colour in at})
+    return [[(u, at[c]) for u, at in enumerate(done.at) if c in at and u < at[c]] for c in colours]
+
+
+class _Colouring:
+    """The coloured links so far: ``at[u][colour]`` is the neighbour of u along the link of that colour."""
+
+    def __init__(self, n: int) -> None:
+        self.at: list[dict[int, int]] = [{} for _ in range(n)]
+        self._taken = [0] * n  # the colours at each vertex, as bits
+
+    def free(self, *vertices: int) -> int:
+        """The first colour that no link at these vertices has."""
+        taken = 0
+        for vertex in vertices:
+            taken |= self._taken[vertex]
+        return (~taken & taken + 1).bit_length() - 1
+
+    def paint(self, u: int, v: int, colour: int) -> None:
+        for one, other in ((u, v), (v, u)):
+            self.at[one][colour] = other
+            self._taken[one] |= 1 << colour
+
+    def wipe(self, u: int, v: int, colour: int) -> None:
+        for vertex in (u, v):
+            del self.at[vertex][colour]
+            self._taken[vertex] ^= 1 << colour
+
+    def swap(self, start: int, first: int, second: int) -> None:
+        """Swaps two colours along the path from ``start`` whose links have the colours ``first``, ``second``, ``first``, …"""
+        path = []
+        u, colour, other = start, first, second
+        while (v := self.at[u].get(colour)) is not None:
+            path.append((u, v, colour, other))
+            u, colour, other = v, other, colour
+        for u, v, colour, _ in path:
+            self.wipe(u, v, colour)
+        for u, v, _, other in path:
+            self.paint(u, v, other)
+
+    def shift_fan(self, u: int, v: int, largest: int) -> tuple[int, int]:
+        """Recolours links at u so that one from u can get a colour up to ``largest``: returns its other end and the colour."""
+        # A fan: each link from u after the first has a colour that is free at the vertex before it.
+        fan = [v]
+        while (colour := self.free(u, fan[-1])) > largest:
+            at = self.at[fan[-1]]
+            further = next((w for free, w in sorted(self.at[u].items()) if free not in at and w not in fan), None)
+            if further is None:
+                break
+            fan.append(further)
+        if colour > largest:
+            own, colour = self.free(u), self.free(fan[-1])
+            # The swap makes `colour` free at u. Up to the first vertex where it is free too, the links still are a fan.
+            self.swap(u, colour, own)
+            fan = fan[: next(i for i, w in enumerate(fan) if colour not in self.at[w]) + 1]
+        # Each link of the fan gets the colour of the one after it; the last is left without one.
+        colour_to = {w: c for c, w in self.at[u].items()}
+        for w in fan[1:]:
+            self.wipe(u, w, colour_to[w])
+        for w, after in pairwise(fan):
+            self.paint(u, w, colour_to[after])
+        return fan[-1], colour

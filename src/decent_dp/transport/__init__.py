@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from decent_dp.transport.base import Control, Exchange, Handle, Label, Parcel, Transport
+from decent_dp.transport.base import Control, ExchangeId, Exchanger, ExchangeRequest, Handle, Transport
 from decent_dp.transport.inprocess import InProcessTransport, LocalHub, run_replicas
 from decent_dp.transport.process_group import ProcessGroupTransport, connect
 
 __all__ = [
     "Control",
-    "Exchange",
+    "ExchangeId",
+    "ExchangeRequest",
+    "Exchanger",
     "Handle",
     "InProcessTransport",
-    "Label",
     "LocalHub",
-    "Parcel",
     "ProcessGroupTransport",
     "Transport",
     "connect",

@@ -12,14 +12,24 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
+from decent_dp.compression import Compression, MessageId
 from decent_dp.topo import Edge
-from decent_dp.wire import Moment, Wire
 
-__all__ = ["Control", "Exchange", "Handle", "Label", "Later", "Parcel", "Transport", "read_text", "store_errors"]
+__all__ = [
+    "Control",
+    "DeferredHandle",
+    "ExchangeId",
+    "ExchangeRequest",
+    "Exchanger",
+    "Handle",
+    "Transport",
+    "read_text",
+    "store_errors",
+]
 
 
 @dataclass(frozen=True)
-class Label:
+class ExchangeId:
     """What a message is about. Both ends check it."""
 
     round: int
@@ -30,37 +40,37 @@ class Label:
 
 
 @dataclass(frozen=True)
-class Parcel:
+class ExchangeRequest:
     """One bucket's part in an exchange.
 
     Attributes:
         wire: how values become bytes.
-        values: what is coded, as the wire's items; not changed until it has been read (``Handle.let_go``).
+        values: what is coded, as the compression's tensors; not changed until it has been read (``Handle.wait_for_read``).
         sent, received: messages, ``wire.nbytes`` long, where the bucket is.
-        announced: what this worker had announced for it (``Wire.announcement``).
+        announced: what this worker had announced for it (``Wire.hint``).
         rank, label: whose it is, and of which exchange.
         edge: the members of the edge, sorted.
         coded: ``sent`` is written already, in a run that was stopped: it goes out as it is.
     """
 
-    wire: Wire
+    compression: Compression
     values: Sequence[Tensor]
     sent: Tensor
     received: Tensor
-    announced: bytes
+    hint: bytes
     rank: int
-    label: Label
+    exchange_id: ExchangeId
     edge: tuple[int, ...] = ()
     coded: bool = False
 
-    def encode(self, heard: Sequence[bytes]) -> Iterator[int]:
-        """Writes ``sent`` front to back, given the others' announcements; yields how many bytes of it are final."""
-        moment = Moment(self.label.round, self.rank, self.edge)
+    def encode(self, hints: Sequence[bytes]) -> Iterator[int]:
+        """Writes ``sent`` front to back, given the others' hints; yields how many bytes of it are final."""
+        message_id = MessageId(self.exchange_id.round, self.rank, self.edge)
         if self.coded:
-            self.wire.resume(self.sent, moment, [self.announced, *heard])
-            yield self.wire.nbytes
+            self.compression.resume(self.sent, message_id, [self.hint, *hints])
+            yield self.compression.nbytes
             return
-        steps = self.wire.encode(self.values, self.sent, moment, [self.announced, *heard])
+        steps = self.compression.encode(self.values, self.sent, message_id, [self.hint, *hints])
         while True:
             with torch.no_grad():  # not around the yield: it would hold for whoever goes on
                 ready = next(steps, None)
@@ -68,10 +78,12 @@ class Parcel:
                 return
             yield ready
 
-    def combine(self, piece: int, messages: Sequence[Tensor], sizes: Sequence[int], out: Tensor, part: int) -> None:
-        """The mean of some workers' messages, for one piece: of all (``part`` 0), or of a part of them (from 1)."""
+    def reduce(self, chunk: int, messages: Sequence[Tensor], sizes: Sequence[int], out: Tensor, part: int) -> None:
+        """The mean of some workers' messages, for one chunk: of all (``part`` 0), or of a part of them (from 1)."""
         with torch.no_grad():
-            self.wire.combine(self.wire.pieces[piece], messages, sizes, out, Moment(self.label.round, -1 - part, self.edge))
+            self.compression.reduce(
+                self.compression.chunks[chunk], messages, sizes, out, MessageId(self.exchange_id.round, -1 - part, self.edge)
+            )
 
 
 class Handle(ABC):
@@ -80,13 +92,13 @@ class Handle(ABC):
     Attributes:
         bytes_sent: what this worker puts on the wire for it, in bytes, without flags.
         flags: after ``wait``, ``Wire.flag`` of what was sent and of what was received, where that costs less than to ask for
-            the parcel's own messages, as these are on a GPU. None: ask for those.
+            the request's own messages, as these are on a GPU. None: ask for those.
     """
 
     bytes_sent: int = 0
     flags: tuple[int, int] | None = None
 
-    def let_go(self) -> None:
+    def wait_for_read(self) -> None:
         """Blocks until the values to send have been read. Raises what ``wait`` does."""
         return
 
@@ -100,7 +112,7 @@ class Handle(ABC):
         """
 
 
-class Later(Handle):
+class DeferredHandle(Handle):
     """A handle whose wait is a call, which returns the ``flags`` if it knows them."""
 
     def __init__(self, finish: Callable[[], tuple[int, int] | None], bytes_sent: int = 0) -> None:
@@ -111,18 +123,18 @@ class Later(Handle):
         self.flags = self._finish()
 
 
-class Exchange(ABC):
+class Exchanger(ABC):
     """Moves messages along the edges of a topology, beside the computation."""
 
     @abstractmethod
-    def announce(self, edge: Edge, label: Label, text: bytes) -> None:
+    def send_hint(self, edge: Edge, exchange_id: ExchangeId, text: bytes) -> None:
         """Tells the others of ``edge`` what they must know before they can code for the exchange ``label``."""
 
     @abstractmethod
-    def start(self, edge: Edge, parcel: Parcel) -> Handle:
+    def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
         """Begins the exchange of this worker with the others of ``edge`` (at least two ranks).
 
-        The parcel is encoded, maybe by another thread, as soon as all announcements for it are there; at once for a wire
+        The request is encoded, maybe by another thread, as soon as all hints for it are there; at once for a wire
         that has none. After the handle's ``wait``, ``received`` holds the other's message on an edge of two, and that of the
         mean of *all* members on a larger one. Until then ``sent`` and ``received`` belong to the transport. Every member
         starts its exchanges in the same order of (round, bucket), with messages of one length.
@@ -170,7 +182,7 @@ class Transport(ABC):
 
     @property
     @abstractmethod
-    def exchange(self) -> Exchange: ...
+    def exchanger(self) -> Exchanger: ...
 
     @property
     @abstractmethod

@@ -16,8 +16,8 @@ from torch.distributed.distributed_c10d import Store
 
 from decent_dp.errors import PeerLostError, PeerTimeoutError, WireError
 from decent_dp.topo import Edge
-from decent_dp.transport.base import Control, Exchange, Handle, Label, Later, Parcel, Transport
-from decent_dp.transport.linked import written
+from decent_dp.transport.base import Control, DeferredHandle, ExchangeId, Exchanger, ExchangeRequest, Handle, Transport
+from decent_dp.transport.tcp.exchange import written
 
 __all__ = ["InProcessTransport", "LocalHub", "run_replicas"]
 
@@ -107,12 +107,12 @@ class InProcessTransport(Transport):
         run_id, store = hub.begin_run(rank)
         super().__init__(rank, hub.world_size, run_id, hub.timeout, store)
         self._hub = hub
-        self._exchange = _LocalExchange(rank, hub)
+        self._exchanger = _LocalExchanger(rank, hub)
         self._control = _LocalControl(rank, hub)
 
     @property
-    def exchange(self) -> Exchange:
-        return self._exchange
+    def exchanger(self) -> Exchanger:
+        return self._exchanger
 
     @property
     def control(self) -> Control:
@@ -134,43 +134,43 @@ class InProcessTransport(Transport):
         return
 
 
-class _LocalExchange(Exchange):
+class _LocalExchanger(Exchanger):
     def __init__(self, rank: int, hub: LocalHub) -> None:
         self._rank, self._hub = rank, hub
 
-    def announce(self, edge: Edge, label: Label, text: bytes) -> None:
-        self._hub.bring(("note", tuple(sorted(edge.ranks)), label), self._rank, text)
+    def send_hint(self, edge: Edge, exchange_id: ExchangeId, text: bytes) -> None:
+        self._hub.bring(("note", tuple(sorted(edge.ranks)), exchange_id), self._rank, text)
 
-    def start(self, edge: Edge, parcel: Parcel) -> Handle:
-        ranks, label = tuple(sorted(edge.ranks)), parcel.label
-        heard: list[bytes] = []
-        if parcel.wire.announces:
-            heard = list(self._hub.meet(("note", ranks, label), edge.ranks, str(label)).values())
-        for _ in parcel.encode(heard):
+    def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
+        ranks, exchange_id = tuple(sorted(edge.ranks)), request.exchange_id
+        hints: list[bytes] = []
+        if request.compression.needs_hints:
+            hints = list(self._hub.meet(("note", ranks, exchange_id), edge.ranks, str(exchange_id)).values())
+        for _ in request.encode(hints):
             pass
         # A copy, as a wire would make it: the sender may write to its side while a slower member still reads.
-        key, sent = ("exchange", ranks, label), parcel.sent.clone()
+        key, sent = ("exchange", ranks, exchange_id), request.sent.clone()
         written(sent)()  # each thread may have a CUDA stream of its own, which those of the others do not wait for
         self._hub.bring(key, self._rank, sent)
 
         def finish() -> None:
-            found = self._hub.meet(key, edge.ranks, str(label))
-            if any(other.shape != parcel.received.shape for other in found.values()):
-                raise WireError(f"{label}: messages of {sorted({len(other) for other in found.values()})} bytes met")
+            found = self._hub.meet(key, edge.ranks, str(exchange_id))
+            if any(other.shape != request.received.shape for other in found.values()):
+                raise WireError(f"{exchange_id}: messages of {sorted({len(other) for other in found.values()})} bytes met")
             if len(ranks) == 2:
-                parcel.received.copy_(next(found[rank] for rank in ranks if rank != self._rank))
+                request.received.copy_(next(found[rank] for rank in ranks if rank != self._rank))
             else:
-                self._combine(parcel, ranks, found)
-            written(parcel.received)()  # the memory of what was brought is given back, perhaps to another stream
+                self._reduce(request, ranks, found)
+            written(request.received)()  # the memory of what was brought is given back, perhaps to another stream
 
-        return Later(finish, parcel.wire.payload(parcel.wire.pieces) * (len(ranks) - 1))
+        return DeferredHandle(finish, request.compression.payload(request.compression.chunks) * (len(ranks) - 1))
 
-    def _combine(self, parcel: Parcel, ranks: tuple[int, ...], found: dict[int, Tensor]) -> None:
+    def _reduce(self, request: ExchangeRequest, ranks: tuple[int, ...], found: dict[int, Tensor]) -> None:
         """As the roots of the trees would, if all workers were on one node."""
-        for number, piece in enumerate(parcel.wire.pieces):
-            there = slice(piece.start, piece.stop)
+        for number, chunk in enumerate(request.compression.chunks):
+            there = slice(chunk.start, chunk.stop)
             messages = [found[rank][there] for rank in ranks]
-            parcel.combine(number, messages, [1] * len(ranks), parcel.received[there], 0)
+            request.reduce(number, messages, [1] * len(ranks), request.received[there], 0)
 
 
 class _LocalControl(Control):
@@ -193,7 +193,7 @@ class _LocalControl(Control):
             tensor.copy_(total.div_(self._hub.world_size))
             written(tensor)()
 
-        return Later(finish)
+        return DeferredHandle(finish)
 
     def _meet(self, value: object, what: str) -> Callable[[], list[Any]]:
         key = ("control", self._calls)

@@ -2,7 +2,7 @@
 
 Everything is launched from the training thread, in the order in which exchanges start, which is the same on all workers:
 NCCL pairs calls by their order alone. Of a message only the flags are read on the CPU, so messages are not labelled. Only
-wires without announcements come here.
+wires without hints come here.
 """
 
 from __future__ import annotations
@@ -15,86 +15,88 @@ import torch
 import torch.distributed as dist
 
 from decent_dp.topo import Edge
-from decent_dp.transport.base import Exchange, Handle, Label, Later, Parcel
+from decent_dp.transport.base import DeferredHandle, ExchangeId, Exchanger, ExchangeRequest, Handle
 from decent_dp.transport.communicators import Communicator
-from decent_dp.transport.linked import Explain
+from decent_dp.transport.tcp.exchange import Explain
 
 __all__ = ["NcclGroups", "NcclPairs"]
 
 
-class NcclPairs(Exchange):
+class NcclPairs(Exchanger):
     """Pairs: both directions as one grouped call."""
 
     def __init__(self, communicator: Communicator, rank: int, explain: Explain) -> None:
         self._communicator, self._rank, self._explain = communicator, rank, explain
 
-    def announce(self, edge: Edge, label: Label, text: bytes) -> None:
-        return  # wires with announcements do not come here
+    def send_hint(self, edge: Edge, exchange_id: ExchangeId, text: bytes) -> None:
+        return  # wires with hints do not come here
 
-    def start(self, edge: Edge, parcel: Parcel) -> Handle:
+    def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
         peer = next(rank for rank in edge.ranks if rank != self._rank)
-        for _ in parcel.encode([]):
+        for _ in request.encode([]):
             pass
         try:
             self._communicator._start_coalescing()
-            self._communicator.send([parcel.sent], peer, 0)
-            self._communicator.recv([parcel.received], peer, 0)
+            self._communicator.send([request.sent], peer, 0)
+            self._communicator.recv([request.received], peer, 0)
             work = self._communicator._end_coalescing()
         except RuntimeError as error:
-            raise self._explain(error, [peer], parcel.label) from error
+            raise self._explain(error, [peer], request.exchange_id) from error
 
         def finish() -> tuple[int, int] | None:
-            _wait(work, self._explain, [peer], parcel.label)
-            return _flags(work, parcel, lambda: (parcel.wire.flag(parcel.sent), parcel.wire.flag(parcel.received)))
+            _wait(work, self._explain, [peer], request.exchange_id)
+            return _flags(
+                work, request, lambda: (request.compression.flag(request.sent), request.compression.flag(request.received))
+            )
 
-        return Later(finish, parcel.wire.payload(parcel.wire.pieces))
+        return DeferredHandle(finish, request.compression.payload(request.compression.chunks))
 
 
-class NcclGroups(Exchange):
-    """Groups, for lossless wires of one dtype: an all-reduce in float32 at least."""
+class NcclGroups(Exchanger):
+    """Groups, for lossless compression of one dtype: an all-reduce in float32 at least."""
 
     def __init__(self, rank: int, connect: Callable[[tuple[int, ...]], Communicator], explain: Explain) -> None:
         self._rank, self._connect, self._explain = rank, connect, explain
 
-    def announce(self, edge: Edge, label: Label, text: bytes) -> None:
-        return  # wires with announcements do not come here
+    def send_hint(self, edge: Edge, exchange_id: ExchangeId, text: bytes) -> None:
+        return  # wires with hints do not come here
 
-    def start(self, edge: Edge, parcel: Parcel) -> Handle:
+    def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
         ranks = tuple(sorted(edge.ranks))
         others = [rank for rank in ranks if rank != self._rank]
         communicator = self._connect(ranks)
-        for _ in parcel.encode([]):
+        for _ in request.encode([]):
             pass
-        dtype, compute = parcel.wire.dtype, parcel.wire.compute
-        received = parcel.received.view(dtype)
-        total = received.copy_(parcel.sent.view(dtype)) if dtype == compute else parcel.sent.view(dtype).to(compute)
+        dtype, compute = request.compression.dtype, request.compression.compute
+        received = request.received.view(dtype)
+        total = received.copy_(request.sent.view(dtype)) if dtype == compute else request.sent.view(dtype).to(compute)
         largest: Any = dist.AllreduceOptions()
         largest.reduceOp = dist.ReduceOp.MAX
-        flag = parcel.wire.flag_view(parcel.sent).clone()
+        flag = request.compression.flag_view(request.sent).clone()
         try:
             work = communicator.allreduce([total])
             of_flag = communicator.allreduce([flag], largest)
         except RuntimeError as error:
-            raise self._explain(error, others, parcel.label) from error
+            raise self._explain(error, others, request.exchange_id) from error
 
         def finish() -> tuple[int, int] | None:
-            _wait(work, self._explain, others, parcel.label)
-            _wait(of_flag, self._explain, others, parcel.label)
+            _wait(work, self._explain, others, request.exchange_id)
+            _wait(of_flag, self._explain, others, request.exchange_id)
             total.div_(len(ranks))
             if total is not received:
                 received.copy_(total)
-            parcel.wire.flag_view(parcel.received).copy_(flag)
-            return _flags(of_flag, parcel, lambda: (parcel.wire.flag(parcel.sent), int(flag.sum())))
+            request.compression.flag_view(request.received).copy_(flag)
+            return _flags(of_flag, request, lambda: (request.compression.flag(request.sent), int(flag.sum())))
 
         # What a ring moves out of every worker: 2 (m - 1)/m of the payload, as it is summed.
-        return Later(finish, 2 * (len(ranks) - 1) * total.nbytes // len(ranks))
+        return DeferredHandle(finish, 2 * (len(ranks) - 1) * total.nbytes // len(ranks))
 
 
-def _flags(work: Any, parcel: Parcel, read: Callable[[], tuple[int, int]]) -> tuple[int, int] | None:
-    """What ``read`` returns when ``work`` is done; None where the parcel's messages can be asked at no cost."""
-    if not parcel.sent.is_cuda:
+def _flags(work: Any, request: ExchangeRequest, read: Callable[[], tuple[int, int]]) -> tuple[int, int] | None:
+    """What ``read`` returns when ``work`` is done; None where the request's messages can be asked at no cost."""
+    if not request.sent.is_cuda:
         return None
-    with torch.cuda.stream(_stream(parcel.sent.device)):
+    with torch.cuda.stream(_stream(request.sent.device)):
         work.wait()
         return read()
 
@@ -108,8 +110,8 @@ def _stream(device: torch.device) -> Any:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def _wait(work: Any, explain: Explain, ranks: list[int], label: Label) -> None:
+def _wait(work: Any, explain: Explain, ranks: list[int], exchange_id: ExchangeId) -> None:
     try:
         work.wait()
     except RuntimeError as error:
-        raise explain(error, ranks, label) from error
+        raise explain(error, ranks, exchange_id) from error

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from decent_dp.topo import Edge
-from decent_dp.transport.base import Control, Exchange, Handle, Label, Parcel, Transport
+from decent_dp.transport.base import Control, ExchangeId, Exchanger, ExchangeRequest, Handle, Transport
 
 __all__ = ["Peers"]
 
 
-class Peers(Transport, Exchange):
+class Peers(Transport, Exchanger):
     """The workers ``ranks`` of ``whole``, numbered from 0 in this order.
 
-    Edges, and the ranks in parcels, are in these numbers; errors name the ranks of the whole.
+    Edges, and the ranks in request, are in these numbers; errors name the ranks of the whole.
 
     Args:
         control: the collectives of these workers alone; asked each time, as the whole may have been closed.
@@ -24,7 +24,7 @@ class Peers(Transport, Exchange):
         self._whole, self._ranks, self._made = whole, tuple(ranks), control
 
     @property
-    def exchange(self) -> Exchange:
+    def exchanger(self) -> Exchanger:
         return self
 
     @property
@@ -47,12 +47,12 @@ class Peers(Transport, Exchange):
     def close(self) -> None:
         self._whole.close()
 
-    def announce(self, edge: Edge, label: Label, text: bytes) -> None:
-        self._whole.exchange.announce(self._in_whole(edge), label, text)
+    def send_hint(self, edge: Edge, exchange_id: ExchangeId, text: bytes) -> None:
+        self._whole.exchanger.send_hint(self._in_whole(edge), exchange_id, text)
 
-    def start(self, edge: Edge, parcel: Parcel) -> Handle:
-        # The parcel keeps the numbers of here: they choose the noise of its rounding, and nothing else.
-        return self._whole.exchange.start(self._in_whole(edge), parcel)
+    def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
+        # The request keeps the numbers of here: they choose the noise of its rounding, and nothing else.
+        return self._whole.exchanger.start(self._in_whole(edge), request)
 
     def _in_whole(self, edge: Edge) -> Edge:
         return Edge([self._ranks[number] for number in edge.ranks], edge.weight)

@@ -28,11 +28,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
+from decent_dp.compression import FlatTensor, Lossless
 from decent_dp.topo import Edge
-from decent_dp.transport.base import Label, Parcel, Transport
+from decent_dp.transport.base import ExchangeId, ExchangeRequest, Transport
 from decent_dp.transport.communicators import _network_stack
 from decent_dp.transport.process_group import connect
-from decent_dp.wire import Item, Lossless
 
 __all__ = ["Pair", "Probe", "schedule"]
 
@@ -270,14 +270,14 @@ class _Swaps:
         self._transport, self._rank, self._device = transport, rank, device
         self._edge = Edge(sorted([rank, peer]), 0.5)
         self._count = 0
-        self._parcels: dict[int, tuple[Tensor, Parcel]] = {}
+        self._requests: dict[int, tuple[Tensor, ExchangeRequest]] = {}
 
     def small(self, value: float) -> tuple[float, float]:
         """Seconds of an exchange of one number, and the peer's."""
-        values, parcel = self._parcel(1)
+        values, request = self._request(1)
         values.fill_(value)
-        seconds = self._timed(parcel)
-        return seconds, float(parcel.received.view(torch.float64)[0])
+        seconds = self._timed(request)
+        return seconds, float(request.received.view(torch.float64)[0])
 
     def agree(self, value: float) -> float:
         """The larger of both workers' values."""
@@ -285,23 +285,26 @@ class _Swaps:
 
     def large(self, nbytes: int) -> float:
         """Seconds of an exchange of so many bytes each way."""
-        _, parcel = self._parcel(nbytes // 8)
+        _, request = self._request(nbytes // 8)
         self.small(0.0)  # they begin together
-        return self._timed(parcel)
+        return self._timed(request)
 
-    def _parcel(self, numel: int) -> tuple[Tensor, Parcel]:
-        if numel not in self._parcels:
+    def _request(self, numel: int) -> tuple[Tensor, ExchangeRequest]:
+        if numel not in self._requests:
             values = torch.zeros(numel, dtype=torch.float64, device=self._device)
-            wire = Lossless([Item(0, numel)], values.dtype, values.device)
-            sent, received = (torch.zeros(wire.nbytes, dtype=torch.uint8, device=self._device) for _ in range(2))
-            self._parcels[numel] = values, Parcel(wire, [values], sent, received, b"", self._rank, Label(0, 0))
-        return self._parcels[numel]
+            compression = Lossless([FlatTensor(0, numel)], values.dtype, values.device)
+            sent, received = (torch.zeros(compression.nbytes, dtype=torch.uint8, device=self._device) for _ in range(2))
+            self._requests[numel] = (
+                values,
+                ExchangeRequest(compression, [values], sent, received, b"", self._rank, ExchangeId(0, 0)),
+            )
+        return self._requests[numel]
 
-    def _timed(self, parcel: Parcel) -> float:
-        parcel = dataclasses.replace(parcel, label=Label(self._count, 0))
+    def _timed(self, request: ExchangeRequest) -> float:
+        request = dataclasses.replace(request, exchange_id=ExchangeId(self._count, 0))
         self._count += 1
         began = time.perf_counter()
-        self._transport.exchange.start(self._edge, parcel).wait()
+        self._transport.exchanger.start(self._edge, request).wait()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter() - began

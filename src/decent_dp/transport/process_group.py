@@ -10,17 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from decent_dp.compression import Lossless
 from decent_dp.topo import Edge
-from decent_dp.transport.addresses import dial, listen
-from decent_dp.transport.base import Control, Exchange, Handle, Label, Later, Parcel, Transport
+from decent_dp.transport.base import Control, DeferredHandle, ExchangeId, Exchanger, ExchangeRequest, Handle, Transport
 from decent_dp.transport.communicators import Communicator, Notes, Rendezvous, peer_error
 from decent_dp.transport.inprocess import InProcessTransport
-from decent_dp.transport.linked import LinkedExchange
-from decent_dp.transport.links import Links
 from decent_dp.transport.nccl import NcclGroups, NcclPairs
 from decent_dp.transport.peers import Peers
+from decent_dp.transport.tcp.addresses import dial, listen
+from decent_dp.transport.tcp.exchange import TcpExchanger
+from decent_dp.transport.tcp.reactor import Reactor
 from decent_dp.transport.waiter import Waiter
-from decent_dp.wire import Lossless
 
 __all__ = ["ProcessGroupTransport", "connect"]
 
@@ -44,7 +44,7 @@ def connect(process_group: dist.ProcessGroup | None) -> Transport:
     return ProcessGroupTransport(process_group)
 
 
-class ProcessGroupTransport(Transport, Exchange):
+class ProcessGroupTransport(Transport, Exchanger):
     """Workers that are processes.
 
     A gloo communicator of all workers serves the collectives; exchanges have connections of their own, or go over NCCL
@@ -63,11 +63,11 @@ class ProcessGroupTransport(Transport, Exchange):
         self._communicators: dict[str, Communicator] = {}
         self._controls: dict[str, Control] = {}
         self._connect_control("all", range(meeting.world_size))
-        self._links = Links(meeting.rank, meeting.near, listen(meeting), lambda peer: dial(meeting, peer), meeting.token)
-        self._linked = LinkedExchange(self._links, meeting.rank, meeting.node_of, self._waiter, self.timeout, self._explain)
+        self._reactor = Reactor(meeting.rank, meeting.near, listen(meeting), lambda peer: dial(meeting, peer), meeting.token)
+        self._tcp = TcpExchanger(self._reactor, meeting.rank, meeting.node_of, self._waiter, self.timeout, self._explain)
 
     @property
-    def exchange(self) -> Exchange:
+    def exchanger(self) -> Exchanger:
         return self
 
     @property
@@ -75,18 +75,18 @@ class ProcessGroupTransport(Transport, Exchange):
         return self._control_of("all")
 
     def lost(self) -> list[int]:
-        return self._links.lost()
+        return self._reactor.lost()
 
     def prepare(self, edges: list[Edge]) -> None:
         for t, edge in enumerate(edges):
-            self._linked.connect(edge, Label(t, 0))
+            self._tcp.connect(edge, ExchangeId(t, 0))
 
     def report(self, cause: str) -> None:
         self._notes.write(cause)
 
     def close(self) -> None:
         self._waiter.close()
-        self._links.close()
+        self._reactor.close()
         self._communicators.clear()
         # With the last reference the communicator goes.
         self._controls.clear()
@@ -98,27 +98,27 @@ class ProcessGroupTransport(Transport, Exchange):
         self._connect_control(name, ranks)
         return Peers(self, ranks, lambda: self._control_of(name))
 
-    def choose(self, edge: Edge, parcel: Parcel) -> Exchange:
-        """Who moves this parcel: by where it is, its wire and the size of its edge."""
-        lossless = isinstance(parcel.wire, Lossless)
-        if not (self._meeting.nccl and parcel.sent.is_cuda and lossless):
-            return self._linked
+    def choose(self, edge: Edge, request: ExchangeRequest) -> Exchanger:
+        """Who moves this request: by where it is, its wire and the size of its edge."""
+        lossless = isinstance(request.compression, Lossless)
+        if not (self._meeting.nccl and request.sent.is_cuda and lossless):
+            return self._tcp
         if len(edge.ranks) == 2:
             return self._nccl_pairs()
-        return self._nccl_groups() if parcel.wire.name == Lossless.name else self._linked
+        return self._nccl_groups() if type(request.compression) is Lossless else self._tcp
 
-    def announce(self, edge: Edge, label: Label, text: bytes) -> None:
-        self._linked.announce(edge, label, text)
+    def send_hint(self, edge: Edge, exchange_id: ExchangeId, text: bytes) -> None:
+        self._tcp.send_hint(edge, exchange_id, text)
 
-    def start(self, edge: Edge, parcel: Parcel) -> Handle:
-        return self.choose(edge, parcel).start(edge, parcel)
+    def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
+        return self.choose(edge, request).start(edge, request)
 
-    def _nccl_pairs(self) -> Exchange:
+    def _nccl_pairs(self) -> Exchanger:
         everybody = range(self._meeting.world_size)
         communicator = self._made("nccl", everybody, lambda: self._meeting.nccl_communicator("nccl", everybody))
         return NcclPairs(communicator, self.rank, self._explain)
 
-    def _nccl_groups(self) -> Exchange:
+    def _nccl_groups(self) -> Exchanger:
         return NcclGroups(self.rank, self._nccl_group, self._explain)
 
     def _nccl_group(self, ranks: tuple[int, ...]) -> Communicator:
@@ -135,8 +135,8 @@ class ProcessGroupTransport(Transport, Exchange):
                 raise peer_error(error, others, what, self._notes, self._meeting.timeout) from error
         return self._communicators[name]
 
-    def _explain(self, error: Exception, ranks: list[int], label: Label) -> RuntimeError:
-        return peer_error(error, ranks, str(label), self._notes, self._meeting.timeout)
+    def _explain(self, error: Exception, ranks: list[int], exchange_id: ExchangeId) -> RuntimeError:
+        return peer_error(error, ranks, str(exchange_id), self._notes, self._meeting.timeout)
 
     def _connect_control(self, name: str, ranks: Sequence[int]) -> None:
         others = [rank for rank in ranks if rank != self.rank]
@@ -187,7 +187,7 @@ class _GlooControl(Control):
             self._wait(lambda: work, "a mean over workers")
             tensor.detach().copy_(host.div_(self._communicator.size()))
 
-        return Later(finish)
+        return DeferredHandle(finish)
 
     def _wait(self, start: Callable[[], Any], what: str) -> None:
         try:

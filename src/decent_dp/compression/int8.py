@@ -13,7 +13,7 @@ round their values coarsely, and replicas that train on are better not mixed tha
 A message has a record a run: two weighted sums of the lattice numbers (integers that a float64 holds exactly, so that both
 ends find the same), and how far the values that it stands for may lie from it. Wrapped differences must add up to the
 difference of the sums. Where they do not, the distance was more than expected, which both ends see alike: the run is not
-mixed in this round, and the next announcement expects much more, until the run has been decoded.
+mixed in this round, and the next hint expects much more, until the run has been decoded.
 
 A run with an infinity or a NaN has a record that says so, and no codes: nothing of its message is mixed.
 """
@@ -30,8 +30,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from decent_dp.wire.base import Item, Moment, Piece, Run, Wire
-from decent_dp.wire.noise import noise_at
+from decent_dp.compression.base import Block, Chunk, Compression, FlatTensor, MessageId
+from decent_dp.compression.stochastic_rounding import noise_at
 
 __all__ = ["Int8"]
 
@@ -68,27 +68,29 @@ _NOT_FINITE, _NOTHING = math.nan, math.inf
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 
 
-class Int8(Wire):
+class Int8(Compression):
     """One byte a value, relative to the distance between replicas; the module's text says how."""
 
     name = "int8"
     by_parameter = True
-    announces = True
+    needs_hints = True
     _record = 8 * _FIELDS
 
-    def __init__(self, items: Sequence[Item], dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(items, dtype, device)
-        self._runs = [run for piece in self.pieces for run in piece.runs]
+    def __init__(self, tensors: Sequence[FlatTensor], dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(tensors, dtype, device)
+        self._blocks = [block for chunk in self.chunks for block in chunk.blocks]
         # Where the records' fields are, in float64s.
-        self._rows = np.array([[run.record // 8 + i for i in range(_FIELDS)] for run in self._runs], dtype=np.int64)
+        self._rows = np.array([[block.record // 8 + i for i in range(_FIELDS)] for block in self._blocks], dtype=np.int64)
         self._rows = self._rows.reshape(-1, _FIELDS)
         # What distance each run has lately seen, and which it expects (NaN: nothing yet); and the largest for which it was
         # rejected since it was last decoded.
-        self._seen = np.full(len(self._runs), np.nan)
-        self._expected = np.full(len(self._runs), np.nan)
-        self._failed = np.zeros(len(self._runs))
-        self._largest = np.zeros(len(self._runs))
-        self._steps = np.ones(len(self._runs))
+        self._seen = np.full(len(self._blocks), np.nan)
+        self._expected = np.full(len(self._blocks), np.nan)
+        self._failed = np.zeros(len(self._blocks))
+        # Exchanges in a row in which each block was rejected.
+        self._rejections = np.zeros(len(self._blocks), dtype=np.int64)
+        self._largest = np.zeros(len(self._blocks))
+        self._steps = np.ones(len(self._blocks))
 
     @property
     def code(self) -> torch.dtype:
@@ -96,36 +98,36 @@ class Int8(Wire):
 
     # -- the range ----------------------------------------------------------------------------------------------------
 
-    def announcement(self, values: Sequence[Tensor]) -> bytes:
+    def hint(self, values: Sequence[Tensor]) -> bytes:
         """The exponents of the steps that this worker asks for, a signed byte a run."""
         for i in np.flatnonzero(self._largest == 0):
-            run = self._runs[i]
-            self._largest[i] = _largest(values[run.item][run.start : run.stop])
+            block = self._blocks[i]
+            self._largest[i] = _largest(values[block.tensor][block.start : block.stop])
         expected = np.where(np.isnan(self._expected), _AT_FIRST * self._largest, self._expected)
         # A step below the values' own resolution would leave the numbers that can be summed.
         step = np.maximum(np.maximum(expected / 127, 4 * self._largest / _LARGEST_NUMBER), 2.0**-126)
         exponents = np.ceil(np.log2(np.where(np.isfinite(step), step, 1.0)))
         return bytes(np.clip(exponents, -126, 127).astype(np.int8))
 
-    def resume(self, out: Tensor, moment: Moment, heard: Sequence[bytes]) -> None:
-        super().resume(out, moment, heard)
-        self._agree(heard)
+    def resume(self, out: Tensor, message_id: MessageId, hints: Sequence[bytes]) -> None:
+        super().resume(out, message_id, hints)
+        self._agree(hints)
 
-    def entries(self, numel: int, *, under_way: bool) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        found = super().entries(numel, under_way=under_way)
-        return {**found, "ranges": ((*found["announced"][0], 4), torch.float64)}
+    def entries(self, numel: int, *, in_flight: bool) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        found = super().entries(numel, in_flight=in_flight)
+        return {**found, "ranges": ((*found["hint_next"][0], 4), torch.float64)}
 
-    def memory(self) -> list[dict[str, Tensor]]:
+    def state(self) -> list[dict[str, Tensor]]:
         table = np.stack([self._seen, self._expected, self._failed, self._largest], axis=1)
-        counts = [len(runs) for runs in self._runs_by_item()]
+        counts = [len(blocks) for blocks in self._blocks_by_tensor()]
         return [{"ranges": part} for part in torch.split(torch.from_numpy(table), counts)]
 
-    def remember(self, memory: Sequence[Mapping[str, Tensor]]) -> None:
-        table = torch.cat([part["ranges"] for part in memory]).cpu().numpy()
+    def load_state(self, state: Sequence[Mapping[str, Tensor]]) -> None:
+        table = torch.cat([part["ranges"] for part in state]).cpu().numpy()
         self._seen, self._expected, self._failed, self._largest = (column.copy() for column in table.T)
 
-    def _agree(self, heard: Sequence[bytes]) -> None:
-        exponents = np.stack([np.frombuffer(announced, dtype=np.int8) for announced in heard]).max(0)
+    def _agree(self, hints: Sequence[bytes]) -> None:
+        exponents = np.stack([np.frombuffer(hint, dtype=np.int8) for hint in hints]).max(0)
         self._steps = np.ldexp(1.0, exponents.astype(np.int32))
 
     def _saw(self, place: int, steps: float) -> None:
@@ -134,9 +136,11 @@ class Int8(Wire):
         self._seen[place] = distance if math.isnan(before) else max(distance, _MEMORY * before)
         self._expected[place] = _MARGIN * self._seen[place]
         self._failed[place] = 0.0
+        self._rejections[place] = 0
 
     def _reject(self, place: int) -> None:
         self.rejected += 1
+        self._rejections[place] += 1
         reach, before, enough = 127 * self._steps[place], self._failed[place], _ENOUGH * self._largest[place]
         if reach <= before:
             return  # the round that follows a rejected one was announced before it, and fails for the same reason
@@ -148,18 +152,21 @@ class Int8(Wire):
         # Not forgotten at the next exchange, with a worker that is nearer than the one that was too far away.
         self._seen[place] = np.fmax(self._seen[place], wider / _MARGIN)
 
+    def stuck(self, rounds: int) -> list[int]:
+        return sorted({self._blocks[place].tensor for place in np.flatnonzero(self._rejections >= rounds)})
+
     # -- messages -----------------------------------------------------------------------------------------------------
 
-    def _encode(self, values: Sequence[Tensor], out: Tensor, moment: Moment, heard: Sequence[bytes]) -> Iterator[bool]:
-        self._agree(heard)
+    def _encode(self, values: Sequence[Tensor], out: Tensor, message_id: MessageId, hints: Sequence[bytes]) -> Iterator[bool]:
+        self._agree(hints)
         scratch = _Scratch(self)
         place = 0
-        for piece in self.pieces:
+        for chunk in self.chunks:
             finite = True
-            for run in piece.runs:
-                value = scratch.as_compute(values[run.item][run.start : run.stop])
-                record, codes = self._record_of(out, run), self._codes(out, run, torch.uint8)
-                numbers = scratch.numbers(value, 1.0 / self._steps[place], self._noise(moment, run), codes)
+            for block in chunk.blocks:
+                value = scratch.as_compute(values[block.tensor][block.start : block.stop])
+                record, codes = self._record_of(out, block), self._codes(out, block, torch.uint8)
+                numbers = scratch.numbers(value, 1.0 / self._steps[place], self._noise(message_id, block), codes)
                 largest = _largest(numbers)
                 if largest < _LARGEST_NUMBER:  # so that NaN is none
                     self._largest[place] = largest * self._steps[place]
@@ -173,35 +180,37 @@ class Int8(Wire):
                 place += 1
             yield finite
 
-    def _finite(self, message: Tensor, piece: Piece) -> bool:
-        return not any(np.isnan(_read(self._record_of(message, run))[0]) for run in piece.runs)
+    def _finite(self, message: Tensor, chunk: Chunk) -> bool:
+        return not any(np.isnan(_read(self._record_of(message, block))[0]) for block in chunk.blocks)
 
-    def _first_nonfinite(self, message: Tensor, run: Run) -> int | None:
-        return 0 if np.isnan(_read(self._record_of(message, run))[0]) else None
+    def _first_nonfinite(self, message: Tensor, block: Block) -> int | None:
+        return 0 if np.isnan(_read(self._record_of(message, block))[0]) else None
 
-    def differences(self, sent: Tensor, received: Tensor) -> Iterator[tuple[Run, Tensor | None, float]]:
+    def differences(self, sent: Tensor, received: Tensor) -> Iterator[tuple[Block, Tensor | None, float]]:
         scratch = _Scratch(self)
         ours, theirs = self._read(sent), self._read(received)
-        for place, run in enumerate(self._runs):
-            our_codes, their_codes = (self._codes(message, run, torch.uint8) for message in (sent, received))
+        for place, block in enumerate(self._blocks):
+            our_codes, their_codes = (self._codes(message, block, torch.uint8) for message in (sent, received))
             found = scratch.wrapped(ours[place], our_codes, theirs[place], their_codes)
             if found is None:
                 self._reject(place)
-                yield run, None, 1.0
+                yield block, None, 1.0
                 continue
             steps, largest = found
             self._saw(place, max(theirs[place, 2], largest))
-            yield run, steps, float(self._steps[place])
+            yield block, steps, float(self._steps[place])
 
-    def _combine(self, piece: Piece, messages: Sequence[Tensor], sizes: Sequence[int], out: Tensor, moment: Moment) -> None:
+    def _reduce(
+        self, chunk: Chunk, messages: Sequence[Tensor], sizes: Sequence[int], out: Tensor, message_id: MessageId
+    ) -> None:
         scratch = _Scratch(self)
-        for run in piece.runs:
-            records = [_read(self._record_of(message, run, piece.start)) for message in messages]
-            parts = [self._codes(message, run, torch.uint8, piece.start) for message in messages]
-            record, codes = self._record_of(out, run, piece.start), self._codes(out, run, torch.uint8, piece.start)
+        for block in chunk.blocks:
+            records = [_read(self._record_of(message, block, chunk.start)) for message in messages]
+            parts = [self._codes(message, block, torch.uint8, chunk.start) for message in messages]
+            record, codes = self._record_of(out, block, chunk.start), self._codes(out, block, torch.uint8, chunk.start)
             if any(np.isnan(read[0]) for read in records):
                 _write(record, [_NOT_FINITE] * _FIELDS)
-            elif not self._move(records, parts, sizes, record, codes, scratch, self._noise(moment, run)):
+            elif not self._move(records, parts, sizes, record, codes, scratch, self._noise(message_id, block)):
                 _write(record, [_NOTHING] * _FIELDS)
 
     def _move(
@@ -235,43 +244,45 @@ class Int8(Wire):
         _write(record, [records[0][0] + sums[0], (records[0][1] + sums[1]) % _PRIME, reach + largest])
         return True
 
-    def proposals(self, values: Sequence[Tensor], sent: Tensor) -> Iterator[tuple[Run, Tensor]]:
+    def proposals(self, values: Sequence[Tensor], sent: Tensor) -> Iterator[tuple[Block, Tensor]]:
         records = self._read(sent)
-        for place, run in enumerate(self._runs):
-            value = values[run.item][run.start : run.stop].to(self.compute)
+        for place, block in enumerate(self._blocks):
+            value = values[block.tensor][block.start : block.stop].to(self.compute)
             if not np.isfinite(records[place, 0]):
-                yield run, value.clone()
+                yield block, value.clone()
                 continue
-            step, code = float(self._steps[place]), self._codes(sent, run, torch.int8).to(self.compute)
+            step, code = float(self._steps[place]), self._codes(sent, block, torch.int8).to(self.compute)
             # Of the lattice numbers with this code, the one that is nearest to the value.
-            yield run, (code + 256 * torch.round((value / step - code) / 256)) * step
+            yield block, (code + 256 * torch.round((value / step - code) / 256)) * step
 
     # -- runs ---------------------------------------------------------------------------------------------------------
 
-    def _record_of(self, message: Tensor, run: Run, base: int = 0) -> Tensor:
-        return message[run.record - base : run.record - base + self._record].view(torch.float64)
+    def _record_of(self, message: Tensor, block: Block, base: int = 0) -> Tensor:
+        return message[block.record - base : block.record - base + self._record].view(torch.float64)
 
     def _read(self, message: Tensor) -> FloatArray:
         """All records of a message, one a row."""
         array: FloatArray = message.cpu().numpy().view(np.float64)
         return array[self._rows]
 
-    def _noise(self, moment: Moment, run: Run) -> Tensor:
-        index = self.items[run.item].index
-        return noise_at(run.numel, self.compute, self.device, moment.round, moment.rank, index, run.start)
+    def _noise(self, message_id: MessageId, block: Block) -> Tensor:
+        index = self.tensors[block.tensor].index
+        return noise_at(block.numel, self.compute, self.device, message_id.round, message_id.rank, index, block.start)
 
 
 class _Scratch:
     """Temporaries for one run, on the codec's device."""
 
-    def __init__(self, wire: Int8) -> None:
-        longest = min(wire.run_elements, max((run.numel for run in wire._runs), default=0))
+    def __init__(self, compression: Int8) -> None:
+        longest = min(compression.block_elements, max((block.numel for block in compression._blocks), default=0))
         size = -(-longest // _COLUMNS) * _COLUMNS
-        self._compute, self._device = wire.compute, wire.device
-        self._numbers = torch.empty(size, dtype=wire.compute, device=wire.device)
-        self._values = torch.empty(longest if wire.dtype != wire.compute else 0, dtype=wire.compute, device=wire.device)
-        self._bytes = torch.empty(longest, dtype=torch.uint8, device=wire.device)
-        self._products = torch.empty(size, dtype=torch.float64, device=wire.device)
+        self._compute, self._device = compression.compute, compression.device
+        self._numbers = torch.empty(size, dtype=compression.compute, device=compression.device)
+        self._values = torch.empty(
+            longest if compression.dtype != compression.compute else 0, dtype=compression.compute, device=compression.device
+        )
+        self._bytes = torch.empty(longest, dtype=torch.uint8, device=compression.device)
+        self._products = torch.empty(size, dtype=torch.float64, device=compression.device)
 
     def as_compute(self, value: Tensor) -> Tensor:
         return value if value.dtype == self._compute else self._values[: value.numel()].copy_(value)

@@ -13,21 +13,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from decent_dp.compression import Int8, Lossless, MessageId
+from decent_dp.compression.base import _BLOCK_ON_CPU
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import PeerTimeoutError
 from decent_dp.replica.shutdown import shut_down
 from decent_dp.topo import Edge
-from decent_dp.transport import InProcessTransport, Label, ProcessGroupTransport, process_group, run_replicas
-from decent_dp.wire import Int8, Lossless, Moment
-from decent_dp.wire.base import _RUN_ON_CPU
-from tests.helpers import SGD, came, loss, net, parcel
+from decent_dp.transport import ExchangeId, InProcessTransport, ProcessGroupTransport, process_group, run_replicas
+from tests.helpers import SGD, came, loss, net, request
 
 
 class Slow(Lossless):
     """Codes a piece in a third of a second."""
 
-    def encode(self, values: Sequence[Tensor], out: Tensor, moment: Moment, heard: Sequence[bytes]) -> Iterator[int]:
-        for ready in super().encode(values, out, moment, heard):
+    def encode(self, values: Sequence[Tensor], out: Tensor, message_id: MessageId, hints: Sequence[bytes]) -> Iterator[int]:
+        for ready in super().encode(values, out, message_id, hints):
             time.sleep(0.33)
             yield ready
 
@@ -36,9 +36,9 @@ def slow_but_moving(rank: int, n: int) -> float:
     transport, edge = ProcessGroupTransport(), Edge([0, 1], 0.5)
     transport.prepare([edge])
     transport.control.gather(None)
-    own = parcel(torch.full((9 * _RUN_ON_CPU,), float(rank)), rank, Label(0, 0), Slow if rank else Lossless)
+    own = request(torch.full((9 * _BLOCK_ON_CPU,), float(rank)), rank, ExchangeId(0, 0), Slow if rank else Lossless)
     began = time.monotonic()
-    transport.exchange.start(edge, own).wait()
+    transport.exchanger.start(edge, own).wait()
     seconds = time.monotonic() - began
     assert (came(own) == 1 - rank).all()
     transport.close()
@@ -55,7 +55,7 @@ def silent_for_all_buckets(rank: int, n: int) -> Any:
     transport.control.gather(None)
     found, began = [], time.monotonic()
     if rank < n - 1:
-        handles = [transport.exchange.start(edge, parcel(torch.ones(5000), rank, Label(2, i))) for i in range(8)]
+        handles = [transport.exchanger.start(edge, request(torch.ones(5000), rank, ExchangeId(2, i))) for i in range(8)]
         for handle in handles:
             with pytest.raises(PeerTimeoutError) as caught:
                 handle.wait()
@@ -80,15 +80,15 @@ def test_who_has_waited_in_vain_does_not_wait_for_every_bucket(workers, n):
 def silent_before_coding(rank: int, n: int) -> str:
     transport, edge = ProcessGroupTransport(), Edge(list(range(n)), 1 / n)
     transport.prepare([edge])
-    label = Label(2, 0)
-    own = parcel(torch.ones(5000), rank, label, Int8)
+    exchange_id = ExchangeId(2, 0)
+    own = request(torch.ones(5000), rank, exchange_id, Int8)
     if rank < n - 1:
-        transport.exchange.announce(edge, label, own.announced)
+        transport.exchanger.send_hint(edge, exchange_id, own.hint)
     transport.control.gather(None)
     message = ""
     if rank < n - 1:
         with pytest.raises(PeerTimeoutError) as caught:
-            transport.exchange.start(edge, own).wait()
+            transport.exchanger.start(edge, own).wait()
         message = str(caught.value)
     time.sleep(0.5 if rank < n - 1 else 2.0)
     transport.close()
@@ -102,25 +102,25 @@ def test_who_has_not_announced_is_named(workers):
 
 def edited_before_it_is_coded(rank: int, n: int) -> tuple[bool, bool]:
     """Worker 1 announces late; both change their parameters as soon as they may."""
-    transport, edge, label = ProcessGroupTransport(), Edge([0, 1], 0.5), Label(0, 0)
+    transport, edge, exchange_id = ProcessGroupTransport(), Edge([0, 1], 0.5), ExchangeId(0, 0)
     transport.prepare([edge])
-    values = torch.linspace(-1, 1, 3 * _RUN_ON_CPU) * (1 + rank)
+    values = torch.linspace(-1, 1, 3 * _BLOCK_ON_CPU) * (1 + rank)
     before = values.clone()
-    own = parcel(values, rank, label, Int8)
+    own = request(values, rank, exchange_id, Int8)
     if rank == 0:
-        transport.exchange.announce(edge, label, own.announced)
-        handle = transport.exchange.start(edge, own)
-        handle.let_go()
+        transport.exchanger.send_hint(edge, exchange_id, own.hint)
+        handle = transport.exchanger.start(edge, own)
+        handle.wait_for_read()
         values.fill_(0.123)
     else:
         time.sleep(0.5)
-        transport.exchange.announce(edge, label, own.announced)
-        handle = transport.exchange.start(edge, own)
-        handle.let_go()
+        transport.exchanger.send_hint(edge, exchange_id, own.hint)
+        handle = transport.exchanger.start(edge, own)
+        handle.wait_for_read()
         values.fill_(0.321)
     handle.wait()
-    here = torch.cat([difference * unit for _, difference, unit in own.wire.differences(own.sent, own.received)])
-    step = float(own.wire._steps.max())  # type: ignore[attr-defined]
+    here = torch.cat([difference * unit for _, difference, unit in own.compression.differences(own.sent, own.received)])
+    step = float(own.compression._steps.max())  # type: ignore[attr-defined]
     expected = before / (1 + rank) * (2 - rank) - before
     transport.close()
     return bool((here - expected).abs().max() <= 2 * step), step < 0.1
@@ -175,7 +175,7 @@ def collected_in_the_links_thread(rank: int, n: int) -> bool:
     model = DecentralizedDataParallel(net(), SGD, topology="ring")
     for t in range(3):
         loss(model, t, rank).backward()
-    links, owner = model.replica.transport._links, threading.current_thread()  # type: ignore[attr-defined]
+    links, owner = model.replica.transport._reactor, threading.current_thread()  # type: ignore[attr-defined]
     links.call(lambda: shut_down(model.replica.engine, model.replica.transport, owner))
     links._thread.join(10)
     return bool(links._thread.is_alive())
@@ -223,18 +223,18 @@ def broken_thread(rank: int, n: int) -> list[str]:
             time.sleep(0.3)
             raise ZeroDivisionError("a bug of ours")
 
-        transport._links.call(fail)
+        transport._reactor.call(fail)
         began = time.monotonic()
         # Commands that the thread has not done yet when it ends.
-        handle = transport.exchange.start(edge, parcel(torch.ones(3 * _RUN_ON_CPU), rank, Label(0, 0)))
-        handle.let_go()
+        handle = transport.exchanger.start(edge, request(torch.ones(3 * _BLOCK_ON_CPU), rank, ExchangeId(0, 0)))
+        handle.wait_for_read()
         with pytest.raises(RuntimeError) as caught:
             handle.wait()
         said.append(str(caught.value))
         assert time.monotonic() - began < 3
-        transport._links._thread.join(5)
+        transport._reactor._thread.join(5)
         with pytest.raises(RuntimeError, match="the transport was closed"):
-            transport.exchange.start(edge, parcel(torch.ones(3), rank, Label(1, 0)))
+            transport.exchanger.start(edge, request(torch.ones(3), rank, ExchangeId(1, 0)))
     transport.control.gather(None)
     transport.close()
     return said

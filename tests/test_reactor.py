@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import random
+import signal
 import socket
-import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from typing import Any
@@ -15,10 +18,10 @@ from typing import Any
 import pytest
 
 from decent_dp.errors import WireError
-from decent_dp.transport import connection
-from decent_dp.transport import links as module
-from decent_dp.transport.connection import DATA, GRANT, HEADER, HELLO, NOTE, OFFER, VERSION, WINDOW, round_trip_us, tune
-from decent_dp.transport.links import Key, Links, Receiving, Sending
+from decent_dp.transport.tcp import connection
+from decent_dp.transport.tcp.connection import WINDOW, Receiving, Sending, configure
+from decent_dp.transport.tcp.protocol import DATA, GRANT, HEADER, HELLO, NOTE, OFFER, SMALL, VERSION, Key
+from decent_dp.transport.tcp.reactor import Reactor
 
 TOKEN = b"open sesame"
 SECONDS = 20
@@ -59,7 +62,7 @@ class Net:
         self.names = [made.getsockname() for made in listeners]
         others = [frozenset(set(range(n)) - {rank}) if near else frozenset() for rank in range(n)]
         self.links = [
-            Links(rank, others[rank], [listeners[rank]], lambda peer: reach(self.names[peer]), TOKEN) for rank in range(n)
+            Reactor(rank, others[rank], [listeners[rank]], lambda peer: reach(self.names[peer]), TOKEN) for rank in range(n)
         ]
 
     def connect(self) -> None:
@@ -84,7 +87,7 @@ def net(request: pytest.FixtureRequest) -> Iterator[Net]:
     made.close()
 
 
-def send(links: Links, peer: int, key: Key, data: bytes, ready: int | None = None) -> tuple[Sending, Future[None]]:
+def send(links: Reactor, peer: int, key: Key, data: bytes, ready: int | None = None) -> tuple[Sending, Future[None]]:
     future: Future[None] = Future()
     sending = Sending(
         peer,
@@ -100,7 +103,7 @@ def send(links: Links, peer: int, key: Key, data: bytes, ready: int | None = Non
     return sending, future
 
 
-def receive(links: Links, peer: int, key: Key, size: int) -> Future[bytes]:
+def receive(links: Reactor, peer: int, key: Key, size: int) -> Future[bytes]:
     future: Future[bytes] = Future()
     memory = bytearray(size)
 
@@ -155,16 +158,16 @@ def test_only_what_is_ready_is_sent(net):
 
 def test_notes(net):
     heard: Future[list[bytes]] = Future()
-    net.links[0].note(2, (5, 1, 1), b"from 0")
+    net.links[0].send_note(2, (5, 1, 1), b"from 0")
     time.sleep(0.05)
-    net.links[2].await_notes([0, 1], (5, 1, 1), heard.set_result)
-    net.links[0].note(2, (6, 1, 1), b"not this one")
+    net.links[2].when_noted([0, 1], (5, 1, 1), heard.set_result)
+    net.links[0].send_note(2, (6, 1, 1), b"not this one")
     time.sleep(0.05)
     assert not heard.done()
-    net.links[1].note(2, (5, 1, 1), b"")
+    net.links[1].send_note(2, (5, 1, 1), b"")
     assert heard.result(SECONDS) == [b"from 0", b""]
     later: Future[list[bytes]] = Future()
-    net.links[2].await_notes([0], (6, 1, 1), later.set_result)  # is there
+    net.links[2].when_noted([0], (6, 1, 1), later.set_result)  # is there
     assert later.result(SECONDS) == [b"not this one"]
 
 
@@ -175,17 +178,17 @@ def test_many_rounds_with_random_delays():
         net.connect()
         errors: list[BaseException] = []
 
-        def work(rank: int, links: Links, errors: list[BaseException]) -> None:
+        def work(rank: int, links: Reactor, errors: list[BaseException]) -> None:
             draw = random.Random(rank)
             try:
                 for round_ in range(250):
                     peers = sorted({0, 1, 2} - {rank})
                     size = 1 + 37 * round_ if round_ % 50 else 1_500_000
                     heard: Future[list[bytes]] = Future()
-                    links.await_notes(peers, (round_, 0, 1), heard.set_result)
+                    links.when_noted(peers, (round_, 0, 1), heard.set_result)
                     waited = []
                     for peer in peers:
-                        links.note(peer, (round_, 0, 1), b"%d" % rank)
+                        links.send_note(peer, (round_, 0, 1), b"%d" % rank)
                         if draw.random() < 0.3:
                             time.sleep(draw.random() * 0.003)
                         sending, sent = send(links, peer, (round_, 0, 0), content(rank, size), ready=0)
@@ -234,16 +237,16 @@ def test_leaving_at_once_loses_nothing(net):
     data = content(3, 20_000_000)
     asked = receive(net.links[1], 0, (0, 0, 0), len(data))
     _, sent = send(net.links[0], 1, (0, 0, 0), data)
-    net.links[0].note(2, (0, 0, 1), b"good bye")
+    net.links[0].send_note(2, (0, 0, 1), b"good bye")
     sent.result(SECONDS)
     net.links[0].close()
     assert asked.result(SECONDS) == data
     heard: Future[list[bytes]] = Future()
-    net.links[2].await_notes([0], (0, 0, 1), heard.set_result)
+    net.links[2].when_noted([0], (0, 0, 1), heard.set_result)
     assert heard.result(SECONDS) == [b"good bye"]
     net.links[0].close()  # may be called again
     with pytest.raises(RuntimeError, match="closed"):
-        net.links[0].note(1, (0, 0, 1), b"")
+        net.links[0].send_note(1, (0, 0, 1), b"")
 
 
 def test_a_message_to_who_has_left_fails(net):
@@ -270,7 +273,7 @@ class ByHand:
     def __init__(self, *, near: bool = False, rank: int = 1, token: bytes = TOKEN, buffer: int | None = None) -> None:
         made = listener(False)
         self.name = made.getsockname()
-        self.links = Links(0, frozenset({1} if near else ()), [made], reach, TOKEN)
+        self.reactor = Reactor(0, frozenset({1} if near else ()), [made], reach, TOKEN)
         self.stream = reach(self.name, buffer)
         self.stream.sendall(HEADER.pack(HELLO, VERSION, len(token), rank, 0, 0, 0, 0, 0) + token)
 
@@ -301,12 +304,12 @@ def by_hand() -> Iterator[ByHand]:
     made = ByHand()
     yield made
     made.stream.close()
-    made.links.close()
+    made.reactor.close()
 
 
 def test_no_more_is_sent_than_was_asked_for(by_hand):
     data = content(1, 3000)
-    _, sent = send(by_hand.links, 1, (0, 0, 0), data)
+    _, sent = send(by_hand.reactor, 1, (0, 0, 0), data)
     assert by_hand.quiet()
     got = b""
     for upto in (1, 1000, 2999, 3000):
@@ -323,9 +326,9 @@ def test_no_more_is_sent_than_was_asked_for(by_hand):
 @pytest.mark.parametrize("near", [False, True])
 def test_no_more_is_asked_for_than_the_window(near):
     by_hand = ByHand(near=near)
-    sizes = [WINDOW * 12 + 12345, module._SMALL + 1, WINDOW // 2, WINDOW]
+    sizes = [WINDOW * 12 + 12345, SMALL + 1, WINDOW // 2, WINDOW]
     window = WINDOW * (4 if near else 1)
-    asked = [receive(by_hand.links, 1, (0, bucket, 0), size) for bucket, size in enumerate(sizes)]
+    asked = [receive(by_hand.reactor, 1, (0, bucket, 0), size) for bucket, size in enumerate(sizes)]
     assert by_hand.quiet(), "nothing is asked for before it is offered"
     for bucket, size in enumerate(sizes):
         by_hand.frame(OFFER, (0, bucket, 0), 0, size)
@@ -349,13 +352,13 @@ def test_no_more_is_asked_for_than_the_window(near):
     for bucket, (future, size) in enumerate(zip(asked, sizes, strict=True)):
         assert future.result(SECONDS) == bytes([bucket]) * size
     by_hand.stream.close()
-    by_hand.links.close()
+    by_hand.reactor.close()
 
 
 def test_a_message_that_is_late_does_not_keep_a_later_one(by_hand):
     """The link goes to what was offered; a small message is asked for at once."""
-    late, there = (receive(by_hand.links, 1, (0, bucket, 0), 10 * WINDOW) for bucket in (0, 1))
-    small = receive(by_hand.links, 1, (0, 2, 0), 100)
+    late, there = (receive(by_hand.reactor, 1, (0, bucket, 0), 10 * WINDOW) for bucket in (0, 1))
+    small = receive(by_hand.reactor, 1, (0, 2, 0), 100)
     assert by_hand.read()[:3] == (GRANT, (0, 2, 0), 100)
     by_hand.frame(OFFER, (0, 1, 0), 0, 10 * WINDOW)
     kind, key, upto, _, _ = by_hand.read()
@@ -373,15 +376,15 @@ def test_what_is_needed_first_goes_first(posted_late):
     by_hand = ByHand(buffer=4096)
     size = 4_000_000
     made = {
-        bucket: send(by_hand.links, 1, (0, bucket, 0), bytes(size), ready=0)[0]
+        bucket: send(by_hand.reactor, 1, (0, bucket, 0), bytes(size), ready=0)[0]
         for bucket in ((1, 0) if posted_late else (0, 1))
     }
     early, late = made[0], made[1]
     for bucket in range(2):
         by_hand.grant((0, bucket, 0), size, size)
-    by_hand.links.advance(late, size)
+    by_hand.reactor.advance(late, size)
     time.sleep(0.2)  # as much of it as the kernel takes
-    by_hand.links.advance(early, size)
+    by_hand.reactor.advance(early, size)
     time.sleep(0.05)
     seen = []
     while len(seen) < 2 or seen[-1][1] < size or sum(1 for _, stop in seen if stop == size) < 2:
@@ -392,7 +395,7 @@ def test_what_is_needed_first_goes_first(posted_late):
     assert {bucket for bucket, _ in seen[first : last + 1]} == {0}, "once it is ready nothing else goes before its end"
     assert max(stop for bucket, stop in seen[:first] if bucket == 1) < size // 2
     by_hand.stream.close()
-    by_hand.links.close()
+    by_hand.reactor.close()
 
 
 def test_leaving_waits_for_a_slow_reader():
@@ -400,10 +403,10 @@ def test_leaving_waits_for_a_slow_reader():
     by_hand = ByHand(buffer=4096)
     size = 40_000  # what the kernel takes at once, and the reader's does not
     data = content(5, size)
-    _, sent = send(by_hand.links, 1, (0, 0, 0), data)
+    _, sent = send(by_hand.reactor, 1, (0, 0, 0), data)
     by_hand.grant((0, 0, 0), size, size)
     sent.result(SECONDS)
-    leaving = threading.Thread(target=by_hand.links.close)
+    leaving = threading.Thread(target=by_hand.reactor.close)
     leaving.start()
     time.sleep(0.2)
     with contextlib.suppress(ConnectionError):
@@ -422,10 +425,10 @@ def test_leaving_waits_for_a_slow_reader():
 def test_a_grant_does_not_wait_for_data(by_hand):
     """Control frames pass messages that have not been written yet."""
     size = 6_000_000
-    send(by_hand.links, 1, (0, 0, 0), bytes(size))
+    send(by_hand.reactor, 1, (0, 0, 0), bytes(size))
     by_hand.grant((0, 0, 0), size, size)
     time.sleep(0.1)
-    receive(by_hand.links, 1, (1, 0, 0), 10)
+    receive(by_hand.reactor, 1, (1, 0, 0), 10)
     kinds, taken = [], 0
     while GRANT not in kinds:
         kind, _, _, _, body = by_hand.read()
@@ -448,8 +451,8 @@ BAD = {
 
 @pytest.mark.parametrize("what", BAD)
 def test_what_was_not_due_is_refused_and_its_sender_named(by_hand, what):
-    asked = receive(by_hand.links, 1, (0, 0, 0), 10)
-    _, sent = send(by_hand.links, 1, (0, 0, 0), bytes(10), ready=0)
+    asked = receive(by_hand.reactor, 1, (0, 0, 0), 10)
+    _, sent = send(by_hand.reactor, 1, (0, 0, 0), bytes(10), ready=0)
     assert by_hand.read()[:4] == (GRANT, (0, 0, 0), 10, 10)
     BAD[what](by_hand)
     for future in (asked, sent):
@@ -457,7 +460,7 @@ def test_what_was_not_due_is_refused_and_its_sender_named(by_hand, what):
             future.result(SECONDS)
     with pytest.raises((EOFError, ConnectionError)):
         by_hand.read()
-    later = receive(by_hand.links, 1, (1, 0, 0), 10)
+    later = receive(by_hand.reactor, 1, (1, 0, 0), 10)
     with pytest.raises(WireError, match="worker 1"):
         later.result(SECONDS)
 
@@ -465,7 +468,7 @@ def test_what_was_not_due_is_refused_and_its_sender_named(by_hand, what):
 def test_a_grant_before_its_message_is_checked_too(by_hand):
     by_hand.grant((0, 0, 0), 20, 20)
     time.sleep(0.05)
-    _, sent = send(by_hand.links, 1, (0, 0, 0), bytes(10))
+    _, sent = send(by_hand.reactor, 1, (0, 0, 0), bytes(10))
     with pytest.raises(WireError, match="worker 1 has a message of 20 bytes where worker 0 has one of 10"):
         sent.result(SECONDS)
 
@@ -481,7 +484,7 @@ def test_a_stranger_is_dropped_and_disturbs_nobody(by_hand, how):
         elif how != "nothing":
             stranger.sendall(hello)
             assert stranger.recv(1) == b""
-        asked = receive(by_hand.links, 1, (0, 0, 0), 4)
+        asked = receive(by_hand.reactor, 1, (0, 0, 0), 4)
         assert by_hand.read()[0] == GRANT
         if how == "half":
             stranger.close()
@@ -490,7 +493,7 @@ def test_a_stranger_is_dropped_and_disturbs_nobody(by_hand, how):
 
 
 def test_a_peer_that_dies_in_the_middle_of_a_message(by_hand):
-    asked = [receive(by_hand.links, 1, (0, bucket, 0), 1000) for bucket in range(2)]
+    asked = [receive(by_hand.reactor, 1, (0, bucket, 0), 1000) for bucket in range(2)]
     by_hand.frame(NOTE, (0, 0, 1), 0, 2, b"hi")
     by_hand.read()
     by_hand.stream.sendall(HEADER.pack(DATA, VERSION, 1000, 0, 0, 0, 0, 1000, 0) + bytes(300))
@@ -503,12 +506,12 @@ def test_a_peer_that_dies_in_the_middle_of_a_message(by_hand):
     assert time.monotonic() - began < 2
     # What had come before is still there.
     heard: Future[list[bytes]] = Future()
-    by_hand.links.await_notes([1], (0, 0, 1), heard.set_result)
+    by_hand.reactor.when_noted([1], (0, 0, 1), heard.set_result)
     assert heard.result(SECONDS) == [b"hi"]
 
 
 def test_frames_in_crumbs(by_hand):
-    asked = receive(by_hand.links, 1, (0, 0, 0), 50)
+    asked = receive(by_hand.reactor, 1, (0, 0, 0), 50)
     data = content(1, 50)
     raw = b""
     for start, stop in ((0, 1), (1, 31), (31, 50)):
@@ -525,7 +528,7 @@ def test_a_slow_peer_does_not_hold_up_another():
     """Workers on this node go past one beyond that takes nothing."""
     net = Net(2, near=True)
     made = listener(False)
-    links = Links(2, frozenset({0, 1}), [made], lambda peer: reach(net.names[peer]), TOKEN)
+    links = Reactor(2, frozenset({0, 1}), [made], lambda peer: reach(net.names[peer]), TOKEN)
     links.connect(0)
     far = reach(made.getsockname(), 4096)
     far.sendall(HEADER.pack(HELLO, VERSION, len(TOKEN), 3, 0, 0, 0, 0, 0) + TOKEN)
@@ -576,7 +579,7 @@ def test_an_earlier_round_has_the_link_for_itself(monkeypatch):
             second.settimeout(SECONDS)
 
     for peer, round_ in ((1, 3), (2, 3), (2, 4)):
-        send(first.links, peer, (round_, 0, 0), bytes(size))
+        send(first.reactor, peer, (round_, 0, 0), bytes(size))
     assert HEADER.unpack(receive_exactly(second, HEADER.size))[0] == OFFER
     assert HEADER.unpack(receive_exactly(second, HEADER.size))[0] == OFFER
     under_way |= full
@@ -600,49 +603,121 @@ def test_an_earlier_round_has_the_link_for_itself(monkeypatch):
     assert read(2, size // 2) == 4
     second.close()
     first.stream.close()
-    first.links.close()
+    first.reactor.close()
 
 
-class Told:
-    """Says of itself what a TCP socket says of its connection, and keeps what it is told."""
+# -- sockets ---------------------------------------------------------------------------------------------------------------
+
+
+class Asked:
+    """A TCP socket that notes the congestion control that is set, and permits some."""
 
     family = socket.AF_INET
 
-    def __init__(self, algorithm: bytes, round_trip_us: int, allowed: tuple[bytes, ...]) -> None:
-        self.algorithm, self._allowed = algorithm, allowed
-        self._info = bytes(68) + round_trip_us.to_bytes(4, sys.byteorder) + bytes(32)
-
-    def getsockopt(self, level: int, name: int, size: int) -> bytes:
-        return {socket.TCP_CONGESTION: self.algorithm.ljust(size, b"\0"), socket.TCP_INFO: self._info}[name]
+    def __init__(self, permitted: tuple[bytes, ...]) -> None:
+        self.algorithm, self._permitted = b"bbr", permitted
 
     def setsockopt(self, level: int, name: int, value: Any) -> None:
         if name == socket.TCP_CONGESTION:
-            if value not in self._allowed:
+            if value not in self._permitted:
                 raise PermissionError("not in net.ipv4.tcp_allowed_congestion_control")
             self.algorithm = value
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "round_trip_us", "allowed", "then"),
+    ("wanted", "permitted", "then"),
     [
-        (b"bbr", 200, (b"reno", b"cubic"), b"cubic"),
-        (b"bbr", 14_000, (b"reno", b"bbr"), b"reno"),  # one site, and a busy machine
-        (b"bbr", 200, (b"bbr",), b"bbr"),
-        (b"bbr", 60_000, (b"reno", b"cubic"), b"bbr"),  # two sites
-        (b"dctcp", 200, (b"reno", b"cubic"), b"dctcp"),
+        (None, (b"reno", b"cubic"), b"bbr"),  # the administrator's choice is left alone
+        ("", (b"reno", b"cubic"), b"bbr"),
+        ("cubic", (b"reno", b"cubic"), b"cubic"),
+        ("cubic, reno", (b"reno",), b"reno"),
+        ("cubic", (b"reno",), b"bbr"),
     ],
 )
-def test_no_bbr_within_a_site(algorithm, round_trip_us, allowed, then):
-    told: Any = Told(algorithm, round_trip_us, allowed)
-    tune(told)
-    assert told.algorithm == then
+def test_the_congestion_control_is_changed_on_request_alone(monkeypatch, caplog, wanted, permitted, then):
+    monkeypatch.delenv("DECENT_DP_CONGESTION_CONTROL", raising=False)
+    if wanted is not None:
+        monkeypatch.setenv("DECENT_DP_CONGESTION_CONTROL", wanted)
+    asked: Any = Asked(permitted)
+    configure(asked)
+    assert asked.algorithm == then
+    assert ("the system permits none of these" in caplog.text) == (wanted == "cubic" and then == b"bbr")
 
 
-def test_the_round_trip_is_that_of_the_system():
-    """What tune reads at a fixed place of the system's answer is a round trip: on loopback below a second, and not 0."""
+def test_the_kernel_takes_the_option(monkeypatch):
+    monkeypatch.setenv("DECENT_DP_CONGESTION_CONTROL", "reno")
+    with contextlib.closing(socket.socket()) as stream:
+        configure(stream)
+        assert stream.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0") == b"reno"
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_connection_whose_greeting_cannot_be_sent_is_closed(ended):
     made = listener(False)
-    stream = reach(made.getsockname())
-    other, _ = made.accept()
-    assert 0 < round_trip_us(stream) < 1_000_000
-    for end in (stream, other, made):
-        end.close()
+    dialled: list[socket.socket] = []
+
+    def dial(peer: int) -> socket.socket:
+        dialled.append(reach(made.getsockname()))
+        if not ended:
+            dialled[0].shutdown(socket.SHUT_WR)  # the greeting raises BrokenPipeError
+        return dialled[0]
+
+    reactor = Reactor(1, frozenset(), [], dial, TOKEN)
+    if ended:
+        reactor.close()
+    with pytest.raises(RuntimeError if ended else OSError, match="closed" if ended else "pipe"):
+        reactor.connect(0)
+    assert dialled[0].fileno() == -1
+    reactor.close()
+    made.close()
+
+
+def test_without_descriptors_nobody_is_accepted_and_the_thread_sleeps(by_hand, monkeypatch, caplog):
+    """At the limit of open files, which a test cannot reach without disturbing others: accept says so a few times."""
+    real, calls = socket.socket.accept, list[float]()
+
+    def accept(self: socket.socket) -> Any:
+        calls.append(time.monotonic())
+        if len(calls) <= 3:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real(self)
+
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    with contextlib.closing(reach(by_hand.name)) as second:
+        second.sendall(HEADER.pack(HELLO, VERSION, len(TOKEN), 2, 0, 0, 0, 0, 0) + TOKEN)
+        asked = receive(by_hand.reactor, 2, (0, 0, 0), 10)
+        assert receive_exactly(second, HEADER.size)[:2] == HEADER.pack(GRANT, 0, 0, 0, 0, 0, 0, 0, 0)[:2]
+        second.sendall(HEADER.pack(DATA, VERSION, 10, 0, 0, 0, 0, 10, 0) + bytes(10))
+        assert asked.result(SECONDS) == bytes(10)
+    assert len(calls) in (4, 5)  # with that of worker 1
+    assert calls[3] - calls[0] > 0.5
+    assert caplog.text.count("Too many open files") == 1
+
+
+def test_a_forked_child_keeps_no_connection_alive(by_hand):
+    """As DataLoader workers are: they outlive a worker that is killed, and its peers must notice at once."""
+    is_there, there = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # newer Pythons warn of threads
+        child = os.fork()
+    if child == 0:
+        os.write(there, b"x")
+        time.sleep(SECONDS)
+        os._exit(0)
+    try:
+        assert os.read(is_there, 1) == b"x"
+        # The parent's connection goes on.
+        asked = receive(by_hand.reactor, 1, (0, 0, 0), 10)
+        assert by_hand.read()[:4] == (GRANT, (0, 0, 0), 10, 10)
+        by_hand.frame(DATA, (0, 0, 0), 0, 10, bytes(10))
+        assert asked.result(SECONDS) == bytes(10)
+        by_hand.reactor.close()
+        by_hand.stream.settimeout(5)
+        assert by_hand.stream.recv(1) == b""
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection(by_hand.name)  # nor does the child listen
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(is_there)
+        os.close(there)

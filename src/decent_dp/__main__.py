@@ -1,4 +1,4 @@
-"""``python -m decent_dp.cli``: the same as ``decent-dp``, for torchrun's ``-m``."""
+"""``python -m decent_dp``: the command line, as ``decent-dp``; also for torchrun's ``-m``."""
 
 from __future__ import annotations
 

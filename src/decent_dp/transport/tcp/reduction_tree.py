@@ -1,8 +1,8 @@
-"""How a group takes its mean: for each piece of the message a tree of its own, with traffic between nodes kept small.
+"""How a group takes its mean: for each chunk of the message a tree of its own, with traffic between nodes kept small.
 
-A piece is summed inside each node by one worker, its leader; the leaders' sums go to one of them, the root; the mean comes
-back the same way. So a node sends and receives each piece once as a leaf of the tree. Leaders and roots take turns by the
-piece: over all pieces k nodes send and receive 2 (k - 1)/k copies each, as the best all-reduce does, and two nodes one copy
+A chunk is summed inside each node by one worker, its leader; the leaders' sums go to one of them, the root; the mean comes
+back the same way. So a node sends and receives each chunk once as a leaf of the tree. Leaders and roots take turns by the
+chunk: over all chunks k nodes send and receive 2 (k - 1)/k copies each, as the best all-reduce does, and two nodes one copy
 in each direction.
 """
 
@@ -16,7 +16,7 @@ __all__ = ["Place", "find_place", "group_by_node"]
 
 @dataclass(frozen=True)
 class Place:
-    """A worker's place in the tree of one piece.
+    """A worker's place in the tree of one chunk.
 
     Attributes:
         parent: whom its (part's) sum goes to; None for the root.
@@ -37,11 +37,11 @@ def group_by_node(ranks: Sequence[int], node_of: Sequence[str]) -> list[list[int
     return list(nodes.values())
 
 
-def find_place(nodes: Sequence[Sequence[int]], piece: int, rank: int) -> Place:
-    """The place of ``rank`` in the tree of ``piece``; ``nodes`` as of ``group_by_node``."""
+def find_place(nodes: Sequence[Sequence[int]], chunk: int, rank: int) -> Place:
+    """The place of ``rank`` in the tree of ``chunk``; ``nodes`` as of ``group_by_node``."""
     lanes = min(len(node) for node in nodes)
-    leaders = [node[piece % lanes] for node in nodes]
-    chosen = piece // lanes % len(nodes)
+    leaders = [node[chunk % lanes] for node in nodes]
+    chosen = chunk // lanes % len(nodes)
     root = leaders[chosen]
     mine = next(i for i, node in enumerate(nodes) if rank in node)
     if rank != leaders[mine]:

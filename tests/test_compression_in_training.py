@@ -1,4 +1,4 @@
-"""Each wire between real workers: the mean over them stays, distances shrink, and processes do what threads do."""
+"""Each compression between real workers: the mean over them stays, distances shrink, and processes do what threads do."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch import nn
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
+from decent_dp.compression import COMPRESSIONS, int8
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.transport import InProcessTransport, run_replicas
-from decent_dp.wire import WIRES
 from tests.helpers import SGD, loss, net, values
 
 TOPOLOGIES = ["one-peer-exp", "ring", "complete", "alternating-exp-ring"]
@@ -46,7 +46,7 @@ def shake(model: nn.Module, rank: int, distance: float) -> None:
 def train(
     rank: int,
     topology: str,
-    wire: str,
+    compression: str | None,
     *,
     transport: Any = None,
     lr: float = 0.0,
@@ -57,7 +57,13 @@ def train(
     """The parameters before and after some rounds, made far apart first; with a rate, gradients drag them further."""
     inner = Bag(0, dtype)
     model = DecentralizedDataParallel(
-        inner, partial(torch.optim.SGD, lr=lr), topology=topology, wire=wire, transport=transport, _local_world_size=2, **how
+        inner,
+        partial(torch.optim.SGD, lr=lr),
+        topology=topology,
+        compression=compression,
+        transport=transport,
+        _local_world_size=2,
+        **how,
     )
     shake(inner, rank, 0.01)
     before = flat(inner)
@@ -73,46 +79,46 @@ def train(
 
 def mixing(rank: int, n: int) -> Any:
     return {
-        (topology, wire): train(rank, topology, wire, overlap=False, rounds=8 if topology == "ring" else 6)
+        (topology, compression): train(rank, topology, compression, overlap=False, rounds=8 if topology == "ring" else 6)
         for topology in TOPOLOGIES
-        for wire in WIRES
+        for compression in COMPRESSIONS
     }
 
 
 def test_mixing_keeps_the_mean_and_brings_replicas_together(workers):
     found = workers(4, mixing)
-    for (topology, wire), (_, _, stats) in found[0].items():
-        before, after = (np.stack([f[topology, wire][i] for f in found]) for i in range(2))
+    for (topology, compression), (_, _, stats) in found[0].items():
+        before, after = (np.stack([f[topology, compression][i] for f in found]) for i in range(2))
         apart = [np.sqrt(np.mean(np.sum((x - x.mean(0)) ** 2, 1))) for x in (before, after)]
         moved = np.abs(after.mean(0) - before.mean(0)).max()
-        case = topology, wire, moved, apart
-        assert apart[1] < 0.5 * apart[0] if wire != "int8" else apart[1] < 0.8 * apart[0], case
-        if wire == "float32" and topology in ("one-peer-exp", "complete"):
+        case = topology, compression, moved, apart
+        assert apart[1] < 0.5 * apart[0] if compression != "int8" else apart[1] < 0.8 * apart[0], case
+        if compression is None and topology in ("one-peer-exp", "complete"):
             assert apart[1] < 1e-3 * apart[0], case
         # Of edges of two the differences cancel exactly, and what is left is the rounding of the sums.
         rounding = 8 * 4 * 2.0**-24
-        if topology in ("one-peer-exp", "ring") or wire == "float32":
+        if topology in ("one-peer-exp", "ring") or compression is None:
             assert moved <= rounding, case
         else:
             # A few roundings of the mean, on int8 those of the first, widest range; and over all parameters nothing.
-            step = 2.0**-7 if wire == "bfloat16" else 4 / 127
+            step = 2.0**-7 if compression == "bfloat16" else 4 / 127
             assert moved <= 4 * step * np.abs(before).max(), case
             assert abs((after.mean(0) - before.mean(0)).mean()) <= 0.003, case
         assert stats.rounds in (6, 8)
 
 
-def one_round(transport: InProcessTransport, wire: str) -> tuple[np.ndarray, np.ndarray, Any]:
-    return train(transport.rank, "complete", wire, transport=transport, rounds=1, overlap=False)
+def one_round(transport: InProcessTransport, compression: str | None) -> tuple[np.ndarray, np.ndarray, Any]:
+    return train(transport.rank, "complete", compression, transport=transport, rounds=1, overlap=False)
 
 
 @pytest.mark.parametrize("n", [2, 3, 5])
-@pytest.mark.parametrize("wire", WIRES)
-def test_one_round_of_a_complete_topology_reaches_the_mean(wire, n):
-    found = run_replicas(n, partial(one_round, wire=wire), timeout=20)
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_one_round_of_a_complete_topology_reaches_the_mean(compression, n):
+    found = run_replicas(n, partial(one_round, compression=compression), timeout=20)
     before, after = (np.stack([f[i] for f in found]) for i in range(2))
-    step = {"float32": 2.0**-22, "bfloat16": 2.0**-7, "int8": 4 / 127}[wire]
+    step = {None: 2.0**-22, "bfloat16": 2.0**-7, "int8": 4 / 127}[compression]
     assert np.abs(after - before.mean(0)).max() <= 3 * step * np.abs(before).max()
-    if wire == "float32":
+    if compression is None:
         assert np.abs(after - before).max() > 0.01
 
 
@@ -123,7 +129,7 @@ LAYOUTS: list[dict[str, Any]] = [
     {"bucket_size_in_mb": 1e-3, "param_as_bucket_view": False},
 ]
 CASES = [
-    *((topology, wire, {}) for topology in ("ring", "complete") for wire in WIRES),
+    *((topology, compression, {}) for topology in ("ring", "complete") for compression in COMPRESSIONS),
     *(("complete", "int8", layout) for layout in LAYOUTS),
     *(("ring", "int8", layout) for layout in LAYOUTS),
     ("ring", "int8", {"overlap": False}),
@@ -131,24 +137,24 @@ CASES = [
 
 
 def both_ways(rank: int, n: int, transport: Any = None) -> list[np.ndarray]:
-    return [train(rank, topology, wire, transport=transport, lr=0.02, **how)[1] for topology, wire, how in CASES]
+    return [train(rank, topology, compression, transport=transport, lr=0.02, **how)[1] for topology, compression, how in CASES]
 
 
 @pytest.mark.parametrize("n", [2, 3, 5])
 def test_processes_do_what_threads_do_in_every_layout(workers, n):
     processes = workers(n, both_ways)
-    for number, (topology, wire, how) in enumerate(CASES):
+    for number, (topology, compression, how) in enumerate(CASES):
         threads = run_replicas(
             n,
-            lambda transport, topology=topology, wire=wire, how=how: train(
-                transport.rank, topology, wire, transport=transport, lr=0.02, **how
+            lambda transport, topology=topology, compression=compression, how=how: train(
+                transport.rank, topology, compression, transport=transport, lr=0.02, **how
             )[1],
             timeout=20,
         )
         for rank in range(n):
-            assert np.array_equal(processes[rank][number], threads[rank]), (topology, wire, how, rank)
-        if wire == "int8" and how in LAYOUTS:
-            plain = next(i for i, case in enumerate(CASES) if case == (topology, wire, {}))
+            assert np.array_equal(processes[rank][number], threads[rank]), (topology, compression, how, rank)
+        if compression == "int8" and how in LAYOUTS:
+            plain = next(i for i, case in enumerate(CASES) if case == (topology, compression, {}))
             for rank in range(n):
                 one, other = processes[rank][number], processes[rank][plain]
                 if topology == "ring":
@@ -157,14 +163,14 @@ def test_processes_do_what_threads_do_in_every_layout(workers, n):
                     assert np.abs(one - other).max() <= 0.05, (how, rank)
 
 
-def other_dtypes(transport: InProcessTransport, wire: str, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray, Any]:
-    return train(transport.rank, "one-peer-exp", wire, transport=transport, dtype=dtype)
+def other_dtypes(transport: InProcessTransport, compression: str | None, dtype: torch.dtype) -> Any:
+    return train(transport.rank, "one-peer-exp", compression, transport=transport, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("wire", WIRES)
-def test_other_dtypes_come_together_too(wire, dtype):
-    found = run_replicas(2, partial(other_dtypes, wire=wire, dtype=dtype), timeout=20)
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_other_dtypes_come_together_too(compression, dtype):
+    found = run_replicas(2, partial(other_dtypes, compression=compression, dtype=dtype), timeout=20)
     before, after = (np.stack([f[i] for f in found]) for i in range(2))
     eps = torch.finfo(dtype).eps
     assert np.abs(after.mean(0) - before.mean(0)).max() <= 6 * 4 * eps
@@ -174,10 +180,10 @@ def test_other_dtypes_come_together_too(wire, dtype):
 def spreading(rank: int, n: int) -> Any:
     found = {}
     for topology in ("one-peer-exp", "complete"):
-        for wire in WIRES:
+        for compression in COMPRESSIONS:
             inner = Bag(0)
             sgd = partial(torch.optim.SGD, lr=0.0)
-            model = DecentralizedDataParallel(inner, sgd, topology=topology, wire=wire, overlap=False)
+            model = DecentralizedDataParallel(inner, sgd, topology=topology, compression=compression, overlap=False)
             shake(inner, rank, 0.01)
             with torch.no_grad():
                 if rank == 1:
@@ -189,34 +195,34 @@ def spreading(rank: int, n: int) -> Any:
             bad = [int((~p.isfinite()).sum()) for p in inner.parameters()]
             moved = not torch.equal(inner.params[4], before["params.4"])
             model.close()
-            found[topology, wire] = (bad, moved)
+            found[topology, compression] = (bad, moved)
     return found
 
 
 def test_what_is_not_finite_stays_where_it_is(workers):
     """Whoever would mix with it sits the round out; other pairs mix."""
     for rank, found in enumerate(workers(4, spreading)):
-        for (topology, wire), (bad, moved) in found.items():
-            assert bad == [int(rank == 1), int(rank == 1), 0, 0, 0], (rank, topology, wire, bad)
-            assert moved == (topology != "complete" and rank > 1), (rank, topology, wire)
+        for (topology, compression), (bad, moved) in found.items():
+            assert bad == [int(rank == 1), int(rank == 1), 0, 0, 0], (rank, topology, compression, bad)
+            assert moved == (topology != "complete" and rank > 1), (rank, topology, compression)
 
 
 def disagreeing(rank: int, n: int) -> list[tuple[str, str]]:
     found = []
-    for wire in ("int8" if rank == 1 else "bfloat16", "int9", "bf16" if rank else "float32"):
+    for compression in ("int8" if rank == 1 else "bfloat16", "int9", "bf16" if rank else None):
         try:
-            DecentralizedDataParallel(net(), SGD, topology="ring", wire=wire)
+            DecentralizedDataParallel(net(), SGD, topology="ring", compression=compression)
         except ValueError as error:
             found.append((type(error).__name__, str(error)))
     return found
 
 
-def test_workers_that_disagree_on_the_wire(workers):
+def test_workers_that_disagree(workers):
     found = workers(3, disagreeing)
     assert found[0] == found[1] == found[2]
     (kind, message), (unknown, words), (_, one) = found[0]
     assert kind == "DisagreementError"
-    assert "wire" in message
+    assert "compression" in message
     assert "int8" in message
     assert "bfloat16" in message
     assert unknown == "ValueError"
@@ -226,7 +232,7 @@ def test_workers_that_disagree_on_the_wire(workers):
 
 def loading(rank: int, n: int, topology: str) -> Any:
     inner = Bag(0)
-    model = DecentralizedDataParallel(inner, partial(torch.optim.SGD, lr=0.0), topology=topology, wire="int8")
+    model = DecentralizedDataParallel(inner, partial(torch.optim.SGD, lr=0.0), topology=topology, compression="int8")
     shake(inner, rank, 1e-3)
 
     def go_on(rounds: int) -> float:
@@ -243,7 +249,7 @@ def loading(rank: int, n: int, topology: str) -> Any:
     expected = 3.0 * (n - 1) / 2
     for _ in range(4):
         distances.append(go_on(6))
-    rejected = sum(bucket.wire.rejected for bucket in model.replica.engine.buckets)
+    rejected = sum(bucket.compression.rejected for bucket in model.replica.engine.buckets)
     with model.averaged():
         off = float((inner.params[1] - Bag(0).params[1]).detach().mean()) - expected
     stats = model.stats()
@@ -264,12 +270,12 @@ def test_after_a_load_ranges_are_exceeded_and_recover(workers, topology):
 
 def counting(rank: int, n: int) -> Any:
     found = {}
-    for wire in WIRES:
-        model = DecentralizedDataParallel(net(), SGD, topology="ring", wire=wire)
+    for compression in COMPRESSIONS:
+        model = DecentralizedDataParallel(net(), SGD, topology="ring", compression=compression)
         for t in range(6):
             loss(model, t, rank).backward()
         model.zero_grad()
-        found[wire] = dataclasses.asdict(model.stats())
+        found[compression] = dataclasses.asdict(model.stats())
         model.close()
     return found
 
@@ -277,22 +283,22 @@ def counting(rank: int, n: int) -> Any:
 def test_counters(workers):
     size = sum(p.numel() for p in net().parameters())
     for rank, found in enumerate(workers(3, counting)):
-        for wire, stats in found.items():
+        for compression, stats in found.items():
             # Each worker rests in every third round.
-            exchanges, itemsize = 4, {"float32": 4, "bfloat16": 2, "int8": 1}[wire]
+            exchanges, itemsize = 4, {None: 4, "bfloat16": 2, "int8": 1}[compression]
             assert stats["rounds"] == 6, rank
             sent = stats["bytes_sent"] / exchanges
-            records = 24 * 6 if wire == "int8" else 0
-            assert size * itemsize <= sent <= size * itemsize + records + 8 * 6, (wire, sent)
+            records = 24 * 6 if compression == "int8" else 0
+            assert size * itemsize <= sent <= size * itemsize + records + 8 * 6, (compression, sent)
             # One bucket; the last exchange is still under way.
             assert 3 <= stats["exchanges"] <= 4
             assert 0 < stats["waited_s"] < 20
-            assert wire == "int8" or stats["rejected"] == 0
+            assert compression == "int8" or stats["rejected"] == 0
 
 
 def traced(rank: int, n: int) -> list[dict[str, set[int]]]:
     """The names in a trace, each with the threads that it was seen in: of this thread alone, and of all."""
-    model = DecentralizedDataParallel(net(rank), SGD, topology="one-peer-exp", wire="int8")
+    model = DecentralizedDataParallel(net(rank), SGD, topology="one-peer-exp", compression="int8")
     loss(model, 0, rank).backward()
     found = []
     for everywhere in (False, True):
@@ -315,3 +321,30 @@ def test_names_in_a_trace(workers):
         assert set(every) == {"wait", "mix", "step", "encode", "send"}
         assert every["encode"] == every["send"]  # the thread that moves the bytes,
         assert not every["send"] & every["step"]  # beside training
+
+
+def test_a_block_that_is_never_mixed_is_warned_of_once(monkeypatch, caplog):
+    real = int8._Scratch.wrapped
+
+    def apart(scratch: Any, ours: Any, our_codes: Any, theirs: Any, their_codes: Any) -> Any:
+        return None if len(our_codes) == 144 else real(scratch, ours, our_codes, theirs, their_codes)
+
+    monkeypatch.setattr(int8._Scratch, "wrapped", apart)
+
+    def work(transport: InProcessTransport) -> int:
+        model = DecentralizedDataParallel(net(), SGD, topology="ring", compression="int8", transport=transport)
+        for t in range(15):
+            loss(model, t, transport.rank).backward()
+            if t == 9:  # nine exchanges have been finished
+                transport.control.gather(None)
+                assert caplog.text == ""
+                transport.control.gather(None)
+        found = model.stats().rejected
+        model.close()
+        return found
+
+    assert all(found >= 14 for found in run_replicas(2, work, timeout=20))
+    warned = [record.getMessage() for record in caplog.records]
+    assert len(warned) == 2  # of each worker
+    assert all("parameter '2.weight' was not mixed, or not all of it, in the last 10 exchanges" in text for text in warned)
+    assert all("compression='int8'" in text for text in warned)

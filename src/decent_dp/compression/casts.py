@@ -1,0 +1,111 @@
+"""Wires that send the values themselves: in the bucket's own dtype, or in bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from decent_dp.compression.base import Block, Chunk, Compression, MessageId, all_finite, part_of
+from decent_dp.compression.stochastic_rounding import NOISE_LENGTH, noise_at
+
+__all__ = ["BFloat16", "Lossless"]
+
+
+class Lossless(Compression):
+    """Every value as it is, in the bucket's own dtype."""
+
+    name: ClassVar[str | None] = None
+
+    @property
+    def code(self) -> torch.dtype:
+        return self.dtype
+
+    def _encode(
+        self, values: Sequence[Tensor], out: Tensor, message_id: MessageId, hints: Sequence[bytes]
+    ) -> Iterator[bool | Tensor]:
+        for chunk in self.chunks:
+            codes = self._all_codes(out, chunk)
+            torch.cat([part_of(values[block.tensor], block) for block in chunk.blocks], out=codes)
+            yield all_finite(codes)
+
+    def _finite(self, message: Tensor, chunk: Chunk) -> bool | Tensor:
+        return all_finite(self._all_codes(message, chunk))
+
+    def _first_nonfinite(self, message: Tensor, block: Block) -> int | None:
+        found = self._codes(message, block, self.code).isfinite().logical_not_().nonzero()
+        return int(found[0]) if len(found) else None
+
+    def _reduce(
+        self, chunk: Chunk, messages: Sequence[Tensor], sizes: Sequence[int], out: Tensor, message_id: MessageId
+    ) -> None:
+        codes = [self._all_codes(message, chunk, chunk.start) for message in messages]
+        # Sums in float32 at least: in bfloat16 a sum of many would lose what distinguishes them, in float16 it would
+        # overflow. In a tensor of its own, as ``out`` may be one of the messages.
+        total = torch.zeros(len(codes[0]), dtype=self.compute, device=self.device)
+        for code, size in zip(codes, sizes, strict=True):
+            total += code if size == 1 else code.to(self.compute) * size
+        self._round(total.div_(sum(sizes)), self._all_codes(out, chunk, chunk.start), message_id, chunk)
+
+    def _round(self, mean: Tensor, codes: Tensor, message_id: MessageId, chunk: Chunk) -> None:
+        """Writes the mean of a group as codes."""
+        codes.copy_(mean)
+
+    def differences(self, sent: Tensor, received: Tensor) -> Iterator[tuple[Block, Tensor | None, float]]:
+        scratch = torch.empty(2, self.block_elements, dtype=self.compute, device=self.device)
+        for chunk in self.chunks:
+            theirs, ours = (self._all_codes(message, chunk) for message in (received, sent))
+            difference = scratch[0, : len(ours)]
+            if self.code == self.compute:
+                torch.sub(theirs, ours, out=difference)
+            else:
+                difference.copy_(theirs).sub_(scratch[1, : len(ours)].copy_(ours))
+            for block, part in self._split(difference, chunk):
+                yield block, part, 1.0
+
+    def proposals(self, values: Sequence[Tensor], sent: Tensor) -> Iterator[tuple[Block, Tensor]]:
+        for chunk in self.chunks:
+            yield from self._split(self._all_codes(sent, chunk).to(self.compute), chunk)
+
+    def _all_codes(self, message: Tensor, chunk: Chunk, base: int = 0) -> Tensor:
+        """The codes of all runs of ``chunk``, which lie one after another, in a message whose first byte is ``base``."""
+        last = chunk.blocks[-1]
+        return message[chunk.start - base : last.at - base + last.numel * self._itemsize].view(self.code)
+
+    def _split(self, values: Tensor, chunk: Chunk) -> Iterator[tuple[Block, Tensor]]:
+        return zip(chunk.blocks, torch.split(values, [block.numel for block in chunk.blocks]), strict=True)
+
+
+class BFloat16(Lossless):
+    """Every value rounded to the nearest bfloat16; values of two bytes as they are.
+
+    The mean of a group is rounded at random, up or down, so that it is right in the mean: to the nearest, all members of a
+    large group would step back to the values that they have, and what one of them has learnt would be lost.
+    """
+
+    name = "bfloat16"
+    by_parameter = True
+
+    @property
+    def code(self) -> torch.dtype:
+        return torch.bfloat16 if self.dtype.itemsize > 2 else self.dtype
+
+    def _round(self, mean: Tensor, codes: Tensor, message_id: MessageId, chunk: Chunk) -> None:
+        if self.code == self.dtype:
+            codes.copy_(mean)
+            return
+        whole, single = torch.split(codes, [block.numel for block in chunk.blocks]), mean.to(torch.float32)
+        # A float32 whose lower half is zero is a bfloat16: noise below that half, then the half is cut off.
+        for (block, values), out in zip(self._split(single, chunk), whole, strict=True):
+            index = self.tensors[block.tensor].index
+            for start in range(0, block.numel, NOISE_LENGTH):
+                part = values[start : start + NOISE_LENGTH]
+                noise = noise_at(
+                    part.numel(), torch.float32, self.device, message_id.round, message_id.rank, index, block.start + start
+                )
+                bits = part.view(torch.int32) + noise.add(0.5).mul_(2**16).to(torch.int32)
+                rounded = bits.bitwise_and_(-(2**16)).view(torch.float32)
+                # A NaN may become a number, and nobody would find what the flag tells of.
+                out[start : start + NOISE_LENGTH].copy_(torch.where(part.isfinite(), rounded, part))

@@ -1,0 +1,277 @@
+"""The state of the connection to one peer, and of the link that connections share. Used by the reactor's thread alone."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import selectors
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from decent_dp.transport.tcp.protocol import HEADER, Key
+
+__all__ = ["LOCAL", "WINDOW", "Connection", "Receiving", "Sending", "SharedLink", "configure", "unacknowledged"]
+
+_log = logging.getLogger(__name__)
+
+# Bytes that were granted and have not arrived: at least this, and from one peer alone twice what its link holds (its rate
+# times the time in which a grant takes effect), at most ``_LARGEST_WINDOW``. With less, a link starves while the next grant
+# waits behind the data of the other direction. With more, queues overflow, and two streams share a link for long at a change
+# of rounds (docs/log.md, 2026-11-21, "why full links ran dry").
+WINDOW = 2**19
+_LARGEST_WINDOW = 2**25
+# Seconds over which a rate is measured.
+_RATE_INTERVAL = 0.05
+# Bytes of a connection that the kernel holds without having sent them.
+_UNSENT = 2**16
+# A link is full of messages while the kernel holds so many bytes of them.
+_FULL = _UNSENT
+# The address family of connections within a network stack.
+LOCAL = getattr(socket, "AF_UNIX", None)
+# Names of TCP congestion controls, separated by commas, of which the first that the system permits is used.
+_CONGESTION_CONTROL = "DECENT_DP_CONGESTION_CONTROL"
+
+# What is needed first: by key, then by when it was added.
+Priority: TypeAlias = tuple[Key, int]
+
+
+@dataclass(eq=False)
+class Sending:
+    """A message on its way out. ``ready`` may grow while it is being written; ``done`` is called in the reactor's thread."""
+
+    peer: int
+    key: Key
+    data: memoryview
+    done: Callable[[], None]
+    failed: Callable[[BaseException], None]
+    ready: int = 0
+    granted: int = 0
+    granted_at: float = 0.0
+    written: int = 0
+    order: int = -1
+    queued: bool = False
+    offered: bool = False
+
+    @property
+    def priority(self) -> Priority:
+        return self.key, self.order
+
+    @property
+    def sendable(self) -> bool:
+        return min(self.ready, self.granted) > self.written
+
+
+@dataclass(eq=False)
+class Receiving:
+    """A message that is expected. ``into`` returns its memory when its first bytes are granted."""
+
+    peer: int
+    key: Key
+    size: int
+    into: Callable[[], memoryview]
+    done: Callable[[], None]
+    failed: Callable[[BaseException], None]
+    granted: int = 0
+    received: int = 0
+    order: int = -1
+    memory: memoryview | None = None
+
+    @property
+    def priority(self) -> Priority:
+        return self.key, self.order
+
+
+@dataclass(eq=False)
+class SharedLink:
+    """The connections that share a physical link: all inside this node, or all to other nodes.
+
+    Attributes:
+        local: within a node, where nothing is scarce.
+        sendings: those with something to send, a heap by priority.
+        offered: receivings that were offered and not granted in full, a heap by priority.
+        outstanding: bytes granted that have not arrived.
+        busy: a connection in the middle of a DATA frame; no other data of this link may go before.
+        waiting: the message of highest priority waits until the kernel has sent another peer's bytes.
+    """
+
+    local: bool
+    sendings: list[tuple[Priority, Sending]] = field(default_factory=list)
+    offered: list[tuple[Priority, Receiving]] = field(default_factory=list)
+    outstanding: int = 0
+    busy: Connection | None = None
+    waiting: bool = False
+
+    def must_wait(self, sending: Sending, connections: Iterable[Connection]) -> bool:
+        """Whether a message has to wait because the link is full of messages to another peer in an earlier round.
+
+        The peer of the later round may have granted it long ago, because it has nothing else to do. The kernel would give
+        each half of the link, and the earlier exchange, for which both its members wait, would take twice as long.
+        """
+        others = (other for other in connections if other.link is self and other.peer != sending.peer)
+        self.waiting = not self.local and any(other.is_full_before(sending.key[0]) for other in others)
+        return self.waiting
+
+
+class Connection:
+    """What goes to one peer and what comes from it.
+
+    Attributes:
+        closed: why the connection is closed; None while it is open, or not there yet.
+        cause: the error with which it was closed.
+        write_failed: the peer reads nothing any more; what it had sent may still be read.
+        moved: when a part of a message last came or went, on the monotonic clock.
+    """
+
+    def __init__(self, peer: int, link: SharedLink, selector: selectors.BaseSelector) -> None:
+        self.peer, self.link = peer, link
+        self._selector = selector
+        self.socket: socket.socket | None = None
+        self.closed: str | None = None
+        self.cause: BaseException | None = None
+        self.write_failed = False
+        self.moved = 0.0
+        # Bytes granted that have not arrived, when the first of them were granted, and what the link to the peer can do: the
+        # seconds from a grant to its first bytes, and bytes per second.
+        self.outstanding = 0
+        self._granted_at: float | None = None
+        self._latency = self._rate = 0.0
+        self._measured_from, self._measured_bytes = 0.0, 0
+        # Being written: frames that go before any data, and what is left of the frames at hand.
+        self.control: deque[bytes] = deque()
+        self.out: list[memoryview] = []
+        self.current: tuple[Sending, int] | None = None
+        self.sendings: dict[Key, Sending] = {}
+        self.early_grants: dict[Key, tuple[int, int]] = {}
+        self._writing = False
+        # Being read: the header, then the body.
+        self.receivings: dict[Key, Receiving] = {}
+        self.early_offers: set[Key] = set()
+        self.header = bytearray(HEADER.size)
+        self.frame: tuple[int, Key, int] | None = None
+        self.body: memoryview | None = None
+        self.filled = 0
+        self._low_water = 1
+
+    # -- the socket ---------------------------------------------------------------------------------------------------
+
+    def open(self, stream: socket.socket) -> None:
+        """Raises OSError if the peer is gone already."""
+        stream.setblocking(False)
+        self.socket = stream
+        configure(stream)
+        self._selector.register(stream, selectors.EVENT_READ, self)
+
+    def close(self) -> None:
+        if self.socket is not None:
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(self.socket)
+            self.socket.close()
+            self.socket = None
+        self.drop_output()
+
+    def drop_output(self) -> None:
+        """Drops what is being written."""
+        if self.link.busy is self:
+            self.link.busy = None
+        self.current, self.out = None, []
+        self.control.clear()
+
+    def watch_writing(self, writing: bool) -> None:
+        if writing != self._writing and self.socket is not None:
+            self._writing = writing
+            self._selector.modify(self.socket, selectors.EVENT_READ | (selectors.EVENT_WRITE if writing else 0), self)
+
+    @property
+    def has_output(self) -> bool:
+        """There are frames that nobody writes: the kernel has not refused any."""
+        return self.socket is not None and bool(self.out or self.control) and not self._writing
+
+    def wait_for_bytes(self, worth: int) -> None:
+        """On a slow link bytes come packet by packet: the thread sleeps until ``worth`` of them, or the rest, are there."""
+        left = 1 if self.body is None else min(len(self.body) - self.filled, worth)
+        if self.socket is not None and left != self._low_water and self.socket.family != LOCAL:
+            self._low_water = left
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, left)
+
+    def is_full_before(self, round_: int) -> bool:
+        """Whether the kernel holds messages and there is more to come of rounds before this one."""
+        earliest = next(iter(self.sendings), None)  # they are added round by round
+        before = earliest is not None and earliest[0] < round_
+        return before and self.socket is not None and unacknowledged(self.socket) >= _FULL
+
+    # -- flow control -------------------------------------------------------------------------------------------------
+
+    def window(self) -> int:
+        """Bytes that may be granted on this connection's link and not have arrived."""
+        if self.link.local:
+            return 4 * WINDOW
+        if self.link.outstanding > self.outstanding:
+            return WINDOW
+        return max(WINDOW, min(_LARGEST_WINDOW, int(2 * self._rate * self._latency)))
+
+    def count_granted(self, amount: int) -> None:
+        if self.outstanding == 0:
+            self._granted_at = self._measured_from = time.monotonic()
+            self._measured_bytes = 0
+        self.link.outstanding += amount
+        self.outstanding += amount
+
+    def count_arrived(self, amount: int) -> None:
+        self.link.outstanding -= amount
+        self.outstanding -= amount
+
+    def measure_latency(self, age: int) -> None:
+        """Data have come. If they are the first after a grant, the peer needed ``age`` microseconds for them."""
+        if self._granted_at is not None:
+            latency = max(time.monotonic() - self._granted_at - 1e-6 * age, 0.0)
+            self._latency = min(self._latency or math.inf, latency)
+            self._granted_at = None
+
+    def measure_rate(self, amount: int) -> None:
+        """Bytes of messages have come."""
+        self.moved = now = time.monotonic()
+        self._measured_bytes += amount
+        if now - self._measured_from >= _RATE_INTERVAL:
+            # Intervals in which the peer had nothing to send say little: an old rate is given up slowly.
+            self._rate = max(self._measured_bytes / (now - self._measured_from), 0.9 * self._rate)
+            self._measured_from, self._measured_bytes = now, 0
+
+
+def configure(stream: socket.socket) -> None:
+    """Sets what suits messages in both directions at once over a link that they fill."""
+    if stream.family == LOCAL:
+        return
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with contextlib.suppress(OSError, AttributeError):
+        # So that grants and the next message's frames do not wait behind what the kernel holds.
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT)
+    wanted = [name.strip() for name in os.environ.get(_CONGESTION_CONTROL, "").split(",") if name.strip()]
+    for name in wanted:
+        with contextlib.suppress(OSError, AttributeError):
+            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
+            return
+    if wanted:
+        _log.warning(
+            "%s=%s: the system permits none of these (net.ipv4.tcp_allowed_congestion_control), and its own is used",
+            _CONGESTION_CONTROL,
+            ",".join(wanted),
+        )
+
+
+def unacknowledged(stream: socket.socket | None) -> int:
+    """Bytes that were written to ``stream`` and have not arrived; 0 where the system cannot say."""
+    try:
+        import fcntl
+        import termios
+
+        answer = fcntl.ioctl(stream.fileno(), termios.TIOCOUTQ, bytes(4))  # type: ignore[union-attr]
+        return int.from_bytes(answer, sys.byteorder)
+    except (ImportError, AttributeError, OSError):
+        return 0

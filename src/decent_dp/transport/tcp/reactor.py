@@ -1,0 +1,303 @@
+"""The thread that moves messages over the connections to other workers."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+from decent_dp.transport.tcp.connection import Connection, Receiving, Sending, unacknowledged
+from decent_dp.transport.tcp.framing import Framing
+from decent_dp.transport.tcp.protocol import HEADER, Key, peer_of, send_hello
+
+__all__ = ["Reactor"]
+
+_log = logging.getLogger(__name__)
+
+# Seconds that closing may take until all that was sent has reached the others.
+_LINGER = 10.0
+# Seconds between two looks at a full link, as no event reports that the kernel has sent what it holds.
+_LOOK = 0.005
+# Seconds for which nobody is accepted after the process had no file descriptor left.
+_ACCEPT_AGAIN = 0.2
+_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class Reactor:
+    """This worker's connections.
+
+    Args:
+        rank: this worker's.
+        local: the workers that share this one's network stack.
+        listeners: sockets to which others connect.
+        dial: connects to a worker of lower rank, blocking, and returns a stream socket.
+        token: what a hello must carry, so that no other program is taken for a worker by mistake.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        local: frozenset[int],
+        listeners: list[socket.socket],
+        dial: Callable[[int], socket.socket],
+        token: bytes,
+    ) -> None:
+        self._rank, self._dial, self._token = rank, dial, token
+        self._listeners = listeners
+        self._accept_again: dict[socket.socket, float] = {}
+        self._warned = False
+        self._dialled: set[int] = set()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._commands_lock = threading.Lock()
+        self._ended = False
+        self._notes: dict[tuple[int, Key], bytes] = {}
+        self._on_notes: dict[tuple[int, Key], Callable[[], None]] = {}
+        self._notes_lock = threading.Lock()
+        self._selector = selectors.DefaultSelector()
+        self._framing = Framing(rank, local, self._selector, self._keep_note)
+        # A byte to ``_waker`` wakes the thread.
+        self._wakeup, self._waker = socket.socketpair()
+        self._wakeup.setblocking(False)
+        self._waker.setblocking(False)
+        self._woken = False
+        self._closing: float | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="decent_dp-links", daemon=True)
+        _REACTORS.add(self)
+        self._thread.start()
+
+    # -- called by any thread -----------------------------------------------------------------------------------------
+
+    def connect(self, peer: int) -> None:
+        """Makes sure that there will be a connection: the worker of higher rank makes it.
+
+        Raises:
+            OSError, RuntimeError: the peer cannot be reached.
+        """
+        if peer < self._rank and peer not in self._dialled:
+            stream = self._dial(peer)
+            try:
+                send_hello(stream, self._rank, self._token)
+                self.call(lambda: self._framing.open(peer, stream))
+            except (OSError, RuntimeError):
+                stream.close()
+                raise
+            self._dialled.add(peer)
+
+    def send(self, sending: Sending) -> None:
+        self.call(lambda: self._framing.add_sending(sending))
+
+    def advance(self, sending: Sending, ready: int) -> None:
+        """The first ``ready`` bytes of a message are final."""
+        sending.ready = ready
+        self.call(lambda: self._framing.queue(sending))
+
+    def receive(self, receiving: Receiving) -> None:
+        self.call(lambda: self._framing.add_receiving(receiving))
+
+    def send_note(self, peer: int, key: Key, text: bytes) -> None:
+        """Sends a few bytes that are not granted. They are lost without an error if the peer is gone."""
+        self.call(lambda: self._framing.send_note(peer, key, text))
+
+    def last_progress(self, peer: int) -> float:
+        """When a part of a message last came from ``peer`` or went to it, on the monotonic clock; 0 for never."""
+        connection = self._framing.connections.get(peer)
+        return connection.moved if connection is not None else 0.0
+
+    def lost(self) -> list[int]:
+        """The peers whose connection is closed."""
+        return sorted(peer for peer, connection in list(self._framing.connections.items()) if connection.closed is not None)
+
+    def waits_for_note(self, peer: int, key: Key) -> bool:
+        return (peer, key) in self._on_notes
+
+    def when_noted(self, peers: list[int], key: Key, then: Callable[[list[bytes]], None]) -> None:
+        """Calls ``then`` with the notes of ``peers``: at once if all are there, else in the reactor's thread."""
+
+        def take() -> list[bytes] | None:  # under the lock
+            complete = all((peer, key) in self._notes for peer in peers)
+            return [self._notes.pop((peer, key)) for peer in peers] if complete else None
+
+        def arrived() -> None:
+            found = take()
+            if found is not None:
+                self.call(lambda: then(found))
+
+        with self._notes_lock:
+            found = take()
+            if found is None:
+                self._on_notes.update(((peer, key), arrived) for peer in peers if (peer, key) not in self._notes)
+        if found is not None:
+            then(found)
+
+    def call(self, command: Callable[[], None]) -> None:
+        """Runs ``command`` in the reactor's thread.
+
+        Raises:
+            RuntimeError: the thread has ended.
+        """
+        with self._commands_lock:
+            if self._ended:
+                raise RuntimeError("the transport was closed") from self._error
+            self._commands.append(command)
+        if not self._woken and threading.current_thread() is not self._thread:
+            self._woken = True
+            with contextlib.suppress(OSError):
+                self._waker.send(b"!")
+
+    def close(self) -> None:
+        """Ends the thread once everything that was sent has arrived, or cannot any more."""
+        if self._closing is None:
+            self._closing = time.monotonic() + _LINGER
+            with contextlib.suppress(RuntimeError):
+                self.call(lambda: None)
+            self._thread.join(_LINGER + 1)
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._selector.register(self._wakeup, selectors.EVENT_READ, None)
+            for listener in self._listeners:
+                self._selector.register(listener, selectors.EVENT_READ, listener)
+            while self._closing is None or not self._is_drained():
+                self._step()
+        except BaseException as error:
+            self._error = error
+            for connection in list(self._framing.connections.values()):
+                self._framing.fail(connection, error)
+        finally:
+            self._shut_down()
+
+    def _step(self) -> None:
+        for key, events in self._selector.select(self._timeout()):
+            if key.fileobj is self._wakeup:
+                with contextlib.suppress(BlockingIOError):
+                    self._wakeup.recv(4096)
+                self._woken = False  # after the read: a command that comes in between is done below
+            elif isinstance(key.data, Connection):
+                if events & selectors.EVENT_READ:
+                    self._framing.read(key.data)
+                if events & selectors.EVENT_WRITE and key.data.socket is not None:
+                    self._framing.write(key.data)
+            elif key.data in self._listeners:
+                self._accept(key.data)
+            else:
+                self._read_hello(key.data, key.fileobj)  # type: ignore[arg-type]
+        for listener, at in list(self._accept_again.items()):
+            if time.monotonic() >= at:
+                del self._accept_again[listener]
+                self._selector.register(listener, selectors.EVENT_READ, listener)
+        # The commands that are there now, not those that they add: a long encoding lets messages move in between.
+        for _ in range(len(self._commands)):
+            self._commands.popleft()()
+        self._framing.go_on()
+
+    def _timeout(self) -> float | None:
+        if self._commands:
+            return 0.0
+        if self._framing.waiting:
+            return _LOOK
+        if self._closing is not None:
+            return 0.01
+        return _ACCEPT_AGAIN if self._accept_again else None
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            stream, _ = listener.accept()
+        except OSError as error:
+            if error.errno in _OUT_OF_DESCRIPTORS:
+                # The newcomer stays in the listener's queue, so that the selector would report it at once again.
+                if not self._warned:
+                    self._warned = True
+                    _log.warning("a connection of another worker cannot be accepted yet: %s", error)
+                self._selector.unregister(listener)
+                self._accept_again[listener] = time.monotonic() + _ACCEPT_AGAIN
+            return
+        stream.setblocking(False)
+        self._selector.register(stream, selectors.EVENT_READ, bytearray())
+
+    def _read_hello(self, seen: bytearray, stream: socket.socket) -> None:
+        """Reads the hello of a new connection; closes it if that is not the hello of a worker."""
+        expected, part = HEADER.size + len(self._token), b""
+        try:
+            part = stream.recv(expected - len(seen))
+        except BlockingIOError:
+            return
+        except OSError:
+            pass
+        seen += part
+        if part and len(seen) < expected:
+            return
+        self._selector.unregister(stream)
+        peer = peer_of(bytes(seen), self._token)
+        if peer is None:
+            stream.close()
+        else:
+            self._framing.open(peer, stream)
+
+    def _keep_note(self, peer: int, key: Key, text: bytes) -> None:
+        with self._notes_lock:
+            self._notes[peer, key] = text
+            self._on_notes.pop((peer, key), lambda: None)()
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def _is_drained(self) -> bool:
+        """All that was to be sent has reached the others' kernels: closing a connection earlier could break it off."""
+        assert self._closing is not None
+        if time.monotonic() > self._closing:
+            return True
+        alive = [c for c in self._framing.connections.values() if c.socket is not None]
+        return not self._commands and not any(c.out or c.control or unacknowledged(c.socket) for c in alive)
+
+    def _shut_down(self) -> None:
+        while not self._ended:
+            # The messages of these commands fail, and those who wait for them learn of the end.
+            while self._commands:
+                with contextlib.suppress(Exception):
+                    self._commands.popleft()()
+            for connection in self._framing.connections.values():
+                self._framing.close(connection, "the transport was closed")
+            with self._commands_lock:
+                self._ended = not self._commands
+        self._close_descriptors()
+
+    def _close_descriptors(self) -> None:
+        """Closes all descriptors of this process, and shuts no connection down."""
+        streams = [key.fileobj for key in self._selector.get_map().values()]
+        for stream in [*streams, *self._listeners, self._waker]:
+            with contextlib.suppress(OSError, AttributeError):
+                stream.close()  # type: ignore[union-attr]
+        self._selector.close()
+
+    def _forked(self) -> None:
+        """In a child process: without these copies of the sockets the others notice at once when the parent dies.
+
+        Nothing is unregistered, as the child shares the kernel's list of the parent's selector.
+        """
+        if not self._ended:
+            self._commands_lock = threading.Lock()  # another thread of the parent may have held it
+            self._ended = True
+            self._close_descriptors()
+
+
+_REACTORS: weakref.WeakSet[Reactor] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for reactor in list(_REACTORS):
+        reactor._forked()
+
+
+# DataLoader workers are forked where that is the default.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
