@@ -278,6 +278,8 @@ def test_wrong_arguments(tmp_path):
         (lambda: save(model.module, tmp_path), TypeError, "Sequential"),  # type: ignore[arg-type]
         (lambda: save(model, 3), TypeError, "path"),  # type: ignore[arg-type]
         (lambda: save(model, tmp_path, keep=0), ValueError, "keep"),
+        (lambda: save(model, tmp_path, wiat=False), TypeError, "wiat"),  # type: ignore[call-arg]
+        (lambda: save(model, tmp_path, state=[1]), TypeError, "state must be a dict"),  # type: ignore[arg-type]
         (lambda: save(model, tmp_path, keep=1.5), TypeError, "keep"),  # type: ignore[arg-type]
         (lambda: save(model, tmp_path, {"sampler": {"x": object()}}), TypeError, r"sampler.*'x'.*object"),
         (lambda: load(model, tmp_path / "nothing"), FileNotFoundError, "nothing"),
