@@ -110,7 +110,7 @@ class Contender:
 def catalogue(setup: Setup) -> list[Contender]:
     """Everything that a pattern on the command line may mean."""
     # Not above: the workers of the published package import this module, and have that package's topologies.
-    from decent_dp.topo import names_that_fit
+    from decent_dp.topo.registry import names_that_fit
 
     fitting = names_that_fit(setup.world_size, setup.local)
     names = [name for name in fitting if setup.world_size > 2 or name in ("complete", "one-peer-exp")]

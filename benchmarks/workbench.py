@@ -26,8 +26,9 @@ import torch
 from benchmarks.report import machine
 from decent_dp.planner import Choice, Cluster, Job, Link, predict
 from decent_dp.sim import Simulation, run
-from decent_dp.topo import make_topology, names_that_fit, why_unfit
+from decent_dp.topo import make_topology
 from decent_dp.topo.analysis import analyse, consensus_error
+from decent_dp.topo.registry import names_that_fit, why_unfit
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"

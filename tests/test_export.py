@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
 from decent_dp.checkpoint.average import AveragedReplica
-from decent_dp.checkpoint.export import calibrate, export
+from decent_dp.checkpoint.exporting import calibrate, export
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import CheckpointError, DisagreementError, OutOfStepError
 from decent_dp.transport import run_replicas

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from decent_dp.ddp import DecentralizedDataParallel
-from decent_dp.rules import Gossip, OuterNesterov, Round, Rule, check_rule
+from decent_dp.rules import Gossip, OuterNesterov, Round, Rule
+from decent_dp.rules.base import check_rule
 from decent_dp.sim import VirtualCluster
 from decent_dp.topo import Topology, TopologyReg, make_topology
 from decent_dp.transport import run_replicas

@@ -20,9 +20,8 @@ from decent_dp.topo import (
     Topology,
     TopologyReg,
     make_topology,
-    names_that_fit,
-    why_unfit,
 )
+from decent_dp.topo.registry import names_that_fit, why_unfit
 from decent_dp.transport import run_replicas
 
 PERIODS = {1: 1, 2: 1, 3: 3, 5: 5, 6: 4, 7: 5, 12: 5, 20: 7, 24: 6, 25: 9, 33: 11, 48: 7, 63: 11, 64: 6, 100: 11, 127: 13}

@@ -20,10 +20,9 @@ from decent_dp.topo import (
     Topology,
     TopologyReg,
     make_topology,
-    names_that_fit,
-    why_unfit,
 )
 from decent_dp.topo.analysis import analyse, consensus_error, mixing_matrix
+from decent_dp.topo.registry import names_that_fit, why_unfit
 from decent_dp.transport import run_replicas
 
 # -- names of one's own ----------------------------------------------------------------------------------------------------

@@ -7,9 +7,31 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from decent_dp._gossip import Gossip, gossip
-    from decent_dp.ddp import DecentralizedDataParallel
+    from decent_dp.checkpoint import (
+        AveragedReplica,
+        Preemption,
+        Saving,
+        calibrate,
+        export,
+        latest,
+        load,
+        read_parameters,
+        save,
+    )
+    from decent_dp.ddp import DecentralizedDataParallel, Stats
+    from decent_dp.errors import (
+        CheckpointError,
+        DisagreementError,
+        NonFiniteError,
+        OutOfStepError,
+        PeerError,
+        PeerLostError,
+        PeerTimeoutError,
+        WireError,
+    )
     from decent_dp.launch import initialize_dist
     from decent_dp.optim import AccumAdam, AccumAdamW
+    from decent_dp.rules import OuterNesterov, Rule
     from decent_dp.topo import Edge, Topology, TopologyReg
 
 __version__ = "1.0.0.dev0"
@@ -17,27 +39,66 @@ __version__ = "1.0.0.dev0"
 __all__ = [
     "AccumAdam",
     "AccumAdamW",
+    "AveragedReplica",
+    "CheckpointError",
     "DecentralizedDataParallel",
+    "DisagreementError",
     "Edge",
     "Gossip",
+    "NonFiniteError",
+    "OutOfStepError",
+    "OuterNesterov",
+    "PeerError",
+    "PeerLostError",
+    "PeerTimeoutError",
+    "Preemption",
+    "Rule",
+    "Saving",
+    "Stats",
     "Topology",
     "TopologyReg",
+    "WireError",
+    "calibrate",
+    "export",
     "gossip",
     "initialize_dist",
+    "latest",
+    "load",
+    "read_parameters",
+    "save",
 ]
 
-# Loaded when they are first asked for (PEP 562): topologies must not wait for torch.
-_HOMES = {
-    "AccumAdam": "decent_dp.optim",
-    "AccumAdamW": "decent_dp.optim",
-    "DecentralizedDataParallel": "decent_dp.ddp",
-    "Edge": "decent_dp.topo",
-    "Gossip": "decent_dp._gossip",
-    "Topology": "decent_dp.topo",
-    "TopologyReg": "decent_dp.topo",
-    "gossip": "decent_dp._gossip",
-    "initialize_dist": "decent_dp.launch",
+# Names are imported at first use (PEP 562), so that topologies need not wait for torch.
+_NAMES = {
+    "_gossip": ("Gossip", "gossip"),
+    "checkpoint": (
+        "AveragedReplica",
+        "Preemption",
+        "Saving",
+        "calibrate",
+        "export",
+        "latest",
+        "load",
+        "read_parameters",
+        "save",
+    ),
+    "ddp": ("DecentralizedDataParallel", "Stats"),
+    "errors": (
+        "CheckpointError",
+        "DisagreementError",
+        "NonFiniteError",
+        "OutOfStepError",
+        "PeerError",
+        "PeerLostError",
+        "PeerTimeoutError",
+        "WireError",
+    ),
+    "launch": ("initialize_dist",),
+    "optim": ("AccumAdam", "AccumAdamW"),
+    "rules": ("OuterNesterov", "Rule"),
+    "topo": ("Edge", "Topology", "TopologyReg"),
 }
+_HOMES = {name: f"decent_dp.{home}" for home, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

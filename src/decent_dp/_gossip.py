@@ -33,7 +33,8 @@ from decent_dp.replica.settings import Settings, workers_per_node
 from decent_dp.replica.shards import describe_mesh, fsdp_modules, local, reshard
 from decent_dp.replica.shutdown import closed_on_error
 from decent_dp.replica.snapshot import ENGINE_ENTRIES, check_engine_state, check_scaler_state, copied, first_loss_scale, restore
-from decent_dp.rules import Rule, check_rule
+from decent_dp.rules import Rule
+from decent_dp.rules.base import check_rule
 from decent_dp.topo import Topology
 from decent_dp.transport import Transport, connect
 

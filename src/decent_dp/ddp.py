@@ -32,7 +32,8 @@ from decent_dp.replica.replica import Replica
 from decent_dp.replica.settings import Settings, refuse_ddp_keywords, workers_per_node
 from decent_dp.replica.shutdown import closed_on_error
 from decent_dp.replica.stats import Stats
-from decent_dp.rules import Rule, check_rule
+from decent_dp.rules import Rule
+from decent_dp.rules.base import check_rule
 from decent_dp.topo import Topology
 from decent_dp.transport import Transport, connect
 

@@ -5,7 +5,7 @@ the same round when one of them receives a signal. ``export``, ``calibrate`` and
 """
 
 from decent_dp.checkpoint.average import AveragedReplica
-from decent_dp.checkpoint.export import calibrate, export
+from decent_dp.checkpoint.exporting import calibrate, export
 from decent_dp.checkpoint.loading import latest, load, read_parameters
 from decent_dp.checkpoint.preempt import Preemption
 from decent_dp.checkpoint.saver import Saving, save

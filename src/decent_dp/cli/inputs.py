@@ -158,7 +158,8 @@ def check_workers(n: int, local: int, most: int = MOST_WORKERS) -> None:
 
 def make(name: str, n: int, local: int) -> Topology:
     """The topology of a name, or of a composition such as 'complete:100,base-2'."""
-    from decent_dp.topo import TopologyReg, make_topology, names_that_fit, why_unfit
+    from decent_dp.topo import TopologyReg, make_topology
+    from decent_dp.topo.registry import names_that_fit, why_unfit
 
     check_workers(n, local)
     for part in [name] if name in TopologyReg.registry else [part.strip().partition(":")[0] for part in name.split(",")]:

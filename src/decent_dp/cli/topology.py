@@ -80,7 +80,8 @@ def list_(
     json: Json = False,
 ) -> None:
     """The registered topologies, and with -n whether they fit."""
-    from decent_dp.topo import TopologyReg, why_unfit
+    from decent_dp.topo import TopologyReg
+    from decent_dp.topo.registry import why_unfit
 
     if n is None and local != 1:
         raise BadInputError("-l is the number of workers per node; say with -n how many there are in all")
@@ -289,8 +290,9 @@ def _plot(rounds: Sequence[Sequence[Edge]], errors: dict[str, list[float]], path
 @app.command("compare", epilog=_COMPARE)
 def compare(n: N, local: Local = 1, epsilon: Epsilon = 1e-3, plot: Plot = None, json: Json = False) -> None:
     """All topologies that fit, one line each, and the reasons of those that do not."""
-    from decent_dp.topo import TopologyReg, why_unfit
+    from decent_dp.topo import TopologyReg
     from decent_dp.topo.analysis import analyse
+    from decent_dp.topo.registry import why_unfit
 
     check_workers(n, local, MOST_ANALYSED)
     _check_epsilon(epsilon)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from decent_dp.compression import Compression, FlatTensor, Hints, part_of
 from decent_dp.engine.layout import FlatBuffer
-from decent_dp.rules import Round, Rule, apply_rule, group_scale, mixing_rate
+from decent_dp.rules import Round, Rule
+from decent_dp.rules.base import apply_rule, group_scale, mixing_rate
 from decent_dp.topo import Edge
 from decent_dp.transport import Handle
 

@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from decent_dp.topo import TopologyReg, make_topology, names_that_fit, why_unfit
+from decent_dp.topo import TopologyReg, make_topology
 from decent_dp.topo.analysis import MOST_WORKERS, analyse
+from decent_dp.topo.registry import names_that_fit, why_unfit
 
 from .describe import COMPRESSIONS, DDP, DECENT_DP, Choice, Cluster, Job, Prediction
 from .prediction import most_buckets_of, predict

@@ -15,7 +15,8 @@ from decent_dp.replica.options import Options, warn_of_rates
 from decent_dp.replica.settings import Settings
 from decent_dp.replica.shards import Replicas, is_sharded, local
 from decent_dp.replica.shutdown import closed_on_error
-from decent_dp.rules import Rule, rule_settings
+from decent_dp.rules import Rule
+from decent_dp.rules.base import rule_settings
 from decent_dp.topo import Topology, make_topology
 from decent_dp.transport import Transport
 

@@ -36,7 +36,7 @@ from decent_dp.replica.registry import register
 from decent_dp.replica.shards import holds_first_copy, is_sharded, local
 from decent_dp.replica.shutdown import shut_down
 from decent_dp.replica.stats import Stats
-from decent_dp.rules import rule_settings
+from decent_dp.rules.base import rule_settings
 from decent_dp.transport import Handle, Transport
 
 __all__ = ["Listener", "Replica"]

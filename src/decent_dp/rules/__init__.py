@@ -6,17 +6,7 @@ The engine calls it over any transport, and the simulator calls the same object 
 
 from __future__ import annotations
 
-from decent_dp.rules.base import Gossip, Round, Rule, apply_rule, check_rule, group_scale, mixing_rate, rule_settings
+from decent_dp.rules.base import Gossip, Round, Rule
 from decent_dp.rules.outer import OuterNesterov
 
-__all__ = [
-    "Gossip",
-    "OuterNesterov",
-    "Round",
-    "Rule",
-    "apply_rule",
-    "check_rule",
-    "group_scale",
-    "mixing_rate",
-    "rule_settings",
-]
+__all__ = ["Gossip", "OuterNesterov", "Round", "Rule"]

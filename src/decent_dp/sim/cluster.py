@@ -13,7 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from decent_dp.arguments import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, check_factories, check_scaler
 from decent_dp.compression import Lossless, check_compression
-from decent_dp.rules import Rule, check_rule
+from decent_dp.rules import Rule
+from decent_dp.rules.base import check_rule
 from decent_dp.sim.checks import number, real, whole
 from decent_dp.sim.exchange import CompressedExchange, LosslessExchange, SimulatedExchange
 from decent_dp.sim.gradients import LOSS_FN_TYPE, Gradients, StepGradients

@@ -19,7 +19,8 @@ from torch import Tensor
 from decent_dp.compression import Compression, MessageId, all_finite
 from decent_dp.engine.bucket import Bucket, InFlight
 from decent_dp.engine.layout import FlatBuffer, TensorSpec, plan_buckets
-from decent_dp.rules import Round, Rule, apply_rule, mixing_rate
+from decent_dp.rules import Round, Rule
+from decent_dp.rules.base import apply_rule, mixing_rate
 from decent_dp.sim.stack import Stack
 from decent_dp.topo import Edge, Topology
 

@@ -14,7 +14,7 @@ from .catalogue import (
 )
 from .compose import EveryTopology, SwitchTopology
 from .graph import GraphTopology
-from .registry import TopologyReg, make_topology, names_that_fit, why_unfit
+from .registry import TopologyReg, make_topology
 
 __all__ = [
     "AlternatingExpRingTopology",
@@ -31,6 +31,4 @@ __all__ = [
     "Topology",
     "TopologyReg",
     "make_topology",
-    "names_that_fit",
-    "why_unfit",
 ]

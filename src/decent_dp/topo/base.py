@@ -58,9 +58,9 @@ def _fitting(world_size: int, local_world_size: int) -> str:
     """The end of the message that refuses a topology: the names of those that fit."""
     if listing.get():
         return ""
-    from . import names_that_fit  # it makes topologies
+    from decent_dp import topo  # at call time, because the registry imports this module
 
-    names = ", ".join(map(repr, names_that_fit(world_size, local_world_size))) or "none"
+    names = ", ".join(map(repr, topo.registry.names_that_fit(world_size, local_world_size))) or "none"
     return f"; registered topologies that fit world_size={world_size} with local_world_size={local_world_size}: {names}"
 
 
