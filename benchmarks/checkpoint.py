@@ -241,7 +241,7 @@ COLUMNS: dict[str, tuple[str, str, float]] = {
 
 def make_markdown(lines: Mapping[str, Mapping[str, float]]) -> str:
     """One column a wire."""
-    rows = [["", *(f'wire="{wire}"' for wire in lines)], ["---", *["---:" for _ in lines]]]
+    rows = [["", *(f'compression="{wire}"' for wire in lines)], ["---", *["---:" for _ in lines]]]
     for key, (title, form, unit) in COLUMNS.items():
         rows.append([title, *(format(line[key] / unit, form) for line in lines.values())])
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)

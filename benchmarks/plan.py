@@ -37,7 +37,7 @@ __all__ = ["LAB_SETUPS", "OUTSIDE", "PAPER", "Cell", "Fit", "check_lab", "check_
 RESULTS = Path(__file__).resolve().parent / "results"
 LAB_SETUPS = ("8x1-60", "8x1-200", "4x2-100", "3x2-100")
 LAB_BOUND, PAPER_BOUND = 0.15, 0.20
-# Cells of the table that are known to be further away. SGP on 16 A40: its 2.75 copies a step leave a node at 57 Gbit/s, if
+# Cells of the table that are known to be further away. SGP on 16 A40: its 2.75 copies per step leave a node at 57 Gbit/s, if
 # every worker sends its whole message, and the two links of 25 Gbit/s that the fitted rows ask for do not carry that. (On 32 it
 # is nearly outside, too: +19 %, and +21 % where 120 steps are simulated.)
 OUTSIDE = {("A40", 16, "SGP")}
@@ -105,10 +105,10 @@ CONTENDERS = ("all-reduce", "SGP", "one-peer-exp", "alternating-exp-ring")
 
 @dataclass(frozen=True)
 class Published:
-    """A cluster of the table: its nodes, from data sheets of the parts, and ms a step by number of workers, as ``CONTENDERS``.
+    """A cluster of the table: its nodes, from data sheets of the parts, and ms per step by workers, as ``CONTENDERS``.
 
     Attributes:
-        local: workers a node.
+        local: workers per node.
         gbit: of the network, as the table says.
         infiniband: NCCL has a device for each port and spreads a message over all; of bonded Ethernet a flow has one port.
         latency_us: of its kind of network; of little weight here.
@@ -154,7 +154,7 @@ PAPER = {
 
 @dataclass(frozen=True)
 class Fit:
-    """What was fitted to the rows of the fewest workers.
+    """The constants fitted to the rows of the fewest workers.
 
     Attributes:
         fixed_ms: of a step, whatever the number of workers (launches, small batches); one for all clusters.

@@ -133,9 +133,10 @@ def train(config: Config, report: Callable[[str], None] = lambda line: None) -> 
     criterion = nn.CrossEntropyLoss()
 
     # A checkpoint has this beside the model: the position of this worker, and its measurements.
-    at: dict[str, Any] = {"epoch": 0, "batch": 0, "losses": [], "history": []}
+    # Samples of all workers rather than batches, so that a run with another number of workers resumes at the same place.
+    at: dict[str, Any] = {"epoch": 0, "samples": 0, "losses": [], "history": []}
     if config.checkpoint:
-        found = checkpoint.load(replica, config.checkpoint, missing_ok=True)
+        found = checkpoint.load(replica, config.checkpoint, resize="spread", missing_ok=True)
         if found:
             trainee.load(found)
             at = found
@@ -147,7 +148,8 @@ def train(config: Config, report: Callable[[str], None] = lambda line: None) -> 
             sampler.set_epoch(epoch)
             draws.manual_seed(epoch)  # so that an epoch is the same when it is begun again after a restart
             for batch, (images, labels) in enumerate(loader, start=1):
-                if batch <= at["batch"]:
+                samples = batch * config.batch_size * sampler.num_replicas
+                if samples <= at["samples"]:
                     continue  # it was trained with before the run was stopped
                 began = time.perf_counter()
                 loss = criterion(model(images), labels)
@@ -155,16 +157,16 @@ def train(config: Config, report: Callable[[str], None] = lambda line: None) -> 
                 trainee.step()
                 seconds.append(time.perf_counter() - began)
                 at["losses"].append(loss.detach())
-                at["batch"] = batch
+                at["samples"] = samples
                 if stop and stop.due:
-                    saving = checkpoint.save(replica, config.checkpoint, **trainee.state(), **at)
+                    saving = checkpoint.save(replica, config.checkpoint, {**trainee.state(), **at})
                     replica.close()
                     if saving.error is not None:
                         raise SystemExit(f"stopped, and nothing could be saved: {saving.error}")  # with exit code 1
                     return None
                 if stop and (epoch * len(loader) + batch) % config.checkpoint_every == 0:
                     # A copy, which is written while training goes on.
-                    checkpoint.save(replica, config.checkpoint, wait=False, **trainee.state(), **at)
+                    checkpoint.save(replica, config.checkpoint, {**trainee.state(), **at}, wait=False)
 
             # The mean of a metric over workers: one all-reduce per epoch is enough for all its steps.
             losses = mean_over_workers(torch.stack(at["losses"])).tolist()
@@ -172,7 +174,7 @@ def train(config: Config, report: Callable[[str], None] = lambda line: None) -> 
             first = epoch * len(loader) + 1
             history = [{"step": first + i, "loss": value, "consensus_distance": None} for i, value in enumerate(losses)]
             history[-1]["consensus_distance"] = distance
-            at = {"epoch": epoch + 1, "batch": 0, "losses": [], "history": at["history"] + history}
+            at = {"epoch": epoch + 1, "samples": 0, "losses": [], "history": at["history"] + history}
             if (epoch + 1) % 5 == 0 or epoch + 1 == config.epochs:
                 loss_now = statistics.fmean(losses)
                 report(f"epoch {epoch + 1:3d}: loss {loss_now:.4f}, replicas are {distance:.2e} away from their mean")

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from decent_dp.checkpoint import files, index
+from decent_dp.checkpoint import files
+from decent_dp.checkpoint import folder as checkpoint_folder
 
 
 class Died(BaseException):
@@ -148,7 +149,7 @@ class FaultyDisk:
             for name in real:
                 patch.setattr(os, name, own.get(name) or counted(name))
             patch.setattr(files, "save_file", save_file)
-            for module in (files, index):
+            for module in (files, checkpoint_folder):
                 patch.setattr(module, "open", opened, raising=False)
             yield
 

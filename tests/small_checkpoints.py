@@ -1,20 +1,19 @@
-"""Small checkpoints of two workers, written by one, whose content follows from their round."""
+"""Small checkpoints of two workers, written by one, with contents that follow from their rounds."""
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from decent_dp.checkpoint import index
-from decent_dp.checkpoint.files import MANIFEST, Manifest, open_worker, read_manifest, verify, worker_name, write_worker
-from decent_dp.checkpoint.tree import encode
-from decent_dp.errors import CheckpointError
+from decent_dp.checkpoint import folder
+from decent_dp.checkpoint.files import Record, Shard, shard_name, write_shard
+from decent_dp.checkpoint.serialization import encode
 
 N = 2
-WHOLE = {MANIFEST, *(worker_name(rank) for rank in range(N))}
+WHOLE = {shard_name(rank) for rank in range(N)}
 
 
 def tree_of(round_: int, rank: int, size: int = 50) -> dict[str, Any]:
@@ -22,51 +21,65 @@ def tree_of(round_: int, rank: int, size: int = 50) -> dict[str, Any]:
     return {"round": round_, "rank": rank, "w": torch.randn(size, generator=generator), "step": torch.tensor(float(round_))}
 
 
-def write(folder: Path, round_: int, n: int = N) -> Manifest:
-    infos = [
-        write_worker(folder, rank, tensors, text) for rank in range(n) for text, tensors in [encode(tree_of(round_, rank), "")]
-    ]
-    return Manifest(round_, n, tuple(infos), {"model": ["w"]})
+def write(step: Path, round_: int, n: int = N) -> None:
+    for rank in range(n):
+        text, tensors = encode(tree_of(round_, rank), "")
+        write_shard(step, Record(step.name, rank, n, round_, ["w"]), tensors, text)
+
+
+def write_tree(step: Path, rank: int, n: int, tree: Any) -> Path:
+    text, tensors = encode(tree, "")
+    return write_shard(step, Record(step.name, rank, n, 7, []), tensors, text)
+
+
+def craft(step: Path, rank: int, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Puts another tree into a shard, with checksums that fit."""
+    with Shard(step / shard_name(rank), rank) as shard:
+        tree, record = shard.tree(), shard.record
+    text, tensors = encode(change(tree), "")
+    write_shard(step, record, {key: tensor.contiguous() for key, tensor in tensors.items()}, text)
 
 
 def save(path: Path, round_: int, run: str = "run", keep: int = 2) -> str:
-    """A whole save, as one worker would do it for all; what is not complete is removed when it fails."""
-    name = index.folder_name(round_, run, round_)
-    try:
-        index.commit(path, name, write(index.make_folder(path, name), round_), keep)
-    except (OSError, CheckpointError):
-        with suppress(OSError, CheckpointError):
-            index.discard(path, [name])
-        raise
+    """A whole save, as one worker would do it for all, in a run that has loaded from the folder."""
+    name = folder.step_name(round_, 0, round_, run)
+    folder.make_folder(path)
+    _, sight = folder.look(path)
+    complete = folder.complete([sight])
+    folder.claim(path, run, 0, may_take_over=True)
+    folder.remove(path, [other for other in sight.steps if other not in complete])
+    write(folder.make_folder(path / name), round_)
+    folder.write_latest(path, name, 0)
+    folder.prune(path, name, {name, *complete}, keep)
     return name
 
 
-def check(folder: Path) -> int:
-    """A checkpoint is whole, and holds what was saved at its round."""
-    manifest = read_manifest(folder)
-    verify(folder, manifest, range(manifest.world_size))
-    for rank in range(manifest.world_size):
-        with open_worker(folder, rank, manifest) as reader:
-            own, due = reader.tree(), tree_of(manifest.round, rank)
+def check(step: Path) -> int:
+    """Checks that a checkpoint is complete, and has what was saved at its round."""
+    for rank in range(N):
+        with Shard(step / shard_name(rank), rank) as shard:
+            shard.verify()
+            own, due, round_ = shard.tree(), tree_of(shard.record.round, rank), shard.record.round
             assert torch.equal(own.pop("w"), due.pop("w"))
             assert own == due
-    return manifest.round
+    return round_
 
 
-def names_in(folder: Path) -> set[str]:
-    return {entry.name for entry in folder.iterdir()}
+def newest(path: Path) -> str | None:
+    """The name of the checkpoint that a load of one worker would choose."""
+    root, sight = folder.look(path)
+    chosen = folder.choose(root, [sight])
+    return chosen[0] if chosen is not None else None
 
 
-def start_and_save(path: Path, round_: int, run: str, keep: int = 2) -> str:
-    """The first save of a run, which also removes what others have left over."""
-    before = index.leftovers(path)
-    name = save(path, round_, run, keep)
-    index.discard(path, before)
-    return name
+def names_in(path: Path) -> set[str]:
+    return {entry.name for entry in path.iterdir()}
 
 
-def check_tidy(path: Path) -> None:
-    names = index.read_latest(path)
-    assert names_in(path) == {"latest", *names}
+def check_tidy(path: Path, keep: int = 2) -> None:
+    names = folder.steps_in(path)
+    assert 1 <= len(names) <= keep
+    assert names_in(path) == {"latest", "run", *names}
+    assert (path / "latest").read_text().split() == names[:1]
     for name in names:
         assert names_in(path / name) == WHOLE

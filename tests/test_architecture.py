@@ -29,6 +29,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # A room is a top-level module or package. Rooms that a room may import (its own modules always); a new one is placed here.
 BELOW: dict[str, set[str]] = {
     "errors": set(),
+    "_checks": set(),
     "arguments": set(),
     "gradients": set(),
     "optim": set(),
@@ -45,7 +46,7 @@ BELOW["replica"] = BELOW["engine"] | {"engine", "arguments", "gradients"}
 BELOW["backward"] = BELOW["replica"] | {"replica"}
 BELOW["_gossip"] = BELOW["replica"] | {"replica"}
 BELOW["ddp"] = BELOW["backward"] | {"backward"}
-BELOW["checkpoint"] = BELOW["ddp"] | {"ddp", "__init__"}
+BELOW["checkpoint"] = BELOW["ddp"] | {"ddp", "__init__", "_checks"}
 BELOW["sim"] = BELOW["engine"] | {"engine", "optim", "arguments", "gradients"}
 BELOW["cli"] = BELOW["checkpoint"] | {"checkpoint", "sim", "optim", "launch", "plots", "utils", "__init__"}
 BELOW["__main__"] = BELOW["cli"] | {"cli"}
@@ -189,7 +190,7 @@ def test_the_engine_knows_no_module_and_no_optimizer():
 def test_the_core_needs_torch_and_numpy_alone():
     allowed = {"decent_dp", "torch", "numpy", *ONLY_IN, *sys.stdlib_module_names}
     assert [str(f) for _, f in ALL_IMPORTS if f.target.split(".")[0] not in allowed] == []
-    for room in ("topo", "errors"):
+    for room in ("topo", "errors", "_checks"):
         torch_at_top = [
             str(f) for m, f in ALL_IMPORTS if room_of(m) == room and f.target.split(".")[0] == "torch" and f.kind == "top"
         ]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
 import pickle
 import random
@@ -18,6 +16,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from decent_dp.checkpoint import latest, load, save
@@ -44,54 +44,47 @@ def as_it_was(folder: Path) -> Iterator[None]:
 
 def harms(newest: Path) -> dict[str, tuple[Callable[[], Any], str, str]]:
     """What can happen to a checkpoint, which error comes of it, and what it says."""
-    part, manifest = newest / "worker-0001.safetensors", newest / "manifest.json"
-
-    def edit(**changes: Any) -> None:
-        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), **changes}))
+    part, other = newest / "worker-0001.safetensors", newest / "worker-0000.safetensors"
 
     def flip() -> None:
         raw = bytearray(part.read_bytes())
         raw[-20] ^= 1
         part.write_bytes(raw)
 
-    def bomb() -> None:
-        part.write_bytes(pickle.dumps(Bomb()))
-
-    def whole_bomb() -> None:
-        """With a checksum that fits."""
-        bomb()
-        files = json.loads(manifest.read_text())["files"]
-        files[1] |= {"bytes": part.stat().st_size, "sha256": hashlib.sha256(part.read_bytes()).hexdigest()}
-        edit(files=files)
-
-    def huge_header() -> None:
-        part.write_bytes(struct.pack("<Q", 1 << 62) + b"{}")
-        files = json.loads(manifest.read_text())["files"]
-        files[1] |= {"bytes": part.stat().st_size, "sha256": hashlib.sha256(part.read_bytes()).hexdigest()}
-        edit(files=files)
-
     def linked() -> None:
         target = newest.parent / "elsewhere"
         part.rename(target)
         part.symlink_to(target)
 
+    def swapped() -> None:
+        part.rename(newest / "third")
+        other.rename(part)
+        (newest / "third").rename(other)
+
+    def mixed() -> None:
+        older = next(path for path in newest.parent.glob("step-*") if path != newest)
+        shutil.copy(older / part.name, part)
+
+    def newer() -> None:
+        tensors = load_file(part)
+        with safe_open(part, "pt") as opened:
+            save_file(tensors, part, {**opened.metadata(), "version": "99"})
+
     return {
         "cut off": (lambda: os.truncate(part, part.stat().st_size // 2), "CheckpointError", "worker-0001.*cut off"),
         "flipped": (flip, "CheckpointError", "worker-0001.*sha256"),
         "missing": (part.unlink, "CheckpointError", "worker-0001.*missing"),
-        "no manifest": (manifest.unlink, "CheckpointError", "manifest.json is missing.*names that checkpoint"),
-        "a pickle": (bomb, "CheckpointError", "worker-0001"),
-        "a pickle with its checksum": (whole_bomb, "CheckpointError", "worker-0001.*header"),
-        "a huge header": (huge_header, "CheckpointError", "worker-0001.*header"),
-        "a link": (linked, "CheckpointError", "worker-0001.*plain file"),
-        "newer": (partial(edit, version=99), "CheckpointError", "manifest.json.*newer decent_dp"),
-        "no JSON": (lambda: manifest.write_text("{"), "CheckpointError", "manifest.json"),
-        "a pickled manifest": (lambda: manifest.write_bytes(pickle.dumps(Bomb())), "CheckpointError", "manifest.json"),
-        "a way out": (
-            lambda: (newest.parent / "latest").write_text("../../etc\n"),
+        "swapped": (swapped, "CheckpointError", "worker-000[01].*it is the shard of worker [01]"),
+        "of another checkpoint": (mixed, "CheckpointError", "worker-0001.*not shards of one checkpoint"),
+        "a pickle": (lambda: part.write_bytes(pickle.dumps(Bomb())), "CheckpointError", "worker-0001.*header"),
+        "no record": (lambda: save_file(load_file(part), part), "CheckpointError", "worker-0001.*no shard"),
+        "a huge header": (
+            lambda: part.write_bytes(struct.pack("<Q", 1 << 62) + b"{}"),
             "CheckpointError",
-            "latest.*no name of a checkpoint",
+            "worker-0001.*header",
         ),
+        "a link": (linked, "CheckpointError", "worker-0001.*plain file"),
+        "newer": (newer, "CheckpointError", "worker-0001.*newer decent_dp"),
     }
 
 
@@ -107,8 +100,8 @@ def broken(rank: int, n: int, path: str) -> Any:
     os.environ["BOMB"] = str(root.parent / "executed")
     model = make("int8")
     run(model, "int8", rank, 0, AT)
-    save(model, root, older=True)  # nobody falls back to it without a word
-    save(model, root, n=n)
+    save(model, root, {"older": True})  # nobody falls back to it without a word
+    save(model, root, {"n": n})
     run(model, "int8", rank, AT, AT + 2)
     newest = latest(root)
     assert newest is not None

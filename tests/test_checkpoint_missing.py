@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import errno
-import json
 import os
 import random
 import re
@@ -14,91 +14,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from decent_dp.checkpoint import index, latest, load, save
-from decent_dp.checkpoint.files import MANIFEST, open_worker, worker_name, write_worker
-from decent_dp.checkpoint.tree import encode
+from decent_dp.checkpoint import export, latest, load, read_parameters, save
+from decent_dp.checkpoint.files import shard_name
 from decent_dp.ddp import DecentralizedDataParallel
-from decent_dp.errors import CheckpointError
 from decent_dp.transport import InProcessTransport, run_replicas
-from tests import small_checkpoints as small
 from tests.checkpoint_cases import error_of
-from tests.helpers import SGD, alone, loss, net, values
-from tests.small_checkpoints import check, check_tidy
+from tests.helpers import SGD, alone, assert_same, loss, net, values
+from tests.small_checkpoints import craft
 
 pytestmark = pytest.mark.timeout(60)
-
-# -- the list --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_listed_folder_without_a_manifest_is_named(tmp_path, rank):
-    names = [small.save(tmp_path, 2), small.save(tmp_path, 3)][::-1]
-    (tmp_path / names[rank] / MANIFEST).unlink()
-    with pytest.raises(CheckpointError, match=rf"{names[rank]}/manifest\.json is missing.*whole: \S*{names[1 - rank]}\)"):
-        index.complete(tmp_path)
-    shutil.rmtree(tmp_path / names[rank])
-    assert index.complete(tmp_path) == [names[1 - rank]]
-
-
-def test_what_another_process_takes_off_the_list_meanwhile_is_not_missed(tmp_path, monkeypatch, caplog):
-    old, new = small.save(tmp_path, 1), small.save(tmp_path, 2)
-    for harm in (lambda: (tmp_path / old / MANIFEST).unlink(), lambda: shutil.rmtree(tmp_path / old)):
-        index.switch_latest(tmp_path, [new, old])
-        found = [index.read_latest(tmp_path)]
-        index.switch_latest(tmp_path, [new])
-        harm()
-        real = index.read_latest
-        with monkeypatch.context() as patch:
-            patch.setattr(index, "read_latest", lambda path, found=found, real=real: found.pop() if found else real(path))
-            assert index.complete(tmp_path) == [new]
-    assert caplog.text == ""
-
-
-def test_what_cannot_be_looked_at_is_not_taken_for_missing(tmp_path, monkeypatch):
-    old, new = small.save(tmp_path, 1), small.save(tmp_path, 2)
-    real = os.lstat
-    for stale in ("latest", old, MANIFEST):
-
-        def lstat(path: Any, stale: str = stale) -> Any:
-            if Path(path).name == stale:
-                raise OSError(errno.ESTALE, "Stale file handle", str(path))
-            return real(path)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "lstat", lstat)
-            with pytest.raises((OSError, CheckpointError), match="Stale file handle"):
-                index.complete(tmp_path)
-            if stale != MANIFEST:
-                with pytest.raises((OSError, CheckpointError), match="Stale file handle"):
-                    small.save(tmp_path, 3)
-        assert index.read_latest(tmp_path) == index.complete(tmp_path) == [new, old], stale
-        assert [check(tmp_path / name) for name in (new, old)] == [2, 1]
-    small.save(tmp_path, 4)
-    check_tidy(tmp_path)
-
-
-@pytest.mark.parametrize("harm", ["gone", "cut", "link"])
-def test_no_switch_to_a_checkpoint_whose_files_are_not_there(tmp_path, harm):
-    old, name = small.save(tmp_path, 1, keep=1), index.folder_name(2, "run", 2)
-    manifest = small.write(index.make_folder(tmp_path, name), 2)
-    part = tmp_path / name / worker_name(1)
-    if harm == "cut":
-        os.truncate(part, 10)
-    else:
-        part.rename(tmp_path / "elsewhere")
-    if harm == "link":
-        part.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match=worker_name(1)):
-        index.commit(tmp_path, name, manifest, 1)
-    assert index.read_latest(tmp_path) == [old]
-    assert check(tmp_path / old) == 1
-    assert not (tmp_path / name).exists()
-    # Where it is on another disk nobody can look.
-    manifest = small.write(index.make_folder(tmp_path, name), 2)
-    part.unlink()
-    assert index.commit(tmp_path, name, manifest, 1, manifest.files[:1]) == [name]
-
 
 # -- nothing there, and nothing to be seen -------------------------------------------------------------------------------
 
@@ -120,15 +46,15 @@ def broken_paths(root: Path, newest: Path) -> dict[str, Path]:
     (root / "link").symlink_to(root / "not mounted")
     renamed = root / "best"
     shutil.copytree(newest, renamed)
-    (renamed / MANIFEST).unlink()
-    empty = root / "step-00000009-abcdef"
+    (renamed / shard_name(0)).write_bytes(b"")
+    empty = root / "step-00000009-0-9-abcdef"
     empty.mkdir()
     return {
         "a file": root / "file",
         "below a file": root / "file" / "below",
         "a link to nothing": root / "link",
-        "a checkpoint under another name, without its manifest": renamed,
-        "a checkpoint without its manifest": empty,
+        "a checkpoint under another name, with a broken shard": renamed,
+        "a checkpoint without its shards": empty,
     }
 
 
@@ -144,14 +70,50 @@ def test_what_is_there_and_is_no_checkpoint_is_an_error(tmp_path):
     model.close()
 
 
+@pytest.mark.parametrize("path", ["model.safetensors", "model.pt"])
+def test_a_file_of_another_kind_says_what_reads_it(tmp_path, path):
+    model = alone(net())
+    export(model, tmp_path / path)
+    for look in (lambda: load(model, tmp_path / path, missing_ok=True), lambda: read_parameters(tmp_path / path)):
+        kind, text = error_of(look)
+        assert kind == "CheckpointError"
+        assert f"{tmp_path / path} cannot be read: it is no folder of checkpoints" in text
+        reader = "safetensors.torch.load_file(path)" if path.endswith("safetensors") else "torch.load(path, weights_only=True)"
+        assert f"model.load_state_dict({reader})" in text
+    model.close()
+
+
+def test_a_first_save_that_was_killed_is_a_fresh_start(tmp_path):
+    def work(transport: InProcessTransport) -> Any:
+        model = DecentralizedDataParallel(net(), SGD, topology="ring", transport=transport)
+        path = save(model, tmp_path).path
+        transport.control.gather(None)
+        if transport.rank == 0:  # as it was before the second shard was written
+            (path / shard_name(1)).unlink()
+            (tmp_path / "latest").unlink()
+        transport.control.gather(None)
+        found = error_of(lambda: load(model, tmp_path)), load(model, tmp_path, missing_ok=True)
+        newest = save(model, tmp_path, {"at": 1}).path
+        transport.control.gather(None)
+        names = sorted(p.name for p in tmp_path.iterdir())
+        model.close()
+        return found, names == ["latest", "run", newest.name]
+
+    for ((kind, text), nothing), tidy in run_replicas(2, work, 20):
+        assert kind == "FileNotFoundError"
+        assert "no worker sees a complete checkpoint" in text
+        assert nothing is None
+        assert tidy
+
+
 @pytest.mark.parametrize("number", [errno.EACCES, errno.ESTALE, errno.EIO])
-@pytest.mark.parametrize("what", ["latest", MANIFEST, "saved"])
+@pytest.mark.parametrize("what", ["latest", shard_name(0), "saved"])
 def test_what_cannot_be_read_is_no_fresh_start(tmp_path, monkeypatch, number, what):
     model, root = alone(net()), tmp_path / "saved"
     for t in range(3):
         loss(model, t).backward()
-        save(model, root, at=t)
-    names, real = (root / "latest").read_text(), os.lstat
+        save(model, root, {"at": t})
+    real = os.lstat
 
     def lstat(path: Any) -> Any:
         if Path(path).name == what:
@@ -164,12 +126,36 @@ def test_what_cannot_be_read_is_no_fresh_start(tmp_path, monkeypatch, number, wh
         assert kind == "CheckpointError"
         assert os.strerror(number) in text
         assert what in text
-        if what == "latest":
-            failed = save(model, root, at="alone")
-            assert isinstance(failed.error, CheckpointError)
-    assert (root / "latest").read_text() == names
     assert load(model, root) == {"at": 2}
     model.close()
+
+
+def test_parameters_are_read_without_a_run(tmp_path):
+    def work(transport: InProcessTransport) -> Any:
+        torch.manual_seed(transport.rank)
+        module = torch.nn.Sequential(torch.nn.Linear(6, 3), torch.nn.BatchNorm1d(3))
+        model = DecentralizedDataParallel(module, SGD, topology="ring", transport=transport)
+        for t in range(3):
+            loss(model, t, transport.rank).backward()
+        save(model, tmp_path)
+        found = values(model.module), module[1].running_mean.clone()
+        model.close()
+        return found
+
+    (first, one), (second, other) = run_replicas(2, work, 20)
+    for rank, own in enumerate((first, second)):
+        assert_same(read_parameters(tmp_path, rank), own)
+    mean = read_parameters(str(latest(tmp_path)), buffers=True)
+    for name, value in first.items():
+        torch.testing.assert_close(mean[name], (value + second[name]) / 2, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(mean["1.running_mean"], (one + other) / 2)
+    fresh = torch.nn.Sequential(torch.nn.Linear(6, 3), torch.nn.BatchNorm1d(3))
+    fresh.load_state_dict(mean)
+    for bad, kind in ((2, ValueError), (-1, ValueError), (0.5, TypeError)):
+        with pytest.raises(kind, match="rank"):
+            read_parameters(tmp_path, bad)  # type: ignore[arg-type]
+    with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
+        read_parameters(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("call", [save, load, lambda _, path: latest(path)])
@@ -195,33 +181,47 @@ def without(tree: dict[str, Any], key: str) -> dict[str, Any]:
     return {k: v for k, v in tree.items() if k != key}
 
 
+def moved(tree: dict[str, Any], which: str) -> dict[str, Any]:
+    """A random state whose position is behind its words: a draw would read there."""
+    states = copy.deepcopy(tree["random"])
+    if which == "python":
+        states["python"][1][-1] = 5000
+    elif which == "numpy":
+        states["numpy"]["state"]["pos"] = 1 << 20
+    else:
+        states["torch"][8:12] = torch.tensor([624], dtype=torch.int32).view(torch.uint8)  # left
+        states["torch"][16:24] = torch.tensor([600]).view(torch.uint8)  # next
+    return {**tree, "random": states}
+
+
 # What a part may hold that its checksum fits, and what is said of it.
 TREES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a list": (lambda tree: [1], "not the state of a worker"),
     "no snapshot": (lambda tree: without(tree, "snapshot"), "not the state of a worker"),
-    "no extras": (lambda tree: without(tree, "extra"), "not the state of a worker"),
+    "no state of the user": (lambda tree: without(tree, "state"), "not the state of a worker"),
     "no random states": (lambda tree: without(tree, "random"), "random states do not fit"),
     "random states of none": (lambda tree: {**tree, "random": {}}, "random states do not fit"),
     "another generator": (
         lambda tree: {**tree, "random": {**tree["random"], "numpy": other_generator()}},
         "random states do not fit.*MT19937",
     ),
+    "a position of Python behind the words": (
+        lambda tree: moved(tree, "python"),
+        "random states.*invalid state",
+    ),
+    "a position of NumPy behind the words": (
+        lambda tree: moved(tree, "numpy"),
+        "random states do not fit.*NumPy.*out of range",
+    ),
+    "a position of torch behind the words": (
+        lambda tree: moved(tree, "torch"),
+        "random states do not fit.*torch.*out of range",
+    ),
     "half a state": (
         lambda tree: {**tree, "random": {**tree["random"], "torch": tree["random"]["torch"][:7]}},
         "random states do not fit",
     ),
 }
-
-
-def craft(folder: Path, rank: int, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Another tree in a worker's file, with a manifest that fits."""
-    with open_worker(folder, rank) as reader:
-        tree = reader.tree()
-    text, tensors = encode(change(tree), "")
-    info = write_worker(folder, rank, tensors, text)
-    manifest = json.loads((folder / MANIFEST).read_text())
-    manifest["files"][rank] = vars(info)
-    (folder / MANIFEST).write_text(json.dumps(manifest))
 
 
 @pytest.mark.parametrize("name", TREES)

@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from decent_dp.checkpoint.files import Manifest, Reader, open_worker, write_manifest, write_worker
+from decent_dp.checkpoint.files import Shard, shard_name
 from decent_dp.checkpoint.resize import HOW, combined, resized, sources
-from decent_dp.checkpoint.tree import encode
 from decent_dp.errors import CheckpointError
+from tests.small_checkpoints import write_tree
 
 
 def state(**changes: Any) -> dict[str, Any]:
@@ -42,21 +42,18 @@ def state(**changes: Any) -> dict[str, Any]:
         "link": {"rank": 0},
         "exchange": {"parameters": {"w": {"sent": torch.ones(2)}}, "stale": []},
     }
-    extra = changes.pop("extra", {})
+    extra = changes.pop("user", {})
     optim = {**snapshot["optim"], **changes.pop("optim", {})}
-    return {"snapshot": {**snapshot, "optim": optim, **changes}, "random": {"python": (1, 2)}, "extra": extra}
+    return {"snapshot": {**snapshot, "optim": optim, **changes}, "random": {"python": (1, 2)}, "state": extra}
 
 
 @contextlib.contextmanager
-def saved(folder: Path, trees: Sequence[Any]) -> Iterator[list[Reader]]:
+def saved(folder: Path, trees: Sequence[Any]) -> Iterator[list[Shard]]:
     folder.mkdir(exist_ok=True)
-    infos = []
     for rank, tree in enumerate(trees):
-        text, tensors = encode(tree, "")
-        infos.append(write_worker(folder, rank, tensors, text))
-    write_manifest(folder, Manifest(7, len(trees), tuple(infos), None))
+        write_tree(folder, rank, len(trees), tree)
     with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(open_worker(folder, rank)) for rank in range(len(trees))]
+        yield [stack.enter_context(Shard(folder / shard_name(rank), rank)) for rank in range(len(trees))]
 
 
 def mean_of(folder: Path, trees: Sequence[Any]) -> dict[str, Any]:
@@ -269,9 +266,9 @@ def test_only_optimizers_count_in_floats(tmp_path):
         {"step": torch.tensor(1.0), "last_epoch": torch.tensor([2.0])},
         {"step": torch.tensor(2.0), "last_epoch": torch.tensor([3.0])},
     ]
-    made = mean_of(tmp_path, [state(parameters=own, buffers=own, extra=own, optim={"state": {"w": own}}) for own in steps])
+    made = mean_of(tmp_path, [state(parameters=own, buffers=own, user=own, optim={"state": {"w": own}}) for own in steps])
     halves = {"step": torch.tensor(1.5), "last_epoch": torch.tensor([2.5])}
-    assert exactly([made["snapshot"]["parameters"], made["snapshot"]["buffers"], made["extra"]], [halves] * 3)
+    assert exactly([made["snapshot"]["parameters"], made["snapshot"]["buffers"], made["state"]], [halves] * 3)
     assert exactly(made["snapshot"]["optim"]["state"]["w"], {"step": torch.tensor(2.0), "last_epoch": torch.tensor([2.0])})
 
 
@@ -358,7 +355,7 @@ def test_the_users_own(tmp_path):
         }
         return {**own, **({"only mine": torch.ones(1)} if i == 0 else {"only theirs": torch.ones(1)})}
 
-    trees = [state(extra=extra(i), extra_state={"fp8": {"scale": torch.tensor([float(i)]), "n": i}}) for i in range(4)]
+    trees = [state(user=extra(i), extra_state={"fp8": {"scale": torch.tensor([float(i)]), "n": i}}) for i in range(4)]
     made = mean_of(tmp_path, trees)
     first = extra(0)
     expected = {
@@ -368,8 +365,8 @@ def test_the_users_own(tmp_path):
         "tuple": (torch.tensor([3.0]),),
         "longer": [torch.tensor([2.5]), torch.tensor([1.0])],
     }
-    assert exactly(made["extra"], expected)
-    assert list(made["extra"]) == list(first)
+    assert exactly(made["state"], expected)
+    assert list(made["state"]) == list(first)
     assert exactly(made["snapshot"]["extra_state"], {"fp8": {"scale": torch.tensor([1.5]), "n": 0}})
 
 
@@ -394,7 +391,7 @@ def test_from_n_to_m(tmp_path, n, m, how):
         state(
             parameters={"w": w, "frozen": torch.full((2,), 0.1)},
             optim={"state": {"w": {"exp_avg": w * 2}}},
-            extra={"rank": j, "ema": w},
+            user={"rank": j, "ema": w},
         )
         for j, w in enumerate(weights)
     ]
@@ -410,10 +407,10 @@ def test_from_n_to_m(tmp_path, n, m, how):
             snapshot = tree["snapshot"]
             np.testing.assert_allclose(snapshot["parameters"]["w"].numpy(), expected, rtol=1e-6, atol=1e-7)
             np.testing.assert_allclose(snapshot["optim"]["state"]["w"]["exp_avg"].numpy(), 2 * expected, rtol=1e-6, atol=1e-7)
-            np.testing.assert_allclose(tree["extra"]["ema"].numpy(), expected, rtol=1e-6, atol=1e-7)
+            np.testing.assert_allclose(tree["state"]["ema"].numpy(), expected, rtol=1e-6, atol=1e-7)
             assert torch.equal(snapshot["parameters"]["frozen"], torch.full((2,), 0.1))
-            assert tree["extra"]["rank"] == group[0]
-            assert tree.keys() == {"snapshot", "random", "extra"}
+            assert tree["state"]["rank"] == group[0]
+            assert tree.keys() == {"snapshot", "random", "state"}
             assert (tree["random"], snapshot["exchange"]) == (None, None)
             if len(group) == 1:
                 assert exactly(tree["snapshot"], {**trees[group[0]]["snapshot"], "exchange": None})
@@ -432,9 +429,9 @@ def test_one_tensor_of_one_worker_at_a_time(tmp_path, monkeypatch):
     trees = [state(parameters={f"w{k}": torch.randn(size) for k in range(5)}, exchange=None) for _ in range(n)]
     alive: list[Any] = []
     most = 0
-    real = Reader.tensor
+    real = Shard.__getitem__
 
-    def watched(self: Reader, key: str) -> Tensor:
+    def watched(self: Shard, key: str) -> Tensor:
         nonlocal most
         import weakref
 
@@ -445,7 +442,7 @@ def test_one_tensor_of_one_worker_at_a_time(tmp_path, monkeypatch):
         return tensor
 
     with saved(tmp_path, trees) as readers:
-        monkeypatch.setattr(Reader, "tensor", watched)
+        monkeypatch.setattr(Shard, "__getitem__", watched)
         tree = resized(readers, 0, 2, "mean")
     assert len(alive) == 5 * n
     assert most <= 3  # the first worker's, the one before and this one
@@ -459,9 +456,9 @@ def test_parameters_that_do_not_fit_are_named(tmp_path):
         (state(parameters={"w": torch.ones(2, dtype=torch.float64)}), "parameter 'w' has another shape or dtype"),
         (state(parameters={}), "it has no parameter 'w'"),
         (state(parameters={"w": 3}), "it has no parameter 'w'"),
-        ({"snapshot": [], "extra": {}}, "its tree is not the state of a worker"),
+        ({"snapshot": [], "state": {}}, "its tree is not the state of a worker"),
         ([1], "its tree is not the state of a worker"),
-        ({"snapshot": {"parameters": {}}, "extra": {}}, "its tree is not the state of a worker"),
+        ({"snapshot": {"parameters": {}}, "state": {}}, "its tree is not the state of a worker"),
     ]:
         with saved(tmp_path, [good, bad]) as readers, pytest.raises(CheckpointError, match="worker-0001") as caught:
             combined(readers)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
-import logging
 import os
 import sys
 import threading
@@ -18,7 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from decent_dp.checkpoint import commit, latest, load, meeting, save, saver
+from decent_dp.checkpoint import latest, load, save, saver
+from decent_dp.checkpoint.files import Shard
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import PeerTimeoutError
 from decent_dp.replica.consistency import model_signature
@@ -30,14 +29,14 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def slow_writing(monkeypatch: pytest.MonkeyPatch, seconds: float, rank: int = 0) -> None:
-    real = saver.write_worker
+    real = saver.write_shard
 
-    def slow(folder: Path, own: int, *args: Any) -> Any:
-        if own == rank:
+    def slow(folder: Path, record: Any, *args: Any) -> Any:
+        if record.rank == rank:
             time.sleep(seconds)
-        return real(folder, own, *args)
+        return real(folder, record, *args)
 
-    monkeypatch.setattr(saver, "write_worker", slow)
+    monkeypatch.setattr(saver, "write_shard", slow)
 
 
 # -- in order --------------------------------------------------------------------------------------------------------------
@@ -55,9 +54,9 @@ def test_a_save_that_is_refused_does_not_overtake_those_before_it(tmp_path, monk
         if transport.rank == 0:
             time.sleep(0.2)
         wrong = both or transport.rank == 1
-        second = error_of(lambda: save(model, tmp_path, wait=not wrong, x=object() if wrong else 1))
+        second = error_of(lambda: save(model, tmp_path, {"x": object() if wrong else 1}, wait=not wrong))
         found = first.wait(), second
-        assert save(model, tmp_path, last=True).error is None
+        assert save(model, tmp_path, {"last": True}).error is None
         model.close()
         return found
 
@@ -66,7 +65,7 @@ def test_a_save_that_is_refused_does_not_overtake_those_before_it(tmp_path, monk
     assert time.monotonic() - began < 6
     assert [path for path, _ in found] == [found[0][0]] * 2
     assert found[0][0] is not None
-    assert [kind for _, (kind, _) in found] == ["TypeError" if both else "RuntimeError", "TypeError"]
+    assert [kind for _, (kind, _) in found] == ["TypeError", "TypeError"]
 
 
 class Noisy(torch.optim.SGD):
@@ -142,7 +141,19 @@ def test_whoever_closes_waits_for_others_only_for_a_while(tmp_path, monkeypatch)
 
     took, text = run_replicas(2, work, 5)[0]
     assert 0.2 < took < 2
-    assert "0.3 s after its worker was to leave" in text
+    assert "was not complete, 0.3 s after close()" in text
+
+
+def test_a_disk_that_hangs_does_not_hold_a_close(tmp_path, monkeypatch):
+    """Bounded by the timeout; the error says which file."""
+    hangs = threading.Event()
+    monkeypatch.setattr(saver, "write_shard", lambda *_: hangs.wait(30))
+    model = DecentralizedDataParallel(net(), SGD, transport=InProcessTransport(0, LocalHub(1, timeout=0.5)))
+    saving, began = save(model, tmp_path, wait=False), time.monotonic()
+    model.close()
+    assert time.monotonic() - began < 3
+    hangs.set()
+    assert "worker-0000.safetensors was not written: the disk hangs, or is slow, 0.5 s after close()" in str(saving.error)
 
 
 @pytest.mark.parametrize(("error", "interactive", "hurry"), [(False, False, False), (True, False, True), (True, True, False)])
@@ -155,7 +166,7 @@ def test_who_is_in_a_hurry(monkeypatch, error, interactive, hurry):
             monkeypatch.delattr(sys, name, raising=False)
     asked: list[bool] = []
     leaving: Any = SimpleNamespace(close=lambda at_error: asked.append(at_error))
-    saver._leave(leaving)
+    saver._close_at_exit(leaving)
     assert asked == [hurry]
 
 
@@ -178,14 +189,14 @@ def test_a_store_that_hangs_is_not_waited_for_without_end(tmp_path, monkeypatch)
     transport.store = store
     model = DecentralizedDataParallel(net(), SGD, transport=transport)
     # A slow disk of one's own is no reason, in any part of it.
-    real: Callable[..., Any] = saver.index.commit
+    real: Callable[..., Any] = saver.folder.prune
     with monkeypatch.context() as patch:
         slow_writing(patch, 0.9)
-        patch.setattr(saver.index, "commit", lambda *args: (time.sleep(0.9), real(*args))[1])
-        assert save(model, tmp_path, at=0).error is None
+        patch.setattr(saver.folder, "prune", lambda *args: (time.sleep(0.9), real(*args))[1])
+        assert save(model, tmp_path, {"at": 0}).error is None
     store.answers.clear()
     began = time.monotonic()
-    unheard = save(model, tmp_path, wait=False, at=1)
+    unheard = save(model, tmp_path, {"at": 1}, wait=False)
     assert unheard.wait(0.1) is None
     with pytest.raises(PeerTimeoutError, match=r"not known whether .* nor the store") as caught:
         unheard.wait()
@@ -198,32 +209,10 @@ def test_a_store_that_hangs_is_not_waited_for_without_end(tmp_path, monkeypatch)
     waiting = save(model, tmp_path, wait=False)
     while not waiting.done:
         time.sleep(0.02)
-    assert load(model, tmp_path) == {"at": 0}
+    assert load(model, waiting.path) == {}  # its shards are there: that is all that it takes
     model.close()
     assert time.monotonic() - began < 8
     store.answers.set()
-
-
-def test_what_nobody_has_decided_is_left_alone(tmp_path, monkeypatch):
-    """Worker 1 has decided, and is not heard of: whether the checkpoint is complete is for the disk to tell."""
-    monkeypatch.setattr(commit, "_ANY_MOMENT", 0.3)
-
-    def work(transport: InProcessTransport) -> Any:
-        model = DecentralizedDataParallel(net(), SGD, topology="ring", transport=transport)
-        found = None
-        if transport.rank == 1:
-            transport.store.add("checkpoint/0/decided", 1)
-        transport.control.gather(None)
-        if transport.rank == 0:
-            saving = save(model, tmp_path, wait=False)
-            found = error_of(saving.wait), os.listdir(saving.path)
-        return found
-
-    (kind, text), names = run_replicas(2, work, 0.7)[0]
-    assert kind == "UndecidedError"
-    assert "not known whether step-" in text
-    assert "`latest` names it if it has" in text
-    assert names == ["worker-0000.safetensors"]
 
 
 # -- for whom --------------------------------------------------------------------------------------------------------------
@@ -237,31 +226,18 @@ def test_each_wrapper_of_a_process_has_its_own_folder(tmp_path):
         first, second = (DecentralizedDataParallel(net(seed), SGD, topology="ring", transport=transport) for seed in (0, 1))
         # As connect() would give it one of its own.
         second.replica.everyone = InProcessTransport(transport.rank, transport._hub)
-        assert save(first, tmp_path / "saved", who=1).error is None
-        found = [error_of(lambda name=name: save(second, tmp_path / name, who=2)) for name in ("saved", "link")]
-        assert save(second, tmp_path / "second", who=2).error is None
-        assert save(first, tmp_path / "saved", who=1).error is None
+        assert save(first, tmp_path / "saved", {"who": 1}).error is None
+        found = [error_of(lambda name=name: save(second, tmp_path / name, {"who": 2})) for name in ("saved", "link")]
+        assert save(second, tmp_path / "second", {"who": 2}).error is None
+        assert save(first, tmp_path / "link", {"who": 1}).error is None
         first.close()
-        assert save(second, tmp_path / "saved", who=2).error is None  # it is no longer used
-        assert load(second, tmp_path / "saved") == {"who": 2}
         second.close()
         return found
 
     for found in run_replicas(2, work, 20):
         for kind, text in found:
             assert kind == "ValueError"
-            assert "another wrapper of this process saves in" in text
-            assert "each wrapper its own folder" in text
-
-
-def test_a_wrapper_that_was_dropped_is_in_nobodys_way(tmp_path):
-    for t in range(3):
-        model = alone(net())
-        save(model, tmp_path, t=t)
-        del model
-    model = alone(net())
-    assert load(model, tmp_path) == {"t": 2}
-    model.close()
+            assert "two runs in one folder would remove each other's" in text
 
 
 # -- the disk --------------------------------------------------------------------------------------------------------------
@@ -288,75 +264,77 @@ def test_a_path_that_cannot_be_looked_at_does_not_end_the_training(tmp_path, mon
     model.close()
 
 
-def test_a_disk_that_is_full_when_workers_meet_stops_no_later_save(tmp_path, monkeypatch):
-    """Where there are no links, too."""
+@pytest.mark.parametrize("what", ["run", "latest"])
+def test_a_disk_that_is_full_for_small_files(tmp_path, monkeypatch, caplog, what):
+    """Without the file of the run there is no checkpoint; without `latest` there is one."""
+    real: Callable[..., Any] = os.replace
 
-    def no_link(*_: Any) -> None:
-        raise PermissionError(errno.EPERM, "Operation not permitted")
+    def full(source: Any, target: Any) -> None:
+        if Path(target).name == what:
+            raise OSError(errno.ENOSPC, "No space left on device", str(target))
+        real(source, target)
 
-    def full(self: Path, text: str) -> int:
-        if self.parent == tmp_path and self.name == f".folder-{run_id[:12]}":
-            raise OSError(errno.ENOSPC, "No space left on device", str(self))
-        return real(self, text)
-
-    monkeypatch.setattr(meeting, "_ANY_MOMENT", 1.0)
-    monkeypatch.setattr(os, "link", no_link)
-    model, real = alone(net()), Path.write_text
-    run_id = model.replica.transport.run_id
+    model = alone(net())
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", full)
-        failed = save(model, tmp_path)
-    assert "No space left" in str(failed.error)
-    assert not list(tmp_path.glob(".folder*"))
-    assert save(model, tmp_path).error is None
+        patch.setattr(os, "replace", full)
+        first = save(model, tmp_path, {"at": 0})
+    assert "No space left" in (str(first.error) if what == "run" else caplog.text)
+    assert (first.error is None) == (what == "latest")
+    assert latest(tmp_path) == (first.path if what == "latest" else None)
+    assert not list(tmp_path.glob("*.tmp"))
+    newest = save(model, tmp_path, {"at": 1}, keep=1)
+    assert load(model, tmp_path) == {"at": 1}
+    assert list(tmp_path.glob("step-*")) == [newest.path]
     model.close()
 
 
-def test_a_part_that_is_gone_before_the_switch(tmp_path, monkeypatch, caplog):
-    """The one before stays, also where only one is to be kept; parts on other disks are not looked for."""
-    real = saver.write_worker
+def test_a_shard_that_is_gone_again_is_named(tmp_path, monkeypatch):
+    """All have said that theirs is written: the one before stays where it is, and a load says what is missing."""
+    real = saver.write_shard
 
-    def loses(folder: Path, rank: int, *args: Any) -> Any:
-        info = real(folder, rank, *args)
-        if rank == 2 and losing.is_set():
-            (folder / info.name).unlink()
-        return info
+    def loses(folder: Path, record: Any, *args: Any) -> Any:
+        file = real(folder, record, *args)
+        if record.rank == 2 and losing.is_set():
+            file.unlink()
+        return file
 
     losing = threading.Event()
-    monkeypatch.setattr(saver, "write_worker", loses)
+    monkeypatch.setattr(saver, "write_shard", loses)
 
     def work(transport: InProcessTransport) -> Any:
         rank = transport.rank
         own = tmp_path / f"disk{rank // 2}" if rank < 3 else tmp_path / "disk1"
         model = DecentralizedDataParallel(net(), SGD, topology="ring", transport=transport)
-        assert save(model, own, keep=1, at=0).error is None
+        first = save(model, own, {"at": 0}, keep=2)
         transport.control.gather(None)
         losing.set()
-        failed = save(model, own, keep=1, at=1)
+        save(model, own, {"at": 1}, keep=2)
         transport.control.gather(None)
         losing.clear()
-        extra = load(model, own)
-        assert save(model, own, keep=1, at=2).error is None
+        found = error_of(lambda: load(model, own)), load(model, first.path)
+        assert save(model, own, {"at": 2}, keep=1).error is None
+        transport.control.gather(None)
+        found = *found, load(model, own)
         model.close()
-        return str(failed.error), extra
+        return found
 
-    with caplog.at_level(logging.WARNING):
-        for text, extra in run_replicas(4, work, 20):
-            assert "worker 2 could not complete it" in text
-            assert "worker-0002.safetensors is missing" in text
-            assert extra == {"at": 0}
+    for (kind, text), before, after in run_replicas(4, work, 20):
+        assert kind == "CheckpointError"
+        assert "worker-0002.safetensors is missing" in text
+        assert (before, after) == ({"at": 0}, {"at": 2})
 
 
 # -- the model -------------------------------------------------------------------------------------------------------------
 
 
-def test_the_manifest_names_the_model_of_the_moment(tmp_path):
+def test_the_record_names_the_model_of_the_moment(tmp_path):
     model = alone(net())
     model.module.register_buffer("seen", torch.zeros(2))
     keeper = saver.saver_of(model.replica)
 
     def saved() -> Any:
-        return json.loads((save(model, tmp_path).path / "manifest.json").read_text())["signature"]["model"]
+        with Shard(save(model, tmp_path).path / "worker-0000.safetensors", 0) as shard:
+            return shard.record.model
 
     assert saved() == model_signature(model.module)
     assert keeper._signature_of(model.module) is keeper._signature_of(model.module)

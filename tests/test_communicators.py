@@ -127,8 +127,8 @@ def test_beside_groups_of_the_users(workers):
 def its_timeout(rank: int, n: int) -> tuple[float, float]:
     short = dist.new_group([0, 1], timeout=timedelta(seconds=1.25))
     return (
-        ProcessGroupTransport()._meeting.timeout.total_seconds(),
-        ProcessGroupTransport(short)._meeting.timeout.total_seconds(),
+        ProcessGroupTransport()._rendezvous.timeout.total_seconds(),
+        ProcessGroupTransport(short)._rendezvous.timeout.total_seconds(),
     )
 
 
@@ -220,10 +220,10 @@ def test_who_does_not_answer_is_named_with_the_address():
         host, port = server.getsockname()
     store = dist.HashStore()
     store.set("address/3", json.dumps({"host": host, "port": port}))
-    meeting: Any = SimpleNamespace(store=store, near=frozenset(), timeout=timedelta(seconds=5))
+    rendezvous: Any = SimpleNamespace(store=store, local=frozenset(), timeout=timedelta(seconds=5))
     with pytest.raises(UnreachableError) as caught:
-        addresses.dial(meeting, 3)
-    error = peer_error(caught.value, [3], "round 0, bucket 1", Notes(store, 0), meeting.timeout)
+        addresses.dial(rendezvous, 3)
+    error = peer_error(caught.value, [3], "round 0, bucket 1", Notes(store, 0), rendezvous.timeout)
     assert isinstance(error, PeerLostError)
     assert str(error).startswith(f"worker 3 does not answer at {host} port {port} ([Errno ")
     assert "round 0, bucket 1 needs it" in str(error)

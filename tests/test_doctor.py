@@ -174,7 +174,7 @@ def with_silent_nodes(rank: int, n: int) -> Any:
         a, b = edge.ranks
         if a // 2 == b // 2:
             return exchange(self, edge, request)
-        limit = self._meeting.timeout.total_seconds()
+        limit = self._rendezvous.timeout.total_seconds()
 
         def wait() -> None:
             waits.append(limit)
@@ -220,10 +220,10 @@ def with_a_wall(rank: int, n: int, path: str) -> Any:
     if rank == 2:
         dial = process_group.dial
 
-        def stopped(meeting: Any, peer: int) -> Any:
+        def stopped(rendezvous: Any, peer: int) -> Any:
             if peer == 1:
                 raise UnreachableError("10.0.0.1 port 1234", "no way there")
-            return dial(meeting, peer)
+            return dial(rendezvous, peer)
 
         process_group.dial = stopped
     return the_command(rank, n, "--timeout", "1.5", "--out", path)

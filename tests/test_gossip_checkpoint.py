@@ -330,7 +330,7 @@ def uninterrupted(case: Case, folder: Path, rank: int, transport: Any = None) ->
             run.act(at, stop, rank)
             at = stop
             if saves and stop in case.stops:
-                save(run.gossip, folder / f"{stop}", wait=False, **run.extras())
+                save(run.gossip, folder / f"{stop}", run.extras(), wait=False)
                 if case.by_hand:
                     torch.save(run.by_hand(), folder / f"{stop}-{rank}.pt")
         ends.append(run.end())
@@ -437,7 +437,7 @@ def test_another_number_of_workers(tmp_path):
 
     def first(transport: InProcessTransport) -> Any:
         run = on(transport, ADAM, steps=5, rule=rule, mix_every=2)
-        save(run.gossip, tmp_path / "4", seen=torch.full((2,), float(transport.rank)), **run.extras())
+        save(run.gossip, tmp_path / "4", {"seen": torch.full((2,), float(transport.rank)), **run.extras()})
         return own(run)
 
     def second(how: str, source: str, target: str, transport: InProcessTransport) -> Any:
@@ -446,7 +446,7 @@ def test_another_number_of_workers(tmp_path):
         assert extras is not None
         found = own(run), extras["seen"].tolist()
         assert (run.gossip.stats().rounds, run.gossip.stats().updates) == (5, 5)
-        save(run.gossip, tmp_path / target, **extras)
+        save(run.gossip, tmp_path / target, extras)
         run.act(5, 8, transport.rank)
         assert run.gossip.stats().rounds == 8
         return found
@@ -515,7 +515,7 @@ def test_a_run_may_go_on_differently(tmp_path, way):
 
     def first(transport: InProcessTransport) -> Any:
         run = on(transport, PLAIN, steps=4)
-        save(run.gossip, tmp_path, **run.extras())
+        save(run.gossip, tmp_path, run.extras())
         files[transport.rank] = dumb_copy(run.by_hand())
         before = values(run.model)
         run.act(4, 7, transport.rank)
@@ -631,7 +631,7 @@ def test_export_calibration_and_moving_averages(tmp_path):
                 found["calibrated"] = dumb_copy(run.model.state_dict())
             with ema.averaged():
                 found["ema"] = values(run.model)
-                save(run.gossip, tmp_path / "inside", ema=ema.state_dict())
+                save(run.gossip, tmp_path / "inside", {"ema": ema.state_dict()})
             load(run.gossip, tmp_path / "inside")
             own = dumb_copy(run.model.state_dict())
             assert_equal(own, rows[-1])
@@ -870,7 +870,7 @@ def stopped(rank: int, n: int, path: str) -> Any:
             run.act(t, t + 1, rank)
             if stop.due:
                 break
-    save(run.gossip, path, at=t + 1)
+    save(run.gossip, path, {"at": t + 1})
     rounds = run.gossip.stats().rounds
     run.gossip.close()
     run = Run(ADAM, 9)

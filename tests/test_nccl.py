@@ -131,7 +131,7 @@ def choosing(rank: int, n: int) -> list[str]:
     transport = ProcessGroupTransport()
     found = []
     for nccl in (True, False):
-        transport._meeting = dataclasses.replace(transport._meeting, nccl=nccl)
+        transport._rendezvous = dataclasses.replace(transport._rendezvous, nccl=nccl)
         transport._communicators["nccl"] = Noting()
         for on_gpu in (True, False):
             for kind in (Lossless, BFloat16, Int8):

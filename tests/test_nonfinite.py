@@ -329,10 +329,10 @@ def saving(rank: int, n: int, path: str) -> tuple[str, int, Any]:
     with torch.no_grad():
         model[0].bias[0] = -math.inf  # a mask
     replica = gossip(model, SGD([named for named in model.named_parameters() if named[1].requires_grad]), topology="ring")
-    save(replica, path, keep=1, number=0)
+    save(replica, path, {"number": 0}, keep=1)
     if rank == 1:
         model[2].weight.data[0, 0] = math.nan
-    error = save(replica, path, keep=1, number=1).error
+    error = save(replica, path, {"number": 1}, keep=1).error
     finite = load(replica, path)["number"], bool(model[2].weight.isfinite().all())
     replica.close()
     return f"{type(error).__name__}: {error}", *finite

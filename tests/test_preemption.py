@@ -94,7 +94,7 @@ def everything_that_stops(rank: int, n: int, path: str) -> dict[str, Any]:
     found["handlers are back"] = signal.getsignal(signal.SIGTERM) is handler
     model = case("one", {last: [7]})
     tell()  # when all have been told to stop, this ends nobody any more
-    save(model, f"{path}/one", rank=rank)
+    save(model, f"{path}/one", {"rank": rank})
     model.close()
     case("all at once", {r: [5] for r in range(n)}).close()
     case("all, one after the other", {r: [5 + r] for r in range(n)}).close()
@@ -161,7 +161,7 @@ def uneven(rank: int, n: int, path: str) -> Any:
                 if stop.due:
                     break
         due = stop.due
-        saving = save(model, path, steps=model.stats().updates)
+        saving = save(model, path, {"steps": model.stats().updates})
     rounds, saved = model.stats().rounds, digest(model)
     for t in range(3):
         loss(model, t, rank).backward()
@@ -192,7 +192,7 @@ def until_told(rank: int, n: int, folder: str) -> Any:
             if stop.due:
                 break
     tell()  # of the next node, where it comes later
-    save(model, f"{folder}/saved", t=t)
+    save(model, f"{folder}/saved", {"t": t})
     tell()
     return model.stats().rounds, digest(model)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib
 import json
 import os
 import random
@@ -159,7 +158,7 @@ def told_with_a_full_disk(rank: int, n: int, folder: str) -> None:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    saver.write_worker = full
+    saver.write_shard = full
     threading.Thread(target=tell, daemon=True).start()
     train(rank, n, folder, folder)
 
@@ -171,19 +170,3 @@ def test_workers_that_could_not_save_do_not_say_that_all_is_well(workers, tmp_pa
         assert outcome.message.startswith("stopped, and nothing could be saved: ")  # a text: exit code 1
         assert "No space left" in outcome.message
     assert latest(tmp_path) is None
-
-
-def without_safetensors(rank: int, n: int) -> list[str]:
-    for name in list(sys.modules):
-        if name.startswith(("safetensors", "decent_dp.checkpoint", "examples")):
-            del sys.modules[name]
-    sys.modules["safetensors"] = sys.modules["safetensors.torch"] = None  # type: ignore[assignment]
-    digits = importlib.import_module("examples.digits")
-    result = digits.train(digits.Config(epochs=1))
-    with pytest.raises(ImportError, match=r"pip install 'decent-dp\[checkpoint\]'"):
-        digits.train(digits.Config(epochs=1, checkpoint="nowhere"))
-    return sorted(result)
-
-
-def test_only_checkpoints_need_safetensors(workers):
-    assert set(NUMBERS) < set(workers(1, without_safetensors)[0])

@@ -68,7 +68,7 @@ def resumed(case: Case, mesh: Any, path: Path) -> None:
     run.looked_at(5)
     with run.gossip.averaged():
         run.looked_at(5)
-        save(run.gossip, path, epoch=mesh.get_rank())
+        save(run.gossip, path, {"epoch": mesh.get_rank()})
     run.optimizers[0].step()
     for t in range(6, 9):
         step(run, t)

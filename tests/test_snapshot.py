@@ -194,7 +194,7 @@ def test_back_to_an_earlier_update(compression, overlap):
             assert_equal(ends[-1], (through[at.rank][1][stop:], through[at.rank][2]), f"back to {stop}")
             job.train(model, [50, 51, 53, 55, 59], at.rank)
             at.control.gather(None)
-            under_way = sum(key[0] == "exchange" for key in at._hub._meetings)  # type: ignore[index]
+            under_way = sum(key[0] == "exchange" for key in at._hub._values)  # type: ignore[index]
             at.control.gather(None)
             assert under_way <= 2, "what was under way before a load was not finished"
         assert 4000 <= model.stats().rejected < 5000

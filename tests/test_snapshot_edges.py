@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from decent_dp.checkpoint.files import Manifest, open_worker, write_manifest, write_worker
+from decent_dp.checkpoint.files import Record, Shard, write_shard
+from decent_dp.checkpoint.serialization import encode
 from decent_dp.checkpoint.staging import Staging
-from decent_dp.checkpoint.tree import encode
 from decent_dp.compression import COMPRESSIONS, Compression, FlatTensor, MessageId
 from decent_dp.compression.base import _BLOCK_ON_CPU
 from decent_dp.ddp import DecentralizedDataParallel
@@ -319,9 +319,8 @@ def test_sparse_tensors_through_a_file(name, tmp_path):
     assert any(tensor.is_sparse for tensor in tensors_in(snapshots[stop]))
     text, tensors = encode(snapshots[stop], "")
     assert all(tensor.layout is torch.strided for tensor in tensors.values())
-    info = write_worker(tmp_path, 0, Staging().copy(tensors).tensors, text)
-    write_manifest(tmp_path, Manifest(4, 1, (info,), None))
-    with open_worker(tmp_path, 0) as reader:
+    file = write_shard(tmp_path, Record("any", 0, 1, 4, []), Staging().copy(tensors).tensors, text)
+    with Shard(file, 0) as reader:
         others, other = go_on(job, InProcessTransport(), 0, range(stop, 6), reader.tree())
     assert_equal(others, losses[stop:])
     assert_equal(other, end)

@@ -334,7 +334,7 @@ BAD_ROUNDS: list[tuple[Any, str]] = [
         r"rank 1 appears twice, in edge \(0 1\) and in edge \(1 2\); each",
     ),
     ([Edge([0, 1, 0], 0.5), Edge([2, 3], 0.5)], r"rank 0 appears twice"),
-    ([Edge([0, 1], 0.5)], r"missing from all edges: rank 2 3; .* Edge\(\[2\], 1.0\) lets rank 2 sit it out"),
+    ([Edge([0, 1], 0.5)], r"missing from all edges: rank 2 3; .* Edge\(\[2\], 1.0\) leaves rank 2 idle"),
     ([], r"missing from all edges: rank 0 1 2 3"),
     (
         [Edge([0, 1], 0.5), Edge([2, 4], 0.5)],

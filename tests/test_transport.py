@@ -622,7 +622,7 @@ def test_a_thread_that_has_returned_is_not_waited_for():
             time.sleep(0.1)
             assert transport.control.gather(0) == [0, 1]
             return caught(swap, transport, Edge([0, 1], 0.5), ExchangeId(1, 0))
-        transport._hub.bring(("control", 0), 1, "1")
+        transport._hub.put(("control", 0), 1, "1")
         return None
 
     kind, message, seconds = run_replicas(2, work, timeout=6)[0]

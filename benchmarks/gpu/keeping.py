@@ -95,7 +95,7 @@ def checkpoint(worker: Worker) -> str:
         run = library(script, worker)
         train(run, 0, 4)
         folder = worker.folder / f"checkpoints{number}"
-        save(run.replica, folder, batch=4)
+        save(run.replica, folder, {"batch": 4})
         train(run, 4, 8)
         due, rounds = everything(run.model), run.replica.stats().rounds
         run.replica.close()

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from decent_dp.backward.units import Unit
 from decent_dp.replica.hidden_state import has_own_state_dict
 from decent_dp.replica.optimizers import exact_state, is_like
+from decent_dp.replica.state_checks import check_alike, check_param_state
 
 __all__ = ["check_optim_state", "collect_optim_state", "load_optim_state"]
 
@@ -127,7 +128,12 @@ def check_optim_state(state_dict: dict[str, Any], names: Sequence[str]) -> None:
     round_ = state_dict.get("round", 0)
     if not isinstance(round_, int) or round_ < 0:
         raise ValueError(f"the optimizer state's 'round' must be the number of a round, at least 0, got {round_!r}")
-    known = state_dict["param_groups"]
+    known, schedulers = state_dict["param_groups"], state_dict.get("schedulers")
+    for what, own in {"state": state_dict["state"], "param_groups": known, "schedulers": schedulers or {}}.items():
+        if not isinstance(own, dict):
+            raise ValueError(f"the optimizer state's '{what}' must be a dict, got {own!r}")
+    if schedulers and not (isinstance(schedulers.get("by_name"), dict) and isinstance(schedulers.get("by_group", []), list)):
+        raise ValueError("the optimizer state's 'schedulers' is no state of schedulers by parameter name")
     if not known:
         return  # saved before the first update
     for name in names:
@@ -153,6 +159,9 @@ def load_optim_state(units: Sequence[Unit], state_dict: dict[str, Any], *, exact
     for unit in units:
         names, optimizer = _names(unit), unit.optimizer
         if exact:
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    check_param_state(optimizer, param, state_dict["state"].get(names[id(param)], {}), names[id(param)])
             _check_shapes(optimizer, names, state_dict["state"])
         _load_optimizer(optimizer, names, state_dict)
         with torch.inference_mode(False), torch.no_grad():
@@ -166,7 +175,9 @@ def load_optim_state(units: Sequence[Unit], state_dict: dict[str, Any], *, exact
             _, by_group = _split(unit.scheduler.state_dict())
             for i, (own, group) in enumerate(zip(by_group, optimizer.param_groups, strict=False)):
                 own.update(_of_group(group["params"], i, names, by_name, examples))
-            unit.scheduler.load_state_dict(_join(schedulers, by_group))
+            joined = _join(schedulers, by_group)
+            check_alike(f"the state of {type(unit.scheduler).__name__}", joined, unit.scheduler.state_dict())
+            unit.scheduler.load_state_dict(joined)
 
 
 def _of_group(
@@ -189,6 +200,8 @@ def _load_optimizer(optimizer: Optimizer, names: dict[int, str], state_dict: dic
     for i, group in enumerate(optimizer.param_groups):
         members: list[Parameter] = group["params"]
         saved = _of_group(members, i, names, state_dict["param_groups"], state_dict.get("groups", []))
+        for options in [saved, *(state_dict["param_groups"][names[id(param)]] for param in members)]:
+            check_alike(f"parameter group {i} of {type(optimizer).__name__}", options, _options(group))
         groups.append({**group, **saved, "params": list(range(number, number + len(members)))})
         for param in members:
             if names[id(param)] in state_dict["state"]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decent_dp.checkpoint.owner import Trained, replica_of
+from decent_dp.checkpoint.trained import Trained, replica_of
 from decent_dp.errors import DisagreementError, OutOfStepError
 
 __all__ = ["AveragedReplica"]

@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import update_bn
 
 from decent_dp.arguments import FLOAT_DTYPES
-from decent_dp.checkpoint.owner import Trained, replica_of
+from decent_dp.checkpoint.files import replace_file
+from decent_dp.checkpoint.folder import make_folder
+from decent_dp.checkpoint.trained import Trained, replica_of
 from decent_dp.errors import CheckpointError
 from decent_dp.replica.averages import average_
 from decent_dp.replica.consistency import call_on_all
@@ -119,17 +122,7 @@ def _checked_path(given: object) -> Path:
     path = Path(os.fspath(given))
     if path.suffix not in (_SAFETENSORS, *_TORCH):
         raise ValueError(f"export writes files that end in {_SAFETENSORS}, {', '.join(_TORCH)}, got {str(path)!r}")
-    if path.suffix == _SAFETENSORS:
-        _save_file()
     return path
-
-
-def _save_file() -> Callable[..., None]:
-    try:
-        from safetensors.torch import save_file
-    except ImportError as error:
-        raise ImportError("safetensors files need safetensors: pip install 'decent-dp[checkpoint]'") from error
-    return save_file
 
 
 # -- buffers ----------------------------------------------------------------------------------------------------------
@@ -240,7 +233,6 @@ def _write(state: dict[str, Any], path: Path) -> None:
     if path.suffix == _SAFETENSORS:
         # Each key has memory of its own: a tied parameter is written under all its names, and any reader finds it.
         plain = {key: value.contiguous().clone() for key, value in state.items()}
-        save_file = _save_file()
         _replace(path, lambda file: save_file(plain, file, metadata={"format": "pt"}))
     else:
         _replace(path, lambda file: torch.save(state, file))
@@ -266,20 +258,8 @@ def _check_extra(key: str, value: object, path: Path) -> None:
 
 
 def _replace(path: Path, write: Callable[[Path], None]) -> None:
-    """Has a file written beside ``path`` and puts it there in one step, durably."""
-    partial = path.with_name(f".{path.name}.partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(partial)
-        for name, move in ((partial, True), (path.parent, False)):
-            handle = os.open(name, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
-            if move:
-                os.replace(partial, path)
-    except Exception as error:  # torch and safetensors have their own for a disk that is full
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
+        make_folder(path.parent)
+        replace_file(path, write)
+    except Exception as error:  # torch and safetensors raise errors of their own for a full disk
         raise CheckpointError(f"the model could not be written to '{path}': {type(error).__name__}: {error}") from error

@@ -1,19 +1,22 @@
-"""The files of one checkpoint: a worker's tensors, and the manifest that says what belongs together.
+"""The shard of one worker in a checkpoint, and the atomic write of all files.
 
-Every file is written under another name, made durable (fsync), renamed, and its folder made durable: what has its final name is
-whole, whenever the process or the machine dies. Nothing is locked and nothing is linked, so network file systems do.
+A shard is a safetensors file. The metadata in its header has a record, as JSON, and the SHA-256 of the record. The record says
+to which checkpoint and which worker the shard belongs, and has the SHA-256 of all tensors. So a changed bit is detected, and so
+is a shard of another worker or checkpoint.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import functools
 import hashlib
 import json
 import os
 import re
 import stat
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -22,83 +25,46 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from decent_dp.checkpoint.tree import RESERVED, Stored, decode, parse
+from decent_dp._checks import check_integer
+from decent_dp.checkpoint.serialization import RESERVED, Stored, decode, parse
 from decent_dp.errors import CheckpointError
-
-try:
-    import safetensors
-    from safetensors import SafetensorError, safe_open
-    from safetensors.torch import save_file
-except ImportError as _error:
-    raise ImportError("checkpoints keep tensors with safetensors: pip install 'decent-dp[checkpoint]'") from _error
 
 __all__ = [
     "FORMAT",
-    "MANIFEST",
     "VERSION",
-    "FileInfo",
-    "Manifest",
-    "Reader",
-    "check_present",
-    "open_worker",
-    "read_manifest",
-    "read_text",
+    "Record",
+    "Shard",
+    "file_identity",
+    "now",
+    "read_small",
+    "replace_file",
+    "replace_text",
+    "shard_name",
     "sync_folder",
-    "verify",
-    "worker_name",
-    "write_manifest",
-    "write_text",
-    "write_worker",
+    "write_shard",
 ]
 
 FORMAT = "decent_dp-checkpoint"
-VERSION = 1
-MANIFEST = "manifest.json"
+VERSION = 2
 
 _TREE = RESERVED[1]
-_BLOCK = 1 << 20
-
-if tuple(int(n) for n in re.findall(r"\d+", safetensors.__version__)[:2]) < (0, 8):
-    # Older ones hold Python's lock while they write, so that the training stands still, and copy all tensors first.
-    raise ImportError(
-        f"checkpoints need safetensors 0.8 or newer, and {safetensors.__version__} is installed: "
-        "pip install --upgrade 'decent-dp[checkpoint]'"
-    )
+# A small file is read so far. What is longer is no small file of ours.
+_SMALL = 4096
 
 
-def worker_name(rank: int) -> str:
-    """The name of a worker's file."""
+def shard_name(rank: int) -> str:
     return f"worker-{rank:04d}.safetensors"
 
 
-# -- the manifest ----------------------------------------------------------------------------------------------------------
+def now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
-@dataclass(frozen=True)
-class FileInfo:
-    """A file as it was when it was written.
-
-    Attributes:
-        name: without a folder.
-        bytes: its size.
-        sha256: of its bytes, as 64 hexadecimal digits.
-    """
-
-    name: str
-    bytes: int
-    sha256: str
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not re.fullmatch(r"worker-[0-9]{4,}\.safetensors", self.name):
-            raise ValueError(f"{self.name!r} is not the name of a worker's file")
-        if type(self.bytes) is not int or self.bytes < 0:
-            raise ValueError(f"the size of {self.name} must be a number of bytes, got {self.bytes!r}")
-        if not isinstance(self.sha256, str) or not re.fullmatch("[0-9a-f]{64}", self.sha256):
-            raise ValueError(f"the sha256 of {self.name} must be 64 hexadecimal digits, got {self.sha256!r}")
-
-
+@functools.cache
 def _versions() -> dict[str, str]:
     try:
         own = metadata.version("decent-dp")
@@ -107,193 +73,176 @@ def _versions() -> dict[str, str]:
     return {"decent_dp": own, "torch": str(torch.__version__)}
 
 
-def _now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+# -- shards ----------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Manifest:
-    """What makes files a checkpoint.
+class Record:
+    """To what a shard belongs.
 
     Attributes:
-        round: the round that comes next; the same on all workers.
-        world_size: how many workers saved it.
-        files: one a worker, in the order of their ranks.
-        signature: what the run must look like that loads it; any JSON.
-        saved_with: versions of decent_dp and torch.
-        saved_at: the time, in UTC (ISO 8601).
+        step: the name of the checkpoint, the same in all its shards.
+        rank: of the worker that saved it.
+        world_size: how many workers saved the checkpoint.
+        round: the round that comes next.
+        model: ``model_signature`` of the model that was saved.
+        replicas: the ranks of each replica; None if each is one worker.
+        sha256: of all tensors, as 64 hexadecimal digits.
+        saved_with, saved_at: the versions of decent_dp and torch, and the time in UTC (ISO 8601).
     """
 
-    round: int
+    step: str
+    rank: int
     world_size: int
-    files: tuple[FileInfo, ...]
-    signature: Any
+    round: int
+    model: list[Any]
+    replicas: list[list[int]] | None = None
+    sha256: str = ""
     saved_with: Mapping[str, str] = field(default_factory=_versions)
-    saved_at: str = field(default_factory=_now)
+    saved_at: str = field(default_factory=now)
 
     def __post_init__(self) -> None:
-        if type(self.round) is not int or self.round < 0:
-            raise ValueError(f"'round' must be a number, at least 0, got {self.round!r}")
-        if type(self.world_size) is not int or self.world_size < 1:
-            raise ValueError(f"'world_size' must be a number, at least 1, got {self.world_size!r}")
-        if len(self.files) != self.world_size:
-            raise ValueError(f"'files' must be one a worker, and there are {len(self.files)} of {self.world_size} workers")
-        for rank, info in enumerate(self.files):
-            if info.name != worker_name(rank):
-                raise ValueError(f"'files' must be one a worker, by rank: {worker_name(rank)} was due, got {info.name}")
-        versions = self.saved_with
-        if not isinstance(versions, Mapping) or not all(isinstance(v, str) for pair in versions.items() for v in pair):
-            raise ValueError(f"'saved_with' must be names and versions, got {versions!r}")
-        if not isinstance(self.saved_at, str):
-            raise ValueError(f"'saved_at' must be a time, got {self.saved_at!r}")
+        check_integer("rank", self.rank, 0)
+        check_integer("world_size", self.world_size, self.rank + 1)
+        check_integer("round", self.round, 0)
+        if not isinstance(self.step, str) or not isinstance(self.model, list) or not isinstance(self.sha256, str):
+            raise TypeError("it has an entry of another type")
+        if self.replicas is not None and not (
+            isinstance(self.replicas, list)
+            and all(isinstance(own, list) and len(own) == len(self.replicas[0]) for own in self.replicas)
+            and all(type(rank) is int for own in self.replicas for rank in own)
+            and sorted(rank for own in self.replicas for rank in own) == list(range(self.world_size))
+        ):
+            raise ValueError(f"{self.world_size} workers cannot be the replicas {str(self.replicas)[:80]}")
 
-    def to_json(self) -> str:
-        """The text of the file.
-
-        Raises:
-            TypeError: the signature is not JSON.
-            ValueError: it holds infinities or nan.
-        """
-        own = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        return json.dumps(own, indent=1, allow_nan=False) + "\n"
+    def to_metadata(self) -> dict[str, str]:
+        text = json.dumps(asdict(self))
+        return {"format": FORMAT, "version": str(VERSION), "record": text, "sha256": _sha256(text.encode())}
 
     @classmethod
-    def from_json(cls, text: str) -> Manifest:
-        """The manifest of a text.
-
-        Raises:
-            ValueError: it is not one; says why.
+    def from_metadata(cls, found: Mapping[str, str]) -> Record:
         """
-        try:
-            own = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"it is no JSON ({error})") from error
-        if not isinstance(own, dict) or own.get("format") != FORMAT:
-            raise ValueError(f"it is no manifest of a checkpoint ('format' is not '{FORMAT}')")
-        version = own.get("version")
-        if type(version) is int and version > VERSION:
+        Raises:
+            ValueError, TypeError: it is no record; says why.
+        """
+        if found.get("format") != FORMAT:
+            raise ValueError("it is no shard of a checkpoint")
+        version = found.get("version", "")
+        if version.isdigit() and int(version) > VERSION:
             raise ValueError(f"it was written by a newer decent_dp (format {version}, this one reads {VERSION}): upgrade it")
-        if type(version) is not int or version != VERSION:
-            raise ValueError(f"'version' must be {VERSION}, got {version!r}")
-        due = {"format", "version", *cls.__dataclass_fields__}
-        if own.keys() != due:
-            raise ValueError(f"its keys are {sorted(own)}, and must be {sorted(due)}")
-        files = own["files"]
-        if not isinstance(files, list) or not all(
-            isinstance(info, dict) and info.keys() == FileInfo.__dataclass_fields__.keys() for info in files
-        ):
-            raise ValueError("'files' must be a list of name, bytes and sha256")
-        rest = {key: own[key] for key in cls.__dataclass_fields__ if key != "files"}
-        return cls(files=tuple(FileInfo(**info) for info in files), **rest)
+        if version != str(VERSION):
+            raise ValueError(f"it has format {version[:20]!r}, and this decent_dp reads {VERSION}")
+        text = found.get("record", "")
+        if _sha256(text.encode()) != found.get("sha256"):
+            raise ValueError("its record was changed: the sha256 differs")
+        return cls(**json.loads(text))
+
+    @property
+    def workers(self) -> list[list[int]]:
+        """The ranks of each replica."""
+        return self.replicas or [[rank] for rank in range(self.world_size)]
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Completes a checkpoint. Durable when it returns.
+def write_shard(folder: Path, record: Record, tensors: Mapping[str, Tensor], text: str) -> Path:
+    """Writes a shard into a folder that exists. Durable when it returns; takes no second copy of CPU tensors.
 
-    Raises:
-        OSError: it could not be written; there is none then.
-    """
-    write_text(folder / MANIFEST, manifest.to_json())
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint's folder.
-
-    Raises:
-        CheckpointError: there is none, it is broken, or it was written by a newer version; names the file.
-    """
-    file = folder / MANIFEST
-    text = read_text(file)
-    if text is None:
-        raise CheckpointError(f"{folder} is no complete checkpoint: {file} is missing")
-    try:
-        return Manifest.from_json(text)
-    except ValueError as error:
-        raise CheckpointError(f"{file} cannot be used: {error}") from error
-
-
-# -- a worker's file -------------------------------------------------------------------------------------------------------
-
-
-def write_worker(folder: Path, rank: int, tensors: Mapping[str, Tensor], text: str) -> FileInfo:
-    """Writes a worker's file into a folder that exists. Durable when it returns; takes no second copy of CPU tensors.
-
-    May be called beside other workers', and beside the training: Python's lock is released for all that takes time.
+    Python's lock is released for all that takes time.
 
     Args:
         folder: of the checkpoint.
-        rank: the worker.
+        record: without ``sha256``.
         tensors: of the tree, contiguous and not overlapping, and not changed before this returns; as :mod:`staging` has them.
-        text: the tree they belong to, as :func:`tree.encode` gives it.
+        text: the tree they belong to, as ``encode`` returned it.
 
     Raises:
         OSError: it could not be written (a full disk, no folder, no permission); names the file. Nothing is left of it then.
     """
-    name = worker_name(rank)
-    taken = [key for key in RESERVED if key in tensors]
-    if taken:
-        raise ValueError(f"no tensor may have the key {taken[0]!r}")
-    # A tensor and not metadata: a file's header is limited.
+    # A tensor rather than metadata, because safetensors limits the length of a header.
     tree = torch.from_numpy(np.frombuffer(text.encode("ascii"), np.uint8).copy())
-    temporary = folder / f"{name}.tmp"
-    try:
-        with _fresh(temporary) as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-        _save(dict(tensors) | {_TREE: tree}, temporary)
-        os.chmod(temporary, mode)
-        _sync(temporary)
-        info = FileInfo(name, *_measure(temporary))
-        os.replace(temporary, folder / name)
-    except BaseException:
-        _forget(temporary)
-        raise
-    sync_folder(folder)
-    return info
+    content = {**tensors, _TREE: tree}
+    own = replace(record, sha256=_digest(content, content)).to_metadata()
+    file = folder / shard_name(record.rank)
+    replace_file(file, lambda temporary: _save(content, temporary, own))
+    return file
 
 
-def _save(tensors: dict[str, Tensor], file: Path) -> None:
+def _digest(keys: Iterable[str], tensors: Mapping[str, Tensor] | Shard) -> str:
+    digest = hashlib.sha256()
+    for key in sorted(keys):
+        tensor = tensors[key]
+        digest.update(f"{key}\0{tensor.dtype}{list(tensor.shape)}\0".encode())
+        raw: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+        digest.update(raw)
+    return digest.hexdigest()
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _save(tensors: dict[str, Tensor], file: Path, own: dict[str, str]) -> None:
     try:
-        save_file(tensors, file, metadata={"format": FORMAT, "version": str(VERSION)})
+        save_file(tensors, file, metadata=own)
     except SafetensorError as error:
         number = re.search(r"os error (\d+)", str(error))
         code = int(number[1]) if number else errno.EIO
         raise OSError(code, os.strerror(code) if number else str(error), str(file)) from error
 
 
-class Reader:
-    """A worker's file, open for reading. Also a context manager that closes it.
+class Shard:
+    """A shard that is open for reading; a context manager that closes it. Tensors are read when they are asked for.
 
-    Tensors are read when they are asked for, each time anew.
-
-    Attributes:
+    Args:
         file: its path.
-        rank: the worker that wrote it.
-        text: the JSON text of the tree, see :func:`tree.parse`.
+        rank: the worker that it must be of.
+
+    Raises:
+        CheckpointError: it is missing, cut off, no plain file, no shard, or of another worker; names it.
     """
 
     def __init__(self, file: Path, rank: int) -> None:
         self.file = file
-        self.rank = rank
-        # Not mapped into memory: a page of a file that is gone would end the process.
-        self._opened = self._read("its header is broken", lambda: safe_open(file, "pt", backend="pread"))
-        self._keys = frozenset(self._opened.keys())
-        if _TREE not in self._keys:
-            self.close()
-            raise CheckpointError(f"{file} cannot be used: it holds no tree")
         try:
-            self.text = self.tensor(_TREE).numpy().tobytes().decode("ascii")
-        except (UnicodeDecodeError, TypeError) as error:
+            file_identity(file)
+        except OSError as error:
+            raise _unreadable(file, error) from error
+        # Not mapped into memory: a page of a file that another process removes would end this one.
+        self._opened = self._read("its header is broken, or it was cut off", lambda: safe_open(file, "pt", backend="pread"))
+        try:
+            self._keys = frozenset(self._opened.keys())
+            self.record = self._record(rank)
+        except BaseException:
             self.close()
-            raise CheckpointError(f"{file} cannot be used: its tree is no text") from error
+            raise
 
-    def tensor(self, key: str) -> Tensor:
+    def _record(self, rank: int) -> Record:
+        try:
+            record = Record.from_metadata(self._opened.metadata() or {})
+        except (ValueError, TypeError, RecursionError) as error:
+            raise CheckpointError(f"{self.file} cannot be used: {error}") from error
+        if record.rank != rank:
+            raise CheckpointError(f"{self.file} cannot be used: it is the shard of worker {record.rank}, renamed")
+        if _TREE not in self._keys:
+            raise CheckpointError(f"{self.file} cannot be used: it has no tree")
+        return record
+
+    def verify(self) -> None:
+        """Reads all tensors, one at a time.
+
+        Raises:
+            CheckpointError: one was changed since it was written.
+        """
+        if _digest(self._keys, self) != self.record.sha256:
+            raise CheckpointError(f"{self.file} cannot be used: it was changed: the sha256 of its tensors differs")
+
+    def __getitem__(self, key: str) -> Tensor:
         """A tensor, on the CPU, in memory of its own.
 
         Raises:
             CheckpointError: there is none, or it cannot be read; names the file.
         """
         if key not in self._keys:
-            raise CheckpointError(f"{self.file} cannot be used: it holds no tensor '{key}'")
+            raise CheckpointError(f"{self.file} cannot be used: it has no tensor '{key}'")
         tensor: Tensor = self._read(f"tensor '{key}' cannot be read", lambda: self._opened.get_tensor(key))
         return tensor
 
@@ -301,35 +250,29 @@ class Reader:
         """What was saved, with all tensors.
 
         Raises:
-            CheckpointError: the file does not hold what its tree says; names it.
+            CheckpointError: the tree is malformed, or its tensors do not fit it; names the file. Also the next two.
         """
-        return self._named(lambda: decode(self.text, self.tensor))
+        return self._named(lambda: decode(self._text(), self.__getitem__))
 
     def outline(self) -> Any:
-        """What was saved, with a :class:`tree.Stored` in the place of each tensor and array.
-
-        Raises:
-            CheckpointError: the tree is malformed; names the file.
-        """
-        return self._named(lambda: parse(self.text))
+        """What was saved, with a :class:`Stored` in the place of each tensor and array."""
+        return self._named(lambda: parse(self._text()))
 
     def load(self, stored: Stored) -> Any:
-        """A tensor or an array of the outline.
-
-        Raises:
-            CheckpointError: the file does not hold it; names the file.
-        """
-        return self._named(lambda: stored.load(self.tensor))
+        """A tensor or an array of the outline."""
+        return self._named(lambda: stored.load(self.__getitem__))
 
     def close(self) -> None:
-        """Closes the file."""
         self._opened.__exit__(None, None, None)
 
-    def __enter__(self) -> Reader:
+    def __enter__(self) -> Shard:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
+
+    def _text(self) -> str:
+        return self[_TREE].numpy().tobytes().decode("ascii", "replace")
 
     def _named(self, read: Callable[[], Any]) -> Any:
         try:
@@ -348,105 +291,75 @@ class Reader:
             raise CheckpointError(f"{self.file} cannot be used: {what} ({error})") from error
 
 
-def open_worker(folder: Path, rank: int, manifest: Manifest | None = None) -> Reader:
-    """Opens a worker's file, once its size and checksum are those of the manifest.
-
-    Args:
-        folder: of the checkpoint.
-        rank: the worker that wrote the file.
-        manifest: of the folder; None reads it.
-
-    Raises:
-        CheckpointError: the file is missing, cut off, changed, no plain file, or its header is broken; names it.
-        ValueError: the checkpoint has no such worker.
-    """
-    manifest = read_manifest(folder) if manifest is None else manifest
-    verify(folder, manifest, [rank])
-    return Reader(folder / worker_name(rank), rank)
-
-
-def verify(folder: Path, manifest: Manifest, ranks: Iterable[int]) -> None:
-    """Compares size and sha256 of these workers' files with the manifest; reads them whole.
-
-    Raises:
-        CheckpointError: one is missing, cut off, changed or no plain file; names the first.
-        ValueError: the checkpoint has no such worker.
-    """
-    for rank in ranks:
-        if not 0 <= rank < manifest.world_size:
-            raise ValueError(f"{folder} was saved by {manifest.world_size} workers and has none of rank {rank}")
-        info = manifest.files[rank]
-        file = folder / info.name
-        try:
-            size, sha256 = _measure(file, info.bytes)
-        except OSError as error:
-            raise _unreadable(file, error) from error
-        _check_size(file, size, info)
-        if sha256 != info.sha256:
-            raise CheckpointError(f"{file} cannot be used: its sha256 is not the one it was written with: it was changed")
-
-
-def check_present(folder: Path, info: FileInfo) -> None:
-    """Looks whether a worker's file is there with its size, without reading it.
-
-    Raises:
-        CheckpointError: it is missing, cut off or no plain file; names it.
-    """
-    file = folder / info.name
-    try:
-        size = _plain_size(file)
-    except OSError as error:
-        raise _unreadable(file, error) from error
-    _check_size(file, size, info)
-
-
-def _check_size(file: Path, size: int, info: FileInfo) -> None:
-    if size != info.bytes:
-        cause = "it was cut off" if size < info.bytes else "something was added"
-        raise CheckpointError(f"{file} cannot be used: it has {size} bytes and was written with {info.bytes}: {cause}")
-
-
 # -- plain files -----------------------------------------------------------------------------------------------------------
 
 
-def write_text(file: Path, text: str) -> None:
-    """Replaces a small file in one rename. Durable when it returns.
+def replace_file(file: Path, write: Callable[[Path], object], by: str = "") -> None:
+    """Replaces a file by one rename, so that whoever reads it sees the old or the new content. Durable when it returns.
+
+    Args:
+        file: its path.
+        write: writes a file to the path that it is given.
+        by: a word in the temporary name, for a file that several workers write.
 
     Raises:
         OSError: it could not be written. The file is as it was then, unless only its folder could not be made durable.
     """
-    temporary = file.with_name(f"{file.name}.tmp")
+    temporary = file.with_name(f"{file.name}{by}.tmp")
     try:
-        with _fresh(temporary) as out:
-            out.write(text.encode())
-            out.flush()
-            os.fsync(out.fileno())
+        with contextlib.suppress(FileNotFoundError):  # of a process that was killed
+            os.unlink(temporary)
+        with open(temporary, "xb") as made:
+            mode = stat.S_IMODE(os.fstat(made.fileno()).st_mode)
+        write(temporary)
+        os.chmod(temporary, mode)  # safetensors makes a file of its own, which others may not read
+        _sync(temporary)
         os.replace(temporary, file)
     except BaseException:
-        _forget(temporary)
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
         raise
     sync_folder(file.parent)
 
 
-def read_text(file: Path) -> str | None:
-    """The text of a small file, which must be a plain one; None where there is none.
+def replace_text(file: Path, text: str, by: str = "") -> None:
+    """As :func:`replace_file`, for a small file."""
+
+    def write(temporary: Path) -> None:
+        with open(temporary, "wb") as out:
+            out.write(text.encode())
+
+    replace_file(file, write, by)
+
+
+def read_small(file: Path) -> bytes | None:
+    """The first 4 KiB of a plain file; None if there is no file.
 
     Raises:
-        CheckpointError: it cannot be read, or be looked for; names it.
+        OSError: it cannot be read, or is no plain file.
     """
     try:
-        with open(_open(file), "rb") as opened:
-            return opened.read().decode()
+        file_identity(file)
+        with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as opened:
+            return opened.read(_SMALL)
     except FileNotFoundError:
         return None
-    except OSError as error:
-        raise _unreadable(file, error) from error
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{file} cannot be used: it is no text") from error
+
+
+def file_identity(file: Path) -> list[int]:
+    """What is equal for two workers if they see the same file, also over a network.
+
+    Raises:
+        OSError: there is none, or it is no plain file: a link, or a pipe that would block.
+    """
+    found = os.lstat(file)
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "it is no plain file", str(file))
+    return [found.st_ino, found.st_ctime_ns, found.st_size]
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable, where its file system can and the folder may be read."""
+    """Makes the names in a folder durable, if its file system can and the folder may be read."""
     try:
         _sync(folder)
     except OSError as error:
@@ -460,45 +373,6 @@ def _sync(file: Path) -> None:
         os.fsync(opened)
     finally:
         os.close(opened)
-
-
-def _fresh(file: Path) -> Any:
-    """A new file, also where a killed process left one."""
-    _forget(file)
-    return open(file, "xb")
-
-
-def _forget(file: Path) -> None:
-    try:
-        os.unlink(file)
-    except OSError:
-        return
-
-
-def _open(file: Path) -> int:
-    """Opens a plain file. A link, or a pipe that would block, is refused."""
-    _plain_size(file)
-    return os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-
-
-def _plain_size(file: Path) -> int:
-    found = os.lstat(file)
-    if not stat.S_ISREG(found.st_mode):
-        raise OSError(errno.EINVAL, "it is no plain file", str(file))
-    return found.st_size
-
-
-def _measure(file: Path, due: int | None = None) -> tuple[int, str]:
-    """Size and sha256; the latter is empty when the size is not the due one."""
-    digest = hashlib.sha256()
-    block = memoryview(bytearray(_BLOCK))
-    with open(_open(file), "rb", buffering=0) as opened:
-        size = os.fstat(opened.fileno()).st_size
-        if due is not None and size != due:
-            return size, ""
-        while got := opened.readinto(block):
-            digest.update(block[:got])
-    return size, digest.hexdigest()
 
 
 def _unreadable(file: Path, error: OSError) -> CheckpointError:

@@ -15,7 +15,7 @@ from types import FrameType, TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from decent_dp.checkpoint.owner import Trained, replica_of
+from decent_dp.checkpoint.trained import Trained, replica_of
 from decent_dp.errors import PeerError, PeerLostError, PeerTimeoutError
 from decent_dp.replica.replica import Listener, Replica
 from decent_dp.transport.base import read_text

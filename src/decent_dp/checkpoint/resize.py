@@ -20,7 +20,6 @@ What the mean of several workers' states is:
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections import deque
 from collections.abc import Sequence
@@ -30,11 +29,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from decent_dp.checkpoint.files import Reader
-from decent_dp.checkpoint.tree import Stored
+from decent_dp._checks import check_choice
+from decent_dp.checkpoint.files import Shard
+from decent_dp.checkpoint.serialization import Stored
 from decent_dp.errors import CheckpointError
 
-__all__ = ["HOW", "combined", "resized", "sources"]
+__all__ = ["HOW", "combined", "mean_tensors", "resized", "sources"]
 
 HOW = ("mean", "spread")
 
@@ -44,23 +44,20 @@ _COUNTERS = frozenset({"step", "_step_count", "last_epoch"})
 _EXACT = 1 << 53
 
 
-def resized(readers: Sequence[Reader], rank: int, world_size: int, how: str) -> dict[str, Any]:
-    """What a worker of the new run starts from.
+def resized(shards: Sequence[Shard], rank: int, world_size: int, how: str) -> dict[str, Any]:
+    """What worker ``rank`` of a new run of ``world_size`` workers starts from.
 
     Args:
-        readers: of all workers that saved, by rank.
-        rank: the worker, of the new run.
-        world_size: of the new run.
-        how: 'mean' or 'spread'.
+        shards: of all workers that saved, by rank.
 
     Returns:
-        The tree {"snapshot", "random": None, "extra"}. One tensor of each worker is in memory at a time.
+        The tree {"snapshot", "random": None, "state"}. One tensor of each worker is in memory at a time.
 
     Raises:
         CheckpointError: a file cannot be read, or the workers' parameters do not fit each other; names it.
         ValueError: ``how`` is unknown.
     """
-    return combined([readers[j] for j in sources(len(readers), rank, world_size, how)])
+    return combined([shards[j] for j in sources(len(shards), rank, world_size, how)])
 
 
 def sources(saved: int, rank: int, world_size: int, how: str) -> list[int]:
@@ -69,39 +66,53 @@ def sources(saved: int, rank: int, world_size: int, how: str) -> list[int]:
     Raises:
         ValueError: ``how`` is unknown.
     """
-    if how == "mean":
+    if check_choice("resize", how, HOW) == "mean":
         return list(range(saved))
-    if how == "spread":
-        if world_size < saved:
-            return [j for j in range(saved) if j * world_size // saved == rank]
-        return [rank * saved // world_size]
-    close = difflib.get_close_matches(str(how), HOW, n=1, cutoff=0.5)
-    hint = f": did you mean {close[0]!r}?" if close else "."
-    raise ValueError(f"resize must be 'mean' or 'spread', got {how!r}{hint}")
+    if world_size < saved:
+        return [j for j in range(saved) if j * world_size // saved == rank]
+    return [rank * saved // world_size]
 
 
 class _Part(NamedTuple):
     """A node of one worker's tree, with tensors that are still in its file."""
 
-    reader: Reader
+    shard: Shard
     node: Any
 
 
-def combined(readers: Sequence[Reader]) -> dict[str, Any]:
-    """The mean of what these workers saved, as the tree {"snapshot", "random": None, "extra"}.
+def combined(shards: Sequence[Shard]) -> dict[str, Any]:
+    """The mean of what these workers saved, as the tree {"snapshot", "random": None, "state"}.
 
     Raises:
         CheckpointError: as for :func:`resized`.
     """
-    trees = [_Part(reader, reader.outline()) for reader in readers]
-    for reader, tree in trees:
-        if not _is_state(tree):
-            raise CheckpointError(f"{reader.file} cannot be used: its tree is not the state of a worker")
-    return {"snapshot": _snapshot(_at("snapshot", trees)), "random": None, "extra": _extra(_at("extra", trees))}
+    trees = _trees(shards)
+    return {"snapshot": _snapshot(_at("snapshot", trees)), "random": None, "state": _user_state(_at("state", trees))}
+
+
+def mean_tensors(shards: Sequence[Shard], keys: Sequence[str]) -> dict[str, Tensor]:
+    """The means of the tensors in the snapshots under ``keys``, by name.
+
+    Raises:
+        CheckpointError: as for :func:`resized`.
+    """
+    trees, found = _trees(shards), {}
+    for key in keys:
+        own = _at(key, _at("snapshot", trees))
+        for name in _keys(own):
+            found[name] = _parameter(name, trees, own) if key == "parameters" else _mean("", _at(name, own))
+    return found
+
+
+def _trees(shards: Sequence[Shard]) -> list[_Part]:
+    for part in (trees := [_Part(shard, shard.outline()) for shard in shards]):
+        if not _is_state(part.node):
+            raise CheckpointError(f"{part.shard.file} cannot be used: its tree is not the state of a worker")
+    return trees
 
 
 def _is_state(tree: Any) -> bool:
-    if not isinstance(tree, dict) or not all(isinstance(tree.get(key), dict) for key in ("snapshot", "extra")):
+    if not isinstance(tree, dict) or not all(isinstance(tree.get(key), dict) for key in ("snapshot", "state")):
         return False
     snapshot = tree["snapshot"]
     return all(isinstance(snapshot.get(key), dict) for key in ("parameters", "buffers", "optim", "grads"))
@@ -131,7 +142,7 @@ def _snapshot(parts: Sequence[_Part]) -> dict[str, Any]:
         elif key in ("round", "steps", "factor"):
             made[key] = _mean(key, own)
         elif key == "extra_state":
-            made[key] = _extra(own)
+            made[key] = _user_state(own)
         else:
             made[key] = _first(own)
     return made
@@ -140,7 +151,7 @@ def _snapshot(parts: Sequence[_Part]) -> dict[str, Any]:
 def _optim(parts: Sequence[_Part]) -> Any:
     scalers = [part for part in _at("scaler", parts) if part.node]
     smallest = min(scalers, key=lambda part: part.node.get("scale", math.inf), default=None)
-    without = [_Part(part.reader, {k: v for k, v in part.node.items() if k != "scaler"}) for part in parts]
+    without = [_Part(part.shard, {k: v for k, v in part.node.items() if k != "scaler"}) for part in parts]
     return {**_mean("", without), "scaler": None if smallest is None else _load(smallest)}
 
 
@@ -160,7 +171,7 @@ def _mean(name: str, parts: Sequence[_Part]) -> Any:
     if kind is dict:
         return {key: _mean(str(key), _at(key, parts)) for key in _keys(parts)}
     if kind in (list, tuple, deque) and len({len(node) for node in nodes}) == 1:
-        members = [_mean(name, [_Part(part.reader, part.node[i]) for part in parts]) for i in range(len(nodes[0]))]
+        members = [_mean(name, [_Part(part.shard, part.node[i]) for part in parts]) for i in range(len(nodes[0]))]
         return deque(members, nodes[0].maxlen) if kind is deque else kind(members)
     return _first(parts)
 
@@ -169,20 +180,20 @@ def _parameter(name: str, parts: Sequence[_Part], own: Sequence[_Part]) -> Any:
     """The mean of a parameter, which all have alike."""
     have = [part for part in _at(name, own) if isinstance(part.node, Stored)]
     if len(have) < len(parts):
-        lacking = next(part for part in parts if part.reader not in [other.reader for other in have])
-        raise CheckpointError(f"{lacking.reader.file} does not fit the others' files: it has no parameter '{name}'")
+        lacking = next(part for part in parts if part.shard not in [other.shard for other in have])
+        raise CheckpointError(f"{lacking.shard.file} does not fit the others' files: it has no parameter '{name}'")
     return _tensor("", have, must_fit=f"parameter '{name}' has another shape or dtype")
 
 
-def _extra(parts: Sequence[_Part]) -> Any:
+def _user_state(parts: Sequence[_Part]) -> Any:
     """The first one's, but for the tensors that others have at the same place."""
     node = parts[0].node
     alike = [part for part in parts if type(part.node) is type(node)]
     if type(node) is dict:
-        return {key: _extra(_at(key, alike)) for key in node}
+        return {key: _user_state(_at(key, alike)) for key in node}
     if type(node) in (list, tuple):
-        members = ([_Part(part.reader, part.node[i]) for part in alike if i < len(part.node)] for i in range(len(node)))
-        return type(node)(map(_extra, members))
+        members = ([_Part(part.shard, part.node[i]) for part in alike if i < len(part.node)] for i in range(len(node)))
+        return type(node)(map(_user_state, members))
     if isinstance(node, Stored) and node.kind != "array" and len(alike) > 1:
         return _tensor("", alike, integers=False)
     return _load(parts[0])
@@ -210,7 +221,7 @@ def _tensor(name: str, parts: Sequence[_Part], must_fit: str = "", integers: boo
         other = load(part)
         if not isinstance(other, Tensor) or (other.shape, other.dtype) != (first.shape, first.dtype):
             if must_fit:
-                raise CheckpointError(f"{part.reader.file} does not fit {parts[0].reader.file}: {must_fit}")
+                raise CheckpointError(f"{part.shard.file} does not fit {parts[0].shard.file}: {must_fit}")
             return _load(parts[0])
         equal = equal and _same_bits(first, other)
         if averaged:
@@ -264,18 +275,18 @@ def _first(parts: Sequence[_Part]) -> Any:
 
 def _load(part: _Part) -> Any:
     """A node with its tensors."""
-    reader, node = part
+    shard, node = part
     if isinstance(node, Stored):
-        return reader.load(node)
+        return shard.load(node)
     if isinstance(node, dict):
         made = type(node)()
         for key, member in node.items():
-            made[key] = _load(_Part(reader, member))
+            made[key] = _load(_Part(shard, member))
         return made
     if type(node) in (list, tuple):
-        return type(node)(_load(_Part(reader, member)) for member in node)
+        return type(node)(_load(_Part(shard, member)) for member in node)
     if isinstance(node, deque):
-        return deque((_load(_Part(reader, member)) for member in node), node.maxlen)
+        return deque((_load(_Part(shard, member)) for member in node), node.maxlen)
     return node
 
 
@@ -285,7 +296,7 @@ def _load_dense(part: _Part) -> Any:
 
 
 def _at(key: Any, parts: Sequence[_Part]) -> list[_Part]:
-    return [_Part(reader, node[key]) for reader, node in parts if key in node]
+    return [_Part(shard, node[key]) for shard, node in parts if key in node]
 
 
 def _keys(parts: Sequence[_Part]) -> list[Any]:

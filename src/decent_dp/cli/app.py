@@ -1,4 +1,4 @@
-"""The commands, and what becomes of their errors."""
+"""The commands, their errors and exit codes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from decent_dp.cli.screen import one_line, say
 
 __all__ = ["app", "run"]
 
-# A click of typer's own, or the package: the two kinds of error are told by the one that typer shows.
+# typer has its own copy of click, or uses the package: its own error leads to the right base class.
 _CLICK_ERROR: type[Exception] = typer.BadParameter.__mro__[2]
 
 
@@ -71,13 +71,13 @@ def _root(
         bool, typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Decentralized data-parallel training: which topology, what it is worth, and what your cluster makes of it."""
+    """Decentralized data-parallel training: topologies, simulated training, predicted step times, measured links."""
     if context.invoked_subcommand is None:
         say(context.get_help())
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs one command; returns the exit code. Errors that a user can do something about are one line on stderr."""
+    """Runs one command; returns the exit code. Errors about the input or the environment are one line on stderr."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that knows no '·'
@@ -87,7 +87,7 @@ def run(argv: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[list[int]]:
-    """Notes each Ctrl-C, in a list: some libraries make another error of it, or none, where it comes at the wrong moment."""
+    """Records each Ctrl-C in a list: some libraries turn it into another error, or ignore it."""
     came: list[int] = []
 
     def note(number: int, frame: Any) -> None:
@@ -115,7 +115,7 @@ def _run(argv: Sequence[str], interrupts: Sequence[int]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except SystemExit:
-        return 0  # how rich and typer leave when the reader of a help text has gone
+        return 0  # rich and typer, if the reader of a help text has gone
     except BadInputError as error:
         return _fail(str(error), 2)
     except _CLICK_ERROR as error:
@@ -131,11 +131,11 @@ def _run(argv: Sequence[str], interrupts: Sequence[int]) -> int:
 
 
 def _no_number(error: Any) -> str | None:
-    """What typer's error about a text that is no number says, in the words of the others; None: it is another error."""
+    """typer's error about a text that is no number, in the words of the other errors; None for other errors."""
     said = re.search(r"valid (integer|number|float)", str(getattr(error, "message", "")))
     if said is None or getattr(error, "param", None) is None:
         return None
-    # Where the text is that was typed: with the cause, or in the message, by the version of typer.
+    # The text that was typed is with the cause, or in the message, by the version of typer.
     known: Any = getattr(error.__cause__, "errors", list)()
     quoted = re.match(r"'(.*)' is not", str(error.message))
     value = known[0]["input"] if known else quoted[1] if quoted else None
@@ -144,7 +144,7 @@ def _no_number(error: Any) -> str | None:
 
 
 def _fail(message: str, code: int) -> int:
-    # Of many workers one speaks.
+    # Only rank 0 reports.
     if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
         sys.stderr.write(f"decent-dp: {one_line(message)}\n")
     return code

@@ -160,7 +160,7 @@ def _cluster(
     from decent_dp.planner import Cluster
 
     if n is None:
-        raise BadInputError("the workers are missing: write -n 32 (and -l 4 for 4 a node), or --measured FILE")
+        raise BadInputError("the workers are missing: write -n 32 (and -l 4 for 4 per node), or --measured FILE")
     check_workers(n, local, MOST_ANALYSED)
     require("--ports", ports, least=1)
     # A link that does not exist cannot limit.

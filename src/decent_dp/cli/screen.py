@@ -1,4 +1,4 @@
-"""What goes to the terminal: tables and JSON on stdout, progress and errors on stderr."""
+"""Output: tables and JSON on stdout, progress and errors on stderr."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rich.text import Text
 __all__ = ["figures", "number", "one_line", "plain_json", "progress_console", "say", "size", "table", "write_json"]
 
 PLOT_ENDINGS = (".png", ".pdf", ".svg")
-# From here on a number is written with an exponent.
+# Larger numbers are written with an exponent.
 _LARGE = 1e7
 
 
@@ -29,7 +29,7 @@ def one_line(message: object) -> str:
 
 
 def say(*parts: Any) -> None:
-    """Prints texts (taken as they are) and tables on stdout. A reader that has gone (``| head``) ends the command quietly."""
+    """Prints texts, without markup, and tables on stdout. If the reader has gone (``| head``), the command ends quietly."""
     console = Console(file=sys.stdout, highlight=False, soft_wrap=False)
     width = console.width
     with console.capture() as capture:
@@ -37,7 +37,7 @@ def say(*parts: Any) -> None:
             if isinstance(part, str):
                 console.print(part, markup=False, soft_wrap=True)
             else:
-                # What cannot be folded goes beyond the right border rather than lose its end.
+                # Text that cannot be folded exceeds the width, and is not cut.
                 wide = console.options.update(width=100_000)
                 if isinstance(part, Table):
                     _keep_whole(part, console, wide)
@@ -47,7 +47,7 @@ def say(*parts: Any) -> None:
 
 
 def _keep_whole(made: Table, console: Console, wide: ConsoleOptions) -> None:
-    """Columns that are not folded become as wide as their longest cell: else rich cuts them between words."""
+    """Makes columns that are not folded as wide as their longest cell: rich would cut them between words."""
     for column in made.columns:
         if column.no_wrap:
             cells = [*column.cells, *([column.header] if made.show_header else [])]
@@ -60,7 +60,7 @@ def write_json(document: Any) -> None:
 
 
 def plain_json(document: Any) -> str:
-    """JSON with null where a number is not finite (JSON knows no such numbers)."""
+    """JSON with null for numbers that are not finite."""
     return json.dumps(_finite(document), indent=1, allow_nan=False)
 
 
@@ -77,19 +77,19 @@ def _write(text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
-        # What is left in the buffer would be tried again when the interpreter ends.
+        # Otherwise the interpreter writes the rest of the buffer again at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(0) from None
 
 
 def progress_console() -> Console | None:
-    """Where progress is shown: stderr, if somebody looks."""
+    """stderr, if it is a terminal, for progress."""
     console = Console(file=sys.stderr, highlight=False)
     return console if console.is_terminal else None
 
 
 def table(*columns: str, left: Iterable[int] = (0,)) -> Table:
-    """An empty table. Its numbers are never cut, however narrow the terminal; names and texts are folded first."""
+    """An empty table. Numbers are never cut, however narrow the terminal; the ``left`` columns are folded."""
     made = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     aligned = set(left)
     for index, column in enumerate(columns):
@@ -99,7 +99,7 @@ def table(*columns: str, left: Iterable[int] = (0,)) -> Table:
 
 
 def figures(rows: Iterable[tuple[str, str]]) -> Table:
-    """A list of what is called how."""
+    """A list of names and texts."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -109,7 +109,7 @@ def figures(rows: Iterable[tuple[str, str]]) -> Table:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A number with so many digits that count, commas in large ones and an exponent in huge ones; a dash for none."""
+    """A number with so many significant digits, commas if it is large, an exponent if it is huge; a dash for None."""
     if value is None or not math.isfinite(value):
         return "-"
     if value == 0:
@@ -120,7 +120,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def size(nbytes: float) -> str:
-    """Bytes in the unit that reads best: '260 MB'."""
+    """Bytes with a unit: '260 MB'."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= scale:
             return f"{number(nbytes / scale)} {unit}"

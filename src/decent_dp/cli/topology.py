@@ -122,7 +122,7 @@ def show(
     n: N,
     local: Local = 1,
     epsilon: Epsilon = 1e-3,
-    payload: Annotated[str | None, typer.Option(help="What a worker sends for one copy of the model: 100MB.")] = None,
+    payload: Annotated[str | None, typer.Option(help="Size of one copy of the model: 100MB.")] = None,
     params: Annotated[str | None, typer.Option(help="The same as a number of float32 parameters: 65e6.")] = None,
     plot: Plot = None,
     json: Json = False,
@@ -136,16 +136,17 @@ def show(
     check_workers(n, local, MOST_ANALYSED)
     topology = make(name, n, local)
     analysis = analyse(topology, epsilon=epsilon)
-    rounds = _rounds(topology)
+    rounds = [topology.round(t) for t in range(topology.period or _APERIODIC)]
+    errors = _errors(topology, analysis)
     try:
         if json:
-            write_json(_show_json(name, topology, rounds, analysis, nbytes))
+            edges = [[{"ranks": edge.ranks, "weight": edge.weight} for edge in round_] for round_ in rounds]
+            write_json({**_as_json(analysis, nbytes), "name": name, "rounds": edges, "consensus_error": errors})
         else:
             _say_one(name, n, local, rounds, analysis, nbytes)
-    finally:  # also if the reader of stdout has gone
+    finally:  # also after a broken pipe
         if plot is not None:
-            with writing(plot):
-                _plot(name, topology, rounds, analysis, plot)
+            _plot(rounds, {name: errors}, plot, f"{name}, ", analysis)
     if plot is not None and not json:
         say("", f"plot: {plot}")
 
@@ -168,11 +169,6 @@ def _payload(payload: str | None, params: str | None) -> float | None:
     if params is not None:
         return 4.0 * as_count("--params", params)
     return None if payload is None else as_bytes("--payload", payload)
-
-
-def _rounds(topology: Topology) -> list[list[Edge]]:
-    """A period; of a topology that does not repeat the first rounds."""
-    return [topology.round(t) for t in range(topology.period or _APERIODIC)]
 
 
 def _rounds_table(rounds: Sequence[Sequence[Edge]], period: int | None) -> Table:
@@ -270,17 +266,6 @@ def _as_json(a: Analysis, nbytes: float | None = None) -> dict[str, Any]:
     return row
 
 
-def _show_json(
-    name: str, topology: Topology, rounds: Sequence[Sequence[Edge]], a: Analysis, nbytes: float | None
-) -> dict[str, Any]:
-    return {
-        **_as_json(a, nbytes),
-        "name": name,
-        "rounds": [[{"ranks": edge.ranks, "weight": edge.weight} for edge in edges] for edges in rounds],
-        "consensus_error": _errors(topology, a),
-    }
-
-
 def _errors(topology: Topology, a: Analysis) -> list[float]:
     """The consensus error by rounds: to the tolerance, two periods at least, and no further than a plot shows."""
     from decent_dp.topo.analysis import consensus_error
@@ -289,17 +274,13 @@ def _errors(topology: Topology, a: Analysis) -> list[float]:
     return [float(value) for value in consensus_error(topology, min(wanted, _CURVE))]
 
 
-def _plot(name: str, topology: Topology, rounds: Sequence[Sequence[Edge]], a: Analysis, path: Path) -> None:
+def _plot(rounds: Sequence[Sequence[Edge]], errors: dict[str, list[float]], path: Path, of: str, a: Analysis) -> None:
     from decent_dp.plots import plot_topology
 
-    plot_topology(
-        rounds,
-        {name: _errors(topology, a)},
-        path,
-        title=f"{name}, {a.world_size} workers" + (f", {a.local_world_size} per node" if a.local_world_size > 1 else ""),
-        local_world_size=a.local_world_size,
-        epsilon=a.epsilon,
-    )
+    local = a.local_world_size
+    title = f"{of}{a.world_size} workers" + (f", {local} per node" if local > 1 else "")
+    with writing(path):
+        plot_topology(rounds, errors, path, title=title, local_world_size=local, epsilon=a.epsilon)
 
 
 # -- compare ---------------------------------------------------------------------------------------------------------------
@@ -326,22 +307,18 @@ def compare(n: N, local: Local = 1, epsilon: Epsilon = 1e-3, plot: Plot = None, 
         found[name] = analyse(topology, epsilon=epsilon)
         if plot is not None:
             curves[name] = _errors(topology, found[name])
-    rows = [{**_as_json(a), "name": name} for name, a in found.items()]
-    unfit = [{"name": name, "reason": reason} for name, reason in misfits.items()]
     try:
         if json:
+            rows = [{**_as_json(a), "name": name} for name, a in found.items()]
+            unfit = [{"name": name, "reason": reason} for name, reason in misfits.items()]
             write_json(
                 {"world_size": n, "local_world_size": local, "epsilon": epsilon, "topologies": rows, "do_not_fit": unfit}
             )
         else:
             _say_comparison(found, misfits, epsilon)
-    finally:  # also if the reader of stdout has gone
+    finally:  # also after a broken pipe
         if plot is not None:
-            from decent_dp.plots import plot_topology
-
-            title = f"{n} workers" + (f", {local} per node" if local > 1 else "")
-            with writing(plot):
-                plot_topology([], curves, plot, title=title, local_world_size=local, epsilon=epsilon)
+            _plot([], curves, plot, "", next(iter(found.values())))
     if plot is not None and not json:
         say("", f"plot: {plot}")
 

@@ -1,7 +1,7 @@
-"""The seam: how the values of a bucket become bytes, and what two messages say about the difference of two replicas.
+"""The interface: the values of a bucket become a message, and two messages give the difference of two replicas.
 
-A message also says whether all values in it are finite: it ends with a flag, which is 0, or 1 + the rank of a worker with a
-NaN or an infinity. In a group the mean has the largest flag of all members, so that all see it.
+A message ends with a flag that says whether all its values are finite: 0, or 1 + the rank of a worker with a NaN or an
+infinity. The mean of a group has the largest flag of all members, so that all of them see it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 
 __all__ = ["Block", "Chunk", "Compression", "FlatTensor", "Hints", "MessageId", "all_finite", "part_of"]
 
-# Elements that are worked on at once: on a CPU few enough for the temporaries to stay in its cache, on a GPU many enough
-# for a kernel to be worth its launch.
+# Elements of a block: on a CPU few enough for the temporaries to stay in its cache, on a GPU enough for a kernel to be worth
+# its launch.
 _BLOCK_ON_CPU = 2**16
 _BLOCK_ON_GPU = 2**22
 
-# Pieces start at multiples of this, so that any dtype can be read in them.
+# Chunks start at multiples of this, so that any dtype can be read in them.
 _ALIGNMENT = 8
 
 # Bytes of the flag at the end of a message, an int64.
@@ -31,11 +31,11 @@ _FLAG = 8
 
 @dataclass(frozen=True)
 class FlatTensor:
-    """A flat tensor of a bucket: a parameter, or all of them where they lie one after another.
+    """A flat tensor of a bucket: one parameter, or all of them where they lie one after another.
 
     Attributes:
-        index: the parameter's number in the model; seeds its rounding. Of no meaning for all of them.
-        numel: its elements.
+        index: the parameter's number in the model, which seeds its rounding; not used if it stands for all of them.
+        numel: its number of elements.
     """
 
     index: int
@@ -44,7 +44,7 @@ class FlatTensor:
 
 @dataclass(frozen=True)
 class Block:
-    """Elements ``[start, stop)`` of an item, coded together; ``at`` and ``record`` are byte offsets in the message."""
+    """Elements ``[start, stop)`` of a flat tensor, coded together; ``at`` and ``record`` are byte offsets in the message."""
 
     tensor: int
     start: int
@@ -59,7 +59,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Bytes ``[start, stop)`` of a message: runs that can be reduced before the rest has come."""
+    """Bytes ``[start, stop)`` of a message: blocks that can be reduced before the rest has come."""
 
     start: int
     stop: int
@@ -68,12 +68,12 @@ class Chunk:
 
 @dataclass(frozen=True)
 class MessageId:
-    """What a message belongs to; round and rank seed its rounding.
+    """Identifies a message; round and rank seed its rounding.
 
     Attributes:
         round: of the exchange.
         rank: of the worker that codes; negative for the mean of a group.
-        edge: the members of the edge: a wire that learns by edge keeps what it has learnt under them.
+        edge: the members of the edge, under which a compression keeps a state for each edge.
     """
 
     round: int
@@ -82,49 +82,49 @@ class MessageId:
 
 
 def part_of(values: Tensor, block: Block) -> Tensor:
-    """The elements of ``run``, of the values of its item."""
-    # A slice costs a microsecond, and most tensors of most models are one run.
+    """The elements of ``block``, of the values of its flat tensor."""
+    # A slice costs a microsecond, and most tensors of most models are one block.
     return values if block.stop - block.start == len(values) else values[block.start : block.stop]
 
 
 def all_finite(values: Tensor) -> bool | Tensor:
-    """Whether a tensor has neither NaN nor infinity. On a GPU a tensor, which nobody waits for."""
+    """Whether a tensor has neither NaN nor infinity; on a GPU as a tensor, without waiting for it."""
     if values.device.type != "cpu":
         return values.isfinite().all()
-    # One pass: whatever is not finite is in the sum, too. Finite values may overflow it, and are looked at one by one.
+    # One pass: the sum contains any NaN or infinity (docs/log.md, 2026-11-22). Finite values may overflow it, and are then
+    # checked one by one.
     return math.isfinite(values.sum().item()) or bool(values.isfinite().all())
 
 
 class Compression(ABC):
     """Codes the values of one bucket. Messages are uint8 tensors of ``nbytes``, on the bucket's device.
 
-    One exchange at a time: ``encode``, maybe ``combine``, then ``differences``.
+    One exchange at a time: ``encode``, perhaps ``reduce``, then ``differences``.
 
     Args:
-        items: what the bucket holds.
-        dtype: the items'.
-        device: the items'.
+        tensors: the flat tensors of the bucket.
+        dtype, device: of the tensors.
 
     Attributes:
-        name: what users call it.
-        by_parameter: every parameter has to be an item of its own.
-        announces: both ends must know, a round ahead, what the others expect (``hint``).
+        name: as users pass it.
+        by_parameter: every parameter must be a flat tensor of its own.
+        needs_hints: a worker must know the ``hint`` of all members of the edge before it can encode.
         nbytes: the length of a message, the same on all workers.
-        chunks: which bytes of it can be reduced on their own.
-        rejected: runs whose difference could not be told, so far.
+        chunks: the parts of a message that can be reduced on their own.
+        rejected: blocks whose difference could not be determined, so far.
     """
 
     name: ClassVar[str | None]
     by_parameter: ClassVar[bool] = False
     needs_hints: ClassVar[bool] = False
-    # Bytes of a record in front of the codes, one a run.
+    # Bytes of the record of each block, in front of the codes.
     _record: ClassVar[int] = 0
 
     def __init__(self, tensors: Sequence[FlatTensor], dtype: torch.dtype, device: torch.device) -> None:
         self.tensors = tuple(tensors)
         self.rejected = 0
         self.dtype, self.device = dtype, device
-        # Arithmetic of the codec: the items' dtype, but at least float32.
+        # For arithmetic: the tensors' dtype, but at least float32.
         self.compute = torch.promote_types(dtype, torch.float32)
         self.block_elements = _BLOCK_ON_CPU if device.type == "cpu" or self._record else _BLOCK_ON_GPU
         self.chunks = self._lay_out()
@@ -133,7 +133,7 @@ class Compression(ABC):
     @property
     @abstractmethod
     def code(self) -> torch.dtype:
-        """Of what a value is sent as."""
+        """The dtype in which values are sent."""
 
     @property
     def _itemsize(self) -> int:
@@ -143,9 +143,9 @@ class Compression(ABC):
         """Writes a message, front to back.
 
         Args:
-            values: one flat tensor an item.
+            values: one 1-D tensor for each of ``tensors``.
             out: the message, to be written.
-            heard: hints of all members of the edge, the own one included, where the wire has them.
+            hints: of all members of the edge, this worker included, where they are needed.
 
         Yields:
             How many bytes of ``out`` are final.
@@ -161,18 +161,18 @@ class Compression(ABC):
     def _encode(
         self, values: Sequence[Tensor], out: Tensor, message_id: MessageId, hints: Sequence[bytes]
     ) -> Iterator[bool | Tensor]:
-        """As ``encode``, chunk by chunk and without the flag; yields whether all values of the chunk are finite."""
+        """Encodes chunk by chunk, without the flag; yields whether all values of the chunk are finite."""
 
     def reduce(
         self, chunk: Chunk, messages: Sequence[Tensor], sizes: Sequence[int], out: Tensor, message_id: MessageId
     ) -> None:
-        """The message of a group's mean, for one chunk.
+        """Writes one chunk of the message of a group's mean.
 
         Args:
             messages: the bytes of ``chunk``, as single workers or parts of the group sent them.
-            sizes: how many workers each stands for.
+            sizes: the number of workers in each of them.
             out: as long as each of them; may be one of them.
-            moment: the same on whoever combines this chunk at this stage, with a negative rank.
+            message_id: with a negative rank; the same on any worker that reduces this chunk at this stage.
         """
         flags = [self.flag_view(message) for message in messages] if chunk.stop == self.nbytes else []
         flag = torch.cat(flags).max() if flags else None  # before ``out`` is written
@@ -184,34 +184,37 @@ class Compression(ABC):
     def _reduce(
         self, chunk: Chunk, messages: Sequence[Tensor], sizes: Sequence[int], out: Tensor, message_id: MessageId
     ) -> None:
-        """As ``combine``, without the flag; what is written of values that are not finite is not read."""
+        """Reduces without the flag; the result for values that are not finite is never read."""
 
     @abstractmethod
     def differences(self, sent: Tensor, received: Tensor) -> Iterator[tuple[Block, Tensor | None, float]]:
-        """What was received minus what was sent, both finite: every run of the bucket, one after the other.
+        """The received message minus the sent one, both finite, block by block.
 
         Yields:
-            The run; a 1-D tensor of the dtype ``compute``, which is good until the next one and may be written to, or None for
-            a run whose difference cannot be told; and what it is to be multiplied by.
+            The block; its difference, a 1-D tensor of the dtype ``compute`` that is valid until the next one and may be
+            written to, or None if it cannot be determined; and the factor of the difference.
         """
 
     @abstractmethod
     def proposals(self, values: Sequence[Tensor], sent: Tensor) -> Iterator[tuple[Block, Tensor]]:
-        """What ``sent`` stands for, run by run, given the values as they are now."""
+        """The values that ``sent`` represents, block by block, given the present values."""
 
     def hint(self, values: Sequence[Tensor]) -> bytes:
-        """What the members of a coming edge must know; empty where they need nothing."""
+        """Returns what the members of the next edge must know; empty if they need nothing."""
         return b""
 
     def stuck(self, rounds: int) -> list[int]:
         """The numbers of the tensors with a block that was rejected in each of the last ``rounds`` exchanges, or more."""
         return []
 
-    # -- a run that is stopped, and goes on -----------------------------------------------------------------------------
+    # -- saving and resuming ---------------------------------------------------------------------------------------------
 
     def entries(self, numel: int, *, in_flight: bool) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of all that is kept of an item of ``numel`` elements: of its memory, of what was announced, and of
-        what is under way."""
+        """Shape and dtype of each entry that is saved of a flat tensor of ``numel`` elements.
+
+        Args:
+            in_flight: an exchange is in flight, and saved, too.
+        """
         blocks = -(-numel // self.block_elements)
         found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         if self.needs_hints:
@@ -225,11 +228,11 @@ class Compression(ABC):
         return found
 
     def unpack(self, message: Tensor) -> list[dict[str, Tensor]]:
-        """What a written message holds, item by item; it does not depend on the other items.
+        """Splits a written message into entries for each flat tensor, which do not depend on the other tensors.
 
         Returns:
-            ``sent``: the codes of the item, 1-D of the dtype ``code``, in the order of its values; a part of the message
-            where they lie in one chunk. ``records``, for wires that have them: one a run, of shape (runs, fields), float64.
+            ``sent``: the codes of the tensor, 1-D of the dtype ``code``, in the order of its values; a view of the message if
+            they lie in one chunk. ``records``, if there are any: one row for each block, of shape (blocks, fields), float64.
         """
         parts: list[dict[str, Tensor]] = []
         for tensor, blocks in zip(self.tensors, self._blocks_by_tensor(), strict=True):
@@ -245,7 +248,7 @@ class Compression(ABC):
         return parts
 
     def pack(self, parts: Sequence[Mapping[str, Tensor]], out: Tensor) -> None:
-        """The inverse of ``take_apart``: writes the message ``out``."""
+        """The inverse of ``unpack``: writes the message ``out``."""
         for part, blocks in zip(parts, self._blocks_by_tensor(), strict=True):
             for number, block in enumerate(blocks):
                 self._codes(out, block, self.code).copy_(part["sent"][block.start : block.stop])
@@ -253,22 +256,22 @@ class Compression(ABC):
                     out[block.record : block.record + self._record].view(torch.float64).copy_(part["records"][number])
 
     def resume(self, out: Tensor, message_id: MessageId, hints: Sequence[bytes]) -> None:
-        """In the place of ``encode``, for a message that ``put_together`` has written in a run that was resumed."""
+        """Takes the place of ``encode`` for a message that ``pack`` has written in a resumed run."""
         if self.chunks:
             self._mark(out, all(self._finite(out, chunk) for chunk in self.chunks), message_id.rank)
 
     def state(self) -> list[dict[str, Tensor]]:
-        """What the wire has learnt, item by item: copies, on the CPU."""
+        """The state of this compression for each flat tensor: copies, on the CPU."""
         return [{} for _ in self.tensors]
 
     def load_state(self, state: Sequence[Mapping[str, Tensor]]) -> None:
-        """Goes on with what ``memory`` returned."""
+        """Resumes from what ``state`` returned."""
         return
 
     def edge_state(self) -> list[dict[str, Tensor]]:
-        """What the wire has learnt of single edges, item by item: live tensors under keys of its own that name the edge.
+        """The state for single edges, for each flat tensor: live tensors under keys that name the edge.
 
-        Saved in checkpoints, and handed to ``load_edge_state`` of a new wire.
+        It is saved in checkpoints and passed to ``load_edge_state``.
         """
         return [{} for _ in self.tensors]
 
@@ -277,12 +280,12 @@ class Compression(ABC):
         return
 
     def hint_by_tensor(self, hint: bytes) -> list[Tensor]:
-        """An hint as one int8 tensor an item: a value a run."""
+        """Splits a hint into one int8 tensor for each flat tensor, with one value per block."""
         values = torch.tensor(list(hint), dtype=torch.uint8, device="cpu").view(torch.int8)
         return list(torch.split(values, [len(blocks) for blocks in self._blocks_by_tensor()]))
 
     def hint_of(self, by_tensor: Sequence[Tensor]) -> bytes:
-        """The inverse of ``announcement_by_item``."""
+        """The inverse of ``hint_by_tensor``."""
         return b"".join(bytes(part.cpu().numpy()) for part in by_tensor)
 
     def _blocks_by_tensor(self) -> list[list[Block]]:
@@ -293,7 +296,7 @@ class Compression(ABC):
         return found
 
     def payload(self, chunks: Sequence[Chunk]) -> int:
-        """The bytes of these chunks that stand for values: all but the flag."""
+        """The bytes of these chunks without the flag."""
         return sum(chunk.stop - chunk.start - (_FLAG if chunk.stop == self.nbytes else 0) for chunk in chunks)
 
     # -- values that are not finite ----------------------------------------------------------------------------------------
@@ -307,7 +310,7 @@ class Compression(ABC):
         return message[-_FLAG:].view(torch.int64)
 
     def first_nonfinite(self, message: Tensor) -> tuple[int, int] | None:
-        """Item and element of the first value of a message that is not finite; None if all are."""
+        """Flat tensor and element of the first value of a message that is not finite; None if all are."""
         for chunk in self.chunks:
             for block in chunk.blocks:
                 element = self._first_nonfinite(message, block)
@@ -317,7 +320,7 @@ class Compression(ABC):
 
     @abstractmethod
     def _first_nonfinite(self, message: Tensor, block: Block) -> int | None:
-        """Where in ``run`` the first value is that is not finite, or may be: as exactly as the message tells."""
+        """The first element of ``block`` that is not finite, as exactly as the message can say."""
 
     @abstractmethod
     def _finite(self, message: Tensor, chunk: Chunk) -> bool | Tensor:
@@ -333,17 +336,17 @@ class Compression(ABC):
     # -- messages -------------------------------------------------------------------------------------------------------
 
     def _codes(self, message: Tensor, block: Block, dtype: torch.dtype, base: int = 0) -> Tensor:
-        """The codes of ``run`` in a message whose first byte is ``base`` of the whole."""
+        """The codes of ``block`` in a part of the message that starts at its byte ``base``."""
         start = block.at - base
         return message[start : start + block.numel * dtype.itemsize].view(dtype)
 
     def _lay_out(self) -> tuple[Chunk, ...]:
         chunks: list[Chunk] = []
         pending: list[tuple[int, int, int]] = []
-        held = start = 0
+        elements = start = 0
 
         def close() -> None:
-            nonlocal held, start
+            nonlocal elements, start
             record, at = start, start + self._record * len(pending)
             blocks = []
             for tensor, first, last in pending:
@@ -352,15 +355,15 @@ class Compression(ABC):
             stop = -(-at // _ALIGNMENT) * _ALIGNMENT
             chunks.append(Chunk(start, stop, tuple(blocks)))
             pending.clear()
-            held, start = 0, stop
+            elements, start = 0, stop
 
         for number, tensor in enumerate(self.tensors):
             for first in range(0, tensor.numel, self.block_elements):
                 last = min(first + self.block_elements, tensor.numel)
-                if pending and held + last - first > self.block_elements:
+                if pending and elements + last - first > self.block_elements:
                     close()
                 pending.append((number, first, last))
-                held += last - first
+                elements += last - first
         if pending:
             close()
         if chunks:

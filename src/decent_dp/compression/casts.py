@@ -1,4 +1,4 @@
-"""Wires that send the values themselves: in the bucket's own dtype, or in bfloat16."""
+"""The values themselves: in the bucket's own dtype, or in bfloat16."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Lossless(Compression):
         self, chunk: Chunk, messages: Sequence[Tensor], sizes: Sequence[int], out: Tensor, message_id: MessageId
     ) -> None:
         codes = [self._all_codes(message, chunk, chunk.start) for message in messages]
-        # Sums in float32 at least: in bfloat16 a sum of many would lose what distinguishes them, in float16 it would
-        # overflow. In a tensor of its own, as ``out`` may be one of the messages.
+        # Sums in float32 at least: in bfloat16 a sum of many would lose their differences, in float16 it would overflow. In a
+        # tensor of its own, as ``out`` may be one of the messages.
         total = torch.zeros(len(codes[0]), dtype=self.compute, device=self.device)
         for code, size in zip(codes, sizes, strict=True):
             total += code if size == 1 else code.to(self.compute) * size
@@ -70,7 +70,7 @@ class Lossless(Compression):
             yield from self._split(self._all_codes(sent, chunk).to(self.compute), chunk)
 
     def _all_codes(self, message: Tensor, chunk: Chunk, base: int = 0) -> Tensor:
-        """The codes of all runs of ``chunk``, which lie one after another, in a message whose first byte is ``base``."""
+        """The codes of all blocks of ``chunk``, one after another; ``message`` starts at byte ``base`` of the whole."""
         last = chunk.blocks[-1]
         return message[chunk.start - base : last.at - base + last.numel * self._itemsize].view(self.code)
 
@@ -81,8 +81,9 @@ class Lossless(Compression):
 class BFloat16(Lossless):
     """Every value rounded to the nearest bfloat16; values of two bytes as they are.
 
-    The mean of a group is rounded at random, up or down, so that it is right in the mean: to the nearest, all members of a
-    large group would step back to the values that they have, and what one of them has learnt would be lost.
+    The mean of a group is rounded at random, up or down, so that it is right in the mean. Rounded to the nearest, all members
+    of a large group would return to the values that they have, and the progress of a single one would be lost. The sums of
+    nodes are rounded so, too, before their root rounds the mean (docs/log.md, 2026-11-23).
     """
 
     name = "bfloat16"
@@ -107,5 +108,5 @@ class BFloat16(Lossless):
                 )
                 bits = part.view(torch.int32) + noise.add(0.5).mul_(2**16).to(torch.int32)
                 rounded = bits.bitwise_and_(-(2**16)).view(torch.float32)
-                # A NaN may become a number, and nobody would find what the flag tells of.
+                # A NaN could become a number, and the parameter that the flag reports would not be found.
                 out[start : start + NOISE_LENGTH].copy_(torch.where(part.isfinite(), rounded, part))

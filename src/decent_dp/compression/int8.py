@@ -1,21 +1,22 @@
-"""One byte a value: what is sent is where a value lies on a lattice, modulo 256 steps.
+"""One byte per value: the position of the value on a lattice, modulo 256 steps.
 
 Replicas are close to each other, and a step that is small beside their distance is very small beside their values. So the
-lattice is made for the distance: with the same step on both ends, ``wrap(code_j - code_i) · step`` is the difference of
+lattice is made for the distance. With the same step on both ends, ``wrap(code_j - code_i) · step`` is the difference of
 the two rounded values as long as it is less than 128 steps, however large the values are (modulo quantisation, as in
 Moniqua, Lu and De Sa, ICML 2020). Rounding is stochastic, so that it is right in the mean.
 
-The step of a run is a power of two. Both ends must use the same, so a worker announces to the members of its next edge what
-distance it expects there, and the largest counts. It expects what it has seen lately, with a margin. In the beginning,
-when all replicas are equal, it expects a small part of the largest value: a step that would do for any two replicas would
-round their values coarsely, and replicas that train on are better not mixed than moved at random.
+The step of a block is a power of two. Both ends must use the same step. So a worker sends a hint to the members of its next
+edge, the step for the distance that it expects there, and the largest hint is used. It expects the distance that it has seen
+lately, with a margin. In the beginning all replicas are equal, and it expects a small part of the largest value: a step that
+is enough for any two replicas would round their values coarsely, and it is better not to mix replicas than to move them at
+random.
 
-A message has a record a run: two weighted sums of the lattice numbers (integers that a float64 holds exactly, so that both
-ends find the same), and how far the values that it stands for may lie from it. Wrapped differences must add up to the
-difference of the sums. Where they do not, the distance was more than expected, which both ends see alike: the run is not
-mixed in this round, and the next hint expects much more, until the run has been decoded.
+A message has a record for each block: two weighted sums of the lattice numbers (integers that a float64 holds exactly, so that
+both ends find the same), and how far the values that it represents may lie from it. Wrapped differences must add up to the
+difference of the sums. If they do not, the distance was larger than expected, and both ends see that. The block is rejected:
+it is not mixed in this round, and the next hints ask for a much larger step, until the block can be decoded.
 
-A run with an infinity or a NaN has a record that says so, and no codes: nothing of its message is mixed.
+The record of a block with an infinity or a NaN says so. It has no codes, and nothing of its message is mixed.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ __all__ = ["Int8"]
 # Lattice numbers are below this, so that float32 holds them and `_MAGIC` finds them.
 _LARGEST_NUMBER = 2**21
 
-# Runs are summed as a matrix with so many columns, and at most as many rows.
+# Blocks are summed as a matrix with so many columns, and at most as many rows.
 _COLUMNS = 256
 # Weights of the columns' sums (21 + 16 + 16 bits: exact in float64); and of columns and rows in the sum of both, which is
 # taken modulo a prime (21 + 9 + 8 + 17 + 8 bits: exact in int64).
@@ -51,17 +52,18 @@ _SMALL, _TINY = 2**16, 2**7
 # lowest byte of the sum is that integer modulo 256.
 _MAGIC = 12582912.0
 
-# How much more than what it has seen a worker expects, and how fast it forgets: partners change by the round, and the
-# distance to one that was not met for long is larger than to the others.
+# A worker expects so many times the distance that it has seen, and forgets at this rate: partners change with the round, and
+# the distance to a partner of long ago is larger than to the others.
 _MARGIN = 2.0
 _MEMORY = 0.8
-# What it expects in the beginning, and what is enough for any two replicas, in units of the largest value. How much more it
-# expects after a rejection, if that is less than what is enough for any two, and beyond it: the members of a group are judged
-# together, and may be further apart than any two.
+# The distance that it expects in the beginning, and one that is enough for any two replicas, in units of the largest value.
+# The factors of the distance after a rejection, below and beyond what is enough for any two: the members of a group are
+# decoded together, and may be further apart than any two.
 _AT_FIRST, _ENOUGH = 1 / 32, 2.0
 _WIDER, _BEYOND = 16.0, 4.0
 
-# Records: two sums and a reach, in float64. In place of the first sum: a run whose values are not finite, or that has no codes.
+# Records: two sums and a reach, in float64. In place of the first sum: a block whose values are not
+# finite, or that has no codes.
 _FIELDS = 3
 _NOT_FINITE, _NOTHING = math.nan, math.inf
 
@@ -69,7 +71,7 @@ FloatArray: TypeAlias = npt.NDArray[np.float64]
 
 
 class Int8(Compression):
-    """One byte a value, relative to the distance between replicas; the module's text says how."""
+    """One byte per value, relative to the distance between replicas; see the module."""
 
     name = "int8"
     by_parameter = True
@@ -82,8 +84,8 @@ class Int8(Compression):
         # Where the records' fields are, in float64s.
         self._rows = np.array([[block.record // 8 + i for i in range(_FIELDS)] for block in self._blocks], dtype=np.int64)
         self._rows = self._rows.reshape(-1, _FIELDS)
-        # What distance each run has lately seen, and which it expects (NaN: nothing yet); and the largest for which it was
-        # rejected since it was last decoded.
+        # The distance of each block seen lately and the expected one (NaN: none yet), the largest for which it was rejected
+        # since it was last decoded, and its largest value.
         self._seen = np.full(len(self._blocks), np.nan)
         self._expected = np.full(len(self._blocks), np.nan)
         self._failed = np.zeros(len(self._blocks))
@@ -99,7 +101,7 @@ class Int8(Compression):
     # -- the range ----------------------------------------------------------------------------------------------------
 
     def hint(self, values: Sequence[Tensor]) -> bytes:
-        """The exponents of the steps that this worker asks for, a signed byte a run."""
+        """The exponents of the steps that this worker asks for, a signed byte for each block."""
         for i in np.flatnonzero(self._largest == 0):
             block = self._blocks[i]
             self._largest[i] = _largest(values[block.tensor][block.start : block.stop])
@@ -111,7 +113,7 @@ class Int8(Compression):
 
     def resume(self, out: Tensor, message_id: MessageId, hints: Sequence[bytes]) -> None:
         super().resume(out, message_id, hints)
-        self._agree(hints)
+        self._set_steps(hints)
 
     def entries(self, numel: int, *, in_flight: bool) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         found = super().entries(numel, in_flight=in_flight)
@@ -126,12 +128,12 @@ class Int8(Compression):
         table = torch.cat([part["ranges"] for part in state]).cpu().numpy()
         self._seen, self._expected, self._failed, self._largest = (column.copy() for column in table.T)
 
-    def _agree(self, hints: Sequence[bytes]) -> None:
+    def _set_steps(self, hints: Sequence[bytes]) -> None:
         exponents = np.stack([np.frombuffer(hint, dtype=np.int8) for hint in hints]).max(0)
         self._steps = np.ldexp(1.0, exponents.astype(np.int32))
 
-    def _saw(self, place: int, steps: float) -> None:
-        """A run has been decoded, and the others were this many steps away."""
+    def _accept(self, place: int, steps: float) -> None:
+        """A block was decoded, and the others were this many steps away."""
         distance, before = max(steps, 1.0) * self._steps[place], self._seen[place]
         self._seen[place] = distance if math.isnan(before) else max(distance, _MEMORY * before)
         self._expected[place] = _MARGIN * self._seen[place]
@@ -143,13 +145,13 @@ class Int8(Compression):
         self._rejections[place] += 1
         reach, before, enough = 127 * self._steps[place], self._failed[place], _ENOUGH * self._largest[place]
         if reach <= before:
-            return  # the round that follows a rejected one was announced before it, and fails for the same reason
+            return  # its hint was sent before the last rejection, and it failed for the same reason
         self._failed[place] = reach
         wider = enough if before else min(_WIDER * reach, enough)
         if reach >= enough:
             wider = _BEYOND * reach
         self._expected[place] = wider
-        # Not forgotten at the next exchange, with a worker that is nearer than the one that was too far away.
+        # An exchange with a nearer worker must not make it forget the one that was too far away.
         self._seen[place] = np.fmax(self._seen[place], wider / _MARGIN)
 
     def stuck(self, rounds: int) -> list[int]:
@@ -158,7 +160,7 @@ class Int8(Compression):
     # -- messages -----------------------------------------------------------------------------------------------------
 
     def _encode(self, values: Sequence[Tensor], out: Tensor, message_id: MessageId, hints: Sequence[bytes]) -> Iterator[bool]:
-        self._agree(hints)
+        self._set_steps(hints)
         scratch = _Scratch(self)
         place = 0
         for chunk in self.chunks:
@@ -168,7 +170,7 @@ class Int8(Compression):
                 record, codes = self._record_of(out, block), self._codes(out, block, torch.uint8)
                 numbers = scratch.numbers(value, 1.0 / self._steps[place], self._noise(message_id, block), codes)
                 largest = _largest(numbers)
-                if largest < _LARGEST_NUMBER:  # so that NaN is none
+                if largest < _LARGEST_NUMBER:  # false for NaN
                     self._largest[place] = largest * self._steps[place]
                     _write(record, [*scratch.sums(numbers, largest), 0.0])
                 elif bool(torch.isfinite(value).all()):
@@ -197,7 +199,7 @@ class Int8(Compression):
                 yield block, None, 1.0
                 continue
             steps, largest = found
-            self._saw(place, max(theirs[place, 2], largest))
+            self._accept(place, max(theirs[place, 2], largest))
             yield block, steps, float(self._steps[place])
 
     def _reduce(
@@ -223,8 +225,8 @@ class Int8(Compression):
         scratch: _Scratch,
         noise: Tensor,
     ) -> bool:
-        """Writes the mean of some messages as the first one's lattice numbers, moved by a few steps each; False where some
-        of the values that it stands for would be too far from it."""
+        """Writes the mean of some messages as the first one's lattice numbers, each moved by a few steps; False if some of
+        the values that it represents would be too far from it."""
         total = torch.zeros(len(codes), dtype=self.compute, device=self.device)
         reach = float(records[0][2])
         for theirs, their_codes, size in zip(records[1:], parts[1:], sizes[1:], strict=True):
@@ -252,16 +254,16 @@ class Int8(Compression):
                 yield block, value.clone()
                 continue
             step, code = float(self._steps[place]), self._codes(sent, block, torch.int8).to(self.compute)
-            # Of the lattice numbers with this code, the one that is nearest to the value.
+            # The lattice number with this code that is nearest to the value.
             yield block, (code + 256 * torch.round((value / step - code) / 256)) * step
 
-    # -- runs ---------------------------------------------------------------------------------------------------------
+    # -- blocks -------------------------------------------------------------------------------------------------------
 
     def _record_of(self, message: Tensor, block: Block, base: int = 0) -> Tensor:
         return message[block.record - base : block.record - base + self._record].view(torch.float64)
 
     def _read(self, message: Tensor) -> FloatArray:
-        """All records of a message, one a row."""
+        """All records of a message, one per row."""
         array: FloatArray = message.cpu().numpy().view(np.float64)
         return array[self._rows]
 
@@ -271,7 +273,7 @@ class Int8(Compression):
 
 
 class _Scratch:
-    """Temporaries for one run, on the codec's device."""
+    """Temporaries for one block, on the device of the bucket."""
 
     def __init__(self, compression: Int8) -> None:
         longest = min(compression.block_elements, max((block.numel for block in compression._blocks), default=0))
@@ -309,7 +311,7 @@ class _Scratch:
         matrix = whole.view(rows, _COLUMNS)
         weights, by_column, by_row = _weights()
         factors = torch.from_numpy(by_column).to(self._device)
-        # Not a product of matrices: how exact that is depends on settings and on autocast, and ends would judge differently.
+        # Not a product of matrices: its precision depends on settings and on autocast, and the two ends could disagree.
         if largest < _TINY:
             columns, products = matrix.sum(0), self._products.view(self._compute)[: whole.numel()].view_as(matrix)
             torch.mul(matrix, factors.to(self._compute), out=products)
@@ -324,7 +326,7 @@ class _Scratch:
     def wrapped(
         self, ours: FloatArray, our_codes: Tensor, theirs: FloatArray, their_codes: Tensor
     ) -> tuple[Tensor, float] | None:
-        """Theirs less ours, in steps, and the largest of them; None where that cannot be told. Both ends find the same."""
+        """Theirs less ours, in steps, and the largest of them; None if that cannot be determined. Both ends find the same."""
         if not (np.isfinite(ours[0]) and np.isfinite(theirs[0])):
             return None
         wrapped = self._bytes[: our_codes.numel()]
@@ -342,7 +344,7 @@ class _Scratch:
 
 @functools.cache
 def _weights() -> tuple[FloatArray, FloatArray, npt.NDArray[np.int64]]:
-    """Of the columns' sums; and of columns and of rows in the sum of both."""
+    """The weights of the columns' sums, and those of columns and of rows in the sum of both."""
     draw = np.random.default_rng(20200713)
     columns, by_column = (draw.integers(1, limit, _COLUMNS).astype(np.float64) for limit in (_WEIGHTS, _BY_COLUMN))
     return columns, by_column, draw.integers(1, _BY_ROW, _COLUMNS)

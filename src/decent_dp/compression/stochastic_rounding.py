@@ -11,7 +11,7 @@ from torch import Tensor
 __all__ = ["NOISE_LENGTH", "noise_at"]
 
 _SIZE = 2**16
-# The longest run that is rounded at once.
+# The most values that are rounded at once.
 NOISE_LENGTH = 2**16
 
 
@@ -25,8 +25,8 @@ def noise_at(numel: int, dtype: torch.dtype, device: torch.device, *what: int) -
 def _table(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Every multiple of 2^-16 in [-1/2, 1/2) once (at its middle), in random order, and the beginning again.
 
-    Read from a place that is drawn anew in every round, each value meets each of them with the same probability: so the
-    rounding is right in the mean.
+    Every round reads from another random place, so each value gets each of them with the same probability, and the rounding
+    is right in the mean.
     """
     drawn = (np.random.default_rng(20240607).permutation(_SIZE) + 0.5) / _SIZE - 0.5
     return torch.from_numpy(np.concatenate([drawn, drawn[:NOISE_LENGTH]])).to(device=device, dtype=dtype)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from decent_dp.replica.shards import is_sharded, local, placed
+from decent_dp.replica.state_checks import check_alike, check_param_state
 
 __all__ = [
     "brief",
@@ -162,6 +163,10 @@ def load_optimizer(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, A
         ValueError: it was saved from another optimizer; names the difference.
     """
     kind, names = type(optimizer).__name__, _names_of(optimizer, model)
+    if not isinstance(saved, Mapping) or not all(
+        isinstance(saved.get(key), of) for key, of in {"state": dict, "other": dict, "groups": list, "more": dict}.items()
+    ):
+        raise ValueError(f"the state of {kind} is not as it was saved: an entry is missing, or of another type")
     if saved["kind"] != kind:
         raise ValueError(
             f"the optimizer was {saved['kind']} when this was saved, and is {kind} now: their states do not fit each other. Go "
@@ -173,6 +178,12 @@ def load_optimizer(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, A
         [group["params"] for group in saved["groups"]],
         [[own[id(param)] for param in group["params"]] for group in optimizer.param_groups],
     )
+    for number, (theirs, ours) in enumerate(zip(saved["groups"], optimizer.param_groups, strict=True)):
+        check_alike(f"parameter group {number} of {kind}", theirs, {k: v for k, v in ours.items() if k != "params"})
+        if "lr" in ours and "lr" not in theirs:
+            raise ValueError(f"parameter group {number} of {kind} was saved without 'lr'")
+    for name, param in zip(names, params_of(optimizer), strict=True):
+        check_param_state(optimizer, param, saved["state"].get(name, {}), name)
     numbers, params = {name: number for number, name in enumerate(names)}, dict(zip(names, params_of(optimizer), strict=True))
     groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in saved["groups"]]
     state = {**{numbers[name]: _whole(value, params[name]) for name, value in saved["state"].items()}, **saved["other"]}

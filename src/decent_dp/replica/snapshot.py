@@ -204,14 +204,24 @@ def check_engine_state(replica: Replica, state: Mapping[str, Any]) -> None:
         "steps": type(state["steps"]) is int and state["steps"] >= 0,
         "round": type(state["round"]) is int and state["round"] >= 0,
         "factor": type(state["factor"]) is float and 0.0 <= state["factor"] <= 1.0,
-        "rule": isinstance(rule, dict) and rule.keys() == {"kind", "state"},
+        "rule": isinstance(rule, dict) and rule.keys() == {"kind", "state"} and isinstance(rule["state"], dict),
         "compression": isinstance(state["compression"], dict),
-        "exchange": exchange is None
-        or (isinstance(exchange, dict) and exchange.keys() == {"parameters", "stale", "in_flight"}),
+        "exchange": exchange is None or _is_exchange(exchange),
     }.items():
         if not fits:
             raise ValueError(f"this is no snapshot of a replica: its '{what}' is {state[what]!r}")
     replica.engine.check_rule_state(rule)
+
+
+def _is_exchange(exchange: Any) -> bool:
+    return (
+        isinstance(exchange, dict)
+        and exchange.keys() == {"parameters", "stale", "in_flight"}
+        and isinstance(exchange["parameters"], dict)
+        and isinstance(exchange["stale"], list)
+        and all(isinstance(name, str) for name in exchange["stale"])
+        and type(exchange["in_flight"]) is bool
+    )
 
 
 def _compare(replica: Replica, state: dict[str, Any], fits: bool) -> bool:

@@ -1,4 +1,4 @@
-"""Who mixes with whom: edges, rounds, topologies, their registry and their analysis. Needs no torch."""
+"""Which workers mix in each round: edges, rounds, topologies, their registry and their analysis. Needs no torch."""
 
 from __future__ import annotations
 

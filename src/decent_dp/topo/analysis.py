@@ -34,7 +34,7 @@ _ALL_STARTS, _RANDOM_STARTS = 128, 32
 _ROUNDING = 1e-12
 # The error may vanish only after several periods.
 _PERIODS = 8
-# Workers times rounds of a period that are held in memory.
+# Workers times rounds of a period that are kept in memory.
 _MOST_HELD = 2**24
 
 

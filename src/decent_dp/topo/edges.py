@@ -24,12 +24,12 @@ class Edge:
     """A group of workers that mix in one round.
 
     Each member keeps ``weight`` of its own value and takes :attr:`peer_weight` of each other member's. One rank alone,
-    with weight 1, sits the round out. Values are checked by the topology, which can name the round.
+    with weight 1, is idle. The topology checks the values, as it can name the round.
 
     Args:
         ranks: the members, as ranks of the process group; each at most once, in any order.
-        weight: what a member keeps of its own, in [0, 1]. ``1 / len(ranks)`` averages the group.
-        group: free for whoever moves the bytes; it takes no part in comparisons.
+        weight: the weight of a member's own value, in [0, 1]. ``1 / len(ranks)`` averages the group.
+        group: free for the transport; ignored in comparisons.
     """
 
     ranks: list[int]
@@ -38,7 +38,7 @@ class Edge:
 
     @property
     def peer_weight(self) -> float:
-        """What a member takes of each other member: ``(1 - weight) / (len(ranks) - 1)``; 0.0 for one rank alone."""
+        """The weight of each other member's value: ``(1 - weight) / (len(ranks) - 1)``; 0.0 for one rank alone."""
         return (1.0 - self.weight) / (len(self.ranks) - 1) if len(self.ranks) > 1 else 0.0
 
 
@@ -70,7 +70,7 @@ def _words(edges: list[Edge]) -> str:
 
 
 def _checked_edge(edge: Any, where: str) -> Edge:
-    """The edge in its normal form: a list of ints and a float. What it cannot see alone is checked by the round."""
+    """The edge in its normal form: a list of ints and a float."""
     if not isinstance(edge, Edge):
         raise ValueError(f"{where} holds {edge!r}, which is no Edge: write Edge(ranks=[...], weight=...)")
     try:
@@ -88,7 +88,7 @@ def _checked_edge(edge: Any, where: str) -> Edge:
     if len(ranks) == 1 and weight != 1:
         raise ValueError(
             f"{where}: rank {ranks[0]} is alone in its edge with weight {weight!r}; "
-            "nobody is there to give the rest, so use weight=1 to sit the round out"
+            "no other rank gives the rest, so use weight=1 for an idle rank"
         )
     return Edge(ranks, float(weight), edge.group)
 
@@ -120,7 +120,7 @@ def _checked_round(edges: object, world_size: int, where: str) -> list[Edge]:
         missing = [rank for rank in range(world_size) if rank not in seen]
         raise ValueError(
             f"{where}: missing from all edges: rank {_few(missing)}; each rank belongs to exactly one edge of a round, "
-            f"and Edge([{missing[0]}], 1.0) lets rank {missing[0]} sit it out"
+            f"and Edge([{missing[0]}], 1.0) leaves rank {missing[0]} idle"
         )
     return checked
 

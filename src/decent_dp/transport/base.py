@@ -1,4 +1,4 @@
-"""The two seams between the wrapper and whatever moves the bytes."""
+"""The interface of all transports."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ExchangeId:
-    """What a message is about. Both ends check it."""
+    """Identifies an exchange; both ends check it."""
 
     round: int
     bucket: int
@@ -44,13 +44,14 @@ class ExchangeRequest:
     """One bucket's part in an exchange.
 
     Attributes:
-        wire: how values become bytes.
-        values: what is coded, as the compression's tensors; not changed until it has been read (``Handle.wait_for_read``).
-        sent, received: messages, ``wire.nbytes`` long, where the bucket is.
-        announced: what this worker had announced for it (``Wire.hint``).
-        rank, label: whose it is, and of which exchange.
+        compression: encodes and reduces the messages.
+        values: one 1-D tensor for each of ``compression.tensors``; not changed before ``Handle.wait_for_read`` returns.
+        sent, received: the messages, ``compression.nbytes`` long, on the bucket's device.
+        hint: this worker's scale hint for the exchange.
+        rank: this worker's.
+        exchange_id: which exchange it is.
         edge: the members of the edge, sorted.
-        coded: ``sent`` is written already, in a run that was stopped: it goes out as it is.
+        coded: ``sent`` was written before the run was resumed, and is sent as it is.
     """
 
     compression: Compression
@@ -72,14 +73,14 @@ class ExchangeRequest:
             return
         steps = self.compression.encode(self.values, self.sent, message_id, [self.hint, *hints])
         while True:
-            with torch.no_grad():  # not around the yield: it would hold for whoever goes on
+            with torch.no_grad():  # not around the yield: the caller would go on without gradients
                 ready = next(steps, None)
             if ready is None:
                 return
             yield ready
 
     def reduce(self, chunk: int, messages: Sequence[Tensor], sizes: Sequence[int], out: Tensor, part: int) -> None:
-        """The mean of some workers' messages, for one chunk: of all (``part`` 0), or of a part of them (from 1)."""
+        """Writes one chunk of the mean of messages: of the whole group (``part`` 0), or of a part of it (from 1)."""
         with torch.no_grad():
             self.compression.reduce(
                 self.compression.chunks[chunk], messages, sizes, out, MessageId(self.exchange_id.round, -1 - part, self.edge)
@@ -87,33 +88,33 @@ class ExchangeRequest:
 
 
 class Handle(ABC):
-    """Something under way.
+    """An operation in flight.
 
     Attributes:
-        bytes_sent: what this worker puts on the wire for it, in bytes, without flags.
-        flags: after ``wait``, ``Wire.flag`` of what was sent and of what was received, where that costs less than to ask for
-            the request's own messages, as these are on a GPU. None: ask for those.
+        bytes_sent: the bytes that this worker puts on the wire for it, without flags.
+        flags: after ``wait``, ``Compression.flag`` of the message sent and of the one received, if the transport knows them.
+            On a GPU that costs less than to read them from the messages. None: read those.
     """
 
     bytes_sent: int = 0
     flags: tuple[int, int] | None = None
 
     def wait_for_read(self) -> None:
-        """Blocks until the values to send have been read. Raises what ``wait`` does."""
+        """Blocks until the values to send have been read. Raises the errors of ``wait``."""
         return
 
     @abstractmethod
     def wait(self) -> None:
-        """Blocks until it is there. Called once.
+        """Blocks until the operation is complete. Called once.
 
         Raises:
             PeerLostError, PeerTimeoutError: another worker is gone or silent; the message names its rank.
-            WireError: what came is not what was due.
+            WireError: another message came than the expected one.
         """
 
 
 class DeferredHandle(Handle):
-    """A handle whose wait is a call, which returns the ``flags`` if it knows them."""
+    """A handle whose wait is a call, which may return the ``flags``."""
 
     def __init__(self, finish: Callable[[], tuple[int, int] | None], bytes_sent: int = 0) -> None:
         self._finish = finish
@@ -128,16 +129,16 @@ class Exchanger(ABC):
 
     @abstractmethod
     def send_hint(self, edge: Edge, exchange_id: ExchangeId, text: bytes) -> None:
-        """Tells the others of ``edge`` what they must know before they can code for the exchange ``label``."""
+        """Sends this worker's hint to the others of ``edge``, which need it to encode for that exchange."""
 
     @abstractmethod
     def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
         """Begins the exchange of this worker with the others of ``edge`` (at least two ranks).
 
-        The request is encoded, maybe by another thread, as soon as all hints for it are there; at once for a wire
-        that has none. After the handle's ``wait``, ``received`` holds the other's message on an edge of two, and that of the
-        mean of *all* members on a larger one. Until then ``sent`` and ``received`` belong to the transport. Every member
-        starts its exchanges in the same order of (round, bucket), with messages of one length.
+        The request is encoded, perhaps by another thread, as soon as all hints that it needs are there. After the handle's
+        ``wait``, ``received`` holds the other's message on an edge of two, and the message of the mean of all members on a
+        larger one. Until then ``sent`` and ``received`` belong to the transport. Every member starts its exchanges in the same
+        order of (round, bucket), with messages of one length.
         """
 
 
@@ -150,7 +151,7 @@ class Control(ABC):
 
     @abstractmethod
     def gather(self, message: Any) -> list[Any]:
-        """The messages (anything that JSON can hold) of all workers, by rank."""
+        """The messages of all workers, by rank; they must be serializable as JSON."""
 
     @abstractmethod
     def mean(self, tensor: Tensor) -> Handle:
@@ -168,10 +169,9 @@ class Transport(ABC):
         rank: this worker's, in the process group.
         world_size: how many workers there are.
         run_id: drawn anew at each construction, the same on all workers.
-        timeout: seconds after which waiting for another worker is given up.
-        store: of this wrapper's workers alone, for a few words beside the training; any thread may call it. A ``get`` of a key
-            that is not there waits: see ``read_text``. ``add`` and ``set`` must not share a key. A store that does not answer
-            raises RuntimeError.
+        timeout: seconds after which a wait for another worker fails.
+        store: shared by these workers alone, for a few short texts; any thread may use it. ``get`` waits for a missing key: use
+            ``read_text``. ``add`` and ``set`` must not share a key. A store that does not answer raises RuntimeError.
     """
 
     rank: int
@@ -198,10 +198,10 @@ class Transport(ABC):
 
     @abstractmethod
     def report(self, cause: str) -> None:
-        """Leaves word of what went wrong here, for the others to quote if they lose this worker; '' takes it back."""
+        """Stores the cause of a failure here, for the errors of workers that lose this one; '' removes it."""
 
     def rank_in_all(self, rank: int) -> int:
-        """The rank of worker ``rank`` among all workers, for a text: another one where this is a part (``among``)."""
+        """The rank of worker ``rank`` among all workers, for messages; it differs in a part (``among``)."""
         return rank
 
     def among(self, ranks: Sequence[int]) -> Transport:
@@ -218,7 +218,7 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Gives connections and threads back. What is under way must have been waited for."""
+        """Closes connections and ends threads. All handles must have been waited for."""
 
 
 def read_text(store: Store, key: str) -> str | None:

@@ -1,8 +1,7 @@
 """Communicators of our own on the store of a process group, and what their errors mean.
 
-``dist.new_group`` must be called by every worker of the world and forgets the parent's timeout. So a wrapper meets on a
-prefix of the store whose name rank 0 draws and shares over the process group, and only the members of a communicator take
-part in making it.
+``dist.new_group`` must be called by every worker of the world and forgets the parent's timeout. So each wrapper uses a prefix
+of the store whose name rank 0 draws and shares over the process group, and a communicator is made by its members alone.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ __all__ = ["Communicator", "Notes", "Rendezvous", "UnreachableError", "peer_erro
 
 
 class UnreachableError(ConnectionError):
-    """There is no connection to a worker. Users see the `PeerLostError` that it leads to.
+    """No connection to a worker can be made. Users see the `PeerLostError` that follows.
 
     Args:
         where: its address and port; None for a local socket.
-        reason: what the system says.
+        reason: the error of the system.
     """
 
     def __init__(self, where: str | None, reason: str) -> None:
@@ -44,7 +43,7 @@ class UnreachableError(ConnectionError):
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the communicators of one wrapper are made.
+    """The common data with which the workers of one wrapper connect.
 
     Attributes:
         store: the process group's store, under a prefix of this wrapper's own.
@@ -66,7 +65,7 @@ class Rendezvous:
     run_id: str
 
     @classmethod
-    def meet(cls, process_group: dist.ProcessGroup | None) -> Rendezvous:
+    def create(cls, process_group: dist.ProcessGroup | None) -> Rendezvous:
         """Called by all workers of ``process_group`` (None: the default group) together."""
         group = process_group if process_group is not None else dist.group.WORLD
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -79,14 +78,14 @@ class Rendezvous:
             world_size,
             _timeout_of(group),
             nccl="nccl" in str(dist.get_backend(group)),
-            # Who cannot tell where it is shares its stack with nobody.
+            # A worker that does not know its stack shares it with nobody.
             node_of=tuple(stack or f"worker {i}" for i, (_, _, stack) in enumerate(cards)),
             token=bytes.fromhex(cards[0][1]),
             run_id=cards[0][0],
         )
 
     @property
-    def near(self) -> frozenset[int]:
+    def local(self) -> frozenset[int]:
         """The other workers on this one's network stack."""
         return frozenset(i for i, name in enumerate(self.node_of) if name == self.node_of[self.rank] and i != self.rank)
 
@@ -111,13 +110,13 @@ class Rendezvous:
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
         if interface:
             return dist.ProcessGroupGloo.create_device(interface=interface)
-        if len(self.near) == self.world_size - 1:  # nothing needs to listen beyond it
+        if len(self.local) == self.world_size - 1:  # nothing needs to listen beyond it
             return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
         return dist.ProcessGroupGloo.create_default_device()
 
 
 def _network_stack() -> str | None:
-    """Names the network stack that this process is on: equal names share a loopback interface. None: cannot tell."""
+    """The name of this process's network stack; processes with equal names share a loopback interface. None: unknown."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
@@ -134,7 +133,7 @@ def _timeout_of(group: dist.ProcessGroup | None) -> timedelta:
 
 
 class Notes:
-    """What went wrong on a worker, in the store, for the workers that lose it to quote."""
+    """The cause of a failure of each worker, in the store, quoted in the errors of workers that lose it."""
 
     def __init__(self, store: Store, rank: int) -> None:
         self._store, self._rank = store, rank
@@ -168,12 +167,12 @@ class Notes:
 
 
 def peer_error(error: Exception, ranks: Sequence[int], what: str, notes: Notes, timeout: timedelta) -> PeerError:
-    """Says in the house's words what a communicator's error means.
+    """The error of this library for one of a communicator.
 
     Args:
-        error: as torch raised it. It carries an address where we want a rank.
-        ranks: who else took part.
-        what: was under way.
+        error: as torch raised it, with an address and no rank.
+        ranks: the other workers that took part.
+        what: the operation that failed.
     """
     who = f"worker {ranks[0]}" if len(ranks) == 1 else f"one of the workers {list(ranks)}"
     said = notes.read(ranks)
@@ -183,7 +182,7 @@ def peer_error(error: Exception, ranks: Sequence[int], what: str, notes: Notes, 
             "that no firewall is between the workers, and that this is the address of the right network interface "
             f"(GLOO_SOCKET_IFNAME on that worker names it).{said}"
         )
-    # torch has one kind of error and tells by its text.
+    # torch has one class for all errors: only its text distinguishes them.
     text = "" if isinstance(error, ConnectionError) else str(error).lower()
     if isinstance(error, TimeoutError) or "timed out" in text or "timeout" in text:
         return PeerTimeoutError(

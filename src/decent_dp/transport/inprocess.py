@@ -1,4 +1,4 @@
-"""All workers in one process, one thread a replica: for tests, and for a single worker."""
+"""All workers in one process, one thread per replica: for tests, and for a single worker."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ T = TypeVar("T")
 
 
 class LocalHub:
-    """Where the threads of one process meet.
+    """Shared by the threads of one process, which are its workers.
 
     Args:
-        world_size: how many of them.
-        timeout: how long one waits for another, in seconds.
+        world_size: the number of workers.
+        timeout: seconds that one waits for another.
     """
 
     def __init__(self, world_size: int, timeout: float = 60.0) -> None:
         self.world_size = world_size
         self.timeout = timeout
         self._changed = threading.Condition()
-        self._meetings: dict[Hashable, dict[int, Any]] = {}
-        self._left: dict[Hashable, int] = {}
+        self._values: dict[Hashable, dict[int, Any]] = {}
+        self._taken: dict[Hashable, int] = {}
         self._lost: set[int] = set()
         self.causes: dict[int, str] = {}
         self._transports: Counter[int] = Counter()
@@ -52,27 +52,27 @@ class LocalHub:
             return sorted(self._lost)
 
     def begin_run(self, rank: int) -> tuple[str, Store]:
-        """What the transports share that their workers make at the same turn: a name and a store."""
+        """The name and the store that the n-th transports of all workers share."""
         with self._changed:
             self._transports[rank] += 1
             return self._runs.setdefault(self._transports[rank], (uuid.uuid4().hex, dist.HashStore()))  # type: ignore[attr-defined]
 
     def lose(self, rank: int) -> None:
-        """Worker ``rank`` is gone: whoever waits for it is told."""
+        """Marks worker ``rank`` as gone, and wakes those that wait for it."""
         with self._changed:
             self._lost.add(rank)
             self._changed.notify_all()
 
-    def bring(self, key: Hashable, rank: int, value: object) -> None:
-        """Lays ``value`` down at the meeting ``key``."""
+    def put(self, key: Hashable, rank: int, value: object) -> None:
+        """Adds the value of ``rank`` under ``key``."""
         with self._changed:
-            self._meetings.setdefault(key, {})[rank] = value
+            self._values.setdefault(key, {})[rank] = value
             self._changed.notify_all()
 
-    def meet(self, key: Hashable, ranks: list[int], what: str) -> dict[int, Any]:
-        """Waits until all ``ranks`` have brought something to ``key``; what they brought, by rank."""
+    def collect(self, key: Hashable, ranks: list[int], what: str) -> dict[int, Any]:
+        """Waits until all ``ranks`` have added a value under ``key``; returns the values by rank."""
         with self._changed:
-            found = self._meetings[key]
+            found = self._values[key]
 
             def missing() -> list[int]:
                 return [rank for rank in ranks if rank not in found]
@@ -88,9 +88,9 @@ class LocalHub:
                     f"has made fewer updates: uneven numbers of batches need `with model.join():`.{said}"
                 )
             result = dict(found)
-            self._left[key] = self._left.get(key, 0) + 1
-            if self._left[key] == len(ranks):
-                del self._meetings[key], self._left[key]
+            self._taken[key] = self._taken.get(key, 0) + 1
+            if self._taken[key] == len(ranks):
+                del self._values[key], self._taken[key]
             return result
 
 
@@ -99,7 +99,7 @@ class InProcessTransport(Transport):
 
     Args:
         rank: this worker's.
-        hub: where it meets the others; a hub of its own when it is alone.
+        hub: shared with the other workers; None for a single worker.
     """
 
     def __init__(self, rank: int = 0, hub: LocalHub | None = None) -> None:
@@ -139,34 +139,34 @@ class _LocalExchanger(Exchanger):
         self._rank, self._hub = rank, hub
 
     def send_hint(self, edge: Edge, exchange_id: ExchangeId, text: bytes) -> None:
-        self._hub.bring(("note", tuple(sorted(edge.ranks)), exchange_id), self._rank, text)
+        self._hub.put(("note", tuple(sorted(edge.ranks)), exchange_id), self._rank, text)
 
     def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
         ranks, exchange_id = tuple(sorted(edge.ranks)), request.exchange_id
         hints: list[bytes] = []
         if request.compression.needs_hints:
-            hints = list(self._hub.meet(("note", ranks, exchange_id), edge.ranks, str(exchange_id)).values())
+            hints = list(self._hub.collect(("note", ranks, exchange_id), edge.ranks, str(exchange_id)).values())
         for _ in request.encode(hints):
             pass
-        # A copy, as a wire would make it: the sender may write to its side while a slower member still reads.
+        # A copy, as a network would make it: the sender may write to its message while a slower member still reads.
         key, sent = ("exchange", ranks, exchange_id), request.sent.clone()
-        written(sent)()  # each thread may have a CUDA stream of its own, which those of the others do not wait for
-        self._hub.bring(key, self._rank, sent)
+        written(sent)()  # the CUDA streams of other threads do not wait for this one's
+        self._hub.put(key, self._rank, sent)
 
         def finish() -> None:
-            found = self._hub.meet(key, edge.ranks, str(exchange_id))
+            found = self._hub.collect(key, edge.ranks, str(exchange_id))
             if any(other.shape != request.received.shape for other in found.values()):
                 raise WireError(f"{exchange_id}: messages of {sorted({len(other) for other in found.values()})} bytes met")
             if len(ranks) == 2:
                 request.received.copy_(next(found[rank] for rank in ranks if rank != self._rank))
             else:
                 self._reduce(request, ranks, found)
-            written(request.received)()  # the memory of what was brought is given back, perhaps to another stream
+            written(request.received)()  # the memory of the copies may be reused by another stream
 
         return DeferredHandle(finish, request.compression.payload(request.compression.chunks) * (len(ranks) - 1))
 
     def _reduce(self, request: ExchangeRequest, ranks: tuple[int, ...], found: dict[int, Tensor]) -> None:
-        """As the roots of the trees would, if all workers were on one node."""
+        """Reduces as the roots of the trees would if all workers were on one node."""
         for number, chunk in enumerate(request.compression.chunks):
             there = slice(chunk.start, chunk.stop)
             messages = [found[rank][there] for rank in ranks]
@@ -179,14 +179,14 @@ class _LocalControl(Control):
         self._calls = 0
 
     def broadcast(self, tensor: Tensor) -> None:
-        tensor.copy_(self._meet(tensor.clone() if self._rank == 0 else None, "a broadcast")()[0])
+        tensor.copy_(self._put(tensor.clone() if self._rank == 0 else None, "a broadcast")()[0])
         written(tensor)()
 
     def gather(self, message: Any) -> list[Any]:
-        return [json.loads(text) for text in self._meet(json.dumps(message), "a gather")()]
+        return [json.loads(text) for text in self._put(json.dumps(message), "a gather")()]
 
     def mean(self, tensor: Tensor) -> Handle:
-        collect = self._meet(tensor.clone(), "a mean over workers")
+        collect = self._put(tensor.clone(), "a mean over workers")
 
         def finish() -> None:
             total = torch.stack(collect()).to(_sum_dtype(tensor.dtype)).sum(0)
@@ -195,16 +195,16 @@ class _LocalControl(Control):
 
         return DeferredHandle(finish)
 
-    def _meet(self, value: object, what: str) -> Callable[[], list[Any]]:
+    def _put(self, value: object, what: str) -> Callable[[], list[Any]]:
         key = ("control", self._calls)
         self._calls += 1
         if isinstance(value, Tensor):
             written(value)()
-        self._hub.bring(key, self._rank, value)
+        self._hub.put(key, self._rank, value)
         ranks = list(range(self._hub.world_size))
 
         def collect() -> list[Any]:
-            found = self._hub.meet(key, ranks, what)
+            found = self._hub.collect(key, ranks, what)
             return [found[rank] for rank in ranks]
 
         return collect
@@ -215,13 +215,13 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def run_replicas(world_size: int, work: Callable[[InProcessTransport], T], timeout: float = 60.0) -> list[T]:
-    """Runs ``work`` once a worker, each in a thread of its own, with transports that meet in this process.
+    """Runs ``work`` once per worker, each in a thread of its own, with transports that share a hub.
 
     Returns:
-        What each returned, by rank.
+        The results by rank.
 
     Raises:
-        BaseException: the first error of the lowest rank that was not the consequence of another's.
+        BaseException: the error of the lowest rank that is not the consequence of another's.
     """
     hub = LocalHub(world_size, timeout)
     results: dict[int, T] = {}
@@ -229,13 +229,13 @@ def run_replicas(world_size: int, work: Callable[[InProcessTransport], T], timeo
 
     def body(rank: int) -> None:
         try:
-            # A GPU has one thread for all backwards, and a backward of the wrapper's waits for that of another replica.
+            # A GPU has one thread for all backwards, and a backward of the wrapper waits for that of another replica.
             with torch.autograd.set_multithreading_enabled(False):
                 results[rank] = work(hub.transport(rank))
         except BaseException as error:
             errors[rank] = error
         finally:
-            hub.lose(rank)  # whoever waits for more of it is told; what it has brought stays
+            hub.lose(rank)  # those that wait for it learn of its end; its values stay
 
     threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(world_size)]
     for thread in threads:

@@ -1,8 +1,8 @@
 """Edges of workers with a GPU each, over NCCL.
 
-Everything is launched from the training thread, in the order in which exchanges start, which is the same on all workers:
-NCCL pairs calls by their order alone. Of a message only the flags are read on the CPU, so messages are not labelled. Only
-wires without hints come here.
+Everything is launched from the training thread, in the order in which exchanges start. It is the same on all workers: NCCL
+matches calls by their order alone. Only the flags of a message are read on the CPU, so messages carry no exchange id. Only
+compressions without hints are exchanged here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class NcclPairs(Exchanger):
         self._communicator, self._rank, self._explain = communicator, rank, explain
 
     def send_hint(self, edge: Edge, exchange_id: ExchangeId, text: bytes) -> None:
-        return  # wires with hints do not come here
+        return
 
     def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
         peer = next(rank for rank in edge.ranks if rank != self._rank)
@@ -53,13 +53,13 @@ class NcclPairs(Exchanger):
 
 
 class NcclGroups(Exchanger):
-    """Groups, for lossless compression of one dtype: an all-reduce in float32 at least."""
+    """Groups, without compression: an all-reduce in float32 at least."""
 
     def __init__(self, rank: int, connect: Callable[[tuple[int, ...]], Communicator], explain: Explain) -> None:
         self._rank, self._connect, self._explain = rank, connect, explain
 
     def send_hint(self, edge: Edge, exchange_id: ExchangeId, text: bytes) -> None:
-        return  # wires with hints do not come here
+        return
 
     def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
         ranks = tuple(sorted(edge.ranks))
@@ -88,12 +88,12 @@ class NcclGroups(Exchanger):
             request.compression.flag_view(request.received).copy_(flag)
             return _flags(of_flag, request, lambda: (request.compression.flag(request.sent), int(flag.sum())))
 
-        # What a ring moves out of every worker: 2 (m - 1)/m of the payload, as it is summed.
+        # In a ring every worker sends 2 (m - 1)/m of the payload, in the dtype of the sum.
         return DeferredHandle(finish, 2 * (len(ranks) - 1) * total.nbytes // len(ranks))
 
 
 def _flags(work: Any, request: ExchangeRequest, read: Callable[[], tuple[int, int]]) -> tuple[int, int] | None:
-    """What ``read`` returns when ``work`` is done; None where the request's messages can be asked at no cost."""
+    """Returns the result of ``read`` when ``work`` is done; None on a CPU, where reading the messages costs nothing."""
     if not request.sent.is_cuda:
         return None
     with torch.cuda.stream(_stream(request.sent.device)):
@@ -103,9 +103,9 @@ def _flags(work: Any, request: ExchangeRequest, read: Callable[[], tuple[int, in
 
 @functools.cache
 def _stream(device: torch.device) -> Any:
-    """Where the training thread waits for an exchange, and not for the backward that is queued.
+    """A stream on which the training thread waits for an exchange, and not for the backward that is queued.
 
-    One for all: torch deals out a few streams in turn, the user's own among them.
+    One for all: torch has only a few streams, and gives them out in turn, to users too.
     """
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 

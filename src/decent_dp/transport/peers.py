@@ -1,4 +1,4 @@
-"""Some of a transport's workers, as a transport of their own."""
+"""A part of the workers of a transport, as a transport of its own."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["Peers"]
 class Peers(Transport, Exchanger):
     """The workers ``ranks`` of ``whole``, numbered from 0 in this order.
 
-    Edges, and the ranks in request, are in these numbers; errors name the ranks of the whole.
+    Edges and requests use these numbers; errors name the ranks of the whole.
 
     Args:
-        control: the collectives of these workers alone; asked each time, as the whole may have been closed.
+        control: the collectives of these workers alone; called each time, because the whole may have been closed.
     """
 
     def __init__(self, whole: Transport, ranks: Sequence[int], control: Callable[[], Control]) -> None:
@@ -51,7 +51,7 @@ class Peers(Transport, Exchanger):
         self._whole.exchanger.send_hint(self._in_whole(edge), exchange_id, text)
 
     def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
-        # The request keeps the numbers of here: they choose the noise of its rounding, and nothing else.
+        # The request keeps the numbers of this part, which only seed its rounding.
         return self._whole.exchanger.start(self._in_whole(edge), request)
 
     def _in_whole(self, edge: Edge) -> Edge:

@@ -1,13 +1,12 @@
-"""What the links between workers are worth: latency and bandwidth of every pair, measured with the library's own exchanges.
+"""Latency and bandwidth of every pair of workers, measured with the library's own exchanges.
 
-Pairs are measured at once only where they share neither a node nor its link; all others wait in a gather, so that nobody
-disturbs them. (What is common to all, such as the uplink of two switches, is seen as it is when several use it.)
+Pairs are measured at the same time only if they share neither a node nor its link. All other workers wait in a gather and
+disturb nobody. (A link that is common to all, such as that between two switches, is measured while several pairs use it.)
 
-- Latency: the median of small exchanges. Over the library's own links an exchange is one round trip (each asks, the other's
-  message is the answer), so half of it is one way. Over NCCL nobody asks, and exchanges that follow each other take one way
-  each.
-- Bandwidth: that of an exchange of some MB, which grow until one takes long enough to be timed. Both directions carry a
-  message at once, as they do in training; the rate is that of one direction.
+- Latency: the median of small exchanges. Over the library's own connections an exchange is one round trip (a grant, then the
+  message), so half of it is one way. Over NCCL there are no grants, and an exchange takes one way.
+- Bandwidth: that of an exchange of some MB, which grows until it takes long enough to be timed. Both directions carry a
+  message at the same time, as in training; the rate is that of one direction.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ __all__ = ["Pair", "Probe", "schedule"]
 _WARM_UP, _FEW, _MANY, _ROUND_TRIPS = 2, 5, 60, 30
 _FIRST_BYTES, _MOST_BYTES = 2**15, 2**26
 _REPEATS = 5
-# Seconds that a worker is waited for where another pair of its node and the peer's could not talk.
+# Timeout in seconds of a pair if another pair of the same two nodes could not connect.
 _BRIEF = 2.0
 # Of the roll call, in the store.
 _HERE, _CALLS, _SAID = "decent_dp/doctor/here", "decent_dp/doctor/calls", "decent_dp/doctor/said"
@@ -47,12 +46,12 @@ _HERE, _CALLS, _SAID = "decent_dp/doctor/here", "decent_dp/doctor/calls", "decen
 
 @dataclass(frozen=True)
 class Pair:
-    """What was found between two workers, the same in both directions.
+    """The result of two workers, the same in both directions.
 
     Attributes:
         latency: seconds one way.
-        rate: bytes a second, each direction, both at once.
-        error: why there is neither; '' when there are both.
+        rate: bytes per second in each direction, both at once.
+        error: why there is neither; '' if there are both.
     """
 
     latency: float = math.nan
@@ -61,7 +60,7 @@ class Pair:
 
 
 def schedule(nodes: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """All pairs of workers, in slots: those of a slot are measured at once, as no two of them share a node.
+    """All pairs of workers, in slots: no two pairs of a slot share a node, and they are measured at the same time.
 
     First the pairs inside nodes, all nodes at once. Then those between nodes, as a tournament in which each node meets one
     other at a time (the circle method: all but one node move on by one place around a table, and those opposite meet). For L
@@ -74,7 +73,7 @@ def schedule(nodes: Sequence[int]) -> list[list[tuple[int, int]]]:
     slots = _at_once([combinations(ranks, 2) for ranks in members])
     around: list[int | None] = [*range(len(members))]
     if len(around) % 2:
-        around.append(None)  # who meets nobody rests
+        around.append(None)  # the node opposite rests
     for _ in range(len(around) - 1):
         opposite = zip(around[: len(around) // 2], reversed(around), strict=False)
         slots += _at_once([product(members[a], members[b]) for a, b in opposite if a is not None and b is not None])
@@ -90,14 +89,13 @@ class Probe:
     """Measures the pairs of the default process group; made, used and closed by all its workers together.
 
     Args:
-        seconds: what the measurement of a pair may take, about; a slow or a long link takes at least some messages of 32 KiB
+        seconds: about how long the measurement of a pair may take; a slow or long link needs at least some messages of 32 KiB
             and some tens of round trips.
-        timeout: seconds that a worker is waited for; a pair that cannot talk is given up after so many, and the other pairs of
-            the same nodes after 2.
+        timeout: seconds after which a pair that cannot connect fails; the other pairs of the same nodes fail after 2.
 
     Raises:
         RuntimeError: there is no process group.
-        PeerError: a worker went, or is not reached.
+        PeerError: a worker is gone, or cannot be reached.
     """
 
     def __init__(self, seconds: float, timeout: float) -> None:
@@ -108,7 +106,7 @@ class Probe:
         self.device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
         self._seconds, self._timeout, self._ways = seconds, timeout, 1 if nccl else 2
         self._transports: list[Transport] = []
-        # A pair that cannot talk gives up before those who wait for it do.
+        # A pair that cannot connect fails before the workers that wait for it do.
         self._pairs = self._connect(timeout)
         self._brief: Transport | None = None
         self._control = self._connect(2 * timeout + 10 * seconds).control
@@ -124,7 +122,7 @@ class Probe:
         return self._control.gather(message)
 
     def nodes(self) -> list[int]:
-        """The node of each rank, numbered in the order of their first ranks; who shares a network stack shares a node."""
+        """The node of each rank, numbered in the order of their first ranks. Workers on one network stack are one node."""
         stacks = [stack or f"worker {rank}" for rank, stack in enumerate(self.gather(_network_stack()))]
         numbers = {stack: number for number, stack in enumerate(dict.fromkeys(stacks))}
         return [numbers[stack] for stack in stacks]
@@ -139,10 +137,10 @@ class Probe:
             on_slot: called before each slot with its pairs.
 
         Returns:
-            By (lower rank, higher rank), the same on all workers. A pair that cannot talk has an error.
+            Results by (lower rank, higher rank), the same on all workers. A pair that cannot connect has an error.
 
         Raises:
-            PeerError: a worker went.
+            PeerError: a worker is gone.
         """
         found = {}
         silent: set[frozenset[int]] = set()
@@ -164,11 +162,11 @@ class Probe:
         return dict(sorted(found.items()))
 
     def roll_call(self, seconds: float = 2.0) -> list[int] | None:
-        """After an error: who does not answer any more. The store is asked, as collectives are of no use then.
+        """After an error: finds the workers that no longer answer, by the store, because collectives fail then.
 
-        Called by those who learn of the error. The lowest of them learns it, and is to say it; for the others it is None, when
-        that one has left word (``dismiss``) or after some seconds, so that a launcher that ends all with the first does not
-        cut it short. Who still waits for a pair or a gather answers all the same, and is not missed.
+        Called by the workers that see the error. The lowest of them gets the ranks, and reports them. The others get None when
+        it has done so (``dismiss``), or after some seconds: a launcher that ends all workers with the first must not interrupt
+        the report. Workers that still wait for a pair or a gather answer, too (``_Answering``).
         """
         self._answering.stop()
         store = _get_default_store()
@@ -190,14 +188,14 @@ class Probe:
             return [] if self.rank == 0 else [0] if self.rank == 1 else None
 
     def dismiss(self) -> None:
-        """What there was to say is said: the others may leave."""
+        """After the report: the others may end."""
         try:
             _get_default_store().set(_SAID, "")
         except RuntimeError:
             return
 
     def close(self) -> None:
-        """Gives the connections and the process group back."""
+        """Closes the connections and the process group."""
         self._answering.stop()
         for transport in self._transports:
             transport.close()
@@ -218,12 +216,12 @@ class Probe:
         for _ in range(_WARM_UP):
             swap.small(0.0)
         few = [swap.small(0.0)[0] for _ in range(_FEW)]
-        # Both go on alike: with the larger of their two values, which a small exchange tells them.
+        # Both continue alike, with the larger of their two values, which a small exchange carries.
         typical = swap.agree(statistics.median(few))
         more = min(_MANY, int(0.25 * self._seconds / typical))
         small = swap.agree(statistics.median(few + [swap.small(0.0)[0] for _ in range(more)]))
 
-        # A pair far apart has its time, too: some round trips are needed before the bytes are what counts.
+        # A pair far apart gets more time: some round trips pass before the bandwidth dominates.
         left = max(0.7 * self._seconds, _ROUND_TRIPS * small)
         nbytes, times = _FIRST_BYTES, [swap.agree(swap.large(_FIRST_BYTES))]
         while 4 * nbytes <= _MOST_BYTES:
@@ -236,13 +234,13 @@ class Probe:
             left -= times[0] + 2 * small
             times.append(swap.agree(swap.large(nbytes)))
         typical = statistics.median(times)
-        # What a message costs however short it is belongs to the latency.
+        # The cost of a message of any length belongs to the latency.
         moving = typical - small if typical > 1.25 * small else typical
         return {"latency": small / self._ways, "rate": nbytes / moving}
 
 
 class _Answering:
-    """Answers a roll call for a worker that waits for others and knows of nothing yet."""
+    """Answers a roll call for a worker that waits for others and has not seen the error."""
 
     def __init__(self, rank: int) -> None:
         self._rank, self._store, self._stopped = rank, _get_default_store(), threading.Event()
@@ -311,10 +309,10 @@ class _Swaps:
 
 
 def _merged(one: dict[str, Any], other: dict[str, Any]) -> Pair:
-    """What both ends say of a pair."""
+    """The result of a pair, from those of its ends."""
     errors = [said["error"] for said in (one, other) if "error" in said]
     if errors:
-        # Who cannot connect knows more than who waits in vain.
+        # An end that cannot connect knows more than one that waits in vain.
         return Pair(error=min(errors, key=lambda text: ("sent nothing" in text, len(text))))
     return Pair((one["latency"] + other["latency"]) / 2, (one["rate"] + other["rate"]) / 2)
 

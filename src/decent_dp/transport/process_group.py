@@ -45,26 +45,25 @@ def connect(process_group: dist.ProcessGroup | None) -> Transport:
 
 
 class ProcessGroupTransport(Transport, Exchanger):
-    """Workers that are processes.
+    """Connects workers that are processes.
 
-    A gloo communicator of all workers serves the collectives; exchanges have connections of their own, or go over NCCL
-    where the process group has it and the wire can.
+    Collectives use a gloo communicator of all workers. Exchanges use connections of their own, or NCCL if the process group
+    has it and it can carry the compression.
 
     Args:
         process_group: whose workers, backend and timeout; None for the default group. All its workers call this together.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
-        meeting = Rendezvous.meet(process_group)
-        super().__init__(meeting.rank, meeting.world_size, meeting.run_id, meeting.timeout.total_seconds(), meeting.store)
-        self._meeting = meeting
-        self._notes = Notes(meeting.store, meeting.rank)
+        self._rendezvous = shared = Rendezvous.create(process_group)
+        super().__init__(shared.rank, shared.world_size, shared.run_id, shared.timeout.total_seconds(), shared.store)
+        self._notes = Notes(shared.store, shared.rank)
         self._waiter = Waiter("decent_dp-staging")
         self._communicators: dict[str, Communicator] = {}
         self._controls: dict[str, Control] = {}
-        self._connect_control("all", range(meeting.world_size))
-        self._reactor = Reactor(meeting.rank, meeting.near, listen(meeting), lambda peer: dial(meeting, peer), meeting.token)
-        self._tcp = TcpExchanger(self._reactor, meeting.rank, meeting.node_of, self._waiter, self.timeout, self._explain)
+        self._connect_control("all", range(shared.world_size))
+        self._reactor = Reactor(shared.rank, shared.local, listen(shared), lambda peer: dial(shared, peer), shared.token)
+        self._tcp = TcpExchanger(self._reactor, shared.rank, shared.node_of, self._waiter, self.timeout, self._explain)
 
     @property
     def exchanger(self) -> Exchanger:
@@ -88,8 +87,7 @@ class ProcessGroupTransport(Transport, Exchanger):
         self._waiter.close()
         self._reactor.close()
         self._communicators.clear()
-        # With the last reference the communicator goes.
-        self._controls.clear()
+        self._controls.clear()  # the last references to the communicators
 
     def among(self, ranks: Sequence[int]) -> Transport:
         """The workers ``ranks``, this one included, as a transport of their own over the same connections; it is closed with
@@ -99,9 +97,9 @@ class ProcessGroupTransport(Transport, Exchanger):
         return Peers(self, ranks, lambda: self._control_of(name))
 
     def choose(self, edge: Edge, request: ExchangeRequest) -> Exchanger:
-        """Who moves this request: by where it is, its wire and the size of its edge."""
+        """The exchanger for a request, by its device, its compression and the size of its edge."""
         lossless = isinstance(request.compression, Lossless)
-        if not (self._meeting.nccl and request.sent.is_cuda and lossless):
+        if not (self._rendezvous.nccl and request.sent.is_cuda and lossless):
             return self._tcp
         if len(edge.ranks) == 2:
             return self._nccl_pairs()
@@ -114,8 +112,8 @@ class ProcessGroupTransport(Transport, Exchanger):
         return self.choose(edge, request).start(edge, request)
 
     def _nccl_pairs(self) -> Exchanger:
-        everybody = range(self._meeting.world_size)
-        communicator = self._made("nccl", everybody, lambda: self._meeting.nccl_communicator("nccl", everybody))
+        everybody = range(self._rendezvous.world_size)
+        communicator = self._get_or_make("nccl", everybody, lambda: self._rendezvous.nccl_communicator("nccl", everybody))
         return NcclPairs(communicator, self.rank, self._explain)
 
     def _nccl_groups(self) -> Exchanger:
@@ -123,28 +121,28 @@ class ProcessGroupTransport(Transport, Exchanger):
 
     def _nccl_group(self, ranks: tuple[int, ...]) -> Communicator:
         name = f"nccl/{ranks}"
-        return self._made(name, ranks, lambda: self._meeting.nccl_communicator(name, ranks))
+        return self._get_or_make(name, ranks, lambda: self._rendezvous.nccl_communicator(name, ranks))
 
-    def _made(self, name: str, ranks: Iterable[int], make: Callable[[], Communicator]) -> Communicator:
+    def _get_or_make(self, name: str, ranks: Iterable[int], make: Callable[[], Communicator]) -> Communicator:
         if name not in self._communicators:
             try:
                 self._communicators[name] = make()
             except RuntimeError as error:
                 others = [rank for rank in ranks if rank != self.rank]
                 what = "a communicator"
-                raise peer_error(error, others, what, self._notes, self._meeting.timeout) from error
+                raise peer_error(error, others, what, self._notes, self._rendezvous.timeout) from error
         return self._communicators[name]
 
     def _explain(self, error: Exception, ranks: list[int], exchange_id: ExchangeId) -> RuntimeError:
-        return peer_error(error, ranks, str(exchange_id), self._notes, self._meeting.timeout)
+        return peer_error(error, ranks, str(exchange_id), self._notes, self._rendezvous.timeout)
 
     def _connect_control(self, name: str, ranks: Sequence[int]) -> None:
         others = [rank for rank in ranks if rank != self.rank]
 
         def explain(error: RuntimeError, what: str) -> RuntimeError:
-            return peer_error(error, others, what, self._notes, self._meeting.timeout)
+            return peer_error(error, others, what, self._notes, self._rendezvous.timeout)
 
-        self._controls[name] = _GlooControl(self._made(name, ranks, lambda: self._meeting.gloo(name, ranks)), explain)
+        self._controls[name] = _GlooControl(self._get_or_make(name, ranks, lambda: self._rendezvous.gloo(name, ranks)), explain)
 
     def _control_of(self, name: str) -> Control:
         if name not in self._controls:

@@ -1,4 +1,4 @@
-"""A thread that waits, so that the training thread need not."""
+"""A thread that waits in place of the training thread."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["Waiter"]
 
 
 class Waiter:
-    """Carries jobs out one after another, in the order in which they were given.
+    """Runs jobs one after another, in the order in which they were submitted.
 
-    The thread starts with the first job and is a daemon: an interpreter that exits does not wait for a silent peer.
+    The thread starts with the first job and is a daemon, so that an interpreter that exits does not wait for a silent peer.
     """
 
     def __init__(self, name: str) -> None:
@@ -33,7 +33,7 @@ class Waiter:
         return future
 
     def close(self) -> None:
-        """Ends the thread after the jobs that it has."""
+        """Ends the thread after the jobs that were submitted."""
         self._closed = True
         if self._thread is not None:
             self._jobs.put(None)
@@ -47,5 +47,5 @@ class Waiter:
                 future.set_exception(error)
             else:
                 future.set_result(None)
-            # The job holds tensors: do not keep them until the next one comes.
+            # The job refers to tensors: do not keep them until the next one comes.
             del item, job, future

@@ -1,4 +1,4 @@
-"""Where workers listen for each other, and how one finds another."""
+"""Where workers listen for each other, and how they connect."""
 
 from __future__ import annotations
 
@@ -14,57 +14,61 @@ from decent_dp.transport.communicators import Rendezvous, UnreachableError
 
 __all__ = ["dial", "listen"]
 
-# Of nobody (RFC 5737): the way to it is the default route.
+# An address that nobody has (RFC 5737): the way to it is the default route.
 _ELSEWHERE = "192.0.2.1"
 
 
-def listen(meeting: Rendezvous) -> list[socket.socket]:
-    """Listens for the workers of higher rank, and says where in the store.
+def listen(rendezvous: Rendezvous) -> list[socket.socket]:
+    """Listens for the workers of higher rank, and stores the addresses.
 
-    Workers on this one's network stack come over a local socket, on Linux; nothing listens beyond the loopback interface
-    unless some worker is elsewhere.
+    On Linux, workers on this one's network stack use a local socket. Nothing listens beyond the loopback interface if all
+    workers are there.
     """
-    listeners, where = [], {}
-    others = meeting.world_size - 1
-    if meeting.near and sys.platform == "linux":
-        local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        local.bind("")  # Linux gives it a name of its own, which is no file and goes with it
-        name = local.getsockname()
-        where["local"] = name[1:].decode()
-        listeners.append(local)
-    if len(meeting.near) < others or not listeners:
-        host = "127.0.0.1" if len(meeting.near) == others else _own_address()
+    listeners, address = [], {}
+    others = rendezvous.world_size - 1
+    if rendezvous.local and sys.platform == "linux":
+        stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        stream.bind("")  # Linux chooses a name, which is no file and ends with the socket
+        name = stream.getsockname()
+        address["local"] = name[1:].decode()
+        listeners.append(stream)
+    if len(rendezvous.local) < others or not listeners:
+        host = "127.0.0.1" if len(rendezvous.local) == others else _own_address()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         remote = socket.socket(family, socket.SOCK_STREAM)
         remote.bind((host, 0))
-        where["host"], where["port"] = remote.getsockname()[:2]
+        address["host"], address["port"] = remote.getsockname()[:2]
         listeners.append(remote)
     for listener in listeners:
         listener.listen(1024)
         listener.setblocking(False)
-    meeting.store.set(f"address/{meeting.rank}", json.dumps(where))
+    rendezvous.store.set(f"address/{rendezvous.rank}", json.dumps(address))
     return listeners
 
 
-def dial(meeting: Rendezvous, peer: int) -> socket.socket:
+def dial(rendezvous: Rendezvous, peer: int) -> socket.socket:
     """A connection to ``peer``.
 
     Raises:
-        UnreachableError: nobody answers where the peer said that it listens.
-        RuntimeError: the peer has not said where it listens, within the process group's timeout.
+        UnreachableError: nobody answers at the address of the peer.
+        RuntimeError: the peer has not stored its address within the process group's timeout.
     """
-    where = json.loads(meeting.store.get(f"address/{peer}"))
-    timeout = meeting.timeout.total_seconds()
-    local = peer in meeting.near and "local" in where
+    address = json.loads(rendezvous.store.get(f"address/{peer}"))
+    timeout = rendezvous.timeout.total_seconds()
+    peer_is_local = peer in rendezvous.local and "local" in address
     try:
-        if not local:
-            return socket.create_connection((where["host"], where["port"]), timeout)
+        if not peer_is_local:
+            return socket.create_connection((address["host"], address["port"]), timeout)
         stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        stream.settimeout(timeout)
-        stream.connect(b"\0" + where["local"].encode())
+        try:
+            stream.settimeout(timeout)
+            stream.connect(b"\0" + address["local"].encode())
+        except OSError:
+            stream.close()
+            raise
         return stream
     except OSError as error:
-        raise UnreachableError(None if local else f"{where['host']} port {where['port']}", str(error)) from error
+        raise UnreachableError(None if peer_is_local else f"{address['host']} port {address['port']}", str(error)) from error
 
 
 def _own_address() -> str:
@@ -80,14 +84,14 @@ def _own_address() -> str:
             with socket.socket(family, kind) as probe:
                 probe.connect(to)  # sends nothing: looks the way up
                 found = str(probe.getsockname()[0])
-                # 'localhost' is what the master may call itself, and it is nobody's address for others.
+                # The master may call itself 'localhost', which others cannot use.
                 if not ipaddress.ip_address(found.partition("%")[0]).is_loopback:
                     return found
     return "127.0.0.1"
 
 
 def _address_of(interface: str) -> str | None:
-    """The IPv4 address of a network interface; None where it cannot be told."""
+    """The IPv4 address of a network interface; None if it is unknown."""
     try:
         import fcntl
 

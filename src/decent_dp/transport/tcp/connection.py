@@ -38,7 +38,7 @@ LOCAL = getattr(socket, "AF_UNIX", None)
 # Names of TCP congestion controls, separated by commas, of which the first that the system permits is used.
 _CONGESTION_CONTROL = "DECENT_DP_CONGESTION_CONTROL"
 
-# What is needed first: by key, then by when it was added.
+# The order in which messages are needed: by key, then by when they were added.
 Priority: TypeAlias = tuple[Key, int]
 
 
@@ -120,7 +120,7 @@ class SharedLink:
 
 
 class Connection:
-    """What goes to one peer and what comes from it.
+    """The connection to one peer, with the frames in both directions.
 
     Attributes:
         closed: why the connection is closed; None while it is open, or not there yet.

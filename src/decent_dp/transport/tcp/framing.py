@@ -198,7 +198,7 @@ class Framing:
                 connection.watch_writing(True)
                 return False
             except ConnectionError:
-                # What the peer sent before it went is still to be read, and reading finds its end.
+                # Frames that the peer sent before it closed are still to be read, and reading finds the end.
                 connection.watch_writing(False)
                 connection.write_failed = True
                 connection.drop_output()

@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import copy
 import enum
-import json
 import math
 import random
-import struct
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from typing import Any
 
@@ -20,15 +18,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
+from decent_dp.checkpoint.serialization import RESERVED, Stored, decode, encode, parse
 from decent_dp.checkpoint.staging import Staging
-from decent_dp.checkpoint.tree import RESERVED, Stored, decode, encode, parse
 from decent_dp.errors import CheckpointError
 
 
 def there_and_back(tree: Any) -> Any:
     text, tensors = encode(tree, "extra")
     assert text.isascii()
-    json.loads(text, parse_constant=lambda name: pytest.fail(name))
     kept = Staging().copy(tensors).tensors
     for key, tensor in tensors.items():
         key.encode()  # no surrogates
@@ -52,9 +49,7 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, (np.ndarray, np.generic)):
         return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
     if isinstance(a, float):
-        return struct.pack("d", a) == struct.pack("d", b)
-    if isinstance(a, complex):
-        return same(a.real, b.real) and same(a.imag, b.imag)
+        return a == b and math.copysign(1.0, a) == math.copysign(1.0, b) if a == a else b != b
     if isinstance(a, dict):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a.items(), b.items(), strict=True))
     if isinstance(a, deque):
@@ -70,7 +65,7 @@ def raw(tensor: Tensor) -> bytes:
 
 # -- values ----------------------------------------------------------------------------------------------------------------
 
-finite_text = st.text(alphabet=st.characters(), max_size=8)  # lone surrogates included
+finite_text = st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=8)
 scalars = st.one_of(
     st.none(),
     st.booleans(),
@@ -79,12 +74,9 @@ scalars = st.one_of(
     st.floats(),
     st.binary(max_size=8),
     finite_text,
-    st.sampled_from(["!tensor", "!", "", "__tree__", "!dict", "\ud83d\ude00", "\ud800"]),
-    st.complex_numbers(),
+    st.sampled_from(["!tensor", "!", "", "__tree__", "!dict", "\ud800"]),
 )
-keys = st.recursive(scalars, lambda inner: st.lists(inner, max_size=2).map(tuple), max_leaves=4).filter(
-    lambda key: "nan" not in repr(key)
-)
+keys = st.one_of(finite_text, st.integers())
 trees = st.recursive(
     scalars,
     lambda inner: st.one_of(
@@ -112,39 +104,28 @@ def test_floats_come_back_exactly(x):
 
 
 def test_values_that_json_has_not():
-    quiet_nan = struct.unpack(">d", bytes.fromhex("7ff8000000000123"))[0]
     tree = {
         "nan": float("nan"),
-        "another nan": quiet_nan,
         "infinities": (math.inf, -math.inf),
         "zero": -0.0,
         "smallest": 5e-324,
-        "long": 10**5000,
+        "long": 10**2000,
         "negative": -(2**64),
         "edge": [2**53, 2**53 + 1, -(2**53) - 1],
-        "surrogates": ["\ud83d\ude00", {"\ud83d\ude00": 1}],
+        "surrogate": ["\ud800", {"\udfff": 1}],
         "pair": "😀",
         "bytes": bytes(range(256)),
         "looks like a tag": {"!tensor": "weight", "a": 1},
         "a tag alone": {"!int": "0x1"},
         "nested tags": {"!dict": [["a", {"!tuple": []}]]},
         "the same key as a tag and not": [{"a": 1}, {"a": 2, "!a": 3}, {"!a": 4}],
-        "numbers": {1: "int", 1.5: "float", None: "None", False: 0, (1, ("a", None)): "tuple", b"b": 2, "1": "str"},
+        "numbers": {1: "int", -7: "negative", "1": "str"},
         "empty": [{}, [], (), "", b""],
         "milestones": Counter({3: 2, 5: 1}),
         "recent": deque([1, 2], maxlen=3),
-        "sets": [{1, 2, (3, "a")}, frozenset({None, "x"}), {frozenset({1})}, set()],
         "torch": [torch.Size([2, 0, 3]), torch.bfloat16, torch.float8_e5m2, torch.device("cuda", 1), torch.device("cpu")],
-        "complex": complex(math.nan, -0.0),
     }
-    back = there_and_back(tree)
-    assert same({k: v for k, v in back.items() if k != "sets"}, {k: v for k, v in tree.items() if k != "sets"})
-    assert back["sets"] == tree["sets"]
-
-
-def test_numbers_that_others_would_read_wrongly_are_no_json_numbers():
-    text, _ = encode([2**53, 2**53 + 1, -(2**53) - 1], "extra")
-    assert json.loads(text) == [2**53, {"!int": hex(2**53 + 1)}, {"!int": hex(-(2**53) - 1)}]
+    assert same(there_and_back(tree), tree)
 
 
 def test_kinds_that_come_back_as_plain_ones():
@@ -277,7 +258,6 @@ def test_arrays_and_random_states():
             np.datetime64("2021-02-03"),
             np.uint8(7),
         ],
-        "keys": {np.int64(3): 1},
     }
     back = there_and_back(arrays)
     assert same(back, arrays)
@@ -383,6 +363,10 @@ class OwnTensor(Tensor):
         (random.Random(1), "is a Random:"),
         (torch.Generator(), "is a Generator:"),
         (len, "is a builtin_function_or_method:"),
+        (1j, "is a complex:"),
+        ({1, 2}, "is a set:"),
+        (frozenset({1}), "is a frozenset:"),
+        (10**5000, "is a number of 16610 bits: save it as a str"),
         (np.array([None]), "is a ndarray of object:"),
         (np.zeros(2, dtype="i4,f4"), "is a ndarray of"),
         (np.ma.masked_array([1], [True]), "is a MaskedArray of int64:"),
@@ -402,11 +386,12 @@ def test_what_cannot_be_saved_is_named(value, message):
         encode({"extra": {"sampler": value}}, "")
 
 
-@pytest.mark.parametrize("key", [Foo(), (1, Foo()), torch.zeros(1), Point(1, 2), frozenset({Foo()})])
+@pytest.mark.parametrize(
+    "key", [Foo(), (1, 2), 1.5, None, True, b"a", torch.zeros(1), np.int64(3)], ids=lambda key: type(key).__name__
+)
 def test_keys_that_cannot_be_saved(key):
-    for tree in ({"a": {key: 1}}, {"a": {key}}):
-        with pytest.raises(TypeError, match=r"^a key or member of extra\['a'\] is a"):
-            encode(tree, "extra")
+    with pytest.raises(TypeError, match=r"^a key of extra\['a'\] is an? .*: keys must be str or int"):
+        encode({"a": {key: 1}}, "extra")
 
 
 def test_cycles_and_depth():
@@ -416,7 +401,7 @@ def test_cycles_and_depth():
         encode(cycle, "extra")
     shared = [1]
     assert there_and_back([shared, shared]) == [[1], [1]]  # twice is no cycle
-    for wrap in (lambda inner: [inner], lambda inner: {"a": inner}, lambda inner: {1: inner}, lambda inner: {(1, (2,)): inner}):
+    for wrap in (lambda inner: [inner], lambda inner: {"a": inner}, lambda inner: {1: inner}):
         deep: Any = 1
         for _ in range(90):
             deep = wrap(deep)
@@ -430,14 +415,13 @@ def test_cycles_and_depth():
 
 
 MALFORMED = [
-    *("", "[", "{}x", "\ud800", "NaN", "[Infinity]", "-Infinity", "nul", '{"a":1,"a":2}', '{"!x":1}', '{"!":1}'),
-    *('{"!int":"1"}', '{"!int":1}', '{"!int":"0xg"}', '{"!float":"7ff"}', '{"!float":1}', '{"!str":"a"}', '{"!bytes":"é"}'),
-    *('{"!bytes":"a"}', '{"!dict":{}}', '{"!dict":[[1]]}', '{"!dict":[[[1],2]]}', '{"!dict":[[1,2],[1,3]]}'),
-    *('{"!dict":[[{"!tensor":"w"},2]]}', '{"!set":[[1]]}', '{"!set":1}', '{"!tuple":{}}', '{"!complex":[1,2]}'),
-    *('{"!complex":[1.0]}', '{"!complex":[{"!float":"x"},1.0]}', '{"!a":1,"b":2}', '{"!int":"0x1","!float":2}'),
-    *('{"!deque":[[1],-1]}', '{"!deque":[[1],true]}', '{"!size":[-1]}', '{"!size":[1.5]}', '{"!dtype":"load"}'),
-    *('{"!dtype":"__class__"}', '{"!device":"cuda:0; rm"}', '{"!device":"foo"}', '{"!tensor":"q"}', '{"!tensor":3}'),
-    *('{"!tensor":["w","int99",[1]]}', '{"!tensor":["w","float64",[3]]}', '{"!tensor":["w","uint8",[5]]}'),
+    *("", "[", "{}x", "\ud800", "nul", '{"a":1,"a":2}', '{"!x":1}', '{"!":1}', '{"!int":"1"}', '{"!set":[1]}'),
+    *('{"!bytes":"é"}', '{"!bytes":"a"}', '{"!bytes":3}', '{"!dict":{}}', '{"!dict":[[1]]}', '{"!dict":[[[1],2]]}'),
+    *('{"!dict":[[1,2],[1,3]]}', '{"!dict":[[{"!tensor":"w"},2]]}', '{"!dict":[[true,2]]}', '{"!counter":[[1.5,2]]}'),
+    *('{"!tuple":{}}', '{"!a":1,"b":2}', '{"!tuple":[],"!size":[]}'),
+    *('{"!deque":[[1],-1]}', '{"!deque":[[1],"2"]}', '{"!size":[-1]}', '{"!size":[1.5]}', '{"!dtype":"load"}'),
+    *('{"!dtype":"__class__"}', '{"!dtype":3}', '{"!device":"cuda:0; rm"}', '{"!device":"foo"}', '{"!tensor":"q"}'),
+    *('{"!tensor":3}', '{"!tensor":["w","int99",[1]]}', '{"!tensor":["w","float64",[3]]}', '{"!tensor":["w","uint8",[5]]}'),
     *('{"!array":["w","O",[1]]}', '{"!array":["w","|O",[1]]}', '{"!array":["w","<i8",[7]]}', '{"!array":["q","<i8",[7]]}'),
     *('{"!array":["w","|V4",[3]]}', '{"!array":["w","i4,i4",[3]]}', '{"!scalar":["<f8","00"]}', '{"!scalar":["<f8"]}'),
     *('{"!scalar":["|O","0000000000000000"]}', '{"!sparse":[1,2,[3],true]}', '{"!sparse":[{"!tensor":"w"}]}'),
@@ -459,7 +443,7 @@ def test_malformed_text_is_refused(text):
 @given(st.data())
 @settings(max_examples=150, deadline=None)
 def test_text_with_an_error_is_refused_or_read(data):
-    tree = {"a": [1, 2.5, None, {"b": torch.ones(2)}], 3: (np.arange(2), b"xyz", -(2**80)), "s": {1}, "c": complex(1, math.inf)}
+    tree = {"a": [1, 2.5, None, {"b": torch.ones(2)}], 3: (np.arange(2), b"xyz", -(2**80)), "c": math.inf}
     text, tensors = encode(tree, "extra")
     at = data.draw(st.integers(0, len(text) - 1))
     changed = text[:at] + data.draw(st.characters(max_codepoint=0x17F)) + text[at + data.draw(st.integers(0, 3)) :]

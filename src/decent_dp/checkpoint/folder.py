@@ -1,0 +1,401 @@
+"""The checkpoints in one folder: which there are, which are complete, whose they are, and which are removed.
+
+    PATH/step-00000500-0-7-3f2a9c/       a checkpoint: before round 500, attempt 0, save 7, a run
+        worker-0000.safetensors ...      one shard per worker
+    PATH/latest                          the name of the newest complete checkpoint. A hint: see below
+    PATH/run                             the run that saves here
+
+**A checkpoint is complete if the shards of all its workers are there.** Each worker writes its own by one rename, and nothing
+else is needed. ``load`` judges it, from what all workers see. The order of checkpoints is that of their attempts and saves:
+each load begins a new attempt, which may go back to an earlier round.
+
+The first worker in a folder, which is the one of the lowest rank with a shard in the newest checkpoint, writes ``latest`` and
+removes old checkpoints, after all workers have said that their shards of the newest are written. ``latest`` helps people, and
+tells an interrupted first save from a checkpoint that was lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import heapq
+import json
+import logging
+import os
+import re
+import socket
+import stat
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from decent_dp.checkpoint.files import Shard, now, read_small, replace_text, shard_name, sync_folder
+from decent_dp.errors import CheckpointError
+
+__all__ = [
+    "LATEST",
+    "RUN",
+    "Sight",
+    "attempt_of",
+    "choose",
+    "claim",
+    "complete",
+    "folder_of",
+    "incomplete",
+    "is_step",
+    "look",
+    "make_folder",
+    "prune",
+    "ranks_in",
+    "remove",
+    "remove_shard",
+    "step_name",
+    "steps_in",
+    "write_latest",
+]
+
+_log = logging.getLogger(__name__)
+
+LATEST, RUN = "latest", "run"
+_NAME = re.compile(r"step-[0-9]{8,18}-([0-9]{1,9})-([0-9]{1,9})-[0-9a-f]{6}")
+_SHARD = re.compile(r"worker-([0-9]{4,9})\.safetensors")
+# What a save makes in a checkpoint's folder, with safetensors' own temporary files, and what NFS keeps of a file in use.
+_OURS = re.compile(rf"{_SHARD.pattern}(\.tmp)?|\.tmp\w+|\.nfs\w+")
+# So many checkpoints are looked at, the newest: a folder may have a million names in it.
+_MOST = 64
+
+
+def folder_of(path: Any) -> Path:
+    """The user's ``path``, absolute.
+
+    Raises:
+        TypeError, ValueError: it is no path.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"path must be the folder for checkpoints, got {path!r}")
+    if not os.fspath(path):
+        raise ValueError("path must be the folder for checkpoints, got ''; the folder that the process is in is '.'")
+    return Path(path).absolute()
+
+
+def step_name(round_: int, attempt: int, number: int, run_id: str) -> str:
+    """The name of a checkpoint's folder. All workers of a run make the same one, and no other run does."""
+    return f"step-{round_:08d}-{attempt}-{number}-{hashlib.sha256(run_id.encode()).hexdigest()[:6]}"
+
+
+def _order(name: str) -> tuple[int, int]:
+    match = _NAME.fullmatch(name)
+    assert match is not None
+    return int(match[1]), int(match[2])
+
+
+def make_folder(folder: Path) -> Path:
+    """Makes a folder and those above it, if another worker has not. Durable when it returns.
+
+    Raises:
+        OSError: it cannot be made, or something else has its name.
+    """
+    if not folder.is_dir():
+        if not folder.parent.is_dir():
+            make_folder(folder.parent)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder)
+        if not folder.is_dir():
+            raise NotADirectoryError(f"{folder} is no folder: give another path, or move it away")
+    # Also if another worker made it, which may not have come to this line yet.
+    sync_folder(folder.parent)
+    return folder
+
+
+# -- what is there ---------------------------------------------------------------------------------------------------------
+
+
+def steps_in(root: Path, most: int | None = _MOST) -> list[str]:
+    """The names of checkpoints, complete or not, newest first."""
+    with _scan(root) as entries:
+        names = (e.name for e in entries if _NAME.fullmatch(e.name) and e.is_dir(follow_symlinks=False))
+        return sorted(names, key=_order, reverse=True) if most is None else heapq.nlargest(most, names, key=_order)
+
+
+def ranks_in(folder: Path) -> list[int]:
+    """The ranks whose shards are in a checkpoint's folder, sorted; of a folder that is gone none."""
+    with _scan(folder) as entries:
+        return sorted(int(match[1]) for entry in entries if (match := _SHARD.fullmatch(entry.name)))
+
+
+def is_step(path: Path) -> bool:
+    """Whether a folder is one checkpoint, complete or not, rather than a folder of checkpoints."""
+    if _NAME.fullmatch(path.name):
+        return path.is_dir()
+    with _scan(path) as entries:
+        return any(_SHARD.fullmatch(entry.name) for entry in entries)
+
+
+@contextlib.contextmanager
+def _scan(folder: Path) -> Iterator[Iterable[os.DirEntry[str]]]:
+    try:
+        entries = os.scandir(folder)
+    except FileNotFoundError:
+        yield ()
+        return
+    with entries:
+        yield entries
+
+
+@dataclass
+class Sight:
+    """What one worker sees in a folder, as JSON can hold it.
+
+    Attributes:
+        only: the name of the checkpoint that was asked for, if the path was that of one.
+        steps: by name of each checkpoint, newest first: how many workers saved it, the first and last rank of each run of ranks
+            whose shards are there, and why the former is not known.
+        latest: there is a file ``latest``, so that a checkpoint has been complete here.
+        hint: the name in it.
+    """
+
+    only: str | None = None
+    steps: dict[str, tuple[int | None, list[tuple[int, int]], str]] = field(default_factory=dict)
+    latest: bool = False
+    hint: str | None = None
+
+
+def look(path: Path) -> tuple[Path, Sight]:
+    """The folder of checkpoints, and what is in it; ``path`` may also be one checkpoint in it.
+
+    Raises:
+        CheckpointError: what is there cannot be read, or is no folder: workers must not start from scratch then.
+    """
+    try:
+        if not _exists(path):
+            return path, Sight()
+        if not stat.S_ISDIR(os.stat(path).st_mode):
+            raise CheckpointError(f"{path} cannot be read: it is no folder of checkpoints{_advice(path)}")
+        sight, root = Sight(), path
+        if is_step(path):
+            root, sight.only = path.parent, path.name
+            sight.steps[path.name] = _look_at(path)
+        for name in steps_in(root):
+            sight.steps[name] = _look_at(root / name)
+        sight.latest = _exists(root / LATEST)
+        sight.hint = _hint(root)
+        return root, sight
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or path} cannot be read: {error.strerror or error}") from error
+
+
+def _advice(path: Path) -> str:
+    if path.suffix == ".safetensors":
+        return ". A file that export() wrote is read by model.load_state_dict(safetensors.torch.load_file(path))."
+    if path.suffix in (".pt", ".pth", ".bin"):
+        return ". A file of torch.save or export() is read by model.load_state_dict(torch.load(path, weights_only=True))."
+    return ""
+
+
+def _look_at(folder: Path) -> tuple[int | None, list[tuple[int, int]], str]:
+    ranks = ranks_in(folder)
+    if not ranks:
+        return None, [], ""
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])]
+    found = [(run[0], run[-1]) for run in runs]
+    file = folder / shard_name(ranks[0])
+    try:
+        with Shard(file, ranks[0]) as shard:
+            return shard.record.world_size, found, ""
+    except CheckpointError as error:
+        if not _exists(file):  # another worker removes it just now
+            return None, [], ""
+        return None, found, str(error)
+
+
+def _hint(root: Path) -> str | None:
+    """The name in ``latest``. What is wrong with the file does not matter: the shards say what is complete."""
+    with contextlib.suppress(OSError):
+        text = (read_small(root / LATEST) or b"").decode("ascii", "replace").strip()
+        return text if _NAME.fullmatch(text) else None
+    return None
+
+
+def _exists(path: Path) -> bool:
+    """Whether there is something, if only a link to nothing. OSError if that cannot be told, which is not "no"."""
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+# -- what is complete ------------------------------------------------------------------------------------------------------
+
+
+def complete(sights: Sequence[Sight]) -> list[str]:
+    """The names of the checkpoints that are complete, newest first, by what all workers see."""
+    return [name for name in _names(sights) if not _lacking(name, sights)]
+
+
+def incomplete(sights: Sequence[Sight]) -> list[str]:
+    """The names of those that lack a shard. One that cannot be read is not among them."""
+    return [name for name in _names(sights) if _lacking(name, sights).endswith("is missing")]
+
+
+def attempt_of(sights: Sequence[Sight]) -> int:
+    """The number of the attempt that begins with a load, which is after all others."""
+    return max((_order(name)[0] + 1 for name in _names(sights) if _NAME.fullmatch(name)), default=0)
+
+
+def choose(root: Path, sights: Sequence[Sight]) -> tuple[str, int] | None:
+    """The checkpoint to load, and how many workers saved it; None if none has ever been complete.
+
+    Raises:
+        CheckpointError: it is not the newest that should be there, or only some workers see it.
+    """
+    asked = {sight.only for sight in sights} - {None}
+    names = [name for name in _names(sights) if not asked or name in asked]
+    skipped = False
+    for name in names:
+        lacking = _lacking(name, sights)
+        blind = [rank for rank, sight in enumerate(sights) if not sight.steps.get(name, (None, []))[1]]
+        world_size = max((sight.steps[name][0] or 0 for sight in sights if name in sight.steps), default=0)
+        # A checkpoint that `latest` names was complete. If a worker has lost its folder, an older one may do.
+        lost = any(sight.hint == name for sight in sights) and all(name in sight.steps for sight in sights)
+        broken = not lacking.endswith("is missing")
+        if lacking and (asked or lost or broken):
+            what = lacking if broken else f"{root / name} is no complete checkpoint: {lacking}"
+            raise CheckpointError(f"{what}. Another checkpoint can be loaded by its path.")
+        if lacking:
+            _log.warning("%s is no complete checkpoint: %s", root / name, lacking)
+        elif not blind:
+            return name, world_size
+        elif asked or all(not sights[rank].steps for rank in blind):
+            raise CheckpointError(
+                f"{_workers(blind)} no checkpoint in {root}, and there is {name} for the others: no worker starts from scratch "
+                "while others resume. Give all workers their files, or the same path; or, for a fresh start, another one."
+            )
+        else:
+            _log.warning("%s is not seen by all workers", root / name)
+            skipped = True
+    if skipped:
+        sight_of = ", ".join(f"worker {rank}: {', '.join(sight.steps)}" for rank, sight in enumerate(sights))
+        raise CheckpointError(f"no checkpoint in {root} is seen by all workers ({sight_of}): give all workers their files.")
+    if not any(sight.latest for sight in sights):
+        return None
+    hinted = next(sight.hint or "one" for sight in sights if sight.latest)
+    none = [rank for rank, sight in enumerate(sights) if not sight.steps]
+    blind_text = f"{_workers(none)} no checkpoint in {root}, and " if none and len(none) < len(sights) else ""
+    gone = next((f"{name} is not complete: {_lacking(name, sights)}" for name in names), "nothing of it is there")
+    raise CheckpointError(
+        f"{blind_text}no checkpoint in {root} is complete, and '{LATEST}' names {hinted}, which was: {gone}. No worker starts "
+        "from scratch. Give all workers their files; or, for a fresh start, another path."
+    )
+
+
+def _names(sights: Sequence[Sight]) -> list[str]:
+    names = {name: None for sight in sights for name in sight.steps}
+    return sorted(names, key=lambda name: _order(name) if _NAME.fullmatch(name) else (-1, -1), reverse=True)
+
+
+def _lacking(name: str, sights: Sequence[Sight]) -> str:
+    """Why a checkpoint is not complete; '' if it is."""
+    seen = [sight.steps[name] for sight in sights if name in sight.steps]
+    sizes = {size for size, _, _ in seen if size is not None}
+    problems = [problem for *_, problem in seen if problem]
+    if problems:
+        return problems[0]
+    if len(sizes) > 1:
+        return f"its shards are of {' and of '.join(map(str, sorted(sizes)))} workers"
+    missing = 0
+    for first, last in sorted(tuple(run) for _, runs, _ in seen for run in runs):
+        if first > missing:
+            break
+        missing = max(missing, last + 1)
+    return "" if sizes and missing >= max(sizes) else f"{shard_name(missing)} is missing"
+
+
+def _workers(ranks: Sequence[int]) -> str:
+    return f"worker {ranks[0]} sees" if len(ranks) == 1 else f"workers {', '.join(str(rank) for rank in ranks)} see"
+
+
+# -- whose they are --------------------------------------------------------------------------------------------------------
+
+
+def claim(root: Path, run_id: str, rank: int, *, may_take_over: bool) -> None:
+    """Makes sure that this run is the one that saves in ``root``, and says so in a file.
+
+    Raises:
+        ValueError: another run saves there, and this one did not load from it (``may_take_over``).
+        OSError: that file cannot be read or written.
+    """
+    own = hashlib.sha256(run_id.encode()).hexdigest()[:12]
+    others = steps_in(root, 1)  # before the file is read: a worker of this run writes it before its first shard
+    content = read_small(root / RUN)
+    found: Mapping[str, Any] = {}
+    with contextlib.suppress(ValueError):
+        parsed = json.loads(content or b"{}")
+        found = parsed if isinstance(parsed, dict) else {}
+    if found.get("run") == own:
+        return
+    if not may_take_over and (content is not None or others):
+        since = f"run {found.get('run')}, since {found.get('since')}, on {found.get('host')}" if found else "another run"
+        raise ValueError(
+            f"{root} has the checkpoints of {since}: two runs in one folder would remove each other's. To continue that run, "
+            "call load(model, path, missing_ok=True) before the first save; else give this one a folder of its own."
+        )
+    text = json.dumps({"run": own, "since": now(), "host": socket.gethostname()})
+    replace_text(root / RUN, text, f"-{rank}")
+
+
+# -- what is removed -------------------------------------------------------------------------------------------------------
+
+
+def write_latest(root: Path, name: str, rank: int) -> None:
+    replace_text(root / LATEST, f"{name}\n", f"-{rank}")
+
+
+def prune(root: Path, newest: str, whole: Collection[str], keep: int, unread: Collection[str] = ()) -> None:
+    """Removes checkpoints that are older than ``newest``, which is complete.
+
+    Args:
+        whole: those that are complete; the last ``keep`` of them stay.
+        unread: those that could not be read, which stay too: their disk may come back.
+    """
+    older = [name for name in steps_in(root, None) if _order(name) < _order(newest)]
+    stay = {*[name for name in older if name in whole][: keep - 1], *unread}
+    remove(root, [name for name in older if name not in stay])
+
+
+def remove(root: Path, names: Iterable[str]) -> None:
+    """Removes these checkpoints. Files of the user's stay; what cannot be removed is logged."""
+    for name in names:
+        try:
+            _remove(root / name)
+        except OSError as error:
+            if not isinstance(error, FileNotFoundError):  # else another process was faster
+                _log.warning("the old checkpoint %s could not be removed: %s", root / name, error.strerror or error)
+
+
+def remove_shard(folder: Path, rank: int) -> None:
+    """Removes a worker's own shard of a checkpoint that never becomes complete, and the folder with the last one."""
+    with contextlib.suppress(OSError):
+        os.unlink(folder / shard_name(rank))
+    with contextlib.suppress(OSError):
+        os.rmdir(folder)
+
+
+def _remove(folder: Path) -> None:
+    removed = False
+    with _scan(folder) as entries:
+        ours = [entry.path for entry in entries if _OURS.fullmatch(entry.name) and not entry.is_dir(follow_symlinks=False)]
+    for file in ours:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(file)
+            removed = True
+    try:
+        os.rmdir(folder)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        if removed:
+            _log.warning("%s is no checkpoint any more, and stays: there are files in it that no save made", folder)

@@ -1,0 +1,405 @@
+"""Trees of plain values and tensors as JSON text and tensors by key, and back, bit for bit. Nothing is executed.
+
+Values of JSON stand for themselves, as Python's ``json`` writes them: None, bool, int, float (also nan and infinities), str,
+list, and a dict whose keys are strings. Everything else is an object with one key that begins with ``!``:
+
+    {"!dict": [[key, value], ...]}      a dict with other keys         {"!counter": [[key, value], ...]}
+    {"!tuple": [...]}                                                  {"!deque": [[...], maxlen]}
+    {"!bytes": base64}                                                 {"!size": [2, 3]}    a torch.Size
+    {"!dtype": "float32"}               a torch.dtype                  {"!device": "cuda:0"}
+    {"!tensor": key}                    or [key, dtype, shape], if its bytes are stored as uint8
+    {"!sparse": [indices, values, shape, coalesced]}                   indices and values are nodes of dense tensors
+    {"!array": [key, dtype, shape]}     the bytes of a NumPy array     {"!scalar": [dtype, hex]}    a NumPy scalar
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import enum
+import json
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from decent_dp.errors import CheckpointError
+
+__all__ = ["RESERVED", "Stored", "decode", "encode", "parse"]
+
+# Keys that a file uses itself.
+RESERVED = ("__metadata__", "__tree__")
+
+# Levels of a tree. Each is at most three levels of JSON, which Python's reader follows by recursion.
+_MAX_DEPTH = 100
+_MAX_KEY = 200
+# Python converts no longer decimals (sys.set_int_max_str_digits).
+_MAX_BITS = 10_000
+
+# The dtypes of safetensors; tensors of other dtypes are stored as bytes.
+_DIRECT = frozenset(
+    getattr(torch, name)
+    for name in (
+        *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
+        *("float16", "bfloat16", "float32", "float64", "complex64"),
+        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
+    )
+)
+# Kinds of NumPy dtypes: bools, numbers, text, dates.
+_ARRAY_KINDS = "biufcSUmM"
+_CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, tuple, deque, torch.Size)
+
+
+# -- encode ----------------------------------------------------------------------------------------------------------------
+
+
+def encode(tree: Any, where: str) -> tuple[str, dict[str, Tensor]]:
+    """Splits a tree into text and tensors.
+
+    Args:
+        tree: dicts (keys: str and int), lists, tuples, deques and Counters of None, bool, int, float, str, bytes, dense or
+            sparse COO tensors of any dtype, NumPy arrays and scalars, ``torch.Size``, ``torch.dtype``, ``torch.device``.
+            OrderedDict and defaultdict come back as dict, Parameters as plain tensors, a subclass of str or int as the plain
+            one.
+        where: what errors call the tree, such as ``"state"``; with "" they begin with its keys.
+
+    Returns:
+        ASCII text, and the tensors by key. They are the tensors of the tree where that is possible: of any strides, on any
+        device, and maybe overlapping. Copy them (:mod:`staging`) before they are written.
+
+    Raises:
+        TypeError: the tree has something else in it, or contains itself; names the place.
+    """
+    encoder = _Encoder(where)
+    node = encoder.node(tree)
+    return json.dumps(node, check_circular=False, separators=(",", ":")), encoder.tensors
+
+
+class _Encoder:
+    def __init__(self, where: str) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._where = where
+        self._path: list[Any] = []
+        self._open: set[int] = set()
+        # An object that occurs twice is one tensor in the file. Kept alive, so that no other object gets its id.
+        self._seen: dict[int, tuple[Any, Any]] = {}
+
+    def node(self, value: Any) -> Any:
+        kind = type(value)
+        if value is None or kind in (bool, float, str):
+            return value
+        if isinstance(value, Tensor):
+            if id(value) not in self._seen:
+                self._seen[id(value)] = self._tensor(value), value
+            return self._seen[id(value)][0]
+        if isinstance(value, np.generic):
+            return self._scalar(value)
+        if isinstance(value, np.ndarray):
+            return self._array(value)
+        if isinstance(value, enum.Enum):
+            raise self._refuse(value, "save its .value")
+        if isinstance(value, int):
+            if value.bit_length() > _MAX_BITS:
+                raise self._refuse(value, "save it as a str", what=f"number of {value.bit_length()} bits")
+            return int(value)
+        if isinstance(value, (float, str)):
+            return float(value) if isinstance(value, float) else str(value)
+        if isinstance(value, bytes):
+            return {"!bytes": base64.b64encode(value).decode("ascii")}
+        if isinstance(value, torch.dtype):
+            return {"!dtype": _dtype_name(value)}
+        if isinstance(value, torch.device):
+            return {"!device": str(value)}
+        return self._container(kind, value)
+
+    def _container(self, kind: type, value: Any) -> Any:
+        if kind not in _CONTAINERS:
+            raise self._refuse(value, "save its state_dict() or plain values")
+        if id(value) in self._open:
+            raise TypeError(f"{self._name()} contains itself: save plain values")
+        if len(self._path) >= _MAX_DEPTH:
+            raise TypeError(f"{self._name()} is nested more than {_MAX_DEPTH} levels deep: save flatter values")
+        self._open.add(id(value))
+        try:
+            return self._members(kind, value)
+        finally:
+            self._open.discard(id(value))
+
+    def _members(self, kind: type, value: Any) -> Any:
+        if kind is torch.Size:
+            return {"!size": list(value)}
+        if kind in (list, tuple, deque):
+            members = [self._inside(i, member) for i, member in enumerate(value)]
+            if kind is deque:
+                return {"!deque": [members, value.maxlen]}
+            return members if kind is list else {"!tuple": members}
+        for key in value:
+            if type(key) not in (str, int):
+                raise TypeError(f"a key of {self._name()} is {_a(type(key).__name__)}, {key!r}: keys must be str or int")
+        if kind is not Counter and all(type(key) is str and not key.startswith("!") for key in value):
+            return {key: self._inside(key, member) for key, member in value.items()}
+        tag = "!counter" if kind is Counter else "!dict"
+        return {tag: [[key, self._inside(key, member)] for key, member in value.items()]}
+
+    def _inside(self, step: Any, value: Any) -> Any:
+        self._path.append(step)
+        node = self.node(value)
+        self._path.pop()
+        return node
+
+    def _tensor(self, tensor: Tensor) -> Any:
+        if tensor.is_meta or (type(tensor) is not Tensor and torch.nn.parameter.is_lazy(tensor)):
+            raise self._refuse(tensor, "it has no values yet", what="tensor without values")
+        plain = tensor if type(tensor) is Tensor and not tensor.requires_grad else tensor.detach()
+        what = type(plain).__name__ if type(plain) is not Tensor else None
+        if what is not None or plain.is_quantized or plain.is_nested:
+            raise self._refuse(tensor, "save a plain tensor", what=what or "quantized or nested tensor")
+        if plain.layout is torch.sparse_coo:
+            parts = [self._dense(plain._indices(), ".indices"), self._dense(plain._values(), ".values")]
+            return {"!sparse": [*parts, list(plain.shape), plain.is_coalesced()]}
+        if plain.layout is not torch.strided:
+            raise self._refuse(tensor, "save it .to_dense() or as sparse COO", what=f"{plain.layout} tensor")
+        return self._dense(plain, "")
+
+    def _dense(self, tensor: Tensor, suffix: str) -> Any:
+        plain = tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
+        if plain.dtype in _DIRECT:
+            return {"!tensor": self._add(plain, suffix)}
+        key = self._add(plain.contiguous().reshape(-1).view(torch.uint8), suffix)
+        return {"!tensor": [key, _dtype_name(tensor.dtype), list(tensor.shape)]}
+
+    def _array(self, array: np.ndarray[Any, Any]) -> Any:
+        if type(array) not in (np.ndarray, np.memmap) or array.dtype.kind not in _ARRAY_KINDS or not array.dtype.itemsize:
+            raise self._refuse(array, "save plain arrays of numbers or text", what=f"{type(array).__name__} of {array.dtype}")
+        raw = np.array(array, order="C").reshape(-1).view(np.uint8)
+        return {"!array": [self._add(torch.from_numpy(raw), ""), array.dtype.str, list(array.shape)]}
+
+    def _scalar(self, value: np.generic) -> Any:
+        if value.dtype.kind not in _ARRAY_KINDS or not value.dtype.itemsize:
+            raise self._refuse(value, "save plain values")
+        return {"!scalar": [value.dtype.str, value.tobytes().hex()]}
+
+    def _add(self, tensor: Tensor, suffix: str) -> str:
+        steps = [self._where, *self._path] if self._where else self._path
+        # Keys are UTF-8 in the file: a lone surrogate becomes a question mark.
+        joined = ".".join(map(str, steps))[:_MAX_KEY].encode("utf-8", "replace").decode()
+        base = (joined or "value") + suffix
+        key, n = base, 1
+        while key in self.tensors or key in RESERVED:
+            n += 1
+            key = f"{base}#{n}"
+        self.tensors[key] = tensor
+        return key
+
+    def _name(self) -> str:
+        first, rest = (self._where, self._path) if self._where or not self._path else (str(self._path[0]), self._path[1:])
+        return (first or "the tree") + "".join(f"[{step!r}]" for step in rest)
+
+    def _refuse(self, value: Any, instead: str, what: str | None = None) -> TypeError:
+        return TypeError(f"{self._name()} is {_a(what or type(value).__name__)}: {instead}")
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _a(what: str) -> str:
+    return f"{'an' if what[:1] in 'AEIOaeio' else 'a'} {what}"
+
+
+# -- decode ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor or an array that is still in the file.
+
+    Attributes:
+        kind: 'tensor', 'sparse' or 'array'.
+        parts: the keys of its tensors, each with the dtype and the shape if the bytes are stored as uint8.
+        shape, coalesced: of a sparse tensor.
+    """
+
+    kind: str
+    parts: tuple[tuple[str, str | None, tuple[int, ...]], ...]
+    shape: tuple[int, ...] = ()
+    coalesced: bool = False
+
+    def load(self, get_tensor: Callable[[str], Tensor]) -> Any:
+        """The tensor (on the CPU) or the array.
+
+        Raises:
+            CheckpointError: the tensors in the file do not fit the tree.
+        """
+        try:
+            if self.kind == "array":
+                key, dtype, shape = self.parts[0]
+                flat: np.ndarray[Any, Any] = get_tensor(key).numpy()
+                return flat.view(np.dtype(dtype)).reshape(shape)
+            loaded = [_viewed(get_tensor(key), dtype, shape) for key, dtype, shape in self.parts]
+            if self.kind == "tensor":
+                return loaded[0]
+            sparse = torch.sparse_coo_tensor(
+                loaded[0], loaded[1], self.shape, is_coalesced=self.coalesced or None, check_invariants=True
+            )
+            return sparse if self.coalesced else sparse._coalesced_(False)
+        except (KeyError, ValueError, TypeError, RuntimeError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            names = " and ".join(f"'{key}'" for key, _, _ in self.parts)
+            raise CheckpointError(f"the saved tree and its tensor {names} do not fit: {error}") from error
+
+
+def _viewed(tensor: Tensor, dtype: str | None, shape: tuple[int, ...]) -> Tensor:
+    return tensor if dtype is None else tensor.view(getattr(torch, dtype)).reshape(shape)
+
+
+def decode(text: str, get_tensor: Callable[[str], Tensor]) -> Any:
+    """The inverse of :func:`encode`; ``get_tensor`` returns the tensor of a key.
+
+    Raises:
+        CheckpointError: :func:`encode` did not make this text, or a tensor is missing or does not fit.
+    """
+    return parse(text, lambda stored: stored.load(get_tensor))
+
+
+def parse(text: str, leaf: Callable[[Stored], Any] = lambda stored: stored) -> Any:
+    """As :func:`decode`, with ``leaf(stored)`` in the place of tensors and arrays."""
+    try:
+        return _Decoder(leaf).value(json.loads(text, object_pairs_hook=_unique), 0)
+    except CheckpointError:
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OverflowError, RecursionError) as error:
+        raise CheckpointError(f"the saved tree is malformed: {error}") from error
+
+
+def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return made
+
+
+class _Decoder:
+    def __init__(self, leaf: Callable[[Stored], Any]) -> None:
+        self._leaf = leaf
+
+    def value(self, node: Any, depth: int) -> Any:
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"it is more than {_MAX_DEPTH} levels deep")
+        if isinstance(node, list):
+            return [self.value(member, depth + 1) for member in node]
+        if not isinstance(node, dict):
+            return node
+        tags = [key for key in node if key.startswith("!")]
+        if not tags:
+            return {key: self.value(member, depth + 1) for key, member in node.items()}
+        if len(node) > 1:
+            raise ValueError(f"{tags[0]!r} has other keys beside it")
+        ((tag, body),) = node.items()
+        if tag in _SCALARS:
+            return _SCALARS[tag](body)
+        if tag in _STORED:
+            return self._leaf(_STORED[tag](body))
+        return self._container(tag, body, depth)
+
+    def _container(self, tag: str, body: Any, depth: int) -> Any:
+        if tag in ("!dict", "!counter"):
+            made = _unique([(_key(key), self.value(member, depth + 1)) for key, member in map(_pair, _list(body))])
+            return Counter(made) if tag == "!counter" else made
+        if tag == "!tuple":
+            return tuple(self.value(member, depth + 1) for member in _list(body))
+        if tag == "!deque":
+            members, longest = _pair(body)
+            return deque((self.value(member, depth + 1) for member in _list(members)), longest)
+        raise ValueError(f"{tag!r} is no kind of value")
+
+
+def _list(body: Any, length: int | None = None) -> list[Any]:
+    if not isinstance(body, list) or (length is not None and len(body) != length):
+        raise ValueError(f"a list{'' if length is None else f' of {length}'} was expected")
+    return body
+
+
+def _pair(body: Any) -> list[Any]:
+    return _list(body, 2)
+
+
+def _key(key: Any) -> Any:
+    if type(key) not in (str, int):
+        raise ValueError(f"{str(key)[:40]!r} is no key")
+    return key
+
+
+def _shape(body: Any) -> tuple[int, ...]:
+    if not all(type(n) is int and 0 <= n < 1 << 63 for n in _list(body)):
+        raise ValueError("a shape has an entry that is no size")
+    return tuple(body)
+
+
+def _torch_dtype(body: Any) -> torch.dtype:
+    dtype = getattr(torch, body, None) if isinstance(body, str) else None
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"this torch has no dtype {str(body)[:40]!r}")
+    return dtype
+
+
+def _numpy_dtype(body: Any) -> np.dtype[Any]:
+    if not isinstance(body, str) or len(body) > 20:
+        raise ValueError("a dtype was expected")
+    dtype = np.dtype(body)
+    if dtype.kind not in _ARRAY_KINDS or not dtype.itemsize:
+        raise ValueError(f"{dtype} is no dtype of a saved array")
+    return dtype
+
+
+def _numpy_scalar(body: Any) -> Any:
+    name, bits = _pair(body)
+    dtype, raw = _numpy_dtype(name), bytes.fromhex(bits)
+    if len(raw) != dtype.itemsize:
+        raise ValueError(f"{len(raw)} bytes are no {dtype}")
+    return np.frombuffer(raw, dtype)[0]
+
+
+def _bytes(body: Any) -> bytes:
+    try:
+        return base64.b64decode(body, validate=True)
+    except binascii.Error as error:
+        raise ValueError(str(error)) from error
+
+
+_SCALARS: dict[str, Callable[[Any], Any]] = {
+    "!bytes": _bytes,
+    "!size": lambda body: torch.Size(_shape(body)),
+    "!dtype": _torch_dtype,
+    "!device": lambda body: torch.device(str(body)),
+    "!scalar": _numpy_scalar,
+}
+
+
+def _part(body: Any) -> tuple[str, str | None, tuple[int, ...]]:
+    if isinstance(body, str):
+        return body, None, ()
+    key, dtype, shape = _list(body, 3)
+    return str(key), _dtype_name(_torch_dtype(dtype)), _shape(shape)
+
+
+def _stored_sparse(body: Any) -> Stored:
+    indices, values, shape, coalesced = _list(body, 4)
+    return Stored("sparse", (_part(indices["!tensor"]), _part(values["!tensor"])), _shape(shape), coalesced is True)
+
+
+def _stored_array(body: Any) -> Stored:
+    key, dtype, shape = _list(body, 3)
+    return Stored("array", ((str(key), _numpy_dtype(dtype).str, _shape(shape)),))
+
+
+_STORED: dict[str, Callable[[Any], Stored]] = {
+    "!tensor": lambda body: Stored("tensor", (_part(body),)),
+    "!sparse": _stored_sparse,
+    "!array": _stored_array,
+}

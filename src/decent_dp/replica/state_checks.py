@@ -1,0 +1,107 @@
+"""Checks of a saved state against what an optimizer or a scheduler has, before anything of it is loaded.
+
+A state that was saved and is well formed may still have a value of another kind: it would load, and break the training later.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+__all__ = ["check_alike", "check_param_state"]
+
+
+def check_alike(what: str, saved: Any, own: Any) -> None:
+    """Checks that ``saved`` could be another value of ``own``: of the same kind, also inside, where both have a key.
+
+    Where ``own`` is None anything may be, as versions of torch differ in their defaults.
+
+    Raises:
+        ValueError: it could not; names the place.
+    """
+    if isinstance(own, Mapping):
+        fits = isinstance(saved, Mapping)
+        for key in [key for key in own if key in saved] if fits else ():
+            check_alike(f"{what}[{key!r}]", saved[key], own[key])
+    elif isinstance(own, (list, tuple)):
+        fits = isinstance(saved, (list, tuple)) and (isinstance(own, list) or len(saved) == len(own))
+        for i, (theirs, ours) in enumerate(zip(saved, own, strict=False)) if fits else ():
+            check_alike(f"{what}[{i}]", theirs, ours)
+    elif isinstance(own, bool):
+        fits = saved is None or isinstance(saved, bool)
+    elif _is_number(own):
+        fits = _is_number(saved)
+    elif isinstance(own, Tensor):
+        fits = isinstance(saved, Tensor) or (own.numel() == 1 and _is_number(saved))
+    else:
+        fits = not isinstance(own, (str, bytes)) or isinstance(saved, type(own))
+    if not fits:
+        raise ValueError(f"{what} was saved as {_described(saved)}, and is {_described(own)} here")
+
+
+def check_param_state(optimizer: Optimizer, param: Tensor, saved: Any, name: str) -> None:
+    """Checks the state of one parameter against what the optimizer has, or, if it has made no step, would make.
+
+    Raises:
+        ValueError: it is of another kind; names the parameter and the key.
+    """
+    what = f"the state of parameter '{name}'"
+    if not isinstance(saved, Mapping):
+        raise ValueError(f"{what} was saved as {_described(saved)}, and should be a dict")
+    own = optimizer.state.get(param) or _example(optimizer, param)
+    if own is None or not saved:
+        return
+    for key, ours in own.items():
+        if key not in saved:
+            raise ValueError(f"{what} has no '{key}', which {type(optimizer).__name__} needs")
+        theirs = saved[key]
+        if isinstance(ours, Tensor) and ours.dim():
+            fits = isinstance(theirs, (Tensor, Mapping))  # a mapping: this worker's part of a DTensor
+        else:
+            fits = not (isinstance(ours, Tensor) or _is_number(ours)) or _is_number(theirs)
+        if not fits:
+            raise ValueError(f"{what}['{key}'] was saved as {_described(theirs)}, and is {_described(ours)} here")
+
+
+def _example(optimizer: Optimizer, param: Tensor) -> Mapping[str, Any] | None:
+    """What one step of a new optimizer of torch's or ours makes for such a parameter; None where that cannot be told."""
+    kind = type(optimizer)
+    if not f"{kind.__module__}.".startswith(("torch.optim.", "decent_dp.optim.")) or not param.is_floating_point():
+        return None
+    group = next((g for g in optimizer.param_groups if any(param is own for own in g["params"])), None)
+    if group is None or kind.__name__ in ("LBFGS", "SparseAdam"):
+        return None
+    names = set(inspect.signature(kind).parameters)
+    # On the CPU and for one number: torch's fused and captured kinds need a GPU.
+    options = {k: v for k, v in group.items() if k in names and k not in ("params", "fused", "capturable", "foreach")}
+    with torch.enable_grad():
+        small = Parameter(torch.zeros([1] * param.dim(), dtype=torch.float32))
+        small.grad = torch.ones_like(small)
+        try:
+            example = kind([small], **options)
+            example.step()
+        except Exception:  # an option that only goes with a GPU, say
+            return None
+    made: Mapping[str, Any] = example.state[small]
+    # What is None after a step, and what only some steps make, may be missing.
+    return {key: value for key, value in made.items() if value is not None}
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, (Mapping, Sequence)) and not isinstance(value, (str, bytes)):
+        return f"a {type(value).__name__}"
+    return repr(value)[:80]

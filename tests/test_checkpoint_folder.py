@@ -1,0 +1,481 @@
+"""The checkpoints of one folder: whatever dies, and wherever, what is complete is found, and what is not is never loaded."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import threading
+import time
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from decent_dp.checkpoint import files, folder, latest, read_parameters
+from decent_dp.checkpoint.files import Shard, shard_name
+from decent_dp.checkpoint.folder import Sight, choose, claim, complete, look, make_folder, prune, remove, step_name, steps_in
+from decent_dp.errors import CheckpointError
+from tests.faulty_disk import Died, FaultyDisk
+from tests.small_checkpoints import WHOLE, check, check_tidy, names_in, newest, save, tree_of, write, write_tree
+
+pytestmark = pytest.mark.timeout(60)
+
+# -- names -----------------------------------------------------------------------------------------------------------------
+
+
+def test_names_are_in_the_order_of_attempts_and_saves(tmp_path):
+    names = [step_name(round_, *which, "run") for round_, which in ((9, (0, 0)), (30, (0, 9)), (40, (0, 10)), (10, (1, 2)))]
+    assert names[0].startswith("step-00000009-0-0-")
+    assert step_name(9, 0, 0, "another run") != names[0]
+    for name in names:
+        (tmp_path / name).mkdir()
+    (tmp_path / names[0]).rename(tmp_path / "elsewhere")
+    (tmp_path / names[0]).symlink_to(tmp_path / "elsewhere")  # a link is no checkpoint
+    (tmp_path / "step-00000007-0-3-abcdef").write_text("a file")
+    for other in ("step-7-0-3-abcdef", "step-00000007", "step-00000007-0-3-abcdef-copy"):
+        (tmp_path / other).mkdir()
+    assert steps_in(tmp_path) == names[:0:-1]
+    assert steps_in(tmp_path, 1) == names[-1:]
+    assert steps_in(tmp_path / "nowhere") == []
+
+
+def test_the_last_k_stay_and_nothing_else(tmp_path):
+    for round_ in range(6):
+        name = save(tmp_path, round_, keep=3)
+        check_tidy(tmp_path, keep=3)
+        assert newest(tmp_path) == name
+        assert check(tmp_path / name) == round_
+    save(tmp_path, 7, keep=1)
+    check_tidy(tmp_path, keep=1)
+
+
+# -- what is complete ------------------------------------------------------------------------------------------------------
+
+
+def sight(latest_names: str | None = None, only: str | None = None, **steps: Any) -> Sight:
+    named = {f"step-00000001-0-{key[1:]}-abcdef": value for key, value in steps.items()}
+    hint = None if latest_names is None else f"step-00000001-0-{latest_names[1:]}-abcdef"
+    return Sight(only, named, latest_names is not None, hint)
+
+
+WHOLE_OF_3 = (3, [(0, 2)], "")
+
+
+@pytest.mark.parametrize(
+    ("sights", "outcome"),
+    [
+        ([sight(), sight()], None),
+        ([sight(s1=WHOLE_OF_3), sight(s1=WHOLE_OF_3)], 1),
+        ([sight(s1=WHOLE_OF_3, s2=(3, [(0, 1)], ""))] * 2, 1),  # killed in the second save
+        ([sight(s1=(3, [(0, 0), (2, 2)], ""))] * 2, None),  # killed in the first
+        ([sight(s1=(3, [(0, 1)], "")), sight(s1=(3, [(2, 2)], ""))], 1),  # each its own disk
+        ([sight("s9", s1=WHOLE_OF_3, s2=WHOLE_OF_3)] * 2, 2),  # a stale hint
+        ([sight("s1", s1=WHOLE_OF_3, s2=WHOLE_OF_3)] * 2, 2),
+        (
+            [sight("s2", s1=WHOLE_OF_3, s2=(3, [(0, 1)], ""))] * 2,
+            "step-00000001-0-2-abcdef is no complete checkpoint: worker-0002",
+        ),
+        ([sight("s2", s1=WHOLE_OF_3, s2=(3, [(0, 1)], "")), sight("s2", s1=WHOLE_OF_3)], 1),  # a disk has lost the folder
+        ([sight("s1", s1=(3, [(0, 1)], "")), sight()], "worker 1 sees no checkpoint.*No worker starts from scratch"),
+        ([sight("s1"), sight("s1")], "no checkpoint in .* is complete.*names step-00000001-0-1-abcdef"),
+        ([sight(s1=WHOLE_OF_3), sight()], "worker 1 sees no checkpoint.*no worker starts from scratch"),
+        ([sight(s1=WHOLE_OF_3), sight(s2=WHOLE_OF_3)], "is seen by all workers"),
+        ([sight(s1=WHOLE_OF_3, s2=(None, [(0, 2)], "worker-0000 is torn"))] * 2, "worker-0000 is torn"),
+        ([sight(s1=(3, [(0, 2)], "")), sight(s1=(4, [(3, 3)], ""))], "its shards are of 3 and of 4 workers"),
+        ([sight(s1=(10**15, [(0, 10**15)], ""))], 1),
+        ([sight(s1=(3, [(0, 10**15)], ""))], 1),
+    ],
+)
+@pytest.mark.timeout(10)
+def test_which_one_is_loaded(tmp_path, sights, outcome):
+    if isinstance(outcome, str):
+        with pytest.raises(CheckpointError, match=outcome):
+            choose(tmp_path, sights)
+    else:
+        chosen = choose(tmp_path, sights)
+        assert (chosen and int(chosen[0].split("-")[3])) == outcome
+
+
+def test_a_hint_changes_nothing(tmp_path):
+    old, new = save(tmp_path, 1), save(tmp_path, 2)
+    _, before = look(tmp_path)
+    assert (complete([before]), before.hint) == ([new, old], new)
+    hint = tmp_path / "latest"
+    for content in ("", "\n", old, "../../etc\n", b"\xff", "x" * 5000, "best", f"{old}\n{new}\n", "step-00000009-0-9-abcdef\n"):
+        hint.write_bytes(content if isinstance(content, bytes) else content.encode())
+        assert newest(tmp_path) == new
+        assert latest(tmp_path) == tmp_path / new
+    hint.unlink()
+    assert newest(tmp_path) == new
+    for make in (lambda: hint.mkdir(), lambda: os.mkfifo(hint), lambda: hint.symlink_to("nowhere")):
+        make()
+        assert newest(tmp_path) == new
+        shutil.rmtree(hint) if hint.is_dir() else hint.unlink()
+
+
+@pytest.mark.timeout(20)
+def test_a_huge_hint_and_a_folder_of_many_names_take_neither_time_nor_memory(tmp_path):
+    name = save(tmp_path, 1)
+    with open(tmp_path / "latest", "wb") as file:
+        file.truncate(1 << 30)
+    crowd = tmp_path / name
+    for i in range(3000):
+        (crowd / f"{i}").touch()
+        (tmp_path / f"step-00000000-0-{i}-abcdef").mkdir()
+        (tmp_path / f"other-{i}").touch()
+    began = time.monotonic()
+    _, found = look(tmp_path)
+    assert len(found.steps) == 64
+    assert found.hint is None
+    assert time.monotonic() - began < 2
+    assert len(files.read_small(tmp_path / "latest") or b"") == 4096
+
+
+def test_each_disk_knows_the_newest_by_its_hint(tmp_path):
+    """Of shards that are on several disks no disk has all."""
+    name = step_name(4, 0, 1, "run")
+    for rank in range(2):
+        write_tree(make_folder(tmp_path / str(rank) / name), rank, 2, {})
+        assert latest(tmp_path / str(rank)) is None
+        folder.write_latest(tmp_path / str(rank), name, rank)
+        assert latest(tmp_path / str(rank)) == tmp_path / str(rank) / name
+    with pytest.raises(CheckpointError, match="is missing"):
+        read_parameters(tmp_path / "0")
+
+
+# -- whose they are --------------------------------------------------------------------------------------------------------
+
+
+def test_one_run_at_a_time(tmp_path):
+    claim(tmp_path, "first", 0, may_take_over=False)
+    claim(tmp_path, "first", 1, may_take_over=False)
+    with pytest.raises(ValueError, match=r"has the checkpoints of run \w{12}, since 20\S+, on .*a folder of its own"):
+        claim(tmp_path, "second", 0, may_take_over=False)
+    claim(tmp_path, "second", 0, may_take_over=True)
+    with pytest.raises(ValueError, match="two runs in one folder"):
+        claim(tmp_path, "first", 0, may_take_over=False)
+    assert names_in(tmp_path) == {"run"}
+    assert json.loads((tmp_path / "run").read_text()).keys() == {"run", "since", "host"}
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"x" * 10_000, b'{"run": 3}'])
+def test_a_broken_word_of_a_run_is_that_of_another(tmp_path, content):
+    (tmp_path / "run").write_bytes(content)
+    with pytest.raises(ValueError, match="two runs in one folder"):
+        claim(tmp_path, "run", 0, may_take_over=False)
+    claim(tmp_path, "run", 0, may_take_over=True)
+    claim(tmp_path, "run", 0, may_take_over=False)
+
+
+# -- what is removed -------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_the_users_own_stays(tmp_path, caplog):
+    name = save(tmp_path, 1, keep=1)
+    shutil.copytree(tmp_path / name, tmp_path / "best")
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / name / "eval.json").write_text("mine")
+    (tmp_path / name / "plots").mkdir()
+    (tmp_path / name / "worker-0000.safetensors.tmp").write_text("left over")
+    (tmp_path / name / ".tmpQ4x7Zb").write_text("left over")
+    for round_ in range(2, 5):
+        save(tmp_path, round_, keep=1)
+    assert check(tmp_path / "best") == 1
+    assert newest(tmp_path / "best") == "best"
+    assert names_in(tmp_path / name) == {"eval.json", "plots"}
+    assert caplog.text.count(name) == 1
+    assert "no save made" in caplog.text
+
+
+def test_what_cannot_be_removed_is_logged_and_tried_again(tmp_path, caplog, monkeypatch):
+    old = save(tmp_path, 1, keep=1)
+    real = os.unlink
+
+    def unlink(path: Any) -> None:
+        if old in str(path) and shard_name(1) in str(path):
+            raise OSError(16, "Device or resource busy", str(path))
+        real(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", unlink)
+        new = save(tmp_path, 2, keep=1)
+    assert f"the old checkpoint {tmp_path / old} could not be removed" in caplog.text
+    assert newest(tmp_path) == new
+    save(tmp_path, 3, keep=1)
+    check_tidy(tmp_path, keep=1)
+
+
+def test_only_what_is_older_than_a_complete_one_is_removed(tmp_path):
+    names = [save(tmp_path, round_, keep=9) for round_ in range(5)]
+    prune(tmp_path, names[3], {names[3], names[1]}, 2)
+    assert steps_in(tmp_path) == [names[4], names[3], names[1]]
+    prune(tmp_path, names[4], {names[4]}, 1)
+    assert steps_in(tmp_path) == [names[4]]
+
+
+def test_all_workers_remove_a_failed_save_at_the_same_time(tmp_path, caplog):
+    n = 8
+    start = threading.Barrier(n)
+
+    def discard(name: str) -> None:
+        start.wait(20)
+        remove(tmp_path, [name])
+
+    for round_ in range(20):
+        name = step_name(round_, 0, round_, "run")
+        write(make_folder(tmp_path / name), round_, n=3)
+        threads = [threading.Thread(target=discard, args=(name,)) for _ in range(n)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        assert names_in(tmp_path) == set()
+    assert caplog.text == ""
+
+
+# -- a fault at every operation --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two checkpoints, of which the next save drops one, and what a killed run left over."""
+    path = tmp_path_factory.mktemp("before")
+    save(path, 1)
+    save(path, 2)
+    write_tree(make_folder(path / step_name(9, 0, 9, "killed")), 0, 2, tree_of(9, 0))
+    (path / "latest-0.tmp").write_text("step-0")
+    return path
+
+
+def save_third(path: Path) -> None:
+    """Attempt 1, so that it is newer than what was left over."""
+    name = step_name(3, 1, 3, "third")
+    _, found = look(path)
+    whole, lacking = complete([found]), folder.incomplete([found])
+    make_folder(path)
+    claim(path, "third", 0, may_take_over=True)
+    remove(path, lacking)
+    write(make_folder(path / name), 3)
+    folder.write_latest(path, name, 0)
+    prune(path, name, {name, *whole}, 2, set(found.steps).difference(whole, lacking))
+
+
+def save_fourth(path: Path) -> str:
+    """By the next run, which cleans up."""
+    _, found = look(path)
+    whole, lacking = complete([found]), folder.incomplete([found])
+    name = step_name(4, folder.attempt_of([found]), 0, "fourth")
+    claim(path, "fourth", 0, may_take_over=True)
+    remove(path, lacking)
+    write(make_folder(path / name), 4)
+    folder.write_latest(path, name, 0)
+    prune(path, name, {name, *whole}, 2, set(found.steps).difference(whole, lacking))
+    return name
+
+
+def save_on(disk: FaultyDisk, path: Path) -> type[BaseException] | None:
+    with disk.installed():
+        try:
+            save_third(path)
+        except (Died, OSError, CheckpointError) as error:
+            return type(error)
+    return None
+
+
+def rounds_in(path: Path) -> list[int]:
+    """Of the checkpoints that are complete: each is whole, and the newest is what a load would choose."""
+    _, found = look(path)
+    whole = complete([found])
+    assert (whole[0] if whole else None) == newest(path)
+    return [check(path / name) for name in whole]
+
+
+# What is lost when the process dies, and perhaps the machine with it.
+LOSSES = {
+    "killed": ("none", False),
+    "power, names kept": ("none", True),
+    "power, names lost": ("all", False),
+    "power, all lost": ("all", True),
+    "power, names lost inside": ("inside", True),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("first", [False, True], ids=["the third save", "the first save"])
+def test_whenever_it_dies_what_is_complete_is_whole(before, tmp_path, monkeypatch, loss, first):
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # the disk below has its own
+    possible = ([], [3]) if first else ([2, 1], [3, 2, 1], [3, 2])
+    outcomes = []
+    for at in count(1):
+        path, aside = tmp_path / f"{at}" / "path", tmp_path / f"{at}" / "aside"
+        aside.mkdir(parents=True)
+        if not first:
+            shutil.copytree(before, path)
+        disk = FaultyDisk(path, aside, at, dies=True)
+        died = save_on(disk, path)
+        disk.lose_power(*LOSSES[loss])
+        path.mkdir(exist_ok=True)
+        rounds = rounds_in(path)
+        assert rounds in possible, (at, disk.operations[-1])
+        outcomes.append(rounds)
+        assert newest(path) != save_fourth(path) == newest(path)
+        assert rounds_in(path) == [4, *rounds[:1]]
+        for left in ("run-0.tmp", "latest-0.tmp"):
+            assert not (path / left).exists()
+        check_tidy(path)
+        shutil.rmtree(tmp_path / f"{at}")
+        if died is None:
+            break
+    assert len(outcomes) > 30
+    assert outcomes[0] == possible[0]
+    assert outcomes[-1][0] == 3, "the save has returned, and was not durable"
+
+
+def test_whatever_fails_what_is_complete_is_whole(before, tmp_path, monkeypatch):
+    """A disk that is full for one operation."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    failed = 0
+    for at in count(1):
+        path, aside = tmp_path / f"{at}" / "path", tmp_path / f"{at}" / "aside"
+        shutil.copytree(before, path)
+        aside.mkdir()
+        disk = FaultyDisk(path, aside, at, dies=False)
+        error = save_on(disk, path)
+        failed += error is not None
+        rounds = rounds_in(path)
+        assert rounds in ([2, 1], [3, 2, 1], [3, 2]), (at, disk.operations[at - 1])
+        assert rounds[0] == 3 or error is not None
+        assert len([entry for entry in path.iterdir() if entry.is_dir()]) <= 4
+        save_fourth(path)
+        check_tidy(path)
+        shutil.rmtree(tmp_path / f"{at}")
+        if len(disk.operations) < at:
+            break
+    assert failed > 15
+
+
+def test_what_a_worker_has_written_is_durable_before_it_says_so(tmp_path):
+    path, aside = tmp_path / "path", tmp_path / "aside"
+    aside.mkdir()
+    disk = FaultyDisk(path, aside, 0, dies=True)
+    with disk.installed():
+        file = write_tree(make_folder(path / step_name(1, 0, 0, "run")), 0, 1, tree_of(1, 0))
+    disk.lose_power(*LOSSES["power, all lost"])
+    with Shard(file, 0) as shard:
+        shard.verify()
+        assert torch.equal(shard.tree()["w"], tree_of(1, 0)["w"])
+
+
+@pytest.mark.parametrize("number", [22, 95])
+def test_a_folder_that_cannot_be_made_durable(tmp_path, monkeypatch, number):
+    """Network mounts say EINVAL. Any other error counts."""
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if os.fstat(descriptor).st_mode & 0o40000:
+            raise OSError(number, os.strerror(number))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert check(tmp_path / save(tmp_path, 1)) == 1
+    number = 5
+    with pytest.raises(OSError, match="Input/output"):
+        save(tmp_path, 2)
+
+
+# -- several at a time -----------------------------------------------------------------------------------------------------
+
+
+def test_workers_write_into_one_folder_at_the_same_time(tmp_path):
+    n, path, errors = 8, tmp_path / "a" / "b", []
+    start = threading.Barrier(n)
+
+    def work(rank: int) -> None:
+        try:
+            for round_ in range(5):
+                start.wait()
+                claim(make_folder(path), "run", rank, may_take_over=False)
+                write_tree(make_folder(path / step_name(round_, 0, round_, "run")), rank, n, tree_of(round_, rank, 5000))
+        except BaseException as error:
+            errors.append(error)
+            raise
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(n)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert errors == []
+    _, found = look(path)
+    assert len(complete([found])) == 5
+    assert names_in(path) == {"run", *found.steps}
+
+
+def test_reading_beside_a_writer_and_pruner(tmp_path):
+    stop, failures, read = threading.Event(), [], []
+    save(tmp_path, 0, keep=1)
+
+    def look_on() -> None:
+        while not stop.is_set():
+            try:
+                name = newest(tmp_path)
+                read.append(check(tmp_path / name) if name is not None else -1)
+            except CheckpointError as error:
+                if "is missing" not in str(error):
+                    failures.append(error)
+            except BaseException as error:
+                failures.append(error)
+                raise
+
+    thread = threading.Thread(target=look_on)
+    thread.start()
+    ended = time.monotonic() + 1.5
+    for round_ in count(1):
+        save(tmp_path, round_, keep=1)
+        if time.monotonic() > ended and round_ > 20:
+            break
+    stop.set()
+    thread.join(20)
+    assert failures == []
+    assert len(set(read)) > 3
+    assert read == sorted(read)  # never back to an older one
+
+
+def _save_for_ever(path: Path, run: str) -> None:
+    torch.set_num_threads(1)
+    name = newest(path)
+    for round_ in count(0 if name is None else int(name[5:13]) + 1):
+        save(path, round_, run, keep=3)
+
+
+@pytest.mark.timeout(100)
+def test_kill_9_at_random_moments(tmp_path):
+    context, draw, last = multiprocessing.get_context("forkserver"), random.Random(20), -1
+    for attempt in range(10):
+        process = context.Process(target=_save_for_ever, args=(tmp_path, f"run {attempt}"), daemon=True)
+        process.start()
+        ended, goal = time.monotonic() + 20, last + draw.randrange(1, 4)
+        while time.monotonic() < ended:  # until some saves are done, and a moment longer
+            names = steps_in(tmp_path)
+            if names and int(names[0][5:13]) > goal:
+                break
+            time.sleep(0.002)
+        time.sleep(draw.random() * 0.03)
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.join(20)
+        rounds = rounds_in(tmp_path)
+        assert rounds == sorted(rounds, reverse=True)
+        assert rounds[0] >= goal
+        last = rounds[0]
+        # The ones that stay, the one in flight, and the one that was about to be removed.
+        assert sum(entry.is_dir() for entry in tmp_path.iterdir()) <= 5
+    save(tmp_path, last + 2, "last", keep=3)
+    check_tidy(tmp_path, keep=3)
+    assert names_in(tmp_path / steps_in(tmp_path)[0]) == WHOLE

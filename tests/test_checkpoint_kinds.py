@@ -1,0 +1,119 @@
+"""Well-formed checkpoints with a value of another kind inside: refused by name, and nothing is changed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import decent_dp
+from decent_dp.checkpoint import load, save
+from decent_dp.optim import AccumAdamW
+from decent_dp.transport import InProcessTransport
+from tests.checkpoint_cases import decaying
+from tests.helpers import alone, assert_same, loss, net, values
+from tests.small_checkpoints import craft
+
+
+def entry(path: str, value: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Sets an entry of the snapshot; ``...`` removes it."""
+
+    def change(tree: dict[str, Any]) -> dict[str, Any]:
+        changed = {**tree, "snapshot": copy.deepcopy(tree["snapshot"])}
+        node: Any = changed["snapshot"]
+        *steps, last = [int(step) if step.isdigit() else step for step in path.split("/")]
+        for step in steps:
+            node = node[step]
+        if value is ...:
+            del node[last]
+        else:
+            node[last] = value
+        return changed
+
+    return change
+
+
+OF_WRAPPER = {
+    "exchange/stale": (2**31, "exchange"),
+    "exchange/in_flight": (3, "exchange"),
+    "exchange/parameters": ([1], "exchange"),
+    "rule/state": (True, "rule"),
+    "optim/schedulers": (True, "schedulers"),
+    "optim/schedulers/by_name": ([], "schedulers"),
+    "optim/schedulers/last_epoch": ("three", r"LambdaLR\['last_epoch'\]|StepLR\['last_epoch'\]"),
+    "optim/schedulers/gamma": ({}, r"StepLR\['gamma'\]"),
+    "optim/state": (3, "'state' must be a dict"),
+    "optim/state/0.weight": (5, "the state of parameter '0.weight'"),
+    "optim/state/0.weight/exp_avg": (..., "parameter '0.weight' has no 'exp_avg'"),
+    "optim/state/0.weight/exp_avg_sq": (7, r"parameter '0.weight'\['exp_avg_sq'\] was saved as 7"),
+    "optim/state/0.weight/step": ({}, r"parameter '0.weight'\['step'\] was saved as a dict"),
+    "optim/param_groups/0.weight/lr": ({"a": 1}, r"parameter group 0 of Adam\w*\['lr'\] was saved as a dict"),
+    "optim/param_groups/0.weight/betas": ([0.9], r"\['betas'\] was saved as a list"),
+    "optim/param_groups": ([], "by parameter number"),
+}
+
+
+@pytest.mark.parametrize("stepped", [False, True], ids=["fresh", "stepped"])
+@pytest.mark.parametrize("optim", [partial(torch.optim.AdamW, lr=0.01), partial(AccumAdamW, lr=0.01)], ids=["AdamW", "ours"])
+@pytest.mark.parametrize("path", OF_WRAPPER)
+def test_a_value_of_another_kind_in_a_wrappers_checkpoint(tmp_path, path, optim, stepped):
+    value, pattern = OF_WRAPPER[path]
+    optim_fn = (lambda pairs: optim([param for _, param in pairs])) if optim.func is torch.optim.AdamW else optim
+    first = alone(net(), optim_fn, lr_scheduler_fn=decaying)
+    for t in range(2):
+        loss(first, t).backward()
+    folder = save(first, tmp_path).path
+    first.close()
+    craft(folder, 0, entry(path, value))
+    second = alone(net(1), optim_fn, lr_scheduler_fn=decaying)
+    if stepped:
+        loss(second, 0).backward()
+    before = values(second.module)
+    with pytest.raises(decent_dp.errors.CheckpointError, match=pattern.replace(r"Adam\w*", r"\w*Adam\w*")):
+        load(second, tmp_path)
+    assert_same(values(second.module), before)
+    loss(second, 1).backward()
+    second.close()
+
+
+OF_GOSSIP = {
+    "optim/optimizers/0": (3, "the state of SGD is not as it was saved"),
+    "optim/optimizers/0/state": ([], "the state of SGD is not as it was saved"),
+    "optim/optimizers/0/groups/0/lr": ({"a": 1}, r"parameter group 0 of SGD\['lr'\]"),
+    "optim/optimizers/0/groups/0/momentum": ("a", r"parameter group 0 of SGD\['momentum'\]"),
+    "optim/optimizers/0/state/0.weight/momentum_buffer": (1, "momentum_buffer"),
+    "stepped": (3, "stepped"),
+}
+
+
+@pytest.mark.parametrize("path", OF_GOSSIP)
+def test_a_value_of_another_kind_in_a_checkpoint_of_gossip(tmp_path, path):
+    value, pattern = OF_GOSSIP[path]
+
+    def make(seed: int) -> Any:
+        model = net(seed)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return model, optimizer, decent_dp.gossip(model, optimizer, transport=InProcessTransport())
+
+    def step(model: nn.Module, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+
+    model, optimizer, replica = make(0)
+    step(model, optimizer)
+    folder = save(replica, tmp_path).path
+    replica.close()
+    craft(folder, 0, entry(path, value))
+    model, optimizer, replica = make(1)
+    before = values(model)
+    with pytest.raises(decent_dp.errors.CheckpointError, match=pattern):
+        load(replica, tmp_path)
+    assert_same(values(model), before)
+    step(model, optimizer)
+    replica.close()
