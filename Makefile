@@ -56,7 +56,7 @@ bench-gossip: $(VENV)/.installed  ## gossip() beside the wrapper over slow links
 		'gossip:one-peer-exp*'
 
 bench-optim: $(VENV)/.installed  ## an update of AccumAdamW beside torch's fused AdamW
-	$(BIN)/python -m benchmarks.optim
+	$(BIN)/python -m benchmarks.optim --compiled
 
 bench-overhead: $(VENV)/.installed  ## Python's own part of a step, for each parameter tensor
 	$(BIN)/python -m benchmarks.overhead

@@ -1,7 +1,7 @@
 """Times an update of AccumAdamW beside torch's fused AdamW: ``python -m benchmarks.optim``, or ``make bench-optim``.
 
 The parameters are those of the lab's model, on one thread. Forms take turns, update by update, so that other load on the
-machine slows all of them alike. Medians are printed and written to optim.json.
+machine slows all of them alike. Medians are printed and written to optim.json. ``--compiled`` needs a C++ compiler.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ def make_params() -> list[torch.nn.Parameter]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.optim", description="Times an update of AccumAdamW.")
     parser.add_argument("--updates", type=int, default=200, help="timed updates of each form")
+    parser.add_argument("--compiled", action="store_true", help="also the form made by torch.compile")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -44,12 +45,14 @@ def main() -> None:
         "AccumAdamW": AccumAdamW(make_params()).step,
         "AccumAdamW, readable": AccumAdamW(make_params(), foreach=False).step,
     }
+    if args.compiled:
+        forms["AccumAdamW, compiled"] = AccumAdamW(make_params(), compiled=True).step
     times: dict[str, list[float]] = {name: [] for name in forms}
     for update in range(8 + args.updates):
         for name, step in forms.items():
             began = time.perf_counter()
             step()
-            if update >= 8:  # two windows of warm-up
+            if update >= 8:  # two windows of warm-up, in which every form is compiled
                 times[name].append(1e3 * (time.perf_counter() - began))
     base = median(times["torch AdamW, fused"])
     lines = {name: {"ms": round(median(own), 2), "to_fused": round(median(own) / base, 2)} for name, own in times.items()}

@@ -1,9 +1,12 @@
-"""The fast forms of the optimizers: the blocked one against its readable twin; torch's kernels."""
+"""The fast forms of the optimizers: the blocked one and the compiled one against their readable twin; torch's kernels."""
 
 from __future__ import annotations
 
 import copy
 import pickle
+import shutil
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,7 +16,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from decent_dp.optim import AccumAdam, AccumAdamW, accum_adamw_foreach, optim_fn_adam, optim_fn_adamw, update
+from decent_dp.optim import (
+    AccumAdam,
+    AccumAdamW,
+    accum_adamw_foreach,
+    compiled,
+    optim_fn_accum_adam,
+    optim_fn_accum_adamw,
+    optim_fn_adam,
+    optim_fn_adamw,
+    update,
+)
 
 CLASSES = [AccumAdam, AccumAdamW]
 both_classes = pytest.mark.parametrize("cls", CLASSES)
@@ -217,6 +230,81 @@ def test_inference_mode_first() -> None:
         accum_adamw_foreach(*([t] for t in x), [torch.tensor(0.0)], 0.9, 0.99, 0.1, 0.0, 1e-8, 1)
     p = nn.Parameter(torch.ones(3, dtype=torch.float64))
     run(AccumAdamW([p]), 2)
+
+
+# ----------------------------------------------------------------------------------------------------- the compiled form
+
+
+def compiled_with(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
+    monkeypatch.setattr(compiled, "_BACKEND", backend)
+    monkeypatch.setattr(compiled, "_FAILED", set())
+    compiled._compile_for.cache_clear()
+    compiled._warn.cache_clear()
+
+
+def compare_compiled(cls: type, dtype: torch.dtype, steps: int, shapes: Any) -> None:
+    rng = np.random.default_rng(3)
+    params = [normal(rng, shape, dtype) for shape in shapes]
+    options = {"lr": 0.01, "weight_decay": 0.1, "accum_iter": 2}
+    fast, plain = (
+        cls([leaf(p) for p in params], compiled=True, **options),
+        cls([leaf(p) for p in params], foreach=False, **options),
+    )
+    for t in range(steps):
+        for optimizer in (fast, plain):
+            optimizer.param_groups[0]["lr"] = 0.01 * (t + 1)
+            versions = [p._version for p in optimizer.param_groups[0]["params"]]
+            run(optimizer, 1, t)
+            assert all(p._version > v for p, v in zip(optimizer.param_groups[0]["params"], versions, strict=True))
+    close(fast, plain)
+
+
+@both_classes
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_compiled_equals_readable(cls: type, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = []
+
+    def count(graph: Any, _: Any) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled_with(monkeypatch, count)
+    compare_compiled(cls, dtype, 9, [(3, 4), (5,), (), (0,)])
+    assert len(graphs) == 2  # within a window and at its end; the step and the rate are not compiled in
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_compiled_by_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled_with(monkeypatch, "inductor")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch warns of its own code
+        compare_compiled(AccumAdamW, torch.float32, 4, [(40,)])
+    assert not compiled._FAILED
+
+
+def test_without_a_compiler_it_warns_and_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def broken(*_: Any) -> Any:
+        tried.append(1)
+        raise FileNotFoundError("no compiler here")
+
+    compiled_with(monkeypatch, broken)
+    with pytest.warns(RuntimeWarning, match="could not be compiled and runs eagerly.*no compiler here") as caught:
+        compare_compiled(AccumAdam, torch.float32, 5, [(3, 4), (5,)])
+    assert len(caught) == len(tried) == 1
+
+
+def test_compiled_is_an_option_of_groups() -> None:
+    with pytest.raises(ValueError, match="compiled=True and foreach=False"):
+        AccumAdam([nn.Parameter(torch.ones(2))], compiled=True, foreach=False)
+    for factory in (optim_fn_accum_adam, optim_fn_accum_adamw):
+        assert factory([("w", nn.Parameter(torch.ones(2)))], compiled=True).param_groups[0]["compiled"] is True
+    old = AccumAdam([nn.Parameter(torch.ones(2))]).state_dict()
+    del old["param_groups"][0]["compiled"]
+    fresh = AccumAdam([nn.Parameter(torch.ones(2))], compiled=True)
+    fresh.load_state_dict(old)
+    assert fresh.param_groups[0]["compiled"] is True
 
 
 # --------------------------------------------------------------------------------------------- torch's kernels: factories

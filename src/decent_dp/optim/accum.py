@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from .compiled import compiled_accum_adam
 from .update import Hyperparameters, TensorLists, multi_tensor_accum_adam, single_tensor_accum_adam, state_dtype
 
 __all__ = ["AccumAdam", "AccumAdamW", "accum_adam_foreach", "accum_adamw_foreach"]
@@ -118,9 +119,10 @@ class _AccumAdamBase(Optimizer):
         accum_iter: int = 4,
         *,
         foreach: bool | None = None,
+        compiled: bool = False,
     ) -> None:
         values = (lr, betas, eps, weight_decay, accum_iter)
-        defaults = {**dict(zip(_OPTIONS, values, strict=True)), "foreach": foreach}
+        defaults = {**dict(zip(_OPTIONS, values, strict=True)), "foreach": foreach, "compiled": compiled}
         _check_options(defaults)
         super().__init__(params, defaults)
 
@@ -144,6 +146,7 @@ class _AccumAdamBase(Optimizer):
         super().__setstate__(state)
         for options in (self.defaults, *self.param_groups):
             options.setdefault("foreach", None)
+            options.setdefault("compiled", self.defaults.get("compiled", False))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the result of `state_dict`, without loss and without sharing memory with it.
@@ -212,6 +215,7 @@ class _AccumAdamBase(Optimizer):
             (beta1, beta2), lr, s = group["betas"], float(group["lr"]), group["accum_iter"]
             hyper = Hyperparameters(beta1, beta2, lr, group["weight_decay"], group["eps"], s, self._decoupled)
             update = single_tensor_accum_adam if group["foreach"] is False else multi_tensor_accum_adam
+            update = compiled_accum_adam if group["compiled"] else update
             update(lists, hyper)
         return loss
 
@@ -250,6 +254,9 @@ class AccumAdamW(_AccumAdamBase):
         weight_decay: every update first shrinks x by the factor 1 - lr·weight_decay.
         accum_iter: s, the updates in a window; 1 is AdamW. Each parameter has its own window.
         foreach: None or True for the fast form, False for the readable one; equal up to rounding.
+        compiled: True for one pass over memory by torch.compile, again equal up to rounding. It compiles for many seconds at
+            the first update and at the first end of a window. It is for runs in which every parameter has a gradient in every
+            update. Without a compiler it warns and runs the fast form.
 
     Raises:
         ValueError: an option is out of its range.
@@ -283,6 +290,8 @@ def _check_options(options: dict[str, Any]) -> None:
         raise ValueError(f"betas must be two numbers in [0, 1), but is {betas}")
     if not isinstance(accum_iter, int) or isinstance(accum_iter, bool) or accum_iter < 1:
         raise ValueError(f"accum_iter must be an int >= 1, but is {accum_iter!r}")
+    if options["compiled"] and options["foreach"] is False:
+        raise ValueError("compiled=True and foreach=False ask for two different forms of the update")
 
 
 def _label(group: dict[str, Any], i: int) -> str:

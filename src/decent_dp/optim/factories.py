@@ -137,9 +137,12 @@ def optim_fn_accum_adam(
     eps: float = 1e-8,
     weight_decay: float = 1 / 32768,
     accum_iter: int = 4,
+    *,
+    compiled: bool = False,
 ) -> AccumAdam:
-    """AccumAdam on named parameters; decay (L2, in the gradient) on weights only."""
-    return AccumAdam(_param_groups(params, weight_decay), lr=lr, betas=(beta1, beta2), eps=eps, accum_iter=accum_iter)
+    """AccumAdam on named parameters; decay (L2, in the gradient) on weights only. ``compiled`` as in the class."""
+    groups = _param_groups(params, weight_decay)
+    return AccumAdam(groups, lr=lr, betas=(beta1, beta2), eps=eps, accum_iter=accum_iter, compiled=compiled)
 
 
 def optim_fn_accum_adamw(
@@ -150,6 +153,9 @@ def optim_fn_accum_adamw(
     eps: float = 1e-8,
     weight_decay: float = 0.1,
     accum_iter: int = 4,
+    *,
+    compiled: bool = False,
 ) -> AccumAdamW:
-    """AccumAdamW on named parameters; decay (decoupled) on weights only."""
-    return AccumAdamW(_param_groups(params, weight_decay), lr=lr, betas=(beta1, beta2), eps=eps, accum_iter=accum_iter)
+    """AccumAdamW on named parameters; decay (decoupled) on weights only. ``compiled`` as in the class."""
+    groups = _param_groups(params, weight_decay)
+    return AccumAdamW(groups, lr=lr, betas=(beta1, beta2), eps=eps, accum_iter=accum_iter, compiled=compiled)

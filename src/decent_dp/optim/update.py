@@ -1,6 +1,6 @@
 """One update of AccumAdam(W) on lists of tensors. The formula is at the top of `accum`.
 
-Three forms, equal up to rounding:
+Three forms (`compiled` has a fourth), equal up to rounding:
 
 * `single_tensor_accum_adam`: one parameter at a time, as the formula is written. The readable twin of the other two.
 * blocked, for dense parameters on the CPU: block by block, each small enough for the cache, with torch's fused Adam kernel.
@@ -21,7 +21,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Hyperparameters", "TensorLists", "multi_tensor_accum_adam", "single_tensor_accum_adam", "state_dtype"]
+__all__ = [
+    "Hyperparameters",
+    "TensorLists",
+    "multi_tensor_accum_adam",
+    "single_tensor_accum_adam",
+    "split_lists",
+    "state_dtype",
+    "update_alike",
+]
 
 
 @dataclass(frozen=True)
@@ -99,6 +107,12 @@ def single_tensor_accum_adam(lists: TensorLists, hyper: Hyperparameters) -> None
 
 def multi_tensor_accum_adam(lists: TensorLists, hyper: Hyperparameters) -> None:
     """The same for many tensors at a time. No element's result depends on which other tensors are in the lists."""
+    for step, alike in split_lists(lists):
+        update_alike(alike, step, hyper)
+
+
+def split_lists(lists: TensorLists) -> Iterator[tuple[int, TensorLists]]:
+    """Counts the update and splits the lists by device, dtype and step; gives each part with its step."""
     if not lists.params:
         return
     torch._foreach_add_(lists.state_steps, 1)
@@ -106,10 +120,15 @@ def multi_tensor_accum_adam(lists: TensorLists, hyper: Hyperparameters) -> None:
     for row in zip(*lists, strict=True):
         key = (row[0].device, row[0].dtype, int(row[-1].item()))
         alike.setdefault(key, TensorLists.empty()).append(*row)
-    for (device, _, step), found in alike.items():
-        others = _update_blocked(found, step, hyper) if device.type == "cpu" else found
-        if others.params:
-            _update_foreach(others, step, hyper)
+    for (_, _, step), found in alike.items():
+        yield step, found
+
+
+def update_alike(lists: TensorLists, step: int, hyper: Hyperparameters) -> None:
+    """Update number ``step`` of tensors that share device, dtype and step."""
+    others = _update_blocked(lists, step, hyper) if lists.params[0].device.type == "cpu" else lists
+    if others.params:
+        _update_foreach(others, step, hyper)
 
 
 def _update_foreach(lists: TensorLists, step: int, hyper: Hyperparameters) -> None:
