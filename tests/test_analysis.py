@@ -140,7 +140,7 @@ def test_error_of_many_workers_is_near_that_of_the_product():
 def test_error_of_one_worker_and_of_no_rounds():
     np.testing.assert_array_equal(consensus_error(RingTopology(world_size=1), 2), [1, 0, 0])
     np.testing.assert_array_equal(consensus_error(RingTopology(world_size=5), 0), [1])
-    with pytest.raises(ValueError, match="consensus_error: rounds must be at least 0"):
+    with pytest.raises(ValueError, match="consensus_error: rounds must be a whole number, at least 0"):
         consensus_error(RingTopology(world_size=5), -1)
 
 
@@ -481,8 +481,8 @@ def test_an_odd_number_of_workers_that_mixes_now_and_then():
         ({"epsilon": 0.0}, ValueError, r"epsilon must be between 0 and 1, got 0\.0"),
         ({"epsilon": 1}, ValueError, "epsilon must be between"),
         ({"epsilon": True}, TypeError, "epsilon must be a number, got True"),
-        ({"limit": 0}, ValueError, "limit must be at least 1, got 0"),
-        ({"limit": 1.5}, TypeError, "limit must be an integer"),
+        ({"limit": 0}, ValueError, "limit must be a whole number, at least 1, got 0"),
+        ({"limit": 1.5}, TypeError, "limit must be a whole number, at least ."),
     ],
 )
 def test_bad_arguments(options, kind, says):

@@ -31,6 +31,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 BELOW: dict[str, set[str]] = {
     "errors": set(),
     "_checks": set(),
+    "_sizes": set(),
     "arguments": set(),
     "gradients": set(),
     "optim": set(),
@@ -47,11 +48,13 @@ BELOW["replica"] = BELOW["engine"] | {"engine", "arguments", "gradients"}
 BELOW["backward"] = BELOW["replica"] | {"replica"}
 BELOW["_gossip"] = BELOW["replica"] | {"replica"}
 BELOW["ddp"] = BELOW["backward"] | {"backward"}
-BELOW["checkpoint"] = BELOW["ddp"] | {"ddp", "__init__", "_checks"}
+BELOW["checkpoint"] = BELOW["ddp"] | {"ddp", "__init__"}
 BELOW["sim"] = BELOW["engine"] | {"engine", "optim", "arguments", "gradients"}
 BELOW["cli"] = BELOW["checkpoint"] | {"checkpoint", "sim", "optim", "launch", "plots", "utils", "__init__"}
 BELOW["__main__"] = BELOW["cli"] | {"cli"}
 BELOW["__init__"] = set()  # names are looked up lazily
+for _room in BELOW.keys() - {"_checks", "_sizes"}:
+    BELOW[_room] = BELOW[_room] | {"_checks", "_sizes"}
 
 MAY_IMPORT_DISTRIBUTED = {"transport", "launch", "checkpoint"}
 ONLY_IN = {"matplotlib": {"plots"}, "typer": {"cli"}, "rich": {"cli"}, "sklearn": {"sim"}, "safetensors": {"checkpoint"}}

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from decent_dp.engine.layout import MIB, FlatBuffer, TensorSpec, dense_stride, plan_buckets
+from decent_dp._sizes import MIB
+from decent_dp.engine.layout import FlatBuffer, TensorSpec, dense_stride, plan_buckets
 
 CPU = torch.device("cpu")
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

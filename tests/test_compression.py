@@ -843,7 +843,7 @@ def test_all_members_are_told_of_one_that_is_not_finite(kind, tree):
 def test_the_names():
     assert {None: Lossless, "bfloat16": BFloat16, "int8": Int8} == COMPRESSIONS
     for name, kind in COMPRESSIONS.items():
-        assert check_compression(name, [(str(dtype), dtype) for dtype in FLOATS]) is kind
+        assert check_compression(name) is kind
 
 
 @pytest.mark.parametrize(
@@ -855,7 +855,7 @@ def test_the_names():
         ("float32", None),
         ("fp32", None),
         ("morse", None),
-        (8, "'int8'"),
+        (8, None),
         (torch.int8, "'int8'"),
         (["int8"], "'int8'"),
     ],
@@ -864,12 +864,6 @@ def test_an_unknown_compression(name, hint):
     with pytest.raises(
         ValueError, match=r"compression must be None \(every dtype as it is\), 'bfloat16' or 'int8', got"
     ) as caught:
-        check_compression(name, [])
+        check_compression(name)
     assert repr(name) in str(caught.value)
-    assert (f"Did you mean {hint}?" in str(caught.value)) if hint else ("Did you mean" not in str(caught.value))
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.bool])
-def test_a_dtype_that_cannot_be_mixed(dtype):
-    with pytest.raises(TypeError, match=f"parameter 'b' of {dtype} cannot be mixed"):
-        check_compression("int8", [("a", torch.float32), ("b", dtype)])
+    assert (f": did you mean {hint}?" in str(caught.value)) if hint else ("did you mean" not in str(caught.value))

@@ -226,8 +226,8 @@ def test_workers_that_disagree(workers):
     assert "int8" in message
     assert "bfloat16" in message
     assert unknown == "ValueError"
-    assert "Did you mean 'int8'?" in words
-    assert "Did you mean 'bfloat16'?" in one
+    assert "did you mean 'int8'?" in words
+    assert "did you mean 'bfloat16'?" in one
 
 
 def loading(rank: int, n: int, topology: str) -> Any:

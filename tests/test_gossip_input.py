@@ -198,7 +198,7 @@ BAD: dict[str, tuple[Callable[[nn.Module], Given], str, str]] = {
     ),
     "replaced": (replaced, VALUE, "parameter 0 of SGD, of shape (12, 6), is not one of the model's"),
     "topology": (option(topology="rnig"), VALUE, "did you mean 'ring'?"),
-    "int4": (option(compression="int4"), VALUE, "got 'int4'. Did you mean 'int8'?"),
+    "int4": (option(compression="int4"), VALUE, "got 'int4': did you mean 'int8'?"),
     "float32": (option(compression="float32"), VALUE, "compression must be None (every dtype as it is)"),
     "mix_every=0": (option(mix_every=0), VALUE, "mix_every must be a whole number of updates, at least 1, got 0"),
     "mix_every=1.5": (option(mix_every=1.5), TYPE, "mix_every must be a whole number of updates, at least 1, got 1.5"),

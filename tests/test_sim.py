@@ -427,13 +427,13 @@ def frozen() -> nn.Module:
 
 
 REFUSED = [
-    ({"n": 0}, ValueError, "n, the number of workers, must be at least 1, got 0"),
-    ({"n": 2.5}, TypeError, "n, the number of workers, must be a whole number, got 2.5"),
+    ({"n": 0}, ValueError, "n, the number of workers, must be a whole number, at least 1, got 0"),
+    ({"n": 2.5}, TypeError, "n, the number of workers, must be a whole number, at least 1, got 2.5"),
     ({"n": 6, "topology": "one-peer-exp"}, ValueError, "needs a power of two workers"),
     ({"topology": "rign"}, ValueError, "did you mean 'ring'"),
-    ({"local_world_size": 0}, ValueError, "local_world_size must be at least 1, got 0"),
-    ({"mix_every": 0}, ValueError, "mix_every must be at least 1, got 0"),
-    ({"compression": "int9"}, ValueError, "Did you mean 'int8'"),
+    ({"local_world_size": 0}, ValueError, "local_world_size must be a whole number, at least 1, got 0"),
+    ({"mix_every": 0}, ValueError, "mix_every must be a whole number, at least 1, got 0"),
+    ({"compression": "int9"}, ValueError, "did you mean 'int8'"),
     ({"grad_clip_norm": -1}, ValueError, "grad_clip_norm must be 0.0 .no clipping. or a positive norm, got -1"),
     ({"grad_clip_norm": "1"}, TypeError, "grad_clip_norm must be"),
     ({"scaler": 65536.0}, TypeError, "scaler must be a torch.GradScaler or None, got 65536.0"),

@@ -82,14 +82,14 @@ def test_another_seed_is_another_split():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"n": 0}, "n, the number of workers, must be at least 1, got 0"),
+        ({"n": 0}, "n, the number of workers, must be a whole number, at least 1, got 0"),
         ({"n": 5}, "4 samples are too few for 5 workers"),
         ({"alpha": 0.0}, "alpha must be positive"),
         ({"alpha": math.nan}, "alpha must be positive"),
         ({"labels": np.zeros((2, 2))}, "labels must be 1-D"),
         ({"alpha": "even"}, "alpha must be a positive number, or None for an even split, got 'even'"),
-        ({"n": 2.5}, "n, the number of workers, must be a whole number, got 2.5"),
-        ({"seed": -1}, "seed must be at least 0, got -1"),
+        ({"n": 2.5}, "n, the number of workers, must be a whole number, at least 1, got 2.5"),
+        ({"seed": -1}, "seed must be a whole number, at least 0, got -1"),
     ],
 )
 def test_splits_that_are_refused(wrong, message):
@@ -117,14 +117,14 @@ def test_batches_come_from_a_workers_own_samples():
         Batches([np.array([1]), np.array([], dtype=np.int64)], 4)
     for wrong, message in (
         (([], 4), "there is no worker"),
-        ((shards, 0), "size, the samples per batch, must be at least 1, got 0"),
-        ((shards, -1), "size, the samples per batch, must be at least 1, got -1"),
-        ((shards, 2.5), "size, the samples per batch, must be a whole number, got 2.5"),
-        ((shards, 4, -1), "seed must be at least 0, got -1"),
+        ((shards, 0), "size, the samples per batch, must be a whole number, at least 1, got 0"),
+        ((shards, -1), "size, the samples per batch, must be a whole number, at least 1, got -1"),
+        ((shards, 2.5), "size, the samples per batch, must be a whole number, at least 1, got 2.5"),
+        ((shards, 4, -1), "seed must be a whole number, at least 0, got -1"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             Batches(*wrong)
-    with pytest.raises(ValueError, match="t, the step, must be at least 0, got -1"):
+    with pytest.raises(ValueError, match="t, the step, must be a whole number, at least 0, got -1"):
         draw(-1)
 
 
@@ -261,23 +261,23 @@ def test_a_run_is_what_its_settings_say():
 
 
 REFUSED = [
-    ({"n": 0}, "n must be at least 1, got 0"),
-    ({"n": -3}, "n must be at least 1, got -3"),
+    ({"n": 0}, "n must be a whole number, at least 1, got 0"),
+    ({"n": -3}, "n must be a whole number, at least 1, got -3"),
     ({"n": 6}, "needs a power of two workers"),
-    ({"n": 2.0}, "n must be a whole number, got 2.0"),
-    ({"steps": 0}, "steps must be at least 1"),
-    ({"batch": 0}, "batch must be at least 1"),
-    ({"eval_every": 0}, "eval_every must be at least 1"),
-    ({"mix_every": -1}, "mix_every must be at least 1, got -1"),
-    ({"local_world_size": 0}, "local_world_size must be at least 1"),
+    ({"n": 2.0}, "n must be a whole number, at least 1, got 2.0"),
+    ({"steps": 0}, "steps must be a whole number, at least 1"),
+    ({"batch": 0}, "batch must be a whole number, at least 1"),
+    ({"eval_every": 0}, "eval_every must be a whole number, at least 1"),
+    ({"mix_every": -1}, "mix_every must be a whole number, at least 1, got -1"),
+    ({"local_world_size": 0}, "local_world_size must be a whole number, at least 1"),
     ({"topology": "alternating-exp-ring", "local_world_size": 3}, "does not divide"),
-    ({"seed": -1}, "seed must be at least 0, got -1"),
+    ({"seed": -1}, "seed must be a whole number, at least 0, got -1"),
     ({"seed": 2**64}, "seed must be less than 2**64, got 18446744073709551616"),
     ({"overlap": "no"}, "overlap must be True or False, got 'no'"),
-    ({"data": "digit"}, "data must be one of 'digits', got 'digit'. Did you mean 'digits'?"),
-    ({"optimizer": "adamv"}, "Did you mean 'adamw'?"),
-    ({"schedule": "cosin"}, "Did you mean 'cosine'?"),
-    ({"compression": "bfloat61"}, "Did you mean 'bfloat16'?"),
+    ({"data": "digit"}, "data must be 'digits', got 'digit': did you mean 'digits'?"),
+    ({"optimizer": "adamv"}, "did you mean 'adamw'?"),
+    ({"schedule": "cosin"}, "did you mean 'cosine'?"),
+    ({"compression": "bfloat61"}, "did you mean 'bfloat16'?"),
     ({"topology": "base2"}, "did you mean 'base-2'"),
     ({"topology": 3}, "topology must be a name, got 3"),
     ({"alpha": 0}, "alpha must be positive"),
@@ -287,7 +287,7 @@ REFUSED = [
     ({"lr": math.nan}, "lr must be a positive learning rate, got nan"),
     ({"grad_clip_norm": -0.5}, "grad_clip_norm must be 0.0"),
     ({"hidden": 32}, "hidden must be the widths"),
-    ({"hidden": (32, 0)}, "a width of hidden must be at least 1, got 0"),
+    ({"hidden": (32, 0)}, "a width of hidden must be a whole number, at least 1, got 0"),
 ]
 
 

@@ -443,14 +443,14 @@ def test_round_that_is_not_a_function_of_t() -> None:
 @pytest.mark.parametrize("topology", [RingTopology(world_size=4), RandomPairs(world_size=4)])
 def test_step_must_be_a_count(topology: Topology) -> None:
     for look_up in (topology.get_edge, topology.mixing_matrix):
-        with pytest.raises(ValueError, match="must be at least 0, got -1"):
+        with pytest.raises(ValueError, match="must be a whole number, at least 0, got -1"):
             look_up(-1)
-        with pytest.raises(TypeError, match=r"must be an integer, got 1\.5"):
+        with pytest.raises(TypeError, match=r"must be a whole number, at least ., got 1\.5"):
             look_up(1.5)  # type: ignore[arg-type]
 
 
 def test_round_of_the_periodic_form_checks_its_argument() -> None:
-    with pytest.raises(ValueError, match="round must be at least 0, got -1"):
+    with pytest.raises(ValueError, match="round must be a whole number, at least 0, got -1"):
         RingTopology(world_size=4).round(-1)
 
 
@@ -460,19 +460,23 @@ def test_round_of_the_periodic_form_checks_its_argument() -> None:
         (
             {"local_world_size": 0, "world_size": 2},
             ValueError,
-            "RingTopology: local_world_size must be at least 1, got 0",
+            "RingTopology: local_world_size must be a whole number, at least 1, got 0",
         ),
         (
             {"local_world_size": 2.0, "world_size": 2},
             TypeError,
-            r"local_world_size must be an integer, got 2.0 \(float\)",
+            r"local_world_size must be a whole number, at least ., got 2.0",
         ),
-        ({"local_world_size": None, "world_size": 2}, TypeError, "local_world_size must be an integer, got None"),
-        ({"world_size": 0}, ValueError, "world_size must be at least 1, got 0"),
-        ({"world_size": "4"}, TypeError, "world_size must be an integer, got '4'"),
-        ({"world_size": True}, TypeError, "world_size must be an integer, got True"),
+        (
+            {"local_world_size": None, "world_size": 2},
+            TypeError,
+            "local_world_size must be a whole number, at least ., got None",
+        ),
+        ({"world_size": 0}, ValueError, "world_size must be a whole number, at least 1, got 0"),
+        ({"world_size": "4"}, TypeError, "world_size must be a whole number, at least ., got '4'"),
+        ({"world_size": True}, TypeError, "world_size must be a whole number, at least ., got True"),
         ({"world_size": 4, "rank": 4}, ValueError, "rank must be below world_size=4, got 4"),
-        ({"world_size": 4, "rank": -1}, ValueError, "rank must be at least 0, got -1"),
+        ({"world_size": 4, "rank": -1}, ValueError, "rank must be a whole number, at least 0, got -1"),
     ],
 )
 def test_arguments(arguments: dict[str, Any], error: type[Exception], says: str) -> None:

@@ -129,11 +129,11 @@ def test_random_matching_seeds():
     assert all(a != b for i, a in enumerate(rounds) for b in rounds[:i])
     assert len({str(edges) for edges in rounds[0]}) == 6
     for seed, kind, says in [
-        (-1, ValueError, "seed must be at least 0, got -1"),
+        (-1, ValueError, "seed must be a whole number, at least 0, got -1"),
         (2**32, ValueError, r"seed must be below 2\^32"),
-        (1.5, TypeError, r"seed must be an integer, got 1\.5"),
-        (True, TypeError, "seed must be an integer, got True"),
-        (None, TypeError, "seed must be an integer, got None"),
+        (1.5, TypeError, r"seed must be a whole number, at least ., got 1\.5"),
+        (True, TypeError, "seed must be a whole number, at least ., got True"),
+        (None, TypeError, "seed must be a whole number, at least ., got None"),
     ]:
         with pytest.raises(kind, match=says):
             RandomMatchingTopology(world_size=4, seed=seed)  # type: ignore[arg-type]

@@ -126,13 +126,13 @@ def test_the_names_without_a_subclass():
 @pytest.mark.parametrize(
     ("n", "local", "kind", "says"),
     [
-        (0, 1, ValueError, "world_size must be at least 1, got 0"),
-        (-3, 1, ValueError, "world_size must be at least 1, got -3"),
-        (6.5, 1, TypeError, r"world_size must be an integer, got 6\.5"),
-        ("4", 1, TypeError, "world_size must be an integer, got '4'"),
-        (True, 1, TypeError, "world_size must be an integer, got True"),
-        (4, 0, ValueError, "local_world_size must be at least 1, got 0"),
-        (4, 2.0, TypeError, r"local_world_size must be an integer, got 2\.0"),
+        (0, 1, ValueError, "world_size must be a whole number, at least 1, got 0"),
+        (-3, 1, ValueError, "world_size must be a whole number, at least 1, got -3"),
+        (6.5, 1, TypeError, r"world_size must be a whole number, at least ., got 6\.5"),
+        ("4", 1, TypeError, "world_size must be a whole number, at least ., got '4'"),
+        (True, 1, TypeError, "world_size must be a whole number, at least ., got True"),
+        (4, 0, ValueError, "local_world_size must be a whole number, at least 1, got 0"),
+        (4, 2.0, TypeError, r"local_world_size must be a whole number, at least ., got 2\.0"),
     ],
 )
 def test_bad_numbers_of_workers(n, local, kind, says):

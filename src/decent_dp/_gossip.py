@@ -19,10 +19,10 @@ from torch import nn
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
+from decent_dp._sizes import MIB
 from decent_dp.arguments import check_model, check_scaler
 from decent_dp.compression import check_compression
 from decent_dp.engine import Bucket
-from decent_dp.engine.layout import MIB
 from decent_dp.replica.construction import Agreement, Arguments, connect_replicas
 from decent_dp.replica.hidden_state import has_own_state_dict, refuse_hidden_state
 from decent_dp.replica.optimizers import check_optimizers, load_optimizer, params_of, saved_optimizer, signature_of
@@ -105,7 +105,7 @@ def gossip(
         _refuse_shared_memory(model)
         older.extend(find_superseded(model))
         optimizers.extend(check_optimizers(optimizer, model))
-        check_compression(compression, [(name, p.dtype) for name, p in model.named_parameters() if p.requires_grad])
+        check_compression(compression)
         scaled = check_scaler(scaler) is not None
         settings = Settings(bucket_size_in_mb, bool(overlap), scaled, compression, mix_every)
         on_node = workers_per_node("local_world_size", local_world_size)

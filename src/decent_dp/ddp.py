@@ -74,8 +74,8 @@ class DecentralizedDataParallel(nn.Module):
         bucket_size_in_mb: upper size of a bucket, in MiB.
         _local_world_size: workers per node; None for the launcher's ``LOCAL_WORLD_SIZE``, else 1.
         overlap: exchange during the next forward and backward. With False, the backward returns after step, exchange and mix.
-        wire: what is sent of a parameter: 'float32' (lossless: its own dtype), 'bfloat16', or 'int8' (a byte, relative to
-            the distance between replicas). A change of the mean over workers by rounding is ruled out on edges of two.
+        compression: None sends each dtype as it is; 'bfloat16'; 'int8' sends a byte per value, relative to the distance between
+            replicas. On edges of two workers, rounding does not move the mean over workers.
         mix_every: mix once in so many updates; in the others each replica trains alone.
         rule: how received parameters are applied, from ``decent_dp.rules``; None for plain gossip.
         process_group: the workers that mix; None for the default group. A topology's ranks are ranks in it.
@@ -122,7 +122,7 @@ class DecentralizedDataParallel(nn.Module):
             older.extend(find_superseded(model))
             check_factories(optim_fn, lr_scheduler_fn)
             scaled = check_scaler(scaler) is not None
-            check_compression(compression, [(name, p.dtype) for name, p in model.named_parameters() if p.requires_grad])
+            check_compression(compression)
             settings = Settings(
                 bucket_size_in_mb=bucket_size_in_mb,
                 overlap=bool(overlap),

@@ -13,9 +13,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.profiler import record_function
 
+from decent_dp._sizes import MIB
 from decent_dp.arguments import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, make_optimizer, make_scheduler
 from decent_dp.engine import Bucket, Edit, Engine
-from decent_dp.engine.layout import MIB, FlatBuffer
+from decent_dp.engine.layout import FlatBuffer
 from decent_dp.replica.parameters import Parameters
 from decent_dp.replica.settings import Settings
 from decent_dp.topo import Edge

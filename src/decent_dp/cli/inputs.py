@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import json
 import math
@@ -13,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from decent_dp._checks import did_you_mean
 
 if TYPE_CHECKING:
     from decent_dp.topo import Topology
@@ -138,9 +139,7 @@ def one_of(option: str, value: str, known: Iterable[str]) -> str:
     names = list(known)
     if value in names:
         return value
-    close = difflib.get_close_matches(value.lower(), names, n=1)
-    hint = f"Did you mean '{close[0]}'? " if close else ""
-    raise BadInputError(f"{option} '{value}' is unknown. {hint}Known: {', '.join(names)}")
+    raise BadInputError(f"{option} '{value}' is unknown{did_you_mean(value, names) or '.'} Known: {', '.join(names)}")
 
 
 def check_workers(n: int, local: int, most: int = MOST_WORKERS) -> None:

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from decent_dp._sizes import choose_sizes
 from decent_dp.compression import Compression
 from decent_dp.engine.bucket import Bucket, Edit, InFlight
-from decent_dp.engine.layout import FlatBuffer, TensorSpec, choose_sizes, plan_buckets
+from decent_dp.engine.layout import FlatBuffer, TensorSpec, plan_buckets
 from decent_dp.errors import NonFiniteError, PeerError, PeerLostError
 from decent_dp.rules import Round, Rule
 from decent_dp.topo import Edge, Topology
@@ -168,7 +169,7 @@ class Engine:
             limit_bytes: upper size of a bucket.
             as_view: whether tensors become views of one flat tensor per bucket.
         """
-        first, limit = choose_sizes(specs, limit_bytes)
+        first, limit = choose_sizes(sum(spec.numel * spec.dtype.itemsize for spec in specs), limit_bytes)
         return [
             Bucket(
                 self._gone + len(self.buckets) + number,

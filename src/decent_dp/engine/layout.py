@@ -8,12 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["MIB", "BucketPlan", "FlatBuffer", "Slot", "TensorSpec", "choose_sizes", "dense_stride", "plan_buckets"]
-
-MIB = 2**20
-
-# The number of buckets of a model. Each costs some Python time per step, and the exchange of the last one is not hidden.
-_BUCKETS = 8
+__all__ = ["BucketPlan", "FlatBuffer", "Slot", "TensorSpec", "dense_stride", "plan_buckets"]
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
@@ -70,17 +65,6 @@ class BucketPlan:
     numel: int
     dtype: torch.dtype
     device: torch.device
-
-
-def choose_sizes(specs: Sequence[TensorSpec], limit_bytes: float) -> tuple[float, float]:
-    """Returns the sizes of the first and of the other buckets, in bytes, at most ``limit_bytes``.
-
-    Buckets are updated and sent one after another while gradients arrive. A large model has about ``_BUCKETS`` of them, and the
-    first one is small, so that sending begins early.
-    """
-    total = sum(spec.numel * spec.dtype.itemsize for spec in specs)
-    size = min(limit_bytes, max(MIB, total / _BUCKETS))
-    return (size / 4 if total > size else size), size
 
 
 def plan_buckets(

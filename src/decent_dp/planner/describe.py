@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from decent_dp._checks import check_integer
 from decent_dp.topo import Topology
 
 __all__ = ["COMPRESSIONS", "Choice", "Cluster", "Job", "Link", "Prediction"]
@@ -26,17 +27,6 @@ def _number(what: str, value: object, fix: str, *, least: float = 0.0, above: bo
     large_enough = number > least if above else number >= least  # False for nan
     if not large_enough or (finite and math.isinf(number)):
         raise ValueError(f"{what} must be a number {'above' if above else 'of at least'} {least:g}, got {value!r}: {fix}")
-
-
-def whole(what: str, value: object, fix: str, *, least: int = 1) -> int:
-    """``value`` as an int.
-
-    Raises:
-        ValueError: it is no integer of at least ``least``.
-    """
-    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{what} must be a whole number of at least {least}, got {value!r}: {fix}")
-    return int(value)
 
 
 @dataclass(frozen=True)
@@ -98,7 +88,7 @@ class Cluster:
             ("ports", "links per node"),
             ("flow_ports", "links that a flow can use"),
         ):
-            object.__setattr__(self, name, whole(f"Cluster: {name}", getattr(self, name), f"give the number of {what}"))
+            object.__setattr__(self, name, check_integer(f"Cluster: {name}, the number of {what},", getattr(self, name), 1))
         if self.flow_ports > self.ports:
             raise ValueError(
                 f"Cluster: flow_ports={self.flow_ports} is more than ports={self.ports}: a flow has at most all of them"
@@ -116,7 +106,7 @@ class Cluster:
         if not isinstance(self.slow_nodes, Mapping):
             raise ValueError(f"Cluster: slow_nodes must be a mapping, got {self.slow_nodes!r}: write {{0: 2.0}}")
         for node, factor in self.slow_nodes.items():
-            if whole("Cluster: a node of slow_nodes", node, f"write 0 to {self.n_nodes - 1}", least=0) >= self.n_nodes:
+            if check_integer("Cluster: a node of slow_nodes", node, 0) >= self.n_nodes:
                 raise ValueError(f"Cluster: slow_nodes names {node}, but there are only 0 to {self.n_nodes - 1}: leave it out")
             _number(f"Cluster: slow_nodes[{node}]", factor, "1 is as fast as the others, 2 half as fast", above=True)
 

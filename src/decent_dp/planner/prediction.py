@@ -9,7 +9,9 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from .describe import DDP, Choice, Cluster, Job, Prediction, whole
+from decent_dp._checks import check_integer
+
+from .describe import DDP, Choice, Cluster, Job, Prediction
 from .events import Outcome, Timing, simulate, simulate_all_reduce
 from .reasons import explain
 from .traffic import RoundTraffic, Transfer, buckets_of, capacities, collective, make_rounds
@@ -71,8 +73,8 @@ def predict(cluster: Cluster, job: Job, choice: Choice, *, steps: int | None = N
             the links are too slow for so many parameters.
     """
     if steps is not None:
-        steps = whole("predict: steps", steps, "leave it out for whole periods")
-    seed = whole("predict: seed", seed, "give 0", least=0)
+        steps = check_integer("predict: steps", steps, 1)
+    seed = check_integer("predict: seed", seed, 0)
     _check_sizes(cluster, job)
     shares = buckets_of(job, choice, most_buckets_of(cluster.world_size))
     if choice.kind == DDP:

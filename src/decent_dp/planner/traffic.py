@@ -9,14 +9,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from decent_dp._sizes import MIB, choose_sizes
 from decent_dp.topo import Topology, make_topology
 
 from .describe import DDP, PUSH, Choice, Cluster, Job
 
 __all__ = ["RoundTraffic", "Transfer", "buckets_of", "capacities", "collective", "make_rounds", "node_copies"]
 
-_MIB = 2**20
-_BUCKETS = 8  # as engine/layout.py
 # A worker requests the messages of its groups' trees in quarters of a window (the transport's TCP links).
 _REQUESTED_AT_ONCE = 4
 # Messages one way: the offer, the request and the data (the transport's TCP links).
@@ -229,18 +228,17 @@ def buckets_of(job: Job, choice: Choice, most: int) -> list[float]:
     """Shares of the parameters in each bucket, in the order of the backward; they sum to 1.
 
     DDP: 1 MiB first, then the limit. This library: about eight of equal size below the limit, the first a quarter of them
-    (``choose_sizes`` of engine/layout.py). Parameters are assumed to be small beside a bucket. More than ``most`` buckets of
+    (``choose_sizes``). Parameters are assumed to be small beside a bucket. More than ``most`` buckets of
     this library are merged into that many, except for the first: each waits for its own exchange of the previous step, so the
     latency counts once per step, whatever their number. DDP's buckets are summed one after another, each with the latency, and
     are not merged.
     """
     total = 4 * job.params
-    limit = choice.bucket_mb * _MIB
+    limit = choice.bucket_mb * MIB
     if choice.decentralized:
-        size = min(limit, max(_MIB, total / _BUCKETS))
-        first = size / 4 if total > size else size
+        first, size = choose_sizes(total, limit)
     else:
-        size, first = limit, min(_MIB, limit)
+        size, first = limit, min(MIB, limit)
     shares = [min(first, total) / total]
     rest = total - shares[0] * total
     if rest > 1e-9 * total:

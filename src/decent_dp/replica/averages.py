@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from decent_dp.engine.layout import MIB
+from decent_dp._sizes import MIB
 from decent_dp.transport import Control
 
 __all__ = ["average_", "broadcast_", "squared_distance"]

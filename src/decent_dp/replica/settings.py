@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
-import numbers
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from types import NoneType
 from typing import Any
+
+from decent_dp._checks import check_integer, check_number
 
 __all__ = ["Settings", "refuse_ddp_keywords", "workers_per_node"]
 
@@ -44,28 +44,13 @@ class Settings:
     sync_buffer_in_global_avg: bool = True
 
     def __post_init__(self) -> None:
-        _check_number("grad_clip_norm", self.grad_clip_norm, "0.0 (no clipping) or a positive norm", least=0.0)
-        _check_number("bucket_size_in_mb", self.bucket_size_in_mb, "a positive number of MiB", above=0.0)
-        _check_count("mix_every", self.mix_every, "a whole number of updates, at least 1")
+        check_number("grad_clip_norm", self.grad_clip_norm, "0.0 (no clipping) or a positive norm", at_least=0.0)
+        check_number("bucket_size_in_mb", self.bucket_size_in_mb, "a positive number of MiB", above=0.0)
+        check_integer("mix_every", self.mix_every, 1, "updates")
 
     def signature(self) -> dict[str, Any]:
         plain = {k: v if isinstance(v, (bool, str, NoneType)) else float(v) for k, v in asdict(self).items()}
         return {**plain, "mix_every": int(self.mix_every)}
-
-
-def _check_number(name: str, value: Any, want: str, least: float = -math.inf, above: float = -math.inf) -> None:
-    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not number:
-        raise TypeError(f"{name} must be {want}, got {value!r}")
-    if not (math.isfinite(value) and value >= least and value > above):
-        raise ValueError(f"{name} must be {want}, got {value!r}")
-
-
-def _check_count(name: str, value: Any, want: str) -> None:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be {want}, got {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} must be {want}, got {value!r}")
 
 
 def workers_per_node(name: str, given: Any) -> int:

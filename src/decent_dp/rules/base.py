@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -148,12 +147,3 @@ def rule_settings(rule: Rule) -> dict[str, Any]:
     if dataclasses.is_dataclass(thing):
         return {"rule": type(rule).__name__, **{field.name: getattr(thing, field.name) for field in dataclasses.fields(thing)}}
     return {"rule": type(rule).__name__, **vars(rule)}
-
-
-def check_number(name: str, value: Any, want: str, *, least: float, below: float = math.inf) -> float:
-    """``value`` as a float in [least, below). Raises TypeError or ValueError naming it."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be {want}, got {value!r}")
-    if not least <= value < below:
-        raise ValueError(f"{name} must be {want}, got {value!r}")
-    return float(value)

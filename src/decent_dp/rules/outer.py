@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decent_dp.rules.base import Round, Rule, check_number
+from decent_dp._checks import check_number
+from decent_dp.rules.base import Round, Rule
 
 __all__ = ["OuterNesterov"]
 
@@ -41,9 +42,9 @@ class OuterNesterov(Rule):
     momentum: float = 0.9
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lr", check_number("lr of OuterNesterov", self.lr, "a positive number", least=5e-324))
+        object.__setattr__(self, "lr", check_number("lr of OuterNesterov", self.lr, "a positive number", above=0.0))
         object.__setattr__(
-            self, "momentum", check_number("momentum of OuterNesterov", self.momentum, "in [0, 1)", least=0.0, below=1.0)
+            self, "momentum", check_number("momentum of OuterNesterov", self.momentum, "in [0, 1)", at_least=0.0, below=1.0)
         )
 
     def state(self, values: Tensor) -> dict[str, Tensor]:

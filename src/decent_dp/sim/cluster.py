@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from decent_dp._checks import check_integer, check_number, to_float
 from decent_dp.arguments import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, check_factories, check_scaler
 from decent_dp.compression import Lossless, check_compression
 from decent_dp.rules import Rule
 from decent_dp.rules.base import check_rule
-from decent_dp.sim.checks import number, real, whole
 from decent_dp.sim.exchange import CompressedExchange, LosslessExchange, SimulatedExchange
 from decent_dp.sim.gradients import LOSS_FN_TYPE, Gradients, StepGradients
 from decent_dp.sim.stack import Stack
@@ -89,13 +89,15 @@ class VirtualCluster:
         scaler: torch.amp.GradScaler | None = None,
         vectorize: bool | None = None,
     ) -> None:
-        n = whole("n, the number of workers,", n)
-        mix_every = whole("mix_every", mix_every)
+        n = check_integer("n, the number of workers,", n, 1)
+        mix_every = check_integer("mix_every", mix_every, 1)
         if loss_fn is not None and not callable(loss_fn):
             raise TypeError(f"loss_fn must be a function of (model, *batch) that returns the loss, got {loss_fn!r}")
         if vectorize not in (True, False, None):
             raise TypeError(f"vectorize must be True, False or None, got {vectorize!r}")
-        self._max_norm = number("grad_clip_norm", grad_clip_norm, "0.0 (no clipping) or a positive norm", positive=False)
+        self._max_norm = check_number(
+            "grad_clip_norm", grad_clip_norm, "0.0 (no clipping) or a positive norm", at_least=0.0, below=2.0**128
+        )
         if overlap not in (True, False):
             raise TypeError(f"overlap must be True or False, got {overlap!r}")
         self._overlap = overlap
@@ -107,10 +109,12 @@ class VirtualCluster:
                 f"the {type(topology).__name__} given was made for {topology.world_size} workers, as rank {topology._rank}, "
                 f"but n is {n}: make it with world_size={n}, rank=0"
             )
-        made = make_topology(topology, local_world_size=whole("local_world_size", local_world_size), world_size=n, rank=0)
+        made = make_topology(
+            topology, local_world_size=check_integer("local_world_size", local_world_size, 1), world_size=n, rank=0
+        )
         self.topology = Topology.every(made, mix_every)  # of the class: a subclass may have an attribute of this name
         self._stack = Stack(model, n)
-        kind = check_compression(compression, [(name, param.dtype) for name, param in self._stack.params.items()])
+        kind = check_compression(compression)
         shared = self._stack, self.topology, check_rule(rule)
         lossless = kind is Lossless
         self._exchange: SimulatedExchange = LosslessExchange(*shared) if lossless else CompressedExchange(*shared, kind)
@@ -189,7 +193,7 @@ class VirtualCluster:
         Raises:
             TypeError, ValueError: it is no number in [0, 1].
         """
-        if real(factor) is None:
+        if to_float(factor) is None:
             raise TypeError(f"the adaptive factor must be a number in [0, 1], got {factor!r}")
         if not 0.0 <= factor <= 1.0:
             raise ValueError(f"the adaptive factor must be in [0, 1], got {factor!r}")

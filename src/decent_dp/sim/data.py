@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from decent_dp.sim.checks import real, whole
+from decent_dp._checks import check_integer, to_float
 
 __all__ = ["Batches", "Data", "digits", "dirichlet_split"]
 
@@ -83,7 +83,7 @@ def dirichlet_split(labels: Any, n: int, alpha: float | None, seed: int = 0) -> 
     found: npt.NDArray[Any] = np.asarray(labels)
     if found.ndim != 1:
         raise ValueError(f"labels must be 1-D, one per sample, got the shape {found.shape}")
-    n, seed = whole("n, the number of workers,", n), whole("seed", seed, least=0)
+    n, seed = check_integer("n, the number of workers,", n, 1), check_integer("seed", seed, 0)
     if len(found) < n:
         raise ValueError(f"{len(found)} samples are too few for {n} workers: each needs at least one")
     check_alpha(alpha)
@@ -112,7 +112,7 @@ def dirichlet_split(labels: Any, n: int, alpha: float | None, seed: int = 0) -> 
 
 def check_alpha(alpha: float | None) -> None:
     """Raises TypeError or ValueError unless ``alpha`` is positive, infinite or None."""
-    if alpha is not None and real(alpha) is None:
+    if alpha is not None and to_float(alpha) is None:
         raise TypeError(f"alpha must be a positive number, or None for an even split, got {alpha!r}")
     if alpha is not None and not alpha > 0:
         raise ValueError(
@@ -147,7 +147,7 @@ class Batches:
     """
 
     def __init__(self, shards: Sequence[IntArray], size: int, seed: int = 0) -> None:
-        self._size, self._seed = whole("size, the samples per batch,", size), whole("seed", seed, least=0)
+        self._size, self._seed = check_integer("size, the samples per batch,", size, 1), check_integer("seed", seed, 0)
         if not len(shards):
             raise ValueError("shards must hold the indices of each worker's samples, and there is no worker")
         self._counts = np.array([len(shard) for shard in shards])
@@ -159,6 +159,6 @@ class Batches:
 
     def __call__(self, t: int) -> Tensor:
         """The indices of step t >= 0, (workers, size), int64."""
-        draws = np.random.default_rng([self._seed, whole("t, the step,", t, least=0)]).random((len(self._table), self._size))
+        draws = np.random.default_rng([self._seed, check_integer("t, the step,", t, 0)]).random((len(self._table), self._size))
         places = (draws * self._counts[:, None]).astype(np.int64)
         return torch.from_numpy(np.take_along_axis(self._table, places, 1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import time
 from collections.abc import Callable
@@ -14,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from decent_dp._checks import check_choice, check_integer, check_number, to_float
 from decent_dp.compression import check_compression
 from decent_dp.optim import lr_scheduler_fn_cosine_with_warmup, optim_fn_accum_adamw, optim_fn_adamw
-from decent_dp.sim.checks import number, real, whole
 from decent_dp.sim.cluster import VirtualCluster
 from decent_dp.sim.data import Batches, Data, check_alpha, digits, dirichlet_split
 from decent_dp.topo import make_topology
@@ -86,8 +85,8 @@ class Simulation:
 
     def __post_init__(self) -> None:
         for name in ("n", "local_world_size", "steps", "batch", "mix_every", "eval_every"):
-            object.__setattr__(self, name, whole(name, getattr(self, name)))
-        object.__setattr__(self, "seed", whole("seed", self.seed, least=0))
+            object.__setattr__(self, name, check_integer(name, getattr(self, name), 1))
+        object.__setattr__(self, "seed", check_integer("seed", self.seed, 0))
         if self.seed >= 2**64:
             raise ValueError(f"seed must be less than 2**64, got {self.seed}")
         if self.overlap not in (True, False):
@@ -96,17 +95,19 @@ class Simulation:
         hidden: Any = self.hidden
         if not isinstance(hidden, (tuple, list)):
             raise TypeError(f"hidden must be the widths of the hidden layers, such as (128, 64), got {hidden!r}")
-        object.__setattr__(self, "hidden", tuple(whole("a width of hidden", width) for width in hidden))
-        _one_of("data", self.data, DATA)
-        _one_of("optimizer", self.optimizer, OPTIMIZERS)
-        _one_of("schedule", self.schedule, ("cosine", "constant"))
-        norm = number("grad_clip_norm", self.grad_clip_norm, "0.0 (no clipping) or a positive norm", positive=False)
+        object.__setattr__(self, "hidden", tuple(check_integer("a width of hidden", width, 1) for width in hidden))
+        check_choice("data", self.data, DATA)
+        check_choice("optimizer", self.optimizer, OPTIMIZERS)
+        check_choice("schedule", self.schedule, ("cosine", "constant"))
+        norm = check_number(
+            "grad_clip_norm", self.grad_clip_norm, "0.0 (no clipping) or a positive norm", at_least=0.0, below=2.0**128
+        )
         object.__setattr__(self, "grad_clip_norm", norm)
         if self.lr is not None:
-            object.__setattr__(self, "lr", number("lr", self.lr, "a positive learning rate", positive=True))
+            object.__setattr__(self, "lr", check_number("lr", self.lr, "a positive learning rate", above=0.0, below=2.0**128))
         check_alpha(self.alpha)
-        object.__setattr__(self, "alpha", None if self.alpha is None else real(self.alpha))
-        check_compression(self.compression, [])
+        object.__setattr__(self, "alpha", None if self.alpha is None else to_float(self.alpha))
+        check_compression(self.compression)
         if not isinstance(self.topology, str):
             raise TypeError(f"topology must be a name, got {self.topology!r}: for a Topology of your own use VirtualCluster")
         make_topology(self.topology, local_world_size=self.local_world_size, world_size=self.n, rank=0)
@@ -115,14 +116,6 @@ class Simulation:
         """The settings as JSON values."""
         settings = asdict(self)
         return {**settings, "hidden": list(self.hidden), "alpha": None if self.alpha == math.inf else self.alpha}
-
-
-def _one_of(name: str, value: object, known: Any) -> None:
-    if isinstance(value, str) and value in known:
-        return
-    close = difflib.get_close_matches(str(value), list(known), n=1, cutoff=0.4)
-    hint = f". Did you mean '{close[0]}'?" if close else ""
-    raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}{hint}")
 
 
 @dataclass(frozen=True)

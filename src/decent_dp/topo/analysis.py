@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from decent_dp._checks import check_integer
+
 from .base import Topology
 from .compose import EveryTopology, SwitchTopology
-from .edges import Edge, _integer
+from .edges import Edge
 
 __all__ = ["MOST_WORKERS", "Analysis", "analyse", "consensus_error", "is_doubly_stochastic", "mixing_matrix"]
 
@@ -183,7 +185,7 @@ def consensus_error(topology: Topology, rounds: int) -> Array:
     For up to 128 workers it is the mean over all starts, ||W_{t-1} ... W_0 - J|| / ||I - J|| in the Frobenius norm. For more it
     is the mean over 32 random starts, always the same ones: an estimate, exact to some percent. Of one worker 1 and then 0.
     """
-    rounds = _integer("consensus_error: rounds", rounds, 0)
+    rounds = check_integer("consensus_error: rounds", rounds, 0)
     return np.fromiter(_errors(topology._world_size, all_rounds(topology), rounds), np.float64, rounds + 1)
 
 
@@ -342,7 +344,7 @@ def analyse(topology: Topology, *, payload: float = 1.0, epsilon: float = 1e-3, 
         raise ValueError(f"payload must be a size, at least 0, got {payload!r}")
     if not 0 < epsilon < 1:
         raise ValueError(f"epsilon must be between 0 and 1, got {epsilon!r}")
-    limit = _integer("limit", limit, 1)
+    limit = check_integer("limit", limit, 1)
     if n > MOST_WORKERS:
         raise ValueError(
             f"{topology._title()} has {n} workers: analyse takes at most {MOST_WORKERS}, as its matrices are dense"

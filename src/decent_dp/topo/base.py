@@ -18,7 +18,9 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from .edges import _KEPT_ROUNDS, Edge, PairRounds, _checked_round, _integer, _words
+from decent_dp._checks import check_integer
+
+from .edges import _KEPT_ROUNDS, Edge, PairRounds, _checked_round, _words
 
 __all__ = ["Edge", "Topology", "listing", "worker_scope"]
 
@@ -111,9 +113,9 @@ class Topology(metaclass=TopologyMeta):
         else:
             scoped = _scope.get()
             here = scoped[1] if scoped is not None and scoped[0] == world_size else 0
-        self._local_world_size = _integer(f"{name}: local_world_size", local_world_size, 1)
-        self._world_size = _integer(f"{name}: world_size", world_size, 1)
-        self._rank = _integer(f"{name}: rank", here if rank is None else rank, 0)
+        self._local_world_size = check_integer(f"{name}: local_world_size", local_world_size, 1)
+        self._world_size = check_integer(f"{name}: world_size", world_size, 1)
+        self._rank = check_integer(f"{name}: rank", here if rank is None else rank, 0)
         if self._rank >= self._world_size:
             raise ValueError(f"{name}: rank must be below world_size={self._world_size}, got {self._rank}")
         self._n_nodes = max(1, self._world_size // self._local_world_size)
@@ -141,7 +143,7 @@ class Topology(metaclass=TopologyMeta):
         made from a seed and ``t``.
         """
         rounds = self._period_rounds()
-        return list(rounds[_integer("round", t, 0) % len(rounds)])
+        return list(rounds[check_integer("round", t, 0) % len(rounds)])
 
     # --- made from others
 
@@ -153,7 +155,7 @@ class Topology(metaclass=TopologyMeta):
         Raises:
             TypeError, ValueError: ``h`` is not an integer of at least 1.
         """
-        h = _integer("every: h", h, 1)
+        h = check_integer("every: h", h, 1)
         return self if h == 1 else self._every(h)
 
     def _every(self, h: int) -> Topology:
@@ -200,7 +202,7 @@ class Topology(metaclass=TopologyMeta):
         Raises:
             ValueError: ``step`` is negative, or an overridden :meth:`round` gave an invalid round.
         """
-        edges = self._checked(_integer("step", step, 0))
+        edges = self._checked(check_integer("step", step, 0))
         return next(edge for edge in edges if self._rank in edge.ranks)
 
     def mixing_matrix(self, t: int) -> npt.NDArray[np.float64]:
@@ -217,7 +219,7 @@ class Topology(metaclass=TopologyMeta):
 
     def mixes(self, t: int) -> bool:
         """False in the updates between two mixes of ``every(h)``."""
-        return self._mixes(_integer("round", t, 0))
+        return self._mixes(check_integer("round", t, 0))
 
     def _mixes(self, t: int) -> bool:
         return True
@@ -305,7 +307,7 @@ class Topology(metaclass=TopologyMeta):
 
     def _checked(self, t: int) -> list[Edge]:
         """Round ``t``, checked."""
-        t = _integer("round", t, 0)
+        t = check_integer("round", t, 0)
         if not self._is_aperiodic():
             rounds = self._period_rounds()
             return rounds[t % len(rounds)]

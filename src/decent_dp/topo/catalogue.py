@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from decent_dp._checks import check_integer
+
 from .base import Topology
-from .edges import Edge, PairRounds, _integer
+from .edges import Edge, PairRounds
 from .registry import TopologyReg
 
 __all__ = [
@@ -220,14 +222,14 @@ class RandomMatchingTopology(Topology):
         self, local_world_size: int = 1, *, seed: int = 0, world_size: int | None = None, rank: int | None = None
     ) -> None:
         super().__init__(local_world_size, world_size=world_size, rank=rank)
-        self._seed = _integer("RandomMatchingTopology: seed", seed, 0)
+        self._seed = check_integer("RandomMatchingTopology: seed", seed, 0)
         if self._seed >= 2**32:
             raise ValueError(f"RandomMatchingTopology: seed must be below 2^32, got {seed}")
 
     def round(self, t: int) -> list[Edge]:
         # NumPy has frozen the stream of RandomState. That of Generator may change with NumPy's version, and then workers with
         # different versions would draw different pairs.
-        generator = np.random.RandomState([self._seed, _integer("round", t, 0) % 2**32])
+        generator = np.random.RandomState([self._seed, check_integer("round", t, 0) % 2**32])
         order = generator.permutation(self._world_size).tolist()
         return [_average(*order[i : i + 2]) for i in range(0, self._world_size, 2)]
 

@@ -6,8 +6,10 @@ import hashlib
 from bisect import bisect_right
 from typing import Any
 
+from decent_dp._checks import check_integer
+
 from .base import Topology
-from .edges import Edge, _integer
+from .edges import Edge
 
 __all__ = ["EveryTopology", "SwitchTopology"]
 
@@ -27,7 +29,7 @@ class EveryTopology(Topology):
     def __init__(self, inner: Topology, h: int) -> None:
         _check_part("EveryTopology", inner)
         super().__init__(inner._local_world_size, world_size=inner._world_size, rank=inner._rank)
-        self._inner, self._h = inner, _integer("EveryTopology: h", h, 1)
+        self._inner, self._h = inner, check_integer("EveryTopology: h", h, 1)
         self._idle = [Edge([rank], 1.0) for rank in range(self._world_size)]
 
     @property
@@ -36,11 +38,11 @@ class EveryTopology(Topology):
         return None if period is None else period * self._h
 
     def round(self, t: int) -> list[Edge]:
-        mix, update = divmod(_integer("round", t, 0), self._h)
+        mix, update = divmod(check_integer("round", t, 0), self._h)
         return self._inner.round(mix) if update == self._h - 1 else list(self._idle)
 
     def _checked(self, t: int) -> list[Edge]:
-        mix, update = divmod(_integer("round", t, 0), self._h)
+        mix, update = divmod(check_integer("round", t, 0), self._h)
         return self._inner._checked(mix) if update == self._h - 1 else self._idle
 
     def _mixes(self, t: int) -> bool:
@@ -107,7 +109,7 @@ class SwitchTopology(Topology):
 
     def _at(self, t: int) -> tuple[Topology, int]:
         """The part in use at update ``t``, and which round of it."""
-        index = bisect_right(self._starts, _integer("round", t, 0)) - 1
+        index = bisect_right(self._starts, check_integer("round", t, 0)) - 1
         return self._parts[index], t - self._starts[index]
 
     def round(self, t: int) -> list[Edge]:
@@ -162,7 +164,7 @@ def _read_parts(parts: tuple[Any, ...]) -> tuple[list[Topology], list[int]]:
     topologies = [part for part, _ in parts[:-1]] + [parts[-1]]
     for topology in topologies:
         _check_part("SwitchTopology", topology)
-    return topologies, [_integer("SwitchTopology: the updates of a part", k, 1) for _, k in parts[:-1]]
+    return topologies, [check_integer("SwitchTopology: the updates of a part", k, 1) for _, k in parts[:-1]]
 
 
 def _composed(whole: Topology, parts: list[tuple[int, Topology]]) -> dict[str, str | int]:

@@ -42,18 +42,6 @@ class Edge:
         return (1.0 - self.weight) / (len(self.ranks) - 1) if len(self.ranks) > 1 else 0.0
 
 
-def _integer(what: str, value: object, least: int) -> int:
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise TypeError(f"{what} must be an integer, got {value!r} ({type(value).__name__})") from None
-    if number < least:
-        raise ValueError(f"{what} must be at least {least}, got {number}")
-    return number
-
-
 def _few(ranks: Iterable[int]) -> str:
     """Ranks in words, the first few of them when they are many."""
     ranks = list(ranks)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar, cast
 
+from decent_dp._checks import check_integer, did_you_mean
+
 from .base import Topology, listing, worker_scope
 from .compose import SwitchTopology
-from .edges import _integer
 
 __all__ = ["TopologyReg", "make_topology", "names_that_fit", "why_unfit"]
 
@@ -126,7 +126,7 @@ def names_that_fit(world_size: int, local_world_size: int = 1) -> list[str]:
 
 
 def _workers(world_size: int, local_world_size: int) -> tuple[int, int]:
-    return _integer("world_size", world_size, 1), _integer("local_world_size", local_world_size, 1)
+    return check_integer("world_size", world_size, 1), check_integer("local_world_size", local_world_size, 1)
 
 
 def _by_name(name: str, local_world_size: int, text: str | None = None) -> Topology:
@@ -174,8 +174,7 @@ def _entry(name: str) -> str:
 
 def _unknown(name: str, text: str | None = None) -> str:
     names = list(TopologyReg.registry)
-    close = difflib.get_close_matches(name.lower(), names, n=1)
-    hint = f": did you mean {close[0]!r}?" if close else "."
+    hint = did_you_mean(name, names) or "."
     where = ""
     if text is not None:
         where = f"topology {text!r}: "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -258,11 +259,16 @@ def configure(stream: socket.socket) -> None:
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
             return
     if wanted:
-        _log.warning(
-            "%s=%s: the system permits none of these (net.ipv4.tcp_allowed_congestion_control), and its own is used",
-            _CONGESTION_CONTROL,
-            ",".join(wanted),
-        )
+        _warn_of_congestion_control(",".join(wanted))
+
+
+@functools.cache  # one warning per process, not per connection
+def _warn_of_congestion_control(wanted: str) -> None:
+    _log.warning(
+        "%s=%s: the system permits none of these (net.ipv4.tcp_allowed_congestion_control), and its own is used",
+        _CONGESTION_CONTROL,
+        wanted,
+    )
 
 
 def unacknowledged(stream: socket.socket | None) -> int:
