@@ -50,7 +50,7 @@ def save(path: Path, round_: int, run: str = "run", keep: int = 2) -> str:
     folder.remove(path, [other for other in sight.steps if other not in complete])
     write(folder.make_folder(path / name), round_)
     folder.write_latest(path, name, 0)
-    folder.prune(path, name, {name, *complete}, keep)
+    folder.prune(path, name, {name, *complete}, keep, set(folder.steps_in(path, None)))
     return name
 
 

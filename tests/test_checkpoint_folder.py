@@ -153,20 +153,23 @@ def test_each_disk_knows_the_newest_by_its_hint(tmp_path):
 
 
 def test_one_run_at_a_time(tmp_path):
+    claim(tmp_path, "killed before its first save", 0, may_take_over=False)
     claim(tmp_path, "first", 0, may_take_over=False)
     claim(tmp_path, "first", 1, may_take_over=False)
+    (tmp_path / step_name(1, 0, 0, "first")).mkdir()
     with pytest.raises(ValueError, match=r"has the checkpoints of run \w{12}, since 20\S+, on .*a folder of its own"):
         claim(tmp_path, "second", 0, may_take_over=False)
     claim(tmp_path, "second", 0, may_take_over=True)
     with pytest.raises(ValueError, match="two runs in one folder"):
         claim(tmp_path, "first", 0, may_take_over=False)
-    assert names_in(tmp_path) == {"run"}
+    assert names_in(tmp_path) == {"run", step_name(1, 0, 0, "first")}
     assert json.loads((tmp_path / "run").read_text()).keys() == {"run", "since", "host"}
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"x" * 10_000, b'{"run": 3}'])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"x" * 10_000, b'{"run": 3}', b'{"run": ' + b"[" * 4000])
 def test_a_broken_word_of_a_run_is_that_of_another(tmp_path, content):
     (tmp_path / "run").write_bytes(content)
+    (tmp_path / step_name(1, 0, 0, "another")).mkdir()
     with pytest.raises(ValueError, match="two runs in one folder"):
         claim(tmp_path, "run", 0, may_take_over=False)
     claim(tmp_path, "run", 0, may_take_over=True)
@@ -213,9 +216,11 @@ def test_what_cannot_be_removed_is_logged_and_tried_again(tmp_path, caplog, monk
 
 def test_only_what_is_older_than_a_complete_one_is_removed(tmp_path):
     names = [save(tmp_path, round_, keep=9) for round_ in range(5)]
-    prune(tmp_path, names[3], {names[3], names[1]}, 2)
+    prune(tmp_path, names[3], {names[3], names[1]}, 2, names)
     assert steps_in(tmp_path) == [names[4], names[3], names[1]]
-    prune(tmp_path, names[4], {names[4]}, 1)
+    prune(tmp_path, names[4], {names[4]}, 1, names[2:])
+    assert steps_in(tmp_path) == [names[4], names[1]]  # the one that this run does not know stays
+    prune(tmp_path, names[4], {names[4]}, 1, names)
     assert steps_in(tmp_path) == [names[4]]
 
 
@@ -263,7 +268,7 @@ def save_third(path: Path) -> None:
     remove(path, lacking)
     write(make_folder(path / name), 3)
     folder.write_latest(path, name, 0)
-    prune(path, name, {name, *whole}, 2, set(found.steps).difference(whole, lacking))
+    prune(path, name, {name, *whole}, 2, {name, *whole, *lacking})
 
 
 def save_fourth(path: Path) -> str:
@@ -275,7 +280,7 @@ def save_fourth(path: Path) -> str:
     remove(path, lacking)
     write(make_folder(path / name), 4)
     folder.write_latest(path, name, 0)
-    prune(path, name, {name, *whole}, 2, set(found.steps).difference(whole, lacking))
+    prune(path, name, {name, *whole}, 2, {name, *whole, *lacking})
     return name
 
 
@@ -479,3 +484,12 @@ def test_kill_9_at_random_moments(tmp_path):
     save(tmp_path, last + 2, "last", keep=3)
     check_tidy(tmp_path, keep=3)
     assert names_in(tmp_path / steps_in(tmp_path)[0]) == WHOLE
+
+
+def test_the_hint_never_goes_back(tmp_path):
+    """A worker that is late with an old save must not name it: the others may have removed it."""
+    for number in (1, 3, 2):
+        folder.write_latest(tmp_path, step_name(number, 0, number, "run"), 0)
+    assert (tmp_path / "latest").read_text().strip() == step_name(3, 0, 3, "run")
+    folder.write_latest(tmp_path, step_name(2, 1, 4, "run"), 0)  # after a load of an older one
+    assert (tmp_path / "latest").read_text().strip() == step_name(2, 1, 4, "run")

@@ -12,10 +12,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from decent_dp import gossip
 from decent_dp.checkpoint import latest, load, save, saver
 from decent_dp.checkpoint.files import Shard
 from decent_dp.ddp import DecentralizedDataParallel
@@ -376,3 +378,69 @@ def test_a_path_that_is_a_file_ends_no_training_and_is_named(tmp_path, caplog):
     loss(model, 0).backward()
     assert path.read_text() == "mine"
     model.close()
+
+
+def test_workers_that_have_loaded_from_different_folders_do_not_save_together(tmp_path):
+    """Their shards have different names, and no load would find all of them."""
+    models = [net() for _ in range(2)]
+
+    def work(transport: InProcessTransport) -> str:
+        model = DecentralizedDataParallel(models[transport.rank], SGD, transport=transport)
+        save(model, tmp_path / "one")
+        load(model, tmp_path / "one")
+        with pytest.raises(ValueError, match="the shards of the workers are of different checkpoints") as caught:
+            save(model, tmp_path / ("one" if transport.rank == 0 else "two"))
+        model.close()
+        return str(caught.value)
+
+    texts = run_replicas(2, work)
+    assert texts[0] == texts[1]
+
+
+def test_checkpoints_that_appear_after_the_load_are_not_removed(tmp_path):
+    """A second start of the same script loads, and takes the folder over; the first one, which still saves, loses nothing."""
+    first = alone(net())
+    save(first, tmp_path, keep=3)
+    second = alone(net())
+    load(second, tmp_path)
+    loss(first, 0).backward()
+    later = save(first, tmp_path, keep=3)
+    loss(second, 0).backward()
+    save(second, tmp_path, keep=1)
+    assert later.path.is_dir()
+    loss(first, 0).backward()
+    with pytest.raises(ValueError, match="the other one has loaded from the folder since"):
+        save(first, tmp_path, keep=3)
+    first.close()
+    second.close()
+
+
+@pytest.mark.parametrize("number", [np.float32(0.05), np.array(0.05), np.int64(1)])
+def test_a_rate_of_numpy_is_a_number(tmp_path, number):
+    model = alone(net())
+    loss(model, 0).backward()
+    model.optimizers[0].param_groups[0]["lr"] = number
+    save(model, tmp_path)
+    load(model, tmp_path)
+    assert model.get_lr() == pytest.approx(float(number))
+    model.close()
+
+
+def test_going_back_to_before_an_optimizer_has_made_all_its_state(tmp_path):
+    """LBFGS makes some of its state in its second step."""
+    model = net()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        value = loss(model, 0)
+        value.backward()
+        return value
+
+    run = gossip(model, optimizer, transport=InProcessTransport())
+    optimizer.step(closure)
+    save(run, tmp_path)
+    for _ in range(3):
+        optimizer.step(closure)
+    load(run, tmp_path)
+    run.close()

@@ -126,7 +126,7 @@ def test_threads_show_only_what_has_been_written(monkeypatch, topology):
 
         return wait
 
-    bring = LocalHub.bring
+    bring = LocalHub.put
 
     def look(self: LocalHub, key: Any, rank: int, value: object) -> None:
         if isinstance(value, Tensor):
@@ -135,7 +135,7 @@ def test_threads_show_only_what_has_been_written(monkeypatch, topology):
         bring(self, key, rank, value)
 
     monkeypatch.setattr(inprocess, "written", written)
-    monkeypatch.setattr(LocalHub, "bring", look)
+    monkeypatch.setattr(LocalHub, "put", look)
 
     def work(transport: InProcessTransport) -> list[int]:
         model = net(transport.rank)

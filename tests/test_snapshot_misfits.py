@@ -293,7 +293,7 @@ def test_a_state_of_another_shape_is_refused(case):
         bad = bad or changed(saved, f"optim/state/{name}/{key}", torch.zeros(shape))
         job.train(model, [2], at.rank)
         before = state_of(model)
-        with pytest.raises(ValueError, match=f"worker 1: '{key}' in the optimizer state of parameter '{name}' was saved as"):
+        with pytest.raises(ValueError, match=rf"worker 1: (?=.*'{key}')(?=.*'{name}').* was saved as"):
             put_back(model.replica, bad if at.rank else saved)
         assert_equal(state_of(model), before)
         put_back(model.replica, saved)

@@ -32,11 +32,13 @@ class Report:
     Attributes:
         round: of its replica.
         kind, text: of the error, if its shard was not written; else both are empty.
+        name: of the checkpoint, if its shard was written.
     """
 
     round: int
     kind: str = ""
     text: str = ""
+    name: str = ""
 
     @classmethod
     def of_error(cls, round_: int, error: BaseException) -> Report:
@@ -134,4 +136,10 @@ def _failure(reports: list[Report]) -> Exception | None:
             f"save needs all workers at the same update, and they have made different numbers ({worker_counts(rounds)}). "
             "Uneven numbers of batches need `with model.join():` around the loop, and save(...) after it."
         )
+    for rank, report in enumerate(reports):
+        if report.name != reports[0].name:
+            return ValueError(
+                f"the shards of the workers are of different checkpoints, {reports[0].name} of worker 0 and {report.name} of "
+                f"worker {rank}: the workers have loaded from different folders. Load and save with the same path on all."
+            )
     return None

@@ -51,6 +51,9 @@ __all__ = [
 FORMAT = "decent_dp-checkpoint"
 VERSION = 2
 
+# Bounds the memory that a damaged record can make this process allocate.
+_MOST_WORKERS = 10**6
+
 _TREE = RESERVED[1]
 # A small file is read so far. What is longer is no small file of ours.
 _SMALL = 4096
@@ -105,12 +108,15 @@ class Record:
         check_integer("rank", self.rank, 0)
         check_integer("world_size", self.world_size, self.rank + 1)
         check_integer("round", self.round, 0)
+        if self.world_size > _MOST_WORKERS:
+            raise ValueError(f"{self.world_size} workers are more than {_MOST_WORKERS}")
         if not isinstance(self.step, str) or not isinstance(self.model, list) or not isinstance(self.sha256, str):
             raise TypeError("it has an entry of another type")
         if self.replicas is not None and not (
             isinstance(self.replicas, list)
             and all(isinstance(own, list) and len(own) == len(self.replicas[0]) for own in self.replicas)
             and all(type(rank) is int for own in self.replicas for rank in own)
+            and sum(map(len, self.replicas)) == self.world_size
             and sorted(rank for own in self.replicas for rank in own) == list(range(self.world_size))
         ):
             raise ValueError(f"{self.world_size} workers cannot be the replicas {str(self.replicas)[:80]}")

@@ -178,10 +178,11 @@ def look(path: Path) -> tuple[Path, Sight]:
         if is_step(path):
             root, sight.only = path.parent, path.name
             sight.steps[path.name] = _look_at(path)
-        for name in steps_in(root):
-            sight.steps[name] = _look_at(root / name)
+        # `latest` comes first: it then never names a step that is written, or removed, after the steps were listed.
         sight.latest = _exists(root / LATEST)
         sight.hint = _hint(root)
+        for name in steps_in(root):
+            sight.steps[name] = _look_at(root / name)
         return root, sight
     except OSError as error:
         raise CheckpointError(f"{error.filename or path} cannot be read: {error.strerror or error}") from error
@@ -332,16 +333,17 @@ def claim(root: Path, run_id: str, rank: int, *, may_take_over: bool) -> None:
     others = steps_in(root, 1)  # before the file is read: a worker of this run writes it before its first shard
     content = read_small(root / RUN)
     found: Mapping[str, Any] = {}
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         parsed = json.loads(content or b"{}")
         found = parsed if isinstance(parsed, dict) else {}
     if found.get("run") == own:
         return
-    if not may_take_over and (content is not None or others):
+    if not may_take_over and others:
         since = f"run {found.get('run')}, since {found.get('since')}, on {found.get('host')}" if found else "another run"
         raise ValueError(
             f"{root} has the checkpoints of {since}: two runs in one folder would remove each other's. To continue that run, "
-            "call load(model, path, missing_ok=True) before the first save; else give this one a folder of its own."
+            "call load(model, path, missing_ok=True) before the first save; else give this one a folder of its own. (If this "
+            "run has saved here before, the other one has loaded from the folder since, and continues it.)"
         )
     text = json.dumps({"run": own, "since": now(), "host": socket.gethostname()})
     replace_text(root / RUN, text, f"-{rank}")
@@ -351,18 +353,23 @@ def claim(root: Path, run_id: str, rank: int, *, may_take_over: bool) -> None:
 
 
 def write_latest(root: Path, name: str, rank: int) -> None:
+    """Names ``name``, unless a later one is named: by then another worker may have removed this one."""
+    named = _hint(root)
+    if named is not None and _order(named) >= _order(name):
+        return
     replace_text(root / LATEST, f"{name}\n", f"-{rank}")
 
 
-def prune(root: Path, newest: str, whole: Collection[str], keep: int, unread: Collection[str] = ()) -> None:
-    """Removes checkpoints that are older than ``newest``, which is complete.
+def prune(root: Path, newest: str, complete: Collection[str], keep: int, known: Collection[str]) -> None:
+    """Removes old checkpoints.
 
     Args:
-        whole: those that are complete; the last ``keep`` of them stay.
-        unread: those that could not be read, which stay too: their disk may come back.
+        newest: a complete checkpoint; only older ones are removed.
+        complete: the complete ones; the last ``keep`` of them stay.
+        known: the ones that may be removed.
     """
-    older = [name for name in steps_in(root, None) if _order(name) < _order(newest)]
-    stay = {*[name for name in older if name in whole][: keep - 1], *unread}
+    older = [name for name in steps_in(root, None) if name in known and _order(name) < _order(newest)]
+    stay = [name for name in older if name in complete][: keep - 1]
     remove(root, [name for name in older if name not in stay])
 
 

@@ -112,7 +112,7 @@ class Preemption:
                 if stop.due:
                     break
         if stop.due:
-            sys.exit(0 if save(model, path, epoch=epoch).error is None else 1)
+            sys.exit(0 if save(model, path, state={"epoch": epoch}).error is None else 1)
 
     Called on all workers. Ask ``due`` after each update, on every worker at the same ones: it becomes true after the round that
     all have agreed on, which is one or two updates after the signal; save then. A signal during an evaluation, a save or before

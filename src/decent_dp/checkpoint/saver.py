@@ -231,15 +231,16 @@ class _Root:
         attempt: the number of loads in it, of this run and those before.
         may_take_over: this run has loaded from it.
         complete: checkpoints that are known to be complete.
-        abandoned: those that runs before have left incomplete.
-        unread: those that could not be read.
+        abandoned: checkpoints that earlier runs have left incomplete, and the ranks whose shards this worker saw at the load.
+        known: the names of checkpoints that this run has made, or judged at a load. Only these are ever removed: another
+            run may still write, a disk may come back, and a load looks at the newest ones only.
     """
 
     attempt: int = 0
     may_take_over: bool = False
     complete: set[str] = field(default_factory=set)
-    abandoned: list[str] = field(default_factory=list)
-    unread: set[str] = field(default_factory=set)
+    abandoned: dict[str, list[int]] = field(default_factory=dict)
+    known: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -315,10 +316,12 @@ class Saver(Listener):
 
     def loaded(self, path: Path, sights: Sequence[folder.Sight]) -> None:
         """All workers have loaded from the folder ``path``, in which they see ``sights``."""
-        names = {name for sight in sights for name in sight.steps}
-        complete, abandoned = folder.complete(sights), folder.incomplete(sights)
-        unread = names.difference(complete, abandoned)
-        self._roots[os.path.realpath(path)] = _Root(folder.attempt_of(sights), True, set(complete), abandoned, unread)
+        complete = set(folder.complete(sights))
+        # A checkpoint that `latest` names was complete: its missing shards may be on a disk that comes back.
+        lost = {sight.hint for sight in sights if sight.hint is not None} - complete
+        incomplete = set(folder.incomplete(sights)) - lost
+        abandoned = {name: folder.ranks_in(path / name) for name in incomplete}
+        self._roots[os.path.realpath(path)] = _Root(folder.attempt_of(sights), True, complete, abandoned, complete | incomplete)
 
     def close(self, at_error: bool = False) -> None:
         """Ends the threads when their jobs are done.
@@ -350,6 +353,7 @@ class Saver(Listener):
         text, tensors = encode({"snapshot": snapshot, "random": random, "state": dict(state)}, "")
         root = self._roots.setdefault(os.path.realpath(path), _Root())
         name = folder.step_name(snapshot["round"], root.attempt, number, self._transport.run_id)
+        root.known.add(name)
         replicas = [list(workers) for workers in replica.replicas.workers] if replica.replicas.shards > 1 else None
         model = self._signature_of(replica.model)
         record = Record(name, self._transport.rank, self._transport.world_size, snapshot["round"], model, replicas)
@@ -404,9 +408,15 @@ class Saver(Listener):
     def _claim(self, job: _Job) -> None:
         folder.make_folder(job.path)
         folder.claim(job.path, self._transport.run_id, self._transport.rank, may_take_over=job.root.may_take_over)
+        if not job.root.may_take_over:
+            return
         job.root.may_take_over = False
-        abandoned, job.root.abandoned = job.root.abandoned, []
-        folder.remove(job.path, abandoned)
+        # What killed runs have left. A folder with a new shard belongs to a run that still writes into it.
+        abandoned = job.root.abandoned.items()
+        folder.remove(job.path, [name for name, ranks in abandoned if folder.ranks_in(job.path / name) == ranks])
+        newest = next((name for name in folder.steps_in(job.path, None) if name in job.root.complete), None)
+        if newest is not None:
+            folder.prune(job.path, newest, job.root.complete, job.keep, job.root.known)
 
     # -- in the finisher's thread -------------------------------------------------------------------------------------
 
@@ -418,7 +428,7 @@ class Saver(Listener):
     def _finish(self, job: _Job, own: Exception | None) -> None:
         round_, path = job.record.round, job.saving.path
         try:
-            report = Report(round_) if own is None else Report.of_error(round_, own)
+            report = Report(round_, name=path.name) if own is None else Report.of_error(round_, own)
             error = self._wait_for_others(job.number, path.name, report)
             if error is not None:
                 # It never becomes complete. After a PeerError it may have.
@@ -464,9 +474,13 @@ class Saver(Listener):
         name, rank = job.saving.path.name, self._transport.rank
         job.root.complete.add(name)
         try:
-            if folder.ranks_in(job.saving.path)[:1] == [rank]:
-                folder.write_latest(job.path, name, rank)
-                folder.prune(job.path, name, job.root.complete, job.keep, job.root.unread)
+            if folder.ranks_in(job.saving.path)[:1] != [rank]:
+                return
+            with (
+                contextlib.ExitStack() as steps
+            ):  # from the last to the first, whatever fails: a full disk needs the second one
+                steps.callback(folder.prune, job.path, name, job.root.complete, job.keep, job.root.known)
+                steps.callback(folder.write_latest, job.path, name, rank)
         except OSError as error:
             _log.warning("%s is complete, and what follows has failed: %s", job.saving.path, error)
 

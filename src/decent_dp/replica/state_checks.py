@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -59,6 +60,8 @@ def check_param_state(optimizer: Optimizer, param: Tensor, saved: Any, name: str
         return
     for key, ours in own.items():
         if key not in saved:
+            if key not in (_example(optimizer, param) or {}):
+                continue  # the optimizer makes it later, as LBFGS does, or on some options only
             raise ValueError(f"{what} has no '{key}', which {type(optimizer).__name__} needs")
         theirs = saved[key]
         if isinstance(ours, Tensor) and ours.dim():
@@ -96,6 +99,8 @@ def _example(optimizer: Optimizer, param: Tensor) -> Mapping[str, Any] | None:
 def _is_number(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.numel() == 1
+    if isinstance(value, (np.generic, np.ndarray)):
+        return value.size == 1 and value.dtype.kind in "iuf"
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
