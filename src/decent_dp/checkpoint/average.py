@@ -95,7 +95,7 @@ class AveragedReplica:
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """What has to be saved, each worker's its own: ``save(model, path, state={"ema": ema.state_dict()})``.
+        """Returns this worker's state, which every worker saves: ``save(model, path, state={"ema": ema.state_dict()})``.
 
         Returns:
             'updates', and 'average', a dict of the tensors by parameter name. They are not copies.

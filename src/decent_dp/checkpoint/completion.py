@@ -10,24 +10,19 @@ import json
 import time
 from dataclasses import asdict, dataclass
 
-from decent_dp import errors
 from decent_dp.errors import CheckpointError, OutOfStepError, PeerError, PeerLostError, PeerTimeoutError
-from decent_dp.replica.consistency import worker_counts
+from decent_dp.replica.consistency import error_of_worker, worker_counts
 from decent_dp.transport.base import Transport, read_text, store_errors
 
 __all__ = ["Completion", "Report", "is_quiet"]
 
 # Seconds between two looks at the store: short at first, as others are often about to report.
 _FIRST_LOOK, _LAST_LOOK = 0.002, 0.05
-# What an error of another worker is raised as here. Every other kind becomes a RuntimeError that names its own.
-_KINDS: dict[str, type[Exception]] = {
-    kind.__name__: kind for kind in (ValueError, TypeError, *(getattr(errors, name) for name in errors.__all__))
-}
 
 
 @dataclass(frozen=True)
 class Report:
-    """What one worker has done for a save.
+    """The result of a save on one worker.
 
     Attributes:
         round: of its replica.
@@ -127,9 +122,7 @@ class Completion:
 def _failure(reports: list[Report]) -> Exception | None:
     for rank, report in enumerate(reports):
         if report.kind:
-            known = report.kind in _KINDS
-            text = report.text if known else f"{report.kind}: {report.text}"
-            return _KINDS.get(report.kind, RuntimeError)(f"worker {rank} could not write its shard: {text}")
+            return error_of_worker(report.kind, report.text, f"worker {rank} could not write its shard")
     rounds = [report.round for report in reports]
     if len(set(rounds)) > 1:
         return OutOfStepError(

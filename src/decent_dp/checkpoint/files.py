@@ -253,7 +253,7 @@ class Shard:
         return tensor
 
     def tree(self) -> Any:
-        """What was saved, with all tensors.
+        """Returns the saved tree with all tensors.
 
         Raises:
             CheckpointError: the tree is malformed, or its tensors do not fit it; names the file. Also the next two.
@@ -261,7 +261,7 @@ class Shard:
         return self._named(lambda: decode(self._text(), self.__getitem__))
 
     def outline(self) -> Any:
-        """What was saved, with a :class:`Stored` in the place of each tensor and array."""
+        """Returns the saved tree with a :class:`Stored` in place of each tensor and array."""
         return self._named(lambda: parse(self._text()))
 
     def load(self, stored: Stored) -> Any:

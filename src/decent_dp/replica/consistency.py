@@ -20,6 +20,7 @@ __all__ = [
     "call_on_all",
     "check_consistency",
     "check_same_round",
+    "error_of_worker",
     "model_signature",
     "worker_counts",
 ]
@@ -107,6 +108,12 @@ def check_same_round(control: Control, round_: int, factor: float, what: str) ->
         )
 
 
+def error_of_worker(kind: str, text: str, prefix: str) -> Exception:
+    """Returns the error of another worker, of the class named ``kind`` if that is shared, with ``prefix`` in its text."""
+    shared = _SHARED_TYPES.get(kind)
+    return RuntimeError(f"{prefix}: {kind}: {text}") if shared is None else shared(f"{prefix}: {text}")
+
+
 def worker_counts(numbers: Sequence[int]) -> str:
     """Formats one number per worker for a message."""
     return ", ".join(f"worker {rank}: {count}" for rank, count in enumerate(numbers))
@@ -145,9 +152,7 @@ def _raise_on_all(control: Control, failure: Exception | None) -> None:
             raise failure
         finally:
             del failure
-    raise _SHARED_TYPES.get(kind, RuntimeError)(
-        f"worker {rank}: {text if kind in _SHARED_TYPES else f'{kind}: {text}'}"
-    ) from failure
+    raise error_of_worker(kind, text, f"worker {rank}") from failure
 
 
 def _compare(reference: dict[str, Any], own: dict[str, Any], rank: int) -> None:
