@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import socket
+import threading
 import time
 from datetime import timedelta
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from torch import nn
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import PeerLostError, PeerTimeoutError
 from decent_dp.topo import Edge
-from decent_dp.transport import ExchangeId, ProcessGroupTransport
+from decent_dp.transport import ExchangeId, ProcessGroupTransport, communicators
 from decent_dp.transport.base import DeferredHandle
 from decent_dp.transport.communicators import Notes, UnreachableError, peer_error
 from decent_dp.transport.tcp import addresses
@@ -146,11 +147,15 @@ def test_the_waiter_keeps_order_and_outlives_errors():
     def fail() -> None:
         raise ZeroDivisionError("mine")
 
-    futures = [waiter.submit(lambda i=i: (time.sleep(0.01 * (3 - i)), done.append(i))) for i in range(3)]
+    def add(i: int) -> int:
+        time.sleep(0.01 * (3 - i))
+        done.append(i)
+        return i
+
+    futures = [waiter.submit(lambda i=i: add(i)) for i in range(3)]
     failed = waiter.submit(fail)
     last = waiter.submit(lambda: done.append("last"))
-    for future in (*futures, last):
-        assert future.result(5) is None
+    assert [future.result(5) for future in (*futures, last)] == [0, 1, 2, None]
     with pytest.raises(ZeroDivisionError, match="mine"):
         failed.result(5)
     assert done == [0, 1, 2, "last"]
@@ -200,6 +205,36 @@ def test_notes():
     assert "store does not answer" in broken.read([1])
     assert "store does not answer" in broken.read([1])
     assert store_that_is_gone.asked == 1
+
+
+class StoppedStore(dist.Store):
+    """A store whose server is stopped until ``answers`` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers, self.asked = threading.Event(), 0
+
+    def get(self, *_: Any) -> bytes:
+        self.asked += 1
+        self.answers.wait(20)
+        return b"late"
+
+    check = set = get
+
+
+def test_notes_do_not_wait_for_a_store_that_hangs(monkeypatch):
+    monkeypatch.setattr(communicators, "_STORE_LIMIT", 0.2)
+    stopped: Any = StoppedStore()
+    for first in ("read", "write"):
+        notes, asked, began = Notes(stopped, 0), stopped.asked, time.monotonic()
+        if first == "write":
+            notes.write("lost")
+        for _ in range(3):
+            assert "store does not answer" in notes.read([1, 2])
+        notes.write("lost again")
+        assert 0.1 < time.monotonic() - began < 1
+        assert stopped.asked == asked + 1
+    stopped.answers.set()
 
 
 def test_words_of_errors():

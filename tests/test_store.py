@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
 from decent_dp.topo import Edge
 from decent_dp.transport import InProcessTransport, ProcessGroupTransport, Transport, run_replicas
-from decent_dp.transport.base import read_text, store_errors
+from decent_dp.transport.base import StoreCalls, read_text, store_errors
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -95,6 +98,37 @@ def test_a_store_that_does_not_answer_is_a_connection_error():
     for call in (lambda: read_text(store, "a"), lambda: store.set("a", ""), lambda: store.add("a", 1)):
         with pytest.raises(ConnectionError, match=r"the store does not answer: connection was reset$"), store_errors():
             call()
+
+
+STORE_SERVER = """
+import time, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_store_whose_process_is_stopped_is_waited_for_no_longer_than_the_limit():
+    calls = StoreCalls()
+    with subprocess.Popen([sys.executable, "-c", STORE_SERVER], stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            client = TCPStore("127.0.0.1", int(server.stdout.readline()), is_master=False, wait_for_workers=False)
+            client.set("a", "1")
+            assert calls.run(lambda: client.get("a"), 5) == b"1"
+            with pytest.raises(KeyError):
+                calls.run(lambda: {}["b"], 5)
+            os.kill(server.pid, signal.SIGSTOP)
+            began = time.monotonic()
+            for _ in range(5):  # the later ones do not wait
+                with pytest.raises(ConnectionError, match="the store does not answer, and does not fail"):
+                    calls.run(lambda: client.get("a"), 0.5)
+            assert 0.4 < time.monotonic() - began < 1.5
+            os.kill(server.pid, signal.SIGCONT)
+            time.sleep(0.5)
+            assert calls.run(lambda: client.get("a"), 5) == b"1"
+        finally:
+            server.kill()
 
 
 def one_is_killed(rank: int, n: int) -> list[int]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch.distributed.distributed_c10d import Store
 
 from decent_dp.compression import Compression, MessageId
 from decent_dp.topo import Edge
+from decent_dp.transport.waiter import Waiter
 
 __all__ = [
     "Control",
@@ -22,10 +24,13 @@ __all__ = [
     "ExchangeRequest",
     "Exchanger",
     "Handle",
+    "StoreCalls",
     "Transport",
     "read_text",
     "store_errors",
 ]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -171,7 +176,8 @@ class Transport(ABC):
         run_id: drawn anew at each construction, the same on all workers.
         timeout: seconds after which a wait for another worker fails.
         store: shared by these workers alone, for a few short texts; any thread may use it. ``get`` waits for a missing key: use
-            ``read_text``. ``add`` and ``set`` must not share a key. A store that does not answer raises RuntimeError.
+            ``read_text``. ``add`` and ``set`` must not share a key. A store that is gone raises RuntimeError; a stopped one
+            hangs (see ``StoreCalls``).
     """
 
     rank: int
@@ -234,3 +240,29 @@ def store_errors() -> Iterator[None]:
     except RuntimeError as error:
         # torch adds a stack in C++ after the first line.
         raise ConnectionError(f"the store does not answer: {str(error).partition(chr(10))[0]}") from error
+
+
+class StoreCalls:
+    """Runs calls of a store in daemon threads, each within a limit.
+
+    torch's TCPStore ignores its own timeout when the server's process is stopped: with SIGSTOP, ``get`` and ``check`` return
+    only when that is killed or continued, and until then block all other calls of the same client (torch 2.13).
+    """
+
+    def __init__(self) -> None:
+        self._hanging: futures.Future[Any] | None = None
+
+    def run(self, call: Callable[[], T], limit: float) -> T:
+        """Returns the result of ``call``, or raises its error.
+
+        Raises:
+            ConnectionError: it does not return within ``limit`` seconds, or an earlier call still hangs.
+        """
+        if self._hanging is None or self._hanging.done():
+            thread = Waiter("decent_dp-store")
+            future = thread.submit(call)
+            thread.close()
+            if futures.wait([future], limit).done:
+                return future.result()
+            self._hanging = future
+        raise ConnectionError("the store does not answer, and does not fail")

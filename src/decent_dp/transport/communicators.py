@@ -11,21 +11,24 @@ import errno
 import os
 import secrets
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, default_pg_timeout
 
 from decent_dp.errors import PeerError, PeerLostError, PeerTimeoutError
-from decent_dp.transport.base import read_text
+from decent_dp.transport.base import StoreCalls, read_text
 
 # torch's stubs leave out what its communicators can do (send, recv, allreduce, … on lists of tensors).
 Communicator: TypeAlias = Any
+T = TypeVar("T")
 
+# Seconds for a note in the store. The error that would quote it is raised without it after that.
+_STORE_LIMIT = 2.0
 # Errors of the system when a process, or the machine, has too many open files.
 OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -141,6 +144,7 @@ class Notes:
 
     def __init__(self, store: Store, rank: int) -> None:
         self._store, self._rank = store, rank
+        self._calls = StoreCalls()
         self._written = ""
         # A store that did not answer is not asked again: torch prints a stack at each try.
         self._failed = False
@@ -148,26 +152,26 @@ class Notes:
     def write(self, text: str) -> None:
         """Replaces this worker's note; an empty text removes it. A note that cannot be written is no error."""
         text = text[:2000]
-        if text != self._written and not self._failed:
-            try:
-                self._store.set(f"note/{self._rank}", text)
-                self._written = text
-            except RuntimeError:
-                self._failed = True
+        if text != self._written:
+            self._call(lambda: self._store.set(f"note/{self._rank}", text))
+            self._written = text
 
     def read(self, ranks: Iterable[int]) -> str:
         """The notes of ``ranks``, as sentences; empty when there are none."""
-        said = []
-        if not self._failed:
-            try:
-                for rank in ranks:
-                    text = read_text(self._store, f"note/{rank}") if rank != self._rank else None
-                    said += [f" Worker {rank} reported: {text}"] if text else []
-            except RuntimeError:
-                self._failed = True
+        others = [rank for rank in ranks if rank != self._rank]
+        texts = self._call(lambda: [read_text(self._store, f"note/{rank}") for rank in others]) or []
+        said = [f" Worker {rank} reported: {text}" for rank, text in zip(others, texts, strict=False) if text]
         if self._failed:
             said.append(" The store does not answer either. Where no launcher keeps it worker 0 does: look there first.")
         return "".join(said)
+
+    def _call(self, call: Callable[[], T]) -> T | None:
+        if not self._failed:
+            try:
+                return self._calls.run(call, _STORE_LIMIT)
+            except (RuntimeError, ConnectionError):  # gone, or it hangs
+                self._failed = True
+        return None
 
 
 def peer_error(error: Exception, ranks: Sequence[int], what: str, notes: Notes, timeout: timedelta) -> PeerError:

@@ -6,8 +6,11 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any, TypeVar
 
 __all__ = ["Waiter"]
+
+T = TypeVar("T")
 
 
 class Waiter:
@@ -18,17 +21,17 @@ class Waiter:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def submit(self, job: Callable[[], None]) -> Future[None]:
+    def submit(self, job: Callable[[], T]) -> Future[T]:
         if self._closed:
             raise RuntimeError("the transport was closed")
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
-        future: Future[None] = Future()
+        future: Future[T] = Future()
         self._jobs.put((job, future))
         return future
 
@@ -42,10 +45,8 @@ class Waiter:
         while (item := self._jobs.get()) is not None:
             job, future = item
             try:
-                job()
+                future.set_result(job())
             except BaseException as error:
                 future.set_exception(error)
-            else:
-                future.set_result(None)
             # The job refers to tensors: do not keep them until the next one comes.
             del item, job, future
