@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -50,8 +51,40 @@ def noting_texts(transport: Any) -> dict[str, str]:
         texts[key] = text
         store.set(key, text)
 
-    transport.store = SimpleNamespace(set=note, get=store.get, check=store.check, add=store.add)
+    def add(key: str, amount: int) -> int:
+        count: int = store.add(key, amount)
+        texts[key] = str(count)
+        return count
+
+    def delete(key: str) -> None:
+        del texts[key]
+        store.delete_key(key)
+
+    transport.store = SimpleNamespace(
+        set=note, get=store.get, check=store.check, add=add, multi_get=store.multi_get, delete_key=delete
+    )
     return texts
+
+
+class SilentStore:
+    """A store whose process is stopped unless ``answers`` is set: it does not answer, and does not fail."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self.answers = store, threading.Event()
+        self.answers.set()
+
+    def __getattr__(self, name: str) -> Any:
+        self.answers.wait()
+        return getattr(self._store, name)
+
+
+class BrokenStore:
+    """A store whose server is gone."""
+
+    def set(self, *_: Any) -> None:
+        raise RuntimeError("connection was reset\nException raised from recvBytes\n#0 frame")
+
+    check = get = add = set
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:

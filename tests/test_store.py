@@ -16,6 +16,7 @@ from torch.distributed import TCPStore
 from decent_dp.topo import Edge
 from decent_dp.transport import InProcessTransport, ProcessGroupTransport, Transport, run_replicas
 from decent_dp.transport.base import StoreCalls, read_text, store_errors
+from tests.helpers import BrokenStore
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -82,15 +83,6 @@ def test_contract_in_process(n):
     names = run_replicas(n, work, timeout=20)
     assert len(set(names)) == 1
     assert names[0][0] != names[0][1]
-
-
-class BrokenStore:
-    """A store whose server is gone."""
-
-    def set(self, *_: Any) -> None:
-        raise RuntimeError("connection was reset\nException raised from recvBytes\n#0 frame")
-
-    check = get = add = set
 
 
 def test_a_store_that_does_not_answer_is_a_connection_error():

@@ -9,7 +9,7 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["check_choice", "check_integer", "check_number", "did_you_mean", "to_float"]
+__all__ = ["check_bool", "check_choice", "check_integer", "check_number", "did_you_mean", "to_float"]
 
 
 def check_integer(name: str, value: Any, at_least: int | None = None, unit: str = "") -> int:
@@ -25,6 +25,17 @@ def check_integer(name: str, value: Any, at_least: int | None = None, unit: str 
     if at_least is not None and value < at_least:
         raise ValueError(f"{name} must be {want}, got {value!r}")
     return operator.index(value)
+
+
+def check_bool(name: str, value: Any) -> bool:
+    """Returns ``value``.
+
+    Raises:
+        TypeError: ``value`` is neither True nor False.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+    return value
 
 
 def check_number(

@@ -1,4 +1,4 @@
-"""save: the training thread copies its replica's state, and other threads make a checkpoint of it."""
+"""save: the training thread copies its replica's state, and other threads write the checkpoint."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from decent_dp._checks import check_integer
+from decent_dp._checks import check_bool, check_integer
 from decent_dp.checkpoint import folder
-from decent_dp.checkpoint.completion import Completion, Report, is_quiet
+from decent_dp.checkpoint.agreement import StoreGather
+from decent_dp.checkpoint.completion import Report, is_quiet, wait_for_reports
 from decent_dp.checkpoint.files import Record, shard_name, write_shard
 from decent_dp.checkpoint.random_states import random_states
 from decent_dp.checkpoint.serialization import encode
@@ -31,21 +33,21 @@ from decent_dp.errors import CheckpointError, PeerLostError, PeerTimeoutError
 from decent_dp.replica.consistency import model_signature
 from decent_dp.replica.replica import Listener, Replica
 from decent_dp.replica.snapshot import take
-from decent_dp.transport.base import Transport
+from decent_dp.transport.base import StoreCalls, Transport
 from decent_dp.transport.waiter import Waiter
 
 __all__ = ["Saver", "Saving", "save", "saver_of"]
 
 _log = logging.getLogger(__name__)
 
+# Saves of one replica in flight. Without a limit a worker whose peers are slow would fill its disk with incomplete checkpoints.
+_MOST_IN_FLIGHT = 2
 # Seconds that a worker which exits waits for the others' shards; if an error ends it, for everything.
 _AT_EXIT, _AT_ERROR = 30.0, 2.0
-# Seconds for which a worker looks for the others' shards if the store is gone.
+# Seconds for which a worker looks for the others' shards if the store does not answer.
 _WITHOUT_STORE = 5.0
-# Seconds beyond the timeout after which no report of another worker will come.
+# Seconds beyond the timeout after which the store hangs.
 _MARGIN = 10.0
-# Seconds between two looks at whether a save is over.
-_LOOK = 0.1
 _STORE = "Where no launcher keeps the store worker 0 does."
 _SAVERS: WeakKeyDictionary[Replica, Saver] = WeakKeyDictionary()
 _LOCK = threading.Lock()
@@ -62,10 +64,10 @@ def save(
     """Saves everything that training needs to resume exactly, as the newest checkpoint in the folder ``path``.
 
     Called by all workers at the same update, between two iterations or before the first. A pending update is made first. This
-    thread copies the replica's state in memory: parameters, buffers, optimizer states, gradients of an open window, and what
-    this worker has sent for the exchange in flight. Other threads write it, one file per worker. The checkpoint is complete
-    when the files of all workers are there; until then the one before is the newest. A second save waits until this worker's
-    file of the first is written, and for no other worker.
+    thread copies the replica's state in memory: parameters, buffers, optimizer states, gradients of an open window, and the
+    messages that this worker has sent in the exchange in flight. Other threads write it, one file per worker. The checkpoint is
+    complete when the files of all workers are there; until then the one before is the newest. A second save waits until this
+    worker's file of the first is written. A third one waits until the first is complete, or has failed.
 
     Without a shared disk each worker passes its own ``path``. One run saves in a folder, and each wrapper of a process, such as
     the two of a GAN, needs a folder of its own. A run that called ``load`` on the folder continues it.
@@ -74,7 +76,7 @@ def save(
         model: the wrapper, or what ``decent_dp.gossip`` returned; not inside a backward. Inside ``model.averaged()`` the
             replica's own values are saved.
         path: the folder for checkpoints, of this wrapper alone; made if it is missing.
-        state: what ``load`` returns to this worker: the epoch, a sampler's position, with ``decent_dp.gossip`` the state dicts
+        state: returned to this worker by ``load``: the epoch, a sampler's position, with ``decent_dp.gossip`` the state dicts
             of schedulers, ... A dict of dicts, lists, tuples, None, bool, int, float, str, bytes, tensors and arrays.
         keep: the number of complete checkpoints that stay, at least 1; older ones are removed when a new one is complete.
         wait: return when the checkpoint is complete. False: return after the copy; errors are then raised by the next
@@ -89,10 +91,10 @@ def save(
             in this folder.
         RuntimeError: it was called inside a backward or ``join``, or the wrapper was closed.
         OutOfStepError: the workers have saved at different updates.
-        PeerLostError, PeerTimeoutError: not all workers have come to this save; names those that have not.
+        PeerLostError, PeerTimeoutError: not all workers have made this save; names those that have not.
     """
     replica = replica_of(model, "save")
-    saving = saver_of(replica).save(replica, path, keep, {} if state is None else state)
+    saving = saver_of(replica).save(replica, path, {} if state is None else state, keep, wait)
     if wait:
         saving.wait()
     return saving
@@ -117,38 +119,28 @@ class Saving:
         path: the folder of the checkpoint.
     """
 
-    def __init__(self, path: Path, others: _Others) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self._over, self._lock = threading.Event(), threading.Lock()
-        self._error: Exception | None = None
+        # Done when this worker's shard is written, or could not be.
+        self._written: futures.Future[None] = futures.Future()
+        # The result is the error, or None.
+        self._over: futures.Future[Exception | None] = futures.Future()
+        self._is_complete = False
         self._raised = False
-        self._others, self._is_written = others, False
 
     def __repr__(self) -> str:
-        state = "in flight" if not self.done else "complete" if self._error is None else f"failed: {self._error}"
+        state = "in flight" if not self.done else "complete" if self.error is None else f"failed: {self.error}"
         return f"Saving({str(self.path)!r}, {state})"
 
     @property
     def done(self) -> bool:
         """It is complete, or has failed."""
-        if self.waits_for_others and self._others.are_silent():
-            self.finish(
-                PeerTimeoutError(
-                    f"it is not known whether {self.path} is complete: this worker's shard was written, and for "
-                    f"{self._others.limit:g} s neither the others nor the store that they share have answered."
-                )
-            )
-        return self._over.is_set()
-
-    @property
-    def waits_for_others(self) -> bool:
-        """This worker's shard is written, and the others' reports are missing."""
-        return self._is_written and self._others.are_waited_for
+        return self._over.done()
 
     @property
     def error(self) -> Exception | None:
         """Why it has failed; None while it is in flight and when it is complete."""
-        return self._error
+        return self._over.result() if self.done else None
 
     def wait(self, timeout: float | None = None) -> Path | None:
         """Waits until it is complete.
@@ -163,64 +155,21 @@ class Saving:
         Raises:
             ValueError, OutOfStepError, PeerLostError, PeerTimeoutError: as ``save``.
         """
-        if not self.wait_over(timeout):
-            return None
-        self.raise_error(again=True)
-        return None if self._error is not None else self.path
+        futures.wait([self._over], timeout)
+        self._raise_error()
+        return self.path if self.done and self.error is None else None
 
-    def wait_over(self, timeout: float | None = None) -> bool:
-        """Waits until it is complete or has failed; False if it is neither after ``timeout``."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while not self.done:
-            left = _LOOK if deadline is None else min(_LOOK, deadline - time.monotonic())
-            if left <= 0:
-                return False
-            self._over.wait(left)
-        return True
+    def _finish(self, error: Exception | None) -> None:
+        """The first call counts: ``Saver.close`` may have given up."""
+        with contextlib.suppress(futures.InvalidStateError):
+            self._over.set_result(error)
 
-    def written(self) -> None:
-        """This worker has written its shard, or failed to."""
-        self._is_written = True
-
-    def finish(self, error: Exception | None) -> None:
-        """The first call counts."""
-        with self._lock:
-            if not self._over.is_set():
-                self._error = error
-                self._over.set()
-
-    def raise_error(self, *, again: bool = False) -> None:
-        """Raises an error that is not only about files; once, unless ``again``."""
-        if self._error is not None and not is_quiet(self._error) and (again or not self._raised):
+    def _raise_error(self, *, once: bool = False) -> None:
+        """Raises an error that is not only about files; not again if ``once``."""
+        error = self.error
+        if error is not None and not is_quiet(error) and not (once and self._raised):
             self._raised = True
-            raise self._error
-
-
-class _Others:
-    """Since when one of this worker's threads waits for reports of the others.
-
-    That thread gives up after the timeout. If it still waits later, a call of the store hangs.
-    """
-
-    def __init__(self, timeout: float) -> None:
-        self.limit = timeout + _MARGIN
-        self._since: float | None = None
-
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        self._since = time.monotonic()
-        try:
-            yield
-        finally:
-            self._since = None
-
-    @property
-    def are_waited_for(self) -> bool:
-        return self._since is not None
-
-    def are_silent(self) -> bool:
-        since = self._since
-        return since is not None and time.monotonic() - since > self.limit
+            raise error
 
 
 @dataclass
@@ -254,11 +203,13 @@ class _Job:
 
     saving: Saving
     number: int
-    path: Path
     root: _Root
     keep: int
     record: Record
     trained: dict[str, str]
+
+    def prune(self, newest: str) -> None:
+        folder.prune(self.saving.path.parent, newest, self.root.complete, self.keep, self.root.known)
 
 
 class Saver(Listener):
@@ -270,37 +221,35 @@ class Saver(Listener):
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._staging = Staging()
-        self._memory_is_free = threading.Event()
-        self._memory_is_free.set()
         self._writer, self._finisher = Waiter("decent_dp-checkpoint-writer"), Waiter("decent_dp-checkpoint-finisher")
+        self._store_calls = StoreCalls()
         self._saves = 0
         self._in_flight: deque[Saving] = deque()
-        self._others = _Others(transport.timeout)
         self._roots: dict[str, _Root] = {}
-        self._signature: tuple[Any, list[Any]] = (None, [])
-        # Of the save before, which is cleared from the store when all have reported for the next.
-        self._last: Completion | None = None
+        # The reports of the save before, which are deleted when all workers have reported for the next.
+        self._last: StoreGather | None = None
 
     # -- in the training thread ---------------------------------------------------------------------------------------
 
-    def closing(self) -> None:
-        self.close()
-
-    def save(self, replica: Replica, path: str | os.PathLike[str], keep: int, state: Mapping[str, Any]) -> Saving:
-        """Copies the state of ``replica`` and submits it to the threads."""
+    def save(self, replica: Replica, path: str | os.PathLike[str], state: Mapping[str, Any], keep: int, wait: bool) -> Saving:
+        """Copies the state of ``replica`` and submits it to the threads. ``wait`` is only checked."""
         replica.refuse_closed()
         replica.refuse_in_join("save")
         number, self._saves = self._saves, self._saves + 1
         round_ = replica.engine.round
+        # Later the interpreter may exit.
+        self._finisher.start()
+        self._store_calls.start()
         try:
-            self._raise_earlier()
-            keep = check_integer("keep", keep, 1, "checkpoints")
-            job, text, tensors = self._describe(replica, number, _checked_path(path), keep, _checked_state(state))
+            keep, _ = check_integer("keep", keep, 1, "checkpoints"), check_bool("wait", wait)
+            root, state = _checked_path(path), _checked_state(state)
+            self._wait_for_earlier()
+            job, text, tensors = self._describe(replica, number, root, keep, state)
             round_ = job.record.round
-            staged = self._stage(tensors)
+            staged = self._staging.copy(tensors)
         except Exception as error:
             # The others must not wait for a shard that will not come, and their next save is this worker's next.
-            refused, report = Saving(Path(os.devnull), self._others), Report.of_error(round_, error)
+            refused, report = Saving(Path(f"save number {number}")), Report.of_error(round_, error)
             self._in_flight.append(refused)
             # By way of the writer, so that it does not overtake the saves before it.
             self._writer.submit(lambda: self._submit(refused, lambda: self._refuse(refused, number, report)))
@@ -311,8 +260,7 @@ class Saver(Listener):
 
     def drain(self) -> None:
         """Waits until no save is in flight."""
-        for saving in list(self._in_flight):
-            saving.wait_over()
+        futures.wait([saving._over for saving in self._in_flight])
 
     def loaded(self, path: Path, sights: Sequence[folder.Sight]) -> None:
         """All workers have loaded from the folder ``path``, in which they see ``sights``."""
@@ -323,27 +271,57 @@ class Saver(Listener):
         abandoned = {name: folder.ranks_in(path / name) for name in incomplete}
         self._roots[os.path.realpath(path)] = _Root(folder.attempt_of(sights), True, complete, abandoned, complete | incomplete)
 
+    def closing(self) -> None:
+        self.close()
+
     def close(self, at_error: bool = False) -> None:
         """Ends the threads when their jobs are done.
 
-        Waits for this worker's own disk up to the timeout, and for the others up to half a minute, or the timeout if that is
-        less. ``at_error``: if an error ends the interpreter, two seconds for all of it.
+        Waits for this worker's own disk up to the timeout, and then for the others up to half a minute, or the timeout if that
+        is less. ``at_error``: if an error ends the interpreter, two seconds for all of it.
         """
-        seconds = min(self._transport.timeout, _AT_ERROR if at_error else _AT_EXIT)
-        others, own = seconds, (seconds if at_error else self._transport.timeout)
-        for saving in list(self._in_flight):
-            while others > 0 and own > 0 and not saving.wait_over(min(_LOOK, others, own)):
-                own -= _LOOK
-                others -= _LOOK if at_error or saving.waits_for_others else 0.0
+        timeout, began = self._transport.timeout, time.monotonic()
+        limit = min(timeout, _AT_ERROR if at_error else _AT_EXIT)
+        own = limit if at_error else timeout
+        in_flight = [saving for saving in self._in_flight if not saving.done]
+        futures.wait([saving._written for saving in in_flight], own)
+        others = max(0.0, began + limit - time.monotonic()) if at_error else limit
+        futures.wait([saving._over for saving in in_flight if saving._written.done()], others)
+        for saving in in_flight:
             if not saving.done:
-                file, hangs = saving.path / shard_name(self._transport.rank), not saving.waits_for_others
-                what = f"{file} was not written: the disk hangs, or is slow" if hangs else f"{saving.path} was not complete"
-                saving.finish(PeerTimeoutError(f"{what}, {self._transport.timeout if hangs else seconds:g} s after close()."))
-                _log.warning("%s", saving.error)
+                self._give_up(saving, own, limit)
         self._writer.close()
         self._finisher.close()
-        if self._memory_is_free.is_set():
+        if all(saving._written.done() for saving in self._in_flight):
             self._staging = Staging()
+
+    def _give_up(self, saving: Saving, own: float, others: float) -> None:
+        if saving._is_complete:
+            _log.warning("%s is complete; removing older checkpoints took more than %g s after close()", saving.path, others)
+            saving._finish(None)
+            return
+        what, seconds = f"{saving.path} was not complete", others
+        if not saving._written.done():
+            file = saving.path / shard_name(self._transport.rank)
+            what, seconds = f"{file} was not written: the disk hangs, or is slow", own
+        saving._finish(PeerTimeoutError(f"{what}, {seconds:g} s after close()."))
+        _log.warning("%s", saving.error)
+
+    def _wait_for_earlier(self) -> None:
+        """Raises the errors of saves that were not waited for, and waits until another save may begin."""
+        began = time.monotonic()
+        self._raise_earlier()
+        while len(self._in_flight) >= _MOST_IN_FLIGHT:
+            futures.wait([self._in_flight[0]._over])
+            self._raise_earlier()
+        # There is memory for one copy.
+        futures.wait([saving._written for saving in self._in_flight])
+        if (waited := time.monotonic() - began) > 0.01:
+            _log.info("save waited %.3f s for those before it", waited)
+
+    def _raise_earlier(self) -> None:
+        while self._in_flight and self._in_flight[0].done:
+            self._in_flight.popleft()._raise_error(once=True)
 
     def _describe(
         self, replica: Replica, number: int, path: Path, keep: int, state: Mapping[str, Any]
@@ -355,32 +333,11 @@ class Saver(Listener):
         name = folder.step_name(snapshot["round"], root.attempt, number, self._transport.run_id)
         root.known.add(name)
         replicas = [list(workers) for workers in replica.replicas.workers] if replica.replicas.shards > 1 else None
-        model = self._signature_of(replica.model)
+        model = model_signature(replica.model)
         record = Record(name, self._transport.rank, self._transport.world_size, snapshot["round"], model, replicas)
         keys = {id(tensor): key for key, tensor in tensors.items()}
         trained = {name: keys[id(snapshot["parameters"][name])] for name in replica.parameters.names}
-        return _Job(Saving(path / name, self._others), number, path, root, keep, record, trained), text, tensors
-
-    def _signature_of(self, model: nn.Module) -> list[Any]:
-        """As ``model_signature``, which is not made anew for every save."""
-        own = [(tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in (*model.parameters(), *model.buffers())]
-        if own != self._signature[0]:
-            self._signature = own, model_signature(model)
-        return self._signature[1]
-
-    def _stage(self, tensors: dict[str, Tensor]) -> Staged:
-        if not self._memory_is_free.is_set():
-            began = time.monotonic()
-            self._memory_is_free.wait()
-            _log.info("save waited %.3f s for the save before it to be written", time.monotonic() - began)
-        staged = self._staging.copy(tensors)
-        self._memory_is_free.clear()
-        return staged
-
-    def _raise_earlier(self) -> None:
-        """Raises the errors of saves that were not waited for."""
-        while self._in_flight and self._in_flight[0].done:
-            self._in_flight.popleft().raise_error()
+        return _Job(Saving(path / name), number, root, keep, record, trained), text, tensors
 
     # -- in the writer's thread ---------------------------------------------------------------------------------------
 
@@ -396,40 +353,37 @@ class Saver(Listener):
             write_shard(folder.make_folder(job.saving.path), job.record, staged.tensors, text)
         except Exception as caught:
             error = caught
-        finally:
-            del staged
-            self._memory_is_free.set()
+        del staged
         self._submit(job.saving, lambda: self._finish(job, error))
 
     def _submit(self, saving: Saving, finish: Callable[[], None]) -> None:
         self._finisher.submit(finish)
-        saving.written()
+        saving._written.set_result(None)
 
     def _claim(self, job: _Job) -> None:
-        folder.make_folder(job.path)
-        folder.claim(job.path, self._transport.run_id, self._transport.rank, may_take_over=job.root.may_take_over)
-        if not job.root.may_take_over:
+        path, root = folder.make_folder(job.saving.path.parent), job.root
+        folder.claim(path, self._transport.run_id, self._transport.rank, may_take_over=root.may_take_over)
+        if not root.may_take_over:
             return
-        job.root.may_take_over = False
-        # What killed runs have left. A folder with a new shard belongs to a run that still writes into it.
-        abandoned = job.root.abandoned.items()
-        folder.remove(job.path, [name for name, ranks in abandoned if folder.ranks_in(job.path / name) == ranks])
-        newest = next((name for name in folder.steps_in(job.path, None) if name in job.root.complete), None)
+        root.may_take_over = False
+        # Killed runs have left them. A folder with a new shard belongs to a run that still writes into it.
+        folder.remove(path, [name for name, ranks in root.abandoned.items() if folder.ranks_in(path / name) == ranks])
+        newest = next((name for name in folder.steps_in(path, None) if name in root.complete), None)
         if newest is not None:
-            folder.prune(job.path, newest, job.root.complete, job.keep, job.root.known)
+            job.prune(newest)
 
     # -- in the finisher's thread -------------------------------------------------------------------------------------
 
     def _refuse(self, saving: Saving, number: int, report: Report) -> None:
         with contextlib.suppress(Exception):  # it is raised in the training thread
-            self._wait_for_others(number, f"save number {number}", report)
-        saving.finish(None)
+            self._wait_for_others(saving, number, report)
+        saving._finish(None)
 
     def _finish(self, job: _Job, own: Exception | None) -> None:
         round_, path = job.record.round, job.saving.path
         try:
             report = Report(round_, name=path.name) if own is None else Report.of_error(round_, own)
-            error = self._wait_for_others(job.number, path.name, report)
+            error = self._wait_for_others(job.saving, job.number, report)
             if error is not None:
                 # It never becomes complete. After a PeerError it may have.
                 folder.remove_shard(path, self._transport.rank)
@@ -441,22 +395,25 @@ class Saver(Listener):
             error = own
         if error is None:
             self._completed(job)
-            _log.info("%s is complete", path)
-        elif not is_quiet(error):
-            _log.error("%s is not complete: %s", path, error)
         else:
-            level = logging.WARNING if own is None else logging.ERROR
-            _log.log(level, "%s is not complete, and training goes on without it: %s", path, error)
-        job.saving.finish(error)
+            quiet = is_quiet(error)
+            level = logging.WARNING if quiet and own is None else logging.ERROR
+            goes_on = ", and training goes on without it" if quiet else ""
+            _log.log(level, "%s is not complete%s: %s", path, goes_on, error)
+        job.saving._finish(error)
 
-    def _wait_for_others(self, number: int, name: str, report: Report) -> Exception | None:
-        with self._others.waiting():
-            completion = Completion(self._transport, number, name)
-            failure = completion.wait(report)
-            last, self._last = self._last, completion
+    def _wait_for_others(self, saving: Saving, number: int, report: Report) -> Exception | None:
+        timeout = self._transport.timeout
+
+        def wait() -> Exception | None:
+            gather = StoreGather(self._transport, f"checkpoint/{number}")
+            failure = wait_for_reports(gather, report, saving.path.name, timeout)
+            last, self._last = self._last, gather
             if last is not None:
                 last.clear()
-        return failure
+            return failure
+
+        return self._store_calls.run(wait, timeout + _MARGIN)
 
     def _is_complete_on_disk(self, job: _Job) -> bool:
         """Without a store: whether the shards of all workers are there, or will be in a few seconds."""
@@ -470,19 +427,19 @@ class Saver(Listener):
             time.sleep(0.05)
 
     def _completed(self, job: _Job) -> None:
-        """Nothing that fails here makes the checkpoint less complete."""
-        name, rank = job.saving.path.name, self._transport.rank
-        job.root.complete.add(name)
-        try:
-            if folder.ranks_in(job.saving.path)[:1] != [rank]:
-                return
-            with (
-                contextlib.ExitStack() as steps
-            ):  # from the last to the first, whatever fails: a full disk needs the second one
-                steps.callback(folder.prune, job.path, name, job.root.complete, job.keep, job.root.known)
-                steps.callback(folder.write_latest, job.path, name, rank)
-        except OSError as error:
-            _log.warning("%s is complete, and what follows has failed: %s", job.saving.path, error)
+        path, rank = job.saving.path, self._transport.rank
+        _log.info("%s is complete", path)
+        job.saving._is_complete = True
+        job.root.complete.add(path.name)
+        # The first worker of each folder. An error makes the checkpoint no less complete, and a full disk needs the second.
+        steps: list[Callable[[], None]]
+        steps = [lambda: folder.write_latest(path.parent, path.name, rank), lambda: job.prune(path.name)]
+        for step in steps:
+            try:
+                if folder.ranks_in(path)[:1] == [rank]:
+                    step()
+            except OSError as error:
+                _log.warning("%s is complete, and what follows has failed: %s", path, error)
 
 
 def _checked_path(path: Any) -> Path:

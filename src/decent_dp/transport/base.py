@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
@@ -243,14 +244,20 @@ def store_errors() -> Iterator[None]:
 
 
 class StoreCalls:
-    """Runs calls of a store in daemon threads, each within a limit.
+    """Runs calls of a store in a daemon thread, each within a limit. The thread ends with this object.
 
     torch's TCPStore ignores its own timeout when the server's process is stopped: with SIGSTOP, ``get`` and ``check`` return
     only when that is killed or continued, and until then block all other calls of the same client (torch 2.13).
     """
 
     def __init__(self) -> None:
+        self._thread = Waiter("decent_dp-store")
         self._hanging: futures.Future[Any] | None = None
+        weakref.finalize(self, self._thread.close).atexit = False
+
+    def start(self) -> None:
+        """Starts the thread; else the first call does."""
+        self._thread.start()
 
     def run(self, call: Callable[[], T], limit: float) -> T:
         """Returns the result of ``call``, or raises its error.
@@ -259,9 +266,7 @@ class StoreCalls:
             ConnectionError: it does not return within ``limit`` seconds, or an earlier call still hangs.
         """
         if self._hanging is None or self._hanging.done():
-            thread = Waiter("decent_dp-store")
-            future = thread.submit(call)
-            thread.close()
+            future = self._thread.submit(call)
             if futures.wait([future], limit).done:
                 return future.result()
             self._hanging = future

@@ -25,12 +25,16 @@ class Waiter:
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def submit(self, job: Callable[[], T]) -> Future[T]:
-        if self._closed:
-            raise RuntimeError("the transport was closed")
+    def start(self) -> None:
+        """Starts the thread; else the first job does. When the interpreter exits, Python 3.12 starts none any more."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
+
+    def submit(self, job: Callable[[], T]) -> Future[T]:
+        if self._closed:
+            raise RuntimeError("the transport was closed")
+        self.start()
         future: Future[T] = Future()
         self._jobs.put((job, future))
         return future
