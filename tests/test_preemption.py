@@ -22,9 +22,9 @@ import torch
 
 from decent_dp.checkpoint import Preemption, latest, load, preempt, save
 from decent_dp.ddp import DecentralizedDataParallel
-from decent_dp.errors import PeerTimeoutError
+from decent_dp.errors import PeerLostError, PeerTimeoutError
 from decent_dp.transport import run_replicas
-from tests.helpers import SGD, alone, loss, net, values
+from tests.helpers import SGD, BrokenStore, SilentStore, alone, loss, net, values
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -256,7 +256,7 @@ def test_a_peer_that_does_not_answer_is_named(workers, killed):
     assert kind == ("PeerLostError" if killed else "PeerTimeoutError")
     assert "worker 1" in text
     assert seconds < 5
-    assert rounds == 3  # the one that was promised
+    assert rounds == 3  # the one that was voted for
 
 
 def leaves_first(rank: int, n: int) -> Any:
@@ -271,8 +271,8 @@ def leaves_first(rank: int, n: int) -> Any:
                 time.sleep(0.3)
                 tell()
                 time.sleep(0.5)
-                assert stop._agreement is not None
-                found.append((stop.due, stop._agreement._last))
+                assert stop._vote is not None
+                found.append((stop.due, stop._vote._stop_round))
             elif closes:
                 model.close()
         if not closes or rank == 0:
@@ -281,7 +281,7 @@ def leaves_first(rank: int, n: int) -> Any:
 
 
 def test_a_peer_that_has_finished_is_not_waited_for(workers):
-    # Worker 0 has promised not to go beyond a round that it cannot make alone: it is agreed on, and nobody comes to it.
+    # Worker 0 has voted for a round that it cannot make alone: it is agreed on, and not reached.
     assert workers(2, leaves_first)[0] == [(False, 4), (False, 4)]
 
 
@@ -363,10 +363,10 @@ def test_after_the_context_due_is_what_it_was():
         loss(model, 0).backward()
         tell()
         deadline = time.monotonic() + 10
-        while stop._agreement is None or stop._agreement._last is None:
+        while stop._vote is None or stop._vote._stop_round is None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        assert stop._agreement._last == 2
+        assert stop._vote._stop_round == 2
     assert not stop.due
     loss(model, 1).backward()
     loss(model, 2).backward()
@@ -380,14 +380,14 @@ def test_after_the_context_due_is_what_it_was():
 
 
 def asked_in_the_last_round(transport: Any) -> Any:
-    """Worker 1 is told, and promises not to go beyond the last round; worker 0 has left the loop before it hears of that."""
+    """Worker 1 gets a signal, and votes for the last round; worker 0 has left the loop before it has seen the request."""
     model = DecentralizedDataParallel(net(), SGD, topology="complete", transport=transport)
     found = []
     for t in range(2):
         with Preemption(model, signals=(), grace=10) as stop:
             for _ in range(3):
                 if (transport.rank, t, model.stats().rounds) == (1, 0, 2):
-                    stop._wish.told = True
+                    stop._request.pending = True
                     time.sleep(0.15)
                 loss(model, t, transport.rank).backward()
                 if t == 1:
@@ -472,20 +472,68 @@ def test_a_forked_process_still_ends_by_the_signal():
     os.close(is_there)
 
 
-def test_a_store_that_hangs_is_waited_for_little_longer_than_the_grace_period(monkeypatch):
+def test_a_store_that_hangs_is_waited_for_little_longer_than_the_grace_period(monkeypatch, caplog):
     monkeypatch.setattr(preempt, "_MARGIN", 0.2)
+    monkeypatch.setattr(preempt, "_LEAVE", 0.3)
     model = alone(net())
+    store: Any = SilentStore(model.replica.everyone.store)
+    model.replica.everyone.store = store
     with Preemption(model, grace=1.5) as stop:
         loss(model, 0).backward()
-        hangs = threading.Event()
-        monkeypatch.setattr(preempt, "read_text", lambda store, key: hangs.wait(20))
+        assert stop._vote is not None
+        put = stop._vote._votes.put
+        monkeypatch.setattr(stop._vote._votes, "put", lambda text: (put(text), store.answers.clear()))
         tell()
         time.sleep(0.3)
         began = time.monotonic()
         with pytest.raises(PeerTimeoutError, match=r"within 1\.7 s: the store does not answer"):
             train(stop, model)
         assert time.monotonic() - began < 2.5
-        hangs.set()
+    assert time.monotonic() - began < 3.5
+    assert "worker 0 has left Preemption, and the store does not answer" in caplog.text
+    store.answers.set()
+    model.close()
+
+
+def test_leaving_waits_only_for_a_while_for_a_store_that_hangs(monkeypatch):
+    """The vote arrives when the store answers again."""
+    monkeypatch.setattr(preempt, "_LEAVE", 0.3)
+    model = alone(net())
+    inner = model.replica.everyone.store
+    store: Any = SilentStore(inner)
+    model.replica.everyone.store = store
+    with Preemption(model) as stop:
+        loss(model, 0).backward()
+        store.answers.clear()
+        vote = stop._vote
+        began = time.monotonic()
+    assert 0.2 < time.monotonic() - began < 2
+    assert not inner.check(["preemption/1/votes/0"])
+    store.answers.set()
+    assert vote is not None
+    vote._thread.join(10)
+    assert inner.get("preemption/1/votes/0") == b"2"
+    model.close()
+
+
+def test_a_failure_of_the_vote_is_not_blamed_on_the_store(monkeypatch, caplog):
+    model = alone(net())
+    with Preemption(model) as stop:
+        loss(model, 0).backward()
+        monkeypatch.setattr(stop._vote._votes, "wait", lambda *_, **__: {}["a mistake"])
+        tell()
+        with pytest.raises(KeyError, match="a mistake"):
+            train(stop, model)
+    model.close()
+    model = alone(net())
+    with Preemption(model) as stop:
+        loss(model, 0).backward()
+        broken: Any = BrokenStore()
+        monkeypatch.setattr(stop._vote._votes, "_store", broken)
+        tell()
+        with pytest.raises(PeerLostError, match="cannot agree on a stop round: the store does not answer: connection was"):
+            train(stop, model)
+    assert "store" not in caplog.text.partition("a mistake")[0]
     model.close()
 
 
@@ -496,8 +544,8 @@ def test_a_loop_that_never_asks_goes_on_and_says_so(caplog):
         for t in range(200):
             loss(model, t).backward()
             time.sleep(0.005)
-    assert "worker 0 was told to go" in caplog.text
-    assert "nobody asks .due" in caplog.text
+    assert "worker 0 received a signal: all workers stop after the same round" in caplog.text
+    assert "was agreed on: read .due" in caplog.text
     assert model.stats().rounds == 200
     model.close()
 

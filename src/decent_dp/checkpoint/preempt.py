@@ -1,10 +1,9 @@
-"""Pre-emption: a worker that is told to go tells the others, and all stop after the same round."""
+"""Pre-emption: a signal to any worker stops all workers after the same round."""
 
 from __future__ import annotations
 
 import atexit
 import logging
-import math
 import os
 import signal
 import threading
@@ -15,94 +14,97 @@ from types import FrameType, TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from decent_dp._checks import check_number
+from decent_dp.checkpoint.agreement import StoreGather
 from decent_dp.checkpoint.trained import Trained, replica_of
-from decent_dp.errors import PeerError, PeerLostError, PeerTimeoutError
+from decent_dp.errors import PeerLostError, PeerTimeoutError
 from decent_dp.replica.replica import Listener, Replica
-from decent_dp.transport.base import read_text
+from decent_dp.transport.base import store_errors
 
 __all__ = ["Preemption"]
 
 _log = logging.getLogger(__name__)
 
-# Seconds between two looks at the store: while nothing is asked (more where many workers look), and while all wait.
-_IDLE, _IDLE_BY_WORKER, _BUSY = 0.2, 0.001, 0.02
-# Seconds more than the grace period that the training thread waits for the thread that gives up after it.
+# Seconds between two looks at the store, for a request of another worker: at least, and per worker.
+_POLL, _POLL_PER_WORKER = 0.2, 0.001
+# Seconds between two looks for a signal to this worker.
+_LOOK = 0.02
+# Seconds beyond the grace period that the training thread waits for the voting thread, which ends with the grace period.
 _MARGIN = 5.0
-# What cannot be caught.
-_NEVER = {getattr(signal, name) for name in ("SIGKILL", "SIGSTOP") if hasattr(signal, name)}
-# What ends a process that was forked in a context; whatever else is sent to a group of processes is not meant for it.
-_ENDS = (signal.SIGTERM, signal.SIGINT)
+# Seconds for the vote of a worker that leaves.
+_LEAVE = 2.0
+_CANNOT_BE_CAUGHT = {getattr(signal, name) for name in ("SIGKILL", "SIGSTOP") if hasattr(signal, name)}
+# They end a process that was forked in a context. Other signals to a group of processes are not meant for it.
+_ENDS_FORKED = (signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass
-class _Wish:
-    """What a wrapper's workers were told by signals, over all its contexts.
+class _StopRequest:
+    """The signals to this worker, over all contexts of one wrapper.
 
     Attributes:
-        turns: contexts entered so far: the workers' contexts of one number belong together.
-        told: a signal has come that no round was agreed on for. A plain attribute: a second signal may interrupt the handler of
-            the first, and would wait for ever for a lock that this one holds.
+        contexts: number of contexts entered so far. The contexts of all workers with one number belong together.
+        pending: a signal has arrived, and no stop was reached since. A plain attribute: a second signal may interrupt the
+            handler of the first, and would wait for ever for a lock that this one holds.
     """
 
-    turns: int = 0
-    told: bool = False
+    contexts: int = 0
+    pending: bool = False
 
 
-_WISHES: WeakKeyDictionary[Replica, _Wish] = WeakKeyDictionary()
+_REQUESTS: WeakKeyDictionary[Replica, _StopRequest] = WeakKeyDictionary()
 
 
 @dataclass
-class _Ear:
-    """The handler of one context, which takes note and does nothing else. It may outlive the context, so it holds no wrapper.
+class _SignalHandler:
+    """The handler of one context, which only records the signal. It may outlive the context, so it holds no wrapper.
 
     Attributes:
-        wish: where it takes note.
-        before: the handlers that it stands in for; those that are ears themselves, of an outer context, hear of it, too.
-        stays: a stop was reached in it, or inside it: this process is to go, and no signal may end it before it has.
-        process: which hears; others are forked from it.
+        previous: the handlers that it replaces. Those of an outer context record the signal, too.
+        stays: a stop was reached in its context, or in an inner one: the process is to exit, and no signal may end it before.
+        process: the one that has installed it, and not those that are forked from it.
     """
 
-    wish: _Wish
-    before: dict[int, Any] = field(default_factory=dict)
+    request: _StopRequest
+    previous: dict[int, Any] = field(default_factory=dict)
     stays: bool = False
     process: int = field(default_factory=os.getpid)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self.process:
-            # Whoever ends it (a pool, at exit) waits until it is gone.
-            if number in _ENDS:
+            if number in _ENDS_FORKED:  # the sender (a pool, at exit) waits until the process is gone
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             return
-        self.wish.told = True
-        outer = self.before.get(number)
-        if isinstance(outer, _Ear):
+        self.request.pending = True
+        outer = self.previous.get(number)
+        if isinstance(outer, _SignalHandler):
             outer(number, frame)
 
-    def listen(self, numbers: Iterable[int]) -> None:
+    def install(self, numbers: Iterable[int]) -> None:
         for number in numbers:
-            self.before[number] = signal.signal(number, self)
+            self.previous[number] = signal.signal(number, self)
 
-    def give_back(self) -> None:
-        """Puts back the handlers of before; or none that would do anything, if it stays."""
-        for number, handler in self.before.items():
-            if isinstance(handler, _Ear):
+    def restore(self) -> None:
+        """Restores the previous handlers, unless it stays."""
+        for number, handler in self.previous.items():
+            if isinstance(handler, _SignalHandler):
                 handler.stays |= self.stays
             elif self.stays:
                 atexit.register(_ignore_at_exit, number)
                 continue
-            # None: it was not installed from Python, and Python cannot put it back.
+            # None: it was not installed from Python, and Python cannot restore it.
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
 def _ignore_at_exit(number: int) -> None:
-    """While the interpreter is taken down it has no handlers, and a signal would end it with an exit code of its own."""
-    if isinstance(signal.getsignal(number), _Ear):
+    """An interpreter that finalizes runs no handlers, and a signal would end it with an exit code of its own."""
+    if isinstance(signal.getsignal(number), _SignalHandler):
         signal.signal(number, signal.SIG_IGN)
 
 
 class Preemption:
-    """A context in which a signal to any worker stops all of them after the same round.
+    """A context in which a signal to any worker stops all workers after the same round.
 
     ::
 
@@ -114,66 +116,62 @@ class Preemption:
         if stop.due:
             sys.exit(0 if save(model, path, state={"epoch": epoch}).error is None else 1)
 
-    Called on all workers. Ask ``due`` after each update, on every worker at the same ones: it becomes true after the round that
-    all have agreed on, which is one or two updates after the signal; save then. A signal during an evaluation, a save or before
-    the first update takes effect after the update that follows. ``model.join()`` goes inside the context.
+    Entered on all workers. Read ``due`` after each update, on every worker after the same ones. It becomes true after the stop
+    round that all workers have agreed on, one or two updates after the signal; save then. A signal during an evaluation, a save
+    or before the first update takes effect after the update that follows. ``model.join()`` goes inside the context.
 
-    A signal alone ends nothing: a loop that never asks ``due`` goes on, and says so in the log, until whoever sent the signal
-    kills it. Signals that come again, or to all workers at once, are one. So when a stop was reached, the handlers that only
-    take note stay for the rest of the process: a signal that comes to one worker later than to another must not end it while
-    it saves. Where none was reached the old handlers are back after the context, ``due`` stays False, and a signal that came
-    too late for a round to be agreed on is obeyed in the next one.
+    The signal alone ends nothing: a loop that never reads ``due`` continues, with an error in the log, until it is killed.
+    Repeated signals, and signals to all workers, count as one. So when a stop was reached, the handlers, which only record the
+    signal, stay for the rest of the process: a signal that reaches one worker later than another must not end it while it
+    saves. If no stop was reached, the previous handlers are restored after the context, ``due`` stays False, and a signal that
+    arrived too late for an agreement takes effect in the next context.
 
-    Each of several wrappers has a ``Preemption`` of its own, one inside the other: a signal is for all of them. Stop when all
-    of them are ``due``. A round is a number: who goes back with ``load`` inside the context has it that much farther ahead.
+    Several wrappers need a ``Preemption`` each, one inside the other. A signal applies to all of them: stop when all are
+    ``due``. The stop round is a number of a round: a ``load`` of an earlier checkpoint inside the context delays the stop.
 
-    Processes that are forked in the context (of a ``DataLoader``) end by SIGTERM and SIGINT, and take no notice of what else
-    is in ``signals``.
+    Processes that are forked in the context (of a ``DataLoader``) end by SIGTERM and SIGINT, and ignore the other ``signals``.
 
-    How the workers agree. Signal handlers only take note. A thread of each worker looks at the store; when somebody has been
-    told to go, it promises, for its worker, not to begin a round after the one under way without knowing the outcome. The
-    greatest of all promises is the round to stop after, which every worker can reach, as none is further. It is posted by
-    whoever promises last. So nobody waits for a worker that waits for it, and a worker that is parked in a collective (in
-    ``join``) promises, too.
+    Agreement: a thread of each worker looks for a stop request in the store. If there is one, it votes for the round after the
+    current one, and its worker begins no round beyond it until the result is known. The stop round is the greatest vote. Every
+    worker can reach it, because no vote is beyond it. So no two workers wait for each other. A worker that waits in a
+    collective (in ``join``) votes, too.
 
     Args:
         model: the wrapper, or what ``decent_dp.gossip`` returned.
-        signals: what is caught, in the place of the handlers that there are; () for a worker that only follows the others.
-        grace: seconds that workers which do not answer are waited for, with an error after it. Well below what is left
-            between the signal and the kill, as saving needs the rest.
+        signals: replaces their handlers; () for a worker that only follows the others.
+        grace: seconds to wait for workers that do not vote; then an error is raised. Well below the time between the signal and
+            the kill, because saving takes the rest.
 
     Raises:
         TypeError, ValueError: an argument is wrong.
     """
 
     def __init__(self, model: Trained, signals: Iterable[int] = (signal.SIGTERM,), grace: float = 15.0) -> None:
-        replica = replica_of(model, "Preemption")
+        self._replica = replica_of(model, "Preemption")
         if isinstance(signals, int):
             raise TypeError(f"signals must be a sequence of signals, such as (signal.SIGTERM,), got {signals!r}")
         self._signals = tuple(signal.Signals(number) for number in signals)
         for number in self._signals:
-            if number in _NEVER:
+            if number in _CANNOT_BE_CAUGHT:
                 raise ValueError(f"{number.name} cannot be caught: take signals that can, such as SIGTERM or SIGUSR1.")
-        if not (isinstance(grace, (int, float)) and math.isfinite(grace) and grace > 0):
-            raise ValueError(f"grace must be a positive number of seconds, got {grace!r}")
-        self._replica, self._grace = replica, float(grace)
-        self._wish = _WISHES.setdefault(replica, _Wish())
-        self._ear = _Ear(self._wish)
-        self._agreement: _Agreement | None = None
+        self._grace = check_number("grace", grace, "a positive number of seconds", above=0.0)
+        self._request = _REQUESTS.setdefault(self._replica, _StopRequest())
+        self._handler = _SignalHandler(self._request)
+        self._vote: _StopVote | None = None
         self._was_due = False
 
     @property
     def due(self) -> bool:
-        """Whether this worker has made the last round before it is to go; the same on all workers at the same round.
+        """Whether this worker has made the stop round; the same on all workers after the same round.
 
-        After the context, what it was at its end.
+        After the context: whether it was due at its end.
         """
-        return self._was_due if self._agreement is None else self._agreement.reached()
+        return self._was_due if self._vote is None else self._vote.reached()
 
     def __enter__(self) -> Preemption:
         replica = self._replica
         replica.refuse_stopped()
-        if any(isinstance(listener, _Agreement) for listener in replica.listeners):
+        if any(isinstance(listener, _StopVote) for listener in replica.listeners):
             raise RuntimeError("Preemption was entered inside Preemption: one is enough, around the loop.")
         if replica.joining:
             raise RuntimeError(
@@ -185,154 +183,133 @@ class Preemption:
                 "Preemption catches signals, which only the main thread of a process can: enter it there, or pass signals=() "
                 "for a worker that only follows the others."
             )
-        self._wish.turns += 1
-        self._agreement = _Agreement(replica, self._wish, self._grace)
-        self._ear = _Ear(self._wish)
-        self._ear.listen(self._signals)
-        replica.listeners.append(self._agreement)
-        self._agreement.begin()
+        self._request.contexts += 1
+        self._vote = _StopVote(replica, self._request, self._grace)
+        self._handler = _SignalHandler(self._request)
+        self._handler.install(self._signals)
+        replica.listeners.append(self._vote)
+        self._vote.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        agreement = self._agreement
-        assert agreement is not None
-        self._replica.listeners.remove(agreement)
-        # Frozen: a round made later, outside, may be the one that was agreed on.
-        self._was_due = agreement.reached()
-        self._ear.stays |= self._was_due
-        self._ear.give_back()
-        agreement.leave()
-        self._agreement = None
-        self._wish.told &= not self._was_due
+        vote = self._vote
+        assert vote is not None
+        self._replica.listeners.remove(vote)
+        # Rounds after the context do not count.
+        self._was_due = vote.reached()
+        self._handler.stays |= self._was_due
+        self._handler.restore()
+        vote.leave()
+        self._vote = None
+        self._request.pending &= not self._was_due
 
 
-class _Agreement(Listener):
-    """One worker's part in finding the round to stop after.
+class _StopVote(Listener):
+    """One worker's part in the agreement on a stop round.
 
-    ``promise``, ``last`` and ``failure`` are written under ``changed``; the training thread waits on it for the last two.
+    ``_vote``, ``_stop_round`` and ``_failure`` are written under ``_changed``; the training thread waits for the last two.
     """
 
-    def __init__(self, replica: Replica, wish: _Wish, grace: float) -> None:
-        transport = replica.everyone
-        self._transport, self._store, self._engine = transport, transport.store, replica.engine
-        self._where, self._wish, self._grace = f"preemption/{wish.turns}", wish, grace
+    def __init__(self, replica: Replica, request: _StopRequest, grace: float) -> None:
+        transport, name = replica.everyone, f"preemption/{request.contexts}"
+        self._rank, self._store, self._engine = transport.rank, transport.store, replica.engine
+        self._request, self._request_key, self._grace = request, f"{name}/request", grace
+        self._votes = StoreGather(transport, f"{name}/votes")
+        self._poll = max(_POLL, _POLL_PER_WORKER * transport.world_size)
         self._changed = threading.Condition()
-        self._promise: int | None = None
-        self._last: int | None = None
+        self._vote: int | None = None
+        self._stop_round: int | None = None
         self._failure: Exception | None = None
-        self._was_looked_at = False
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="decent_dp-preemption", daemon=True)
-        self._pause = max(_IDLE, _IDLE_BY_WORKER * transport.world_size)
+        self._was_read = False
+        self._left = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="decent_dp-preemption", daemon=True)
 
     # -- in the training thread ---------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
+    def start(self) -> None:
         self._thread.start()
 
     def reached(self) -> bool:
-        self._was_looked_at = True
-        return self._last is not None and self._engine.round >= self._last
+        self._was_read = True
+        return self._stop_round is not None and self._engine.round >= self._stop_round
 
     def round_ended(self) -> None:
-        """After a round: waits where another must not be begun before the outcome is known.
+        """After the round that this worker has voted for: waits for the stop round.
 
         Raises:
-            PeerLostError, PeerTimeoutError: a worker that has not answered is gone, or has not within the grace period.
+            PeerLostError, PeerTimeoutError: a worker that has not voted is gone, or has not within the grace period.
         """
         with self._changed:
-            if self._promise is None or self._engine.round < self._promise:
+            if self._vote is None or self._engine.round < self._vote:
                 return
-            # The watching thread gives up after the grace period; a store that hangs must not hang this one.
-            bound = self._grace + _MARGIN
-            if not self._changed.wait_for(lambda: self._last is not None or self._failure is not None, bound):
-                raise PeerTimeoutError(f"no round to stop after was agreed on within {bound:g} s: the store does not answer.")
-            if self._last is None and self._failure is not None:
+            # If the store hangs, so does the voting thread.
+            limit = self._grace + _MARGIN
+            if not self._changed.wait_for(lambda: self._stop_round is not None or self._failure is not None, limit):
+                raise PeerTimeoutError(f"no stop round was agreed on within {limit:g} s: the store does not answer.")
+            if self._failure is not None:
                 raise self._failure
 
     def leave(self) -> None:
-        """The worker makes no more rounds in this context: the others need not wait for it.
+        """Votes, if it has not, so that the others need not wait for a worker that makes no more rounds in this context.
 
-        It promises what it would in the middle of one more round, and that is beyond the last: whoever was asked in the last
-        round, and has promised not to go beyond it, must not stop there either.
+        The vote is for the next round, which is beyond the last. Others may have voted for the last round, in that round, and
+        must not stop there, because this worker has not.
         """
-        self._over.set()
-        self._thread.join(_IDLE)
-        if self._failure is not None:
-            return  # perhaps the store does not answer: torch prints a stack at each try
-        try:
-            self._give_promise()
-        except RuntimeError as error:
-            _log.info("left without a word to the others: %s", error)
+        self._fix_vote()
+        self._left.set()
+        self._thread.join(_LEAVE)
+        if self._thread.is_alive():
+            _log.warning("worker %d has left Preemption, and the store does not answer: others may miss its vote", self._rank)
 
-    # -- in the watching thread ---------------------------------------------------------------------------------------
+    # -- in the voting thread -----------------------------------------------------------------------------------------
 
-    def _watch(self) -> None:
+    def _run(self) -> None:
         try:
-            while not self._over.is_set() and not self._is_asked():
-                deadline = time.monotonic() + self._pause
-                while not self._wish.told and time.monotonic() < deadline and not self._over.wait(_BUSY):
-                    pass
-            if not self._over.is_set():
-                self._agree()
-        except PeerError as error:
+            self._wait_for_request()
+            self._votes.put(str(self._fix_vote()))
+            votes = self._votes.wait(
+                self._grace,
+                before="the workers had agreed on a stop round",
+                late=f"did not vote for a stop round within the grace period of {self._grace:g} s: Preemption must be entered "
+                "on all workers, around the same loop.",
+                cancelled=self._left,
+            )
+        except Exception as error:
             self._fail(error)
-        except RuntimeError as error:  # of the store
-            said = str(error).partition("\n")[0]  # torch adds a stack in C++
-            self._fail(PeerLostError(f"the workers cannot agree on a round to stop after: the store does not answer: {said}."))
-        if self._last is not None and not self._over.wait(self._grace) and not self._was_looked_at:
-            _log.error("the training goes on %g s after round %d was agreed on: nobody asks .due", self._grace, self._last)
-
-    def _is_asked(self) -> bool:
-        if self._wish.told:
-            _log.warning("worker %d was told to go: all workers stop after the same round", self._transport.rank)
-            self._store.set(f"{self._where}/asked", str(self._transport.rank))
-            return True
-        return read_text(self._store, f"{self._where}/asked") is not None
-
-    def _agree(self) -> None:
-        deadline = time.monotonic() + self._grace
-        self._give_promise()
-        while (last := read_text(self._store, f"{self._where}/last")) is None:
-            late, lost = time.monotonic() > deadline, self._transport.lost()
-            if late or lost:
-                promises = self._promises()
-                absent = [rank for rank, promise in enumerate(promises) if promise is None]
-                gone = [rank for rank in absent if rank in lost]
-                if gone:
-                    raise PeerLostError(f"worker {gone[0]} is gone, and the workers were to agree on a round to stop after.")
-                if not absent:
-                    self._decide()  # whoever was to do it may be gone; all come to the same
-                elif late:
-                    raise PeerTimeoutError(
-                        f"worker {absent[0]} has not said within the grace period of {self._grace:g} s which round it can stop "
-                        "after: Preemption is to be entered on all workers, around the same loop."
-                    )
-            if self._over.wait(_BUSY):
-                return
+            return
+        if votes is None:
+            return
         with self._changed:
-            self._last = int(last)
+            self._stop_round = max(map(int, votes))
             self._changed.notify_all()
-        _log.warning("all workers stop after round %s", last)
+        _log.warning("all workers stop after round %d", self._stop_round)
+        if not self._left.wait(self._grace) and not self._was_read:
+            _log.error("training continues %g s after round %d was agreed on: read .due", self._grace, self._stop_round)
 
-    def _give_promise(self) -> None:
-        """Says once which round this worker will not go beyond alone: the one that is under way."""
+    def _wait_for_request(self) -> None:
+        """Returns when a worker has received a signal, or this one leaves."""
+        while not self._left.is_set() and not self._request.pending:
+            with store_errors():
+                if self._store.check([self._request_key]):
+                    return
+            deadline = time.monotonic() + self._poll
+            while not self._request.pending and time.monotonic() < deadline and not self._left.wait(_LOOK):
+                pass
+        if self._request.pending and not self._left.is_set():
+            _log.warning("worker %d received a signal: all workers stop after the same round", self._rank)
+            with store_errors():
+                self._store.set(self._request_key, "")
+
+    def _fix_vote(self) -> int:
         with self._changed:
-            if self._promise is not None:
-                return
-            self._promise = self._engine.round + 1
-        self._store.set(f"{self._where}/promise/{self._transport.rank}", str(self._promise))
-        if self._store.add(f"{self._where}/promises", 1) == self._transport.world_size:
-            self._decide()
-
-    def _decide(self) -> None:
-        self._store.set(f"{self._where}/last", str(max(int(promise) for promise in self._promises() if promise is not None)))
-
-    def _promises(self) -> list[str | None]:
-        return [read_text(self._store, f"{self._where}/promise/{rank}") for rank in range(self._transport.world_size)]
+            if self._vote is None:
+                self._vote = self._engine.round + 1
+            return self._vote
 
     def _fail(self, error: Exception) -> None:
+        if isinstance(error, ConnectionError):
+            error = PeerLostError(f"the workers cannot agree on a stop round: {error}.")
         with self._changed:
             self._failure = error
             self._changed.notify_all()
-        _log.error("%s", error)
+        _log.log(logging.WARNING if self._left.is_set() else logging.ERROR, "%s", error)
