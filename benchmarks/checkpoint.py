@@ -221,9 +221,9 @@ def summary(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 COLUMNS: dict[str, tuple[str, str, float]] = {
-    "parameters_bytes": ("file of a worker, MB: parameters", ".0f", MB),
+    "parameters_bytes": ("MB in the file of each worker: parameters", ".0f", MB),
     "optimizer_bytes": ("… optimizer", ".0f", MB),
-    "sent_bytes": ("… what is on the wire", ".0f", MB),
+    "sent_bytes": ("… values in flight", ".0f", MB),
     "bytes": ("… all", ".0f", MB),
     "copy_new_s": ("a copy of all that into new memory, s", ".2f", 1),
     "copy_s": ("… into memory that is there already", ".2f", 1),
@@ -231,7 +231,7 @@ COLUMNS: dict[str, tuple[str, str, float]] = {
     "save_s": ("… later ones", ".2f", 1),
     "first_save_copies": ("… the first, in copies into new memory", ".2f", 1),
     "save_copies": ("… later ones, in copies into new memory", ".2f", 1),
-    "step_s": ("a step, s", ".2f", 1),
+    "step_s": ("step, s", ".2f", 1),
     "step_while_saving_s": ("… while files are being written", ".2f", 1),
     "delay_s": ("the whole delay by a checkpoint, s", ".2f", 1),
     "complete_s": ("until it is complete, s", ".1f", 1),

@@ -130,7 +130,7 @@ def train(config: Config, report: Callable[[str], None] = lambda line: None) -> 
         "steps": len(history),
         "validation_loss": of_mean,
         "consensus_distance": distance,
-        "bytes_a_step": float(mean_over_workers(torch.tensor(stats.bytes_sent / max(1, stats.rounds)))),
+        "bytes_per_step": float(mean_over_workers(torch.tensor(stats.bytes_sent / max(1, stats.rounds)))),
         "history": history,
     }
     model.close()
@@ -177,7 +177,7 @@ def main() -> None:
             print(line, flush=True)
 
     result = train(Config(**options), report)
-    report(f"{world_size} workers, {result['steps']} steps, {result['bytes_a_step'] / 1e3:.1f} kB sent per worker and step")
+    report(f"{world_size} workers, {result['steps']} steps, {result['bytes_per_step'] / 1e3:.1f} kB sent per worker and step")
     report(f"validation loss of the mean model {result['validation_loss']:.4f} nats a character")
     if out and rank == 0:
         Path(out).parent.mkdir(parents=True, exist_ok=True)

@@ -51,8 +51,8 @@ class Line(TypedDict):
     accuracy: float
     worst_accuracy: float
     consensus_distance: float
-    bytes_a_step: float
-    ms_a_step: float
+    bytes_per_step: float
+    ms_per_step: float
     ratio_to_ddp: float
     accuracy_by_seed: list[float]
     ms_by_round: list[float]
@@ -81,8 +81,8 @@ def make_lines(events: Iterable[dict[str, Any]]) -> list[Line]:
             accuracy=mean(results, "accuracy"),
             worst_accuracy=mean(results, "worst_accuracy"),
             consensus_distance=mean(results, "consensus_distance"),
-            bytes_a_step=mean(results, "bytes_a_step"),
-            ms_a_step=statistics.median(times[name, optimizer]),
+            bytes_per_step=mean(results, "bytes_per_step"),
+            ms_per_step=statistics.median(times[name, optimizer]),
             ratio_to_ddp=statistics.median(
                 own / base for own, base in zip(times[name, optimizer], times[BASELINE, optimizer], strict=True)
             ),
@@ -110,8 +110,8 @@ HEADINGS = [
     "accuracy\nof mean\nmodel",
     "of worst\nreplica",
     "consensus\ndistance",
-    "kB sent\na step",
-    "ms\na step",
+    "kB sent\nper step",
+    "ms\nper step",
     "vs\nDDP",
 ]
 
@@ -123,8 +123,8 @@ def cells(line: Line) -> list[str]:
         f"{line['accuracy']:.2%}",
         f"{line['worst_accuracy']:.2%}",
         f"{line['consensus_distance']:.1e}" if line["consensus_distance"] else "0",
-        f"{line['bytes_a_step'] / 1e3:.0f}",
-        f"{line['ms_a_step']:.2f}",
+        f"{line['bytes_per_step'] / 1e3:.0f}",
+        f"{line['ms_per_step']:.2f}",
         f"{line['ratio_to_ddp']:.2f}",
     ]
 

@@ -198,8 +198,8 @@ def train(config: Config, report: Callable[[str], None] = lambda line: None) -> 
         "worst_accuracy": worst,
         "validation_loss": loss_of_mean,
         "consensus_distance": replica.consensus_distance(),
-        "bytes_a_step": bytes_a_step(replica, len(seconds)),
-        "ms_a_step": 1e3 * float(mean_over_workers(torch.tensor(statistics.median(timed)))),
+        "bytes_per_step": bytes_per_step(replica, len(seconds)),
+        "ms_per_step": 1e3 * float(mean_over_workers(torch.tensor(statistics.median(timed)))),
         "history": at["history"],
     }
     replica.close()
@@ -226,7 +226,7 @@ def max_over_workers(value: float) -> float:
     return float(tensor)
 
 
-def bytes_a_step(replica: Any, steps: int) -> float:
+def bytes_per_step(replica: Any, steps: int) -> float:
     """Bytes sent per worker and step, on average over workers: as counted, or, for DDP, by a ring all-reduce."""
     if isinstance(replica, Equal):
         n = dist.get_world_size()
@@ -289,8 +289,8 @@ def main() -> None:
         leave()
         return  # with exit code 0: torchrun has nothing to restart
     report(
-        f"{world_size} workers, {result['steps']} steps of {result['ms_a_step']:.2f} ms, "
-        f"{result['bytes_a_step'] / 1e3:.1f} kB sent per worker and step"
+        f"{world_size} workers, {result['steps']} steps of {result['ms_per_step']:.2f} ms, "
+        f"{result['bytes_per_step'] / 1e3:.1f} kB sent per worker and step"
     )
     report(
         f"validation accuracy of the mean model {result['accuracy']:.2%}, of the worst replica {result['worst_accuracy']:.2%}"

@@ -36,7 +36,7 @@ def train(job: str, settings: dict[str, Any], epochs: int, steps: int) -> dict[s
         result = digits.train(digits.Config(epochs=epochs, **settings))
     else:
         result = characters.train(characters.Config(steps=steps, **settings))
-    kept = ["validation_loss", "accuracy", "bytes_a_step"]
+    kept = ["validation_loss", "accuracy", "bytes_per_step"]
     return {"training_loss": final_loss(result["history"]), **{key: result[key] for key in kept if key in result}}
 
 

@@ -29,7 +29,7 @@ MEASURES = {
     "training_loss": ("training\nloss", "{:.4f}"),
     "validation_loss": ("validation\nloss", "{:.4f}"),
     "accuracy": ("validation\naccuracy", "{:.2%}"),
-    "bytes_a_step": ("bytes\na step", "{:.0f}"),
+    "bytes_per_step": ("bytes\nper step", "{:.0f}"),
 }
 NOISY = ["training_loss", "validation_loss", "accuracy"]
 

@@ -153,7 +153,7 @@ def test_workers_results_become_a_run() -> None:
 def test_lines_are_medians_and_ratios(lines: list[report.Line]) -> None:
     found = {line["contender"]: line for line in lines}
     ours = found["ours:ring"]
-    assert (ours["mean_ms"], ours["median_ms"], ours["worst_ms"], ours["bytes_a_step"]) == (130.0, 129.0, 950.0, 2e6)
+    assert (ours["mean_ms"], ours["median_ms"], ours["worst_ms"], ours["bytes_per_step"]) == (130.0, 129.0, 950.0, 2e6)
     assert ours["worst_round_ms"] == 920.0
     assert ours["to_alone"] == pytest.approx(130 / 102)
     assert ours["to_ddp"] == pytest.approx(130 / 400)
@@ -254,9 +254,9 @@ def test_two_nodes_end_to_end(tmp_path: Path) -> None:
     alone, ours = result["lines"]
     assert result["steps"] == 3
     assert 600 <= alone["mean_ms"] <= alone["worst_ms"]
-    assert alone["bytes_a_step"] < 5000
+    assert alone["bytes_per_step"] < 5000
     # A node sends its parameters, with headers; the last exchange may be cut by the end of the timed steps.
-    assert 0.6 * 4 * PARAMETERS < ours["bytes_a_step"] < 1.4 * 4 * PARAMETERS
+    assert 0.6 * 4 * PARAMETERS < ours["bytes_per_step"] < 1.4 * 4 * PARAMETERS
     assert ours["to_limit"] > 0.9
     assert namespaces(process.pid) == []
 

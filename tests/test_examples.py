@@ -53,7 +53,7 @@ def test_the_script_under_torchrun(tmp_path: Path) -> None:
     assert result["worst_accuracy"] <= result["accuracy"] + 0.05
     assert 0 < result["consensus_distance"] < 1
     payload = 4 * sum(p.numel() for p in digits.make_model(0).parameters())
-    assert payload <= result["bytes_a_step"] < 1.01 * payload
+    assert payload <= result["bytes_per_step"] < 1.01 * payload
     assert [step["step"] for step in result["history"]] == list(range(1, 67))
     assert [step["step"] for step in result["history"] if step["consensus_distance"] is not None] == [22, 44, 66]
     assert result["history"][-1]["loss"] < result["history"][0]["loss"]
@@ -68,7 +68,7 @@ def test_the_script_alone(tmp_path: Path) -> None:
     result = saved_model_is_as_accurate_as_said(tmp_path)
     assert result["workers"] == 1
     assert result["accuracy"] == result["worst_accuracy"] > 0.8
-    assert result["consensus_distance"] == result["bytes_a_step"] == 0
+    assert result["consensus_distance"] == result["bytes_per_step"] == 0
 
 
 @pytest.mark.timeout(90)
@@ -120,7 +120,7 @@ def event(name: str, optimizer: str, seed: int, accuracy: float, distance: float
         "accuracy": accuracy,
         "worst_accuracy": accuracy - 0.01,
         "consensus_distance": distance,
-        "bytes_a_step": 2000.0,
+        "bytes_per_step": 2000.0,
         "history": history,
     }
     return {"event": "trained", "name": name, "optimizer": optimizer, "seed": seed, "result": result}
@@ -146,7 +146,7 @@ def test_the_table() -> None:
     assert (ddp["contender"], ring["contender"]) == ("PyTorch DDP", "ring")
     assert ring["accuracy"] == pytest.approx(0.95)
     assert ring["accuracy_by_seed"] == [0.94, 0.96]
-    assert (ddp["ms_a_step"], ring["ms_a_step"]) == (4.0, 4.4)
+    assert (ddp["ms_per_step"], ring["ms_per_step"]) == (4.0, 4.4)
     assert ring["ratio_to_ddp"] == pytest.approx(1.1)
     table = compare.make_table([ddp, ring])
     console = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
@@ -167,8 +167,8 @@ def test_the_whole_table_fits_a_terminal() -> None:
         accuracy=1.0,
         worst_accuracy=1.0,
         consensus_distance=1.2e-5,
-        bytes_a_step=510e3,
-        ms_a_step=123.45,
+        bytes_per_step=510e3,
+        ms_per_step=123.45,
         ratio_to_ddp=1.05,
         accuracy_by_seed=[],
         ms_by_round=[],
@@ -279,7 +279,7 @@ def test_every_wire_from_end_to_end(tmp_path: Path) -> None:
     for line in results["table"]:
         assert list(line["wires"]) == wire_runs.WIRES
         values = {wire: cell["mean"] for wire, cell in line["wires"].items()}
-        if line["measure"] == "bytes_a_step":
+        if line["measure"] == "bytes_per_step":
             assert values["bfloat16"] == pytest.approx(values["float32"] / 2, rel=0.02)
             assert values["int8"] == pytest.approx(values["float32"] / 4, rel=0.04)
         else:  # the wires are seen, but so short a training cannot go elsewhere
@@ -290,7 +290,7 @@ def test_every_wire_from_end_to_end(tmp_path: Path) -> None:
 
 
 def wired(job: str, wire: str, seed: int, loss: float, size: float) -> dict[str, Any]:
-    result = {"training_loss": loss - 0.5, "validation_loss": loss, "bytes_a_step": size}
+    result = {"training_loss": loss - 0.5, "validation_loss": loss, "bytes_per_step": size}
     if job == "digits":
         result["accuracy"] = 1 - loss / 10
     run = {"job": job, "topology": "alternating-exp-ring", "wire": wire, "seed": seed}
@@ -324,7 +324,7 @@ def test_the_report_of_wires() -> None:
     markdown = compare.make_markdown(wires.headings(lines), map(wires.cells, lines)).splitlines()
     assert markdown[0] == "| job | measure | float32 | int8 | int8 - float32 |"
     assert markdown[3] == ("| digits, alternating-exp-ring | validation loss | 1.1000 ± 0.1000 | 1.1400 ± 0.1000 | +0.0400 |")
-    assert markdown[5] == "| digits, alternating-exp-ring | bytes a step | 400000 | 100000 | × 0.25 |"
+    assert markdown[5] == "| digits, alternating-exp-ring | bytes per step | 400000 | 100000 | × 0.25 |"
 
 
 def test_the_verdict_on_wires_counts_what_is_within_noise() -> None:

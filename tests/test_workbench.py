@@ -79,7 +79,7 @@ def test_learning_is_simulated_as_committed(tmp_path: Path, monkeypatch: pytest.
     for line in lines:
         was = kept[line["contender"], line["optimizer"], line["alpha"]]
         assert line["accuracy"] == pytest.approx(was["accuracy"], abs=0.01)
-        assert line["bytes_a_worker_and_step"] == pytest.approx(was["bytes_a_worker_and_step"])
+        assert line["bytes_per_worker_and_step"] == pytest.approx(was["bytes_per_worker_and_step"])
 
 
 def test_what_the_pages_say_of_the_learning() -> None:
