@@ -52,7 +52,7 @@ BELOW["checkpoint"] = BELOW["ddp"] | {"ddp", "__init__"}
 BELOW["sim"] = BELOW["engine"] | {"engine", "optim", "arguments", "gradients"}
 BELOW["cli"] = BELOW["checkpoint"] | {"checkpoint", "sim", "optim", "launch", "plots", "utils", "__init__"}
 BELOW["__main__"] = BELOW["cli"] | {"cli"}
-BELOW["__init__"] = set()  # names are looked up lazily
+BELOW["__init__"] = {"errors"}  # other names are looked up lazily
 for _room in BELOW.keys() - {"_checks", "_sizes"}:
     BELOW[_room] = BELOW[_room] | {"_checks", "_sizes"}
 
