@@ -79,7 +79,7 @@ def test_matrices_are_doubly_stochastic(n, local, t, h):
             np.testing.assert_allclose(p, period_product(topology), atol=1e-14)
 
 
-def test_is_doubly_stochastic_says_no():
+def test_is_doubly_stochastic_refuses_other_matrices():
     fine = np.array([[0.25, 0.75], [0.75, 0.25]])
     assert is_doubly_stochastic(fine)
     for bad in (
@@ -263,7 +263,7 @@ class Shifted(Topology):
 
 
 @pytest.mark.parametrize("n", [5, 7, 25, 99])
-def test_rate_of_what_comes_to_nothing_later_than_in_a_period(n):
+def test_rate_of_a_topology_exact_after_several_periods(n):
     topology = Shifted(world_size=n)
     found = analyse(topology)
     assert not found.exact
@@ -273,7 +273,7 @@ def test_rate_of_what_comes_to_nothing_later_than_in_a_period(n):
     assert found.rounds_to_epsilon <= 2 * (topology.period or 0)
 
 
-def test_rate_of_fast_ones_is_no_rounding():
+def test_rate_of_fast_topologies_is_no_rounding_error():
     """Their error comes to rounding within some periods, too, but by shrinking."""
 
     class Near(Topology):
@@ -310,7 +310,7 @@ class Cycle(Topology):
         ]
 
 
-def test_rounds_of_ones_own_with_a_period():
+def test_custom_rounds_with_a_period():
     topology = Cycle(world_size=7)
     found = analyse(topology)
     p = np.eye(7)
@@ -393,7 +393,7 @@ def test_figures_by_hand():
     assert (complete.sent_by_node, complete.fan_in) == (pytest.approx(1 / 5), 1.0)
 
 
-def test_pairs_and_hierarchical_with_eight_workers_a_node():
+def test_pairs_and_hierarchical_with_eight_workers_per_node():
     """The point of 'hierarchical': one copy enters a node a round, and not eight."""
     fan_in = {name: analyse(made(name, 48, 8)).fan_in for name in ("base-2", "hierarchical", "random-matching")}
     assert fan_in["hierarchical"] == 1

@@ -141,7 +141,7 @@ def both_ways(rank: int, n: int, transport: Any = None) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("n", [2, 3, 5])
-def test_processes_do_what_threads_do_in_every_layout(workers, n):
+def test_processes_equal_threads_in_every_layout(workers, n):
     processes = workers(n, both_ways)
     for number, (topology, compression, how) in enumerate(CASES):
         threads = run_replicas(
@@ -199,7 +199,7 @@ def spreading(rank: int, n: int) -> Any:
     return found
 
 
-def test_what_is_not_finite_stays_where_it_is(workers):
+def test_values_that_are_not_finite_do_not_spread(workers):
     """Whoever would mix with it sits the round out; other pairs mix."""
     for rank, found in enumerate(workers(4, spreading)):
         for (topology, compression), (bad, moved) in found.items():

@@ -173,7 +173,7 @@ def dropped(transport: Any, rule: Rule) -> None:
 
 
 @pytest.mark.parametrize("rule", [Gossip(), OuterNesterov()])
-def test_a_drop_writes_nothing(rule):
+def test_a_drop_does_not_write_to_parameters(rule):
     """The model may train on, in another thread."""
     run_replicas(2, lambda transport: dropped(transport, rule))
 
@@ -221,7 +221,7 @@ def told(transport: Any, kind: type[Told]) -> list[tuple[str, int, bool, bool]]:
 
 
 @pytest.mark.parametrize("kind", [Told, OnlyTold])
-def test_a_rule_is_told_of_idle_and_of_lost_rounds(kind):
+def test_a_rule_is_called_in_idle_and_lost_rounds(kind):
     """Rounds 0, 2 and 4 stand between mixes, in 3 this worker sits out, and in 5 its peer is lost."""
     log, _ = run_replicas(2, lambda transport: told(transport, kind))
     mixes, came = [False, True] * 3, [False, True, False, False, False, False]
@@ -384,7 +384,7 @@ def closed(transport: Any, driver: str) -> str:
 
 
 @pytest.mark.parametrize("driver", ["wrapper", "gossip"])
-def test_a_listener_that_fails_keeps_no_other_from_hearing_of_the_end(driver):
+def test_a_failing_listener_does_not_prevent_the_others_from_being_called(driver):
     """What is in flight is finished and dropped all the same."""
     assert run_replicas(2, lambda transport: closed(transport, driver)) == ["BCad", ""]
 

@@ -96,7 +96,7 @@ def test_the_demonstration_from_end_to_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_workers_that_fail_are_told_about() -> None:
+def test_failed_workers_are_reported() -> None:
     code = "print('{\"event\": \"plan\"}', flush=True); import sys; sys.exit('the reason')"
     seen = []
     with pytest.raises(SystemExit, match="exit code 1"), compare.workers([sys.executable, "-c", code]) as process:
@@ -105,7 +105,7 @@ def test_workers_that_fail_are_told_about() -> None:
 
 
 @pytest.mark.timeout(60)
-def test_workers_are_ended_when_we_are_stopped() -> None:
+def test_workers_end_when_the_demo_is_stopped() -> None:
     with (
         pytest.raises(KeyboardInterrupt),
         compare.workers([sys.executable, "-c", "import time; time.sleep(50)"]) as process,
@@ -240,7 +240,7 @@ def test_workers_and_seeds_read_different_places() -> None:
     assert len(first) == 8
 
 
-def test_the_model_sees_only_what_came_before() -> None:
+def test_the_model_sees_only_earlier_characters() -> None:
     model = characters.make_model(seed=0)
     x = torch.zeros(1, characters.CONTEXT, dtype=torch.long)
     changed = x.clone()
@@ -266,7 +266,7 @@ def test_the_characters_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(90)
-def test_every_wire_from_end_to_end(tmp_path: Path) -> None:
+def test_every_compression_from_end_to_end(tmp_path: Path) -> None:
     short = ["--workers", "2", "--seeds", "0", "--topologies", "one-peer-exp", "--epochs", "1", "--steps", "4"]
     done = start("-m", "examples.wires", *short, "--out", str(tmp_path), timeout=80)
     assert done.returncode == 0, done.stderr
@@ -308,7 +308,7 @@ WIRED = [
 ]
 
 
-def test_the_report_of_wires() -> None:
+def test_the_report_of_compressions() -> None:
     lines = wires.make_lines(WIRED)
     assert [(line["job"], line["measure"]) for line in lines] == [
         *(("digits", measure) for measure in wires.MEASURES),
@@ -327,19 +327,19 @@ def test_the_report_of_wires() -> None:
     assert markdown[5] == "| digits, alternating-exp-ring | bytes per step | 400000 | 100000 | × 0.25 |"
 
 
-def test_the_verdict_on_wires_counts_what_is_within_noise() -> None:
+def test_the_verdict_counts_differences_within_noise() -> None:
     (said,) = wires.verdict(wires.make_lines(WIRED))
     assert said.startswith("int8: 3 of 5 means are within a standard deviation of float32's seeds. Not characters,")
     assert said.count("0.2500 worse, beside a deviation of 0.1000") == 2
     assert "One seed" in wires.verdict(wires.make_lines(WIRED[:5]))[0]
 
 
-def test_the_table_of_wires_fits_a_terminal() -> None:
+def test_the_table_of_compressions_fits_a_terminal() -> None:
     three = [{**event, "wire": "bfloat16"} for event in WIRED[1:] if event["wire"] == "int8"]
     assert Console(width=200).measure(wires.make_table(wires.make_lines([*WIRED, *three]))).maximum <= 80
 
 
-def test_the_results_of_wires_are_written(tmp_path: Path) -> None:
+def test_the_results_of_compressions_are_written(tmp_path: Path) -> None:
     wires.write_results(WIRED, tmp_path / "new")
     results = json.loads((tmp_path / "new" / "wires.json").read_text())
     assert sorted(results) == ["machine", "table", "verdict", "workers"]

@@ -55,7 +55,7 @@ class Normed(nn.Module):
         return result
 
 
-def test_the_model_stays_what_it_was(tmp_path):
+def test_the_model_stays_the_same_module(tmp_path):
     model = Normed()
     optimizer = SGD(model.parameters())
     kind, keys, repr_ = type(model), list(model.state_dict()), repr(model)
@@ -106,7 +106,7 @@ def test_the_model_stays_what_it_was(tmp_path):
     alone(model, optimizer).close()
 
 
-def test_what_is_loaded_into_the_optimizer_goes_on():
+def test_loaded_optimizer_state_is_used():
     model, twin_ = net(), net()
     optimizer, other = ADAMW(model.parameters()), ADAMW(twin_.parameters())
     replica = alone(model, optimizer)
@@ -187,7 +187,7 @@ def mean_of(results: list[Any], key: str, name: str) -> Tensor:
     return sum(found[key][name].double() for found in results) / len(results)
 
 
-def test_what_is_seen_of_a_run(workers):
+def test_stats_and_repr_of_a_run(workers):
     results = workers(4, observed)
     first = results[0]
     names = [name for name in first["start"] if name not in ("count", "norm.num_batches_tracked", "fixed", "hidden")]
@@ -255,7 +255,7 @@ def writes(rank: int, n: int) -> Any:
     return found
 
 
-def test_edits_live_and_loads_replace(workers):
+def test_edits_survive_and_loads_replace(workers):
     results = workers(2, writes)
     for overlap in (True, False):
         (own, other), after = ([found["edit", overlap][i] for found in results] for i in (0, 1))
@@ -348,7 +348,7 @@ def left(rank: int, n: int, how: str) -> Any:
     return values(model)
 
 
-def test_leaving(workers):
+def test_workers_that_exit_early(workers):
     """With and without close, kept or not: the same numbers, and nobody's last exchange breaks."""
     first = workers(4, left, "kept")
     for how in ("not kept", "closed", "dropped"):
@@ -453,7 +453,7 @@ LATER = {
 
 
 @pytest.mark.parametrize("change", LATER)
-def test_what_would_not_mix_is_refused_at_the_next_step(change):
+def test_changes_that_would_not_mix_are_refused_at_the_next_step(change):
     model = Normed()
     optimizer = SGD(model.parameters())
     replica = alone(model, optimizer)
@@ -557,7 +557,7 @@ def weighted(rank: int, n: int) -> bool:
     return True
 
 
-def test_steps_that_change_nothing_bring_replicas_together(workers):
+def test_steps_without_movement_bring_replicas_together(workers):
     assert all(workers(3, weighted))
 
 

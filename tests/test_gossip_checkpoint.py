@@ -492,7 +492,7 @@ def test_optimizers_of_many_kinds_on_fewer_workers(tmp_path, name):
         assert_close(found, expected)
 
 
-def test_what_a_compression_has_learnt_of_edges_goes_with_the_workers(tmp_path):
+def test_compression_state_of_edges_moves_with_the_workers(tmp_path):
     learnt = {"w": {"0-1": torch.ones(3)}}
     made = tree_of_mean(tmp_path, [saved_state(compression=learnt), saved_state(compression=learnt)])
     assert made["snapshot"]["compression"] == {}
@@ -509,7 +509,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", ["files", "by hand"])
-def test_a_run_may_go_on_differently(tmp_path, way):
+def test_a_run_may_resume_with_other_settings(tmp_path, way):
     """The exchange in flight is dropped on all workers, and the mean stays; another bucket size goes on exactly."""
     files: dict[int, Any] = {}
 
@@ -578,7 +578,7 @@ def test_an_exchange_that_one_worker_has_lost_is_dropped_on_all(flushed):
     assert run_replicas(4, work, 20) == [6] * 4
 
 
-def test_what_cannot_be_saved_is_named(tmp_path):
+def test_values_that_cannot_be_saved_are_named(tmp_path):
     class Odd(torch.optim.SGD):
         def state_dict(self) -> Any:
             return {"numbers": 1}
@@ -782,7 +782,7 @@ def refused(rank: int, n: int, path: str) -> Any:
     return found
 
 
-def test_what_does_not_fit_is_refused_on_all_workers(workers, tmp_path):
+def test_misfits_are_refused_on_all_workers(workers, tmp_path):
     found, *others = workers(3, refused, str(tmp_path), timeout=60)
     assert all(other == found for other in others)
 
@@ -812,7 +812,7 @@ def test_what_does_not_fit_is_refused_on_all_workers(workers, tmp_path):
             expect(name, "RuntimeError", "this Gossip was closed")
 
 
-def test_a_step_of_a_scaler_that_is_under_way(tmp_path):
+def test_a_save_during_a_step_of_a_scaler(tmp_path):
     """What the scaler knows between its step and its update is in no state dict, and a load would leave it behind."""
     run = Run(Case(halves(torch.optim.SGD, lr=0.1), parts=2, scaled=True), 0, InProcessTransport(), topology="complete")
     save(run.gossip, tmp_path / "before")
@@ -833,7 +833,7 @@ def test_a_step_of_a_scaler_that_is_under_way(tmp_path):
     run.gossip.close()
 
 
-def test_a_round_of_which_a_step_was_skipped_after_a_stop():
+def test_a_round_with_a_skipped_step_after_a_stop():
     """Of two optimizers one has stepped before the stop and the other is skipped after it: the round is an update."""
     case = Case(halves(torch.optim.SGD, lr=0.1), parts=2, scaled=True, act=step_scaled)
     run = Run(case, 0, InProcessTransport(), topology="complete")
@@ -881,7 +881,7 @@ def stopped(rank: int, n: int, path: str) -> Any:
     return stop.due, rounds
 
 
-def test_all_stop_after_the_same_round_and_go_on_exactly(workers, tmp_path):
+def test_all_stop_after_the_same_round_and_resume_exactly(workers, tmp_path):
     results = workers(3, stopped, str(tmp_path))
     assert len(set(results)) == 1
     due, rounds = results[0]

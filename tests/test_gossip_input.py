@@ -317,7 +317,7 @@ def test_the_same_error_on_all_workers(workers):
         assert not found[name][1].startswith("worker"), name
 
 
-def test_what_one_worker_is_given_is_named_on_all(workers):
+def test_arguments_of_one_worker_are_named_on_all(workers):
     found, *others = workers(2, wrong_on_one)
     for other in others:
         assert other == found
@@ -488,7 +488,7 @@ def later(rank: int, n: int, name: str, who: list[int]) -> Any:
 
 
 @pytest.mark.parametrize("name", LATER)
-def test_what_goes_wrong_later(workers, name):
+def test_later_errors(workers, name):
     text = LATER[name][2]
     for found in workers(2, later, name, [0, 1]):
         assert found[0] == "RuntimeError"

@@ -649,7 +649,7 @@ def test_steps_that_a_scaler_skips_are_no_updates(fused):
     assert (replica.stats().updates, replica.stats().rounds) == (3, 5)
 
 
-def test_one_scaler_of_two_models_goes_back_to_what_it_was():
+def test_one_scaler_of_two_models_is_restored():
     scaler = torch.GradScaler("cpu")
     models = [net(), net()]
     optimizers = [SGD(model.parameters()) for model in models]

@@ -91,7 +91,7 @@ def test_exit_codes(tmp_path, monkeypatch, capsys):
     assert "no case is called ['nothing']; there are: " in capsys.readouterr().err
 
 
-def test_a_python_without_torch_is_told_what_is_missing():
+def test_a_python_without_torch_gets_a_message():
     code = (
         "import runpy, sys; sys.modules['torch'] = None; sys.argv = ['gpu']; "
         "runpy.run_module('benchmarks.gpu', None, '__main__')"
@@ -111,7 +111,7 @@ def test_threads_run_their_own_backwards():
 
 
 @pytest.mark.parametrize("topology", ["complete", "ring"])
-def test_threads_show_only_what_has_been_written(monkeypatch, topology):
+def test_threads_show_only_written_values(monkeypatch, topology):
     """Each thread may have a stream of its own: it waits for it before others read, and before it lets what it read go."""
     waited: set[int] = set()
     kept: list[Tensor] = []

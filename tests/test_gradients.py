@@ -581,7 +581,7 @@ def test_a_broken_gradient_computation_is_no_round(of):
     assert (model.stats().updates, model.stats().rounds) == (2, 2)
 
 
-def test_a_broken_backward_leaves_no_gradients_behind_and_one_rate_for_all():
+def test_a_broken_backward_clears_gradients_and_keeps_one_rate():
     schedule = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
     model = alone(Fragile(), lr_scheduler_fn=schedule, bucket_size_in_mb=TINY)
     loss(model, 0).backward()
@@ -639,7 +639,7 @@ class LateCheckpoint(nn.Module):
         return result
 
 
-def test_a_late_gradient_is_kept_with_a_word():
+def test_a_late_gradient_is_kept_with_a_warning():
     torch.manual_seed(0)
     wrapper = alone(LateCheckpoint(), bucket_size_in_mb=TINY)
     for t in range(2):

@@ -50,7 +50,7 @@ def one_is_late(rank: int, n: int, numel: int) -> tuple[int, float]:
     return grown, float(mean[0])
 
 
-def test_who_waits_for_a_late_worker_does_not_hold_all_that_the_others_sent(workers):
+def test_memory_is_bounded_while_a_group_waits_for_a_late_worker(workers):
     n, numel = 5, 12 * MIB
     found = workers(n, one_is_late, numel)
     assert [mean for _, mean in found] == [2.0] * n
@@ -82,7 +82,7 @@ def one_dies(rank: int, n: int, buckets: int) -> list[tuple[str, str]] | None:
     return found
 
 
-def test_what_waits_for_memory_hears_of_a_lost_worker(workers):
+def test_an_exchange_that_waits_for_memory_fails_with_a_lost_worker(workers):
     buckets = 40
     assert 4 * (2 * _BLOCK_ON_CPU) * buckets > 2 * _POOL_BYTES
     outcomes = workers.outcomes(4, one_dies, buckets, group_timeout=25)
@@ -97,7 +97,7 @@ def test_what_waits_for_memory_hears_of_a_lost_worker(workers):
 
 
 @pytest.mark.parametrize("sizes", [[1, 1], [3], [2, 2], [1, 4], [3, 2, 2], [1] * 5, [4, 4, 4, 1]])
-def test_every_piece_reaches_everybody_once(sizes):
+def test_every_chunk_reaches_every_worker_once(sizes):
     node_of = [f"node {i}" for i, size in enumerate(sizes) for _ in range(size)]
     ranks = list(range(len(node_of)))
     nodes = group_by_node(ranks[::-1], node_of)

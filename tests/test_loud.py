@@ -80,7 +80,7 @@ def test_pytorch_ddp_around_a_replica(workers):
         assert "accelerator.prepare_model(model, evaluation_mode=True)" in said
 
 
-def test_the_forwards_hook_leaves_models_as_they_are():
+def test_the_forward_hook_does_not_change_models():
     same_graph.count = 0  # type: ignore[attr-defined]
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -216,7 +216,7 @@ def test_foreign_optimizers_beside_gossip():
     assert replica.stats().rounds == 0
 
 
-def test_a_wrappers_own_inner_optimizers_are_no_strangers():
+def test_inner_optimizers_of_a_wrapper_do_not_warn():
     model = alone(net(), lambda named: Outer([param for _, param in named]))
     assert heard(lambda: [loss(model, t).backward() for t in range(2)]) == []
     assert model.stats().updates == 2
@@ -297,7 +297,7 @@ def test_gradients_on_several_cuda_streams_are_waited_for(monkeypatch):
     wrapper.close()
 
 
-def test_ddp_around_a_part_of_what_has_no_forward_and_at_any_time(monkeypatch):
+def test_ddp_around_a_part_of_a_model_without_forward_and_at_any_time(monkeypatch):
     parts = nn.ModuleDict({"a": net(), "b": nn.ModuleList([net(1)])})
     optimizer = torch.optim.SGD(parts.parameters(), lr=0.1)
     replica = by_gossip(parts, optimizer)
@@ -313,7 +313,7 @@ def test_ddp_around_a_part_of_what_has_no_forward_and_at_any_time(monkeypatch):
     replica.close()
 
 
-def test_a_superseded_replica_is_used_in_no_way():
+def test_a_superseded_replica_cannot_be_used():
     model = net()
     old = alone(model)
     newer = alone(model)

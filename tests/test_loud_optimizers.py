@@ -277,7 +277,7 @@ def test_state_that_no_save_finds(wrapped):
     assert (after == "") is not wrapped, after  # by the wrapper state is saved by parameter name
 
 
-def test_the_way_out_of_two_in_one():
+def test_advice_for_optimizers_inside_an_optimizer():
     model = net()
     params = list(model.parameters())
     both = [Momentum([p for p in params if p.dim() > 1], lr=0.1), AdamW([p for p in params if p.dim() < 2])]
@@ -292,7 +292,7 @@ def test_the_way_out_of_two_in_one():
 
 
 @pytest.mark.parametrize("kind", [TwoInOne, InAList, InADict])
-def test_a_step_that_makes_a_round_is_no_foreign_one(kind):
+def test_a_step_that_makes_a_round_does_not_warn(kind):
     """The real optimizers are given, and the home-made one steps them."""
     model = net()
     two = kind(model.parameters())
@@ -319,7 +319,7 @@ def test_a_wrapper_without_optim_fn():
         DecentralizedDataParallel(net(), transport=InProcessTransport())
 
 
-def test_optimizers_that_are_asked_for_before_the_first_update():
+def test_optimizers_indexed_before_the_first_update():
     model = alone(net())
     for early in (
         lambda: model.optimizers[0],
@@ -340,7 +340,7 @@ def test_optimizers_that_are_asked_for_before_the_first_update():
         model.lr_schedulers[0]
 
 
-def test_a_scaler_that_is_left_outside_the_wrapper():
+def test_a_scaler_that_was_not_passed_to_the_wrapper():
     def work(transport: Any) -> tuple[str, bool]:
         model = DecentralizedDataParallel(net(), SGD, topology="ring", transport=transport)
         before = [param.detach().clone() for param in model.parameters()]
@@ -359,7 +359,7 @@ def test_a_scaler_that_is_left_outside_the_wrapper():
         assert "would be 65536 times too large. Pass scaler=" in said
 
 
-def test_scalers_that_are_nobodys_mistake():
+def test_scalers_that_are_no_mistake():
     scaled = torch.amp.GradScaler("cpu")
     scaled.scale(torch.ones(()))  # of another model, which is said
     model = alone(net(), scaler=torch.amp.GradScaler("cpu", enabled=False))

@@ -144,7 +144,7 @@ def lossy(rank: int, n: int) -> list[Any]:
     ]
 
 
-def test_lossy_wires(workers):
+def test_lossy_compressions(workers):
     """They go where the lossless one goes, nearly: replicas are as close together."""
     n = 5
     results = workers(n, lossy, timeout=100)
@@ -161,7 +161,7 @@ def test_lossy_wires(workers):
         assert abs(mean[0] - mean[2]).max() < 0.1
 
 
-def test_what_is_sent_and_when():
+def test_messages_and_their_rounds():
     """Only the mixes send, also of a topology of the user's own, and the ring's both sides come up though 2 divides 4."""
 
     def body(transport: Any) -> list[int]:
@@ -268,7 +268,7 @@ def unequal(rank: int) -> list[str]:
 
 
 @pytest.mark.parametrize("n", [3, 4])
-def test_a_resumed_run_goes_on_where_it_was(workers, n):
+def test_a_resumed_run_continues_where_it_was(workers, n):
     results = workers(n, resumed, timeout=90)
     for rank, (exact, byte, overlapped, said) in enumerate(results):
         for (topology, h), (want, found, edges, rounds, stats, _) in zip(RESUMED, exact, strict=True):

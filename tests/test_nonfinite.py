@@ -107,7 +107,7 @@ def law(n: int, driver: str, topology: str, overlap: bool, at: tuple[int, int]) 
 @pytest.mark.parametrize("driver", ["wrapper", "gossip"])
 @pytest.mark.parametrize(("topology", "n"), [("one-peer-exp", 4), ("ring", 4), ("complete", 3), ("base-2", 3)])
 @pytest.mark.parametrize("overlap", [True, False])
-def test_no_other_replica_gets_it(driver, topology, n, overlap):
+def test_no_other_replica_gets_the_nan(driver, topology, n, overlap):
     at = (1, 5)
     for bad in (math.nan, math.inf):
         found = run_replicas(n, lambda transport: spoilt(transport, driver, topology, overlap, bad, at), timeout=20)  # noqa: B023

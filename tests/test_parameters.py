@@ -183,7 +183,7 @@ def edit_midway(rank: int, n: int, view: bool) -> Any:
 
 
 @VIEWS
-def test_edits_in_place_live_and_the_difference_is_added(workers, view):
+def test_edits_in_place_survive_and_the_difference_is_added(workers, view):
     for rank, ((base, after), (edited_base, edited_after)) in enumerate(workers(2, edit_midway, view)):
         for name in base:
             torch.testing.assert_close(edited_after[name] - edited_base[name], after[name] - base[name], rtol=1e-4, atol=1e-6)
@@ -192,7 +192,7 @@ def test_edits_in_place_live_and_the_difference_is_added(workers, view):
 
 @VIEWS
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_replaced_storage_is_adopted(view, when):
+def test_replaced_storage_is_bound_again(view, when):
     model, twin = alone(net(), param_as_bucket_view=view), net()
     optimizer = SGD(list(twin.named_parameters()))
     if when == "after":
@@ -218,7 +218,7 @@ def test_replaced_storage_is_adopted(view, when):
 
 
 @VIEWS
-def test_replaced_storage_is_adopted_without_a_forward(view):
+def test_replaced_storage_is_bound_again_without_a_forward(view):
     model, twin = alone(net(), param_as_bucket_view=view), net()
     optimizer = SGD(list(twin.named_parameters()))
     loss(model, 0).backward()
@@ -251,7 +251,7 @@ def adopted_on_workers(rank: int, n: int) -> Any:
     return values(model)
 
 
-def test_adopted_parameters_go_on_mixing(workers):
+def test_rebound_parameters_continue_to_mix(workers):
     first, second = workers(2, adopted_on_workers)
     assert_same(first, second, 1e-6)
 
@@ -322,7 +322,7 @@ def test_state_dict_keeps_tensors_that_share_memory_apart():
     assert not torch.equal(model.state_dict()["a.weight"], model.state_dict()["b.weight"])
 
 
-def test_a_submodules_state_dict_settles_and_copies_too():
+def test_a_submodules_state_dict_makes_the_pending_update_and_copies():
     model = alone(net())
     loss(model, 0).backward()
     model.set_accumulate_grad(True)
@@ -538,7 +538,7 @@ def test_an_update_after_an_average_that_was_not_reverted(workers):
         assert_same(mean, after)
 
 
-def test_buffers_are_left_alone_unless_asked():
+def test_buffers_do_not_change_unless_asked():
     model = alone(WithBuffers())
     loss(model, 0).backward()
     model.global_avg()
@@ -565,7 +565,7 @@ def evaluate_on_one(rank: int, n: int) -> int:
     return model.stats().rounds
 
 
-def test_an_evaluation_on_one_worker_blocks_nobody(workers):
+def test_an_evaluation_on_one_worker_blocks_no_other(workers):
     assert workers(2, evaluate_on_one) == [4, 4]
 
 

@@ -329,7 +329,7 @@ def load_in_the_middle(rank: int, n: int) -> list[np.ndarray]:
     return [train_and_load(rank, case, loads, **options[i % 3]) for i, (case, loads) in enumerate(LOADS)]
 
 
-def test_a_load_begins_anew(workers):
+def test_a_load_resets_the_rules_state(workers):
     """A load of all parameters or of some, and a mean for good: the anchor is what was loaded, and the momentum zero."""
     results = workers(4, load_in_the_middle)
     for i, (case, loads) in enumerate(LOADS):
@@ -417,7 +417,7 @@ def expected(rank: int, rounds: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("then", [{}, MANY, {"param_as_bucket_view": False}], ids=str)
 @pytest.mark.parametrize("first", [{}, MANY], ids=str)
-def test_what_is_learnt_of_edges_is_saved(counting, first, then):
+def test_compression_state_of_edges_is_saved(counting, first, then):
     job = Job({"topology": "varying", "compression": "counting", "rule": OuterNesterov(), **first})
     stops = (0, 1, 4, 5)
     through = run_replicas(4, lambda at: run_through(job, at, at.rank, 8, stops), timeout=20)
@@ -439,7 +439,7 @@ def test_what_is_learnt_of_edges_is_saved(counting, first, then):
             assert end == {name: expected(rank, 8) for name in names}, (stop, rank)
 
 
-def test_what_is_learnt_of_edges_is_in_files_and_ends_with_the_edges(counting, tmp_path):
+def test_compression_state_is_in_files_and_ends_with_the_edges(counting, tmp_path):
     job = Job({"topology": "varying", "compression": "counting"})
     names = dict(net().named_parameters()).keys()
 
@@ -468,7 +468,7 @@ def test_what_is_learnt_of_edges_is_in_files_and_ends_with_the_edges(counting, t
         assert run_replicas(n, going_on("complete", how), timeout=20) == [{}] * n
 
 
-def test_a_wire_that_learns_nothing_saves_nothing():
+def test_a_compression_without_state_saves_none():
     def work(at: InProcessTransport) -> Any:
         found = []
         for compression in (None, "bfloat16", "int8"):

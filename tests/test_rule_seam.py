@@ -120,7 +120,7 @@ def far_apart(rank: int, n: int) -> tuple[list[Any], int, int, int]:
     return log, rejected, total, 6
 
 
-def test_a_rejected_run_is_a_round_without_a_difference(workers):
+def test_a_rejected_block_is_a_round_without_a_difference(workers):
     for log, rejected, total, rounds in workers(2, far_apart):
         came = check_log(log, total, rounds, 1)
         assert came[0] == {False}
@@ -164,7 +164,7 @@ def test_rounds_without_a_step_are_rounds(workers):
         assert [came[t] for t in range(6)] == [{True}, {False}, {False}, {True}, {True}, {True}]
 
 
-def test_one_worker_tells_its_rule_of_every_round():
+def test_one_worker_calls_its_rule_in_every_round():
     for options in ({}, {"overlap": False, "mix_every": 2, "bucket_size_in_mb": 1e-6}):
         Recorder.begin()
         model = alone(net(), rule=Recorder(), **options)
@@ -179,7 +179,7 @@ def test_one_worker_tells_its_rule_of_every_round():
 
 
 @pytest.mark.parametrize("compression", [None, "int8"])
-def test_the_simulator_tells_the_rule_of_every_round(compression):
+def test_the_simulator_calls_the_rule_in_every_round(compression):
     TopologyReg.registry["varying"] = Varying
     for topology, h in (("varying", 1), ("complete:3,ring", 2)):
         Recorder.begin()
@@ -304,7 +304,7 @@ class Watching(torch.optim.SGD):
         self.shown.append([p.comm_buffer.clone() for group in self.param_groups for p in group["params"]])
 
 
-def test_hooks_of_optimizers_are_shown_what_was_proposed():
+def test_hooks_of_optimizers_see_the_proposals():
     """On a lossy compression as on a lossless one."""
 
     def work(transport: Any, compression: str | None) -> Any:
@@ -385,7 +385,7 @@ def test_equal_rules_are_agreed_on_and_hide_no_other_difference(workers):
         assert f"the settings differ between workers: {name} is " in message
 
 
-def test_what_is_no_rule_is_refused(workers):
+def test_objects_that_are_no_rule_are_refused(workers):
     for rules, kind, message in WRONG:
         want = (kind, message)
         with pytest.raises(TypeError) as caught:

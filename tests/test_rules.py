@@ -80,7 +80,7 @@ def test_two_workers_with_weight_one_half_meet_in_the_middle():
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
-def test_a_pull_of_zero_takes_nothing(bad):
+def test_a_difference_of_zero_changes_nothing(bad):
     own = randn(4)
     for sent, others in ((own, torch.full_like(own, bad)), (torch.full_like(own, bad), own)):
         [mixed] = mix([own], [sent], [others], 0.0)
@@ -98,7 +98,7 @@ def test_how_the_list_is_cut_does_not_matter(sizes, pull, dtype):
     assert torch.equal(torch.cat(cut), whole)
 
 
-def test_an_edit_in_between_survives():
+def test_an_edit_between_steps_survives():
     before, others = randn(6, seed=1), randn(6, seed=2)
     sent = before.clone()
     edited = before.clamp(-0.1, 0.1)

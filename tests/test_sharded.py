@@ -184,7 +184,7 @@ def seeded(rank: int, n: int) -> tuple[dict[str, Any], float]:
     return made, shift
 
 
-def test_what_is_not_sharded_is_of_all_workers(workers):
+def test_tensors_that_are_not_sharded_are_of_all_workers(workers):
     """Buffers and frozen parameters start as worker 0's, whatever each worker's seed, and a buffer's mean is over all."""
     found = workers(4, seeded, timeout=120)
     for made, shift in found:

@@ -277,7 +277,7 @@ GOOD: dict[str, Callable[[], Any]] = {
 }
 
 
-def test_what_is_refused_and_what_is_taken(workers):
+def test_refused_and_accepted_arguments(workers):
     outcomes = workers(4, body, timeout=150)
     for name, (_, kind, text) in BAD.items():
         for rank, (errors, _) in enumerate(outcomes):

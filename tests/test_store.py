@@ -114,12 +114,12 @@ def one_is_killed(rank: int, n: int) -> list[int]:
     return found
 
 
-def test_who_was_killed_is_known_to_be_gone(workers):
+def test_a_killed_worker_is_known_to_be_gone(workers):
     outcomes = workers.outcomes(3, one_is_killed)
     assert [outcome.value for outcome in outcomes] == [[1], None, [1]]
 
 
-def test_a_thread_that_has_left_is_known_to_be_gone():
+def test_a_thread_that_has_ended_is_known_to_be_gone():
     def work(transport: InProcessTransport) -> list[int]:
         if transport.rank == 1:
             return []

@@ -326,7 +326,7 @@ def test_contract_of_one():
     control(InProcessTransport())
 
 
-def test_idle_workers_are_left_alone():
+def test_idle_workers_get_no_messages():
     def work(transport: InProcessTransport) -> list[Any]:
         counted = transport._exchanger = Counted(transport.exchanger)
         torch.manual_seed(0)
@@ -574,7 +574,7 @@ def leavers(rank: int, n: int, size: int, abruptly: bool) -> str:
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("abruptly", [False, True])
-def test_who_leaves_first_breaks_nobody(workers, size, abruptly):
+def test_a_worker_that_exits_first_breaks_no_other(workers, size, abruptly):
     n = 6
     for _ in range(2):
         outcomes = workers.outcomes(n, leavers, size, abruptly)

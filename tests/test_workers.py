@@ -298,7 +298,7 @@ def refused(rank: int, n: int) -> Any:
     return found
 
 
-def test_what_is_refused_is_refused_on_all_workers_alike(workers):
+def test_errors_at_construction_are_the_same_on_all_workers(workers):
     began = time.monotonic()
     results = workers(3, refused)
     assert time.monotonic() - began < 20
@@ -593,7 +593,7 @@ def save_what_is_left(rank: int, n: int, windows: bool) -> Any:
 
 
 @pytest.mark.parametrize("windows", [False, True])
-def test_after_a_failure_what_is_there_can_be_saved(workers, windows):
+def test_after_a_failure_the_replica_can_be_saved(workers, windows):
     outcomes = workers.outcomes(2, save_what_is_left, windows, group_timeout=10)
     assert outcomes[0].value == (6, 6), outcomes[0]
 
@@ -648,7 +648,7 @@ def late_group(rank: int, n: int, how: str) -> Any:
 
 
 @pytest.mark.parametrize(("how", "kind"), [("silent", "PeerTimeoutError"), ("gone", "PeerLostError")])
-def test_a_group_that_cannot_be_connected_names_who_is_missing(workers, how, kind):
+def test_a_group_that_cannot_be_connected_names_the_missing_workers(workers, how, kind):
     """Nobody listens where worker 0 said that it would, or it does not answer."""
     found = [outcome.value for outcome in workers.outcomes(3, late_group, how, group_timeout=2)]
     for outcome in found[1:]:
@@ -717,7 +717,7 @@ def last_exchange(rank: int, n: int, closes: list[bool]) -> Any:
 
 
 @pytest.mark.parametrize("closes", [[True] * 3, [False] * 3, [False, True, True], [False, False, True]])
-def test_a_worker_that_finishes_first_breaks_nobody(workers, closes):
+def test_a_worker_that_finishes_first_breaks_no_other(workers, closes):
     for _ in range(3):
         assert all(workers(3, last_exchange, closes))
 
