@@ -10,9 +10,9 @@ to a worker's backward. To these three rows together: the part of a step that st
 'alternating-exp-ring' against what data sheets promise), and the links of a node (the fewest that let 'one-peer-exp' be so
 near to 'alternating-exp-ring'). The other six rows are predicted.
 
-Taken as given: 65 million parameters in float32 and 25,000 tokens a step; NCCL; forward a third of the computation; SGP
+Taken as given: 65 million parameters in float32 and 25,000 tokens per step; NCCL; forward a third of the computation; SGP
 overlapped as 'one-peer-exp' is (an exchange that began after the step and blocked would be too slow for two of the three rows
-that are fitted). The structure was chosen with the whole table in sight, the constants were not.
+that are fitted). The structure was chosen with knowledge of the whole table, the constants were not.
 
 Prints the tables and writes them as results/plan.json, plan.md and plan.png.
 """
@@ -76,7 +76,7 @@ def lab_cluster(setup: Setup) -> Cluster:
 
 
 def check_lab(results: Path = RESULTS) -> list[Cell]:
-    """Every measured contender of DDP and of this library."""
+    """Predicts every measured contender of DDP and of this library."""
     optimizer = json.loads((results / "optim.json").read_text())["forms"]["torch AdamW, fused"]["ms"]
     cells = []
     for name in LAB_SETUPS:
@@ -99,7 +99,7 @@ def check_lab(results: Path = RESULTS) -> list[Cell]:
 
 PARAMS, TOKENS = 65e6, 25e3
 FLOP = 6 * PARAMS * TOKENS  # of a step on all workers together: Kaplan et al., arXiv 2001.08361, section 2.1
-ADAM_BYTES = 28  # a parameter and step: gradient, parameter and two moments are read, the last three written, in float32
+ADAM_BYTES = 28  # per parameter and step: gradient, parameter and two moments are read, the last three written, in float32
 CONTENDERS = ("all-reduce", "SGP", "one-peer-exp", "alternating-exp-ring")
 
 
@@ -160,8 +160,8 @@ class Fit:
         fixed_ms: of a step, whatever the number of workers (launches, small batches); one for all clusters.
         efficiency: the share of the data sheet's rate that goes with it.
         ports: links of a node; one for all clusters.
-        shared_ms: by cluster: of the step at the fewest workers, what is divided by more of them.
-        extra_ms: by cluster and contender: what the exchange adds to the backward.
+        shared_ms: by cluster: the part of the step at the fewest workers that more workers divide.
+        extra_ms: by cluster and contender: the time that the exchange adds to the backward.
     """
 
     fixed_ms: float
@@ -190,7 +190,7 @@ def paper_prediction(name: str, n: int, contender: str, fit: Fit) -> tuple[float
 
 
 def _solve(predicted: Callable[[float], float], measured: float, most: float) -> float:
-    """Where from 0 to ``most`` the prediction, which grows, is what was measured; 0 if it is above it there already."""
+    """The argument in [0, ``most``] at which the growing prediction equals the measurement; 0 if it is above it already."""
     low, high = 0.0, most
     if predicted(low) >= measured:
         return low
@@ -273,7 +273,7 @@ def wrong_orders(cells: Iterable[Cell], least: float = 0.03) -> list[str]:
     return wrong
 
 
-# -- what is written --------------------------------------------------------------------------------------------------
+# -- output -----------------------------------------------------------------------------------------------------------
 
 
 def make_lab_table(cells: Sequence[Cell]) -> str:
@@ -285,7 +285,7 @@ def make_lab_table(cells: Sequence[Cell]) -> str:
 
 
 def make_paper_table(cells: Sequence[Cell]) -> str:
-    """A row a cluster and number of workers: measured, predicted and error of each contender."""
+    """One row per cluster and number of workers: measured, predicted and error of each contender."""
     lines = [f"| cluster | workers | {' | '.join(CONTENDERS)} |", "| --- | ---: |" + " ---: |" * len(CONTENDERS)]
     rows: dict[tuple[str, int], dict[str, Cell]] = {}
     for cell in cells:

@@ -46,12 +46,12 @@ class Run(TypedDict):
 
 
 class Line(TypedDict):
-    """A contender in the table; medians over its runs, but for the worst step.
+    """A contender in the table; medians over its runs, except for the worst step.
 
     Attributes:
         mean_ms: time of all timed steps / their number, the mean over workers.
         median_ms: over all steps of all workers.
-        worst_ms: the longest step of any worker in any run. A worker that sits a round out waits for two in the next.
+        worst_ms: the longest step of any worker in any run. A worker that sits out a round waits for two in the next.
         worst_round_ms: the longest time in any run between the ends of two steps of the slowest worker.
         busy_ms: processor time per step of one worker, all its threads together; other programs disturb it little.
         bytes_per_step: sent by a node, by the counters of its link, with headers.
@@ -89,7 +89,7 @@ def make_run(results: Sequence[Mapping[str, Any]], local: int) -> Run:
         worst=max(every),
         worst_round=max(end - start for start, end in itertools.pairwise(done)),
         busy=fmean(result["busy"] / len(result["ms"]) for result in results),
-        # A node's workers read the same counter; the first of them speaks.
+        # The workers of a node read the same counter, so the first one is enough.
         sent=fmean(result["bytes"] / len(result["ms"]) for result in results[::local]),
         memory=[result["memory"] for result in results],
     )

@@ -112,7 +112,7 @@ def write_lines(
     for axes, (title, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
         for name, points in lines.items():
             x, y = zip(*points, strict=True)
-            colour, dashes = STYLES[name]  # dashes, as lines that lie on each other must both be seen
+            colour, dashes = STYLES[name]  # dashes, because both of two equal lines must be visible
             style = {"color": colour, "linestyle": dashes, "linewidth": 1.8}
             axes.plot(x, y, marker="o" if powers else None, markersize=4, label=name, **style)
         if powers:
@@ -199,7 +199,7 @@ def one_worker(settings: Simulation) -> Simulation:
 
 
 def uneven_data(out: Path, seeds: Sequence[int]) -> None:
-    """Accuracy by topology, by optimizer and by how unevenly the classes are dealt out."""
+    """Accuracy by topology, by optimizer and by the unevenness of the classes."""
     contenders = {"all samples in one batch": one_worker(UNEVEN)}
     for name in [*names_that_fit(UNEVEN.n, UNEVEN.local_world_size), *COMPOSED]:
         contenders[name] = replace(UNEVEN, topology=name)
@@ -257,7 +257,7 @@ def workers(out: Path, seeds: Sequence[int]) -> None:
 
 
 def step_times(out: Path, seeds: Sequence[int]) -> None:
-    """Predicted steps by the number of workers, of a job whose workers compute as long whatever their number."""
+    """Predicted steps by the number of workers, for a job whose workers compute equally long for any number of them."""
     lines: list[dict[str, Any]] = []
     for (cluster, local, inter), n in itertools.product(CLUSTERS, PLANNED):
         links = Cluster(n, local, inter, INTRA, backend="nccl" if local > 1 else "gloo")

@@ -153,7 +153,7 @@ def make_markdown(headings: list[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def verdict(lines: list[Line]) -> list[str]:
-    """The two promises, judged by the table, in words."""
+    """Whether the table keeps the two promises, as text."""
     baseline = {line["optimizer"]: line for line in lines if line["contender"] == BASELINE}
     others = [line for line in lines if line["contender"] != BASELINE]
 
@@ -184,7 +184,7 @@ def write_results(events: list[dict[str, Any]], out: Path) -> list[Line]:
     (out / "digits.json").write_text(json.dumps({**plan, "table": lines}, indent=1) + "\n")
     (out / "digits.md").write_text(make_markdown(HEADINGS, map(cells, lines)))
     (out / "digits_rows.json").write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
-    # A window of an epoch: the loss of single batches is noise.
+    # A window of one epoch, because the loss of single batches is noise.
     measured = [row["step"] for row in rows if row["consensus_distance"] is not None]
     plot_training(rows, out / "digits.png", title=f"Digits on {plan['workers']} workers", window=min(measured, default=1))
     return lines
@@ -195,7 +195,7 @@ def write_results(events: list[dict[str, Any]], out: Path) -> list[Line]:
 
 @contextmanager
 def workers(command: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """Runs a command that starts workers; whatever happens here, none of them is left behind.
+    """Runs a command that starts workers, and always ends them.
 
     Their stderr is shown after they have ended by themselves.
     """
@@ -229,7 +229,7 @@ def read_events(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
         if text.startswith("{"):
             yield json.loads(text)
         else:
-            print(text, end="", file=sys.stderr)  # somebody else's words
+            print(text, end="", file=sys.stderr)  # output of a worker
     if process.wait() != 0:
         raise SystemExit(f"The workers failed with exit code {process.returncode}: their output is above.")
 
@@ -262,7 +262,7 @@ def follow(
 
 def make_console() -> Console:
     console = Console()
-    return console if console.is_terminal else Console(width=110)  # a file has no width: do not cut the table for it
+    return console if console.is_terminal else Console(width=110)  # a file has no width, so the table must not be cut
 
 
 def run_workers(

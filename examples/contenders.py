@@ -78,7 +78,7 @@ def measure_step(config: Config, steps: int) -> float:
 
 
 def events(seeds: list[int], epochs: int, rounds: int, steps: int) -> Iterator[dict[str, Any]]:
-    """Everything that happens, in order. Called by all workers."""
+    """Yields all events in order. Called by all workers."""
     field = contenders(epochs)
     yield {
         "event": "plan",
@@ -107,7 +107,7 @@ def events(seeds: list[int], epochs: int, rounds: int, steps: int) -> Iterator[d
 
 
 def machine() -> str:
-    """This machine in words."""
+    """A description of this machine."""
     name = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     cores = 0

@@ -1,4 +1,4 @@
-"""Started by ``wires.py`` under torchrun: trains ``digits.py`` and ``characters.py`` with each wire.
+"""Started by ``wires.py`` under torchrun: trains ``digits.py`` and ``characters.py`` with each compression.
 
 Rank 0 writes events to stdout, one JSON object per line: first the plan, then one for each run that is done.
 """
@@ -41,7 +41,7 @@ def train(job: str, settings: dict[str, Any], epochs: int, steps: int) -> dict[s
 
 
 def events(seeds: list[int], topologies: list[str], epochs: int, steps: int) -> Iterator[dict[str, Any]]:
-    """Everything that happens, in order. Called by all workers."""
+    """Yields all events in order. Called by all workers."""
     field = [
         {"job": job, "topology": topology, "wire": wire, "seed": seed}
         for seed in seeds

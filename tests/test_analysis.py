@@ -1,4 +1,4 @@
-"""What the analysis says of topologies, against matrices, closed forms and the bytes of real workers."""
+"""The analysis of topologies against matrices, closed forms and the bytes of real workers."""
 
 from __future__ import annotations
 
@@ -274,7 +274,7 @@ def test_rate_of_a_topology_exact_after_several_periods(n):
 
 
 def test_rate_of_fast_topologies_is_no_rounding_error():
-    """Their error comes to rounding within some periods, too, but by shrinking."""
+    """Their error also reaches rounding within some periods, but by shrinking."""
 
     class Near(Topology):
         def _get_topo_edges(self) -> list[list[Edge]]:
@@ -285,7 +285,7 @@ def test_rate_of_fast_topologies_is_no_rounding_error():
 
 def test_decay_is_measured_down_to_rounding_and_no_further():
     class Slow(Topology):
-        """A factor of 0.25 a round, which comes to rounding in the 20th."""
+        """A factor of 0.25 per round, which reaches rounding in the 20th."""
 
         def round(self, t: int) -> list[Edge]:
             return [Edge([0, 1, 2], 0.5)]
@@ -294,7 +294,7 @@ def test_decay_is_measured_down_to_rounding_and_no_further():
 
 
 class Cycle(Topology):
-    """Its rounds are made one by one, and it says when they repeat."""
+    """Its rounds are made one by one, and it has a period."""
 
     asked = 0
 
@@ -343,7 +343,7 @@ def test_powers_find_the_round_that_step_by_step_finds(topology, epsilon):
 
 
 def traffic(topology: Topology) -> tuple[float, float, float]:
-    """By brute force: every message of the trees of as many pieces as make all turns equal."""
+    """By brute force: every message of the trees, with as many chunks as make all turns equal."""
     n, local, period = topology.world_size, topology.local_world_size, topology.period
     assert period is not None
     n_nodes = -(-n // local)
@@ -394,7 +394,7 @@ def test_figures_by_hand():
 
 
 def test_pairs_and_hierarchical_with_eight_workers_per_node():
-    """The point of 'hierarchical': one copy enters a node a round, and not eight."""
+    """The purpose of 'hierarchical': one copy enters a node per round, and not eight."""
     fan_in = {name: analyse(made(name, 48, 8)).fan_in for name in ("base-2", "hierarchical", "random-matching")}
     assert fan_in["hierarchical"] == 1
     assert fan_in["base-2"] == 8

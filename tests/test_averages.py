@@ -54,7 +54,7 @@ def averages(rank: int, n: int, decay: float, watched: bool) -> Any:
 
 
 def test_the_mean_of_the_averages_is_the_average_of_the_mean(workers):
-    """Against float64 on the means of the replicas at each step; exchanges under way are not disturbed."""
+    """Against float64 on the means of the replicas at each step; exchanges in flight are not disturbed."""
     decay = 0.8
     found = workers(4, averages, decay, True)
     expected: dict[str, Any] = {}
@@ -224,7 +224,7 @@ def test_a_revert_inside_puts_the_buffers_back_too():
             model.revert_global_avg()
             same(everything_of(model), own)
         same(everything_of(model), own)
-    # What is loaded inside is the replica's own from then on, buffers too.
+    # Values loaded inside are the replica's own from then on, also buffers.
     loaded = {name: value + 1 for name, value in model.state_dict().items()}
     with ema.averaged():
         model.load_state_dict(loaded)

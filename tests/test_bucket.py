@@ -217,7 +217,7 @@ def test_a_slot_views_a_payload_with_an_offset():
     assert view[1, 2].item() == 35.0 + 1 + 8
 
 
-# -- adoption --------------------------------------------------------------------------------------------------------------
+# -- rebinding -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("as_view", [True, False])
@@ -233,7 +233,7 @@ def test_replaced_storage_is_bound_again(as_view):
     if as_view:
         assert buffer.flat is not None
         assert params[0].data_ptr() == buffer.flat.data_ptr()
-    # What goes into the block reaches the parameters again.
+    # Writes to the buffer reach the parameters again.
     for t in buffer.values(by_parameter=False):
         t.add_(1)
     assert torch.equal(params[0].detach(), torch.full((2, 3), 6.0))

@@ -1,4 +1,4 @@
-"""Wires: what two messages say about the distance of two replicas, against float64."""
+"""Compressions: the differences between replicas that their messages give, against float64."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def encode(
 
 
 def decode(compression: Compression, sent: Tensor, received: Tensor) -> list[Tensor]:
-    """Differences by item, in float64; a run that is not told is filled with 12345."""
+    """Differences by tensor, in float64; a rejected block is filled with 12345."""
     found = [torch.full((tensor.numel,), 12345.0, dtype=torch.float64) for tensor in compression.tensors]
     for block, difference, unit in compression.differences(sent, received):
         if difference is None:
@@ -49,7 +49,7 @@ def decode(compression: Compression, sent: Tensor, received: Tensor) -> list[Ten
 
 
 class Pair:
-    """Two replicas that meet round after round; ``fresh``: as in the beginning of a training, else at any distance."""
+    """Two replicas that exchange round after round; ``fresh``: as at the start of training, else at any distance."""
 
     def __init__(self, a: Sequence[Tensor], b: Sequence[Tensor], kind: type[Compression] = Int8, fresh: bool = False) -> None:
         self.values = [list(a), list(b)]
@@ -273,7 +273,7 @@ def test_the_step_follows_the_distance(dtype):
         before = pair.step()
         [there], _ = pair.meet(round_)
         assert (there - (b.double() - a.double())).abs().max() <= 2 * before
-    # What is seen is off by two steps at most, and the margin is two: the step comes to rest where 127 of them hold that.
+    # The measured distance is off by two steps at most, and the margin is two: the step settles where 127 of them cover that.
     floor = 4 * max(largest) / 2**21
     assert pair.step() <= 2 * max(2 * distance / (127 - 4), floor)
     assert 127 * pair.step() >= 1.9 * distance
@@ -334,7 +334,7 @@ def test_rounding_is_drawn_by_round_rank_and_parameter():
     one = codes(3, 1, 5)
     assert codes(3, 1, 5) == one
     assert len({one, codes(4, 1, 5), codes(3, 2, 5), codes(3, 1, 6), codes(3 + 2**40, 1, 5)}) == 5
-    # Nor do two runs share it.
+    # Two blocks do not share it either.
     same = torch.full((2 * BLOCK,), 0.3)
     compression = compression_of([same], Int8)
     message = encode(compression, [same], [compression.hint([same])])
@@ -348,7 +348,7 @@ def narrow(steps: float, size: int = 64, dtype: torch.dtype = torch.float32) -> 
     return Pair([a], [a + steps])
 
 
-ONE = [bytes(1)] * 2  # announcements of a step of 2^0
+ONE = [bytes(1)] * 2  # hints of a step of 2^0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -470,7 +470,7 @@ def test_after_a_jump_the_next_exchange_is_wide_and_only_that_block_is_skipped(d
 
 
 def ahead(pair: Pair, rounds: int) -> list[tuple[list[Tensor], float]]:
-    """Rounds with announcements a round ahead, as training makes them; what one end found in each, and the step."""
+    """Rounds with hints one round ahead, as in training; the result of one end in each, and the step."""
     found, now = [], pair.send_hint()
     for round_ in range(rounds):
         coming = pair.send_hint()
@@ -496,13 +496,13 @@ def test_ranges_grow_to_any_distance(distance):
     for there, step in found:
         assert ((there[0] == 12345) | ((there[0] - (b.double() - a.double())).abs() <= 2.001 * step)).all()
     if distance == 0.3:
-        # A range that failed in two rounds, as the second was announced before the first had failed, is widened once.
+        # A range that failed in two rounds, because its second hint was sent before the first had failed, is widened once.
         assert mixed.index(True) == 2
         assert found[3][1] <= 2 * largest / 127
 
 
 def test_a_distant_peer_that_is_rarely_met_is_decoded():
-    """Two rounds with a near one, one with a far one, announced a round ahead: a wide range must outlast the near ones."""
+    """Two rounds with a near one, one with a far one, hinted one round ahead: a wide range must outlast the near ones."""
     a = randn(3000, 1)
     values = [[a], [a + 1e-4 * randn(3000, 2)], [a + 3e-3 * randn(3000, 3)]]
     compressions = [compression_of(value, Int8) for value in values]
@@ -619,7 +619,7 @@ def test_a_message_flags_values_that_are_not_finite(kind, dtype):
 
 
 def test_a_block_that_was_not_finite_recovers():
-    """What was learnt of the distance is as before."""
+    """The state of the distance is as before."""
     a = randn(50, 1)
     pair, steps = Pair([a], [a + 0.5]), []
     for round_ in range(4):
@@ -663,7 +663,7 @@ class Group:
             expect_the_most(compression, member)
 
     def meet(self, round_: int = 0, hints: list[bytes] | None = None, tree: bool = False) -> list[list[Tensor]]:
-        """Each member's differences to the mean; with a tree the last two are combined first."""
+        """Each member's differences to the mean; with a tree the last two are reduced first."""
         hints = hints or [compression.hint(m) for compression, m in zip(self.compressions, self.members, strict=True)]
         self.messages = [
             encode(w, m, hints, round_, i) for i, (w, m) in enumerate(zip(self.compressions, self.members, strict=True))

@@ -39,7 +39,7 @@ TEXTS = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
 NOT_RUN = {"CONTRIBUTING.md": 1, "docs/log.md": 4}
 # The reader's own files, which no command of ours has to find.
 THEIRS = {"train.py", "model.pt", "test.sbatch"}
-# What a Gossip does for its users.
+# The public members of a Gossip.
 CONTRACT = ["averaged", "average_", "consensus_distance", "stats", "join", "state_dict", "load_state_dict", "flush", "close"]
 
 
@@ -159,7 +159,7 @@ def test_the_quick_start_runs_under_torchrun(tmp_path):
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    # What the page shows is one worker's; the words are the same.
+    # The page shows the output of one worker; the text is the same.
     compare("under torchrun, README.md", first.code.replace("# > 1 worker:", "# > 2 workers:"), done.stdout)
     assert (tmp_path / "model.pt").is_file()
 
@@ -183,7 +183,7 @@ def test_the_page_of_sharded_replicas_shows_the_example(tmp_path):
 
 
 def side(diff: str, mark: str) -> str:
-    """One of the two files that a diff of a whole file holds."""
+    """One of the two files in a diff of a whole file."""
     return "".join(line[1:] or "\n" for line in diff.splitlines(keepends=True) if line[:1] in (mark, " ", "\n"))
 
 
@@ -321,7 +321,7 @@ def test_targets_in_the_text_exist(page):
 
 
 def anchors(page: Path) -> set[str]:
-    """What the headings of a page are linked by, as GitHub makes it of their text."""
+    """The anchors of a page's headings, as GitHub derives them from their text."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

@@ -95,13 +95,13 @@ def test_half_an_environment() -> None:
 
 
 class Slow(Exchanger):
-    """Takes as long as a link of this latency (one way, seconds) and rate (bytes a second)."""
+    """Takes as long as a link of this latency (one way, seconds) and rate (bytes per second)."""
 
     def __init__(self, inner: Exchanger, latency: float, rate: float) -> None:
         self._inner, self._latency, self._rate = inner, latency, rate
 
     def send_hint(self, edge: Edge, exchange_id: ExchangeId, text: bytes) -> None:
-        raise AssertionError("a lossless compression has nothing to announce")
+        raise AssertionError("a lossless compression sends no hints")
 
     def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
         assert edge == Edge(sorted(edge.ranks), 0.5)
@@ -167,7 +167,7 @@ def test_no_two_pairs_at_once_share_a_node(sizes: list[int]) -> None:
 
 
 def with_silent_nodes(rank: int, n: int) -> Any:
-    """Workers 0 and 1 on one node, 2 and 3 on another; what the two nodes send each other is lost on the way."""
+    """Workers 0 and 1 on one node, 2 and 3 on another; messages between the two nodes are lost."""
     exchange, waits = process_group.ProcessGroupTransport.start, []
 
     def start(self: Any, edge: Edge, request: ExchangeRequest) -> Handle:
@@ -200,7 +200,7 @@ def test_silent_nodes_are_abandoned_soon(workers: Any) -> None:
         assert [pair for pair, error in errors.items() if not error] == [(0, 1), (2, 3)]
         assert slots == [[(0, 1), (2, 3)], [(0, 2)], [(0, 3)], [(1, 2)], [(1, 3)]]
         assert took < 3 + 3 * 0.3 + 2
-    # Who meets the other node first waits for as long as was asked for; all others shortly.
+    # The first pair to reach the other node waits for the whole timeout, all others briefly.
     assert [waits for _, waits, _, _ in with_short] == [[3.0, 0.3], [0.3, 0.3], [3.0, 0.3], [0.3, 0.3]]
 
 
@@ -274,7 +274,7 @@ def test_a_file_that_cannot_be_written_does_not_suppress_the_report(workers: Any
     assert [code for code, *_ in results] == [1, 1]
     check(json.loads(results[0][1]), 2)
     assert re.fullmatch(MEASURING + r"decent-dp: /dev/full could not be written: No space left[^\n]+\n", results[0][2])
-    assert all(seconds < 10 for *_, seconds in results)  # in order: nobody waits for one that went
+    assert all(seconds < 10 for *_, seconds in results)  # in order: no worker waits for one that has exited
 
 
 class Gone(io.StringIO):
@@ -309,7 +309,7 @@ def test_a_worker_that_is_killed_meanwhile(workers: Any, who: int) -> None:
     assert outcomes[who].exitcode == 9
     results = [outcome.value for rank, outcome in enumerate(outcomes) if rank != who]
     assert [(code, out) for code, out, *_ in results] == [(1, "")] * 3
-    # One of those that are left has the word, and knows that the others only wait.
+    # One of the remaining workers reports, and knows that the others only wait.
     words = "".join(err for _, _, err, _ in results)
     before = "" if who == 0 else MEASURING
     assert re.fullmatch(before + rf"decent-dp: worker {who} is gone[^\n]+\n", words)
@@ -317,7 +317,7 @@ def test_a_worker_that_is_killed_meanwhile(workers: Any, who: int) -> None:
 
 
 def killed_with_the_store(rank: int, n: int, port: int) -> Any:
-    """Where no launcher keeps the store, worker 0 does."""
+    """Without a launcher that hosts the store, worker 0 hosts it."""
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=n)
     return killed_on_the_way(rank, n, 0)
@@ -371,7 +371,7 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-# -- the words -------------------------------------------------------------------------------------------------------------
+# -- the texts -------------------------------------------------------------------------------------------------------------
 
 
 def pairs(n: int, local: int) -> dict[tuple[int, int], Pair]:

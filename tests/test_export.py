@@ -186,7 +186,7 @@ def test_an_export_with_a_loader_has_the_statistics_of_the_mean_model(exported):
 
 WITHOUT_US = """
 import sys
-sys.modules["decent_dp"] = None  # whoever imports it now gets an ImportError
+sys.modules["decent_dp"] = None  # importing it now raises an ImportError
 import torch
 from torch import nn
 from safetensors.torch import load_file
@@ -393,7 +393,7 @@ def test_calibrate_of_one_worker_is_torchs():
 
 def test_calibrate_reads_no_batch_without_statistics():
     def loader() -> Any:
-        raise AssertionError("nobody should look")
+        raise AssertionError("no batch should be read")
         yield
 
     for module in (net(), nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3, track_running_stats=False))):

@@ -118,7 +118,7 @@ def test_loaded_optimizer_state_is_used():
     assert replica.stats().rounds == 4
 
 
-# -- on workers: what goes on around the steps -------------------------------------------------------------------------
+# -- on workers: events between the steps ------------------------------------------------------------------------------
 
 
 def seen(model: nn.Module) -> dict[str, Tensor]:
@@ -138,7 +138,7 @@ def observed(rank: int, n: int) -> Any:
         assert_same(seen(model), found["start"], 1e-7)
     replica.flush()
     train(model, optimizer, range(5), rank)
-    # On one worker only: nobody is waited for.
+    # On one worker only: it waits for no other.
     if rank == 1:
         model.eval()
         model(batch(0)[0])
@@ -214,7 +214,7 @@ def test_stats_and_repr_of_a_run(workers):
 
 
 def writes(rank: int, n: int) -> Any:
-    """Values that the user writes between steps: an edit lives on, and a load replaces."""
+    """Values that the user writes between steps: an edit survives, and a load replaces."""
     found: dict[str, Any] = {}
     for overlap in (True, False):
         model = net()
@@ -232,7 +232,7 @@ def writes(rank: int, n: int) -> Any:
         replica.flush()
         found["edit", overlap] = before, values(model)
 
-        # A load, of a part: the rest goes on.
+        # A partial load: the rest continues.
         train(model, optimizer, [3], rank)
         before = values(model)
         model[0].load_state_dict({"weight": torch.ones(12, 6), "bias": torch.zeros(12)})
@@ -242,7 +242,7 @@ def writes(rank: int, n: int) -> Any:
         assert torch.equal(after["0.bias"], torch.zeros(12))
         assert overlap != torch.equal(after["2.weight"], before["2.weight"])
 
-        # A load of all, twice: the loaded values go on, exactly.
+        # A load of all, twice: training continues from exactly the loaded values.
         train(model, optimizer, [4], rank)
         model.load_state_dict(net(7).state_dict())
         model.load_state_dict(net(8).state_dict())
@@ -262,7 +262,7 @@ def test_edits_survive_and_loads_replace(workers):
         for name in own:
             for rank, (mine, theirs) in enumerate([(own[name], other[name]), (other[name], own[name])]):
                 edited = mine * (2 if name.startswith("4.") else 1) + (1.0 + rank if name == "0.weight" else 0.0)
-                # What was sent after the last step is what was there before the edit.
+                # The values sent after the last step are those before the edit.
                 difference = (theirs - mine) / 2 if overlap else 0.0
                 torch.testing.assert_close(after[rank][name], edited + difference, rtol=0, atol=1e-6)
                 assert overlap != torch.equal(after[rank][name], edited)
@@ -328,7 +328,7 @@ def test_other_numbers_of_rounds_are_named_on_all(workers):
 
 
 def left(rank: int, n: int, how: str) -> Any:
-    """Nothing is kept of the call; and worker 0 is done first."""
+    """The result of the call is not kept, and worker 0 finishes first."""
     model = net()
     optimizer = SGD(model.parameters())
     kept = gossip(model, optimizer, topology="one-peer-exp")
@@ -349,7 +349,7 @@ def left(rank: int, n: int, how: str) -> Any:
 
 
 def test_workers_that_exit_early(workers):
-    """With and without close, kept or not: the same numbers, and nobody's last exchange breaks."""
+    """With and without close, kept or not: the same numbers, and no worker's last exchange breaks."""
     first = workers(4, left, "kept")
     for how in ("not kept", "closed", "dropped"):
         for a, b in zip(first, workers(4, left, how), strict=True):
@@ -493,7 +493,7 @@ def scaler_mistakes(rank: int, n: int, mistake: str, only: int | None) -> str:
             train(model, optimizer, [t], rank)
         else:
             scaler_step(scaler, model, optimizer, t, rank)
-    return "went on"
+    return "continued"
 
 
 MISTAKES = {

@@ -22,7 +22,7 @@ from tests.helpers import SGD, listening, loss, net
 
 pytestmark = pytest.mark.timeout(60)
 
-# What is handed to gossip(): a model, an optimizer and options.
+# Arguments of gossip(): a model, an optimizer and options.
 Given = tuple[Any, Any, dict[str, Any]]
 
 
@@ -31,7 +31,7 @@ def good(model: nn.Module, **options: Any) -> Given:
 
 
 def instead(optimizer: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Given]:
-    """Another thing in the place of the optimizer."""
+    """Another object in place of the optimizer."""
     return lambda model: (model, optimizer(model), {"topology": "ring"})
 
 
@@ -248,7 +248,7 @@ def threads() -> set[str]:
 
 
 def attempt(given: Given) -> tuple[str, str]:
-    """The error of one call, which comes soon and leaves no thread and no port behind."""
+    """The error of one call, which is raised soon and leaves no thread and no port behind."""
     model, optimizer, options = given
     before, began = (threads(), listening()), time.monotonic()
     found = error_of(lambda: decent_dp.gossip(model, optimizer, **options))
@@ -334,7 +334,7 @@ def test_arguments_of_one_worker_are_named_on_all(workers):
 
 
 def without_a_collector(rank: int, n: int) -> Any:
-    """No error holds itself, and with it the connections."""
+    """No error references itself, which would keep the connections."""
     gc.disable()
     assert trains(net(), rank)
     before, found = listening(), []

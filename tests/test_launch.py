@@ -118,7 +118,7 @@ def test_one_node_uses_loopback():
         ("4(x2),3", 2, 3),
         ("2,1(x3),5", 3, 1),
         ("2,1(x3),5", 4, 5),
-        (None, 0, 4),  # said by nobody: eight tasks on two nodes
+        (None, 0, 4),  # given by no variable: eight tasks on two nodes
     ],
 )
 def test_tasks_per_node(counts, node, expected):
@@ -132,7 +132,7 @@ def test_tasks_per_node(counts, node, expected):
         (TORCHRUN, {"MASTER_ADDR": None}, "MASTER_ADDR or MASTER_PORT is not"),
         (TORCHRUN, {"MASTER_PORT": None}, "MASTER_ADDR or MASTER_PORT is not"),
         (TORCHRUN, {"LOCAL_RANK": None}, "LOCAL_RANK is missing"),
-        # Every worker would train alone, without a word.
+        # Every worker would silently train alone.
         (TORCHRUN, {"RANK": None}, "RANK"),
         (TORCHRUN, {"WORLD_SIZE": None}, "WORLD_SIZE"),
         (TORCHRUN, {"RANK": "zero"}, "RANK must be a whole number, got 'zero'"),
@@ -206,7 +206,7 @@ def test_torchrun_and_gpus(machine, gpus, backend, device):
     assert machine.start(TORCHRUN) == (3, 8)
     assert (machine.backend, machine.device) == (backend, device)
     assert (machine.options["rank"], machine.options["world_size"]) == (3, 8)
-    # What torch's env:// reads.
+    # The variables that torch's env:// reads.
     assert machine.environ["MASTER_ADDR"] == "node0"
     assert machine.environ["MASTER_PORT"] == "29400"
 

@@ -25,7 +25,7 @@ AdamW = torch.optim.AdamW
 
 
 def groups(named: Any, **of_biases: Any) -> Optimizer:
-    """AdamW with the biases in a group of their own."""
+    """AdamW with the biases in their own group."""
     weights, biases = ([param for name, param in named if ("bias" in name) is bias] for bias in (False, True))
     return AdamW([{"params": weights}, {"params": biases, **of_biases}], lr=0.1, weight_decay=0.1)
 
@@ -236,7 +236,7 @@ class SaysItself(TwoInOne):
 
 
 def saves(kind: Any, wrapped: bool) -> tuple[str, str]:
-    """What a save says before the first step, and after it."""
+    """The errors of a save before the first step, and after it."""
     model = net()
     if wrapped:
         wrapper = alone(model, kind)
@@ -293,7 +293,7 @@ def test_advice_for_optimizers_inside_an_optimizer():
 
 @pytest.mark.parametrize("kind", [TwoInOne, InAList, InADict])
 def test_a_step_that_makes_a_round_does_not_warn(kind):
-    """The real optimizers are given, and the home-made one steps them."""
+    """The real optimizers are passed, and the home-made one steps them."""
     model = net()
     two = kind(model.parameters())
     inner = two._all or (two.inner.values() if isinstance(two.inner, dict) else two.inner)
@@ -332,10 +332,10 @@ def test_optimizers_indexed_before_the_first_update():
     for empty in (model.optimizers, model._optims, model.lr_schedulers, model._lr_schedulers):
         assert isinstance(empty, list)
         assert (bool(empty), empty[:], list(empty)) == (False, [], [])
-    held = model._optims
+    kept = model._optims
     loss(model, 0).backward()
-    assert held[0] is model.optimizers[0]
-    assert model._lr_schedulers == [None] * len(held)
+    assert kept[0] is model.optimizers[0]
+    assert model._lr_schedulers == [None] * len(kept)
     with pytest.raises(IndexError, match="pass lr_scheduler_fn"):
         model.lr_schedulers[0]
 

@@ -1,4 +1,4 @@
-"""Edges over NCCL, by a communicator that only notes what it is asked for."""
+"""Edges over NCCL, by a communicator that only records its calls."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_group_that_fails_names_the_others():
 
 
 class OnGpu(Tensor):
-    """On the CPU, and says that it is on a GPU."""
+    """A tensor on the CPU that claims to be on a GPU."""
 
     @property
     def is_cuda(self) -> bool:  # type: ignore[override]

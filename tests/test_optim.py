@@ -402,7 +402,7 @@ def test_complex_parameters_are_refused(cls: type) -> None:
 
 
 def copies(params: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
-    """The optimizer carried over in every way there is, each with parameters of its own."""
+    """The optimizer carried over in every way there is, each with its own parameters."""
     cls, options = type(optimizer), {k: v for k, v in optimizer.defaults.items() if k != "differentiable"}
     yield copy.deepcopy(optimizer)
     yield pickle.loads(pickle.dumps(optimizer))
@@ -458,7 +458,7 @@ def test_loads_older_state_dicts() -> None:
 
 
 def test_hooks_around_loading_are_kept() -> None:
-    """A user's pre-hook may exchange the dict, and their post-hook has the last word."""
+    """A user's pre-hook may exchange the dict, and their post-hook decides."""
     params = parameters(0, torch.bfloat16, [(3,)])
     optimizer = AccumAdam(params)
     feed(optimizer, gradients(1, 0, [(3,)]))

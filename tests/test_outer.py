@@ -50,7 +50,7 @@ class Case:
     edited: bool = False
 
     def edges(self, t: int, n: int) -> Any:
-        """Of update t; None where nobody mixes. Turns of a composed topology start anew."""
+        """The edges of update t; None if no worker mixes. The parts of a composed topology begin with their first round."""
         name, at = self.topology, t
         if ":" in name:
             first, last = name.split(",")

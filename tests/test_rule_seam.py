@@ -29,7 +29,7 @@ SOME = partial(torch.optim.SGD, lr=0.05)
 
 
 def check_log(log: list[Any], total: int, rounds: int, pending: int) -> dict[int, set[bool]]:
-    """Every element had every round, once by each verb and in order; the last ``pending`` ones only by ``propose``.
+    """Every element had every round, once by each method and in order; the last ``pending`` ones only by ``propose``.
 
     Returns:
         For each round whether something came, for the elements.
@@ -107,7 +107,7 @@ def test_a_rule_is_called_for_every_round(workers):
 
 
 def far_apart(rank: int, n: int) -> tuple[list[Any], int, int, int]:
-    """int8 cannot tell differences so much larger than what it expects; then the runs are rejected."""
+    """int8 cannot tell differences so much larger than it expects; then the blocks are rejected."""
     Recorder.begin()
     model = DecentralizedDataParallel(
         Bag(0), partial(torch.optim.SGD, lr=0.0), topology="one-peer-exp", compression="int8", rule=Recorder()
@@ -160,7 +160,7 @@ def test_rounds_without_a_step_are_rounds(workers):
         check_log(log, total, 7, 1)
     for log, total in workers(2, skipped):
         came = check_log(log, total, 7, 1)
-        # The factor is that of the moment at which the mix is made: in updates 2 and 3, those of rounds 1 and 2.
+        # The factor is that at the time of the mix: in updates 2 and 3, those of rounds 1 and 2.
         assert [came[t] for t in range(6)] == [{True}, {False}, {False}, {True}, {True}, {True}]
 
 
@@ -242,7 +242,7 @@ def test_numbers_do_not_depend_on_how_buckets_are_cut(workers):
 
 
 def hinted(rank: int, rule: Rule | None, transport: Any = None, **options: Any) -> tuple[np.ndarray, list[np.ndarray], int]:
-    """Parameters in the end, the exponents that were announced after each update, and the runs that were rejected."""
+    """Parameters in the end, the exponents that were hinted after each update, and the rejected blocks."""
     model = DecentralizedDataParallel(
         Bag(0), SOME, topology="one-peer-exp", compression="int8", rule=rule, transport=transport, **options
     )

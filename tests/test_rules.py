@@ -1,4 +1,4 @@
-"""Rules, and the law that they are built on, against NumPy in float64."""
+"""Rules, and their law, against NumPy in float64."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 def mix(own: list[Tensor], sent: list[Tensor], others: list[Tensor], pull: float) -> list[Tensor]:
-    """With differences as a compression would find them: in float32 at least."""
+    """With differences as a compression decodes them: in float32 at least."""
     own = [t.clone() for t in own]
     wider = [torch.promote_types(t.dtype, torch.float32) for t in own]
     differences = [o.to(w) - s.to(w) for o, s, w in zip(others, sent, wider, strict=True)]
@@ -120,7 +120,7 @@ def test_propose_changes_nothing_and_apply_writes_in_place():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_wider_differences_are_rounded_once(dtype):
-    """A difference that the replica's dtype could not hold beside a large value still counts in full."""
+    """A difference too small for the replica's dtype beside a large value still counts in full."""
     own, difference = torch.full((4,), 3.0, dtype=dtype), torch.full((4,), 1 / 3, dtype=torch.float64)
     apply_rule(RULE, own, {}, difference.clone(), 0.75, ROUND)
     assert torch.equal(own, torch.full((4,), 3.25, dtype=dtype))

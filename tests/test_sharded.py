@@ -117,7 +117,7 @@ def uneven(run: Any) -> None:
 
 
 def skipped(run: Any) -> None:
-    """A forward without a backward, and one that is looked at inside averaged(), which an error leaves."""
+    """A forward without a backward, and one inside averaged(), which ends with an error."""
     for t in range(6):
         if t == 3:
             run.looked_at(t)

@@ -1,4 +1,4 @@
-"""Optimizer state by parameter name: it fits other buckets, and going on is as if nothing had happened."""
+"""Optimizer state by parameter name: it fits other buckets, and a resumed run equals an undisturbed one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def nested(optimizer: Any) -> Any:
 
 
 def two_rates(params: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
-    """Groups by layer, so that a bucket may hold either or both, in either order."""
+    """Groups by layer, so that a bucket may have either or both, in either order."""
     first = [p for name, p in params if name.startswith("0.")]
     rest = [p for name, p in params if not name.startswith("0.")]
     groups = [{"params": rest}, {"params": first, "lr": 0.02, "momentum": 0.5}]
@@ -64,7 +64,7 @@ SETUPS: dict[str, dict[str, Any]] = {
 
 
 def train(model: DecentralizedDataParallel, steps: range) -> list[list[float]]:
-    """The learning rates that each step left behind, by parameter."""
+    """The learning rates after each step, by parameter."""
     rates = []
     for t in steps:
         loss(model, t).backward()
@@ -79,7 +79,7 @@ def rates_of(model: DecentralizedDataParallel) -> list[float]:
 
 
 def restarted(saved: tuple[Any, Any], setup: dict[str, Any], size: float, *, early: bool) -> DecentralizedDataParallel:
-    """A new run that goes on from ``saved``, loaded before or after its first update."""
+    """A new run that resumes from ``saved``, loaded before or after its first update."""
     model = alone(net(seed=9), bucket_size_in_mb=size, **setup)
     if not early:
         train(model, range(50, 52))  # something else has been here
@@ -115,7 +115,7 @@ def test_resuming(name, sizes):
 
 
 def other_rates(params: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
-    """As ``two_rates``, after somebody has edited the script."""
+    """As ``two_rates``, in an edited script."""
     optimizer = two_rates(params)
     for group in optimizer.param_groups:
         group["lr"] *= 3
@@ -311,7 +311,7 @@ def test_a_scaler_on_one_side_only():
 
 
 def test_a_scaler_saved_before_the_first_update():
-    """What was scaled down already stays so, though no optimizer has anything to save."""
+    """A scale that was reduced stays so, although no optimizer has state to save."""
     model, scaler = scaled(ONE, 1024.0)
     scaler.scale(torch.ones(()))
     saved = through_a_file(model.optim_state_dict())
@@ -348,7 +348,7 @@ def test_state_of_another_model(early):
     for wrong in ({}, {"state": {}}, [], None, torch.optim.SGD(net().parameters()).state_dict()):
         with pytest.raises(ValueError, match=r"optim_state_dict|no trainable|holds nothing|by parameter number"):
             model.load_optim_state_dict(wrong)
-    # What is refused leaves nothing behind.
+    # A refused load changes nothing.
     after = model.optim_state_dict()
     assert after["param_groups"] == before["param_groups"]
     for name, state in before["state"].items():
@@ -384,7 +384,7 @@ def test_saved_before_the_first_update():
 
 
 def test_the_round_is_resumed():
-    """It is set before the first update only, and a dict without one says nothing."""
+    """It is set before the first update only, and a dict without one does not change it."""
     saved = through_a_file(saved_state())
     model = alone(net(), SGD)
     model.load_optim_state_dict(saved)
@@ -469,7 +469,7 @@ def test_empty_groups_and_cyclic_schedules(early, schedule):
 
 
 def test_an_empty_group_takes_the_options_of_others_of_its_number():
-    """Whatever the buckets are: the first group of the first bucket is what users look at."""
+    """For any buckets, because users read the first group of the first bucket."""
 
     def rates(model: DecentralizedDataParallel) -> set[tuple[float, ...]]:
         found = set()
@@ -518,7 +518,7 @@ def test_an_empty_group_does_not_represent_the_others():
 
 @pytest.mark.parametrize("early", [True, False])
 def test_loaded_states_get_the_strides_of_their_parameters(early):
-    """A file need not keep strides; and the caller may be about to infer."""
+    """A file need not keep strides, and the caller may be in inference mode."""
 
     def turned(seed: int) -> nn.Module:
         model = net(seed)

@@ -1,4 +1,4 @@
-"""The workbench's committed tables are what its commands give, and what the pages show."""
+"""The committed tables of the workbench equal its commands' results and those on the pages."""
 
 from __future__ import annotations
 
