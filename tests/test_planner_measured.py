@@ -14,7 +14,6 @@ import pytest
 from benchmarks import plan as bench
 from benchmarks.plan import LAB_BOUND, LAB_SETUPS, PAPER, PAPER_BOUND, Cell
 from decent_dp.planner import Choice, Cluster, Job, Link, predict
-from decent_dp.plots import PredictionRow, plot_predictions
 
 
 @cache
@@ -126,12 +125,9 @@ def test_the_committed_tables_are_these() -> None:
 
 
 def test_the_figure_shows_every_cell(tmp_path: Path) -> None:
-    rows = [
-        PredictionRow(panel="a", run="ddp", measured_ms=10, predicted_ms=11, fitted=False),
-        PredictionRow(panel="a", run="ring", measured_ms=20, predicted_ms=19, fitted=True),
-        PredictionRow(panel="b", run="ddp", measured_ms=10, predicted_ms=10, fitted=False),
-    ]
-    figure = plot_predictions(rows, tmp_path / "plan.png", bounds={"a": 0.15})
+    cells = [bench.Cell("8x1", "ddp", 8, 10, 11, False, ""), bench.Cell("8x1", "ring", 8, 20, 19, True, "")]
+    other = [bench.Cell("A40", "ddp", 8, 10, 10, False, "")]
+    figure = bench.draw({"a": (cells, 0.15, "setup"), "b": (other, 0.2, "contender")}, tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     drawn = [
         (float(x), round(float(y), 6))
@@ -141,8 +137,6 @@ def test_the_figure_shows_every_cell(tmp_path: Path) -> None:
         for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)
     ]
     assert sorted(drawn) == [(10, 0), (10, 10), (20, -5)]
-    with pytest.raises(ValueError, match="no rows"):
-        plot_predictions([])
 
 
 # -- the doctor's file -------------------------------------------------------------------------------------------------

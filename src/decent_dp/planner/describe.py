@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from decent_dp._checks import check_integer
+from decent_dp._checks import check_choice, check_integer
 from decent_dp.topo import Topology
 
 __all__ = ["COMPRESSIONS", "Choice", "Cluster", "Job", "Link", "Prediction"]
@@ -101,8 +101,7 @@ class Cluster:
         for name, link in (("inter", self.inter), ("intra", self.intra)):
             if not isinstance(link, Link):
                 raise ValueError(f"Cluster: {name} must be a Link, got {link!r}: write Link(latency_s, bytes_per_s)")
-        if self.backend not in BACKENDS:
-            raise ValueError(f"Cluster: backend must be 'gloo' or 'nccl', got {self.backend!r}")
+        check_choice("Cluster: backend", self.backend, BACKENDS)
         if not isinstance(self.slow_nodes, Mapping):
             raise ValueError(f"Cluster: slow_nodes must be a mapping, got {self.slow_nodes!r}: write {{0: 2.0}}")
         for node, factor in self.slow_nodes.items():
@@ -118,10 +117,11 @@ class Cluster:
         return rank // self.local_world_size
 
     @classmethod
-    def from_measured(cls, path: str | Path, *, backend: str = "gloo") -> Cluster:
+    def from_measured(cls, path: str | Path, *, backend: str | None = None) -> Cluster:
         """The cluster that ``decent-dp doctor --out FILE`` measured and wrote to ``path``.
 
         A node's rate is that of the best of its pairs with other nodes; nodes with a link slower than most are ``slow_nodes``.
+        ``backend``: None for the one that was measured.
 
         Raises:
             ValueError: the file cannot be read, is not the doctor's, or lacks something; in one line, with what to do.
@@ -130,7 +130,7 @@ class Cluster:
 
         found = read_measured(path)
         found |= {name: Link(*found[name]) for name in ("inter", "intra")}
-        return cls(**found, backend=backend)
+        return cls(**found | ({} if backend is None else {"backend": backend}))
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,9 @@ def read_measured(path: str | Path) -> dict[str, Any]:
         rate = _matrix(data, "mbit_s", n, 1e-3, 1e9)
     except ValueError as error:
         refuse(str(error))
-    return _summarize(n, local, latency, rate)
+    # The doctor may write a backend per kind of device.
+    backend = "nccl" if "nccl" in str(data.get("backend")) else "gloo"
+    return {**_summarize(n, local, latency, rate), "backend": backend}
 
 
 def _matrix(data: dict[str, Any], name: str, n: int, least: float, most: float) -> list[list[float]]:
