@@ -65,9 +65,9 @@ class RoundTraffic:
 
 def capacities(cluster: Cluster) -> tuple[list[float], list[float]]:
     """Bytes per second of every link: in all, and for one flow."""
-    own = [cluster.inter.bytes_per_s / cluster.slow_nodes.get(node, 1.0) for node in range(cluster.n_nodes)]
+    between = [cluster.inter.bytes_per_s] * (2 * cluster.n_nodes)
     inside = [cluster.intra.bytes_per_s] * (2 * cluster.world_size)
-    return [cluster.ports * rate for rate in own * 2] + inside, [cluster.flow_ports * rate for rate in own * 2] + inside
+    return [cluster.ports * rate for rate in between] + inside, [cluster.flow_ports * rate for rate in between] + inside
 
 
 def _ways(cluster: Cluster, *, node: int | None = None, rank: int | None = None) -> tuple[int, int]:
