@@ -200,7 +200,7 @@ def measure(plan: Plan, console: Console) -> Measured:
                     console.print(f"  {contender.name}: {error}", soft_wrap=True)
                     continue
                 runs[contender].append(run)
-                console.print(f"  {contender.name}: {run['mean']:.0f} ms a step")
+                console.print(f"  {contender.name}: {run['mean']:.0f} ms per step")
         return Measured(runs, errors, lab.congestion_control())
 
 

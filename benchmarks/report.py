@@ -201,7 +201,7 @@ def print_table(console: Console, title: str, lines: Sequence[Line]) -> None:
 
 def make_markdown(lines: Sequence[Mapping[str, Any]]) -> str:
     """The table of the documents: the columns that users compare."""
-    headings = ["contender", "mean ms", "worst ms", "MB a step and node", "memory, x params", "limit ms"]
+    headings = ["contender", "mean ms", "worst ms", "MB per step and node", "memory, x params", "limit ms"]
     headings += ["vs DDP", "vs 0.2.3", "vs limit"]
     rows = [headings, ["---", *["---:"] * (len(headings) - 1)]]
     for line in lines:

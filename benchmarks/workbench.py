@@ -211,7 +211,7 @@ def uneven_data(out: Path, seeds: Sequence[int]) -> None:
             found = simulated(replace(settings, optimizer=optimizer, lr=lr, alpha=alpha), seeds)
             lines.append({"contender": name, "optimizer": optimizer, "alpha": alpha, **found})
     columns = list(itertools.product(RATES, ALPHAS))
-    headings = ["contender", "kB a worker sends a step"]
+    headings = ["contender", "kB sent per worker and step"]
     headings += [f"{optimizer}, {'even' if alpha is None else f'α = {alpha:g}'}" for optimizer, alpha in columns]
     rows = []
     for name in contenders:

@@ -34,7 +34,7 @@ _TORCHRUN = "torchrun --standalone --nproc-per-node 4 -m decent_dp doctor"
 _MATRIX, _COLUMNS = 16, 8
 _SHOWN_PAIRS = 10
 _MOST_SECONDS = 3600.0
-# What a slot takes more than it was given, to begin and to gather.
+# Seconds of a slot beside its measurement, to begin and to gather.
 _AROUND_A_SLOT = 0.05
 _TCP_SETTINGS = Path("/proc/sys/net/ipv4")
 # Microseconds one way from which workers count as far apart.

@@ -70,11 +70,6 @@ class TopologyMeta(ABCMeta):
     """Checks the rounds after the whole ``__init__`` of a subclass, wherever in it ``super().__init__`` is called."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        if cls.round is Topology.round and cls._get_topo_edges is Topology._get_topo_edges:  # type: ignore[attr-defined]
-            raise TypeError(
-                f"{cls.__name__} does not say who mixes with whom: implement _get_topo_edges(self) -> list[list[Edge]] "
-                "(one list per round), or round(self, t) -> list[Edge] if the rounds do not repeat"
-            )
         topology = super().__call__(*args, **kwargs)
         if isinstance(topology, Topology):
             topology._check()
@@ -134,7 +129,10 @@ class Topology(metaclass=TopologyMeta):
 
     def _get_topo_edges(self) -> Sequence[list[Edge]]:
         """All rounds of the period, one list of edges per round. Called once."""
-        raise NotImplementedError(f"{type(self).__name__} has no periodic form")
+        raise TypeError(
+            f"{type(self).__name__} does not say who mixes with whom: implement _get_topo_edges(self) -> list[list[Edge]] "
+            "(one list per round), or round(self, t) -> list[Edge] if the rounds do not repeat"
+        )
 
     def round(self, t: int) -> list[Edge]:
         """The edges of round ``t`` ≥ 0; every rank is in exactly one of them.
