@@ -353,4 +353,3 @@ def analyse(topology: Topology, *, payload: float = 1.0, epsilon: float = 1e-3, 
     found = Analysis(topology._title(), n, local, period, exact, gap, rate, reached, epsilon, **cost)
     sizes = {name: payload * getattr(found, name) for name in ("sent_by_worker", "sent_by_node", "fan_in")}
     return replace(found, **sizes)
-

@@ -226,14 +226,11 @@ class Topology(metaclass=TopologyMeta):
         """The last part of a composition, and the number of updates from one of its mixes to the next."""
         return self, 1
 
-    def edges_ahead(self, limit: int) -> list[Edge]:
+    def _edges_ahead(self, limit: int) -> list[Edge]:
         """This rank's edges in the first ``limit`` rounds of the period, to connect before the first round.
 
         As many on every worker. Empty for a topology without a period.
         """
-        return self._edges_ahead(limit)
-
-    def _edges_ahead(self, limit: int) -> list[Edge]:
         return [self.get_edge(t) for t in range(min(self.period or 0, limit))]
 
     def title(self) -> str:
