@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from decent_dp.cli.inputs import BadInputError, make, require, writable, writing
+from decent_dp.cli.inputs import BadInputError, make, refusing, require, writable, writing
 from decent_dp.cli.screen import figures, number, progress_console, say, size, table, write_json
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def simulate(
 
     from decent_dp.sim.experiment import DATA, Simulation, run
 
-    with _in_options():
+    with refusing():
         settings = Simulation(
             data=data,
             topology=topology,
@@ -99,18 +99,6 @@ def simulate(
         return 0
     sys.stderr.write(f"decent-dp: diverged by step {diverged:,}: lower --lr\n")
     return 1
-
-
-@contextmanager
-def _in_options() -> Iterator[None]:
-    """Errors of a setting name its option."""
-    try:
-        yield
-    except (ValueError, TypeError) as error:
-        from decent_dp.sim.experiment import Simulation
-
-        name, _, words = str(error).partition(" ")
-        raise BadInputError(f"--{name.replace('_', '-')} {words}" if hasattr(Simulation, name) else str(error)) from error
 
 
 def _sound(row: Row) -> bool:
