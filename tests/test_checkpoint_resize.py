@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from decent_dp.checkpoint.files import Shard, shard_name
-from decent_dp.checkpoint.resize import HOW, combined, resized, sources
+from decent_dp.checkpoint.resize import HOW, combined, sources
 from decent_dp.errors import CheckpointError
 from tests.small_checkpoints import write_tree
 
@@ -58,7 +58,7 @@ def saved(folder: Path, trees: Sequence[Any]) -> Iterator[list[Shard]]:
 
 def mean_of(folder: Path, trees: Sequence[Any]) -> dict[str, Any]:
     with saved(folder, trees) as readers:
-        tree = resized(readers, 0, 3, "mean")
+        tree = combined(readers)
     assert tree["random"] is None
     assert tree["snapshot"]["exchange"] is None
     return tree
@@ -398,7 +398,7 @@ def test_from_n_to_m(tmp_path, n, m, how):
     wide = np.stack([w.double().numpy() for w in weights])
     with saved(tmp_path, trees) as readers:
         for i in range(m):
-            tree = resized(readers, i, m, how)
+            tree = combined([readers[j] for j in sources(n, i, m, how)])
             if how == "mean":
                 group = list(range(n))
             else:
@@ -420,7 +420,7 @@ def test_the_mean_keeps_the_mean(tmp_path):
     """Any dealing of 6 replicas to 3 workers keeps their mean, in float64."""
     weights = [torch.randn(50, dtype=torch.float64) for _ in range(6)]
     with saved(tmp_path, [state(parameters={"w": w}) for w in weights]) as readers:
-        dealt = [resized(readers, i, 3, "spread")["snapshot"]["parameters"]["w"] for i in range(3)]
+        dealt = [combined([readers[j] for j in sources(6, i, 3, "spread")])["snapshot"]["parameters"]["w"] for i in range(3)]
     np.testing.assert_allclose(torch.stack(dealt).mean(0).numpy(), torch.stack(weights).mean(0).numpy(), rtol=1e-13, atol=1e-15)
 
 
@@ -443,7 +443,7 @@ def test_one_tensor_of_one_worker_at_a_time(tmp_path, monkeypatch):
 
     with saved(tmp_path, trees) as readers:
         monkeypatch.setattr(Shard, "__getitem__", watched)
-        tree = resized(readers, 0, 2, "mean")
+        tree = combined(readers)
     assert len(alive) == 5 * n
     assert most <= 3  # the first worker's, the one before and this one
     assert len(tree["snapshot"]["parameters"]) == 5
