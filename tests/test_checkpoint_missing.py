@@ -9,6 +9,7 @@ import random
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,8 @@ def test_disks_that_were_renumbered_are_named(tmp_path):
         model = DecentralizedDataParallel(net(), SGD, topology="ring", transport=transport)
         save(model, tmp_path / f"disk{transport.rank}")
         transport.control.gather(None)
-        found = [error_of(lambda: load(model, tmp_path / f"disk{1 - transport.rank}", resize=how)) for how in (None, "mean")]
+        other = tmp_path / f"disk{1 - transport.rank}"
+        found = [error_of(partial(load, model, other, resize=how)) for how in (None, "mean")]
         model.close()
         return found
 

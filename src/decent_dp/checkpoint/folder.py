@@ -190,7 +190,7 @@ def look(path: Path) -> tuple[Path, Sight]:
             n, ranks = _look_at(root / name)
             if ranks or len(sight.steps) < _MOST:
                 sight.steps[name] = n, ranks
-                done = done or name == sight.hint or missing_rank(name, [sight]) is None
+                done = done or missing_rank(name, [sight]) is None
             if done and len(sight.steps) >= _MOST:
                 break
         if not sight.steps and (old := _folders(root, _OLD_NAME)):
