@@ -152,6 +152,26 @@ def test_disks_that_were_renumbered_are_named(tmp_path):
         assert "start the workers where they were, with the same ranks" in text
 
 
+def test_copies_of_a_shard_that_differ_are_named(tmp_path):
+    """Each worker's disk has all shards, and not the same ones."""
+
+    def work(transport: InProcessTransport) -> Any:
+        model = DecentralizedDataParallel(net(), SGD, topology="ring", transport=transport)
+        path = save(model, tmp_path / "disk0").path
+        transport.control.gather(None)
+        if transport.rank == 0:
+            shutil.copytree(tmp_path / "disk0", tmp_path / "disk1")
+            craft(tmp_path / "disk1" / path.name, 0, lambda tree: {**tree, "state": {"other": 1}})
+        transport.control.gather(None)
+        found = error_of(lambda: load(model, tmp_path / f"disk{transport.rank}", resize="mean"))
+        model.close()
+        return found
+
+    for kind, text in run_replicas(2, work, 20):
+        assert kind == "CheckpointError"
+        assert "workers 0 and 1 see different files worker-0000.safetensors in " in text
+
+
 def test_parameters_are_read_without_a_run(tmp_path):
     def work(transport: InProcessTransport) -> Any:
         torch.manual_seed(transport.rank)
