@@ -398,7 +398,7 @@ def test_keys_that_cannot_be_saved(key):
 def test_cycles_and_depth():
     cycle: dict[str, Any] = {"a": []}
     cycle["a"].append(cycle)
-    with pytest.raises(TypeError, match=r"^extra\['a'\]\[0\] contains itself"):
+    with pytest.raises(TypeError, match=r"^extra\['a'\]\[0\]\['a'\]\[0\]\['a'\] is nested .*, or contains itself"):
         encode(cycle, "extra")
     shared = [1]
     assert there_and_back([shared, shared]) == [[1], [1]]  # twice is no cycle

@@ -82,7 +82,6 @@ class _Encoder:
         self.tensors: dict[str, Tensor] = {}
         self._where = where
         self._path: list[Any] = []
-        self._open: set[int] = set()
         # An object that occurs twice is one tensor in the file. Kept alive, so that no other object gets its id.
         self._seen: dict[int, tuple[Any, Any]] = {}
 
@@ -117,17 +116,11 @@ class _Encoder:
     def _container(self, kind: type, value: Any) -> Any:
         if kind not in _CONTAINERS:
             raise self._refuse(value, "save its state_dict() or plain values")
-        if id(value) in self._open:
-            raise TypeError(f"{self._name()} contains itself: save plain values")
         if len(self._path) >= _MAX_DEPTH:
-            raise TypeError(f"{self._name()} is nested more than {_MAX_DEPTH} levels deep: save flatter values")
-        self._open.add(id(value))
-        try:
-            return self._members(kind, value)
-        finally:
-            self._open.discard(id(value))
-
-    def _members(self, kind: type, value: Any) -> Any:
+            del self._path[5:]
+            raise TypeError(
+                f"{self._name()} is nested more than {_MAX_DEPTH} levels deep, or contains itself: save flatter values"
+            )
         if kind in (list, tuple, torch.Size, deque):
             members = [self._inside(i, member) for i, member in enumerate(value)]
             if kind is deque:
@@ -169,13 +162,13 @@ class _Encoder:
         return {"!tensor": [key, _dtype_name(tensor.dtype), list(tensor.shape)]}
 
     def _array(self, array: np.ndarray[Any, Any]) -> Any:
-        if type(array) not in (np.ndarray, np.memmap) or array.dtype.kind not in _ARRAY_KINDS or not array.dtype.itemsize:
+        if type(array) not in (np.ndarray, np.memmap) or not _is_plain(array.dtype):
             raise self._refuse(array, "save plain arrays of numbers or text", what=f"{type(array).__name__} of {array.dtype}")
         raw = np.array(array, order="C").reshape(-1).view(np.uint8)
         return {"!array": [self._add(torch.from_numpy(raw), ""), array.dtype.str, list(array.shape)]}
 
     def _scalar(self, value: np.generic) -> Any:
-        if value.dtype.kind not in _ARRAY_KINDS or not value.dtype.itemsize:
+        if not _is_plain(value.dtype):
             raise self._refuse(value, "save plain values")
         return {"!scalar": [value.dtype.str, value.tobytes().hex()]}
 
@@ -201,6 +194,10 @@ class _Encoder:
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _is_plain(dtype: np.dtype[Any]) -> bool:
+    return dtype.kind in _ARRAY_KINDS and dtype.itemsize > 0
 
 
 # -- decode ----------------------------------------------------------------------------------------------------------------
@@ -283,12 +280,12 @@ class _Decoder:
 
     def _container(self, tag: str, body: Any, depth: int) -> Any:
         if tag in ("!dict", "!counter"):
-            made = _unique([(_key(key), self.value(member, depth + 1)) for key, member in map(_pair, _list(body))])
+            made = _unique([(_key(key), self.value(member, depth + 1)) for key, member in _list(body)])
             return Counter(made) if tag == "!counter" else made
         if tag == "!tuple":
             return tuple(self.value(member, depth + 1) for member in _list(body))
         if tag == "!deque":
-            members, longest = _pair(body)
+            members, longest = body
             return deque((self.value(member, depth + 1) for member in _list(members)), longest)
         raise ValueError(f"{tag!r} is not a kind of value")
 
@@ -299,12 +296,12 @@ class _Decoder:
             if tag == "!array":
                 key, dtype, shape = body
                 flat: np.ndarray[Any, Any] = self._get(key).numpy()
-                return flat.view(_numpy_dtype(dtype)).reshape(_shape(shape))
+                return flat.view(_numpy_dtype(dtype)).reshape(shape)
             indices, values, shape, coalesced = body
             sparse = torch.sparse_coo_tensor(
                 self._tensor(indices["!tensor"]),
                 self._tensor(values["!tensor"]),
-                _shape(shape),
+                shape,
                 is_coalesced=coalesced or None,
                 check_invariants=True,
             )
@@ -320,7 +317,7 @@ class _Decoder:
         if isinstance(body, str):
             return self._get(body)
         key, dtype, shape = body
-        return self._get(key).view(_torch_dtype(dtype)).reshape(_shape(shape))
+        return self._get(key).view(_torch_dtype(dtype)).reshape(shape)
 
 
 def _list(body: Any) -> list[Any]:
@@ -329,22 +326,10 @@ def _list(body: Any) -> list[Any]:
     return body
 
 
-def _pair(body: Any) -> list[Any]:
-    if len(_list(body)) != 2:
-        raise ValueError("a pair was expected")
-    return list(body)
-
-
 def _key(key: Any) -> Any:
     if type(key) not in (str, int):
         raise ValueError(f"{str(key)[:40]!r} cannot be a key")
     return key
-
-
-def _shape(body: Any) -> tuple[int, ...]:
-    if not all(type(n) is int and 0 <= n < 1 << 63 for n in _list(body)):
-        raise ValueError("a shape has an entry that is not a size")
-    return tuple(body)
 
 
 def _torch_dtype(body: Any) -> torch.dtype:
@@ -358,13 +343,13 @@ def _numpy_dtype(body: Any) -> np.dtype[Any]:
     if not isinstance(body, str) or len(body) > 20:
         raise ValueError("a dtype was expected")
     dtype = np.dtype(body)
-    if dtype.kind not in _ARRAY_KINDS or not dtype.itemsize:
+    if not _is_plain(dtype):
         raise ValueError(f"{dtype} cannot be the dtype of a saved array")
     return dtype
 
 
 def _numpy_scalar(body: Any) -> Any:
-    name, bits = _pair(body)
+    name, bits = body
     dtype, raw = _numpy_dtype(name), bytes.fromhex(bits)
     if len(raw) != dtype.itemsize:
         raise ValueError(f"{len(raw)} bytes are not a {dtype}")
