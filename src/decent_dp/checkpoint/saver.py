@@ -330,11 +330,12 @@ class Saver(Listener):
         random = random_states(replica.model)  # after it: a pending update may draw
         text, tensors = encode({"snapshot": snapshot, "random": random, "state": dict(state)}, "")
         root = self._roots.setdefault(os.path.realpath(path), _Root())
-        name = folder.step_name(snapshot["round"], root.attempt, number, self._transport.run_id)
+        rank, n = self._transport.rank, self._transport.world_size
+        name = folder.step_name(snapshot["round"], root.attempt, number, self._transport.run_id, n)
         root.known.add(name)
         replicas = [list(workers) for workers in replica.replicas.workers] if replica.replicas.shards > 1 else None
         model = model_signature(replica.model)
-        record = Record(name, self._transport.rank, self._transport.world_size, snapshot["round"], model, replicas)
+        record = Record(name, rank, n, snapshot["round"], model, replicas)
         keys = {id(tensor): key for key, tensor in tensors.items()}
         trained = {name: keys[id(snapshot["parameters"][name])] for name in replica.parameters.names}
         return _Job(Saving(path / name), number, root, keep, record, trained), text, tensors
@@ -368,7 +369,7 @@ class Saver(Listener):
         root.may_take_over = False
         # Killed runs have left them. A folder with a new shard belongs to a run that still writes into it.
         folder.remove(path, [name for name, ranks in root.abandoned.items() if folder.ranks_in(path / name) == ranks])
-        newest = next((name for name in folder.steps_in(path, None) if name in root.complete), None)
+        newest = next((name for name in folder.steps_in(path) if name in root.complete), None)
         if newest is not None:
             job.prune(newest)
 
