@@ -63,8 +63,8 @@ def test_a_save_that_is_refused_does_not_overtake_those_before_it(tmp_path, monk
         return found
 
     began = time.monotonic()
-    found = run_replicas(2, work, 8)
-    assert time.monotonic() - began < 8
+    found = run_replicas(2, work, 20)
+    assert time.monotonic() - began < 15
     assert [path for path, _ in found] == [found[0][0]] * 2
     assert found[0][0] is not None
     assert [kind for _, (kind, _) in found] == ["TypeError", "TypeError"]

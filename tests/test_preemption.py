@@ -506,9 +506,11 @@ def test_leaving_waits_only_for_a_while_for_a_store_that_hangs(monkeypatch):
         loss(model, 0).backward()
         store.answers.clear()
         vote = stop._vote
+        time.sleep(0.4)  # it looks for a request, and hangs
         began = time.monotonic()
     assert 0.2 < time.monotonic() - began < 2
     assert not inner.check(["preemption/1/votes/0"])
+    loss(model, 1).backward()
     store.answers.set()
     assert vote is not None
     vote._thread.join(10)
