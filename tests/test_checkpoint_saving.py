@@ -62,9 +62,10 @@ def test_a_save_that_is_refused_does_not_overtake_those_before_it(tmp_path, monk
         model.close()
         return found
 
+    loss(alone(net()), 0).backward()  # the first one of a process loads torch's compiler, which takes seconds
     began = time.monotonic()
     found = run_replicas(2, work, 20)
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 10
     assert [path for path, _ in found] == [found[0][0]] * 2
     assert found[0][0] is not None
     assert [kind for _, (kind, _) in found] == ["TypeError", "TypeError"]
