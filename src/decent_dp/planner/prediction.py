@@ -41,7 +41,7 @@ _CODING_NS: dict[str, dict[str | None, float]] = {
 }
 
 
-Rates = npt.NDArray[np.float64]  # seconds a step of each worker
+Rates = npt.NDArray[np.float64]  # seconds per step of each worker
 
 
 def most_buckets_of(world_size: int) -> int:
