@@ -22,15 +22,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.setups import Contender, Setup
 from decent_dp.planner import Choice, Cluster, Job, Link, predict
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["LAB_SETUPS", "OUTSIDE", "PAPER", "Cell", "Fit", "check_lab", "check_paper", "fit_paper", "wrong_orders"]
 
@@ -326,6 +329,42 @@ def as_json(lab: Sequence[Cell], paper: Sequence[Cell], fit: Fit) -> dict[str, A
     return {"fit": constants, "wrong_orders": wrong_orders(paper), "lab": rows(lab), "paper": rows(paper)}
 
 
+def draw(panels: Mapping[str, tuple[Sequence[Cell], float, str]], path: Path) -> Figure:
+    """Relative errors of predictions against the measured step, fitted steps hollow, and the bound as background.
+
+    Each panel: its cells, the bound, and the attribute of a cell that decides its colour.
+    """
+    from decent_dp.plots import COLOURS, new_figure, written
+
+    figure = new_figure(5.5 * len(panels), 4.2)
+    for axis, (title, (cells, bound, by)) in zip(
+        figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
+    ):
+        axis.axhspan(-100 * bound, 100 * bound, color="0.94", zorder=0)
+        axis.axhline(0, color="0.6", linewidth=0.8, zorder=1)
+        names = [getattr(cell, by) for cell in cells]
+        for index, name in enumerate(dict.fromkeys(names)):
+            colour = COLOURS[index % len(COLOURS)]
+            for fitted in (False, True):
+                own = [cell for cell, of in zip(cells, names, strict=True) if of == name and cell.fitted is fitted]
+                face, label = ("white", None) if fitted else (colour, name)
+                points = [cell.measured_ms for cell in own], [100 * cell.error for cell in own]
+                axis.plot(*points, "o", color=colour, markerfacecolor=face, label=label)
+        if any(cell.fitted for cell in cells):
+            axis.plot([], [], "o", color="0.4", markerfacecolor="white", label="fitted")
+        axis.set_xscale("log")
+        axis.xaxis.set_major_formatter("{x:.0f}")
+        axis.xaxis.set_minor_formatter("{x:.0f}")
+        axis.tick_params(axis="x", which="both", labelsize=8)
+        axis.set_title(title, loc="left", fontsize=10)
+        axis.set_xlabel("measured step, ms")
+        axis.set_ylabel("predicted against measured, %")
+        axis.spines[["top", "right"]].set_visible(False)
+        # Below the axes: its dots look like points.
+        axis.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3)
+    return written(figure, path)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; 1 if an order is wrong, or a cell outside its bound of which that was not known."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plan", description=(main.__doc__ or "").strip())
@@ -339,20 +378,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out.mkdir(parents=True, exist_ok=True)
     (out / "plan.json").write_text(json.dumps(as_json(lab, paper, fit), indent=2, ensure_ascii=False) + "\n")
     (out / "plan.md").write_text(tables)
-    from decent_dp.plots import PredictionRow, plot_predictions
-
-    rows = [
-        PredictionRow(
-            panel=panel,
-            run=cell.contender if panel == "published clusters" else cell.setup,
-            measured_ms=cell.measured_ms,
-            predicted_ms=cell.predicted_ms,
-            fitted=cell.fitted,
-        )
-        for panel, cells in (("network lab", lab), ("published clusters", paper))
-        for cell in cells
-    ]
-    plot_predictions(rows, out / "plan.png", bounds={"network lab": LAB_BOUND, "published clusters": PAPER_BOUND})
+    draw({"network lab": (lab, LAB_BOUND, "setup"), "published clusters": (paper, PAPER_BOUND, "contender")}, out / "plan.png")
     far = [cell for cells, bound in ((lab, LAB_BOUND), (paper, PAPER_BOUND)) for cell in cells if abs(cell.error) > bound]
     unknown = [cell for cell in far if (cell.setup, cell.workers, cell.contender) not in OUTSIDE]
     for cell in far:

@@ -477,10 +477,10 @@ def test_an_odd_number_of_workers_that_mixes_now_and_then():
     [
         ({"payload": -1.0}, ValueError, r"payload must be a size, at least 0, got -1\.0"),
         ({"payload": math.nan}, ValueError, "payload must be a size"),
-        ({"payload": "1"}, TypeError, "payload must be a number, got '1'"),
+        ({"payload": "1"}, TypeError, "payload must be a size, at least 0, got '1'"),
         ({"epsilon": 0.0}, ValueError, r"epsilon must be between 0 and 1, got 0\.0"),
         ({"epsilon": 1}, ValueError, "epsilon must be between"),
-        ({"epsilon": True}, TypeError, "epsilon must be a number, got True"),
+        ({"epsilon": True}, TypeError, "epsilon must be between 0 and 1, got True"),
         ({"limit": 0}, ValueError, "limit must be a whole number, at least 1, got 0"),
         ({"limit": 1.5}, TypeError, "limit must be a whole number, at least ."),
     ],

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from decent_dp.backward.units import Unit
 from decent_dp.replica.hidden_state import has_own_state_dict
 from decent_dp.replica.optimizers import exact_state, is_like
-from decent_dp.replica.state_checks import check_alike, check_param_state
+from decent_dp.replica.state_checks import check_alike, check_param_states
 
 __all__ = ["check_optim_state", "collect_optim_state", "load_optim_state"]
 
@@ -166,9 +166,9 @@ def load_optim_state(units: Sequence[Unit], state_dict: dict[str, Any], *, exact
     for unit in units:
         names, optimizer = _names(unit), unit.optimizer
         if exact:
-            for group in optimizer.param_groups:
-                for param in group["params"]:
-                    check_param_state(optimizer, param, state_dict["state"].get(names[id(param)], {}), names[id(param)])
+            members = [names[id(param)] for group in optimizer.param_groups for param in group["params"]]
+            state, groups = state_dict["state"], state_dict["param_groups"]
+            check_param_states(optimizer, [(name, state.get(name, {}), groups[name]) for name in members])
             _check_shapes(optimizer, names, state_dict["state"])
         _load_optimizer(optimizer, names, state_dict)
         with torch.inference_mode(False), torch.no_grad():
