@@ -89,7 +89,7 @@ def matrix(edges: list[dict[str, Any]], n: int) -> npt.NDArray[np.float64]:
 
 
 def traffic(rounds: list[list[dict[str, Any]]], n: int, local: int) -> tuple[float, float, float]:
-    """Copies: a worker a step, a node a step to others, the most into one node in one round."""
+    """Copies: per worker and step, per node and step to others, the most into one node in one round."""
     worker, between, most = 0.0, 0.0, 0.0
     for edges in rounds:
         into = np.zeros(n // local)

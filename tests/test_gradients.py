@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from decent_dp.ddp import DecentralizedDataParallel
 from tests.helpers import SGD, alone, assert_same, batch, loss, net, plain, values
 
-TINY = 1e-6  # MiB: a bucket a parameter
+TINY = 1e-6  # MiB: one bucket per parameter
 SIZES = pytest.mark.parametrize("bucket_size_in_mb", [25, 0.0005, TINY], ids=["one", "some", "each"])
 
 

@@ -77,7 +77,7 @@ def test_ddp_hides_all_but_its_last_bucket() -> None:
 
 
 def test_ddp_waits_for_the_slowest_of_all() -> None:
-    """Without bytes a step is the mean of the largest of n draws."""
+    """Without bytes, a step is the mean of the largest of n draws."""
     work = job(jitter=0.1)
     found = predict(cluster(16), work, Choice("ddp"), steps=400)
     draws = np.random.default_rng(5).standard_normal((100_000, 16)).max(axis=1)

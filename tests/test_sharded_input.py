@@ -309,7 +309,7 @@ def test_replicas_are_whole_disjoint_and_of_one_size():
     assert Replicas.of(cards).workers == ((0, 2), (1, 3))
     assert Replicas.of(cards).peers_of(3) == [2, 3]
     assert Replicas.of(cards).place_of(2) == (0, 1)
-    # Two workers a node: 0 and its peer 1 share one. Where a replica has its node for itself, 0 and its peer 2 do not.
+    # Two workers per node: 0 and its peer 1 share one. If each replica has its own node, 0 and its peer 2 do not.
     assert Replicas.of(cards).peers_on_node(0, 2) == 2
     assert Replicas.of([card(0, 0, 1), card(1, 0, 1), card(2, 2, 3), card(3, 2, 3)]).peers_on_node(0, 2) == 1
     # As given, where replicas are whole: users may say that nodes are smaller or larger than they are.

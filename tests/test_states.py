@@ -16,7 +16,7 @@ from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.optim import AccumAdamW, lr_scheduler_fn_cosine_with_warmup, optim_fn_accum_adamw, optim_fn_adamw
 from tests.helpers import SGD, alone, assert_same, batch, loss, net, values
 
-ONE, MANY, SOME = 25, 1e-6, 500 / 2**20  # of net(): one bucket, one a parameter, and in between
+ONE, MANY, SOME = 25, 1e-6, 500 / 2**20  # of net(): one bucket, one per parameter, and in between
 
 
 def sequential(optimizer: Any) -> Any:

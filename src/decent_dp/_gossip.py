@@ -64,8 +64,8 @@ def gossip(
 ) -> Gossip:
     """Makes ``model`` a replica that mixes with its neighbours after each ``optimizer.step()``. Called by all workers.
 
-    The model stays the same module and the optimizer stays the user's; so do ``loss.backward()``, clipping, accumulation,
-    schedulers, EMA and logging. Parameters and buffers become those of rank 0. Replicas differ from then on: evaluate and save
+    The model stays the same module. The optimizer, ``loss.backward()``, clipping, accumulation, schedulers, EMA and logging
+    stay the user's. Parameters and buffers are copied from rank 0. Replicas differ from then on: evaluate and save
     their mean (``averaged``).
 
     A replica may be sharded over several workers (``torch.distributed.fsdp.fully_shard`` on an inner mesh dimension). Every
@@ -79,7 +79,7 @@ def gossip(
             other: 'complete:500,base-2' uses the first for 500 rounds and then the second.
         compression: None: every parameter in its own dtype. 'bfloat16', or 'int8' (a byte, relative to the distance between
             replicas).
-        mix_every: mix once in so many rounds; in the others each replica trains alone.
+        mix_every: mix only in every ``mix_every``-th round; in the others each replica trains alone.
         rule: how received parameters are applied, from ``decent_dp.rules``; None for plain gossip.
         overlap: exchange during the next forward, backward and step. With False, a step returns after its exchange is mixed in.
         scaler: the ``torch.GradScaler`` that steps the optimizers; its ``update()`` ends the round.
@@ -194,7 +194,7 @@ class Gossip(Replica):
                 _refuse_other_scaler(self.scaler)
         self._stepped[number] += 1
         self._took_step.add(number)
-        # A GradScaler also calls a fused optimizer for a step to be skipped, with ``found_inf`` set. On a GPU, reading it
+        # A GradScaler also calls a fused optimizer for a step that it skips, with ``found_inf`` set. On a GPU, reading it
         # would block the step, only for a more exact count of steps.
         found_inf: Any = getattr(optimizer, "found_inf", None)
         self._taken |= found_inf is None or found_inf.is_cuda or not bool(found_inf)

@@ -61,7 +61,7 @@ class DecentralizedDataParallel(nn.Module):
     ``p.grad`` is None. Replicas differ after each step: evaluate their mean (``averaged``).
 
     Args:
-        model: the replica, already on its device, where it stays. Parameters and buffers become those of rank 0.
+        model: the replica, already on its device, where it stays. Parameters and buffers are copied from rank 0.
         optim_fn: makes an optimizer from (name, parameter) pairs; called once per bucket, at the first update.
         lr_scheduler_fn: makes a scheduler for an optimizer; stepped once per optimizer step. None for no schedule.
         topology: a registered name or a ``Topology``, which defines the groups that mix in each round. Names can follow each
@@ -76,7 +76,7 @@ class DecentralizedDataParallel(nn.Module):
         overlap: exchange during the next forward and backward. With False, the backward returns after step, exchange and mix.
         compression: None sends each dtype as it is; 'bfloat16'; 'int8' sends a byte per value, relative to the distance between
             replicas. On edges of two workers, rounding does not move the mean over workers.
-        mix_every: mix once in so many updates; in the others each replica trains alone.
+        mix_every: mix only in every ``mix_every``-th update; in the others each replica trains alone.
         rule: how received parameters are applied, from ``decent_dp.rules``; None for plain gossip.
         process_group: the workers that mix; None for the default group. A topology's ranks are ranks in it.
         transport: the transport for workers that are threads (``InProcessTransport``); None for torch.distributed.
@@ -153,7 +153,7 @@ class DecentralizedDataParallel(nn.Module):
             scaler,
             as_view=bool(param_as_bucket_view),
         )
-        # Scripts in the wild read these two.
+        # Existing scripts read these two.
         self._optims, self._lr_schedulers = self.replica.optimizers, self.replica.schedulers
         self.register_load_state_dict_pre_hook(insert_module)  # type: ignore[no-untyped-call]
 
@@ -275,7 +275,7 @@ class DecentralizedDataParallel(nn.Module):
     def join(self) -> Iterator[None]:
         """Context manager around the loop over the batches, for uneven inputs, on every worker.
 
-        A worker that has run out of batches goes on mixing, without steps, until all have. A worker may have no batch.
+        A worker that has run out of batches continues to mix, without steps, until all have. A worker may have no batch.
         """
         with self.replica.join():
             yield
@@ -291,9 +291,9 @@ class DecentralizedDataParallel(nn.Module):
         self.replica.engine.factor = float(factor)
 
     def close(self) -> None:
-        """Waits for the exchange in flight, drops it, and releases the connections; parameters stay as they are.
+        """Waits for the exchange in flight, drops it, and releases the connections; parameters keep their values.
 
-        May be called again. Afterwards a backward of the model only leaves gradients.
+        May be called again. Afterwards a backward of the model only sets gradients.
         """
         self.replica.close()
 

@@ -102,7 +102,7 @@ class _Backward:
     Attributes:
         task: autograd's id of it; a backward inside it has another id.
         end: reference to its end callback.
-        accumulating: at its begin; it may end, or raise, after ``no_sync`` was left.
+        accumulating: whether gradients were accumulated at its start; it may end, or raise, after ``no_sync`` has ended.
         expected: whether it reaches parameters, so that it is an update even if it raises before the first gradient.
         arrived: indices of the parameters whose gradients have arrived.
     """
@@ -540,7 +540,7 @@ class BackwardReplica(Replica):
         check_scaler_state(self.policy.scaler, snapshot["optim"].get("scaler"))
 
     def prepare_load(self, snapshot: Mapping[str, Any], undo: contextlib.ExitStack) -> list[Bucket]:
-        """Calls the factories again, so that a snapshot fits whatever the bucket size is."""
+        """Calls the factories again, so that a snapshot fits any bucket size."""
         order, numbers = snapshot["order"], self.parameters.numbers
         self._loaded = []
         if order is not None:

@@ -61,7 +61,7 @@ def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _flatten(chunk: Sequence[Tensor]) -> Tensor:
-    # In logical order, whatever the strides.
+    # In logical order, for any strides.
     return torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
 
 

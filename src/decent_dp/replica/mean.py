@@ -1,4 +1,4 @@
-"""Backup of a replica's own values while its parameters hold a mean."""
+"""Backup of a replica's own values while its parameters are a mean."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["Mean"]
 
 
 class Mean:
-    """Keeps a replica's own values while its tensors hold a mean. Of a DTensor, this is the local part.
+    """Keeps a replica's own values while its tensors are a mean. For a DTensor, this is the local part.
 
     Args:
         locate: called before tensors are read or written; it updates their storage.
 
     Attributes:
-        backup: pairs (tensor, own value) while tensors hold other values; None otherwise.
+        backup: pairs (tensor, own value) while tensors have other values; None otherwise.
         scoped: whether the end of a with-block restores the backup.
     """
 
@@ -60,7 +60,7 @@ class Mean:
     def preserved(self, tensors: Iterable[Tensor]) -> Iterator[None]:
         """Restores the present values of ``tensors`` at the end of the with-block.
 
-        Released tensors are left alone, and all of them if the backup was reverted or dropped by an update inside.
+        Released tensors are not restored, and none is if the backup was reverted or dropped by an update inside.
         """
         outer, outer_scoped = self.backup, self.scoped
         before = self._copies(tensors)

@@ -22,7 +22,7 @@ __all__ = ["Difference", "Options", "first_difference", "options_of", "warn_of_r
 # Options that name a group's parameters, or choose between equivalent implementations.
 _NOT_COMPARED = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 _CLASS = "the class of the optimizer"
-# Up to so many workers with one rate, a warning lists their ranks.
+# A warning lists the ranks of at most this many workers with one rate.
 _RANKS = 8
 
 
@@ -98,7 +98,7 @@ def warn_of_rates(rates: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
     ranks: dict[str, list[int]] = {}
     for rank, own in enumerate(rates):
         found = own.get(differing.names[0], {})
-        if differing.option in found:  # an option that a tuner may change is left out on its worker
+        if differing.option in found:  # an option that a tuner may have changed is omitted on its worker
             ranks.setdefault(json.dumps(found[differing.option]), []).append(rank)
     values = "; ".join(f"{value} on {_workers(those)}" for value, those in ranks.items())
     warnings.warn(

@@ -1,6 +1,6 @@
 """Sharded replicas (parameters are DTensors): the workers of each replica, and the local parts of tensors.
 
-Workers at the same position in their replicas hold the same part, and mix it with each other as plain tensors. The modules
+Workers at the same position in their replicas have the same part, and mix it with each other as plain tensors. The modules
 of ``fully_shard`` replace sharded parameters by gathered ones during forward and backward; ``reshard`` reverts that.
 """
 
@@ -93,7 +93,7 @@ def reshard(modules: Iterable[Any]) -> None:
 
 
 def has_unreduced_gradients(modules: Iterable[Any]) -> bool:
-    """Whether FSDP holds gradients that it has not reduced yet; only its internals show them."""
+    """Whether FSDP has gradients that it has not reduced yet; only its internals show them."""
     for module in modules:
         state = module._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
@@ -113,7 +113,7 @@ def has_unreduced_gradients(modules: Iterable[Any]) -> bool:
 
 
 def describe_mesh(model: nn.Module) -> dict[str, Any] | None:
-    """Describes, as JSON, the workers that hold this replica; None if this worker holds all of it.
+    """Describes, as JSON, the workers of this replica; None if this worker has all of it.
 
     Returns:
         rank   of this worker in the default group

@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def closed_on_error(transport: Transport, owned: bool) -> Iterator[None]:
-    """Closes the transport if a constructor fails: without an object, nobody else could close its threads and sockets."""
+    """Closes the transport if a constructor fails: without an object, no one else could close its threads and sockets."""
     try:
         yield
     except BaseException as error:

@@ -35,7 +35,7 @@ class VirtualCluster:
 
     All replicas are computed in one pass of ``torch.func.vmap`` if the result is the same as one after another. The first step
     decides: it also computes replica 0 alone (so ``loss_fn`` is called once more), and falls back to one replica after another,
-    each a module of its own, if its loss, a gradient or a buffer differs. Differences that begin later cannot be seen:
+    each with its own module, if its loss, a gradient or a buffer differs. Differences that begin later cannot be seen:
 
     - In one pass Python code runs once per step for all replicas. A counter in a module counts steps, as a worker's would, but
       numbers drawn in Python (``random``, NumPy) are the same for all. A model that draws them in the first step is computed
