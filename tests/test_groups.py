@@ -131,7 +131,7 @@ def test_every_piece_reaches_everybody_once(sizes):
 
 def on_two_nodes(rank: int, n: int) -> Any:
     """One machine that says it is two: TCP between them, and leaders that are no roots."""
-    communicators._network_stack = lambda: f"node {rank // 2}"
+    communicators.network_stack = lambda: f"node {rank // 2}"
     addresses._own_address = lambda: "127.0.0.1"
     edge = Edge(list(range(n)), 1 / n)
     found = []

@@ -25,7 +25,7 @@ from decent_dp.transport.base import read_text
 # torch's stubs leave out what its communicators can do (send, recv, allreduce, … on lists of tensors).
 Communicator: TypeAlias = Any
 
-__all__ = ["Communicator", "Notes", "Rendezvous", "UnreachableError", "peer_error"]
+__all__ = ["Communicator", "Notes", "Rendezvous", "UnreachableError", "network_stack", "peer_error"]
 
 
 class UnreachableError(ConnectionError):
@@ -70,7 +70,7 @@ class Rendezvous:
         group = process_group if process_group is not None else dist.group.WORLD
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         cards: list[Any] = [None] * world_size
-        dist.all_gather_object(cards, (uuid.uuid4().hex, secrets.token_hex(16), _network_stack()), group=group)
+        dist.all_gather_object(cards, (uuid.uuid4().hex, secrets.token_hex(16), network_stack()), group=group)
         store = PrefixStore(f"decent_dp/{cards[0][0]}", _get_default_store())
         return cls(
             store,
@@ -115,7 +115,7 @@ class Rendezvous:
         return dist.ProcessGroupGloo.create_default_device()
 
 
-def _network_stack() -> str | None:
+def network_stack() -> str | None:
     """The name of this process's network stack; processes with equal names share a loopback interface. None: unknown."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
