@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 import time
@@ -265,3 +266,18 @@ def test_the_address_for_others_is_not_loopback_where_there_is_another(monkeypat
     monkeypatch.setenv("MASTER_ADDR", master)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     assert addresses._own_address() == ("10.1.0.7" if has_route else "127.0.0.1")
+
+
+def test_at_the_limit_of_open_files_the_peer_is_not_blamed(monkeypatch):
+    store = dist.HashStore()
+    store.set("address/1", json.dumps({"host": "127.0.0.1", "port": 9}))
+    rendezvous: Any = SimpleNamespace(store=store, local=frozenset(), timeout=timedelta(seconds=5))
+
+    def refuse(*arguments: Any) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(addresses.socket, "socket", refuse)
+    with pytest.raises(OSError, match="Too many open files") as caught:
+        addresses.dial(rendezvous, 1)
+    error = peer_error(caught.value, [1], "round 0, bucket 1", Notes(store, 0), rendezvous.timeout)
+    assert str(error).startswith("this process cannot open a connection to worker 1, which round 0, bucket 1 needs: Too many")
