@@ -232,6 +232,16 @@ def test_who_does_not_answer_is_named_with_the_address():
     assert "join" not in str(error)
 
 
+def test_an_address_that_never_comes_is_waited_for_as_long_as_the_process_group_says():
+    rendezvous: Any = SimpleNamespace(store=dist.HashStore(), local=frozenset(), timeout=timedelta(seconds=0.3))
+    began = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        addresses.dial(rendezvous, 3)
+    assert 0.2 < time.monotonic() - began < 5
+    error = peer_error(caught.value, [3], "round 0, bucket 1", Notes(rendezvous.store, 0), rendezvous.timeout)
+    assert isinstance(error, PeerTimeoutError)
+
+
 @pytest.mark.parametrize("master", ["localhost", "node0"])
 @pytest.mark.parametrize("has_route", [True, False])
 def test_the_address_for_others_is_not_loopback_where_there_is_another(monkeypatch, master, has_route):

@@ -141,7 +141,7 @@ def refused(rank: int, n: int) -> tuple[int, int]:
             DecentralizedDataParallel(net(), SGD, topology="nonsense")
     gc.collect()
     time.sleep(0.2)
-    left = [thread for thread in threading.enumerate() if thread.ident not in before and "links" in thread.name]
+    left = [thread for thread in threading.enumerate() if thread.ident not in before and "transport" in thread.name]
     return len(left), len(os.listdir("/proc/self/fd")) - files
 
 
