@@ -113,7 +113,7 @@ def receive(links: Reactor, peer: int, key: Key, size: int) -> Future[bytes]:
         if not future.done():
             future.set_exception(error)
 
-    links.receive(Receiving(peer, key, size, lambda: memoryview(memory), lambda: future.set_result(bytes(memory)), fail))
+    links.receive(Receiving(peer, key, memoryview(memory), lambda: future.set_result(bytes(memory)), fail))
     return future
 
 

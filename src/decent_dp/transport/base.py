@@ -6,7 +6,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,10 +21,12 @@ __all__ = [
     "ExchangeId",
     "ExchangeRequest",
     "Exchanger",
+    "Explain",
     "Handle",
     "Transport",
     "read_text",
     "store_errors",
+    "written",
 ]
 
 
@@ -37,6 +39,10 @@ class ExchangeId:
 
     def __str__(self) -> str:
         return f"round {self.round}, bucket {self.bucket}"
+
+
+# Turns a broken connection, or a timeout, in an exchange with these workers into an error that names them.
+Explain: TypeAlias = Callable[[Exception, list[int], ExchangeId], RuntimeError]
 
 
 @dataclass(frozen=True)
@@ -81,10 +87,15 @@ class ExchangeRequest:
 
     def reduce(self, chunk: int, messages: Sequence[Tensor], sizes: Sequence[int], out: Tensor, part: int) -> None:
         """Writes one chunk of the mean of messages: of the whole group (``part`` 0), or of a part of it (from 1)."""
+        compression, message_id = self.compression, MessageId(self.exchange_id.round, -1 - part, self.edge)
         with torch.no_grad():
-            self.compression.reduce(
-                self.compression.chunks[chunk], messages, sizes, out, MessageId(self.exchange_id.round, -1 - part, self.edge)
-            )
+            if out.device == compression.device:
+                compression.reduce(compression.chunks[chunk], messages, sizes, out, message_id)
+            else:  # messages are on the CPU, and tensors are on a GPU
+                there = [message.to(compression.device) for message in messages]
+                result = torch.empty_like(there[0])
+                compression.reduce(compression.chunks[chunk], there, sizes, result, message_id)
+                out.copy_(result)
 
 
 class Handle(ABC):
@@ -234,3 +245,13 @@ def store_errors() -> Iterator[None]:
     except RuntimeError as error:
         # torch adds a stack in C++ after the first line.
         raise ConnectionError(f"the store does not answer: {str(error).partition(chr(10))[0]}") from error
+
+
+def written(tensor: Tensor) -> Callable[[], None]:
+    """A call that blocks until what is queued on the current stream has been written to ``tensor``."""
+    if not tensor.is_cuda:
+        return lambda: None
+    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(tensor.device))
+    wait: Callable[[], None] = event.synchronize
+    return wait

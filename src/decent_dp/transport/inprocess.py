@@ -16,8 +16,7 @@ from torch.distributed.distributed_c10d import Store
 
 from decent_dp.errors import PeerLostError, PeerTimeoutError, WireError
 from decent_dp.topo import Edge
-from decent_dp.transport.base import Control, DeferredHandle, ExchangeId, Exchanger, ExchangeRequest, Handle, Transport
-from decent_dp.transport.tcp.exchange import written
+from decent_dp.transport.base import Control, DeferredHandle, ExchangeId, Exchanger, ExchangeRequest, Handle, Transport, written
 
 __all__ = ["InProcessTransport", "LocalHub", "run_replicas"]
 

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 
 from decent_dp.topo import Edge
-from decent_dp.transport.base import DeferredHandle, ExchangeId, Exchanger, ExchangeRequest, Handle
+from decent_dp.transport.base import DeferredHandle, ExchangeId, Exchanger, ExchangeRequest, Explain, Handle
 from decent_dp.transport.communicators import Communicator
-from decent_dp.transport.tcp.exchange import Explain
 
 __all__ = ["NcclGroups", "NcclPairs"]
 

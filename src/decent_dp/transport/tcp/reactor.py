@@ -117,6 +117,12 @@ class Reactor:
         connection = self._framing.connections.get(peer)
         return connection.moved if connection is not None else 0.0
 
+    def open_slots(self, peer: int, exchange: tuple[int, int]) -> list[int]:
+        """The slots of the messages of an exchange (round, bucket) that are yet to come from ``peer``, or to go to it."""
+        connection = self._framing.connections.get(peer)
+        keys = [] if connection is None else [*list(connection.receivings), *list(connection.sendings)]
+        return [slot for *of, slot in keys if tuple(of) == exchange]
+
     def lost(self) -> list[int]:
         """The peers whose connection is closed."""
         return sorted(peer for peer, connection in list(self._framing.connections.items()) if connection.closed is not None)
