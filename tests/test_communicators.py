@@ -110,7 +110,7 @@ def beside_user_groups(rank: int, n: int) -> list[Any]:
     edge = Edge([0, 1], 0.5) if rank < 2 else Edge([2, 3], 0.5)
     pairs = [request(torch.full((10,), 10.0 * rank + i), rank, ExchangeId(0, 0)) for i in range(2)]
     order = [0, 1] if rank % 2 else [1, 0]
-    handles = {i: (one, two)[i].exchanger.start(edge, pairs[i]) for i in order}
+    handles = {i: (one, two)[i].start(edge, pairs[i]) for i in order}
     for i in order:
         handles[i].wait()
         assert torch.equal(came(pairs[i]), torch.full((10,), 10.0 * (rank ^ 1) + i))

@@ -26,7 +26,7 @@ from decent_dp.cli.links import Pair, Probe, schedule
 from decent_dp.cli.screen import number
 from decent_dp.errors import PeerError
 from decent_dp.topo import Edge
-from decent_dp.transport import ExchangeId, Exchanger, ExchangeRequest, Handle, process_group
+from decent_dp.transport import ExchangeRequest, Handle, process_group
 from decent_dp.transport.base import DeferredHandle
 from decent_dp.transport.communicators import UnreachableError
 from tests.test_cli import links
@@ -96,42 +96,31 @@ def test_half_an_environment() -> None:
 # -- the measuring ---------------------------------------------------------------------------------------------------------
 
 
-class Slow(Exchanger):
-    """Takes as long as a link of this latency (one way, seconds) and rate (bytes a second)."""
+def slowed(handle: Handle, request: ExchangeRequest, latency: float, rate: float) -> Handle:
+    """An exchange that begins now takes as long as on a link of this latency (one way, seconds) and rate (bytes a second)."""
+    began = time.perf_counter()
 
-    def __init__(self, inner: Exchanger, latency: float, rate: float) -> None:
-        self._inner, self._latency, self._rate = inner, latency, rate
+    def finish() -> None:
+        handle.wait()
+        left = 2 * latency + request.compression.nbytes / rate - (time.perf_counter() - began)
+        time.sleep(max(left, 0.0))
 
-    def send_hint(self, edge: Edge, exchange_id: ExchangeId, text: bytes) -> None:
-        raise AssertionError("a lossless compression has nothing to announce")
-
-    def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
-        assert edge == Edge(sorted(edge.ranks), 0.5)
-        began, handle = time.perf_counter(), self._inner.start(edge, request)
-
-        def finish() -> None:
-            handle.wait()
-            left = 2 * self._latency + request.compression.nbytes / self._rate - (time.perf_counter() - began)
-            time.sleep(max(left, 0.0))
-
-        return DeferredHandle(finish)
+    return DeferredHandle(finish)
 
 
 def on_known_links(rank: int, n: int, seconds: float) -> Any:
     probe = Probe(seconds, 10.0)
     known = {(0, 1): (3e-3, 40e6), (0, 2): (20e-3, 4e6), (1, 2): (10e-3, 20e6)}
     now: list[list[tuple[int, int]]] = []
-    inner = probe._pairs.exchanger
+    inner = probe._pairs.start
 
-    class Known(Exchanger):
-        def send_hint(self, edge: Edge, exchange_id: ExchangeId, text: bytes) -> None: ...
+    def start(edge: Edge, request: ExchangeRequest) -> Handle:
+        assert edge == Edge(sorted(edge.ranks), 0.5)
+        [pair] = now[-1]
+        assert edge.ranks == list(pair)  # one pair at a time
+        return slowed(inner(edge, request), request, *known[pair])
 
-        def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
-            [pair] = now[-1]
-            assert edge.ranks == list(pair)  # one pair at a time
-            return Slow(inner, *known[pair]).start(edge, request)
-
-    type(probe._pairs).exchanger = Known()  # type: ignore[assignment]
+    probe._pairs.start = start  # type: ignore[method-assign]
     nodes = probe.nodes()
     began = time.monotonic()
     found = probe.survey(nodes, now.append)

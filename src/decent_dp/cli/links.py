@@ -247,7 +247,7 @@ class _Swaps:
         request = dataclasses.replace(request, exchange_id=ExchangeId(self._count, 0))
         self._count += 1
         began = time.perf_counter()
-        self._transport.exchanger.start(self._edge, request).wait()
+        self._transport.start(self._edge, request).wait()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter() - began

@@ -16,14 +16,14 @@ from torch.profiler import record_function
 
 from decent_dp.errors import WireError
 from decent_dp.topo import Edge
-from decent_dp.transport.base import ExchangeId, Exchanger, ExchangeRequest, Explain, Handle, written
+from decent_dp.transport.base import ExchangeId, ExchangeRequest, Explain, Handle, written
 from decent_dp.transport.tcp.connection import Receiving, Sending
 from decent_dp.transport.tcp.protocol import Key
 from decent_dp.transport.tcp.reactor import Reactor
 from decent_dp.transport.tcp.reduction_tree import Place, find_place, group_by_node
 from decent_dp.transport.waiter import Waiter
 
-__all__ = ["TcpExchanger"]
+__all__ = ["TcpExchanges"]
 
 # Slots of the messages of an exchange: the only one of a pair, the hint, and those of a group, for each chunk one up the tree
 # and one down. Messages with an even slot need these two workers only; a mean, which goes down, needs others, too.
@@ -129,7 +129,7 @@ class _TcpHandle(Handle):
         return without_hint or behind or rest or self._others
 
 
-class TcpExchanger(Exchanger):
+class TcpExchanges:
     """Pairs and groups over the connections of this worker.
 
     Args:
@@ -361,7 +361,7 @@ class _ChunkReduction:
         self._up, self._down = (_key(request.exchange_id, slot + 2 * number) for slot in (_UP, _DOWN))
         # The memory of the children's messages: the first where the mean will be, the others from the pool.
         self._parts: list[Tensor] = []
-        self._buffers: list[Tensor] = []
+        self._pooled: list[Tensor] = []
         # Parts that are missing before the sum can be made: the children's and this worker's own.
         self._missing = len(place.children) + 1
         peers = len(place.children) + (place.parent is not None)
@@ -377,7 +377,7 @@ class _ChunkReduction:
         self._run(self._group.rank, self._part_ready)
 
     def _receive_parts(self, buffers: list[Tensor]) -> None:
-        self._parts, self._buffers = [self._mean, *buffers], buffers
+        self._parts, self._pooled = [self._mean, *buffers], buffers
         if self._group.handle.failed:
             self._release(reuse=False)
         for (child, _), part in zip(self._place.children, self._parts, strict=False):
@@ -402,7 +402,7 @@ class _ChunkReduction:
             self._send(self._place.parent, self._up, self._mean if self._place.children else self._own)
 
     def _release(self, *, reuse: bool) -> None:
-        buffers, self._buffers = self._buffers, []
+        buffers, self._pooled = self._pooled, []
         self._group.pool.release(buffers, reuse=reuse)
 
     def _reduce(self) -> None:
