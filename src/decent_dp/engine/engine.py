@@ -317,15 +317,15 @@ class Engine:
 
     def _send_hint(self, bucket: Bucket, edge: Edge, proposal: list[Tensor]) -> bytes:
         """Sends the hint for the next exchange to the members of its edge, and returns that for this one."""
-        in_time = bucket.hints.next is not None
-        now = bucket.hints.advance(proposal)
+        in_time = bucket.hint_next is not None
+        now = bucket.advance_hint(proposal)
         if not in_time and len(edge.ranks) > 1:  # the first round of this process: no hint was sent ahead
             self._transport.send_hint(edge, ExchangeId(self.round, bucket.number), now)
         self._send_hint_ahead(bucket, self.round + 1)
         return now
 
     def _send_hint_ahead(self, bucket: Bucket, round_: int) -> None:
-        edge, hint = self._topology.get_edge(round_), bucket.hints.next
+        edge, hint = self._topology.get_edge(round_), bucket.hint_next
         if hint is not None and len(edge.ranks) > 1:
             # A worker may have exited after its last update. If the round comes, its exchange raises.
             with contextlib.suppress(PeerLostError):

@@ -178,7 +178,7 @@ class _LocalControl(Control):
         collect = self._put(tensor.clone(), "a mean over workers")
 
         def finish() -> None:
-            total = torch.stack(collect()).to(_sum_dtype(tensor.dtype)).sum(0)
+            total = torch.stack(collect()).to(torch.promote_types(tensor.dtype, torch.float32)).sum(0)
             tensor.copy_(total.div_(self._hub.world_size))
             written(tensor)()
 
@@ -197,10 +197,6 @@ class _LocalControl(Control):
             return [found[rank] for rank in ranks]
 
         return collect
-
-
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def run_replicas(world_size: int, work: Callable[[InProcessTransport], T], timeout: float = 60.0) -> list[T]:
