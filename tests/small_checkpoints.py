@@ -42,7 +42,7 @@ def craft(step: Path, rank: int, change: Callable[[dict[str, Any]], Any]) -> Non
 
 def save(path: Path, round_: int, run: str = "run", keep: int = 2) -> str:
     """A whole save, as one worker would do it for all, in a run that has loaded from the folder."""
-    name = folder.step_name(round_, 0, round_, run)
+    name = folder.step_name(round_, 0, round_, run, N)
     folder.make_folder(path)
     _, sight = folder.look(path)
     complete = folder.complete([sight])
@@ -50,12 +50,12 @@ def save(path: Path, round_: int, run: str = "run", keep: int = 2) -> str:
     folder.remove(path, [other for other in sight.steps if other not in complete])
     write(folder.make_folder(path / name), round_)
     folder.write_latest(path, name, 0)
-    folder.prune(path, name, {name, *complete}, keep, set(folder.steps_in(path, None)))
+    folder.prune(path, name, {name, *complete}, keep, set(folder.steps_in(path)))
     return name
 
 
 def check(step: Path) -> int:
-    """Checks that a checkpoint is complete, and has what was saved at its round."""
+    """Checks that a checkpoint is complete, and has the content of its round."""
     for rank in range(N):
         with Shard(step / shard_name(rank), rank) as shard:
             shard.verify()

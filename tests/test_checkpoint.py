@@ -81,7 +81,7 @@ def test_a_run_that_is_resumed_equals_one_that_was_not_stopped(workers, tmp_path
 
 
 # Those whose state is not all plain tensors.
-IN_FILES = ["momentum", "scaler", "scaled windows", "owed", "zoo, clipped", "hooked", "sparse momentum", "reentrant"]
+IN_FILES = ["momentum", "scaler", "scaled windows", "pending", "zoo, clipped", "hooked", "sparse momentum", "reentrant"]
 
 
 def every_job(rank: int, n: int, path: str, whole: bool) -> Any:
@@ -184,7 +184,9 @@ def test_the_last_k_are_kept_and_nothing_else(tmp_path):
 
 
 def test_what_a_stopped_run_has_left_is_removed(tmp_path):
-    left, copied, users = (tmp_path / name for name in ("step-00000009-0-4-abcdef", "best", "step-00000002-0-1-abcdef"))
+    left, copied, users = (
+        tmp_path / name for name in ("step-00000009-0-4-abcdef-of-2", "best", "step-00000002-0-1-abcdef-of-2")
+    )
     for folder in (left, copied, users):
         folder.mkdir()
     (left / "worker-0001.safetensors.tmp").write_text("x")
@@ -528,7 +530,7 @@ def test_workers_without_a_shared_disk(workers, tmp_path):
         parts = ["worker-0002.safetensors"] if rank == 2 else ["worker-0000.safetensors", "worker-0001.safetensors"]
         assert files == parts
         assert torn[0] == resized[0] == "CheckpointError"
-        assert torn[1].startswith("/")
+        assert torn[1].startswith("worker 2: /")
         assert "disk1" in torn[1]
         assert "worker-0002.safetensors" in torn[1]
         assert "worker-000" in resized[1]
@@ -560,7 +562,7 @@ def test_a_shard_that_is_not_written_does_not_cost_the_last_checkpoint_of_all(tm
 
     for path, text, found in run_replicas(2, work, 20):
         assert path is None
-        assert "is no folder" in text
+        assert "is not a folder" in text
         assert found == ({"at": 0}, True)
 
 

@@ -77,13 +77,13 @@ def harms(newest: Path) -> dict[str, tuple[Callable[[], Any], str, str]]:
         "swapped": (swapped, "CheckpointError", "worker-000[01].*it is the shard of worker [01]"),
         "of another checkpoint": (mixed, "CheckpointError", "worker-0001.*not shards of one checkpoint"),
         "a pickle": (lambda: part.write_bytes(pickle.dumps(Bomb())), "CheckpointError", "worker-0001.*header"),
-        "no record": (lambda: save_file(load_file(part), part), "CheckpointError", "worker-0001.*no shard"),
+        "no record": (lambda: save_file(load_file(part), part), "CheckpointError", "worker-0001.*not a shard"),
         "a huge header": (
             lambda: part.write_bytes(struct.pack("<Q", 1 << 62) + b"{}"),
             "CheckpointError",
             "worker-0001.*header",
         ),
-        "a link": (linked, "CheckpointError", "worker-0001.*plain file"),
+        "a link": (linked, "CheckpointError", "worker-0001.*not a plain file"),
         "newer": (newer, "CheckpointError", "worker-0001.*newer decent_dp"),
     }
 

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from decent_dp.checkpoint import files, folder
-from decent_dp.checkpoint.files import FORMAT, Record, Shard, replace_text, shard_name, write_shard
+from decent_dp.checkpoint.files import FORMAT, VERSION, Record, Shard, replace_text, shard_name, write_shard
 from decent_dp.checkpoint.serialization import encode
 from decent_dp.checkpoint.staging import Staging
 from decent_dp.errors import CheckpointError
@@ -45,7 +45,7 @@ def test_what_is_written_comes_back(tmp_path):
         assert shard.record.workers == [[0, 1], [2, 3]]
         back = shard.tree()
         assert torch.equal(shard["b.0"], torch.tensor(1.5))
-        assert torch.equal(shard.load(shard.outline()["a"]), tree["a"])
+        assert torch.equal(shard.outline()["a"].load(), tree["a"])
     assert torch.equal(back["a"], tree["a"])
     assert back["b"] == tree["b"]
     assert back["d"].dtype == torch.bfloat16
@@ -177,7 +177,7 @@ def test_a_folder_that_is_gone_or_no_folder(tmp_path):
     with pytest.raises(FileNotFoundError):
         write_shard(tmp_path / "nowhere", ANY, {}, "{}")
     (tmp_path / "file").write_text("")
-    with pytest.raises(NotADirectoryError, match="is no folder"):
+    with pytest.raises(NotADirectoryError, match="is not a folder"):
         folder.make_folder(tmp_path / "file" / "step")
 
 
@@ -221,9 +221,9 @@ def _pipe(file: Path) -> None:
         (lambda file: os.truncate(file, 0), "it was cut off"),
         (_grow, "its header is broken"),
         (_flip, "was changed"),
-        (_link, "it is no plain file"),
-        (_folder, "it is no plain file"),
-        (_pipe, "it is no plain file"),
+        (_link, "it is not a plain file"),
+        (_folder, "it is not a plain file"),
+        (_pipe, "it is not a plain file"),
     ],
 )
 @pytest.mark.timeout(20)
@@ -276,7 +276,7 @@ def _written(path: Path, tensors: dict[str, Tensor], **changes: Any) -> Path:
     content = {"__tree__": torch.tensor(list(b"{}"), dtype=torch.uint8), **tensors}
     own = {**vars(Record("any", 0, 1, 3, [], sha256=files._digest(content, content))), **changes}
     text = json.dumps({key: value for key, value in own.items() if value != "left out"})
-    found = {"format": FORMAT, "version": "2", "record": text, "sha256": files._sha256(text.encode())}
+    found = {"format": FORMAT, "version": str(VERSION), "record": text, "sha256": files._sha256(text.encode())}
     save_file(content, path / shard_name(0), found)
     return path / shard_name(0)
 
@@ -285,7 +285,7 @@ def test_a_tree_that_does_not_fit(tmp_path):
     for text, cause in [
         ("{", "malformed"),
         ('{"!tensor":"q"}', "it has no tensor 'q'"),
-        ('{"!array":["w","<i4",[7]]}', "do not fit"),
+        ('{"!array":["w","<i4",[7]]}', "does not fit"),
         ("\xff", "malformed"),
     ]:
         tree = torch.tensor(list(text.encode("latin-1")), dtype=torch.uint8)

@@ -30,18 +30,21 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def test_names_are_in_the_order_of_attempts_and_saves(tmp_path):
-    names = [step_name(round_, *which, "run") for round_, which in ((9, (0, 0)), (30, (0, 9)), (40, (0, 10)), (10, (1, 2)))]
+    names = [step_name(round_, *which, "run", 2) for round_, which in ((9, (0, 0)), (30, (0, 9)), (40, (0, 10)), (10, (1, 2)))]
     assert names[0].startswith("step-00000009-0-0-")
-    assert step_name(9, 0, 0, "another run") != names[0]
+    assert step_name(9, 0, 0, "another run", 2) != names[0]
     for name in names:
         (tmp_path / name).mkdir()
     (tmp_path / names[0]).rename(tmp_path / "elsewhere")
     (tmp_path / names[0]).symlink_to(tmp_path / "elsewhere")  # a link is no checkpoint
-    (tmp_path / "step-00000007-0-3-abcdef").write_text("a file")
-    for other in ("step-7-0-3-abcdef", "step-00000007", "step-00000007-0-3-abcdef-copy"):
+    (tmp_path / "step-00000007-0-3-abcdef-of-2").write_text("a file")
+    for other in (
+        "step-7-0-3-abcdef-of-2",
+        "step-00000007",
+        *(f"step-00000007-0-3-abcdef-of-{end}" for end in ("0", "2-copy")),
+    ):
         (tmp_path / other).mkdir()
     assert steps_in(tmp_path) == names[:0:-1]
-    assert steps_in(tmp_path, 1) == names[-1:]
     assert steps_in(tmp_path / "nowhere") == []
 
 
@@ -59,12 +62,12 @@ def test_the_last_k_stay_and_nothing_else(tmp_path):
 
 
 def sight(latest_names: str | None = None, only: str | None = None, **steps: Any) -> Sight:
-    named = {f"step-00000001-0-{key[1:]}-abcdef": value for key, value in steps.items()}
-    hint = None if latest_names is None else f"step-00000001-0-{latest_names[1:]}-abcdef"
+    named = {f"step-00000001-0-{key[1:]}-abcdef-of-3": value for key, value in steps.items()}
+    hint = None if latest_names is None else f"step-00000001-0-{latest_names[1:]}-abcdef-of-3"
     return Sight(only, named, latest_names is not None, hint)
 
 
-WHOLE_OF_3 = (3, [(0, 2)], "")
+WHOLE_OF_3 = (3, [(0, 2)])
 
 
 @pytest.mark.parametrize(
@@ -72,24 +75,22 @@ WHOLE_OF_3 = (3, [(0, 2)], "")
     [
         ([sight(), sight()], None),
         ([sight(s1=WHOLE_OF_3), sight(s1=WHOLE_OF_3)], 1),
-        ([sight(s1=WHOLE_OF_3, s2=(3, [(0, 1)], ""))] * 2, 1),  # killed in the second save
-        ([sight(s1=(3, [(0, 0), (2, 2)], ""))] * 2, None),  # killed in the first
-        ([sight(s1=(3, [(0, 1)], "")), sight(s1=(3, [(2, 2)], ""))], 1),  # each its own disk
+        ([sight(s1=WHOLE_OF_3, s2=(3, [(0, 1)]))] * 2, 1),  # killed in the second save
+        ([sight(s1=(3, [(0, 0), (2, 2)]))] * 2, None),  # killed in the first
+        ([sight(s1=(3, [(0, 1)])), sight(s1=(3, [(2, 2)]))], 1),  # each its own disk
         ([sight("s9", s1=WHOLE_OF_3, s2=WHOLE_OF_3)] * 2, 2),  # a stale hint
         ([sight("s1", s1=WHOLE_OF_3, s2=WHOLE_OF_3)] * 2, 2),
+        ([sight("s2", s1=WHOLE_OF_3, s2=(3, [(0, 1)]))] * 2, "-0-2-abcdef-of-3 is incomplete: worker-0002.* is missing"),
+        ([sight("s2", s1=WHOLE_OF_3, s2=(3, [(0, 1)])), sight("s2", s1=WHOLE_OF_3)], 1),  # a disk has lost the folder
         (
-            [sight("s2", s1=WHOLE_OF_3, s2=(3, [(0, 1)], ""))] * 2,
-            "step-00000001-0-2-abcdef is no complete checkpoint: worker-0002",
+            [sight("s1", s1=(3, [(0, 1)])), sight()],
+            "no worker starts from scratch: .*-0-1-abcdef-of-3 is incomplete: worker-0002.* is missing; worker 1 sees no",
         ),
-        ([sight("s2", s1=WHOLE_OF_3, s2=(3, [(0, 1)], "")), sight("s2", s1=WHOLE_OF_3)], 1),  # a disk has lost the folder
-        ([sight("s1", s1=(3, [(0, 1)], "")), sight()], "worker 1 sees no checkpoint.*No worker starts from scratch"),
-        ([sight("s1"), sight("s1")], "no checkpoint in .* is complete.*names step-00000001-0-1-abcdef"),
+        ([sight("s1"), sight("s1")], "has a file 'latest', which names step-00000001-0-1-abcdef-of-3, and no checkpoint"),
         ([sight(s1=WHOLE_OF_3), sight()], "worker 1 sees no checkpoint.*no worker starts from scratch"),
-        ([sight(s1=WHOLE_OF_3), sight(s2=WHOLE_OF_3)], "is seen by all workers"),
-        ([sight(s1=WHOLE_OF_3, s2=(None, [(0, 2)], "worker-0000 is torn"))] * 2, "worker-0000 is torn"),
-        ([sight(s1=(3, [(0, 2)], "")), sight(s1=(4, [(3, 3)], ""))], "its shards are of 3 and of 4 workers"),
-        ([sight(s1=(10**15, [(0, 10**15)], ""))], 1),
-        ([sight(s1=(3, [(0, 10**15)], ""))], 1),
+        ([sight(s1=WHOLE_OF_3), sight(s2=WHOLE_OF_3)], "is not seen by all workers"),
+        ([sight(s1=(10**15, [(0, 10**15)]))], 1),
+        ([sight(s1=(3, [(0, 10**15)]))], 1),
     ],
 )
 @pytest.mark.timeout(10)
@@ -107,7 +108,8 @@ def test_a_hint_changes_nothing(tmp_path):
     _, before = look(tmp_path)
     assert (complete([before]), before.hint) == ([new, old], new)
     hint = tmp_path / "latest"
-    for content in ("", "\n", old, "../../etc\n", b"\xff", "x" * 5000, "best", f"{old}\n{new}\n", "step-00000009-0-9-abcdef\n"):
+    gone = "step-00000009-0-9-abcdef-of-2\n"
+    for content in ("", "\n", old, "../../etc\n", b"\xff", "x" * 5000, "best", f"{old}\n{new}\n", gone):
         hint.write_bytes(content if isinstance(content, bytes) else content.encode())
         assert newest(tmp_path) == new
         assert latest(tmp_path) == tmp_path / new
@@ -127,19 +129,78 @@ def test_a_huge_hint_and_a_folder_of_many_names_take_neither_time_nor_memory(tmp
     crowd = tmp_path / name
     for i in range(3000):
         (crowd / f"{i}").touch()
-        (tmp_path / f"step-00000000-0-{i}-abcdef").mkdir()
+        (tmp_path / f"step-00000000-0-{i + 2}-abcdef-of-2").mkdir()
         (tmp_path / f"other-{i}").touch()
     began = time.monotonic()
     _, found = look(tmp_path)
-    assert len(found.steps) == 64
+    assert len(found.steps) == 65  # the newest, and the first that is complete, behind them all
+    assert complete([found]) == [name]
     assert found.hint is None
     assert time.monotonic() - began < 2
     assert len(files.read_small(tmp_path / "latest") or b"") == 4096
 
 
+@pytest.mark.parametrize("hinted", [False, True])
+def test_a_complete_checkpoint_is_found_behind_many_incomplete_ones(tmp_path, hinted):
+    whole = save(tmp_path, 1)
+    for number in range(2, 72):
+        write_tree(make_folder(tmp_path / step_name(number, 0, number, "killed", 2)), 0, 2, {})
+    if hinted:
+        (tmp_path / whole / shard_name(1)).rename(tmp_path / "on another disk")
+    else:
+        (tmp_path / "latest").unlink()
+    _, found = look(tmp_path)
+    assert len(found.steps) == 71
+    if hinted:
+        assert latest(tmp_path) == tmp_path / whole
+        (tmp_path / "on another disk").rename(tmp_path / whole / shard_name(1))
+    assert newest(tmp_path) == whole
+
+
+def test_a_folder_of_an_older_format_is_no_fresh_start(tmp_path):
+    """Its checkpoints have another name, which must not hide them."""
+    name = save(tmp_path, 3)
+    old = tmp_path / name.removesuffix("-of-2")
+    (tmp_path / name).rename(old)
+    with pytest.raises(CheckpointError, match=f"{old} was written by an older decent_dp, and this one reads format 3 only"):
+        look(tmp_path)
+    with pytest.raises(CheckpointError, match="older decent_dp"):
+        latest(tmp_path)
+    new = save_on_top(tmp_path)
+    assert newest(tmp_path) == new  # beside a new one, the old one is the user's
+    assert old.exists()
+
+
+def save_on_top(path: Path) -> str:
+    name = step_name(4, 0, 4, "run", 2)
+    write(make_folder(path / name), 4)
+    return name
+
+
+def test_the_parameters_of_one_worker_need_its_own_shard_only(tmp_path):
+    def tree(rank: int) -> dict[str, Any]:
+        snapshot = {"parameters": {"w": torch.full((2,), float(rank))}, "buffers": {}, "optim": {}, "grads": {}}
+        return {"snapshot": snapshot, "state": {}}
+
+    name = step_name(1, 0, 1, "run", 3)
+    step = make_folder(tmp_path / name)
+    write_tree(step, 2, 3, tree(2))
+    with pytest.raises(FileNotFoundError, match="no complete checkpoint"):  # it may have been killed
+        read_parameters(tmp_path, 2)
+    assert read_parameters(step, 2)["w"].tolist() == [2.0, 2.0]
+    folder.write_latest(tmp_path, name, 2)  # it was complete, and the other shards are on other disks
+    assert read_parameters(tmp_path, 2)["w"].tolist() == [2.0, 2.0]
+    with pytest.raises(CheckpointError, match=r"worker-0001.safetensors is missing"):
+        read_parameters(tmp_path, 1)
+    with pytest.raises(CheckpointError, match=r"incomplete: worker-0000.safetensors is missing"):
+        read_parameters(tmp_path)
+    with pytest.raises(ValueError, match="saved by 3 workers and has none of rank 3"):
+        read_parameters(tmp_path, 3)
+
+
 def test_each_disk_knows_the_newest_by_its_hint(tmp_path):
     """Of shards that are on several disks no disk has all."""
-    name = step_name(4, 0, 1, "run")
+    name = step_name(4, 0, 1, "run", 2)
     for rank in range(2):
         write_tree(make_folder(tmp_path / str(rank) / name), rank, 2, {})
         assert latest(tmp_path / str(rank)) is None
@@ -156,20 +217,20 @@ def test_one_run_at_a_time(tmp_path):
     claim(tmp_path, "killed before its first save", 0, may_take_over=False)
     claim(tmp_path, "first", 0, may_take_over=False)
     claim(tmp_path, "first", 1, may_take_over=False)
-    (tmp_path / step_name(1, 0, 0, "first")).mkdir()
+    (tmp_path / step_name(1, 0, 0, "first", 2)).mkdir()
     with pytest.raises(ValueError, match=r"has the checkpoints of run \w{12}, since 20\S+, on .*a folder of its own"):
         claim(tmp_path, "second", 0, may_take_over=False)
     claim(tmp_path, "second", 0, may_take_over=True)
     with pytest.raises(ValueError, match="two runs in one folder"):
         claim(tmp_path, "first", 0, may_take_over=False)
-    assert names_in(tmp_path) == {"run", step_name(1, 0, 0, "first")}
+    assert names_in(tmp_path) == {"run", step_name(1, 0, 0, "first", 2)}
     assert json.loads((tmp_path / "run").read_text()).keys() == {"run", "since", "host"}
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"x" * 10_000, b'{"run": 3}', b'{"run": ' + b"[" * 4000])
 def test_a_broken_word_of_a_run_is_that_of_another(tmp_path, content):
     (tmp_path / "run").write_bytes(content)
-    (tmp_path / step_name(1, 0, 0, "another")).mkdir()
+    (tmp_path / step_name(1, 0, 0, "another", 2)).mkdir()
     with pytest.raises(ValueError, match="two runs in one folder"):
         claim(tmp_path, "run", 0, may_take_over=False)
     claim(tmp_path, "run", 0, may_take_over=True)
@@ -233,7 +294,7 @@ def test_all_workers_remove_a_failed_save_at_the_same_time(tmp_path, caplog):
         remove(tmp_path, [name])
 
     for round_ in range(20):
-        name = step_name(round_, 0, round_, "run")
+        name = step_name(round_, 0, round_, "run", 2)
         write(make_folder(tmp_path / name), round_, n=3)
         threads = [threading.Thread(target=discard, args=(name,)) for _ in range(n)]
         for thread in threads:
@@ -253,14 +314,14 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("before")
     save(path, 1)
     save(path, 2)
-    write_tree(make_folder(path / step_name(9, 0, 9, "killed")), 0, 2, tree_of(9, 0))
+    write_tree(make_folder(path / step_name(9, 0, 9, "killed", 2)), 0, 2, tree_of(9, 0))
     (path / "latest-0.tmp").write_text("step-0")
     return path
 
 
 def save_third(path: Path) -> None:
     """Attempt 1, so that it is newer than what was left over."""
-    name = step_name(3, 1, 3, "third")
+    name = step_name(3, 1, 3, "third", 2)
     _, found = look(path)
     whole, lacking = complete([found]), folder.incomplete([found])
     make_folder(path)
@@ -275,7 +336,7 @@ def save_fourth(path: Path) -> str:
     """By the next run, which cleans up."""
     _, found = look(path)
     whole, lacking = complete([found]), folder.incomplete([found])
-    name = step_name(4, folder.attempt_of([found]), 0, "fourth")
+    name = step_name(4, folder.attempt_of([found]), 0, "fourth", 2)
     claim(path, "fourth", 0, may_take_over=True)
     remove(path, lacking)
     write(make_folder(path / name), 4)
@@ -370,7 +431,7 @@ def test_what_a_worker_has_written_is_durable_before_it_says_so(tmp_path):
     aside.mkdir()
     disk = FaultyDisk(path, aside, 0, dies=True)
     with disk.installed():
-        file = write_tree(make_folder(path / step_name(1, 0, 0, "run")), 0, 1, tree_of(1, 0))
+        file = write_tree(make_folder(path / step_name(1, 0, 0, "run", 2)), 0, 1, tree_of(1, 0))
     disk.lose_power(*LOSSES["power, all lost"])
     with Shard(file, 0) as shard:
         shard.verify()
@@ -406,7 +467,7 @@ def test_workers_write_into_one_folder_at_the_same_time(tmp_path):
             for round_ in range(5):
                 start.wait()
                 claim(make_folder(path), "run", rank, may_take_over=False)
-                write_tree(make_folder(path / step_name(round_, 0, round_, "run")), rank, n, tree_of(round_, rank, 5000))
+                write_tree(make_folder(path / step_name(round_, 0, round_, "run", n)), rank, n, tree_of(round_, rank, 5000))
         except BaseException as error:
             errors.append(error)
             raise
@@ -489,7 +550,7 @@ def test_kill_9_at_random_moments(tmp_path):
 def test_the_hint_never_goes_back(tmp_path):
     """A worker that is late with an old save must not name it: the others may have removed it."""
     for number in (1, 3, 2):
-        folder.write_latest(tmp_path, step_name(number, 0, number, "run"), 0)
-    assert (tmp_path / "latest").read_text().strip() == step_name(3, 0, 3, "run")
-    folder.write_latest(tmp_path, step_name(2, 1, 4, "run"), 0)  # after a load of an older one
-    assert (tmp_path / "latest").read_text().strip() == step_name(2, 1, 4, "run")
+        folder.write_latest(tmp_path, step_name(number, 0, number, "run", 2), 0)
+    assert (tmp_path / "latest").read_text().strip() == step_name(3, 0, 3, "run", 2)
+    folder.write_latest(tmp_path, step_name(2, 1, 4, "run", 2), 0)  # after a load of an older one
+    assert (tmp_path / "latest").read_text().strip() == step_name(2, 1, 4, "run", 2)

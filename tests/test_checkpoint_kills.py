@@ -97,8 +97,8 @@ class Chain:
                     break
             self.expect(len(self.notes(number)) == self.n, "run", number, "did not load")
             if self.rng.random() < 0.5:  # so that runs come on, also on a machine that is busy
-                names, until = steps_in(self.saved, 1), time.monotonic() + 10
-                while steps_in(self.saved, 1) == names and time.monotonic() < until:
+                names, until = steps_in(self.saved)[:1], time.monotonic() + 10
+                while steps_in(self.saved)[:1] == names and time.monotonic() < until:
                     time.sleep(0.004)
             time.sleep(self.rng.uniform(0.0, 0.3))
         else:

@@ -117,3 +117,47 @@ def test_a_value_of_another_kind_in_a_checkpoint_of_gossip(tmp_path, path):
     assert_same(values(model), before)
     step(model, optimizer)
     replica.close()
+
+
+def test_an_option_that_was_off_when_it_was_saved_is_named(tmp_path):
+    def wrapped(amsgrad: bool) -> Any:
+        return alone(net(), lambda pairs: torch.optim.Adam([param for _, param in pairs], lr=0.01, amsgrad=amsgrad))
+
+    def gossiped(amsgrad: bool) -> Any:
+        model = net()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01, amsgrad=amsgrad)
+        return decent_dp.gossip(model, optimizer, transport=InProcessTransport()), model, optimizer
+
+    first = wrapped(False)
+    loss(first, 0).backward()
+    save(first, tmp_path / "wrapper")
+    first.close()
+    replica, model, optimizer = gossiped(False)
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    save(replica, tmp_path / "gossip")
+    replica.close()
+    message = (
+        "has no 'max_exp_avg_sq', which Adam needs: it was saved with amsgrad=False, and has amsgrad=True here. Make the "
+        "optimizer with amsgrad=False"
+    )
+    for target, path in ((wrapped(True), "wrapper"), (gossiped(True)[0], "gossip")):
+        with pytest.raises(decent_dp.errors.CheckpointError, match=message):
+            load(target, tmp_path / path)
+        target.close()
+
+
+def test_one_step_of_a_new_optimizer_checks_all_parameters(tmp_path, monkeypatch):
+    """A step for each of them takes 0.7 ms: 7 s for a model with 10,000 parameters."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(10)))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    replica = decent_dp.gossip(model, optimizer, transport=InProcessTransport())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    save(replica, tmp_path)
+    steps = []
+    real = torch.optim.Adam.step
+    monkeypatch.setattr(torch.optim.Adam, "step", lambda self, *args: (steps.append(self), real(self, *args))[1])
+    load(replica, tmp_path)
+    assert len(steps) == 2  # for vectors and for matrices
+    replica.close()

@@ -9,6 +9,7 @@ import random
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def broken_paths(root: Path, newest: Path) -> dict[str, Path]:
     renamed = root / "best"
     shutil.copytree(newest, renamed)
     (renamed / shard_name(0)).write_bytes(b"")
-    empty = root / "step-00000009-0-9-abcdef"
+    empty = root / "step-00000009-0-9-abcdef-of-2"
     empty.mkdir()
     return {
         "a file": root / "file",
@@ -77,7 +78,7 @@ def test_a_file_of_another_kind_says_what_reads_it(tmp_path, path):
     for look in (lambda: load(model, tmp_path / path, missing_ok=True), lambda: read_parameters(tmp_path / path)):
         kind, text = error_of(look)
         assert kind == "CheckpointError"
-        assert f"{tmp_path / path} cannot be read: it is no folder of checkpoints" in text
+        assert f"{tmp_path / path} cannot be read: it is not a folder of checkpoints" in text
         reader = "safetensors.torch.load_file(path)" if path.endswith("safetensors") else "torch.load(path, weights_only=True)"
         assert f"model.load_state_dict({reader})" in text
     model.close()
@@ -128,6 +129,47 @@ def test_what_cannot_be_read_is_no_fresh_start(tmp_path, monkeypatch, number, wh
         assert what in text
     assert load(model, root) == {"at": 2}
     model.close()
+
+
+def test_disks_that_were_renumbered_are_named(tmp_path):
+    """Every shard is there, and no worker finds its own."""
+
+    def work(transport: InProcessTransport) -> Any:
+        model = DecentralizedDataParallel(net(), SGD, topology="ring", transport=transport)
+        save(model, tmp_path / f"disk{transport.rank}")
+        transport.control.gather(None)
+        other = tmp_path / f"disk{1 - transport.rank}"
+        found = [error_of(partial(load, model, other, resize=how)) for how in (None, "mean")]
+        model.close()
+        return found
+
+    first, second = run_replicas(2, work, 20)
+    assert first == second
+    for kind, text in first:
+        assert kind == "CheckpointError"
+        assert "worker 0: " in text
+        assert "worker-0000.safetensors is missing. This disk has the shards of the workers 1." in text
+        assert "start the workers where they were, with the same ranks" in text
+
+
+def test_copies_of_a_shard_that_differ_are_named(tmp_path):
+    """Each worker's disk has all shards, and not the same ones."""
+
+    def work(transport: InProcessTransport) -> Any:
+        model = DecentralizedDataParallel(net(), SGD, topology="ring", transport=transport)
+        path = save(model, tmp_path / "disk0").path
+        transport.control.gather(None)
+        if transport.rank == 0:
+            shutil.copytree(tmp_path / "disk0", tmp_path / "disk1")
+            craft(tmp_path / "disk1" / path.name, 0, lambda tree: {**tree, "state": {"other": 1}})
+        transport.control.gather(None)
+        found = error_of(lambda: load(model, tmp_path / f"disk{transport.rank}", resize="mean"))
+        model.close()
+        return found
+
+    for kind, text in run_replicas(2, work, 20):
+        assert kind == "CheckpointError"
+        assert "workers 0 and 1 see different files worker-0000.safetensors in " in text
 
 
 def test_parameters_are_read_without_a_run(tmp_path):

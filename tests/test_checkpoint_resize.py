@@ -16,11 +16,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
+import decent_dp
+from decent_dp.checkpoint import load, save
 from decent_dp.checkpoint.files import Shard, shard_name
-from decent_dp.checkpoint.resize import HOW, combined, resized, sources
+from decent_dp.checkpoint.resize import HOW, combined, sources
 from decent_dp.errors import CheckpointError
+from decent_dp.transport import InProcessTransport, run_replicas
 from tests.small_checkpoints import write_tree
 
 
@@ -58,7 +61,7 @@ def saved(folder: Path, trees: Sequence[Any]) -> Iterator[list[Shard]]:
 
 def mean_of(folder: Path, trees: Sequence[Any]) -> dict[str, Any]:
     with saved(folder, trees) as readers:
-        tree = resized(readers, 0, 3, "mean")
+        tree = combined(readers)
     assert tree["random"] is None
     assert tree["snapshot"]["exchange"] is None
     return tree
@@ -398,7 +401,7 @@ def test_from_n_to_m(tmp_path, n, m, how):
     wide = np.stack([w.double().numpy() for w in weights])
     with saved(tmp_path, trees) as readers:
         for i in range(m):
-            tree = resized(readers, i, m, how)
+            tree = combined([readers[j] for j in sources(n, i, m, how)])
             if how == "mean":
                 group = list(range(n))
             else:
@@ -420,7 +423,7 @@ def test_the_mean_keeps_the_mean(tmp_path):
     """Any dealing of 6 replicas to 3 workers keeps their mean, in float64."""
     weights = [torch.randn(50, dtype=torch.float64) for _ in range(6)]
     with saved(tmp_path, [state(parameters={"w": w}) for w in weights]) as readers:
-        dealt = [resized(readers, i, 3, "spread")["snapshot"]["parameters"]["w"] for i in range(3)]
+        dealt = [combined([readers[j] for j in sources(6, i, 3, "spread")])["snapshot"]["parameters"]["w"] for i in range(3)]
     np.testing.assert_allclose(torch.stack(dealt).mean(0).numpy(), torch.stack(weights).mean(0).numpy(), rtol=1e-13, atol=1e-15)
 
 
@@ -443,7 +446,7 @@ def test_one_tensor_of_one_worker_at_a_time(tmp_path, monkeypatch):
 
     with saved(tmp_path, trees) as readers:
         monkeypatch.setattr(Shard, "__getitem__", watched)
-        tree = resized(readers, 0, 2, "mean")
+        tree = combined(readers)
     assert len(alive) == 5 * n
     assert most <= 3  # the first worker's, the one before and this one
     assert len(tree["snapshot"]["parameters"]) == 5
@@ -463,3 +466,111 @@ def test_parameters_that_do_not_fit_are_named(tmp_path):
         with saved(tmp_path, [good, bad]) as readers, pytest.raises(CheckpointError, match="worker-0001") as caught:
             combined(readers)
         assert message in str(caught.value)
+
+
+# -- runs ------------------------------------------------------------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    """Parameters and buffers of several dtypes; ``seldom`` has a gradient on the first two workers only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.wide = nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.narrow, self.seldom = nn.Linear(4, 3).bfloat16(), nn.Parameter(torch.ones(3))
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("flag", torch.tensor(False))
+        self.register_buffer("average", torch.zeros(2, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        out = self.narrow(self.wide(self.norm(x)).bfloat16()).float()
+        return out * self.seldom if rank < 2 else out
+
+
+def saved_run(transport: InProcessTransport, path: Path) -> dict[str, Any]:
+    model = Mixed()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    replica = decent_dp.gossip(model, optimizer, transport=transport, topology="ring")
+    draw, rank = torch.Generator().manual_seed(transport.rank), transport.rank
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(5, 4, generator=draw), rank).square().mean().backward()
+        optimizer.step()
+    for _ in range(rank):  # statistics of more batches on some workers than on others
+        model(torch.randn(5, 4, generator=draw), rank)
+    model.count.fill_(10 * rank + 3)
+    model.flag.fill_(rank == 0)
+    model.average.copy_(torch.randn(2, generator=draw))
+    optimizer.zero_grad()
+    save(replica, path, {"rank": rank, "ema": {"w": model.wide.weight.detach() * 2}})
+    found = contents(model, optimizer)
+    replica.close()
+    return found
+
+
+def contents(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    tensors = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    for name, param in model.named_parameters():
+        tensors |= {f"{name} {key}": torch.as_tensor(value).clone() for key, value in optimizer.state.get(param, {}).items()}
+    return tensors
+
+
+@pytest.mark.parametrize(("n", "m"), [(4, 3), (3, 5), (3, 3), (2, 1)])
+@pytest.mark.parametrize("how", HOW)
+def test_runs_of_another_size_start_from_numpys_means(tmp_path, n, m, how):
+    before = run_replicas(n, lambda transport: saved_run(transport, tmp_path), 60)
+
+    def load_it(transport: InProcessTransport) -> Any:
+        model = Mixed()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+        replica = decent_dp.gossip(model, optimizer, transport=transport, topology="ring")
+        state = load(replica, tmp_path, resize=how)
+        found = contents(model, optimizer)
+        optimizer.zero_grad()
+        model(torch.ones(5, 4), 0).square().mean().backward()
+        optimizer.step()
+        finite = all(bool(param.isfinite().all()) for param in model.parameters())
+        replica.close()
+        return state, found, finite, optimizer.param_groups[0]["lr"]
+
+    for rank, (state, found, finite, lr) in enumerate(run_replicas(m, load_it, 60)):
+        group = sources(n, rank, m, how)
+        assert (state["rank"], finite, lr) == (group[0], True, 0.01)
+        assert found.keys() == {key for j in group for key in before[j]}
+        for key, got in found.items():
+            own = [before[j][key] for j in group if key in before[j]]
+            expected = np.mean([value.double().numpy() for value in own], axis=0)
+            assert got.dtype == own[0].dtype
+            if got.dtype is torch.bool:
+                assert got == own[0], key
+            elif not got.is_floating_point() or key.endswith(" step"):
+                assert got.item() == np.rint(expected), key
+            else:
+                ulp = np.abs(expected) * torch.finfo(got.dtype).eps
+                assert np.all(np.abs(got.double().numpy() - expected) <= 0.51 * ulp), key
+        ema = np.mean([2 * before[j]["wide.weight"].double().numpy() for j in group], axis=0)
+        np.testing.assert_allclose(state["ema"]["w"].numpy(), ema, rtol=1e-7)
+
+
+def test_a_nan_stays_in_its_own_tensor(tmp_path):
+    """A save refuses parameters with a NaN. Other tensors may have one, and its mean is NaN, as NumPy's is."""
+    good, bad = torch.tensor([1.0, 2.0]), torch.tensor([math.nan, 4.0])
+    made = mean_of(
+        tmp_path,
+        [
+            state(parameters={"w": good}, buffers={"b": good}, optim={"state": {"w": {"m": good, "v": good}}}),
+            state(parameters={"w": good}, buffers={"b": bad}, optim={"state": {"w": {"m": bad, "v": good * 3}}}),
+        ],
+    )["snapshot"]
+    for value in (made["buffers"]["b"], made["optim"]["state"]["w"]["m"]):
+        np.testing.assert_array_equal(value.numpy(), [np.nan, 3.0])
+    assert made["parameters"]["w"].tolist() == [1.0, 2.0]
+    assert made["optim"]["state"]["w"]["v"].tolist() == [2.0, 4.0]
+
+
+def test_a_parameter_named_as_a_counter_is_no_counter(tmp_path):
+    grads = [{"step": torch.tensor([1.0])}, {"step": torch.tensor([2.0])}]
+    rules = [{"kind": "x", "state": {"step": torch.tensor([1.0])}}, {"kind": "x", "state": {"step": torch.tensor([2.0])}}]
+    made = mean_of(tmp_path, [state(window="open", grads=g, rule=r) for g, r in zip(grads, rules, strict=True)])["snapshot"]
+    assert made["grads"]["step"].item() == 1.5
+    assert made["rule"] == {"kind": "x", "state": {"step": torch.tensor([1.5])}}

@@ -373,7 +373,7 @@ def test_a_path_that_is_a_file_ends_no_training_and_is_named(tmp_path, caplog):
     model = alone(net())
     saving = save(model, path)
     assert isinstance(saving.error, NotADirectoryError)
-    assert str(saving.error) == f"{path} is no folder: give another path, or move it away"
+    assert str(saving.error) == f"{path} is not a folder: give another path, or move it away"
     assert "training goes on without it" in caplog.text
     loss(model, 0).backward()
     assert path.read_text() == "mine"

@@ -123,7 +123,7 @@ def test_values_that_json_has_not():
         "empty": [{}, [], (), "", b""],
         "milestones": Counter({3: 2, 5: 1}),
         "recent": deque([1, 2], maxlen=3),
-        "torch": [torch.Size([2, 0, 3]), torch.bfloat16, torch.float8_e5m2, torch.device("cuda", 1), torch.device("cpu")],
+        "torch": [torch.bfloat16, torch.float8_e5m2],
     }
     assert same(there_and_back(tree), tree)
 
@@ -136,10 +136,10 @@ def test_kinds_that_come_back_as_plain_ones():
     class Version(str):
         __slots__ = ()
 
-    back = there_and_back({"ordered": ordered, "default": default, "torch": torch.__version__, "own": Version("1.0")})
-    assert same(
-        back, {"ordered": {"b": 1, "a": {"c": 2}}, "default": {"x": [1]}, "torch": str(torch.__version__), "own": "1.0"}
-    )
+    tree = {"ordered": ordered, "default": default, "torch": torch.__version__, "own": Version("1.0"), "size": torch.Size([2])}
+    plain = {"ordered": {"b": 1, "a": {"c": 2}}, "default": {"x": [1]}, "torch": str(torch.__version__), "own": "1.0"}
+    back = there_and_back(tree)
+    assert same(back, {**plain, "size": (2,)})
     assert type(back["torch"]) is str
     assert type(back["ordered"]) is dict
 
@@ -354,35 +354,36 @@ class OwnTensor(Tensor):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (Foo(), "is a Foo: save its state_dict() or plain values"),
-        (Foo, "is a type:"),
-        (Colour.RED, "is a Colour: save its .value"),
-        (Point(1, 2), "is a Point:"),
-        (OwnDict(), "is an OwnDict:"),
-        (argparse.Namespace(a=1), "is a Namespace:"),
-        (random.Random(1), "is a Random:"),
-        (torch.Generator(), "is a Generator:"),
-        (len, "is a builtin_function_or_method:"),
-        (1j, "is a complex:"),
-        ({1, 2}, "is a set:"),
-        (frozenset({1}), "is a frozenset:"),
-        (10**5000, "is a number of 16610 bits: save it as a str"),
-        (np.array([None]), "is a ndarray of object:"),
-        (np.zeros(2, dtype="i4,f4"), "is a ndarray of"),
-        (np.ma.masked_array([1], [True]), "is a MaskedArray of int64:"),
-        (torch.empty(2, device="meta"), "is a tensor without values:"),
-        (nn.UninitializedParameter(), "is a tensor without values:"),
-        (torch.ones(2).as_subclass(OwnTensor), "is an OwnTensor:"),
+        (Foo(), "Foo: save its state_dict() or plain values"),
+        (Foo, "type:"),
+        (Colour.RED, "Colour: save its .value"),
+        (Point(1, 2), "Point:"),
+        (OwnDict(), "OwnDict:"),
+        (argparse.Namespace(a=1), "Namespace:"),
+        (random.Random(1), "Random:"),
+        (torch.Generator(), "Generator:"),
+        (torch.device("cpu"), "device: save str(device)"),
+        (len, "builtin_function_or_method:"),
+        (1j, "complex:"),
+        ({1, 2}, "set:"),
+        (frozenset({1}), "frozenset:"),
+        (10**5000, "int of 16610 bits: save it as a str"),
+        (np.array([None]), "ndarray of object:"),
+        (np.zeros(2, dtype="i4,f4"), "ndarray of"),
+        (np.ma.masked_array([1], [True]), "MaskedArray of int64:"),
+        (torch.empty(2, device="meta"), "tensor without values:"),
+        (nn.UninitializedParameter(), "tensor without values:"),
+        (torch.ones(2).as_subclass(OwnTensor), "OwnTensor:"),
     ],
     ids=lambda value: type(value).__name__,
 )
 def test_what_cannot_be_saved_is_named(value, message):
     with pytest.raises(TypeError) as caught:
         encode({"sampler": [0, {"x": value}]}, "extra")
-    assert str(caught.value).startswith("extra['sampler'][1]['x'] " + message)
-    with pytest.raises(TypeError, match=r"^extra is "):
+    assert str(caught.value).startswith("extra['sampler'][1]['x'] cannot be saved, as its type is " + message)
+    with pytest.raises(TypeError, match=r"^extra cannot be saved"):
         encode(value, "extra")
-    with pytest.raises(TypeError, match=r"^extra\['sampler'\] is "):
+    with pytest.raises(TypeError, match=r"^extra\['sampler'\] cannot be saved"):
         encode({"extra": {"sampler": value}}, "")
 
 
@@ -390,14 +391,14 @@ def test_what_cannot_be_saved_is_named(value, message):
     "key", [Foo(), (1, 2), 1.5, None, True, b"a", torch.zeros(1), np.int64(3)], ids=lambda key: type(key).__name__
 )
 def test_keys_that_cannot_be_saved(key):
-    with pytest.raises(TypeError, match=r"^a key of extra\['a'\] is an? .*: keys must be str or int"):
+    with pytest.raises(TypeError, match=r"^extra\['a'\] has the key (.|\n)* of type \w+: keys must be str or int"):
         encode({"a": {key: 1}}, "extra")
 
 
 def test_cycles_and_depth():
     cycle: dict[str, Any] = {"a": []}
     cycle["a"].append(cycle)
-    with pytest.raises(TypeError, match=r"^extra\['a'\]\[0\] contains itself"):
+    with pytest.raises(TypeError, match=r"^extra\['a'\]\[0\]\['a'\]\[0\]\['a'\] is nested .*, or contains itself"):
         encode(cycle, "extra")
     shared = [1]
     assert there_and_back([shared, shared]) == [[1], [1]]  # twice is no cycle
@@ -455,15 +456,16 @@ def test_text_with_an_error_is_refused_or_read(data):
 
 def test_parse_leaves_tensors_where_they_are():
     text, tensors = encode({"w": torch.ones(2), "z": torch.zeros(2, dtype=torch.complex128), "n": np.arange(3), "x": [1]}, "e")
-    outline = parse(text)
-    assert [outline[key].kind for key in "wzn"] == ["tensor", "tensor", "array"]
-    assert isinstance(outline["w"], Stored)
-    assert outline["x"] == [1]
     asked: list[str] = []
 
     def get(key: str) -> Tensor:
         asked.append(key)
         return tensors[key]
 
-    assert same(outline["z"].load(get), torch.zeros(2, dtype=torch.complex128))
+    outline = parse(text, get)
+    assert [outline[key].kind for key in "wzn"] == ["tensor", "tensor", "array"]
+    assert isinstance(outline["w"], Stored)
+    assert outline["x"] == [1]
+    assert asked == []
+    assert same(outline["z"].load(), torch.zeros(2, dtype=torch.complex128))
     assert asked == ["e.z"]

@@ -414,7 +414,7 @@ class Gossip(Replica):
     def check_entries(self, snapshot: Mapping[str, Any]) -> None:
         for key in ("optim", "stepped", "taken"):
             if key not in snapshot:
-                raise ValueError(f"this is no snapshot of a replica: it has no entry '{key}'")
+                raise ValueError(f"this is not a snapshot of a replica: it has no entry '{key}'")
         self._check_progress(snapshot)
         self._refuse_open_update("load")
         check_scaler_state(self.scaler, snapshot["optim"].get("scaler"))

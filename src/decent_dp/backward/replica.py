@@ -519,7 +519,7 @@ class BackwardReplica(Replica):
         names = self.parameters.names
         for key in ("optim", "optimizer", "scheduler", "accumulate", "window", "nested", "arrived", "order"):
             if key not in snapshot:
-                raise ValueError(f"this is no snapshot of a replica: it has no entry '{key}'")
+                raise ValueError(f"this is not a snapshot of a replica: it has no entry '{key}'")
         for what, fits in {
             "accumulate": type(snapshot["accumulate"]) is bool,
             "window": snapshot["window"] in (Window.IDLE.value, Window.OPEN.value),
@@ -527,7 +527,7 @@ class BackwardReplica(Replica):
             "arrived": isinstance(snapshot["arrived"], list),
         }.items():
             if not fits:
-                raise ValueError(f"this is no snapshot of a replica: its '{what}' is {snapshot[what]!r}")
+                raise ValueError(f"this is not a snapshot of a replica: its '{what}' is {snapshot[what]!r}")
         check_optim_state(snapshot["optim"], names)
         order = snapshot["order"]
         if order is not None and sorted(order) != sorted(names):

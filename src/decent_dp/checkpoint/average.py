@@ -18,14 +18,14 @@ __all__ = ["AveragedReplica"]
 class AveragedReplica:
     """An exponential moving average of this worker's replica, for evaluation and ``export``.
 
-    It is kept locally, without communication. Averaging over updates and averaging over workers may change places, both being
-    linear: so the mean over workers of these averages, taken once when somebody looks, is the moving average of the mean
-    model. After the first ``update`` the average is the replica; each further one makes it ``decay * average + (1 - decay) *
-    replica``, as ``torch.optim.swa_utils.get_ema_multi_avg_fn`` does. It is kept in float32 at least.
+    Each worker keeps its own, without communication. Means over updates and over workers are linear and commute: the mean over
+    workers of these averages, which ``averaged`` computes, is the moving average of the mean model. The first ``update`` sets
+    the average to the replica; each further one makes it ``decay * average + (1 - decay) * replica``, as
+    ``torch.optim.swa_utils.get_ema_multi_avg_fn`` does. It is kept in float32 or a wider dtype.
 
     Args:
         model: the wrapper, or what ``decent_dp.gossip`` returned; its trainable parameters are averaged.
-        decay: in [0, 1), the same on all workers. About 1 / (1 - decay) updates take part.
+        decay: in [0, 1), the same on all workers. The average extends over about 1 / (1 - decay) updates.
 
     Attributes:
         decay: as given.
@@ -48,15 +48,15 @@ class AveragedReplica:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Takes the replica in, as it is now. Call it after each update, on all workers; with uneven inputs once after each
-        ``join``, as workers that have run out make no more updates in it.
+        """Adds the replica as it is now to the average. Call it after each update, on all workers; with uneven inputs once
+        after each ``join``, in which workers without data make no more updates.
 
         Raises:
             RuntimeError: inside ``averaged``, where the replica has other values.
         """
         self._replica.apply_pending()
         if self._replica.mean.backup is not None:
-            raise RuntimeError("update() of AveragedReplica takes the replica in, which is not there inside averaged()")
+            raise RuntimeError("update() of AveragedReplica needs the replica's own values: call it outside averaged()")
         pairs = zip(self._replica.parameters.locate(), self._averages, strict=True)
         params = [value.detach().to(average.dtype) for value, average in pairs]
         if self.updates == 0:
@@ -67,16 +67,16 @@ class AveragedReplica:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Inside, the model's parameters are the moving average of the mean; each replica has its own back after it.
+        """Inside, the model's parameters are the moving average of the mean; afterwards each replica has its own values again.
 
         Called by all workers. Buffers are as inside ``model.averaged()``: BatchNorm's statistics are those of the replica,
-        averaged over workers with ``sync_buffer_in_global_avg``; ``calibrate`` and ``export`` fit them to the parameters. All
-        buffers are as before afterwards, and ``save`` saves what they were before. The exchange under way goes on. Before the
-        first ``update``, it is the replica as it was when this object was made.
+        averaged over workers with ``sync_buffer_in_global_avg``; ``calibrate`` and ``export`` estimate them for the average.
+        Afterwards all buffers are as before, and ``save`` inside saves the earlier values. The exchange in flight continues.
+        Before the first ``update``, the average is the replica as it was when this object was made.
 
         Raises:
             OutOfStepError: the workers have made different numbers of updates, of the model or of the average.
-            NonFiniteError: the average of a worker has taken in a NaN or an infinity; on all workers.
+            NonFiniteError: the average of a worker holds a NaN or an infinity; on all workers.
             DisagreementError: they were given different decays. On all workers.
         """
         replica = self._replica
@@ -84,7 +84,7 @@ class AveragedReplica:
         self._compare()
         replica.refuse_nonfinite("averaged of AveragedReplica", replica.averaged_buffers(), self._averages)
         params = replica.parameters.params
-        # Of the buffers a save takes, and a revert puts back, what they were before, too: `calibrate` changes them.
+        # Buffers too, because `calibrate` changes them.
         with replica.mean.preserved([*params, *replica.model.buffers()]):
             with torch.no_grad():
                 means = [average.clone() for average in self._averages]
@@ -95,7 +95,7 @@ class AveragedReplica:
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns this worker's state, which every worker saves: ``save(model, path, state={"ema": ema.state_dict()})``.
+        """Returns this worker's state. Save it on every worker: ``save(model, path, state={"ema": ema.state_dict()})``.
 
         Returns:
             'updates', and 'average', a dict of the tensors by parameter name. They are not copies.
@@ -104,7 +104,7 @@ class AveragedReplica:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads what ``state_dict`` returned; the decay stays that of this object.
+        """Loads the result of ``state_dict``; ``decay`` stays as it is.
 
         Raises:
             ValueError: it is of another model; names the first difference, and nothing is loaded.
@@ -136,7 +136,7 @@ class AveragedReplica:
                 )
             if updates != found[0][0]:
                 raise OutOfStepError(
-                    f"AveragedReplica has taken in {found[0][0]} updates on worker 0 and {updates} on worker {rank}: call its "
+                    f"AveragedReplica has averaged {found[0][0]} updates on worker 0 and {updates} on worker {rank}: call its "
                     "update() on every worker, after the same updates of the model. With uneven inputs, where workers run out "
                     "in join(), call it once after each join() instead."
                 )

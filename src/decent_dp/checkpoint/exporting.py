@@ -35,23 +35,22 @@ _TORCH = (".pt", ".pth", ".bin")
 def export(model: Trained, path: str | Path, *, loader: Iterable[Any] | None = None) -> Path:
     """Writes the mean of all replicas as one plain state dict, with the model's own keys. Called by all workers.
 
-    Worker 0 writes; the file is there, whole and durable, when the call returns. Replicas, buffers, modes, torch's random state
-    and the exchange under way are as before. Inside ``with model.averaged()``, or that of an ``AveragedReplica``, what the
-    replicas are there is written.
+    Worker 0 writes; the file is complete and durable when the call returns. Replicas, buffers, modes, torch's random state and
+    the exchange in flight are as before. Inside ``with model.averaged()``, or that of an ``AveragedReplica``, the values of
+    the parameters there are written.
 
     Args:
         model: trainable parameters and floating-point buffers are averaged, all else is worker 0's.
         path: ends in '.safetensors', for ``safetensors.torch.load_file``, or in '.pt', '.pth' or '.bin', for
             ``torch.load(weights_only=True)``. Missing folders are made.
-        loader: BatchNorm's statistics are those of the mean model over it, as ``calibrate`` finds them; None: they are
-            averaged, too.
+        loader: BatchNorm's statistics are estimated for the mean model over it, as by ``calibrate``; None: they are averaged.
 
     Returns:
         The path.
 
     Raises:
         ValueError: the path ends otherwise.
-        TypeError: it is no path, or the model keeps an extra state that the file cannot hold.
+        TypeError: it is not a path, or the model has an extra state that the file cannot hold.
         CheckpointError: it cannot be written.
         OutOfStepError: the workers have made different numbers of updates.
         NonFiniteError: a replica holds a NaN or an infinity. All of these on all workers.
@@ -61,7 +60,7 @@ def export(model: Trained, path: str | Path, *, loader: Iterable[Any] | None = N
     replica.begin_collective("export")
     file = call_on_all(control, lambda: _checked_path(path))
     with contextlib.ExitStack() as undone:
-        if replica.mean.backup is None:  # else the replicas are what is wanted: somebody has averaged them
+        if replica.mean.backup is None:  # else the parameters are a mean already
             undone.enter_context(replica.averaged())
         undone.enter_context(_put_back(replica.model))
         if loader is not None:
@@ -75,12 +74,13 @@ def export(model: Trained, path: str | Path, *, loader: Iterable[Any] | None = N
 def calibrate(model: Trained, loader: Iterable[Any]) -> None:
     """Estimates BatchNorm's statistics anew, for the values that the parameters have now. Called by all workers.
 
-    Each worker runs the model over its own ``loader``, without gradients (this is no update), and the statistics are averaged
-    over workers, weighted by their numbers of batches: as ``torch.optim.swa_utils.update_bn`` would over the batches of all.
-    Inside ``with model.averaged()`` they belong to the mean model; they stay when it is left, unless
+    Each worker runs the model over its own ``loader``, without gradients and updates, and the statistics are averaged over
+    workers, weighted by their numbers of batches: the result of ``torch.optim.swa_utils.update_bn`` over the batches of all.
+    Inside ``with model.averaged()`` they belong to the mean model; they stay when it ends, unless
     ``sync_buffer_in_global_avg`` is set. ``export(..., loader=...)`` and the ``averaged()`` of an ``AveragedReplica`` put the
     old ones back. Other buffers, modes and torch's random state are as before. A model without such statistics is left as it
-    is. A norm that is frozen, in eval mode while the rest trains, gets new ones, too, and trains on with them.
+    is. A frozen norm, which is in eval mode while the rest trains, gets new statistics, too, and the training continues with
+    them.
 
     Args:
         model: the wrapper, whose ``module`` is called with each batch, or the ``Gossip``, whose ``model`` is.
@@ -130,10 +130,10 @@ def _checked_path(given: object) -> Path:
 
 @contextlib.contextmanager
 def _put_back(model: nn.Module) -> Iterator[set[int]]:
-    """Buffers, modes and torch's random state are as before afterwards.
+    """Restores buffers, modes and torch's random state afterwards.
 
     Yields:
-        The buffers that are put back, by id; those that are taken out of the set stay.
+        The ids of the buffers that are restored; remove those that are to keep their new values.
     """
     modes = [(module, module.training) for module in model.modules()]
     places = [(m, name, t) for m in model.modules() for name, t in m._buffers.items() if t is not None]
@@ -155,7 +155,7 @@ def _put_back(model: nn.Module) -> Iterator[set[int]]:
 
 
 def _run(model: nn.Module, loader: Iterable[Any]) -> int:
-    """Gives ``model`` the statistics of this worker's batches; how many there were."""
+    """Estimates the statistics of ``model`` over this worker's batches, and returns their number."""
     count = 0
 
     def counted() -> Iterator[Any]:
@@ -239,11 +239,7 @@ def _write(state: dict[str, Any], path: Path) -> None:
 
 
 def _check_extra(key: str, value: object, path: Path) -> None:
-    """A module's extra state may be anything.
-
-    Raises:
-        TypeError: the file could not hold it, or not be opened safely with it.
-    """
+    """Raises TypeError if the file could not hold a module's extra state, or could not be opened safely with it."""
     cause = "only tensors fit into a safetensors file: export to a path that ends in .pt"
     if path.suffix in _TORCH:
         raw = io.BytesIO()

@@ -30,11 +30,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from decent_dp._checks import check_integer
-from decent_dp.checkpoint.serialization import RESERVED, Stored, decode, parse
+from decent_dp.checkpoint.serialization import RESERVED, loaded, parse
 from decent_dp.errors import CheckpointError
 
 __all__ = [
     "FORMAT",
+    "OLDER",
     "VERSION",
     "Record",
     "Shard",
@@ -49,13 +50,17 @@ __all__ = [
 ]
 
 FORMAT = "decent_dp-checkpoint"
-VERSION = 2
+VERSION = 3
+OLDER = (
+    f"was written by an older decent_dp, and this one reads format {VERSION} only: load it with the version that saved it, and "
+    "start from the model that export() writes there"
+)
 
 # Bounds the memory that a damaged record can make this process allocate.
 _MOST_WORKERS = 10**6
 
 _TREE = RESERVED[1]
-# A small file is read so far. What is longer is no small file of ours.
+# The bytes that are read of a small file. The package's own are shorter.
 _SMALL = 4096
 
 
@@ -81,7 +86,7 @@ def _versions() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Record:
-    """To what a shard belongs.
+    """The checkpoint and the worker that a shard belongs to.
 
     Attributes:
         step: the name of the checkpoint, the same in all its shards.
@@ -129,15 +134,15 @@ class Record:
     def from_metadata(cls, found: Mapping[str, str]) -> Record:
         """
         Raises:
-            ValueError, TypeError: it is no record; says why.
+            ValueError, TypeError: it is not a record; says why.
         """
         if found.get("format") != FORMAT:
-            raise ValueError("it is no shard of a checkpoint")
-        version = found.get("version", "")
-        if version.isdigit() and int(version) > VERSION:
+            raise ValueError("it is not a shard of a checkpoint")
+        version = found.get("version", "")[:20]
+        if version.isdecimal() and int(version) > VERSION:
             raise ValueError(f"it was written by a newer decent_dp (format {version}, this one reads {VERSION}): upgrade it")
         if version != str(VERSION):
-            raise ValueError(f"it has format {version[:20]!r}, and this decent_dp reads {VERSION}")
+            raise ValueError(f"it {OLDER}")
         text = found.get("record", "")
         if _sha256(text.encode()) != found.get("sha256"):
             raise ValueError("its record was changed: the sha256 differs")
@@ -203,13 +208,13 @@ class Shard:
         rank: the worker that it must be of.
 
     Raises:
-        CheckpointError: it is missing, cut off, no plain file, no shard, or of another worker; names it.
+        CheckpointError: it is missing, cut off, not a plain file or not a shard, or of another worker; names it.
     """
 
     def __init__(self, file: Path, rank: int) -> None:
         self.file = file
         try:
-            file_identity(file)
+            self.identity = file_identity(file)
         except OSError as error:
             raise _unreadable(file, error) from error
         # Not mapped into memory: a page of a file that another process removes would end this one.
@@ -256,17 +261,14 @@ class Shard:
         """Returns the saved tree with all tensors.
 
         Raises:
-            CheckpointError: the tree is malformed, or its tensors do not fit it; names the file. Also the next two.
+            CheckpointError: the tree is malformed, or its tensors do not fit it; names the file.
         """
-        return self._named(lambda: decode(self._text(), self.__getitem__))
+        return loaded(self.outline())
 
     def outline(self) -> Any:
-        """Returns the saved tree with a :class:`Stored` in place of each tensor and array."""
-        return self._named(lambda: parse(self._text()))
-
-    def load(self, stored: Stored) -> Any:
-        """A tensor or an array of the outline."""
-        return self._named(lambda: stored.load(self.__getitem__))
+        """As :meth:`tree`, with a :class:`Stored` in place of each tensor and array."""
+        text = self[_TREE].numpy().tobytes().decode("ascii", "replace")
+        return parse(text, self.__getitem__, f"{self.file} cannot be used: ")
 
     def close(self) -> None:
         self._opened.__exit__(None, None, None)
@@ -276,17 +278,6 @@ class Shard:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
-
-    def _text(self) -> str:
-        return self[_TREE].numpy().tobytes().decode("ascii", "replace")
-
-    def _named(self, read: Callable[[], Any]) -> Any:
-        try:
-            return read()
-        except CheckpointError as error:
-            if str(self.file) in str(error):
-                raise
-            raise CheckpointError(f"{self.file} cannot be used: {error}") from error
 
     def _read(self, what: str, read: Callable[[], Any]) -> Any:
         try:
@@ -301,7 +292,7 @@ class Shard:
 
 
 def replace_file(file: Path, write: Callable[[Path], object], by: str = "") -> None:
-    """Replaces a file by one rename, so that whoever reads it sees the old or the new content. Durable when it returns.
+    """Replaces a file by one rename, so that a reader sees the old or the new content. Durable when it returns.
 
     Args:
         file: its path.
@@ -342,7 +333,7 @@ def read_small(file: Path) -> bytes | None:
     """The first 4 KiB of a plain file; None if there is no file.
 
     Raises:
-        OSError: it cannot be read, or is no plain file.
+        OSError: it cannot be read, or is not a plain file.
     """
     try:
         file_identity(file)
@@ -353,14 +344,14 @@ def read_small(file: Path) -> bytes | None:
 
 
 def file_identity(file: Path) -> list[int]:
-    """What is equal for two workers if they see the same file, also over a network.
+    """Numbers that are equal for two workers if they see the same file, also over a network.
 
     Raises:
-        OSError: there is none, or it is no plain file: a link, or a pipe that would block.
+        OSError: there is none, or it is not a plain file: a link, or a pipe that would block.
     """
     found = os.lstat(file)
     if not stat.S_ISREG(found.st_mode):
-        raise OSError(errno.EINVAL, "it is no plain file", str(file))
+        raise OSError(errno.EINVAL, "it is not a plain file", str(file))
     return [found.st_ino, found.st_ctime_ns, found.st_size]
 
 

@@ -1,17 +1,17 @@
-"""The checkpoints in one folder: which there are, which are complete, whose they are, and which are removed.
+"""The checkpoints in one folder: which exist, which are complete, which run saves there, and which are removed.
 
-    PATH/step-00000500-0-7-3f2a9c/       a checkpoint: before round 500, attempt 0, save 7, a run
+    PATH/step-00000500-0-7-3f2a9c-of-8/  a checkpoint: before round 500, attempt 0, save 7, a run, of 8 workers
         worker-0000.safetensors ...      one shard per worker
     PATH/latest                          the name of the newest complete checkpoint. A hint: see below
     PATH/run                             the run that saves here
 
 **A checkpoint is complete if the shards of all its workers are there.** Each worker writes its own by one rename, and nothing
-else is needed. ``load`` judges it, from what all workers see. The order of checkpoints is that of their attempts and saves:
-each load begins a new attempt, which may go back to an earlier round.
+else is needed. ``load`` decides it from the names that all workers see. Checkpoints are ordered by attempt and save: each load
+begins a new attempt, which may go back to an earlier round.
 
-The first worker in a folder, which is the one of the lowest rank with a shard in the newest checkpoint, writes ``latest`` and
-removes old checkpoints, after all workers have said that their shards of the newest are written. ``latest`` helps people, and
-tells an interrupted first save from a checkpoint that was lost.
+One worker per disk, the lowest rank with a shard of the newest checkpoint there, writes ``latest`` and removes old checkpoints,
+after all workers have reported that their shards of the newest are written. ``latest`` helps people, and tells an interrupted
+first save from a checkpoint that was lost.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import heapq
 import json
 import logging
 import os
@@ -32,7 +31,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from decent_dp.checkpoint.files import Shard, now, read_small, replace_text, shard_name, sync_folder
+from decent_dp.checkpoint.files import OLDER, Shard, now, read_small, replace_text, shard_name, sync_folder
 from decent_dp.errors import CheckpointError
 
 __all__ = [
@@ -60,11 +59,13 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 LATEST, RUN = "latest", "run"
-_NAME = re.compile(r"step-[0-9]{8,18}-([0-9]{1,9})-([0-9]{1,9})-[0-9a-f]{6}")
+_NAME = re.compile(r"step-[0-9]{8,18}-([0-9]{1,9})-([0-9]{1,9})-[0-9a-f]{6}-of-([1-9][0-9]{0,5})")
+# Before format 3 the number of workers was not in the name.
+_OLD_NAME = re.compile(r"step-[0-9]{8,18}(-[0-9]{1,9}-[0-9]{1,9}-[0-9a-f]{6})?")
 _SHARD = re.compile(r"worker-([0-9]{4,9})\.safetensors")
 # What a save makes in a checkpoint's folder, with safetensors' own temporary files, and what NFS keeps of a file in use.
 _OURS = re.compile(rf"{_SHARD.pattern}(\.tmp)?|\.tmp\w+|\.nfs\w+")
-# So many checkpoints are looked at, the newest: a folder may have a million names in it.
+# So many of the newest checkpoints are looked at, and more only until one is complete: a folder may have a million names in it.
 _MOST = 64
 
 
@@ -81,15 +82,15 @@ def folder_of(path: Any) -> Path:
     return Path(path).absolute()
 
 
-def step_name(round_: int, attempt: int, number: int, run_id: str) -> str:
+def step_name(round_: int, attempt: int, number: int, run_id: str, world_size: int) -> str:
     """The name of a checkpoint's folder. All workers of a run make the same one, and no other run does."""
-    return f"step-{round_:08d}-{attempt}-{number}-{hashlib.sha256(run_id.encode()).hexdigest()[:6]}"
+    return f"step-{round_:08d}-{attempt}-{number}-{hashlib.sha256(run_id.encode()).hexdigest()[:6]}-of-{world_size}"
 
 
 def _order(name: str) -> tuple[int, int]:
+    """The attempt and the number of the save; of a folder with a name of the user's, less than all others."""
     match = _NAME.fullmatch(name)
-    assert match is not None
-    return int(match[1]), int(match[2])
+    return (int(match[1]), int(match[2])) if match else (-1, -1)
 
 
 def make_folder(folder: Path) -> Path:
@@ -104,7 +105,7 @@ def make_folder(folder: Path) -> Path:
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder)
         if not folder.is_dir():
-            raise NotADirectoryError(f"{folder} is no folder: give another path, or move it away")
+            raise NotADirectoryError(f"{folder} is not a folder: give another path, or move it away")
     # Also if another worker made it, which may not have come to this line yet.
     sync_folder(folder.parent)
     return folder
@@ -113,11 +114,14 @@ def make_folder(folder: Path) -> Path:
 # -- what is there ---------------------------------------------------------------------------------------------------------
 
 
-def steps_in(root: Path, most: int | None = _MOST) -> list[str]:
+def steps_in(root: Path) -> list[str]:
     """The names of checkpoints, complete or not, newest first."""
+    return sorted(_folders(root, _NAME), key=_order, reverse=True)
+
+
+def _folders(root: Path, pattern: re.Pattern[str]) -> list[str]:
     with _scan(root) as entries:
-        names = (e.name for e in entries if _NAME.fullmatch(e.name) and e.is_dir(follow_symlinks=False))
-        return sorted(names, key=_order, reverse=True) if most is None else heapq.nlargest(most, names, key=_order)
+        return [entry.name for entry in entries if pattern.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)]
 
 
 def ranks_in(folder: Path) -> list[int]:
@@ -151,14 +155,14 @@ class Sight:
 
     Attributes:
         only: the name of the checkpoint that was asked for, if the path was that of one.
-        steps: by name of each checkpoint, newest first: how many workers saved it, the first and last rank of each run of ranks
-            whose shards are there, and why the former is not known.
+        steps: by name of each checkpoint, newest first: how many workers saved it, and the first and last rank of each run of
+            consecutive ranks whose shards are there.
         latest: there is a file ``latest``, so that a checkpoint has been complete here.
         hint: the name in it.
     """
 
     only: str | None = None
-    steps: dict[str, tuple[int | None, list[tuple[int, int]], str]] = field(default_factory=dict)
+    steps: dict[str, tuple[int, list[tuple[int, int]]]] = field(default_factory=dict)
     latest: bool = False
     hint: str | None = None
 
@@ -167,13 +171,13 @@ def look(path: Path) -> tuple[Path, Sight]:
     """The folder of checkpoints, and what is in it; ``path`` may also be one checkpoint in it.
 
     Raises:
-        CheckpointError: what is there cannot be read, or is no folder: workers must not start from scratch then.
+        CheckpointError: it cannot be read, is not a folder, or is of an older format: workers must not start from scratch then.
     """
     try:
         if not _exists(path):
             return path, Sight()
         if not stat.S_ISDIR(os.stat(path).st_mode):
-            raise CheckpointError(f"{path} cannot be read: it is no folder of checkpoints{_advice(path)}")
+            raise CheckpointError(f"{path} cannot be read: it is not a folder of checkpoints{_advice(path)}")
         sight, root = Sight(), path
         if is_step(path):
             root, sight.only = path.parent, path.name
@@ -181,8 +185,16 @@ def look(path: Path) -> tuple[Path, Sight]:
         # `latest` comes first: it then never names a step that is written, or removed, after the steps were listed.
         sight.latest = _exists(root / LATEST)
         sight.hint = _hint(root)
+        done = False
         for name in steps_in(root):
-            sight.steps[name] = _look_at(root / name)
+            n, ranks = _look_at(root / name)
+            if ranks or len(sight.steps) < _MOST:
+                sight.steps[name] = n, ranks
+                done = done or missing_rank(name, [sight]) is None
+            if done and len(sight.steps) >= _MOST:
+                break
+        if not sight.steps and (old := _folders(root, _OLD_NAME)):
+            raise CheckpointError(f"{root / max(old)} {OLDER}")
         return root, sight
     except OSError as error:
         raise CheckpointError(f"{error.filename or path} cannot be read: {error.strerror or error}") from error
@@ -196,20 +208,15 @@ def _advice(path: Path) -> str:
     return ""
 
 
-def _look_at(folder: Path) -> tuple[int | None, list[tuple[int, int]], str]:
-    ranks = ranks_in(folder)
-    if not ranks:
-        return None, [], ""
+def _look_at(folder: Path) -> tuple[int, list[tuple[int, int]]]:
+    ranks, match = ranks_in(folder), _NAME.fullmatch(folder.name)
     runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])]
-    found = [(run[0], run[-1]) for run in runs]
-    file = folder / shard_name(ranks[0])
-    try:
-        with Shard(file, ranks[0]) as shard:
-            return shard.record.world_size, found, ""
-    except CheckpointError as error:
-        if not _exists(file):  # another worker removes it just now
-            return None, [], ""
-        return None, found, str(error)
+    if match is not None:
+        world_size = int(match[3])
+    else:  # a copy that the user has given another name
+        with Shard(folder / shard_name(ranks[0]), ranks[0]) as shard:
+            world_size = shard.record.world_size
+    return world_size, [(run[0], run[-1]) for run in runs]
 
 
 def _hint(root: Path) -> str | None:
@@ -234,17 +241,27 @@ def _exists(path: Path) -> bool:
 
 def complete(sights: Sequence[Sight]) -> list[str]:
     """The names of the checkpoints that are complete, newest first, by what all workers see."""
-    return [name for name in _names(sights) if not _lacking(name, sights)]
+    return [name for name in _names(sights) if missing_rank(name, sights) is None]
 
 
 def incomplete(sights: Sequence[Sight]) -> list[str]:
-    """The names of those that lack a shard. One that cannot be read is not among them."""
-    return [name for name in _names(sights) if _lacking(name, sights).endswith("is missing")]
+    return [name for name in _names(sights) if missing_rank(name, sights) is not None]
 
 
 def attempt_of(sights: Sequence[Sight]) -> int:
     """The number of the attempt that begins with a load, which is after all others."""
-    return max((_order(name)[0] + 1 for name in _names(sights) if _NAME.fullmatch(name)), default=0)
+    return max((_order(name)[0] + 1 for name in _names(sights)), default=0)
+
+
+def missing_rank(name: str, sights: Sequence[Sight]) -> int | None:
+    """The first worker whose shard of a checkpoint is seen by no worker; None if it is complete."""
+    seen = [sight.steps[name] for sight in sights if name in sight.steps]
+    following = 0
+    for first, last in sorted((first, last) for _, runs in seen for first, last in runs):
+        if first > following:
+            break
+        following = max(following, last + 1)
+    return following if following < max(n for n, _ in seen) else None
 
 
 def choose(root: Path, sights: Sequence[Sight]) -> tuple[str, int] | None:
@@ -255,71 +272,57 @@ def choose(root: Path, sights: Sequence[Sight]) -> tuple[str, int] | None:
     """
     asked = {sight.only for sight in sights} - {None}
     names = [name for name in _names(sights) if not asked or name in asked]
-    skipped = False
+    skipped = []
     for name in names:
-        lacking = _lacking(name, sights)
-        blind = [rank for rank, sight in enumerate(sights) if not sight.steps.get(name, (None, []))[1]]
-        world_size = max((sight.steps[name][0] or 0 for sight in sights if name in sight.steps), default=0)
-        # A checkpoint that `latest` names was complete. If a worker has lost its folder, an older one may do.
-        lost = any(sight.hint == name for sight in sights) and all(name in sight.steps for sight in sights)
-        broken = not lacking.endswith("is missing")
-        if lacking and (asked or lost or broken):
-            what = lacking if broken else f"{root / name} is no complete checkpoint: {lacking}"
-            raise CheckpointError(f"{what}. Another checkpoint can be loaded by its path.")
-        if lacking:
-            _log.warning("%s is no complete checkpoint: %s", root / name, lacking)
+        missing = missing_rank(name, sights)
+        blind = [rank for rank, sight in enumerate(sights) if name not in sight.steps or not sight.steps[name][1]]
+        if missing is not None:
+            what = f"{root / name} is incomplete: {shard_name(missing)} is missing"
+            # A checkpoint that `latest` names was complete. If a worker has lost its folder, an older one may do.
+            lost = any(sight.hint == name for sight in sights) and all(name in sight.steps for sight in sights)
+            if asked or lost:
+                raise CheckpointError(f"{what}. Another checkpoint can be loaded by its path.")
+            _log.warning("%s", what)
+            skipped.append(what)
         elif not blind:
-            return name, world_size
+            return name, next(sight.steps[name][0] for sight in sights)
         elif asked or all(not sights[rank].steps for rank in blind):
             raise CheckpointError(
-                f"{_workers(blind)} no checkpoint in {root}, and there is {name} for the others: no worker starts from scratch "
+                f"{_workers(blind)} no checkpoint in {root}, and the others see {name}: no worker starts from scratch "
                 "while others resume. Give all workers their files, or the same path; or, for a fresh start, another one."
             )
         else:
-            _log.warning("%s is not seen by all workers", root / name)
-            skipped = True
-    if skipped:
-        sight_of = ", ".join(f"worker {rank}: {', '.join(sight.steps)}" for rank, sight in enumerate(sights))
-        raise CheckpointError(f"no checkpoint in {root} is seen by all workers ({sight_of}): give all workers their files.")
-    if not any(sight.latest for sight in sights):
+            skipped.append(f"{root / name} is not seen by all workers")
+            _log.warning("%s", skipped[-1])
+    unseen = any(what.endswith("all workers") for what in skipped)
+    if not unseen and not any(sight.latest for sight in sights):
         return None
-    hinted = next(sight.hint or "one" for sight in sights if sight.latest)
-    none = [rank for rank, sight in enumerate(sights) if not sight.steps]
-    blind_text = f"{_workers(none)} no checkpoint in {root}, and " if none and len(none) < len(sights) else ""
-    gone = next((f"{name} is not complete: {_lacking(name, sights)}" for name in names), "nothing of it is there")
-    raise CheckpointError(
-        f"{blind_text}no checkpoint in {root} is complete, and '{LATEST}' names {hinted}, which was: {gone}. No worker starts "
-        "from scratch. Give all workers their files; or, for a fresh start, another path."
+    raise CheckpointError(_no_checkpoint(root, sights, skipped))
+
+
+def _no_checkpoint(root: Path, sights: Sequence[Sight], skipped: Sequence[str]) -> str:
+    """Why no checkpoint can be loaded from a folder in which one was complete."""
+    advice = f"Give all workers their files; or, for a fresh start, another path than {root}."
+    blind = [rank for rank, sight in enumerate(sights) if not sight.steps]
+    if skipped:
+        some = f"; {_workers(blind)} no checkpoint there" if blind else ""
+        return f"no checkpoint in {root} can be loaded, and no worker starts from scratch: {'; '.join(skipped)}{some}. {advice}"
+    hinted = next(sight.hint or "a checkpoint" for sight in sights if sight.latest)
+    return (
+        f"{root} has a file '{LATEST}', which names {hinted}, and no checkpoint: they were removed, or are on another disk. No "
+        f"worker starts from scratch. {advice}"
     )
 
 
 def _names(sights: Sequence[Sight]) -> list[str]:
-    names = {name: None for sight in sights for name in sight.steps}
-    return sorted(names, key=lambda name: _order(name) if _NAME.fullmatch(name) else (-1, -1), reverse=True)
-
-
-def _lacking(name: str, sights: Sequence[Sight]) -> str:
-    """Why a checkpoint is not complete; '' if it is."""
-    seen = [sight.steps[name] for sight in sights if name in sight.steps]
-    sizes = {size for size, _, _ in seen if size is not None}
-    problems = [problem for *_, problem in seen if problem]
-    if problems:
-        return problems[0]
-    if len(sizes) > 1:
-        return f"its shards are of {' and of '.join(map(str, sorted(sizes)))} workers"
-    missing = 0
-    for first, last in sorted(tuple(run) for _, runs, _ in seen for run in runs):
-        if first > missing:
-            break
-        missing = max(missing, last + 1)
-    return "" if sizes and missing >= max(sizes) else f"{shard_name(missing)} is missing"
+    return sorted({name: None for sight in sights for name in sight.steps}, key=_order, reverse=True)
 
 
 def _workers(ranks: Sequence[int]) -> str:
     return f"worker {ranks[0]} sees" if len(ranks) == 1 else f"workers {', '.join(str(rank) for rank in ranks)} see"
 
 
-# -- whose they are --------------------------------------------------------------------------------------------------------
+# -- the run that saves here --------------------------------------------------------------------------------------------
 
 
 def claim(root: Path, run_id: str, rank: int, *, may_take_over: bool) -> None:
@@ -330,7 +333,7 @@ def claim(root: Path, run_id: str, rank: int, *, may_take_over: bool) -> None:
         OSError: that file cannot be read or written.
     """
     own = hashlib.sha256(run_id.encode()).hexdigest()[:12]
-    others = steps_in(root, 1)  # before the file is read: a worker of this run writes it before its first shard
+    others = steps_in(root)  # before the file is read: a worker of this run writes it before its first shard
     content = read_small(root / RUN)
     found: Mapping[str, Any] = {}
     with contextlib.suppress(ValueError, RecursionError):
@@ -368,7 +371,7 @@ def prune(root: Path, newest: str, complete: Collection[str], keep: int, known: 
         complete: the complete ones; the last ``keep`` of them stay.
         known: the ones that may be removed.
     """
-    older = [name for name in steps_in(root, None) if name in known and _order(name) < _order(newest)]
+    older = [name for name in steps_in(root) if name in known and _order(name) < _order(newest)]
     stay = [name for name in older if name in complete][: keep - 1]
     remove(root, [name for name in older if name not in stay])
 
@@ -405,4 +408,4 @@ def _remove(folder: Path) -> None:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
         if removed:
-            _log.warning("%s is no checkpoint any more, and stays: there are files in it that no save made", folder)
+            _log.warning("%s is not a checkpoint any more, and stays: it has files that no save made", folder)

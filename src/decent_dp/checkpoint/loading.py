@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,10 @@ from torch import Tensor
 
 from decent_dp._checks import check_integer
 from decent_dp.checkpoint import folder
-from decent_dp.checkpoint.files import Record, Shard, file_identity, shard_name
+from decent_dp.checkpoint.files import Record, Shard, shard_name
 from decent_dp.checkpoint.folder import Sight
 from decent_dp.checkpoint.random_states import check_random_states, set_random_states
-from decent_dp.checkpoint.resize import combined, mean_tensors, sources
+from decent_dp.checkpoint.resize import combined, mean_tensors, sources, state_of_worker
 from decent_dp.checkpoint.saver import saver_of
 from decent_dp.checkpoint.trained import Trained, replica_of
 from decent_dp.errors import CheckpointError
@@ -86,17 +86,11 @@ def load(
         if missing_ok:
             return None
         raise FileNotFoundError(f"no worker sees a complete checkpoint in {path}: pass another path, or save one first.")
-    name, saved = chosen
-    step = root / name
-    replicas = call_on_all(control, lambda: _check_record(step, saved, rank, replica, resize))
-    # A worker takes the part that it has, of one replica or of several.
-    number, position = replica.replicas.place_of(rank)
-    now = len(replica.replicas.workers)
-    same = len(replicas) == now and resize != "mean"
-    taken = [number] if same or resize is None else sources(len(replicas), number, now, resize)
-    ranks = [replicas[i][position] for i in taken]
-    _verify(replica, step, ranks)
-    tree = call_on_all(control, lambda: _read(step, ranks, replica if same else None))
+    step = root / chosen[0]
+    with contextlib.ExitStack() as opened:
+        shards, same = call_on_all(control, lambda: _open(step, chosen[1], rank, replica, resize, opened))
+        _verify(replica, step, shards)
+        tree = call_on_all(control, lambda: _read(shards, replica if same else None))
     try:
         put_back(replica, tree["snapshot"])
     except (ValueError, TypeError, LookupError, AttributeError) as error:
@@ -112,16 +106,16 @@ def load(
 def latest(path: str | os.PathLike[str]) -> Path | None:
     """The folder of the newest complete checkpoint in ``path``, as this worker sees it; None if there is none.
 
-    On a disk that has the files of some workers only, the file ``latest`` tells which one that is.
+    On a disk that has the files of some workers only, it is the one that the file ``latest`` names.
 
     Raises:
-        CheckpointError: it cannot be told; names the file and the cause.
+        CheckpointError: the folder cannot be read; names the file and the cause.
     """
     root, sight = folder.look(folder.folder_of(path))
     if sight.only is not None and folder.choose(root, [sight]):
         return root / sight.only
-    whole = folder.complete([sight])
-    names = [name for name in sight.steps if name in whole or name == sight.hint]
+    complete = folder.complete([sight])
+    names = [name for name in sight.steps if name in complete or name == sight.hint]
     return root / names[0] if names else None
 
 
@@ -134,9 +128,9 @@ def read_parameters(path: str | os.PathLike[str], rank: int | None = None, *, bu
 
     Args:
         path: the folder that was given to ``save`` (the newest complete checkpoint is read), or that of one checkpoint in it.
-        rank: of the worker whose replica is read; None for the mean of all replicas.
+        rank: of the worker whose replica is read, from its own file alone; None for the mean of all replicas.
         buffers: the model's buffers too, also those that its state dict leaves out. In the mean, floating-point ones are
-            averaged, and the others are those of worker 0.
+            averaged, integers are averaged and rounded, and bools are those of worker 0.
 
     Returns:
         The tensors by name, on the CPU. A tied parameter has the first of its names only.
@@ -148,28 +142,60 @@ def read_parameters(path: str | os.PathLike[str], rank: int | None = None, *, bu
     """
     where = folder.folder_of(path)
     root, sight = folder.look(where)
-    chosen = folder.choose(root, [sight])
-    if chosen is None:
+    if rank is None:
+        chosen = folder.choose(root, [sight])
+        step = root / chosen[0] if chosen is not None else None
+    else:
+        check_integer("rank", rank, 0)
+        step = where if sight.only is not None else latest(where)
+    if step is None:
         raise FileNotFoundError(f"there is no complete checkpoint in {where}")
-    step, n = root / chosen[0], chosen[1]
-    if rank is not None and check_integer("rank", rank, 0) >= n:
+    n = sight.steps[step.name][0]
+    if rank is not None and rank >= n:
         raise ValueError(f"{step} was saved by {n} workers and has none of rank {rank}")
     with contextlib.ExitStack() as opened:
         shards = [opened.enter_context(Shard(step / shard_name(r), r)) for r in (range(n) if rank is None else [rank])]
+        _check_alike(step, n, [{shard.record.rank: _seen(shard) for shard in shards}])
         for shard in shards:
             if shard.record.replicas is not None:
                 raise ValueError(f"{step} was saved by sharded replicas: load it into a run, and use export() there.")
             shard.verify()
-        _check_same_step([shard.record for shard in shards], step)
         return mean_tensors(shards, ["parameters", "buffers"] if buffers else ["parameters"])
 
 
-def _check_record(step: Path, saved: int, rank: int, replica: Replica, resize: str | None) -> Sequence[Sequence[int]]:
-    """The workers of each replica that was saved, if the checkpoint is for this run."""
-    # This worker's own shard, which is all that a disk may have; with fewer or more workers any.
-    own = rank if rank < saved and (resize is None or (step / shard_name(rank)).exists()) else folder.ranks_in(step)[0]
-    with Shard(step / shard_name(own), own) as shard:
-        record = shard.record
+def _open(
+    step: Path, saved: int, rank: int, replica: Replica, resize: str | None, opened: contextlib.ExitStack
+) -> tuple[list[Shard], bool]:
+    """Opens the shards that this worker starts from; whether it resumes exactly, from the shard of its own rank."""
+
+    def open_one(number: int) -> Shard:
+        file, there = step / shard_name(number), folder.ranks_in(step)
+        if number not in there:
+            others = f" This disk has the shards of the workers {', '.join(map(str, there))}." if there else ""
+            raise CheckpointError(
+                f"{file} is missing.{others} On disks that are not shared, start the workers where they were, with the same "
+                "ranks, or copy the files of all workers to all disks."
+            )
+        return opened.enter_context(Shard(file, number))
+
+    # Any record tells how the checkpoint was saved. The own shard is the only one that a disk may have.
+    there = folder.ranks_in(step)
+    first = open_one(rank if rank in there or not there else there[0])
+    workers, here = first.record.workers, replica.replicas
+    _check_record(step, first.record, replica, resize)
+    number, position = here.place_of(rank)
+    now = len(here.workers)
+    same = len(workers) == now and resize != "mean"
+    taken = [number] if same or resize is None else sources(len(workers), number, now, resize)
+    # A worker takes the part that it has, of one replica or of several.
+    shards = [first if workers[i][position] == first.record.rank else open_one(workers[i][position]) for i in taken]
+    if any(shard.record.world_size != saved for shard in shards):
+        raise CheckpointError(f"{shards[0].file} cannot be used: {shards[0].record.world_size} workers saved it, not {saved}")
+    return shards, same
+
+
+def _check_record(step: Path, record: Record, replica: Replica, resize: str | None) -> None:
+    """Checks that the checkpoint is for this run."""
     different = _first_difference(record.model, model_signature(replica.model))
     if different is not None:
         hint = ""
@@ -188,79 +214,61 @@ def _check_record(step: Path, saved: int, rank: int, replica: Replica, resize: s
             f"{step} was saved by {len(workers)} {of_shards}workers and this run has {len(here.workers)}: pass "
             "resize='mean' or resize='spread'."
         )
-    return workers
 
 
-def _verify(replica: Replica, step: Path, ranks: Sequence[int]) -> None:
+def _verify(replica: Replica, step: Path, shards: Sequence[Shard]) -> None:
     """Checks the shards that this worker reads. One that several workers see is read whole by one of them only."""
     control, rank = replica.everyone.control, replica.everyone.rank
-
-    def look() -> tuple[dict[str, list[int]], list[Record]]:
-        found, records = {}, []
-        for number in ranks:
-            file = step / shard_name(number)
-            with Shard(file, number) as shard:
-                records.append(shard.record)
-            found[str(number)] = file_identity(file)
-        _check_same_step(records, step)
-        return found, records
-
-    own, records = call_on_all(control, look)
-    gathered = control.gather([own, {str(record.rank): [record.step, record.sha256] for record in records}])
-    _check_same_files(step, [found for _, found in gathered])
+    gathered = control.gather([[shard.record.rank, shard.identity, _seen(shard)] for shard in shards])
+    _check_alike(step, shards[0].record.world_size, [{number: seen for number, _, seen in own} for own in gathered])
 
     def verify() -> None:
-        for number in ranks:
-            readers = [other for other, (seen, _) in enumerate(gathered) if seen.get(str(number)) == own[str(number)]]
-            if readers[number % len(readers)] == rank:
-                with Shard(step / shard_name(number), number) as shard:
-                    shard.verify()
+        for shard in shards:
+            own = [shard.record.rank, shard.identity]
+            readers = [other for other, found in enumerate(gathered) if own in [entry[:2] for entry in found]]
+            if readers[shard.record.rank % len(readers)] == rank:
+                shard.verify()
 
     call_on_all(control, verify)
 
 
-def _check_same_step(records: Sequence[Record], step: Path) -> None:
-    for record in records:
-        if (record.step, record.world_size) != (records[0].step, records[0].world_size):
-            raise CheckpointError(
-                f"{step / shard_name(record.rank)} cannot be used: it is of {record.step}, and "
-                f"{shard_name(records[0].rank)} beside it of {records[0].step}"
-            )
+def _seen(shard: Shard) -> list[Any]:
+    return [shard.record.step, shard.record.world_size, shard.record.sha256]
 
 
-def _check_same_files(step: Path, found: Sequence[dict[str, list[str]]]) -> None:
-    """Raises CheckpointError if workers read shards of different checkpoints, or different ones of one worker."""
-    first: dict[str, tuple[int, list[str]]] = {}
-    for rank, seen in enumerate(found):
-        for number, own in seen.items():
-            before, theirs = first.setdefault(number, (rank, own))
+def _check_alike(step: Path, n: int, seen: Sequence[Mapping[int, list[Any]]]) -> None:
+    """Raises CheckpointError if workers read shards of different checkpoints, or different ones of one worker.
+
+    Args:
+        n: the number of workers that saved it.
+        seen: for each worker that reads, the ranks of its shards and what ``_seen`` returned of them.
+    """
+    first: dict[int, tuple[int, list[Any]]] = {}
+    for reader, shards in enumerate(seen):
+        for number, own in shards.items():
+            before, theirs = first.setdefault(number, (reader, own))
             if own != theirs:
                 raise CheckpointError(
-                    f"workers {before} and {rank} see different files {shard_name(int(number))} in {step}: copy the same "
+                    f"workers {before} and {reader} see different files {shard_name(number)} in {step}: copy the same "
                     "checkpoint to all of them."
                 )
-    names = {own[0]: int(number) for seen in found for number, own in seen.items()}
-    if len(names) > 1:
-        (one, of_one), (other, of_other) = list(names.items())[:2]
-        raise CheckpointError(
-            f"{step / shard_name(of_other)} cannot be used: it is of {other}, and {shard_name(of_one)} of {one}: they are not "
-            "shards of one checkpoint"
-        )
+            one = min(first)
+            name = first[one][1][0]
+            if own[:2] != [name, n]:
+                raise CheckpointError(
+                    f"{step / shard_name(number)} cannot be used: it is of {own[0]}, and {shard_name(one)} of {name}: they are "
+                    "not shards of one checkpoint"
+                )
 
 
-def _read(step: Path, ranks: Sequence[int], resumed: Replica | None) -> Any:
-    """What these workers saved, or what is made of it for one worker. For ``resumed`` it also has random states."""
-    with contextlib.ExitStack() as opened:
-        shards = [opened.enter_context(Shard(step / shard_name(rank), rank)) for rank in ranks]
-        tree = shards[0].tree() if resumed is not None else combined(shards)
-    file = shards[0].file
-    if not isinstance(tree, dict) or not all(isinstance(tree.get(key), dict) for key in ("snapshot", "state")):
-        raise CheckpointError(f"{file} cannot be used: its tree is not the state of a worker")
+def _read(shards: Sequence[Shard], resumed: Replica | None) -> dict[str, Any]:
+    """The tree that one worker saved, or the mean of several. For ``resumed`` it also has random states."""
+    tree: dict[str, Any] = state_of_worker(shards[0], shards[0].tree()) if resumed is not None else combined(shards)
     if resumed is not None:
         try:
             check_random_states(tree.get("random"), resumed.model)
         except ValueError as error:
-            raise CheckpointError(f"{file} cannot be used: {error}") from error
+            raise CheckpointError(f"{shards[0].file} cannot be used: {error}") from error
     return tree
 
 

@@ -17,8 +17,8 @@ _LOCK = threading.Lock()
 
 # Of the Mersenne Twister, which Python, NumPy and torch use.
 _WORDS = 624
-# torch's state of it has, in the order of the bytes: seed, left and seeded (32 bits each), next, and the words. Whoever draws
-# reads word `next` until `left`, which is counted down, is 0.
+# torch's state has, in the order of the bytes: seed, left and seeded (32 bits each), next, and the words. A draw reads word
+# `next` until `left`, which is counted down, is 0.
 _TORCH_HEADER = 24
 
 
@@ -53,7 +53,7 @@ def check_random_states(states: Any, model: nn.Module) -> None:
 
 
 def _check_positions(states: dict[str, Any]) -> None:
-    """None of the three libraries checks all of these, and a position behind the words ends the process at the next draw."""
+    """None of the three libraries checks all of these, and a position behind the words is a SIGSEGV at the next draw."""
     _, words, gauss = states["python"]
     if len(words) != _WORDS + 1 or not 0 <= int(words[-1]) <= _WORDS or not (gauss is None or isinstance(gauss, float)):
         raise ValueError("that of Python's generator is out of range")
@@ -69,7 +69,7 @@ def _check_positions(states: dict[str, Any]) -> None:
 
 
 def set_random_states(states: dict[str, Any], model: nn.Module) -> None:
-    """Restores what ``random_states`` returned. GPUs are taken in order, whatever their numbers are now."""
+    """The inverse of ``random_states``. GPUs are taken in order, as their numbers may have changed."""
     version, words, gauss = states["python"]
     random.setstate((version, tuple(int(word) for word in words), gauss))
     np.random.set_state(states["numpy"])
@@ -79,6 +79,6 @@ def set_random_states(states: dict[str, Any], model: nn.Module) -> None:
 
 
 def _gpus(model: nn.Module) -> list[int]:
-    """Those that the model is on. Asking another for its state would open it."""
+    """The GPUs of the model. Reading the state of another one would open it."""
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     return sorted(device.index for device in devices if device.type == "cuda")

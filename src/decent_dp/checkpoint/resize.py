@@ -4,18 +4,18 @@
     how="spread"    m < n: worker i starts from the mean of the replicas j with floor(j·m/n) = i
                     m > n: from replica floor(i·n/m);  m = n: from its own
 
-What the mean of several workers' states is:
+The mean of the states of several workers is:
 
     floating and complex tensors   the mean, in float64 (complex128); exactly the value where all are equal
     integers, integer tensors      the mean, rounded to the nearest (a half to the even one); so are optimizers' 'step' counters
     floats                         the mean
-    what some do not have          of those that have it: the state of a parameter that had no gradient everywhere
+    entries that some do not have  the mean over those that have it: the state of a parameter that had no gradient everywhere
     the scaler                     the one of the smallest scale
-    the open window                open if it is anywhere; the mean of the gradients of those that have one
+    the open window                open if it is open anywhere; the mean of the gradients of those that have one
     the rule's state               the mean
-    the user's own and modules' extra state   floating and complex tensors: the mean; the rest is the first worker's
-    all else                       the first worker's
-    random states, the exchange, what a compression has learnt of single edges    none: their workers are no more
+    the user's state and modules' extra state   floating and complex tensors: the mean; the rest is the first worker's
+    everything else                the first worker's
+    random states, the exchange, a compression's state    none: they belong to workers and edges that are gone
 """
 
 from __future__ import annotations
@@ -24,40 +24,24 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from decent_dp._checks import check_choice
 from decent_dp.checkpoint.files import Shard
-from decent_dp.checkpoint.serialization import Stored
+from decent_dp.checkpoint.serialization import Stored, loaded
 from decent_dp.errors import CheckpointError
 
-__all__ = ["HOW", "combined", "mean_tensors", "resized", "sources"]
+__all__ = ["HOW", "combined", "mean_tensors", "sources", "state_of_worker"]
 
 HOW = ("mean", "spread")
 
 # Floating numbers that count: optimizers keep their steps as float32.
 _COUNTERS = frozenset({"step", "_step_count", "last_epoch"})
-# Up to here float64 holds every integer.
+# float64 represents every integer up to here.
 _EXACT = 1 << 53
-
-
-def resized(shards: Sequence[Shard], rank: int, world_size: int, how: str) -> dict[str, Any]:
-    """What worker ``rank`` of a new run of ``world_size`` workers starts from.
-
-    Args:
-        shards: of all workers that saved, by rank.
-
-    Returns:
-        The tree {"snapshot", "random": None, "state"}. One tensor of each worker is in memory at a time.
-
-    Raises:
-        CheckpointError: a file cannot be read, or the workers' parameters do not fit each other; names it.
-        ValueError: ``how`` is unknown.
-    """
-    return combined([shards[j] for j in sources(len(shards), rank, world_size, how)])
 
 
 def sources(saved: int, rank: int, world_size: int, how: str) -> list[int]:
@@ -73,171 +57,153 @@ def sources(saved: int, rank: int, world_size: int, how: str) -> list[int]:
     return [rank * saved // world_size]
 
 
-class _Part(NamedTuple):
-    """A node of one worker's tree, with tensors that are still in its file."""
+def state_of_worker(shard: Shard, tree: Any) -> Any:
+    """Returns ``tree``, which is that of ``shard``.
 
-    shard: Shard
-    node: Any
+    Raises:
+        CheckpointError: it is not the state of a worker.
+    """
+    fits = isinstance(tree, dict) and all(isinstance(tree.get(key), dict) for key in ("snapshot", "state"))
+    parts = ("parameters", "buffers", "optim", "grads")
+    if not fits or not all(isinstance(tree["snapshot"].get(key), dict) for key in parts):
+        raise CheckpointError(f"{shard.file} cannot be used: its tree is not the state of a worker")
+    return tree
 
 
 def combined(shards: Sequence[Shard]) -> dict[str, Any]:
     """The mean of what these workers saved, as the tree {"snapshot", "random": None, "state"}.
 
+    One tensor of each worker is in memory at a time.
+
     Raises:
-        CheckpointError: as for :func:`resized`.
+        CheckpointError: a file cannot be read, or the workers' parameters do not fit each other; names it.
     """
-    trees = _trees(shards)
-    return {"snapshot": _snapshot(_at("snapshot", trees)), "random": None, "state": _user_state(_at("state", trees))}
+    trees = [state_of_worker(shard, shard.outline()) for shard in shards]
+    means = _snapshot(_at("snapshot", trees), shards)
+    return {"snapshot": means, "random": None, "state": _user_state(_at("state", trees))}
 
 
 def mean_tensors(shards: Sequence[Shard], keys: Sequence[str]) -> dict[str, Tensor]:
-    """The means of the tensors in the snapshots under ``keys``, by name.
-
-    Raises:
-        CheckpointError: as for :func:`resized`.
-    """
-    trees, found = _trees(shards), {}
-    for key in keys:
-        own = _at(key, _at("snapshot", trees))
-        for name in _keys(own):
-            found[name] = _parameter(name, trees, own) if key == "parameters" else _mean("", _at(name, own))
-    return found
+    """The means of the tensors in the snapshots under ``keys``, by name. Raises as :func:`combined`."""
+    trees = [state_of_worker(shard, shard.outline()) for shard in shards]
+    means = _snapshot([{key: tree["snapshot"][key] for key in keys} for tree in trees], shards)
+    return {name: tensor for key in keys for name, tensor in means[key].items()}
 
 
-def _trees(shards: Sequence[Shard]) -> list[_Part]:
-    for part in (trees := [_Part(shard, shard.outline()) for shard in shards]):
-        if not _is_state(part.node):
-            raise CheckpointError(f"{part.shard.file} cannot be used: its tree is not the state of a worker")
-    return trees
-
-
-def _is_state(tree: Any) -> bool:
-    if not isinstance(tree, dict) or not all(isinstance(tree.get(key), dict) for key in ("snapshot", "state")):
-        return False
-    snapshot = tree["snapshot"]
-    return all(isinstance(snapshot.get(key), dict) for key in ("parameters", "buffers", "optim", "grads"))
-
-
-def _snapshot(parts: Sequence[_Part]) -> dict[str, Any]:
-    opened = [part for part in parts if part.node.get("window") == "open"]
+def _snapshot(all_: Sequence[dict[str, Any]], shards: Sequence[Shard]) -> dict[str, Any]:
+    windows = [snapshot for snapshot in all_ if snapshot.get("window") == "open"] or all_
     made: dict[str, Any] = {}
-    for key in _keys(parts):
-        own = _at(key, parts)
+    for key in _keys(all_):
+        nodes = _at(key, all_)
         if key == "parameters":
-            made[key] = {name: _parameter(name, parts, own) for name in _keys(own)}
-        elif key == "buffers":
-            made[key] = {name: _mean("", _at(name, own)) for name in _keys(own)}
+            made[key] = {name: _parameter(name, nodes, shards) for name in _keys(nodes)}
+        elif key in ("exchange", "compression"):
+            made[key] = None if key == "exchange" else {}
         elif key == "optim":
-            made[key] = _optim(own)
-        elif key == "exchange":
-            made[key] = None
-        elif key == "compression":
-            made[key] = {}
-        elif key == "rule":
-            made[key] = _mean("", own)
-        elif key in ("window", "accumulate"):
-            made[key] = _at(key, opened or parts)[0].node
-        elif key == "grads":
-            made[key] = _mean("", _at(key, opened or parts))
-        elif key in ("round", "steps", "factor"):
-            made[key] = _mean(key, own)
+            made[key] = _optim(nodes)
         elif key == "extra_state":
-            made[key] = _user_state(own)
+            made[key] = _user_state(nodes)
+        elif key in ("window", "accumulate"):
+            made[key] = _at(key, windows)[0]
+        elif key == "grads":
+            made[key] = _mean(_at(key, windows))
+        elif key in ("buffers", "rule", "round", "steps", "factor"):
+            made[key] = _mean(nodes)
         else:
-            made[key] = _first(own)
+            made[key] = _first(nodes)
     return made
 
 
-def _optim(parts: Sequence[_Part]) -> Any:
-    scalers = [part for part in _at("scaler", parts) if part.node]
-    smallest = min(scalers, key=lambda part: part.node.get("scale", math.inf), default=None)
-    without = [_Part(part.shard, {k: v for k, v in part.node.items() if k != "scaler"}) for part in parts]
-    return {**_mean("", without), "scaler": None if smallest is None else _load(smallest)}
+def _parameter(name: str, all_: Sequence[dict[str, Any]], shards: Sequence[Shard]) -> Any:
+    """The mean of a parameter, which all workers have in the same shape and dtype."""
+    for shard, parameters in zip(shards, all_, strict=True):
+        if not isinstance(parameters.get(name), Stored):
+            raise CheckpointError(f"{shard.file} does not fit the others' files: it has no parameter '{name}'")
+    return _tensor(_at(name, all_), parameter=name, shards=shards)
 
 
-def _mean(name: str, parts: Sequence[_Part]) -> Any:
-    """The mean of states; ``name`` is the key that they have."""
-    parts = [part for part in parts if part.node is not None]
-    if len(parts) < 2:
-        return _load(parts[0]) if parts else None
-    nodes = [part.node for part in parts]
-    if all(type(node) in (int, float) for node in nodes):
-        return _number(name, nodes)
-    if all(isinstance(node, Stored) for node in nodes):
-        return _tensor(name, parts)
-    if len({type(node) for node in nodes}) > 1:
-        return _first(parts)
-    kind = type(nodes[0])
+def _optim(nodes: Sequence[dict[str, Any]]) -> Any:
+    scalers = [node["scaler"] for node in nodes if node.get("scaler")]
+    smallest = min(scalers, key=lambda scaler: scaler.get("scale", math.inf), default=None)
+    others = [{key: value for key, value in node.items() if key != "scaler"} for node in nodes]
+    return {**_mean(others, "optim"), "scaler": loaded(smallest)}
+
+
+def _mean(nodes: Sequence[Any], name: str | None = None) -> Any:
+    """The mean of states; ``name`` is the key that they have in an optimizer's state, None elsewhere."""
+    nodes = [node for node in nodes if node is not None]
+    if len(nodes) < 2:
+        return _first(nodes)
+    kinds = {type(node) for node in nodes}
+    if kinds <= {int, float}:
+        return _number(nodes, name)
+    if kinds == {Stored}:
+        return _tensor(nodes, counts=name in _COUNTERS)
+    if kinds == {dict}:
+        return {key: _mean(_at(key, nodes), None if name is None else str(key)) for key in _keys(nodes)}
+    if kinds in ({list}, {tuple}, {deque}) and len({len(node) for node in nodes}) == 1:
+        members = (_mean(members, name) for members in zip(*nodes, strict=True))
+        return deque(members, nodes[0].maxlen) if kinds == {deque} else type(nodes[0])(members)
+    return _first(nodes)
+
+
+def _user_state(nodes: Sequence[Any]) -> Any:
+    """The first one's, but for the floating tensors that others have at the same place."""
+    first, kind = nodes[0], type(nodes[0])
+    alike = [node for node in nodes if type(node) is kind]
     if kind is dict:
-        return {key: _mean(str(key), _at(key, parts)) for key in _keys(parts)}
-    if kind in (list, tuple, deque) and len({len(node) for node in nodes}) == 1:
-        members = [_mean(name, [_Part(part.shard, part.node[i]) for part in parts]) for i in range(len(nodes[0]))]
-        return deque(members, nodes[0].maxlen) if kind is deque else kind(members)
-    return _first(parts)
+        return {key: _user_state(_at(key, alike)) for key in first}
+    if kind in (list, tuple):
+        return kind(_user_state([node[i] for node in alike if i < len(node)]) for i in range(len(first)))
+    if kind is Stored and first.kind != "array" and len(alike) > 1:
+        return _tensor(alike, integers=False)
+    return loaded(first)
 
 
-def _parameter(name: str, parts: Sequence[_Part], own: Sequence[_Part]) -> Any:
-    """The mean of a parameter, which all have alike."""
-    have = [part for part in _at(name, own) if isinstance(part.node, Stored)]
-    if len(have) < len(parts):
-        lacking = next(part for part in parts if part.shard not in [other.shard for other in have])
-        raise CheckpointError(f"{lacking.shard.file} does not fit the others' files: it has no parameter '{name}'")
-    return _tensor("", have, must_fit=f"parameter '{name}' has another shape or dtype")
-
-
-def _user_state(parts: Sequence[_Part]) -> Any:
-    """The first one's, but for the tensors that others have at the same place."""
-    node = parts[0].node
-    alike = [part for part in parts if type(part.node) is type(node)]
-    if type(node) is dict:
-        return {key: _user_state(_at(key, alike)) for key in node}
-    if type(node) in (list, tuple):
-        members = ([_Part(part.shard, part.node[i]) for part in alike if i < len(part.node)] for i in range(len(node)))
-        return type(node)(map(_user_state, members))
-    if isinstance(node, Stored) and node.kind != "array" and len(alike) > 1:
-        return _tensor("", alike, integers=False)
-    return _load(parts[0])
-
-
-def _tensor(name: str, parts: Sequence[_Part], must_fit: str = "", integers: bool = True) -> Any:
+def _tensor(
+    nodes: Sequence[Stored], *, counts: bool = False, integers: bool = True, parameter: str = "", shards: Sequence[Shard] = ()
+) -> Any:
     """The mean of tensors, of which one is in memory at a time beside the first and the sum.
 
     Args:
-        name: the key that they have; a counter is rounded.
-        parts: nodes that are :class:`Stored`.
-        must_fit: what to say where one has another shape or dtype; the first one's is taken where it is empty.
+        counts: a floating mean is rounded.
         integers: whether tensors of integers have a mean.
+        parameter, shards: its name, and whose it is. Other tensors may differ in shape or dtype: the first is returned then.
     """
-    load = _load if all(part.node.kind == "sparse" for part in parts) else _load_dense
-    first = load(parts[0])
+    sparse = all(node.kind == "sparse" for node in nodes)
+    first = _read(nodes[0], sparse)
     if not isinstance(first, Tensor):
         return first
     averaged = _has_mean(first, integers)
-    if not averaged and not must_fit:
-        return _load(parts[0])
+    if not averaged and not parameter:
+        return nodes[0].load()
     total, equal = None, True
     wide = torch.complex128 if first.is_complex() else torch.float64
-    for part in parts[1:]:
-        other = load(part)
+    for number, node in enumerate(nodes[1:], 1):
+        other = _read(node, sparse)
         if not isinstance(other, Tensor) or (other.shape, other.dtype) != (first.shape, first.dtype):
-            if must_fit:
-                raise CheckpointError(f"{part.shard.file} does not fit {parts[0].shard.file}: {must_fit}")
-            return _load(parts[0])
+            if parameter:
+                what = f"parameter '{parameter}' has another shape or dtype"
+                raise CheckpointError(f"{shards[number].file} does not fit {shards[0].file}: {what}")
+            return nodes[0].load()
         equal = equal and _same_bits(first, other)
         if averaged:
             total = first.to(wide, copy=True) if total is None else total
             total += other.to(wide)
-    return first if total is None or equal else _as(first, total / len(parts), name)
+    return first if total is None or equal else _as(first, total / len(nodes), counts)
 
 
-def _as(like: Tensor, mean: Tensor, name: str) -> Tensor:
+def _read(node: Stored, sparse: bool) -> Any:
+    value = node.load()
+    return value if sparse or node.kind != "sparse" else value.to_dense()
+
+
+def _as(like: Tensor, mean: Tensor, counts: bool) -> Tensor:
     """The mean in the dtype of one of the tensors, which is returned itself where integers are too large for one."""
     if mean.is_sparse:
         mean = mean.coalesce()
-    if like.is_complex() or (like.is_floating_point() and name not in _COUNTERS):
-        return mean.to(like.dtype)
-    if like.is_floating_point():
-        return mean.round().to(like.dtype)
+    if like.is_floating_point() or like.is_complex():
+        return (mean.round() if counts else mean).to(like.dtype)
     return like if bool((mean.abs() >= _EXACT).any()) else mean.round().to(torch.int64).to(like.dtype)
 
 
@@ -251,12 +217,12 @@ def _has_mean(tensor: Tensor, integers: bool) -> bool:
     if tensor.dtype is torch.bool or not tensor.numel():
         return False
     if tensor.is_floating_point() or tensor.is_complex():
-        # Two numbers a byte: torch does not compute with it.
+        # torch does not compute with two numbers per byte.
         return "float4" not in str(tensor.dtype)
     return integers and not tensor.is_sparse
 
 
-def _number(name: str, values: Sequence[float]) -> float:
+def _number(values: Sequence[float], name: str | None) -> float:
     if all(value == values[0] for value in values):
         return values[0]
     if all(isinstance(value, int) for value in values):
@@ -267,38 +233,15 @@ def _number(name: str, values: Sequence[float]) -> float:
     return float(round(mean)) if name in _COUNTERS else mean
 
 
-def _first(parts: Sequence[_Part]) -> Any:
-    """The first that is there."""
-    there = [part for part in parts if part.node is not None]
-    return _load(there[0]) if there else None
+def _first(nodes: Sequence[Any]) -> Any:
+    """The first that is not None."""
+    return loaded(next((node for node in nodes if node is not None), None))
 
 
-def _load(part: _Part) -> Any:
-    """A node with its tensors."""
-    shard, node = part
-    if isinstance(node, Stored):
-        return shard.load(node)
-    if isinstance(node, dict):
-        made = type(node)()
-        for key, member in node.items():
-            made[key] = _load(_Part(shard, member))
-        return made
-    if type(node) in (list, tuple):
-        return type(node)(_load(_Part(shard, member)) for member in node)
-    if isinstance(node, deque):
-        return deque((_load(_Part(shard, member)) for member in node), node.maxlen)
-    return node
+def _at(key: Any, nodes: Sequence[dict[Any, Any]]) -> list[Any]:
+    return [node[key] for node in nodes if key in node]
 
 
-def _load_dense(part: _Part) -> Any:
-    value = _load(part)
-    return value.to_dense() if isinstance(value, Tensor) and value.is_sparse else value
-
-
-def _at(key: Any, parts: Sequence[_Part]) -> list[_Part]:
-    return [_Part(shard, node[key]) for shard, node in parts if key in node]
-
-
-def _keys(parts: Sequence[_Part]) -> list[Any]:
+def _keys(nodes: Sequence[dict[Any, Any]]) -> list[Any]:
     """The keys of all, in the order in which they first come."""
-    return list(dict.fromkeys(key for _, node in parts for key in node))
+    return list(dict.fromkeys(key for node in nodes for key in node))

@@ -352,7 +352,8 @@ class Saver(Listener):
         random = random_states(replica.model)  # after it: a pending update may draw
         text, tensors = encode({"snapshot": snapshot, "random": random, "state": dict(state)}, "")
         root = self._roots.setdefault(os.path.realpath(path), _Root())
-        name = folder.step_name(snapshot["round"], root.attempt, number, self._transport.run_id)
+        n = self._transport.world_size
+        name = folder.step_name(snapshot["round"], root.attempt, number, self._transport.run_id, n)
         root.known.add(name)
         replicas = [list(workers) for workers in replica.replicas.workers] if replica.replicas.shards > 1 else None
         model = self._signature_of(replica.model)
@@ -414,7 +415,7 @@ class Saver(Listener):
         # What killed runs have left. A folder with a new shard belongs to a run that still writes into it.
         abandoned = job.root.abandoned.items()
         folder.remove(job.path, [name for name, ranks in abandoned if folder.ranks_in(job.path / name) == ranks])
-        newest = next((name for name in folder.steps_in(job.path, None) if name in job.root.complete), None)
+        newest = next((name for name in folder.steps_in(job.path) if name in job.root.complete), None)
         if newest is not None:
             folder.prune(job.path, newest, job.root.complete, job.keep, job.root.known)
 

@@ -5,8 +5,7 @@ list, and a dict whose keys are strings. Everything else is an object with one k
 
     {"!dict": [[key, value], ...]}      a dict with other keys         {"!counter": [[key, value], ...]}
     {"!tuple": [...]}                                                  {"!deque": [[...], maxlen]}
-    {"!bytes": base64}                                                 {"!size": [2, 3]}    a torch.Size
-    {"!dtype": "float32"}               a torch.dtype                  {"!device": "cuda:0"}
+    {"!bytes": base64}                                                 {"!dtype": "float32"}    a torch.dtype
     {"!tensor": key}                    or [key, dtype, shape], if its bytes are stored as uint8
     {"!sparse": [indices, values, shape, coalesced]}                   indices and values are nodes of dense tensors
     {"!array": [key, dtype, shape]}     the bytes of a NumPy array     {"!scalar": [dtype, hex]}    a NumPy scalar
@@ -15,12 +14,12 @@ list, and a dict whose keys are strings. Everything else is an object with one k
 from __future__ import annotations
 
 import base64
-import binascii
 import enum
 import json
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ from torch import Tensor
 
 from decent_dp.errors import CheckpointError
 
-__all__ = ["RESERVED", "Stored", "decode", "encode", "parse"]
+__all__ = ["RESERVED", "Stored", "decode", "encode", "loaded", "parse"]
 
 # Keys that a file uses itself.
 RESERVED = ("__metadata__", "__tree__")
@@ -62,9 +61,8 @@ def encode(tree: Any, where: str) -> tuple[str, dict[str, Tensor]]:
 
     Args:
         tree: dicts (keys: str and int), lists, tuples, deques and Counters of None, bool, int, float, str, bytes, dense or
-            sparse COO tensors of any dtype, NumPy arrays and scalars, ``torch.Size``, ``torch.dtype``, ``torch.device``.
-            OrderedDict and defaultdict come back as dict, Parameters as plain tensors, a subclass of str or int as the plain
-            one.
+            sparse COO tensors of any dtype, NumPy arrays and scalars, ``torch.dtype``. OrderedDict and defaultdict come back as
+            dict, ``torch.Size`` as tuple, Parameters as plain tensors, a subclass of str or int as the plain one.
         where: what errors call the tree, such as ``"state"``; with "" they begin with its keys.
 
     Returns:
@@ -84,7 +82,6 @@ class _Encoder:
         self.tensors: dict[str, Tensor] = {}
         self._where = where
         self._path: list[Any] = []
-        self._open: set[int] = set()
         # An object that occurs twice is one tensor in the file. Kept alive, so that no other object gets its id.
         self._seen: dict[int, tuple[Any, Any]] = {}
 
@@ -104,7 +101,7 @@ class _Encoder:
             raise self._refuse(value, "save its .value")
         if isinstance(value, int):
             if value.bit_length() > _MAX_BITS:
-                raise self._refuse(value, "save it as a str", what=f"number of {value.bit_length()} bits")
+                raise self._refuse(value, "save it as a str", what=f"int of {value.bit_length()} bits")
             return int(value)
         if isinstance(value, (float, str)):
             return float(value) if isinstance(value, float) else str(value)
@@ -113,33 +110,25 @@ class _Encoder:
         if isinstance(value, torch.dtype):
             return {"!dtype": _dtype_name(value)}
         if isinstance(value, torch.device):
-            return {"!device": str(value)}
+            raise self._refuse(value, "save str(device)")
         return self._container(kind, value)
 
     def _container(self, kind: type, value: Any) -> Any:
         if kind not in _CONTAINERS:
             raise self._refuse(value, "save its state_dict() or plain values")
-        if id(value) in self._open:
-            raise TypeError(f"{self._name()} contains itself: save plain values")
         if len(self._path) >= _MAX_DEPTH:
-            raise TypeError(f"{self._name()} is nested more than {_MAX_DEPTH} levels deep: save flatter values")
-        self._open.add(id(value))
-        try:
-            return self._members(kind, value)
-        finally:
-            self._open.discard(id(value))
-
-    def _members(self, kind: type, value: Any) -> Any:
-        if kind is torch.Size:
-            return {"!size": list(value)}
-        if kind in (list, tuple, deque):
+            del self._path[5:]
+            raise TypeError(
+                f"{self._name()} is nested more than {_MAX_DEPTH} levels deep, or contains itself: save flatter values"
+            )
+        if kind in (list, tuple, torch.Size, deque):
             members = [self._inside(i, member) for i, member in enumerate(value)]
             if kind is deque:
                 return {"!deque": [members, value.maxlen]}
             return members if kind is list else {"!tuple": members}
         for key in value:
             if type(key) not in (str, int):
-                raise TypeError(f"a key of {self._name()} is {_a(type(key).__name__)}, {key!r}: keys must be str or int")
+                raise TypeError(f"{self._name()} has the key {key!r} of type {type(key).__name__}: keys must be str or int")
         if kind is not Counter and all(type(key) is str and not key.startswith("!") for key in value):
             return {key: self._inside(key, member) for key, member in value.items()}
         tag = "!counter" if kind is Counter else "!dict"
@@ -173,13 +162,13 @@ class _Encoder:
         return {"!tensor": [key, _dtype_name(tensor.dtype), list(tensor.shape)]}
 
     def _array(self, array: np.ndarray[Any, Any]) -> Any:
-        if type(array) not in (np.ndarray, np.memmap) or array.dtype.kind not in _ARRAY_KINDS or not array.dtype.itemsize:
+        if type(array) not in (np.ndarray, np.memmap) or not _is_plain(array.dtype):
             raise self._refuse(array, "save plain arrays of numbers or text", what=f"{type(array).__name__} of {array.dtype}")
         raw = np.array(array, order="C").reshape(-1).view(np.uint8)
         return {"!array": [self._add(torch.from_numpy(raw), ""), array.dtype.str, list(array.shape)]}
 
     def _scalar(self, value: np.generic) -> Any:
-        if value.dtype.kind not in _ARRAY_KINDS or not value.dtype.itemsize:
+        if not _is_plain(value.dtype):
             raise self._refuse(value, "save plain values")
         return {"!scalar": [value.dtype.str, value.tobytes().hex()]}
 
@@ -200,15 +189,15 @@ class _Encoder:
         return (first or "the tree") + "".join(f"[{step!r}]" for step in rest)
 
     def _refuse(self, value: Any, instead: str, what: str | None = None) -> TypeError:
-        return TypeError(f"{self._name()} is {_a(what or type(value).__name__)}: {instead}")
+        return TypeError(f"{self._name()} cannot be saved, as its type is {what or type(value).__name__}: {instead}")
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _a(what: str) -> str:
-    return f"{'an' if what[:1] in 'AEIOaeio' else 'a'} {what}"
+def _is_plain(dtype: np.dtype[Any]) -> bool:
+    return dtype.kind in _ARRAY_KINDS and dtype.itemsize > 0
 
 
 # -- decode ----------------------------------------------------------------------------------------------------------------
@@ -220,42 +209,15 @@ class Stored:
 
     Attributes:
         kind: 'tensor', 'sparse' or 'array'.
-        parts: the keys of its tensors, each with the dtype and the shape if the bytes are stored as uint8.
-        shape, coalesced: of a sparse tensor.
+        load: reads it, tensors to the CPU. Raises CheckpointError if the tensors in the file do not fit the tree.
     """
 
     kind: str
-    parts: tuple[tuple[str, str | None, tuple[int, ...]], ...]
-    shape: tuple[int, ...] = ()
-    coalesced: bool = False
-
-    def load(self, get_tensor: Callable[[str], Tensor]) -> Any:
-        """The tensor (on the CPU) or the array.
-
-        Raises:
-            CheckpointError: the tensors in the file do not fit the tree.
-        """
-        try:
-            if self.kind == "array":
-                key, dtype, shape = self.parts[0]
-                flat: np.ndarray[Any, Any] = get_tensor(key).numpy()
-                return flat.view(np.dtype(dtype)).reshape(shape)
-            loaded = [_viewed(get_tensor(key), dtype, shape) for key, dtype, shape in self.parts]
-            if self.kind == "tensor":
-                return loaded[0]
-            sparse = torch.sparse_coo_tensor(
-                loaded[0], loaded[1], self.shape, is_coalesced=self.coalesced or None, check_invariants=True
-            )
-            return sparse if self.coalesced else sparse._coalesced_(False)
-        except (KeyError, ValueError, TypeError, RuntimeError) as error:
-            if isinstance(error, CheckpointError):
-                raise
-            names = " and ".join(f"'{key}'" for key, _, _ in self.parts)
-            raise CheckpointError(f"the saved tree and its tensor {names} do not fit: {error}") from error
+    load: Callable[[], Any]
 
 
-def _viewed(tensor: Tensor, dtype: str | None, shape: tuple[int, ...]) -> Tensor:
-    return tensor if dtype is None else tensor.view(getattr(torch, dtype)).reshape(shape)
+# Errors of Python, NumPy and torch for values that ``encode`` does not make.
+_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OverflowError, RecursionError)
 
 
 def decode(text: str, get_tensor: Callable[[str], Tensor]) -> Any:
@@ -264,17 +226,26 @@ def decode(text: str, get_tensor: Callable[[str], Tensor]) -> Any:
     Raises:
         CheckpointError: :func:`encode` did not make this text, or a tensor is missing or does not fit.
     """
-    return parse(text, lambda stored: stored.load(get_tensor))
+    return loaded(parse(text, get_tensor))
 
 
-def parse(text: str, leaf: Callable[[Stored], Any] = lambda stored: stored) -> Any:
-    """As :func:`decode`, with ``leaf(stored)`` in the place of tensors and arrays."""
+def parse(text: str, get_tensor: Callable[[str], Tensor], where: str = "") -> Any:
+    """As :func:`decode`, with a :class:`Stored` in place of each tensor and array; errors begin with ``where``."""
     try:
-        return _Decoder(leaf).value(json.loads(text, object_pairs_hook=_unique), 0)
-    except CheckpointError:
-        raise
-    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OverflowError, RecursionError) as error:
-        raise CheckpointError(f"the saved tree is malformed: {error}") from error
+        return _Decoder(get_tensor, where).value(json.loads(text, object_pairs_hook=_unique), 0)
+    except _ERRORS as error:
+        raise CheckpointError(f"{where}the saved tree is malformed: {error}") from error
+
+
+def loaded(tree: Any) -> Any:
+    """The tree with all its tensors and arrays."""
+    if isinstance(tree, Stored):
+        return tree.load()
+    if isinstance(tree, dict):
+        return type(tree)({key: loaded(member) for key, member in tree.items()})
+    if isinstance(tree, deque):
+        return deque(map(loaded, tree), tree.maxlen)
+    return type(tree)(map(loaded, tree)) if isinstance(tree, (list, tuple)) else tree
 
 
 def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
@@ -285,8 +256,8 @@ def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
 
 
 class _Decoder:
-    def __init__(self, leaf: Callable[[Stored], Any]) -> None:
-        self._leaf = leaf
+    def __init__(self, get_tensor: Callable[[str], Tensor], where: str) -> None:
+        self._get, self._where = get_tensor, where
 
     def value(self, node: Any, depth: int) -> Any:
         if depth > _MAX_DEPTH:
@@ -303,42 +274,62 @@ class _Decoder:
         ((tag, body),) = node.items()
         if tag in _SCALARS:
             return _SCALARS[tag](body)
-        if tag in _STORED:
-            return self._leaf(_STORED[tag](body))
+        if tag in ("!tensor", "!sparse", "!array"):
+            return Stored(tag[1:], partial(self._load, tag, body))
         return self._container(tag, body, depth)
 
     def _container(self, tag: str, body: Any, depth: int) -> Any:
         if tag in ("!dict", "!counter"):
-            made = _unique([(_key(key), self.value(member, depth + 1)) for key, member in map(_pair, _list(body))])
+            made = _unique([(_key(key), self.value(member, depth + 1)) for key, member in _list(body)])
             return Counter(made) if tag == "!counter" else made
         if tag == "!tuple":
             return tuple(self.value(member, depth + 1) for member in _list(body))
         if tag == "!deque":
-            members, longest = _pair(body)
+            members, longest = body
             return deque((self.value(member, depth + 1) for member in _list(members)), longest)
-        raise ValueError(f"{tag!r} is no kind of value")
+        raise ValueError(f"{tag!r} is not a kind of value")
+
+    def _load(self, tag: str, body: Any) -> Any:
+        try:
+            if tag == "!tensor":
+                return self._tensor(body)
+            if tag == "!array":
+                key, dtype, shape = body
+                flat: np.ndarray[Any, Any] = self._get(key).numpy()
+                return flat.view(_numpy_dtype(dtype)).reshape(shape)
+            indices, values, shape, coalesced = body
+            sparse = torch.sparse_coo_tensor(
+                self._tensor(indices["!tensor"]),
+                self._tensor(values["!tensor"]),
+                shape,
+                is_coalesced=coalesced or None,
+                check_invariants=True,
+            )
+            return sparse if coalesced else sparse._coalesced_(False)
+        except CheckpointError:
+            raise
+        except _ERRORS as error:
+            raise CheckpointError(
+                f"{self._where}the saved tree does not fit its tensors at {str(body)[:99]}: {error}"
+            ) from error
+
+    def _tensor(self, body: Any) -> Tensor:
+        if isinstance(body, str):
+            return self._get(body)
+        key, dtype, shape = body
+        return self._get(key).view(_torch_dtype(dtype)).reshape(shape)
 
 
-def _list(body: Any, length: int | None = None) -> list[Any]:
-    if not isinstance(body, list) or (length is not None and len(body) != length):
-        raise ValueError(f"a list{'' if length is None else f' of {length}'} was expected")
+def _list(body: Any) -> list[Any]:
+    if not isinstance(body, list):
+        raise ValueError("a list was expected")
     return body
-
-
-def _pair(body: Any) -> list[Any]:
-    return _list(body, 2)
 
 
 def _key(key: Any) -> Any:
     if type(key) not in (str, int):
-        raise ValueError(f"{str(key)[:40]!r} is no key")
+        raise ValueError(f"{str(key)[:40]!r} cannot be a key")
     return key
-
-
-def _shape(body: Any) -> tuple[int, ...]:
-    if not all(type(n) is int and 0 <= n < 1 << 63 for n in _list(body)):
-        raise ValueError("a shape has an entry that is no size")
-    return tuple(body)
 
 
 def _torch_dtype(body: Any) -> torch.dtype:
@@ -352,54 +343,21 @@ def _numpy_dtype(body: Any) -> np.dtype[Any]:
     if not isinstance(body, str) or len(body) > 20:
         raise ValueError("a dtype was expected")
     dtype = np.dtype(body)
-    if dtype.kind not in _ARRAY_KINDS or not dtype.itemsize:
-        raise ValueError(f"{dtype} is no dtype of a saved array")
+    if not _is_plain(dtype):
+        raise ValueError(f"{dtype} cannot be the dtype of a saved array")
     return dtype
 
 
 def _numpy_scalar(body: Any) -> Any:
-    name, bits = _pair(body)
+    name, bits = body
     dtype, raw = _numpy_dtype(name), bytes.fromhex(bits)
     if len(raw) != dtype.itemsize:
-        raise ValueError(f"{len(raw)} bytes are no {dtype}")
+        raise ValueError(f"{len(raw)} bytes are not a {dtype}")
     return np.frombuffer(raw, dtype)[0]
 
 
-def _bytes(body: Any) -> bytes:
-    try:
-        return base64.b64decode(body, validate=True)
-    except binascii.Error as error:
-        raise ValueError(str(error)) from error
-
-
 _SCALARS: dict[str, Callable[[Any], Any]] = {
-    "!bytes": _bytes,
-    "!size": lambda body: torch.Size(_shape(body)),
+    "!bytes": lambda body: base64.b64decode(body, validate=True),
     "!dtype": _torch_dtype,
-    "!device": lambda body: torch.device(str(body)),
     "!scalar": _numpy_scalar,
-}
-
-
-def _part(body: Any) -> tuple[str, str | None, tuple[int, ...]]:
-    if isinstance(body, str):
-        return body, None, ()
-    key, dtype, shape = _list(body, 3)
-    return str(key), _dtype_name(_torch_dtype(dtype)), _shape(shape)
-
-
-def _stored_sparse(body: Any) -> Stored:
-    indices, values, shape, coalesced = _list(body, 4)
-    return Stored("sparse", (_part(indices["!tensor"]), _part(values["!tensor"])), _shape(shape), coalesced is True)
-
-
-def _stored_array(body: Any) -> Stored:
-    key, dtype, shape = _list(body, 3)
-    return Stored("array", ((str(key), _numpy_dtype(dtype).str, _shape(shape)),))
-
-
-_STORED: dict[str, Callable[[Any], Stored]] = {
-    "!tensor": lambda body: Stored("tensor", (_part(body),)),
-    "!sparse": _stored_sparse,
-    "!array": _stored_array,
 }

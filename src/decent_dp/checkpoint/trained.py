@@ -1,4 +1,4 @@
-"""Whose replica it is that is saved, loaded or averaged."""
+"""The argument ``model`` of this package's functions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from decent_dp.replica.replica import Replica
 
 __all__ = ["Trained", "replica_of"]
 
-# What the functions of this package take: the wrapper, or what ``decent_dp.gossip`` returned.
+# The wrapper, or the result of ``decent_dp.gossip``.
 Trained: TypeAlias = DecentralizedDataParallel | Replica
 
 

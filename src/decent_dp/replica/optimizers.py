@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from decent_dp.replica.shards import is_sharded, local, placed
-from decent_dp.replica.state_checks import check_alike, check_param_state
+from decent_dp.replica.state_checks import check_alike, check_param_states
 
 __all__ = [
     "brief",
@@ -182,8 +182,8 @@ def load_optimizer(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, A
         check_alike(f"parameter group {number} of {kind}", theirs, {k: v for k, v in ours.items() if k != "params"})
         if "lr" in ours and "lr" not in theirs:
             raise ValueError(f"parameter group {number} of {kind} was saved without 'lr'")
-    for name, param in zip(names, params_of(optimizer), strict=True):
-        check_param_state(optimizer, param, saved["state"].get(name, {}), name)
+    options = [group for group in saved["groups"] for _ in group["params"]]
+    check_param_states(optimizer, [(name, saved["state"].get(name, {}), own) for name, own in zip(names, options, strict=True)])
     numbers, params = {name: number for number, name in enumerate(names)}, dict(zip(names, params_of(optimizer), strict=True))
     groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in saved["groups"]]
     state = {**{numbers[name]: _whole(value, params[name]) for name, value in saved["state"].items()}, **saved["other"]}

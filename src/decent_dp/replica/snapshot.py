@@ -1,16 +1,16 @@
-"""Everything about one replica, at a step boundary, as one dict; and a replica that goes on from it, bit for bit.
+"""The state of one replica at a step boundary as a dict (a snapshot), and how a replica resumes from it, bit for bit.
 
-An exchange that is in flight is not waited for: every worker keeps what it has sent, and sends it again when it resumes. The
-dict has these entries, and those of the driver:
+``take`` does not wait for an exchange in flight: a worker saves the values that it has sent, and sends them again when it
+resumes. The dict has these entries, and those of the driver:
 
-    driver        whose snapshot it is: 'wrapper' or 'gossip'
+    driver        the driver that saved it: 'wrapper' or 'gossip'
     parameters    {name: tensor}, frozen ones too; of DTensors, here and below, this worker's part
-    buffers       {name: tensor}, those that a state dict leaves out too
+    buffers       {name: tensor}, also those that a state dict leaves out
     extra_state   {module name: what its get_extra_state returns}
-    grads         {name: gradient} of those that are there
+    grads         {name: gradient} of the parameters that have one
     steps         see ``Replica``
     round, factor, rule, compression, exchange    see ``Engine.state_dict``
-    link          what the exchange in flight depends on: ``exchange`` can be resumed where it is the same
+    link          the options that the exchange in flight depends on: ``exchange`` can be resumed where they are the same
 """
 
 from __future__ import annotations
@@ -33,29 +33,28 @@ from decent_dp.replica.shards import local, placed, placement
 
 __all__ = ["ENGINE_ENTRIES", "check_scaler_state", "copied", "first_loss_scale", "put_back", "restore", "take"]
 
-# Of the engine and its rounds: also the entries of ``Gossip.state_dict``.
+# The entries of the engine and its rounds, which ``Gossip.state_dict`` has too.
 ENGINE_ENTRIES = frozenset({"driver", "steps", "round", "factor", "rule", "compression", "exchange", "link"})
 _ENTRIES = ENGINE_ENTRIES | {"parameters", "buffers", "extra_state", "grads"}
 
 _NAMES = {"wrapper": "DecentralizedDataParallel", "gossip": "gossip()"}
 
-# Of a GradScaler's state, what counts; the rest are factors.
+# The integers in a GradScaler's state; its other entries are factors.
 _WHOLE = ("growth_interval", "_growth_tracker")
 
 
 def take(replica: Replica) -> dict[str, Any]:
-    """The snapshot of a replica, at a step boundary. Asks no other worker, and waits for no exchange.
+    """The snapshot of a replica, at a step boundary. It needs no other worker and waits for no exchange.
 
     Inside ``averaged`` the replica's own values are taken, as they are after it.
 
     Returns:
-        The entries that the module names. The tensors are the replica's own and change with its next update: whoever keeps
-        them has to copy them before.
+        The entries that the module's docstring names. The tensors are the replica's own: copy them before its next update.
 
     Raises:
         RuntimeError: inside a backward; after an update that failed; between ``global_avg`` and ``revert_global_avg``;
             after ``close``.
-        ValueError: an optimizer keeps what cannot be saved; names it.
+        ValueError: an optimizer's state cannot be saved; names it.
     """
     replica.refuse_closed()
     replica.reach_step_boundary("save")
@@ -63,7 +62,7 @@ def take(replica: Replica) -> dict[str, Any]:
     mean = replica.mean
     if mean.backup is not None and not mean.scoped:
         raise RuntimeError(
-            "save was called between global_avg() and revert_global_avg(), while the replica is not its own: call it "
+            "save was called between global_avg() and revert_global_avg(), while the parameters are the mean: call it "
             "after revert_global_avg(), or average for good with global_avg(will_revert=False), or save inside "
             "`with model.averaged():`, where the replica's own values are saved."
         )
@@ -75,7 +74,7 @@ def take(replica: Replica) -> dict[str, Any]:
         if param.grad is not None and placement(param.grad) != placement(param):
             raise RuntimeError(
                 f"save was called while the gradient of '{name}' is {placement(param.grad)}, and the parameter "
-                f"{placement(param)}: a sum over workers is due, and would be lost. Call save after optimizer.zero_grad()."
+                f"{placement(param)}: a sum over workers is pending, and would be lost. Call save after optimizer.zero_grad()."
             )
     return {
         "parameters": {name: own.get(id(param), local(param).detach()) for name, param in model.named_parameters()},
@@ -87,15 +86,14 @@ def take(replica: Replica) -> dict[str, Any]:
     }
 
 
-# -- going on --------------------------------------------------------------------------------------------------------------
+# -- resuming --------------------------------------------------------------------------------------------------------------
 
 
 def put_back(replica: Replica, snapshot: dict[str, Any]) -> None:
-    """The replica resumes from what ``take`` returned, here or in another run; the snapshot stays as it is. Called by all
-    workers.
+    """The replica resumes from a snapshot of this or another run, which is not changed. Called by all workers.
 
     New buckets are made. The exchange in flight is finished and dropped. The saved one is sent again if every worker can resume
-    it. Otherwise all drop it: the mean stays, and the next exchange brings what it would have brought.
+    it. Otherwise all drop it: the mean over workers stays, and the next exchange makes up for it.
 
     Raises:
         ValueError, TypeError, RuntimeError: it does not fit this model, optimizer or scaler, or a worker is inside a
@@ -103,7 +101,7 @@ def put_back(replica: Replica, snapshot: dict[str, Any]) -> None:
         OutOfStepError: the workers' snapshots are of different rounds; likewise.
         RuntimeError: inside ``join``, or after ``close``.
     """
-    # A worker that has run out waits for another message than those with which workers agree.
+    # In join, a worker without data waits for another message than the collectives below.
     replica.refuse_in_join("load", "before")
     if replica.closed:
         replica.refuse_stopped()
@@ -125,9 +123,9 @@ def restore(replica: Replica, state: dict[str, Any], check: Callable[[], None], 
 
     Args:
         check: raises if it does not fit.
-        write: writes the rest of it.
+        write: writes the entries that are neither the engine's nor the driver's.
     """
-    # Whatever the caller does: what is made here has to train.
+    # Tensors that are made here have to train, also if the caller is in inference mode.
     with torch.inference_mode(False), torch.no_grad():
         control = replica.everyone.control
 
@@ -143,8 +141,8 @@ def restore(replica: Replica, state: dict[str, Any], check: Callable[[], None], 
             undo.close()
             raise
         with replica.faults():
-            # What was announced of what is in flight, and of the round after it, is left where it is: nobody asks for it, as
-            # the labels of the new buckets are others, and it goes with the connections.
+            # Scale hints for the dropped exchange stay in the connections, which drop them when they are closed: nothing
+            # asks for them, as the exchange ids of the new buckets differ.
             replica.engine.drop()
             engine = replica.engine
             write()
@@ -161,7 +159,7 @@ def restore(replica: Replica, state: dict[str, Any], check: Callable[[], None], 
 def _prepare(
     replica: Replica, state: dict[str, Any], resumed: bool, undo: contextlib.ExitStack
 ) -> tuple[list[Any], list[bytes | None]]:
-    """New buckets, and for each what was announced of its exchange; all that the user's objects may still refuse."""
+    """New buckets, and the scale hint of each one's exchange. The user's objects load their state here, and may refuse it."""
     buckets = replica.prepare_load(state, undo)
     hints = [replica.engine.prepare(bucket, state, resumed=resumed) for bucket in buckets]
     modules = _with_extra_state(replica.model)
@@ -172,16 +170,16 @@ def _prepare(
 
 
 def _check(replica: Replica, snapshot: dict[str, Any]) -> None:
-    """Looks whether a snapshot can be put into this replica."""
+    """Raises ValueError if the replica cannot resume from the snapshot."""
     kind = snapshot.get("driver")
     if kind is not None and kind != replica.KIND:
         raise ValueError(
-            f"this was saved by {_NAMES.get(kind, kind)}, and cannot go on in {_NAMES[replica.KIND]}: go on with the one that "
+            f"this was saved by {_NAMES.get(kind, kind)}, and cannot be loaded into {_NAMES[replica.KIND]}: use the one that "
             "saved it, or start from the model that export() wrote"
         )
     missing = _ENTRIES - snapshot.keys()
     if missing:
-        raise ValueError(f"this is no snapshot of a replica: it has no entry {', '.join(map(repr, sorted(missing)))}")
+        raise ValueError(f"this is not a snapshot of a replica: it has no entry {', '.join(map(repr, sorted(missing)))}")
     replica.refuse_stopped()
     replica.parameters.check_unchanged()
     model = replica.model
@@ -194,11 +192,7 @@ def _check(replica: Replica, snapshot: dict[str, Any]) -> None:
 
 
 def check_engine_state(replica: Replica, state: Mapping[str, Any]) -> None:
-    """Looks whether ``state`` has ``steps`` and what ``Engine.state_dict`` returns.
-
-    Raises:
-        ValueError: it has not, or the rule is another one.
-    """
+    """Raises ValueError if ``steps`` or an entry of ``Engine.state_dict`` is malformed, or the rule is another one."""
     exchange, rule = state["exchange"], state["rule"]
     for what, fits in {
         "steps": type(state["steps"]) is int and state["steps"] >= 0,
@@ -209,7 +203,7 @@ def check_engine_state(replica: Replica, state: Mapping[str, Any]) -> None:
         "exchange": exchange is None or _is_exchange(exchange),
     }.items():
         if not fits:
-            raise ValueError(f"this is no snapshot of a replica: its '{what}' is {state[what]!r}")
+            raise ValueError(f"this is not a snapshot of a replica: its '{what}' is {state[what]!r}")
     replica.engine.check_rule_state(rule)
 
 
@@ -225,7 +219,7 @@ def _is_exchange(exchange: Any) -> bool:
 
 
 def _compare(replica: Replica, state: dict[str, Any], fits: bool) -> bool:
-    """Compares the workers' states; whether all can resume the exchange in flight, as this one can (``fits``)."""
+    """Compares the workers' states. Returns whether all can resume the exchange in flight; ``fits``: this one can."""
     engine, exchange = replica.engine, state["exchange"]
     order = hashlib.sha256(json.dumps(state.get("order")).encode()).hexdigest()
     now = engine.round if engine.buckets else None
@@ -263,7 +257,7 @@ def _write(replica: Replica, snapshot: dict[str, Any]) -> None:
 def _check_gradients(saved: Mapping[str, Any], params: Mapping[str, Parameter]) -> None:
     for name, grad in saved.items():
         if name not in params:
-            raise ValueError(f"the snapshot has a gradient of '{name}', which is no trainable parameter of this model")
+            raise ValueError(f"the snapshot has a gradient of '{name}', which is not a trainable parameter of this model")
         param = params[name]
         # Newer versions of torch let gradients have a dtype of their own; None stands for any.
         theirs, ours = _described(grad), _described(local(param), getattr(param, "grad_dtype", param.dtype) or grad.dtype)
@@ -289,7 +283,7 @@ def _check_tensors(what: str, saved: Mapping[str, Tensor], own: Mapping[str, Ten
 
 
 def check_scaler_state(scaler: torch.amp.GradScaler | None, saved: Mapping[str, Any] | None) -> None:
-    """Looks whether a saved GradScaler's state fits; raises ValueError."""
+    """Raises ValueError if a saved GradScaler's state does not fit."""
     if (scaler is None) != (not saved):
         here, there = ("has one", "without a GradScaler") if scaler is not None else ("has none", "with a GradScaler")
         raise ValueError(f"the snapshot was saved {there}, and this run {here}: pass the same `scaler` as in the run before")
@@ -304,8 +298,7 @@ def check_scaler_state(scaler: torch.amp.GradScaler | None, saved: Mapping[str, 
 
 
 def first_loss_scale(scaler: torch.amp.GradScaler, device: torch.device) -> None:
-    """Makes a scaler that was loaded have its scale: it has it from the first loss on, and the gradients that are there had
-    theirs in another run."""
+    """Makes a loaded scaler create its scale, as it does for a first loss: the gradients of the snapshot are scaled already."""
     scaler.scale(torch.zeros((), device=device))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-__all__ = ["check_alike", "check_param_state"]
+__all__ = ["check_alike", "check_param_states"]
 
 
 def check_alike(what: str, saved: Any, own: Any) -> None:
@@ -46,39 +46,56 @@ def check_alike(what: str, saved: Any, own: Any) -> None:
         raise ValueError(f"{what} was saved as {_described(saved)}, and is {_described(own)} here")
 
 
-def check_param_state(optimizer: Optimizer, param: Tensor, saved: Any, name: str) -> None:
-    """Checks the state of one parameter against what the optimizer has, or, if it has made no step, would make.
+def check_param_states(optimizer: Optimizer, saved: Sequence[tuple[str, Any, Mapping[str, Any]]]) -> None:
+    """Checks parameters' states against those that the optimizer has, or, if it has made no step, would make.
+
+    Args:
+        saved: for each parameter, in the optimizer's order: its name, its state, and the options of its group.
 
     Raises:
-        ValueError: it is of another kind; names the parameter and the key.
+        ValueError: a state is of another kind; names the parameter and the key.
     """
-    what = f"the state of parameter '{name}'"
-    if not isinstance(saved, Mapping):
-        raise ValueError(f"{what} was saved as {_described(saved)}, and should be a dict")
-    own = optimizer.state.get(param) or _example(optimizer, param)
-    if own is None or not saved:
-        return
+    # They depend on the group and the dimensions alone, and each costs a step of a new optimizer.
+    examples: dict[tuple[int, int], Mapping[str, Any] | None] = {}
+    members = [(number, group, param) for number, group in enumerate(optimizer.param_groups) for param in group["params"]]
+    for (number, group, param), (name, state, options) in zip(members, saved, strict=True):
+        place = number, param.dim()
+        if place not in examples:
+            examples[place] = _example(optimizer, group, param)
+        what = f"the state of parameter '{name}'"
+        if not isinstance(state, Mapping):
+            raise ValueError(f"{what} was saved as {_described(state)}, and should be a dict")
+        example = (examples[place] if param.is_floating_point() else None) or {}
+        for key, ours in (optimizer.state.get(param) or example).items() if state else ():
+            if key in state:
+                _check_entry(f"{what}['{key}']", state[key], ours)
+            elif key in example:  # else the optimizer makes it later, as LBFGS does, or on some options only
+                advice = _switched(options, group)
+                raise ValueError(f"{what} has no '{key}', which {type(optimizer).__name__} needs{advice}")
+
+
+def _check_entry(what: str, theirs: Any, ours: Any) -> None:
+    if isinstance(ours, Tensor) and ours.dim():
+        fits = isinstance(theirs, (Tensor, Mapping))  # a mapping: this worker's part of a DTensor
+    else:
+        fits = not (isinstance(ours, Tensor) or _is_number(ours)) or _is_number(theirs)
+    if not fits:
+        raise ValueError(f"{what} was saved as {_described(theirs)}, and is {_described(ours)} here")
+
+
+def _switched(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+    """The options that are on in one group and off in the other."""
     for key, ours in own.items():
-        if key not in saved:
-            if key not in (_example(optimizer, param) or {}):
-                continue  # the optimizer makes it later, as LBFGS does, or on some options only
-            raise ValueError(f"{what} has no '{key}', which {type(optimizer).__name__} needs")
-        theirs = saved[key]
-        if isinstance(ours, Tensor) and ours.dim():
-            fits = isinstance(theirs, (Tensor, Mapping))  # a mapping: this worker's part of a DTensor
-        else:
-            fits = not (isinstance(ours, Tensor) or _is_number(ours)) or _is_number(theirs)
-        if not fits:
-            raise ValueError(f"{what}['{key}'] was saved as {_described(theirs)}, and is {_described(ours)} here")
+        theirs = saved.get(key)
+        if all(isinstance(value, (bool, int, float)) for value in (theirs, ours)) and bool(theirs) != bool(ours):
+            return f": it was saved with {key}={theirs}, and has {key}={ours} here. Make the optimizer with {key}={theirs}"
+    return ""
 
 
-def _example(optimizer: Optimizer, param: Tensor) -> Mapping[str, Any] | None:
-    """What one step of a new optimizer of torch's or ours makes for such a parameter; None where that cannot be told."""
+def _example(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor) -> Mapping[str, Any] | None:
+    """The state that one step of a new optimizer makes for such a parameter; None except for torch's optimizers and ours."""
     kind = type(optimizer)
-    if not f"{kind.__module__}.".startswith(("torch.optim.", "decent_dp.optim.")) or not param.is_floating_point():
-        return None
-    group = next((g for g in optimizer.param_groups if any(param is own for own in g["params"])), None)
-    if group is None or kind.__name__ in ("LBFGS", "SparseAdam"):
+    if not f"{kind.__module__}.".startswith(("torch.optim.", "decent_dp.optim.")) or kind.__name__ in ("LBFGS", "SparseAdam"):
         return None
     names = set(inspect.signature(kind).parameters)
     # On the CPU and for one number: torch's fused and captured kinds need a GPU.
@@ -92,7 +109,7 @@ def _example(optimizer: Optimizer, param: Tensor) -> Mapping[str, Any] | None:
         except Exception:  # an option that only goes with a GPU, say
             return None
     made: Mapping[str, Any] = example.state[small]
-    # What is None after a step, and what only some steps make, may be missing.
+    # Entries that are None after a step, and those that only some steps make, may be missing.
     return {key: value for key, value in made.items() if value is not None}
 
 
