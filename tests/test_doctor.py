@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -96,13 +97,13 @@ def test_half_an_environment() -> None:
 # -- the measuring ---------------------------------------------------------------------------------------------------------
 
 
-def slowed(handle: Handle, request: ExchangeRequest, latency: float, rate: float) -> Handle:
-    """An exchange that begins now takes as long as on a link of this latency (one way, seconds) and rate (bytes per second)."""
-    began = time.perf_counter()
+def slowed(start: Callable[[], Handle], nbytes: int, latency: float, rate: float) -> Handle:
+    """Starts an exchange, which takes as long as on a link of this latency (one way, seconds) and rate (bytes per second)."""
+    began, handle = time.perf_counter(), start()
 
     def finish() -> None:
         handle.wait()
-        left = 2 * latency + request.compression.nbytes / rate - (time.perf_counter() - began)
+        left = 2 * latency + nbytes / rate - (time.perf_counter() - began)
         time.sleep(max(left, 0.0))
 
     return DeferredHandle(finish)
@@ -118,7 +119,7 @@ def on_known_links(rank: int, n: int, seconds: float) -> Any:
         assert edge == Edge(sorted(edge.ranks), 0.5)
         [pair] = now[-1]
         assert edge.ranks == list(pair)  # one pair at a time
-        return slowed(inner(edge, request), request, *known[pair])
+        return slowed(lambda: inner(edge, request), request.compression.nbytes, *known[pair])
 
     probe._pairs.start = start  # type: ignore[method-assign]
     nodes = probe.nodes()

@@ -304,7 +304,7 @@ class Reactor:
 
     def _end_in_child(self) -> None:
         """In a forked process, which has no such thread. Its sockets close by themselves (``own``)."""
-        self._commands_lock = threading.Lock()  # another thread of the parent may have held it
+        self._commands_lock = threading.Lock()  # another thread of the parent may have locked it
         self._ended = True
         # Nothing is unregistered first, as the child shares the kernel's list of the parent's selector.
         self._selector.close()
