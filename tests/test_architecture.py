@@ -56,7 +56,7 @@ BELOW["__init__"] = {"errors"}  # other names are looked up lazily
 for _room in BELOW.keys() - {"_checks", "_sizes"}:
     BELOW[_room] = BELOW[_room] | {"_checks", "_sizes"}
 
-MAY_IMPORT_DISTRIBUTED = {"transport", "launch", "checkpoint"}
+MAY_IMPORT_DISTRIBUTED = {"transport", "launch", "checkpoint", "cli"}
 ONLY_IN = {"matplotlib": {"plots"}, "typer": {"cli"}, "rich": {"cli"}, "sklearn": {"sim"}, "safetensors": {"checkpoint"}}
 
 

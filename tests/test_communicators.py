@@ -111,7 +111,7 @@ def beside_user_groups(rank: int, n: int) -> list[Any]:
     edge = Edge([0, 1], 0.5) if rank < 2 else Edge([2, 3], 0.5)
     pairs = [request(torch.full((10,), 10.0 * rank + i), rank, ExchangeId(0, 0)) for i in range(2)]
     order = [0, 1] if rank % 2 else [1, 0]
-    handles = {i: (one, two)[i].exchanger.start(edge, pairs[i]) for i in order}
+    handles = {i: (one, two)[i].start(edge, pairs[i]) for i in order}
     for i in order:
         handles[i].wait()
         assert torch.equal(came(pairs[i]), torch.full((10,), 10.0 * (rank ^ 1) + i))
@@ -265,6 +265,16 @@ def test_a_worker_that_does_not_answer_is_named_with_its_address():
     assert "round 0, bucket 1 needs it" in str(error)
     assert "GLOO_SOCKET_IFNAME" in str(error)
     assert "join" not in str(error)
+
+
+def test_an_address_that_never_comes_is_waited_for_as_long_as_the_process_group_says():
+    rendezvous: Any = SimpleNamespace(store=dist.HashStore(), local=frozenset(), timeout=timedelta(seconds=0.3))
+    began = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        addresses.dial(rendezvous, 3)
+    assert 0.2 < time.monotonic() - began < 5
+    error = peer_error(caught.value, [3], "round 0, bucket 1", Notes(rendezvous.store, 0), rendezvous.timeout)
+    assert isinstance(error, PeerTimeoutError)
 
 
 @pytest.mark.parametrize("master", ["localhost", "node0"])

@@ -332,14 +332,14 @@ def trained(transport: Any, driver: str, model: nn.Module, **options: Any) -> tu
 
 def counted(transport: Any, driver: str, overlap: bool) -> list[int]:
     """The frames below each start of an exchange."""
-    exchange, found = transport.exchanger, list[int]()
-    start = exchange.start
+    found = list[int]()
+    start = transport.start
 
     def watched(edge: Edge, request: Any) -> Any:
         found.append(frames_to_hook({"wrapper": "torch/autograd/graph.py", "gossip": "torch/optim/optimizer.py"}[driver]))
         return start(edge, request)
 
-    exchange.start = watched
+    transport.start = watched
     trained(transport, driver, net(), overlap=overlap)[0].close()
     return found
 

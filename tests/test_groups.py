@@ -40,7 +40,7 @@ def one_is_late(rank: int, n: int, numel: int) -> tuple[int, float]:
     before = resident()
     if rank == n - 1:
         time.sleep(1.5)
-    handle = transport.exchanger.start(Edge(list(range(n)), 1 / n), own)
+    handle = transport.start(Edge(list(range(n)), 1 / n), own)
     time.sleep(1)
     grown = resident() - before
     handle.wait()
@@ -66,7 +66,7 @@ def one_dies(rank: int, n: int, buckets: int) -> list[tuple[str, str]] | None:
     transport.prepare([edge])
     transport.control.gather(None)
     handles = [
-        transport.exchanger.start(edge, request(torch.ones(_BLOCK_ON_CPU), rank, ExchangeId(0, bucket)))
+        transport.start(edge, request(torch.ones(_BLOCK_ON_CPU), rank, ExchangeId(0, bucket)))
         for bucket in range(0 if rank == n - 1 else buckets)
     ]
     time.sleep(0.5)
@@ -131,7 +131,7 @@ def test_every_chunk_reaches_every_worker_once(sizes):
 
 def on_two_nodes(rank: int, n: int) -> Any:
     """One machine that acts as two: TCP between them, and leaders that are no roots."""
-    communicators._network_stack = lambda: f"node {rank // 2}"
+    communicators.network_stack = lambda: f"node {rank // 2}"
     addresses._own_address = lambda: "127.0.0.1"
     edge = Edge(list(range(n)), 1 / n)
     found = []
@@ -145,8 +145,8 @@ def on_two_nodes(rank: int, n: int) -> Any:
             own = request(values, rank, exchange_id, kind, compression)
             compression = own.compression
             if own.compression.needs_hints:
-                transport.exchanger.send_hint(edge, exchange_id, own.hint)
-            transport.exchanger.start(edge, own).wait()
+                transport.send_hint(edge, exchange_id, own.hint)
+            transport.start(edge, own).wait()
             mixed = torch.full_like(values, math.nan)
             for run, difference, unit in own.compression.differences(own.sent, own.received):
                 mixed[run.start : run.stop] = values[run.start : run.stop] + difference * unit

@@ -144,5 +144,5 @@ def choosing(rank: int, n: int) -> list[str]:
 
 
 def test_exchanges_that_go_over_nccl(workers):
-    nccl = ["NcclPairs", "NcclGroups", "NcclPairs", "TcpExchanger", "TcpExchanger", "TcpExchanger"]
-    assert workers(2, choosing) == [nccl + ["TcpExchanger"] * 18] * 2
+    nccl = ["NcclPairs", "NcclGroups", "NcclPairs", "TcpExchanges", "TcpExchanges", "TcpExchanges"]
+    assert workers(2, choosing) == [nccl + ["TcpExchanges"] * 18] * 2

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from decent_dp.errors import WireError
-from decent_dp.transport.tcp import connection
+from decent_dp.transport.tcp import connection, reactor
 from decent_dp.transport.tcp import reactor as reactor_module
 from decent_dp.transport.tcp.connection import WINDOW, Receiving, Sending, configure
 from decent_dp.transport.tcp.descriptors import own
@@ -113,7 +113,7 @@ def receive(links: Reactor, peer: int, key: Key, size: int) -> Future[bytes]:
         if not future.done():
             future.set_exception(error)
 
-    links.receive(Receiving(peer, key, size, lambda: memoryview(memory), lambda: future.set_result(bytes(memory)), fail))
+    links.receive(Receiving(peer, key, memoryview(memory), lambda: future.set_result(bytes(memory)), fail))
     return future
 
 
@@ -492,6 +492,38 @@ def test_a_stranger_is_dropped_and_disturbs_nobody(by_hand, how):
             stranger.close()
         by_hand.frame(DATA, (0, 0, 0), 0, 4, b"fine")
         assert asked.result(SECONDS) == b"fine"
+
+
+@pytest.mark.parametrize("how", ["half", "nothing"])
+def test_strangers_that_never_say_hello_are_dropped_and_only_so_many_are_accepted(monkeypatch, how):
+    monkeypatch.setattr(reactor, "_HELLO_SECONDS", 0.5)
+    monkeypatch.setattr(reactor, "_WITHOUT_HELLO", 3)
+    made, real = listener(False), socket.socket.accept
+    accepted: list[float] = []
+
+    def accept(self: socket.socket) -> Any:
+        accepted.append(time.monotonic())
+        return real(self)
+
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    with contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(contextlib.closing(reach(made.getsockname()))) for _ in range(7)]
+        for stranger in strangers:
+            stranger.sendall(HEADER.pack(HELLO, VERSION, len(TOKEN), 1, 0, 0, 0, 0, 0) if how == "half" else b"")
+        worker = stack.enter_context(contextlib.closing(reach(made.getsockname())))
+        worker.sendall(HEADER.pack(HELLO, VERSION, len(TOKEN), 1, 0, 0, 0, 0, 0) + TOKEN)
+        own = Reactor(0, frozenset(), [made], reach, TOKEN)
+        stack.callback(own.close)
+        asked = receive(own, 1, (0, 0, 0), 4)
+        assert receive_exactly(worker, HEADER.size)[:2] == HEADER.pack(GRANT, 0, 0, 0, 0, 0, 0, 0, 0)[:2]
+        worker.sendall(HEADER.pack(DATA, VERSION, 4, 0, 0, 0, 0, 4, 0) + b"fine")
+        assert asked.result(SECONDS) == b"fine"
+        for stranger in strangers:
+            assert stranger.recv(1) == b""
+    assert len(accepted) == 8
+    # The fourth and the seventh had to wait until those before them were dropped.
+    assert accepted[3] - accepted[2] > 0.3
+    assert accepted[6] - accepted[5] > 0.3
 
 
 def test_a_peer_that_dies_in_the_middle_of_a_message(by_hand):

@@ -251,7 +251,7 @@ def hinted(rank: int, rule: Rule | None, transport: Any = None, **options: Any) 
         draw = torch.Generator().manual_seed(10 * rank + t)
         pulls = [torch.randn(p.shape, generator=draw) for p in model.module.params]
         sum((p * pull).sum() for p, pull in zip(model.module.params, pulls, strict=True)).backward()
-        coming = [bucket.hints.next for bucket in model.replica.engine.buckets]
+        coming = [bucket.hint_next for bucket in model.replica.engine.buckets]
         exponents.append(np.concatenate([np.frombuffer(hint, dtype=np.int8) for hint in coming]))
     found = flat(model.module), exponents, model.stats().rejected
     model.close()

@@ -335,6 +335,6 @@ def test_peers_have_the_ranks_of_the_whole():
     peers.prepare([here])
     whole.prepare.assert_called_once_with([there])
     peers.send_hint(here, "bucket", b"text")
-    whole.exchanger.send_hint.assert_called_once_with(there, "bucket", b"text")
+    whole.send_hint.assert_called_once_with(there, "bucket", b"text")
     peers.start(here, "request")
-    whole.exchanger.start.assert_called_once_with(there, "request")
+    whole.start.assert_called_once_with(there, "request")

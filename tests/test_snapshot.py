@@ -222,14 +222,14 @@ def test_what_was_announced_before_a_load_is_not_used(monkeypatch):
         return losses, take(model.replica)
 
     def slow(model: DecentralizedDataParallel) -> None:
-        exchange = model.replica.transport.exchanger
-        send_hint = exchange.send_hint
+        transport = model.replica.transport
+        send_hint = transport.send_hint
 
         def late(*args: Any) -> None:
             time.sleep(0.05)
             send_hint(*args)
 
-        monkeypatch.setattr(exchange, "send_hint", late)
+        monkeypatch.setattr(transport, "send_hint", late)
 
     found = run_replicas(2, partial(body, dropped=False), timeout=20)
     for (losses, end), (_, all_losses, reference) in zip(found, through, strict=True):

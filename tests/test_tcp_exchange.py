@@ -38,7 +38,7 @@ def slow_but_moving(rank: int, n: int) -> float:
     transport.control.gather(None)
     own = request(torch.full((9 * _BLOCK_ON_CPU,), float(rank)), rank, ExchangeId(0, 0), Slow if rank else Lossless)
     began = time.monotonic()
-    transport.exchanger.start(edge, own).wait()
+    transport.start(edge, own).wait()
     seconds = time.monotonic() - began
     assert (came(own) == 1 - rank).all()
     transport.close()
@@ -55,7 +55,7 @@ def silent_for_all_buckets(rank: int, n: int) -> Any:
     transport.control.gather(None)
     found, began = [], time.monotonic()
     if rank < n - 1:
-        handles = [transport.exchanger.start(edge, request(torch.ones(5000), rank, ExchangeId(2, i))) for i in range(8)]
+        handles = [transport.start(edge, request(torch.ones(5000), rank, ExchangeId(2, i))) for i in range(8)]
         for handle in handles:
             with pytest.raises(PeerTimeoutError) as caught:
                 handle.wait()
@@ -83,12 +83,12 @@ def silent_before_coding(rank: int, n: int) -> str:
     exchange_id = ExchangeId(2, 0)
     own = request(torch.ones(5000), rank, exchange_id, Int8)
     if rank < n - 1:
-        transport.exchanger.send_hint(edge, exchange_id, own.hint)
+        transport.send_hint(edge, exchange_id, own.hint)
     transport.control.gather(None)
     message = ""
     if rank < n - 1:
         with pytest.raises(PeerTimeoutError) as caught:
-            transport.exchanger.start(edge, own).wait()
+            transport.start(edge, own).wait()
         message = str(caught.value)
     time.sleep(0.5 if rank < n - 1 else 2.0)
     transport.close()
@@ -108,14 +108,14 @@ def edited_before_it_is_coded(rank: int, n: int) -> tuple[bool, bool]:
     before = values.clone()
     own = request(values, rank, exchange_id, Int8)
     if rank == 0:
-        transport.exchanger.send_hint(edge, exchange_id, own.hint)
-        handle = transport.exchanger.start(edge, own)
+        transport.send_hint(edge, exchange_id, own.hint)
+        handle = transport.start(edge, own)
         handle.wait_for_read()
         values.fill_(0.123)
     else:
         time.sleep(0.5)
-        transport.exchanger.send_hint(edge, exchange_id, own.hint)
-        handle = transport.exchanger.start(edge, own)
+        transport.send_hint(edge, exchange_id, own.hint)
+        handle = transport.start(edge, own)
         handle.wait_for_read()
         values.fill_(0.321)
     handle.wait()
@@ -141,7 +141,7 @@ def refused(rank: int, n: int) -> tuple[int, int]:
             DecentralizedDataParallel(net(), SGD, topology="nonsense")
     gc.collect()
     time.sleep(0.2)
-    left = [thread for thread in threading.enumerate() if thread.ident not in before and "links" in thread.name]
+    left = [thread for thread in threading.enumerate() if thread.ident not in before and "transport" in thread.name]
     return len(left), len(os.listdir("/proc/self/fd")) - files
 
 
@@ -226,7 +226,7 @@ def broken_thread(rank: int, n: int) -> list[str]:
         transport._reactor.call(fail)
         began = time.monotonic()
         # Commands that the thread has not done yet when it ends.
-        handle = transport.exchanger.start(edge, request(torch.ones(3 * _BLOCK_ON_CPU), rank, ExchangeId(0, 0)))
+        handle = transport.start(edge, request(torch.ones(3 * _BLOCK_ON_CPU), rank, ExchangeId(0, 0)))
         handle.wait_for_read()
         with pytest.raises(RuntimeError) as caught:
             handle.wait()
@@ -234,7 +234,7 @@ def broken_thread(rank: int, n: int) -> list[str]:
         assert time.monotonic() - began < 3
         transport._reactor._thread.join(5)
         with pytest.raises(RuntimeError, match="the transport was closed"):
-            transport.exchanger.start(edge, request(torch.ones(3), rank, ExchangeId(1, 0)))
+            transport.start(edge, request(torch.ones(3), rank, ExchangeId(1, 0)))
     transport.control.gather(None)
     transport.close()
     return said

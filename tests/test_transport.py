@@ -20,7 +20,6 @@ from decent_dp.errors import PeerError, PeerLostError, PeerTimeoutError, WireErr
 from decent_dp.topo import Edge
 from decent_dp.transport import (
     ExchangeId,
-    Exchanger,
     ExchangeRequest,
     Handle,
     InProcessTransport,
@@ -43,45 +42,12 @@ class OffHost(Tensor):
         return torch.device("meta")
 
 
-class Passing(Exchanger):
-    """Passes calls on."""
-
-    def __init__(self, inner: Exchanger) -> None:
-        self.inner = inner
-
-    def send_hint(self, edge: Edge, exchange_id: ExchangeId, text: bytes) -> None:
-        self.inner.send_hint(edge, exchange_id, text)
-
-    def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
-        return self.inner.start(edge, request)
-
-
-class Staging(Passing):
-    """Makes of every message one that sockets cannot read."""
+class Staged(ProcessGroupTransport):
+    """Messages go as those on a GPU would: sockets cannot read them."""
 
     def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
         sent, received = request.sent.as_subclass(OffHost), request.received.as_subclass(OffHost)
-        return self.inner.start(edge, dataclasses.replace(request, sent=sent, received=received))
-
-
-class Staged(ProcessGroupTransport):
-    """Messages go as those on a GPU would."""
-
-    @property
-    def exchanger(self) -> Exchanger:
-        return Staging(super().exchanger)
-
-
-class Counted(Passing):
-    """Passes calls on, and checks them."""
-
-    def __init__(self, inner: Exchanger) -> None:
-        super().__init__(inner)
-        self.asked: list[tuple[list[int], ExchangeId]] = []
-
-    def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
-        self.asked.append((list(edge.ranks), request.exchange_id))
-        return super().start(edge, request)
+        return super().start(edge, dataclasses.replace(request, sent=sent, received=received))
 
 
 # -- the contract: exchange ------------------------------------------------------------------------------------------------
@@ -155,7 +121,7 @@ def exchanges(transport: Transport, rounds: list[list[Edge]], dtype: torch.dtype
         for bucket, compression in enumerate(buckets):
             exchange_id = ExchangeId(t, bucket)
             own = request(payload(rank, exchange_id, SIZES[bucket], dtype), rank, exchange_id, compression=compression)
-            handle = transport.exchanger.start(edge, own)
+            handle = transport.start(edge, own)
             assert len(edge.ranks) > 2 or handle.bytes_sent == compression.payload(compression.chunks)
             assert handle.bytes_sent <= 2 * compression.nbytes * (len(edge.ranks) - 1)
             flying[-1].append((edge, handle, own))
@@ -185,11 +151,11 @@ def hinted_exchanges(transport: Transport, edges: list[list[Edge]]) -> None:
             # The hint for the second bucket follows its start, while a process serves it.
             late = bucket == 1 and rank == edge.ranks[0] and isinstance(transport, ProcessGroupTransport)
             if not late:
-                transport.exchanger.send_hint(edge, exchange_id, own.hint)
-            handles.append((own, transport.exchanger.start(edge, own)))
+                transport.send_hint(edge, exchange_id, own.hint)
+            handles.append((own, transport.start(edge, own)))
             if late:
                 time.sleep(0.05)
-                transport.exchanger.send_hint(edge, exchange_id, own.hint)
+                transport.send_hint(edge, exchange_id, own.hint)
         for own, handle in handles:
             handle.wait()
             members = [own_of(r, own.exchange_id) for r in edge.ranks]
@@ -328,7 +294,14 @@ def test_contract_of_one():
 
 def test_idle_workers_get_no_messages():
     def work(transport: InProcessTransport) -> list[Any]:
-        counted = transport._exchanger = Counted(transport.exchanger)
+        asked: list[tuple[list[int], ExchangeId]] = []
+        start = transport.start
+
+        def counted(edge: Edge, request: ExchangeRequest) -> Handle:
+            asked.append((list(edge.ranks), request.exchange_id))
+            return start(edge, request)
+
+        transport.start = counted  # type: ignore[method-assign]
         torch.manual_seed(0)
         model = DecentralizedDataParallel(
             nn.Linear(2, 2), lambda params: torch.optim.SGD(params, lr=0.1), topology="ring", transport=transport
@@ -336,7 +309,7 @@ def test_idle_workers_get_no_messages():
         for _ in range(6):
             model(torch.ones(1, 2)).sum().backward()
         model.close()
-        return counted.asked
+        return asked
 
     for rank, asked in enumerate(run_replicas(3, work, timeout=20)):
         assert [(len(ranks), exchange_id.round) for ranks, exchange_id in asked] == [(2, t) for t in range(6) if t % 3 != rank]
@@ -352,12 +325,12 @@ def sent_bytes(transport: Transport) -> list[int]:
     ):
         if transport.rank in ranks:
             own = request(torch.ones(300), transport.rank, ExchangeId(0, bucket), kind)
-            handle = transport.exchanger.start(Edge(ranks, 0.5), own)
+            handle = transport.start(Edge(ranks, 0.5), own)
             counts.append(handle.bytes_sent)
             handle.wait()
     # With many chunks every worker is the root of equally many: a group moves 2 (m - 1)/m messages per worker.
     own = request(torch.ones(9 * _BLOCK_ON_CPU), transport.rank, ExchangeId(1, 0))
-    handle = transport.exchanger.start(Edge([0, 1, 2], 0.5), own)
+    handle = transport.start(Edge([0, 1, 2], 0.5), own)
     handle.wait()
     return [*counts, handle.bytes_sent]
 
@@ -382,7 +355,7 @@ def swap(
     transport: Transport, edge: Edge, exchange_id: ExchangeId, numel: int = 10, dtype: torch.dtype = torch.float32
 ) -> None:
     own = request(torch.ones(numel, dtype=dtype), transport.rank, exchange_id)
-    transport.exchanger.start(edge, own).wait()
+    transport.start(edge, own).wait()
     assert torch.equal(came(own), own.values[0])
 
 
@@ -506,7 +479,7 @@ def a_peer_that_is_silent(rank: int, n: int) -> Any:
         found = caught(other.control.gather, None)
     elif rank == 4:
         own = request(torch.ones(3), rank, exchange_id, Int8)
-        found = caught(lambda: announcing.exchanger.start(Edge([4, 5], 0.5), own).wait())
+        found = caught(lambda: announcing.start(Edge([4, 5], 0.5), own).wait())
     time.sleep(0.7 if found else 1.9)  # no worker exits before the last timeout
     for transport in (plain, other, grouped, staged, announcing):
         transport.close()
@@ -558,9 +531,9 @@ def leavers(rank: int, n: int, size: int, abruptly: bool) -> str:
     transport.prepare([edge])
     numel = 4_000_000  # more than the sockets buffer: a send that is not waited for would be cut off
     values = torch.ones(numel)
-    transport.exchanger.start(edge, request(values, rank, ExchangeId(0, 0))).wait()
+    transport.start(edge, request(values, rank, ExchangeId(0, 0))).wait()
     own = request(values, rank, ExchangeId(1, 0))
-    handle = transport.exchanger.start(edge, own)
+    handle = transport.start(edge, own)
     if rank != edge.ranks[0]:
         time.sleep(0.1)
     handle.wait()

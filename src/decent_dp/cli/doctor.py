@@ -23,7 +23,7 @@ from decent_dp.cli.inputs import require, writable, writing
 from decent_dp.cli.screen import number, one_line, plain_json, say, table, write_json
 
 if TYPE_CHECKING:
-    from decent_dp.transport.probe import Pair, Probe
+    from decent_dp.cli.links import Pair, Probe
 
 __all__ = ["EXAMPLES", "FORMAT", "doctor"]
 
@@ -75,8 +75,8 @@ def doctor(
     if os.environ.get("RANK", "0") == "0":  # the file is worker 0's, and so is the word about it
         writable("--out", out)
 
+    from decent_dp.cli.links import Probe
     from decent_dp.launch import initialize_dist
-    from decent_dp.transport.probe import Probe
 
     began = time.monotonic()
     with _bounded(timeout):
@@ -85,9 +85,10 @@ def doctor(
     try:
         return _examine(probe, seconds, began, json, out)
     except (RuntimeError, _StoppedError) as error:
-        reason: Exception = error
-    _explain(probe, reason)
-    return 1
+        if probe.reports():
+            stopped = isinstance(error, _StoppedError)
+            _say_error(str(error) if stopped else f"the links were not measured to the end: {error}")
+        return 1
 
 
 def _examine(probe: Probe, seconds: float, began: float, json: bool, out: Path | None) -> int:
@@ -123,19 +124,6 @@ def _deliver(document: dict[str, Any], json: bool, out: Path | None) -> None:
         if out is not None:
             with writing(out):
                 out.write_text(plain_json(document) + "\n", encoding="utf-8")
-
-
-def _explain(probe: Probe, reason: Exception) -> None:
-    """One line about a survey that broke off, by the lowest worker that is left; the others wait for it."""
-    gone = probe.roll_call()
-    if gone is None:
-        return
-    text = str(reason)
-    if gone and not isinstance(reason, _StoppedError):
-        who = f"worker {gone[0]} is" if len(gone) == 1 else f"workers {', '.join(map(str, gone))} are"
-        text = f"{who} gone: killed, or failed with words of its own; see there. The links were not measured to the end"
-    _say_error(text)
-    probe.dismiss()
 
 
 def _say_error(text: str) -> None:
@@ -191,7 +179,7 @@ def _stopping() -> Iterator[None]:
 
 
 def _say_duration(n: int, nodes: Sequence[int], seconds: float) -> None:
-    from decent_dp.transport.probe import schedule
+    from decent_dp.cli.links import schedule
 
     total, slots = n * (n - 1) // 2, len(schedule(nodes))
     about = slots * (seconds + _AROUND_A_SLOT)

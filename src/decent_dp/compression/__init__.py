@@ -8,7 +8,7 @@ over workers does not depend on the rounding.
 from __future__ import annotations
 
 from decent_dp._checks import did_you_mean
-from decent_dp.compression.base import Block, Chunk, Compression, FlatTensor, Hints, MessageId, all_finite, part_of
+from decent_dp.compression.base import Block, Chunk, Compression, FlatTensor, MessageId, all_finite, part_of
 from decent_dp.compression.casts import BFloat16, Lossless
 from decent_dp.compression.int8 import Int8
 
@@ -19,7 +19,6 @@ __all__ = [
     "Chunk",
     "Compression",
     "FlatTensor",
-    "Hints",
     "Int8",
     "Lossless",
     "MessageId",

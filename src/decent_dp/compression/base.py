@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-__all__ = ["Block", "Chunk", "Compression", "FlatTensor", "Hints", "MessageId", "all_finite", "part_of"]
+__all__ = ["Block", "Chunk", "Compression", "FlatTensor", "MessageId", "all_finite", "part_of"]
 
 # Elements of a block: on a CPU few enough for the temporaries to stay in its cache, on a GPU enough for a kernel to be worth
 # its launch.
@@ -209,24 +209,6 @@ class Compression(ABC):
 
     # -- saving and resuming ---------------------------------------------------------------------------------------------
 
-    def entries(self, numel: int, *, in_flight: bool) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each entry that is saved of a flat tensor of ``numel`` elements.
-
-        Args:
-            in_flight: an exchange is in flight, and saved, too.
-        """
-        blocks = -(-numel // self.block_elements)
-        found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        if self.needs_hints:
-            found["hint_next"] = (blocks,), torch.int8
-        if in_flight:
-            found["sent"] = (numel,), self.code
-            if self.needs_hints:
-                found["hint_in_flight"] = (blocks,), torch.int8
-            if self._record:
-                found["records"] = (blocks, self._record // torch.float64.itemsize), torch.float64
-        return found
-
     def unpack(self, message: Tensor) -> list[dict[str, Tensor]]:
         """Splits a written message into entries for each flat tensor, which do not depend on the other tensors.
 
@@ -369,21 +351,3 @@ class Compression(ABC):
         if chunks:
             chunks[-1] = replace(chunks[-1], stop=chunks[-1].stop + _FLAG)
         return tuple(chunks)
-
-
-class Hints:
-    """The hints of one bucket: each is made a round before the exchange that it is for, of what is proposed then.
-
-    Attributes:
-        next: the one for the coming round; None before the first.
-    """
-
-    def __init__(self, compression: Compression) -> None:
-        self._compression = compression
-        self.next: bytes | None = None
-
-    def advance(self, proposal: Sequence[Tensor]) -> bytes:
-        """The hint for this round, and makes that for the next. The first is made just in time."""
-        now = self._compression.hint(proposal) if self.next is None else self.next
-        self.next = self._compression.hint(proposal)
-        return now

@@ -115,10 +115,6 @@ class Int8(Compression):
         super().resume(out, message_id, hints)
         self._set_steps(hints)
 
-    def entries(self, numel: int, *, in_flight: bool) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        found = super().entries(numel, in_flight=in_flight)
-        return {**found, "ranges": ((*found["hint_next"][0], 4), torch.float64)}
-
     def state(self) -> list[dict[str, Tensor]]:
         table = np.stack([self._seen, self._expected, self._failed, self._largest], axis=1)
         counts = [len(blocks) for blocks in self._blocks_by_tensor()]

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from decent_dp.compression import Compression, FlatTensor, Hints, part_of
+from decent_dp.compression import Compression, FlatTensor, part_of
 from decent_dp.engine.layout import FlatBuffer
 from decent_dp.rules import Round, Rule
 from decent_dp.rules.base import apply_rule, group_scale, mixing_rate
@@ -52,7 +52,7 @@ class Bucket:
         number: identifies its messages; never reused within an engine.
 
     Attributes:
-        hints: the scale hint for the next round.
+        hint_next: the scale hint for the coming round, made a round ahead of what was proposed then; None before the first.
         in_flight: the exchange that was started, or the round that this worker sits out; None before the first round.
         stale: names of tensors whose values were replaced, so that the difference in flight does not belong to them.
     """
@@ -67,7 +67,7 @@ class Bucket:
         else:
             tensors = [FlatTensor(slots[0].index, plan.numel)]
         self.compression = compression(tensors, plan.dtype, plan.device)
-        self.hints = Hints(self.compression)
+        self.hint_next: bytes | None = None
         self.in_flight: InFlight | None = None
         self.stale: set[str] = set()
         # Names of stale tensors whose rule's state still belongs to the old values.
@@ -106,6 +106,12 @@ class Bucket:
     def propose(self, round: Round) -> list[Tensor]:
         """Returns the rule's proposal to the neighbours, one per ``compression.tensors``."""
         return [self.rule.propose(value, state, round) for value, state in zip(self.values, self.states, strict=True)]
+
+    def advance_hint(self, proposal: list[Tensor]) -> bytes:
+        """Returns the hint for this round, and makes that for the next. The first is made just in time."""
+        now = self.compression.hint(proposal) if self.hint_next is None else self.hint_next
+        self.hint_next = self.compression.hint(proposal)
+        return now
 
     def mix(self, in_flight: InFlight, factor: float, edit: Edit | None = None) -> None:
         """Applies the rule to the received message."""
@@ -239,14 +245,17 @@ class Bucket:
         Entries that a compression does not need, or that are not in flight, are missing. Tensors may be views of the
         message, which are valid until the next exchange starts.
         """
-        compression, by_tensor = self.compression, self.compression.state()
         sending = self.in_flight if self.in_flight is not None and not self.in_flight.sits_out else None
-        texts = {"hint_in_flight": None if sending is None else sending.hint, "hint_next": self.hints.next}
-        for key, text in texts.items():
-            if text is not None and compression.needs_hints:
-                for entries, part in zip(by_tensor, compression.hint_by_tensor(text), strict=True):
+        return self._exchange_entries(self.hint_next, None if sending is None else sending.hint)
+
+    def _exchange_entries(self, hint_next: bytes | None, hint_in_flight: bytes | None) -> dict[str, dict[str, Tensor]]:
+        """The entries for these hints and the message to be sent; ``hint_in_flight`` is None if no exchange is in flight."""
+        compression, by_tensor = self.compression, self.compression.state()
+        for key, hint in {"hint_in_flight": hint_in_flight, "hint_next": hint_next}.items():
+            if hint is not None and compression.needs_hints:
+                for entries, part in zip(by_tensor, compression.hint_by_tensor(hint), strict=True):
                     entries[key] = part
-        if sending is not None:
+        if hint_in_flight is not None:
             for entries, parts in zip(by_tensor, compression.unpack(self.messages[0]), strict=True):
                 entries.update(parts)
         if len(by_tensor) < len(self.buffer.names):  # one flat tensor for all, which has codes only
@@ -267,12 +276,11 @@ class Bucket:
             ValueError: an entry is missing, or has another shape or dtype; names the tensor.
         """
         compression, device = self.compression, self.buffer.plan.device
-        entries = [
-            _checked(slot.spec.name, by_name.get(slot.spec.name, {}), compression.entries(slot.spec.numel, in_flight=sending))
-            for slot in self.buffer.plan.slots
-        ]
+        blank = bytes(sum(len(chunk.blocks) for chunk in compression.chunks))  # a byte per block
+        wanted = self._exchange_entries(blank, blank if sending else None)
+        entries = [_checked(name, by_name.get(name, {}), own) for name, own in wanted.items()]
         if compression.needs_hints:
-            self.hints.next = compression.hint_of([entry["hint_next"] for entry in entries])
+            self.hint_next = compression.hint_of([entry["hint_next"] for entry in entries])
             compression.load_state(entries)
         if not sending:
             return None
@@ -293,12 +301,12 @@ class Bucket:
             self.compression.load_edge_state([by_name.get(name, {}) for name in self.buffer.names])
 
 
-def _checked(
-    name: str, entries: Mapping[str, Tensor], wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-) -> Mapping[str, Tensor]:
-    for key, (shape, dtype) in wanted.items():
+def _checked(name: str, entries: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    for key, tensor in wanted.items():
         found = entries.get(key)
-        if found is None or tuple(found.shape) != shape or found.dtype != dtype:
+        if found is None or found.shape != tensor.shape or found.dtype != tensor.dtype:
             was = "is missing" if found is None else f"is {tuple(found.shape)} {found.dtype}"
-            raise ValueError(f"'{key}' of the exchange of parameter '{name}' {was}, and should be {shape} {dtype}")
+            raise ValueError(
+                f"'{key}' of the exchange of parameter '{name}' {was}, and should be {tuple(tensor.shape)} {tensor.dtype}"
+            )
     return entries

@@ -311,25 +311,25 @@ class Engine:
             request = ExchangeRequest(
                 bucket.compression, proposal, *bucket.messages, hint, self._transport.rank, exchange_id, members, coded
             )
-            handle = self._transport.exchanger.start(edge, request)
+            handle = self._transport.start(edge, request)
             self.bytes_sent += handle.bytes_sent
         bucket.in_flight = InFlight(round_, edge, hint, handle, None if coded else proposal)
 
     def _send_hint(self, bucket: Bucket, edge: Edge, proposal: list[Tensor]) -> bytes:
         """Sends the hint for the next exchange to the members of its edge, and returns that for this one."""
-        in_time = bucket.hints.next is not None
-        now = bucket.hints.advance(proposal)
+        in_time = bucket.hint_next is not None
+        now = bucket.advance_hint(proposal)
         if not in_time and len(edge.ranks) > 1:  # the first round of this process: no hint was sent ahead
-            self._transport.exchanger.send_hint(edge, ExchangeId(self.round, bucket.number), now)
+            self._transport.send_hint(edge, ExchangeId(self.round, bucket.number), now)
         self._send_hint_ahead(bucket, self.round + 1)
         return now
 
     def _send_hint_ahead(self, bucket: Bucket, round_: int) -> None:
-        edge, hint = self._topology.get_edge(round_), bucket.hints.next
+        edge, hint = self._topology.get_edge(round_), bucket.hint_next
         if hint is not None and len(edge.ranks) > 1:
             # A worker may have exited after its last update. If the round comes, its exchange raises.
             with contextlib.suppress(PeerLostError):
-                self._transport.exchanger.send_hint(edge, ExchangeId(round_, bucket.number), hint)
+                self._transport.send_hint(edge, ExchangeId(round_, bucket.number), hint)
 
     # -- saving and resuming -----------------------------------------------------------------------------
 
@@ -415,7 +415,7 @@ class Engine:
         for bucket, hint in zip(self.buckets, hints, strict=True):
             if hint is not None:
                 if bucket.compression.needs_hints:
-                    self._transport.exchanger.send_hint(edge, ExchangeId(round_.number, bucket.number), hint)
+                    self._transport.send_hint(edge, ExchangeId(round_.number, bucket.number), hint)
                 self._send(bucket, round_, edge, bucket.values, hint, coded=True)
             elif state["exchange"]["in_flight"]:
                 bucket.in_flight = InFlight(round_, edge)

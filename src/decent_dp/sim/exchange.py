@@ -191,7 +191,7 @@ class CompressedExchange(SimulatedExchange):
             proposals = [bucket.propose(round_) for bucket in buckets]
             needs_hints = buckets[0].compression.needs_hints
             hints = [
-                bucket.hints.advance(proposal) if needs_hints else b""
+                bucket.advance_hint(proposal) if needs_hints else b""
                 for bucket, proposal in zip(buckets, proposals, strict=True)
             ]
             for edge in edges:

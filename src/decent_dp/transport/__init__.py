@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from decent_dp.transport.base import Control, ExchangeId, Exchanger, ExchangeRequest, Handle, Transport
+from decent_dp.transport.base import Control, ExchangeId, ExchangeRequest, Handle, Transport
 from decent_dp.transport.inprocess import InProcessTransport, LocalHub, run_replicas
 from decent_dp.transport.process_group import ProcessGroupTransport, connect
 
@@ -10,7 +10,6 @@ __all__ = [
     "Control",
     "ExchangeId",
     "ExchangeRequest",
-    "Exchanger",
     "Handle",
     "InProcessTransport",
     "LocalHub",

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,12 +23,13 @@ __all__ = [
     "DeferredHandle",
     "ExchangeId",
     "ExchangeRequest",
-    "Exchanger",
+    "Explain",
     "Handle",
     "StoreCalls",
     "Transport",
     "read_text",
     "store_errors",
+    "written",
 ]
 
 T = TypeVar("T")
@@ -43,6 +44,10 @@ class ExchangeId:
 
     def __str__(self) -> str:
         return f"round {self.round}, bucket {self.bucket}"
+
+
+# Turns a broken connection, or a timeout, in an exchange with these workers into an error that names them.
+Explain: TypeAlias = Callable[[Exception, list[int], ExchangeId], RuntimeError]
 
 
 @dataclass(frozen=True)
@@ -87,10 +92,15 @@ class ExchangeRequest:
 
     def reduce(self, chunk: int, messages: Sequence[Tensor], sizes: Sequence[int], out: Tensor, part: int) -> None:
         """Writes one chunk of the mean of messages: of the whole group (``part`` 0), or of a part of it (from 1)."""
+        compression, message_id = self.compression, MessageId(self.exchange_id.round, -1 - part, self.edge)
         with torch.no_grad():
-            self.compression.reduce(
-                self.compression.chunks[chunk], messages, sizes, out, MessageId(self.exchange_id.round, -1 - part, self.edge)
-            )
+            if out.device == compression.device:
+                compression.reduce(compression.chunks[chunk], messages, sizes, out, message_id)
+            else:  # messages are on the CPU, and tensors are on a GPU
+                there = [message.to(compression.device) for message in messages]
+                result = torch.empty_like(there[0])
+                compression.reduce(compression.chunks[chunk], there, sizes, result, message_id)
+                out.copy_(result)
 
 
 class Handle(ABC):
@@ -128,24 +138,6 @@ class DeferredHandle(Handle):
 
     def wait(self) -> None:
         self.flags = self._finish()
-
-
-class Exchanger(ABC):
-    """Moves messages along the edges of a topology, beside the computation."""
-
-    @abstractmethod
-    def send_hint(self, edge: Edge, exchange_id: ExchangeId, text: bytes) -> None:
-        """Sends this worker's hint to the others of ``edge``, which need it to encode for that exchange."""
-
-    @abstractmethod
-    def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
-        """Begins the exchange of this worker with the others of ``edge`` (at least two ranks).
-
-        The request is encoded, perhaps by another thread, as soon as all hints that it needs are there. After the handle's
-        ``wait``, ``received`` holds the other's message on an edge of two, and the message of the mean of all members on a
-        larger one. Until then ``sent`` and ``received`` belong to the transport. Every member starts its exchanges in the same
-        order of (round, bucket), with messages of one length.
-        """
 
 
 class Control(ABC):
@@ -189,11 +181,21 @@ class Transport(ABC):
 
     @property
     @abstractmethod
-    def exchanger(self) -> Exchanger: ...
-
-    @property
-    @abstractmethod
     def control(self) -> Control: ...
+
+    @abstractmethod
+    def send_hint(self, edge: Edge, exchange_id: ExchangeId, text: bytes) -> None:
+        """Sends this worker's hint to the others of ``edge``, which need it to encode for that exchange."""
+
+    @abstractmethod
+    def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
+        """Begins the exchange of this worker with the others of ``edge`` (at least two ranks), beside the computation.
+
+        The request is encoded, perhaps by another thread, as soon as all hints that it needs are there. After the handle's
+        ``wait``, ``received`` holds the other's message on an edge of two, and the message of the mean of all members on a
+        larger one. Until then ``sent`` and ``received`` belong to the transport. Every member starts its exchanges in the same
+        order of (round, bucket), with messages of one length.
+        """
 
     @abstractmethod
     def lost(self) -> list[int]:
@@ -271,3 +273,13 @@ class StoreCalls:
                 return future.result()
             self._hanging = future
         raise ConnectionError("the store does not answer, and does not fail")
+
+
+def written(tensor: Tensor) -> Callable[[], None]:
+    """A call that blocks until what is queued on the current stream has been written to ``tensor``."""
+    if not tensor.is_cuda:
+        return lambda: None
+    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(tensor.device))
+    wait: Callable[[], None] = event.synchronize
+    return wait

@@ -32,7 +32,7 @@ _STORE_LIMIT = 2.0
 # Errors of the system when a process, or the machine, has too many open files.
 OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
-__all__ = ["OUT_OF_DESCRIPTORS", "Communicator", "Notes", "Rendezvous", "UnreachableError", "peer_error"]
+__all__ = ["OUT_OF_DESCRIPTORS", "Communicator", "Notes", "Rendezvous", "UnreachableError", "network_stack", "peer_error"]
 
 
 class UnreachableError(ConnectionError):
@@ -77,7 +77,7 @@ class Rendezvous:
         group = process_group if process_group is not None else dist.group.WORLD
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         cards: list[Any] = [None] * world_size
-        dist.all_gather_object(cards, (uuid.uuid4().hex, secrets.token_hex(16), _network_stack()), group=group)
+        dist.all_gather_object(cards, (uuid.uuid4().hex, secrets.token_hex(16), network_stack()), group=group)
         store = PrefixStore(f"decent_dp/{cards[0][0]}", _get_default_store())
         return cls(
             store,
@@ -122,7 +122,7 @@ class Rendezvous:
         return dist.ProcessGroupGloo.create_default_device()
 
 
-def _network_stack() -> str | None:
+def network_stack() -> str | None:
     """The name of this process's network stack; processes with equal names share a loopback interface. None: unknown."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:

@@ -16,8 +16,7 @@ from torch.distributed.distributed_c10d import Store
 
 from decent_dp.errors import PeerLostError, PeerTimeoutError, WireError
 from decent_dp.topo import Edge
-from decent_dp.transport.base import Control, DeferredHandle, ExchangeId, Exchanger, ExchangeRequest, Handle, Transport
-from decent_dp.transport.tcp.exchange import written
+from decent_dp.transport.base import Control, DeferredHandle, ExchangeId, ExchangeRequest, Handle, Transport, written
 
 __all__ = ["InProcessTransport", "LocalHub", "run_replicas"]
 
@@ -107,12 +106,7 @@ class InProcessTransport(Transport):
         run_id, store = hub.begin_run(rank)
         super().__init__(rank, hub.world_size, run_id, hub.timeout, store)
         self._hub = hub
-        self._exchanger = _LocalExchanger(rank, hub)
         self._control = _LocalControl(rank, hub)
-
-    @property
-    def exchanger(self) -> Exchanger:
-        return self._exchanger
 
     @property
     def control(self) -> Control:
@@ -133,13 +127,8 @@ class InProcessTransport(Transport):
     def close(self) -> None:
         return
 
-
-class _LocalExchanger(Exchanger):
-    def __init__(self, rank: int, hub: LocalHub) -> None:
-        self._rank, self._hub = rank, hub
-
     def send_hint(self, edge: Edge, exchange_id: ExchangeId, text: bytes) -> None:
-        self._hub.put(("note", tuple(sorted(edge.ranks)), exchange_id), self._rank, text)
+        self._hub.put(("note", tuple(sorted(edge.ranks)), exchange_id), self.rank, text)
 
     def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
         ranks, exchange_id = tuple(sorted(edge.ranks)), request.exchange_id
@@ -151,14 +140,14 @@ class _LocalExchanger(Exchanger):
         # A copy, as a network would make it: the sender may write to its message while a slower member still reads.
         key, sent = ("exchange", ranks, exchange_id), request.sent.clone()
         written(sent)()  # the CUDA streams of other threads do not wait for this one's
-        self._hub.put(key, self._rank, sent)
+        self._hub.put(key, self.rank, sent)
 
         def finish() -> None:
             found = self._hub.collect(key, edge.ranks, str(exchange_id))
             if any(other.shape != request.received.shape for other in found.values()):
                 raise WireError(f"{exchange_id}: messages of {sorted({len(other) for other in found.values()})} bytes met")
             if len(ranks) == 2:
-                request.received.copy_(next(found[rank] for rank in ranks if rank != self._rank))
+                request.received.copy_(next(found[rank] for rank in ranks if rank != self.rank))
             else:
                 self._reduce(request, ranks, found)
             written(request.received)()  # the memory of the copies may be reused by another stream
@@ -189,7 +178,7 @@ class _LocalControl(Control):
         collect = self._put(tensor.clone(), "a mean over workers")
 
         def finish() -> None:
-            total = torch.stack(collect()).to(_sum_dtype(tensor.dtype)).sum(0)
+            total = torch.stack(collect()).to(torch.promote_types(tensor.dtype, torch.float32)).sum(0)
             tensor.copy_(total.div_(self._hub.world_size))
             written(tensor)()
 
@@ -208,10 +197,6 @@ class _LocalControl(Control):
             return [found[rank] for rank in ranks]
 
         return collect
-
-
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def run_replicas(world_size: int, work: Callable[[InProcessTransport], T], timeout: float = 60.0) -> list[T]:

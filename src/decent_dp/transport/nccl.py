@@ -15,21 +15,17 @@ import torch
 import torch.distributed as dist
 
 from decent_dp.topo import Edge
-from decent_dp.transport.base import DeferredHandle, ExchangeId, Exchanger, ExchangeRequest, Handle
+from decent_dp.transport.base import DeferredHandle, ExchangeId, ExchangeRequest, Explain, Handle
 from decent_dp.transport.communicators import Communicator
-from decent_dp.transport.tcp.exchange import Explain
 
 __all__ = ["NcclGroups", "NcclPairs"]
 
 
-class NcclPairs(Exchanger):
+class NcclPairs:
     """Pairs: both directions as one grouped call."""
 
     def __init__(self, communicator: Communicator, rank: int, explain: Explain) -> None:
         self._communicator, self._rank, self._explain = communicator, rank, explain
-
-    def send_hint(self, edge: Edge, exchange_id: ExchangeId, text: bytes) -> None:
-        return
 
     def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
         peer = next(rank for rank in edge.ranks if rank != self._rank)
@@ -52,14 +48,11 @@ class NcclPairs(Exchanger):
         return DeferredHandle(finish, request.compression.payload(request.compression.chunks))
 
 
-class NcclGroups(Exchanger):
+class NcclGroups:
     """Groups, without compression: an all-reduce in float32 at least."""
 
     def __init__(self, rank: int, connect: Callable[[tuple[int, ...]], Communicator], explain: Explain) -> None:
         self._rank, self._connect, self._explain = rank, connect, explain
-
-    def send_hint(self, edge: Edge, exchange_id: ExchangeId, text: bytes) -> None:
-        return
 
     def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
         ranks = tuple(sorted(edge.ranks))

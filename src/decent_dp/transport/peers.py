@@ -5,31 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from decent_dp.topo import Edge
-from decent_dp.transport.base import Control, ExchangeId, Exchanger, ExchangeRequest, Handle, Transport
+from decent_dp.transport.base import Control, ExchangeId, ExchangeRequest, Handle, Transport
 
 __all__ = ["Peers"]
 
 
-class Peers(Transport, Exchanger):
+class Peers(Transport):
     """The workers ``ranks`` of ``whole``, numbered from 0 in this order.
 
     Edges and requests use these numbers; errors name the ranks of the whole.
 
     Args:
-        control: the collectives of these workers alone; called each time, because the whole may have been closed.
+        get_control: returns the collectives of these workers alone; called each time, because the whole may have been closed.
     """
 
-    def __init__(self, whole: Transport, ranks: Sequence[int], control: Callable[[], Control]) -> None:
+    def __init__(self, whole: Transport, ranks: Sequence[int], get_control: Callable[[], Control]) -> None:
         super().__init__(list(ranks).index(whole.rank), len(ranks), whole.run_id, whole.timeout, whole.store)
-        self._whole, self._ranks, self._made = whole, tuple(ranks), control
-
-    @property
-    def exchanger(self) -> Exchanger:
-        return self
+        self._whole, self._ranks, self._get_control = whole, tuple(ranks), get_control
 
     @property
     def control(self) -> Control:
-        return self._made()
+        return self._get_control()
 
     def lost(self) -> list[int]:
         lost = self._whole.lost()
@@ -48,11 +44,11 @@ class Peers(Transport, Exchanger):
         self._whole.close()
 
     def send_hint(self, edge: Edge, exchange_id: ExchangeId, text: bytes) -> None:
-        self._whole.exchanger.send_hint(self._in_whole(edge), exchange_id, text)
+        self._whole.send_hint(self._in_whole(edge), exchange_id, text)
 
     def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
         # The request keeps the numbers of this part, which only seed its rounding.
-        return self._whole.exchanger.start(self._in_whole(edge), request)
+        return self._whole.start(self._in_whole(edge), request)
 
     def _in_whole(self, edge: Edge) -> Edge:
         return Edge([self._ranks[number] for number in edge.ranks], edge.weight)

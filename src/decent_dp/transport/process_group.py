@@ -12,13 +12,13 @@ from torch import Tensor
 
 from decent_dp.compression import Lossless
 from decent_dp.topo import Edge
-from decent_dp.transport.base import Control, DeferredHandle, ExchangeId, Exchanger, ExchangeRequest, Handle, Transport
+from decent_dp.transport.base import Control, DeferredHandle, ExchangeId, ExchangeRequest, Handle, Transport
 from decent_dp.transport.communicators import Communicator, Notes, Rendezvous, peer_error
 from decent_dp.transport.inprocess import InProcessTransport
 from decent_dp.transport.nccl import NcclGroups, NcclPairs
 from decent_dp.transport.peers import Peers
 from decent_dp.transport.tcp.addresses import dial, listen
-from decent_dp.transport.tcp.exchange import TcpExchanger
+from decent_dp.transport.tcp.exchange import TcpExchanges
 from decent_dp.transport.tcp.reactor import Reactor
 from decent_dp.transport.waiter import Waiter
 
@@ -44,7 +44,7 @@ def connect(process_group: dist.ProcessGroup | None) -> Transport:
     return ProcessGroupTransport(process_group)
 
 
-class ProcessGroupTransport(Transport, Exchanger):
+class ProcessGroupTransport(Transport):
     """Connects workers that are processes.
 
     Collectives use a gloo communicator of all workers. Exchanges use connections of their own, or NCCL if the process group
@@ -63,11 +63,7 @@ class ProcessGroupTransport(Transport, Exchanger):
         self._controls: dict[str, Control] = {}
         self._connect_control("all", range(shared.world_size))
         self._reactor = Reactor(shared.rank, shared.local, listen(shared), lambda peer: dial(shared, peer), shared.token)
-        self._tcp = TcpExchanger(self._reactor, shared.rank, shared.node_of, self._waiter, self.timeout, self._explain)
-
-    @property
-    def exchanger(self) -> Exchanger:
-        return self
+        self._tcp = TcpExchanges(self._reactor, shared.rank, shared.node_of, self._waiter, self.timeout, self._explain)
 
     @property
     def control(self) -> Control:
@@ -96,8 +92,8 @@ class ProcessGroupTransport(Transport, Exchanger):
         self._connect_control(name, ranks)
         return Peers(self, ranks, lambda: self._control_of(name))
 
-    def choose(self, edge: Edge, request: ExchangeRequest) -> Exchanger:
-        """The exchanger for a request, by its device, its compression and the size of its edge."""
+    def choose(self, edge: Edge, request: ExchangeRequest) -> TcpExchanges | NcclPairs | NcclGroups:
+        """The way of a request, by its device, its compression and the size of its edge."""
         lossless = isinstance(request.compression, Lossless)
         if not (self._rendezvous.nccl and request.sent.is_cuda and lossless):
             return self._tcp
@@ -111,12 +107,12 @@ class ProcessGroupTransport(Transport, Exchanger):
     def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
         return self.choose(edge, request).start(edge, request)
 
-    def _nccl_pairs(self) -> Exchanger:
+    def _nccl_pairs(self) -> NcclPairs:
         everybody = range(self._rendezvous.world_size)
         communicator = self._get_or_make("nccl", everybody, lambda: self._rendezvous.nccl_communicator("nccl", everybody))
         return NcclPairs(communicator, self.rank, self._explain)
 
-    def _nccl_groups(self) -> Exchanger:
+    def _nccl_groups(self) -> NcclGroups:
         return NcclGroups(self.rank, self._nccl_group, self._explain)
 
     def _nccl_group(self, ranks: tuple[int, ...]) -> Communicator:

@@ -55,6 +55,8 @@ def dial(rendezvous: Rendezvous, peer: int) -> socket.socket:
         OSError: this process has no file descriptor left.
         RuntimeError: the peer has not stored its address within the process group's timeout.
     """
+    # The store's own timeout, which ``get`` has, is another: half an hour by default.
+    rendezvous.store.wait([f"address/{peer}"], rendezvous.timeout)
     address = json.loads(rendezvous.store.get(f"address/{peer}"))
     timeout = rendezvous.timeout.total_seconds()
     peer_is_local = peer in rendezvous.local and "local" in address

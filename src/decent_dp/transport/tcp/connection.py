@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 from decent_dp.transport.tcp.protocol import HEADER, Key
 
-__all__ = ["LOCAL", "WINDOW", "Connection", "Receiving", "Sending", "SharedLink", "configure", "unacknowledged"]
+__all__ = ["LOCAL", "WINDOW", "Connection", "Message", "Receiving", "Sending", "SharedLink", "configure", "unacknowledged"]
 
 _log = logging.getLogger(__name__)
 
@@ -44,25 +44,35 @@ Priority: TypeAlias = tuple[Key, int]
 
 
 @dataclass(eq=False)
-class Sending:
-    """A message on its way out. ``ready`` may grow while it is being written; ``done`` is called in the reactor's thread."""
+class Message:
+    """A message in one direction. ``done`` and ``failed`` are called in the reactor's thread."""
 
     peer: int
     key: Key
-    data: memoryview
+    memory: memoryview
     done: Callable[[], None]
     failed: Callable[[BaseException], None]
-    ready: int = 0
     granted: int = 0
-    granted_at: float = 0.0
-    written: int = 0
     order: int = -1
-    queued: bool = False
-    offered: bool = False
+
+    @property
+    def size(self) -> int:
+        return len(self.memory)
 
     @property
     def priority(self) -> Priority:
         return self.key, self.order
+
+
+@dataclass(eq=False)
+class Sending(Message):
+    """A message on its way out. ``ready`` may grow while it is being written."""
+
+    ready: int = 0
+    granted_at: float = 0.0
+    written: int = 0
+    queued: bool = False
+    offered: bool = False
 
     @property
     def sendable(self) -> bool:
@@ -70,23 +80,10 @@ class Sending:
 
 
 @dataclass(eq=False)
-class Receiving:
-    """A message that is expected. ``into`` returns its memory when its first bytes are granted."""
+class Receiving(Message):
+    """A message that is expected."""
 
-    peer: int
-    key: Key
-    size: int
-    into: Callable[[], memoryview]
-    done: Callable[[], None]
-    failed: Callable[[BaseException], None]
-    granted: int = 0
     received: int = 0
-    order: int = -1
-    memory: memoryview | None = None
-
-    @property
-    def priority(self) -> Priority:
-        return self.key, self.order
 
 
 @dataclass(eq=False)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,25 +16,28 @@ from torch.profiler import record_function
 
 from decent_dp.errors import WireError
 from decent_dp.topo import Edge
-from decent_dp.transport.base import ExchangeId, Exchanger, ExchangeRequest, Handle
+from decent_dp.transport.base import ExchangeId, ExchangeRequest, Explain, Handle, written
 from decent_dp.transport.tcp.connection import Receiving, Sending
+from decent_dp.transport.tcp.protocol import Key
 from decent_dp.transport.tcp.reactor import Reactor
 from decent_dp.transport.tcp.reduction_tree import Place, find_place, group_by_node
 from decent_dp.transport.waiter import Waiter
 
-__all__ = ["Explain", "TcpExchanger"]
+__all__ = ["TcpExchanges"]
 
-# Turns a broken connection, or a timeout, into an error that names the peer.
-Explain = Callable[[Exception, list[int], ExchangeId], RuntimeError]
-
-# Slots of the messages of an exchange: the only one of a pair, the hint, and those of a group, two for each chunk.
-_WHOLE, _NOTE, _FIRST = 0, 1, 2
+# Slots of the messages of an exchange: the only one of a pair, the hint, and those of a group, for each chunk one up the tree
+# and one down. Messages with an even slot need these two workers only; a mean, which goes down, needs others, too.
+_WHOLE, _HINT, _UP, _DOWN = 0, 1, 2, 3
 
 # Bytes that are coded before the reactor's thread moves messages again.
 _STRIDE = 2**18
 
 # Bytes of the messages of groups that may wait to be reduced. One chunk of a large group may need more.
 _POOL_BYTES = 2**22
+
+
+def _key(exchange_id: ExchangeId, slot: int) -> Key:
+    return exchange_id.round, exchange_id.bucket, slot
 
 
 @dataclass
@@ -45,7 +49,7 @@ class _Timeout:
 
 
 class _TcpHandle(Handle):
-    """Counts the messages of one exchange that are not done; counted down in the reactor's thread.
+    """Waits for the messages of one exchange, which are counted down in the reactor's thread.
 
     Args:
         others: the other members.
@@ -57,35 +61,28 @@ class _TcpHandle(Handle):
         self._exchange_id, self._others, self._explain = request.exchange_id, others, explain
         self._timeout, self._reactor = timeout, reactor
         self._started = time.monotonic()
-        self._event = threading.Event()
-        self._open: Counter[tuple[int, bool]] = Counter()
+        self._messages_left = 0
+        self._done, self._read = threading.Event(), threading.Event()
         self._error: BaseException | None = None
         self._error_peer = -1
-        self._read = threading.Event()
         # Staged exchanges copy the received message to its device here.
         self.finish: Callable[[], None] = lambda: None
 
-    def expect(self, peer: int, first: bool = True) -> None:
-        """Adds a message from or to ``peer``. With ``first`` it needs these two workers only, else others, too."""
-        self._open[peer, first] += 1
-        self._open[peer, not first] += 0  # other threads iterate over the keys: none is added later
+    def expect(self, messages: int) -> None:
+        """Adds messages, before any of them is on its way."""
+        self._messages_left += messages
 
-    def start_waiting(self, peer: int) -> None:
-        """A message of ``peer`` needs these two workers only from now on."""
-        self._open[peer, False] -= 1
-        self._open[peer, True] += 1
-
-    def arrive(self, peer: int, first: bool = True) -> None:
-        """One of the messages from or to ``peer`` is done."""
-        self._open[peer, first] -= 1
-        if not any(self._open.values()):
-            self._event.set()
+    def arrive(self) -> None:
+        """One of the messages has come, or was sent."""
+        self._messages_left -= 1
+        if not self._messages_left:
+            self._done.set()
 
     def fail(self, peer: int, error: BaseException) -> None:
         if self._error is None:
             self._error, self._error_peer = error, peer
         self._read.set()
-        self._event.set()
+        self._done.set()
 
     @property
     def failed(self) -> bool:
@@ -99,7 +96,7 @@ class _TcpHandle(Handle):
         self._wait_for(self._read)
 
     def wait(self) -> None:
-        self._wait_for(self._event)
+        self._wait_for(self._done)
         error = self._error
         if isinstance(error, OSError):
             raise self._explain(error, [self._error_peer], self._exchange_id) from error
@@ -123,16 +120,16 @@ class _TcpHandle(Handle):
 
     def _missing(self) -> list[int]:
         """The workers that keep the exchange waiting, as far as this worker can know."""
-        hint = (self._exchange_id.round, self._exchange_id.bucket, _NOTE)
+        hint = _key(self._exchange_id, _HINT)
         without_hint = [peer for peer in self._others if self._reactor.waits_for_note(peer, hint)]
-        waited_for = {(peer, first) for (peer, first), count in self._open.items() if count > 0}
-        behind = [peer for peer in self._others if (peer, True) in waited_for]
-        # A peer that has begun and sends nothing waits for another worker.
-        rest = [peer for peer in self._others if (peer, False) not in waited_for]
+        slots = {peer: self._reactor.open_slots(peer, hint[:2]) for peer in self._others}
+        behind = [peer for peer in self._others if any(slot % 2 == 0 for slot in slots[peer])]
+        # A peer that has begun and sends no mean waits for another worker.
+        rest = [peer for peer in self._others if not slots[peer]]
         return without_hint or behind or rest or self._others
 
 
-class TcpExchanger(Exchanger):
+class TcpExchanges:
     """Pairs and groups over the connections of this worker.
 
     Args:
@@ -163,7 +160,7 @@ class TcpExchanger(Exchanger):
 
     def send_hint(self, edge: Edge, exchange_id: ExchangeId, text: bytes) -> None:
         for peer in self.connect(edge, exchange_id):
-            self._reactor.send_note(peer, (exchange_id.round, exchange_id.bucket, _NOTE), text)
+            self._reactor.send_note(peer, _key(exchange_id, _HINT), text)
 
     def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
         others = self.connect(edge, request.exchange_id)
@@ -213,8 +210,7 @@ class TcpExchanger(Exchanger):
                 pass
 
         if request.compression.needs_hints:
-            key = (request.exchange_id.round, request.exchange_id.bucket, _NOTE)
-            self._reactor.when_noted(others, key, _on_this_stream(schedule, request.sent))
+            self._reactor.when_noted(others, _key(request.exchange_id, _HINT), _on_this_stream(schedule, request.sent))
         else:
             schedule([])
         return handle
@@ -259,17 +255,7 @@ def _stage(request: ExchangeRequest, handle: _TcpHandle) -> ExchangeRequest:
         request.received.copy_(received, non_blocking=pin)
 
     handle.finish = finish
-    return _HostRequest(
-        request.compression, request.values, sent, received, request.hint, request.rank, request.exchange_id, request.edge
-    )
-
-
-class _HostRequest(ExchangeRequest):
-    def reduce(self, chunk: int, messages: Sequence[Tensor], sizes: Sequence[int], out: Tensor, part: int) -> None:
-        device = self.compression.device
-        result = torch.empty(out.shape, dtype=torch.uint8, device=device)
-        super().reduce(chunk, [message.to(device) for message in messages], sizes, result, part)
-        out.copy_(result)
+    return dataclasses.replace(request, sent=sent, received=received)
 
 
 class _BufferPool:
@@ -278,34 +264,37 @@ class _BufferPool:
 
     def __init__(self) -> None:
         self._free = _POOL_BYTES
-        self._queue: deque[tuple[int, Callable[[], None]]] = deque()
+        self._queue: deque[tuple[int, int, Callable[[list[Tensor]], None]]] = deque()
         # Buffers by size, kept while any are in use: allocating and freeing all the time fragments the memory.
         self._unused: defaultdict[int, list[Tensor]] = defaultdict(list)
 
-    def reserve(self, size: int, then: Callable[[], None]) -> None:
-        """Calls ``then`` when ``size`` bytes may be taken."""
-        self._queue.append((size, then))
-        self._grant()
+    def take(self, count: int, size: int, then: Callable[[list[Tensor]], None]) -> None:
+        """Calls ``then`` with buffers of ``size`` bytes when there is room for all of them; at once if none are needed."""
+        if count <= 0:
+            then([])
+            return
+        self._queue.append((count, size, then))
+        self._give()
 
-    def take(self, size: int) -> Tensor:
-        """A buffer, as a part of what was reserved."""
-        buffers = self._unused[size]
-        return buffers.pop() if buffers else torch.empty(size, dtype=torch.uint8, device="cpu")
-
-    def release(self, size: int, buffers: Sequence[Tensor]) -> None:
-        """Gives back all of one reservation, with the buffers taken of it."""
+    def release(self, buffers: Sequence[Tensor], *, reuse: bool) -> None:
+        """Gives back all buffers of one request. Without ``reuse`` a connection may still write to them."""
         for buffer in buffers:
-            self._unused[buffer.numel()].append(buffer)
-        self._free += size
-        self._grant()
+            self._free += buffer.numel()
+            if reuse:
+                self._unused[buffer.numel()].append(buffer)
+        self._give()
         if self._free == _POOL_BYTES:
             self._unused.clear()
 
-    def _grant(self) -> None:
-        while self._queue and (self._queue[0][0] <= self._free or self._free == _POOL_BYTES):
-            size, then = self._queue.popleft()
-            self._free -= size
-            then()
+    def _give(self) -> None:
+        while self._queue:
+            count, size, then = self._queue[0]
+            if count * size > self._free < _POOL_BYTES:
+                return
+            self._queue.popleft()
+            self._free -= count * size
+            unused = self._unused[size]
+            then([unused.pop() if unused else torch.empty(size, dtype=torch.uint8, device="cpu") for _ in range(count)])
 
 
 class _PairExchange:
@@ -313,19 +302,15 @@ class _PairExchange:
 
     def __init__(self, reactor: Reactor, request: ExchangeRequest, handle: _TcpHandle, peer: int) -> None:
         self._reactor = reactor
-        key = (request.exchange_id.round, request.exchange_id.bucket, _WHOLE)
+        key = _key(request.exchange_id, _WHOLE)
         self.bytes_sent = request.compression.payload(request.compression.chunks)
-        handle.expect(peer)
-        handle.expect(peer)
-
-        def arrive() -> None:
-            handle.arrive(peer)
+        handle.expect(2)
 
         def fail(error: BaseException) -> None:
             handle.fail(peer, error)
 
-        received, self._sending = request.received, Sending(peer, key, _bytes(request.sent), arrive, fail)
-        reactor.receive(Receiving(peer, key, request.compression.nbytes, lambda: _bytes(received), arrive, fail))
+        self._sending = Sending(peer, key, _bytes(request.sent), handle.arrive, fail)
+        reactor.receive(Receiving(peer, key, _bytes(request.received), handle.arrive, fail))
         reactor.send(self._sending)
 
     def encoded(self, ready: int) -> None:
@@ -344,143 +329,115 @@ class _GroupExchange:
         rank: int,
         pool: _BufferPool,
     ) -> None:
-        chunks = range(len(request.compression.chunks))
-        places = [find_place(nodes, chunk, rank) for chunk in chunks]
-        self._reductions = [_ChunkReduction(reactor, request, handle, places[chunk], chunk, pool, rank) for chunk in chunks]
-        self._reactor, self._request, self._done = reactor, request, 0
+        self.reactor, self.request, self.handle, self.rank, self.pool = reactor, request, handle, rank, pool
+        numbers = range(len(request.compression.chunks))
+        self._reductions = [_ChunkReduction(self, number, find_place(nodes, number, rank)) for number in numbers]
+        self._encoded = 0
         self.bytes_sent = sum(reduction.bytes_sent for reduction in self._reductions)
-        # One more than the messages of the chunks, done when this worker's own message is coded.
-        handle.expect(rank)
-        self._arrive: Callable[[], None] = lambda: handle.arrive(rank)
+        handle.expect(1)  # besides the messages of the chunks: this worker's own one, when it is coded
         for reduction in self._reductions:
             reactor.call(reduction.begin)
 
     def encoded(self, ready: int) -> None:
-        self._reactor.call(lambda: self._go_on(ready))
+        self.reactor.call(lambda: self._go_on(ready))
 
     def _go_on(self, ready: int) -> None:
-        while self._done < len(self._reductions) and self._request.compression.chunks[self._done].stop <= ready:
-            self._reductions[self._done].own_ready()
-            self._done += 1
-        if ready >= self._request.compression.nbytes:
-            self._arrive()
+        compression = self.request.compression
+        while self._encoded < len(self._reductions) and compression.chunks[self._encoded].stop <= ready:
+            self._reductions[self._encoded].own_ready()
+            self._encoded += 1
+        if ready >= compression.nbytes:
+            self.handle.arrive()
 
 
 class _ChunkReduction:
     """This worker's part in the tree of one chunk."""
 
-    def __init__(
-        self,
-        reactor: Reactor,
-        request: ExchangeRequest,
-        handle: _TcpHandle,
-        place: Place,
-        number: int,
-        pool: _BufferPool,
-        rank: int,
-    ) -> None:
-        self._reactor, self._request, self._handle, self._rank = reactor, request, handle, rank
-        self._place, self._number, self._pool = place, number, pool
-        chunk = request.compression.chunks[number]
-        self._range, self._size = slice(chunk.start, chunk.stop), chunk.stop - chunk.start
-        self._up = (request.exchange_id.round, request.exchange_id.bucket, _FIRST + 2 * number)
-        self._down = (request.exchange_id.round, request.exchange_id.bucket, _FIRST + 2 * number + 1)
-        self._sums: dict[int, Tensor] = {}
-        # Bytes that the children's messages need beside the request's own memory, and those reserved of the pool.
-        self._needed, self._reserved = self._size * max(len(place.children) - 1, 0), 0
+    def __init__(self, group: _GroupExchange, number: int, place: Place) -> None:
+        self._group, self._number, self._place = group, number, place
+        request, chunk = group.request, group.request.compression.chunks[number]
+        there = slice(chunk.start, chunk.stop)
+        self._own, self._mean = request.sent[there], request.received[there]
+        self._up, self._down = (_key(request.exchange_id, slot + 2 * number) for slot in (_UP, _DOWN))
+        # The memory of the children's messages: the first where the mean will be, the others from the pool.
+        self._parts: list[Tensor] = []
+        self._pooled: list[Tensor] = []
         # Parts that are missing before the sum can be made: the children's and this worker's own.
         self._missing = len(place.children) + 1
-        self.bytes_sent = request.compression.payload([chunk]) * (len(place.children) + (place.parent is not None))
-        for child, _ in place.children:
-            handle.expect(child, first=not self._needed)  # a message that waits for memory was not granted
-            handle.expect(child, first=False)
-        if place.parent is not None:
-            handle.expect(place.parent)
-            handle.expect(place.parent, first=False)
+        peers = len(place.children) + (place.parent is not None)
+        self.bytes_sent = peers * request.compression.payload([chunk])
+        group.handle.expect(2 * peers)
 
     def begin(self) -> None:
-        if self._needed:
-            self._pool.reserve(self._needed, self._receive_parts)
-        else:
-            self._receive_parts()
+        self._group.pool.take(len(self._place.children) - 1, len(self._mean), self._receive_parts)
         if self._place.parent is not None:
-            self._receive(self._place.parent, self._down, lambda: self._request.received[self._range], self._send_mean)
+            self._receive(self._place.parent, self._down, self._mean, self._send_mean)
 
     def own_ready(self) -> None:
-        self._run(self._rank, self._ready)
+        self._run(self._group.rank, self._part_ready)
 
-    def _receive_parts(self) -> None:
-        self._reserved = self._needed
-        if self._handle.failed:
-            self._release()
-        for child, _ in self._place.children:
-            if self._needed:
-                self._handle.start_waiting(child)
-            self._receive(child, self._up, lambda child=child: self._memory_for(child), self._ready)  # type: ignore[misc]
+    def _receive_parts(self, buffers: list[Tensor]) -> None:
+        self._parts, self._pooled = [self._mean, *buffers], buffers
+        if self._group.handle.failed:
+            self._release(reuse=False)
+        for (child, _), part in zip(self._place.children, self._parts, strict=False):
+            self._receive(child, self._up, part, self._part_ready)
 
-    def _memory_for(self, child: int) -> Tensor:
-        # The first part is received where the mean will be.
-        self._sums[child] = self._pool.take(self._size) if self._sums else self._request.received[self._range]
-        return self._sums[child]
-
-    def _ready(self) -> None:
+    def _part_ready(self) -> None:
         self._missing -= 1
         if self._missing:
             return
-        if self._handle.failed:
-            self._release()
+        if self._group.handle.failed:
+            self._release(reuse=False)
             return
-        own, mine = self._request.sent[self._range], self._request.received[self._range]
         if self._place.children:
             try:
-                self._reduce(own, mine)
+                self._reduce()
             finally:
-                self._release(list(self._sums.values())[1:])
-                self._sums.clear()
+                self._release(reuse=True)
         if self._place.parent is None:
             self._send_mean()
         else:
             # The mean is received in the same place, but not before the parent has all of the sum.
-            self._send(self._place.parent, self._up, mine if self._place.children else own)
+            self._send(self._place.parent, self._up, self._mean if self._place.children else self._own)
 
-    def _release(self, buffers: Sequence[Tensor] = ()) -> None:
-        reserved, self._reserved = self._reserved, 0
-        if reserved:
-            self._pool.release(reserved, buffers)
+    def _release(self, *, reuse: bool) -> None:
+        buffers, self._pooled = self._pooled, []
+        self._group.pool.release(buffers, reuse=reuse)
 
-    def _reduce(self, own: Tensor, out: Tensor) -> None:
+    def _reduce(self) -> None:
         # By rank, whatever the root is: so the numbers do not depend on how the bucket is cut into chunks.
-        parts = [(self._rank, 1, own), *((child, size, self._sums[child]) for child, size in self._place.children)]
-        parts.sort(key=lambda part: part[0])
+        children = ((child, size, part) for (child, size), part in zip(self._place.children, self._parts, strict=True))
+        parts = sorted([(self._group.rank, 1, self._own), *children], key=lambda part: part[0])
         messages, sizes = [message for _, _, message in parts], [size for _, size, _ in parts]
-        self._request.reduce(self._number, messages, sizes, out, self._place.part)
+        self._group.request.reduce(self._number, messages, sizes, self._mean, self._place.part)
 
     def _send_mean(self) -> None:
         for child, _ in self._place.children:
-            self._send(child, self._down, self._request.received[self._range])
+            self._send(child, self._down, self._mean)
 
-    def _receive(self, peer: int, key: tuple[int, int, int], into: Callable[[], Tensor], then: Callable[[], None]) -> None:
+    def _receive(self, peer: int, key: Key, into: Tensor, then: Callable[[], None]) -> None:
         def done() -> None:
             self._run(peer, then)
-            self._handle.arrive(peer, key == self._up)
+            self._group.handle.arrive()
 
-        self._reactor.receive(Receiving(peer, key, self._size, lambda: _bytes(into()), done, self._failed(peer)))
+        self._group.reactor.receive(Receiving(peer, key, _bytes(into), done, self._failed(peer)))
 
-    def _send(self, peer: int, key: tuple[int, int, int], data: Tensor) -> None:
-        done = lambda: self._handle.arrive(peer, key == self._up)  # noqa: E731
-        self._reactor.send(Sending(peer, key, _bytes(data), done, self._failed(peer), ready=self._size))
+    def _send(self, peer: int, key: Key, data: Tensor) -> None:
+        sending = Sending(peer, key, _bytes(data), self._group.handle.arrive, self._failed(peer), ready=len(data))
+        self._group.reactor.send(sending)
 
     def _run(self, peer: int, then: Callable[[], None]) -> None:
         """Runs ``then``: its error fails the exchange and does not end the reactor's thread."""
         try:
             then()
         except Exception as error:
-            self._handle.fail(peer, error)
+            self._group.handle.fail(peer, error)
 
     def _failed(self, peer: int) -> Callable[[BaseException], None]:
         def fail(error: BaseException) -> None:
-            self._handle.fail(peer, error)
-            self._release()  # the next reservation is granted, and fails in turn
+            self._group.handle.fail(peer, error)
+            self._release(reuse=False)  # the next request is granted, and fails in turn
 
         return fail
 
@@ -501,13 +458,3 @@ def _on_this_stream(call: Callable[[list[bytes]], None], tensor: Tensor) -> Call
 def _bytes(tensor: Tensor) -> memoryview:
     array: Any = tensor.numpy()
     return memoryview(array)
-
-
-def written(tensor: Tensor) -> Callable[[], None]:
-    """A call that blocks until what is queued on the current stream has been written to ``tensor``."""
-    if not tensor.is_cuda:
-        return lambda: None
-    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(tensor.device))
-    wait: Callable[[], None] = event.synchronize
-    return wait

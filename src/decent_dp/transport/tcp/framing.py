@@ -20,7 +20,7 @@ from collections.abc import Callable
 from torch.autograd import profiler
 
 from decent_dp.errors import WireError
-from decent_dp.transport.tcp.connection import Connection, Receiving, Sending, SharedLink
+from decent_dp.transport.tcp.connection import Connection, Message, Receiving, Sending, SharedLink
 from decent_dp.transport.tcp.protocol import DATA, GRANT, HEADER, NOTE, OFFER, SMALL, VERSION, Key, check_size, pack
 
 __all__ = ["Framing"]
@@ -84,22 +84,30 @@ class Framing:
             if connection.has_output:
                 self.write(connection)
 
+    def _admit(self, message: Message) -> Connection | None:
+        """The connection of a new message; None if the message is done, or has failed, already."""
+        connection = self.connection(message.peer)
+        if message.size == 0:
+            message.done()
+        elif connection.closed is not None:
+            message.failed(connection.cause or ConnectionError(connection.closed))
+        else:
+            message.order = next(self._order)
+            return connection
+        return None
+
     # -- granting -----------------------------------------------------------------------------------------------------
 
     def add_receiving(self, receiving: Receiving) -> None:
-        connection = self.connection(receiving.peer)
-        if receiving.size == 0:
-            receiving.done()
-        elif connection.closed is not None:
-            receiving.failed(connection.cause or ConnectionError(connection.closed))
-        else:
-            receiving.order = next(self._order)
-            connection.receivings[receiving.key] = receiving
-            if receiving.size <= SMALL:
-                self._grant(connection, receiving, receiving.size)
-            elif receiving.key in connection.early_offers:
-                connection.early_offers.remove(receiving.key)
-                heapq.heappush(connection.link.offered, (receiving.priority, receiving))
+        connection = self._admit(receiving)
+        if connection is None:
+            return
+        connection.receivings[receiving.key] = receiving
+        if receiving.size <= SMALL:
+            self._grant(connection, receiving, receiving.size)
+        elif receiving.key in connection.early_offers:
+            connection.early_offers.remove(receiving.key)
+            self._on_offer(connection, receiving.key)
 
     def _on_offer(self, connection: Connection, key: Key) -> None:
         receiving = connection.receivings.get(key)
@@ -124,8 +132,6 @@ class Framing:
         receiving.granted += amount
         if receiving.size > SMALL:
             connection.count_granted(amount)
-        if receiving.memory is None:
-            receiving.memory = receiving.into()
         connection.control.append(pack(GRANT, receiving.key, offset=receiving.granted, size=receiving.size))
 
     def _on_grant(self, connection: Connection, key: Key, upto: int, size: int) -> None:
@@ -133,27 +139,23 @@ class Framing:
         if sending is None:
             connection.early_grants[key] = (upto, size)
             return
-        check_size(self._rank, connection.peer, key, size, len(sending.data))
+        check_size(self._rank, connection.peer, key, size, sending.size)
         sending.granted, sending.granted_at = upto, time.monotonic()
         self.queue(sending)
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def add_sending(self, sending: Sending) -> None:
-        connection = self.connection(sending.peer)
-        if len(sending.data) == 0:
-            sending.done()
-        elif connection.closed is not None:
-            sending.failed(connection.cause or ConnectionError(connection.closed))
-        else:
-            sending.order = next(self._order)
-            connection.sendings[sending.key] = sending
-            if sending.key in connection.early_grants:
-                try:
-                    self._on_grant(connection, sending.key, *connection.early_grants.pop(sending.key))
-                except WireError as error:
-                    self.fail(connection, error)
-            self.queue(sending)
+        connection = self._admit(sending)
+        if connection is None:
+            return
+        connection.sendings[sending.key] = sending
+        if sending.key in connection.early_grants:
+            try:
+                self._on_grant(connection, sending.key, *connection.early_grants.pop(sending.key))
+            except WireError as error:
+                self.fail(connection, error)
+        self.queue(sending)
 
     def queue(self, sending: Sending) -> None:
         """Queues a message of which there is something to send, and offers it, once, if it is not small."""
@@ -162,8 +164,8 @@ class Framing:
         connection = self.connection(sending.peer)
         if not sending.offered and sending.ready > 0:
             sending.offered = True
-            if len(sending.data) > SMALL:
-                connection.control.append(pack(OFFER, sending.key, size=len(sending.data)))
+            if sending.size > SMALL:
+                connection.control.append(pack(OFFER, sending.key, size=sending.size))
         if sending.sendable and not sending.queued:
             sending.queued = True
             heapq.heappush(connection.link.sendings, (sending.priority, sending))
@@ -230,8 +232,8 @@ class Framing:
         sending = link.sendings[0][1]
         stop = min(sending.ready, sending.granted, sending.written + _FRAME)
         age = min(int(1e6 * (time.monotonic() - sending.granted_at)), 2**32 - 1)
-        header = pack(DATA, sending.key, stop - sending.written, sending.written, len(sending.data), age)
-        connection.out = [memoryview(header), sending.data[sending.written : stop]]
+        header = pack(DATA, sending.key, stop - sending.written, sending.written, sending.size, age)
+        connection.out = [memoryview(header), sending.memory[sending.written : stop]]
         connection.current = (sending, stop)
         link.busy = connection
         return True
@@ -243,7 +245,7 @@ class Framing:
         connection.link.busy = None
         connection.moved = time.monotonic()
         sending.written = stop
-        if stop == len(sending.data):
+        if stop == sending.size:
             del connection.sendings[sending.key]
             sending.done()
 
@@ -294,7 +296,7 @@ class Framing:
             connection.body = memoryview(bytearray(length))
             return
         receiving = connection.receivings.get(key)
-        if receiving is None or receiving.memory is None or offset != receiving.received or offset + length > receiving.granted:
+        if receiving is None or offset != receiving.received or offset + length > receiving.granted:
             raise WireError(
                 f"worker {connection.peer} sent bytes {offset} to {offset + length} of round {round_}, bucket {bucket} (slot "
                 f"{slot}), which were not due. The workers have got out of step; start them together from one installation."

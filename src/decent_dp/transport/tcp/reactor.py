@@ -27,8 +27,10 @@ _log = logging.getLogger(__name__)
 _LINGER = 10.0
 # Seconds between two looks at a full link, as no event reports that the kernel has sent what it holds.
 _LOOK = 0.005
-# Seconds for which nobody is accepted after the process had no file descriptor left.
+# Seconds for which nobody is accepted when there is no file descriptor, or too many connections without a hello.
 _ACCEPT_AGAIN = 0.2
+# Seconds in which a connection must say hello, and how many may be without one. The others wait in the listener's queue.
+_HELLO_SECONDS, _WITHOUT_HELLO = 10.0, 64
 
 
 class Reactor:
@@ -53,6 +55,8 @@ class Reactor:
         self._rank, self._dial, self._token = rank, dial, token
         self._listeners = listeners
         self._accept_again: dict[socket.socket, float] = {}
+        # Connections that have not said hello, each with its deadline.
+        self._without_hello: dict[socket.socket, float] = {}
         self._warned = False
         self._dialled: set[int] = set()
         self._commands: deque[Callable[[], None]] = deque()
@@ -71,7 +75,7 @@ class Reactor:
         self._woken = False
         self._closing: float | None = None
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="decent_dp-links", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="decent_dp-transport", daemon=True)
         _REACTORS.add(self)
         self._thread.start()
 
@@ -112,6 +116,12 @@ class Reactor:
         """When a part of a message last came from ``peer`` or went to it, on the monotonic clock; 0 for never."""
         connection = self._framing.connections.get(peer)
         return connection.moved if connection is not None else 0.0
+
+    def open_slots(self, peer: int, exchange: tuple[int, int]) -> list[int]:
+        """The slots of the messages of an exchange (round, bucket) that are yet to come from ``peer``, or to go to it."""
+        connection = self._framing.connections.get(peer)
+        keys = [] if connection is None else [*list(connection.receivings), *list(connection.sendings)]
+        return [slot for *of, slot in keys if tuple(of) == exchange]
 
     def lost(self) -> list[int]:
         """The peers whose connection is closed."""
@@ -193,10 +203,7 @@ class Reactor:
                 self._accept(key.data)
             else:
                 self._read_hello(key.data, key.fileobj)  # type: ignore[arg-type]
-        for listener, at in list(self._accept_again.items()):
-            if time.monotonic() >= at:
-                del self._accept_again[listener]
-                self._selector.register(listener, selectors.EVENT_READ, listener)
+        self._look_at_deadlines()
         # The commands that are there now, not those that they add: a long encoding lets messages move in between.
         for _ in range(len(self._commands)):
             self._commands.popleft()()
@@ -209,21 +216,39 @@ class Reactor:
             return _LOOK
         if self._closing is not None:
             return 0.01
-        return _ACCEPT_AGAIN if self._accept_again else None
+        return _ACCEPT_AGAIN if self._accept_again or self._without_hello else None
+
+    def _look_at_deadlines(self) -> None:
+        for listener, at in list(self._accept_again.items()):
+            if time.monotonic() >= at:
+                del self._accept_again[listener]
+                self._selector.register(listener, selectors.EVENT_READ, listener)
+        for stream, deadline in list(self._without_hello.items()):
+            if time.monotonic() >= deadline:
+                del self._without_hello[stream]
+                self._selector.unregister(stream)
+                stream.close()
+
+    def _pause(self, listener: socket.socket) -> None:
+        """Accepts nobody for a while. The newcomer stays in the listener's queue, and the selector would report it again."""
+        self._selector.unregister(listener)
+        self._accept_again[listener] = time.monotonic() + _ACCEPT_AGAIN
 
     def _accept(self, listener: socket.socket) -> None:
+        if len(self._without_hello) >= _WITHOUT_HELLO:
+            self._pause(listener)
+            return
         try:
             stream = own(lambda: listener.accept()[0])
         except OSError as error:
             if error.errno in OUT_OF_DESCRIPTORS:
-                # The newcomer stays in the listener's queue, so that the selector would report it at once again.
                 if not self._warned:
                     self._warned = True
                     _log.warning("a connection of another worker cannot be accepted yet: %s", error)
-                self._selector.unregister(listener)
-                self._accept_again[listener] = time.monotonic() + _ACCEPT_AGAIN
+                self._pause(listener)
             return
         stream.setblocking(False)
+        self._without_hello[stream] = time.monotonic() + _HELLO_SECONDS
         self._selector.register(stream, selectors.EVENT_READ, bytearray())
 
     def _read_hello(self, seen: bytearray, stream: socket.socket) -> None:
@@ -238,6 +263,7 @@ class Reactor:
         seen += part
         if part and len(seen) < expected:
             return
+        del self._without_hello[stream]
         self._selector.unregister(stream)
         peer = peer_of(bytes(seen), self._token)
         if peer is None:
@@ -278,7 +304,7 @@ class Reactor:
 
     def _end_in_child(self) -> None:
         """In a forked process, which has no such thread. Its sockets close by themselves (``own``)."""
-        self._commands_lock = threading.Lock()  # another thread of the parent may have held it
+        self._commands_lock = threading.Lock()  # another thread of the parent may have locked it
         self._ended = True
         # Nothing is unregistered first, as the child shares the kernel's list of the parent's selector.
         self._selector.close()

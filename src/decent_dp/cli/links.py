@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,13 +24,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _get_default_store
 
 from decent_dp.compression import FlatTensor, Lossless
 from decent_dp.topo import Edge
-from decent_dp.transport.base import ExchangeId, ExchangeRequest, Transport
-from decent_dp.transport.communicators import _network_stack
-from decent_dp.transport.process_group import connect
+from decent_dp.transport import ExchangeId, ExchangeRequest, Transport, connect
+from decent_dp.transport.communicators import network_stack
 
 __all__ = ["Pair", "Probe", "schedule"]
 
@@ -40,8 +37,6 @@ _FIRST_BYTES, _MOST_BYTES = 2**15, 2**26
 _REPEATS = 5
 # Timeout in seconds of a pair if another pair of the same two nodes could not connect.
 _BRIEF = 2.0
-# Of the roll call, in the store.
-_HERE, _CALLS, _SAID = "decent_dp/doctor/here", "decent_dp/doctor/calls", "decent_dp/doctor/said"
 
 
 @dataclass(frozen=True)
@@ -110,7 +105,6 @@ class Probe:
         self._pairs = self._connect(timeout)
         self._brief: Transport | None = None
         self._control = self._connect(2 * timeout + 10 * seconds).control
-        self._answering = _Answering(self.rank)
 
     def _connect(self, timeout: float) -> Transport:
         transport = connect(dist.new_group(timeout=timedelta(seconds=timeout)))
@@ -123,7 +117,7 @@ class Probe:
 
     def nodes(self) -> list[int]:
         """The node of each rank, numbered in the order of their first ranks. Workers on one network stack are one node."""
-        stacks = [stack or f"worker {rank}" for rank, stack in enumerate(self.gather(_network_stack()))]
+        stacks = [stack or f"worker {rank}" for rank, stack in enumerate(self.gather(network_stack()))]
         numbers = {stack: number for number, stack in enumerate(dict.fromkeys(stacks))}
         return [numbers[stack] for stack in stacks]
 
@@ -161,42 +155,15 @@ class Probe:
                     silent.add(frozenset((nodes[a], nodes[b])))
         return dict(sorted(found.items()))
 
-    def roll_call(self, seconds: float = 2.0) -> list[int] | None:
-        """After an error: finds the workers that no longer answer, by the store, because collectives fail then.
-
-        Called by the workers that see the error. The lowest of them gets the ranks, and reports them. The others get None when
-        it has done so (``dismiss``), or after some seconds: a launcher that ends all workers with the first must not interrupt
-        the report. Workers that still wait for a pair or a gather answer, too (``_Answering``).
-        """
-        self._answering.stop()
-        store = _get_default_store()
-
-        def without(key: str, ranks: range) -> list[int]:
-            return [rank for rank in ranks if rank != self.rank and not store.check([f"{key}/{rank}"])]
-
-        lower, everybody = range(self.rank), range(self.world_size)
+    def reports(self) -> bool:
+        """Whether this worker reports an error: the first that asks does, and the others see the same error."""
         try:
-            store.set(f"{_HERE}/{self.rank}", "")
-            store.set(f"{_CALLS}/{self.rank}", "")
-            store.set(_CALLS, "")
-            _until(lambda: len(without(_CALLS, lower)) < len(lower) or not without(_CALLS, everybody), seconds)
-            if len(without(_CALLS, lower)) == len(lower) and store.add(f"{_CALLS}/speaker", 1) == 1:
-                return without(_HERE, everybody)
-            _until(lambda: bool(store.check([_SAID])), 2.5 * seconds)
-            return None
-        except RuntimeError:  # the store went with worker 0, where no launcher keeps it
-            return [] if self.rank == 0 else [0] if self.rank == 1 else None
-
-    def dismiss(self) -> None:
-        """After the report: the others may end."""
-        try:
-            _get_default_store().set(_SAID, "")
-        except RuntimeError:
-            return
+            return self._pairs.store.add("reports", 1) == 1
+        except RuntimeError:  # the store is gone with worker 0, where no launcher keeps it
+            return self.rank <= 1
 
     def close(self) -> None:
         """Closes the connections and the process group."""
-        self._answering.stop()
         for transport in self._transports:
             transport.close()
         self._transports.clear()
@@ -237,28 +204,6 @@ class Probe:
         # The cost of a message of any length belongs to the latency.
         moving = typical - small if typical > 1.25 * small else typical
         return {"latency": small / self._ways, "rate": nbytes / moving}
-
-
-class _Answering:
-    """Answers a roll call for a worker that waits for others and has not seen the error."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank, self._store, self._stopped = rank, _get_default_store(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="decent_dp-answering", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            while not self._stopped.wait(0.25):
-                if self._store.check([_CALLS]):
-                    self._store.set(f"{_HERE}/{self._rank}", "")
-                    return
-        except RuntimeError:  # the store is gone
-            return
-
-    def stop(self) -> None:
-        self._stopped.set()
-        self._thread.join()
 
 
 class _Swaps:
@@ -302,7 +247,7 @@ class _Swaps:
         request = dataclasses.replace(request, exchange_id=ExchangeId(self._count, 0))
         self._count += 1
         began = time.perf_counter()
-        self._transport.exchanger.start(self._edge, request).wait()
+        self._transport.start(self._edge, request).wait()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter() - began
@@ -315,9 +260,3 @@ def _merged(one: dict[str, Any], other: dict[str, Any]) -> Pair:
         # An end that cannot connect knows more than one that waits in vain.
         return Pair(error=min(errors, key=lambda text: ("sent nothing" in text, len(text))))
     return Pair((one["latency"] + other["latency"]) / 2, (one["rate"] + other["rate"]) / 2)
-
-
-def _until(holds: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(0.02)
