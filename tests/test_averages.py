@@ -129,10 +129,10 @@ def test_what_an_average_refuses():
         with pytest.raises(ValueError, match=r"decay must be in \[0, 1\), got"):
             AveragedReplica(model, decay)
     ema = AveragedReplica(model, 0)
-    with ema.averaged(), pytest.raises(RuntimeError, match=r"not there inside averaged\(\)"):
+    with ema.averaged(), pytest.raises(RuntimeError, match=r"call it outside averaged\(\)"):
         ema.update()
     model.global_avg()
-    with pytest.raises(RuntimeError, match=r"not there inside averaged\(\)"):
+    with pytest.raises(RuntimeError, match=r"call it outside averaged\(\)"):
         ema.update()
 
 
