@@ -1,11 +1,11 @@
-# Everything that a new machine needs is Python, make and a network to the package registry.
+# A new machine needs Python, make and network access to the package registry.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
 .PHONY: help test lint types suite demo accuracy wires workbench bench-net bench-net-long bench-net-nodes bench-gossip bench-optim bench-overhead bench-plan bench-checkpoint gpu docs clean
 
-help:  ## what can be made
+help:  ## lists the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -33,7 +33,7 @@ accuracy: $(VENV)/.installed  ## the demo with three seeds; its table is what th
 	mkdir -p docs/results
 	cp runs/accuracy/digits.json runs/accuracy/digits.md runs/accuracy/digits.png docs/results/
 
-wires: $(VENV)/.installed  ## digits and characters with each wire, three seeds: table, plot and JSON
+wires: $(VENV)/.installed  ## digits and characters with each compression, three seeds: table, plot and JSON
 	$(BIN)/python -m examples.wires --seeds 0 1 2 --out runs/wires
 	mkdir -p docs/results
 	cp runs/wires/wires.json runs/wires/wires.md runs/wires/wires.png docs/results/
@@ -51,23 +51,23 @@ bench-net-nodes: $(VENV)/.installed  ## three nodes of two, the topologies for a
 	$(BIN)/python -m benchmarks.net --setup 3x2-100 --contender alone ddp ours:complete ours:ring ours:random-matching \
 		ours:base-2 'ours:hierarchical*'
 
-bench-gossip: $(VENV)/.installed  ## gossip() beside the wrapper over slow links (7 minutes)
+bench-gossip: $(VENV)/.installed  ## gossip() and the wrapper over slow links (7 minutes)
 	$(BIN)/python -m benchmarks.net --setup 8x1-60 --out benchmarks/results/gossip --contender alone 'ours:one-peer-exp*' \
 		'gossip:one-peer-exp*'
 
-bench-optim: $(VENV)/.installed  ## an update of AccumAdamW beside torch's fused AdamW
+bench-optim: $(VENV)/.installed  ## an update of AccumAdamW compared with torch's fused AdamW
 	$(BIN)/python -m benchmarks.optim --compiled
 
-bench-overhead: $(VENV)/.installed  ## Python's own part of a step, for each parameter tensor
+bench-overhead: $(VENV)/.installed  ## the Python part of a step, per parameter tensor
 	$(BIN)/python -m benchmarks.overhead
 
 bench-plan: $(VENV)/.installed  ## the planner against the lab's results and a published table
 	$(BIN)/python -m benchmarks.plan
 
-bench-checkpoint: $(VENV)/.installed  ## what saving, resuming and other numbers of workers cost (12 GiB of memory, 7 GB of disk)
+bench-checkpoint: $(VENV)/.installed  ## the cost of saving, resuming and other numbers of workers (12 GiB of memory, 7 GB of disk)
 	$(BIN)/python -m benchmarks.checkpoint
 
-# Installs nothing: PYTHON is run as it is, as machines with a GPU have their own torch.
+# Installs nothing, because machines with a GPU have their own torch.
 gpu: OUT ?= runs
 gpu:  ## the situations of real scripts on one GPU, with PYTHON as it is (10 minutes at most): table, and JSON in OUT
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu --out $(OUT)/gpu.json
@@ -76,5 +76,5 @@ docs: $(VENV)/.installed  ## the pages as a site under runs/site, with the refer
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	$(BIN)/mkdocs build --quiet
 
-clean:  ## removes the environment and what runs have written
+clean:  ## removes the environment and the outputs of runs
 	rm -rf $(VENV) runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,4 +1,4 @@
-"""What checkpoints cost, and what a resize does: ``python -m benchmarks.checkpoint``, or ``make bench-checkpoint``.
+"""The cost of checkpoints, and the loss after a resize: ``python -m benchmarks.checkpoint``, or ``make bench-checkpoint``.
 
 *cost*: two workers on this machine, one thread each, with 100 million parameters and AdamW. An emulated accelerator computes
 (it sleeps, as in the network lab), the optimizer, the exchange over loopback, the copies and the files are real. Timed on both
@@ -74,7 +74,7 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 def together(work: Callable[[], object]) -> float:
-    """The time of something that all workers begin at once: they share the machine's memory."""
+    """The time of a call that all workers begin at once, because they share the machine's memory."""
     dist.barrier()
     return seconds_of(work)
 
@@ -132,7 +132,7 @@ def worker(options: argparse.Namespace) -> None:
 
 
 def time_copies(model: DecentralizedDataParallel, found: dict[str, Any], repeat: int) -> None:
-    """Of all the tensors that a checkpoint holds, into new memory and into memory that is there."""
+    """Copies of all tensors of a checkpoint, into new memory and into allocated memory."""
     tensors = list(tensors_in(take(model.replica)))
 
     def clone() -> list[Tensor]:
@@ -160,7 +160,7 @@ def tensors_in(tree: object) -> list[Tensor]:
 
 
 def time_save(model: DecentralizedDataParallel, folder: str, step: Callable[[], None], found: dict[str, Any]) -> None:
-    """One checkpoint while the training goes on."""
+    """One checkpoint during training."""
     dist.barrier()
     began = time.perf_counter()
     saving = save(model, folder, keep=1, wait=False)
@@ -192,7 +192,7 @@ def all_are(yes: bool) -> bool:
 
 
 def launch(wire: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """What the workers have found, by rank."""
+    """The workers' results, by rank."""
     with tempfile.TemporaryDirectory(prefix="decent-dp-checkpoint-", dir=options.folder) as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
         command += ["-m", "benchmarks.checkpoint", "--worker", wire, "--folder", folder, "--repeat", str(options.repeat)]
@@ -221,9 +221,9 @@ def summary(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 COLUMNS: dict[str, tuple[str, str, float]] = {
-    "parameters_bytes": ("file of a worker, MB: parameters", ".0f", MB),
+    "parameters_bytes": ("MB in the file of each worker: parameters", ".0f", MB),
     "optimizer_bytes": ("… optimizer", ".0f", MB),
-    "sent_bytes": ("… what is on the wire", ".0f", MB),
+    "sent_bytes": ("… values in flight", ".0f", MB),
     "bytes": ("… all", ".0f", MB),
     "copy_new_s": ("a copy of all that into new memory, s", ".2f", 1),
     "copy_s": ("… into memory that is there already", ".2f", 1),
@@ -231,7 +231,7 @@ COLUMNS: dict[str, tuple[str, str, float]] = {
     "save_s": ("… later ones", ".2f", 1),
     "first_save_copies": ("… the first, in copies into new memory", ".2f", 1),
     "save_copies": ("… later ones, in copies into new memory", ".2f", 1),
-    "step_s": ("a step, s", ".2f", 1),
+    "step_s": ("step, s", ".2f", 1),
     "step_while_saving_s": ("… while files are being written", ".2f", 1),
     "delay_s": ("the whole delay by a checkpoint, s", ".2f", 1),
     "complete_s": ("until it is complete, s", ".1f", 1),
@@ -240,7 +240,7 @@ COLUMNS: dict[str, tuple[str, str, float]] = {
 
 
 def make_markdown(lines: Mapping[str, Mapping[str, float]]) -> str:
-    """One column a wire."""
+    """One column per compression."""
     rows = [["", *(f'compression="{wire}"' for wire in lines)], ["---", *["---:" for _ in lines]]]
     for key, (title, form, unit) in COLUMNS.items():
         rows.append([title, *(format(line[key] / unit, form) for line in lines.values())])
@@ -275,7 +275,7 @@ PLANS: dict[str, tuple[tuple[int, ...], str | None]] = {
 
 
 def resize(phase: int = PHASE, seeds: Sequence[int] = SEEDS) -> list[dict[str, Any]]:
-    """A row a plan and step: the means over workers and seeds of the loss, and of the consensus distance where it was taken."""
+    """One row per plan and step: the means over workers and seeds of the loss, and of the consensus distance if measured."""
     data = importlib.import_module("examples.digits").load_data()[0].tensors
     rows = []
     for name, (sizes, how) in PLANS.items():
@@ -306,7 +306,7 @@ def fmean_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def train_phase(
     transport: InProcessTransport, *, data: Sequence[Tensor], path: Path, how: str | None, seed: int, steps: range
 ) -> list[dict[str, Any]]:
-    """One worker, from the end of the phase before to a checkpoint."""
+    """One worker, from the end of the previous phase to a checkpoint."""
     x, y = data
     with _MAKING:  # by the one generator that all threads have
         net = importlib.import_module("examples.digits").make_model(seed)

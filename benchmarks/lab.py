@@ -1,7 +1,7 @@
 """A network on one machine: nodes are network namespaces, joined by a bridge, each with a shaped link. Needs Linux and root.
 
-Everything has names that start with ``ddplab-`` and our process id. The bridge has a namespace of its own, too, so that
-the machine's own network is never touched.
+Everything has names that start with ``ddplab-`` and our process id. The bridge has its own namespace, too, so that
+the machine's network is never changed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LabError(RuntimeError):
 
 
 def missing() -> str | None:
-    """The first requirement of a lab that this machine lacks, in one line; None: it has all."""
+    """The first requirement of a lab that this machine lacks, in one line; None if it has all."""
     if sys.platform != "linux":
         return "the network lab needs Linux: its nodes are network namespaces"
     tools = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -56,13 +56,13 @@ def _run(*command: str, seconds: float = 30) -> str:
 
 
 def namespaces(pid: int | None = None) -> list[str]:
-    """The labs' namespaces that exist now; only those of process ``pid`` where one is given."""
+    """The existing namespaces of labs; with ``pid``, only those of that process."""
     names = re.findall(rf"^({PREFIX}\d+-\w+)", _run("ip", "netns", "list"), re.MULTILINE)
     return [name for name in names if pid is None or name.startswith(f"{PREFIX}{pid}-")]
 
 
 def _remove(names: Sequence[str]) -> None:
-    """Ends whatever runs in these namespaces and deletes them; goes on where one is gone already."""
+    """Ends all processes in these namespaces and deletes them, if they still exist."""
     for name in names:
         with contextlib.suppress(LabError):
             for pid in _run("ip", "netns", "pids", name).split():

@@ -1,7 +1,7 @@
 """The least time of a step over given links, from the bytes of a topology's rounds alone. Needs no torch.
 
-As if all workers began each round together. Where nodes take turns (in a round of 'alternating-exp-ring' half of them send
-nothing to others), those with nothing to send are in the next round already, and the mean can be below it.
+It assumes that all workers begin each round together. If nodes take turns (in a round of 'alternating-exp-ring' half of
+them send nothing to others), those with nothing to send are in the next round already, and the mean can be below it.
 """
 
 from __future__ import annotations

@@ -38,12 +38,12 @@ from decent_dp.topo import Topology, make_topology
 ROOT = Path(__file__).resolve().parents[1]
 PUBLISHED_PATH = ROOT / "benchmarks" / f".{PUBLISHED}"
 DEFAULT_SETUPS = ["8x1-60", "8x1-200", "4x2-100", "real-2", "real-8x1-200"]
-PORT = 29500  # free: every run has namespaces of its own
+PORT = 29500  # free: every run has its own namespaces
 START_S, STEP_S = 120.0, 15.0  # how long the start of the workers and a step may take, beside four copies over a link
 
 
 class ContenderError(RuntimeError):
-    """A contender did not come through; says why in a line."""
+    """A contender failed; the message is one line."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Plan:
     """How a set-up is measured.
 
     Attributes:
-        lib: the folder that holds this project's decent_dp.
+        lib: the folder with this project's decent_dp.
         congestion_control: of TCP; None for the machine's own choice.
     """
 
@@ -75,7 +75,7 @@ def install_published() -> None:
         return
     name, _, number = PUBLISHED.rpartition("-")
     command = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--target", str(PUBLISHED_PATH)]
-    # Of what it depends on, torch is here; the logger goes beside it.
+    # torch is installed already; its other dependency, the logger, is added.
     done = subprocess.run(
         [sys.executable, *command, f"{name}=={number}", "loguru==0.7.3"],
         capture_output=True,
@@ -90,9 +90,9 @@ def install_published() -> None:
 
 
 def _reason(log: str) -> str:
-    """The error in what a worker wrote, in a line."""
+    """The error in a worker's log, in one line."""
     lines = [re.sub(r"^\[rank\d+\]: ?", "", line).rstrip() for line in log.splitlines()]
-    # An error begins at the margin; what the process group says while it is torn down may follow it.
+    # An error begins at the margin; messages of the process group at its shutdown may follow it.
     errors = [line for line in lines if re.match(r"(\w+\.)*\w*(Error|Exception|Interrupt): ", line)]
     said = [line.strip() for line in lines if line.strip()]
     return (errors or said or ["it wrote nothing"])[-1]
@@ -121,7 +121,7 @@ def run_contender(lab: Lab, plan: Plan, contender: Contender) -> Run:
                 env = _environ(lab, plan.setup, rank, library, plan.congestion_control)
                 lab.start(rank // plan.setup.local, command, env, log, cwd=ROOT)
         try:
-            failed = lab.wait(seconds + 30)  # a worker that has waited for so long says for what
+            failed = lab.wait(seconds + 30)  # a worker that has waited for so long names its peer
         except TimeoutError as error:
             raise ContenderError(str(error)) from None
         finally:
@@ -200,7 +200,7 @@ def measure(plan: Plan, console: Console) -> Measured:
                     console.print(f"  {contender.name}: {error}", soft_wrap=True)
                     continue
                 runs[contender].append(run)
-                console.print(f"  {contender.name}: {run['mean']:.0f} ms a step")
+                console.print(f"  {contender.name}: {run['mean']:.0f} ms per step")
         return Measured(runs, errors, lab.congestion_control())
 
 
@@ -241,7 +241,7 @@ def run_setup(plan: Plan, out: Path, console: Console) -> bool:
         "link": None if plan.setup.rate is None else f"tbf rate {plan.setup.rate:g}mbit burst {BURST} latency {LATENCY}",
         "congestion_control": congestion_control,
         "compute_ms": None if compute is None else round(compute, 1),
-        "load_before": round(load, 2),  # of the last minute: a busy machine tells other numbers
+        "load_before": round(load, 2),  # of the last minute: a busy machine gives other numbers
     }
     write_json(out / f"{plan.name}.json", lines, settings)
     write_chart(out / f"{plan.name}.png", f"{plan.name}: {plan.setup.words()}", lines)
@@ -259,7 +259,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=5, help="steps before them (at least 2)")
     parser.add_argument("--repeat", type=int, default=1, help="runs of each contender, in rotating order; medians are reported")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--lib", type=Path, default=ROOT / "src", help="the folder that holds this project's decent_dp")
+    parser.add_argument("--lib", type=Path, default=ROOT / "src", help="the folder with this project's decent_dp")
     parser.add_argument("--congestion-control", metavar="NAME", help="of TCP, such as reno; as the machine has it by default")
     args = parser.parse_args(argv)
     if min(args.steps, args.repeat) < 1 or args.warmup < 2:
@@ -278,7 +278,7 @@ def _plans(args: argparse.Namespace) -> list[Plan]:
     return plans
 
 
-def _leave(number: int, _: object) -> NoReturn:
+def _exit(number: int, _: object) -> NoReturn:
     raise SystemExit(128 + number)  # through all `finally`s
 
 
@@ -291,7 +291,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
-            signal.signal(number, _leave)
+            signal.signal(number, _exit)
     sys.path.insert(0, str(args.lib.resolve()))
     try:
         plans = _plans(args)

@@ -10,9 +10,9 @@ to a worker's backward. To these three rows together: the part of a step that st
 'alternating-exp-ring' against what data sheets promise), and the links of a node (the fewest that let 'one-peer-exp' be so
 near to 'alternating-exp-ring'). The other six rows are predicted.
 
-Taken as given: 65 million parameters in float32 and 25,000 tokens a step; NCCL; forward a third of the computation; SGP
+Taken as given: 65 million parameters in float32 and 25,000 tokens per step; NCCL; forward a third of the computation; SGP
 overlapped as 'one-peer-exp' is (an exchange that began after the step and blocked would be too slow for two of the three rows
-that are fitted). The structure was chosen with the whole table in sight, the constants were not.
+that are fitted). The structure was chosen with knowledge of the whole table, the constants were not.
 
 Prints the tables and writes them as results/plan.json, plan.md and plan.png.
 """
@@ -22,15 +22,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.setups import Contender, Setup
 from decent_dp.planner import Choice, Cluster, Job, Link, predict
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["LAB_SETUPS", "OUTSIDE", "PAPER", "Cell", "Fit", "check_lab", "check_paper", "fit_paper", "wrong_orders"]
 
@@ -76,7 +79,7 @@ def lab_cluster(setup: Setup) -> Cluster:
 
 
 def check_lab(results: Path = RESULTS) -> list[Cell]:
-    """Every measured contender of DDP and of this library."""
+    """Predicts every measured contender of DDP and of this library."""
     optimizer = json.loads((results / "optim.json").read_text())["forms"]["torch AdamW, fused"]["ms"]
     cells = []
     for name in LAB_SETUPS:
@@ -99,7 +102,7 @@ def check_lab(results: Path = RESULTS) -> list[Cell]:
 
 PARAMS, TOKENS = 65e6, 25e3
 FLOP = 6 * PARAMS * TOKENS  # of a step on all workers together: Kaplan et al., arXiv 2001.08361, section 2.1
-ADAM_BYTES = 28  # a parameter and step: gradient, parameter and two moments are read, the last three written, in float32
+ADAM_BYTES = 28  # per parameter and step: gradient, parameter and two moments are read, the last three written, in float32
 CONTENDERS = ("all-reduce", "SGP", "one-peer-exp", "alternating-exp-ring")
 
 
@@ -160,8 +163,8 @@ class Fit:
         fixed_ms: of a step, whatever the number of workers (launches, small batches); one for all clusters.
         efficiency: the share of the data sheet's rate that goes with it.
         ports: links of a node; one for all clusters.
-        shared_ms: by cluster: of the step at the fewest workers, what is divided by more of them.
-        extra_ms: by cluster and contender: what the exchange adds to the backward.
+        shared_ms: by cluster: the part of the step at the fewest workers that more workers divide.
+        extra_ms: by cluster and contender: the time that the exchange adds to the backward.
     """
 
     fixed_ms: float
@@ -190,7 +193,7 @@ def paper_prediction(name: str, n: int, contender: str, fit: Fit) -> tuple[float
 
 
 def _solve(predicted: Callable[[float], float], measured: float, most: float) -> float:
-    """Where from 0 to ``most`` the prediction, which grows, is what was measured; 0 if it is above it there already."""
+    """The argument in [0, ``most``] at which the growing prediction equals the measurement; 0 if it is above it already."""
     low, high = 0.0, most
     if predicted(low) >= measured:
         return low
@@ -273,7 +276,7 @@ def wrong_orders(cells: Iterable[Cell], least: float = 0.03) -> list[str]:
     return wrong
 
 
-# -- what is written --------------------------------------------------------------------------------------------------
+# -- output -----------------------------------------------------------------------------------------------------------
 
 
 def make_lab_table(cells: Sequence[Cell]) -> str:
@@ -285,7 +288,7 @@ def make_lab_table(cells: Sequence[Cell]) -> str:
 
 
 def make_paper_table(cells: Sequence[Cell]) -> str:
-    """A row a cluster and number of workers: measured, predicted and error of each contender."""
+    """One row per cluster and number of workers: measured, predicted and error of each contender."""
     lines = [f"| cluster | workers | {' | '.join(CONTENDERS)} |", "| --- | ---: |" + " ---: |" * len(CONTENDERS)]
     rows: dict[tuple[str, int], dict[str, Cell]] = {}
     for cell in cells:
@@ -326,6 +329,42 @@ def as_json(lab: Sequence[Cell], paper: Sequence[Cell], fit: Fit) -> dict[str, A
     return {"fit": constants, "wrong_orders": wrong_orders(paper), "lab": rows(lab), "paper": rows(paper)}
 
 
+def draw(panels: Mapping[str, tuple[Sequence[Cell], float, str]], path: Path) -> Figure:
+    """Relative errors of predictions against the measured step, fitted steps hollow, and the bound as background.
+
+    Each panel: its cells, the bound, and the attribute of a cell that decides its colour.
+    """
+    from decent_dp.plots import COLOURS, new_figure, written
+
+    figure = new_figure(5.5 * len(panels), 4.2)
+    for axis, (title, (cells, bound, by)) in zip(
+        figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
+    ):
+        axis.axhspan(-100 * bound, 100 * bound, color="0.94", zorder=0)
+        axis.axhline(0, color="0.6", linewidth=0.8, zorder=1)
+        names = [getattr(cell, by) for cell in cells]
+        for index, name in enumerate(dict.fromkeys(names)):
+            colour = COLOURS[index % len(COLOURS)]
+            for fitted in (False, True):
+                own = [cell for cell, of in zip(cells, names, strict=True) if of == name and cell.fitted is fitted]
+                face, label = ("white", None) if fitted else (colour, name)
+                points = [cell.measured_ms for cell in own], [100 * cell.error for cell in own]
+                axis.plot(*points, "o", color=colour, markerfacecolor=face, label=label)
+        if any(cell.fitted for cell in cells):
+            axis.plot([], [], "o", color="0.4", markerfacecolor="white", label="fitted")
+        axis.set_xscale("log")
+        axis.xaxis.set_major_formatter("{x:.0f}")
+        axis.xaxis.set_minor_formatter("{x:.0f}")
+        axis.tick_params(axis="x", which="both", labelsize=8)
+        axis.set_title(title, loc="left", fontsize=10)
+        axis.set_xlabel("measured step, ms")
+        axis.set_ylabel("predicted against measured, %")
+        axis.spines[["top", "right"]].set_visible(False)
+        # Below the axes: its dots look like points.
+        axis.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3)
+    return written(figure, path)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; 1 if an order is wrong, or a cell outside its bound of which that was not known."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plan", description=(main.__doc__ or "").strip())
@@ -339,20 +378,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out.mkdir(parents=True, exist_ok=True)
     (out / "plan.json").write_text(json.dumps(as_json(lab, paper, fit), indent=2, ensure_ascii=False) + "\n")
     (out / "plan.md").write_text(tables)
-    from decent_dp.plots import PredictionRow, plot_predictions
-
-    rows = [
-        PredictionRow(
-            panel=panel,
-            run=cell.contender if panel == "published clusters" else cell.setup,
-            measured_ms=cell.measured_ms,
-            predicted_ms=cell.predicted_ms,
-            fitted=cell.fitted,
-        )
-        for panel, cells in (("network lab", lab), ("published clusters", paper))
-        for cell in cells
-    ]
-    plot_predictions(rows, out / "plan.png", bounds={"network lab": LAB_BOUND, "published clusters": PAPER_BOUND})
+    draw({"network lab": (lab, LAB_BOUND, "setup"), "published clusters": (paper, PAPER_BOUND, "contender")}, out / "plan.png")
     far = [cell for cells, bound in ((lab, LAB_BOUND), (paper, PAPER_BOUND)) for cell in cells if abs(cell.error) > bound]
     unknown = [cell for cell in far if (cell.setup, cell.workers, cell.contender) not in OUTSIDE]
     for cell in far:

@@ -46,15 +46,15 @@ class Run(TypedDict):
 
 
 class Line(TypedDict):
-    """A contender in the table; medians over its runs, but for the worst step.
+    """A contender in the table; medians over its runs, except for the worst step.
 
     Attributes:
         mean_ms: time of all timed steps / their number, the mean over workers.
         median_ms: over all steps of all workers.
-        worst_ms: the longest step of any worker in any run. A worker that sits a round out waits for two in the next.
+        worst_ms: the longest step of any worker in any run. A worker that sits out a round waits for two in the next.
         worst_round_ms: the longest time in any run between the ends of two steps of the slowest worker.
         busy_ms: processor time per step of one worker, all its threads together; other programs disturb it little.
-        bytes_a_step: sent by a node, by the counters of its link, with headers.
+        bytes_per_step: sent by a node, by the counters of its link, with headers.
         memory: peak above that of 'alone', of the worker where it is most, in units of the parameters' bytes.
         limit_ms: the mean over rounds of the longer of the two, compute or the busiest link (see `limits`).
         to_alone, to_ddp, to_published, to_limit: mean_ms divided by that of the other.
@@ -68,7 +68,7 @@ class Line(TypedDict):
     worst_ms: float | None
     worst_round_ms: float | None
     busy_ms: float | None
-    bytes_a_step: float | None
+    bytes_per_step: float | None
     memory: float | None
     limit_ms: float | None
     to_alone: float | None
@@ -89,7 +89,7 @@ def make_run(results: Sequence[Mapping[str, Any]], local: int) -> Run:
         worst=max(every),
         worst_round=max(end - start for start, end in itertools.pairwise(done)),
         busy=fmean(result["busy"] / len(result["ms"]) for result in results),
-        # A node's workers read the same counter; the first of them speaks.
+        # The workers of a node read the same counter, so the first one is enough.
         sent=fmean(result["bytes"] / len(result["ms"]) for result in results[::local]),
         memory=[result["memory"] for result in results],
     )
@@ -128,7 +128,7 @@ def make_lines(
                 worst_ms=max((run["worst"] for run in own), default=None),
                 worst_round_ms=max((run["worst_round"] for run in own), default=None),
                 busy_ms=middle(own, "busy"),
-                bytes_a_step=middle(own, "sent"),
+                bytes_per_step=middle(own, "sent"),
                 memory=median(extra) if extra else None,
                 limit_ms=limits.get(contender),
                 to_alone=_ratio(mean, means.get(Contender("alone"))),
@@ -152,7 +152,7 @@ HEADINGS = [
     "worst\nms",
     "worst\nround",
     "processor\nms",
-    "MB a step\nand node",
+    "MB per step\nand node",
     "memory\nx params",
     "limit\nms",
     "vs\nalone",
@@ -169,7 +169,7 @@ def _cells(line: Line) -> list[str]:
     return [
         line["contender"],
         *(_shown(line[key], ".0f") for key in ("mean_ms", "median_ms", "worst_ms", "worst_round_ms", "busy_ms")),
-        _shown(line["bytes_a_step"], ".2f", 1e6),
+        _shown(line["bytes_per_step"], ".2f", 1e6),
         _shown(line["memory"], ".2f"),
         _shown(line["limit_ms"], ".0f"),
         *(_shown(line[key], ".3f") for key in ("to_alone", "to_ddp", "to_published", "to_limit")),
@@ -201,7 +201,7 @@ def print_table(console: Console, title: str, lines: Sequence[Line]) -> None:
 
 def make_markdown(lines: Sequence[Mapping[str, Any]]) -> str:
     """The table of the documents: the columns that users compare."""
-    headings = ["contender", "mean ms", "worst ms", "MB a step and node", "memory, x params", "limit ms"]
+    headings = ["contender", "mean ms", "worst ms", "MB per step and node", "memory, x params", "limit ms"]
     headings += ["vs DDP", "vs 0.2.3", "vs limit"]
     rows = [headings, ["---", *["---:"] * (len(headings) - 1)]]
     for line in lines:
@@ -209,7 +209,7 @@ def make_markdown(lines: Sequence[Mapping[str, Any]]) -> str:
             [
                 line["contender"],
                 *(_shown(line[key], ".0f") for key in ("mean_ms", "worst_ms")),
-                _shown(line["bytes_a_step"], ".2f", 1e6),
+                _shown(line["bytes_per_step"], ".2f", 1e6),
                 _shown(line["memory"], ".2f"),
                 _shown(line["limit_ms"], ".0f"),
                 *(_shown(line[key], ".2f") for key in ("to_ddp", "to_published", "to_limit")),

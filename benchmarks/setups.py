@@ -28,7 +28,7 @@ class Setup:
     Attributes:
         nodes: network namespaces.
         local: workers per node.
-        rate: of each node's link and direction, in Mbit/s (10^6 bits); None where it is not shaped.
+        rate: of each node's link and direction, in Mbit/s (10^6 bits); None if it is not shaped.
         real: compute on the processor; otherwise it is slept through, as beside an accelerator.
     """
 
@@ -63,7 +63,7 @@ class Setup:
 
     @property
     def emulated_ms(self) -> float | None:
-        """A step's compute; None where it is real and has to be measured."""
+        """The computation of a step; None if it is real and must be measured."""
         return None if self.real else 3 * FORWARD_MS * BLOCKS
 
     def words(self) -> str:
@@ -108,7 +108,7 @@ class Contender:
 
 
 def catalogue(setup: Setup) -> list[Contender]:
-    """Everything that a pattern on the command line may mean."""
+    """All contenders that a pattern on the command line can match."""
     # Not above: the workers of the published package import this module, and have that package's topologies.
     from decent_dp.topo.registry import names_that_fit
 
@@ -125,7 +125,7 @@ def catalogue(setup: Setup) -> list[Contender]:
 
 
 def default_contenders(setup: Setup) -> list[Contender]:
-    """Everyone once in float32, and every wire for the topology that suits the nodes."""
+    """All topologies in float32, and every compression for the topology that suits the nodes."""
     if setup.world_size <= 2:
         best, others = "one-peer-exp", []
     elif setup.local == 1:
@@ -143,7 +143,7 @@ def default_contenders(setup: Setup) -> list[Contender]:
 
 
 def choose_contenders(setup: Setup, names: Sequence[str]) -> list[Contender]:
-    """Those that ``names`` say (``*`` and ``?`` are patterns over the catalogue); the set-up's usual ones for no names."""
+    """The contenders in ``names`` (with patterns ``*`` and ``?`` over the catalogue); without names, the usual ones."""
     if not names:
         return default_contenders(setup)
     chosen: dict[Contender, None] = {}
@@ -159,5 +159,5 @@ def choose_contenders(setup: Setup, names: Sequence[str]) -> list[Contender]:
 
 
 def _fits(contender: Contender, pattern: str) -> bool:
-    """Also 'ours:*:float32', though the name leaves float32 out."""
+    """Matches also 'ours:*:float32', although the name omits float32."""
     return any(fnmatch.fnmatchcase(name, pattern) for name in (contender.name, f"{contender.name}:{contender.wire}"))

@@ -46,13 +46,13 @@ COMPOSED = ("complete:100,ring",)
 EVERY = 4
 
 WORKERS = (6, 12, 24, 48, 96, 192)
-SAMPLES_A_STEP = 768
+SAMPLES_PER_STEP = 768
 SCALED = ("complete", "ring", "random-matching", "base-2")
 
 # The planner's: a job, and clusters with their workers per node and links between nodes.
 JOB = Job.of_step(65e6, 60.0, jitter=0.02)
 INTRA = Link.of_gbit(200, 5)
-CLUSTERS = [("4 a node, 25 Gbit/s", 4, Link.of_gbit(25, 20)), ("1 a node, 1 Gbit/s", 1, Link.of_gbit(1, 50))]
+CLUSTERS = [("4 per node, 25 Gbit/s", 4, Link.of_gbit(25, 20)), ("1 per node, 1 Gbit/s", 1, Link.of_gbit(1, 50))]
 PLANNED = (8, 16, 24, 32, 48, 64)
 TIMED = ("ddp", "complete", "ring", "base-2", "alternating-exp-ring", "hierarchical")
 
@@ -112,7 +112,7 @@ def write_lines(
     for axes, (title, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
         for name, points in lines.items():
             x, y = zip(*points, strict=True)
-            colour, dashes = STYLES[name]  # dashes, as lines that lie on each other must both be seen
+            colour, dashes = STYLES[name]  # dashes, because both of two equal lines must be visible
             style = {"color": colour, "linestyle": dashes, "linewidth": 1.8}
             axes.plot(x, y, marker="o" if powers else None, markersize=4, label=name, **style)
         if powers:
@@ -140,7 +140,7 @@ def topologies(out: Path, seeds: Sequence[int]) -> None:
     lines: list[dict[str, Any]] = []
     decays: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for n, local in SIZES:
-        panel = f"consensus error, {n} workers, {local} a node (none left: {FLOOR:g})"
+        panel = f"consensus error, {n} workers, {local} per node (none left: {FLOOR:g})"
         decays[panel] = {}
         for name in names_that_fit(n, local):
             topology = make_topology(name, local_world_size=local, world_size=n, rank=0)
@@ -188,7 +188,7 @@ def simulated(settings: Simulation, seeds: Sequence[int]) -> dict[str, Any]:
         "accuracy": fmean(row.accuracy for row in last),
         "worst_accuracy": fmean(row.worst_accuracy for row in last),
         "consensus_distance": fmean(row.consensus_distance for row in last),
-        "bytes_a_worker_and_step": fmean(row.bytes_sent for row in last) / settings.n / settings.steps,
+        "bytes_per_worker_and_step": fmean(row.bytes_sent for row in last) / settings.n / settings.steps,
         "seconds": fmean(result.seconds for result in results),
     }
 
@@ -199,7 +199,7 @@ def one_worker(settings: Simulation) -> Simulation:
 
 
 def uneven_data(out: Path, seeds: Sequence[int]) -> None:
-    """Accuracy by topology, by optimizer and by how unevenly the classes are dealt out."""
+    """Accuracy by topology, by optimizer and by the unevenness of the classes."""
     contenders = {"all samples in one batch": one_worker(UNEVEN)}
     for name in [*names_that_fit(UNEVEN.n, UNEVEN.local_world_size), *COMPOSED]:
         contenders[name] = replace(UNEVEN, topology=name)
@@ -211,7 +211,7 @@ def uneven_data(out: Path, seeds: Sequence[int]) -> None:
             found = simulated(replace(settings, optimizer=optimizer, lr=lr, alpha=alpha), seeds)
             lines.append({"contender": name, "optimizer": optimizer, "alpha": alpha, **found})
     columns = list(itertools.product(RATES, ALPHAS))
-    headings = ["contender", "kB a worker sends a step"]
+    headings = ["contender", "kB sent per worker and step"]
     headings += [f"{optimizer}, {'even' if alpha is None else f'α = {alpha:g}'}" for optimizer, alpha in columns]
     rows = []
     for name in contenders:
@@ -227,7 +227,7 @@ def uneven_data(out: Path, seeds: Sequence[int]) -> None:
 
 def lines_bytes(lines: Iterable[Mapping[str, Any]]) -> float:
     """Bytes sent per worker and step: the same in all runs of a contender."""
-    return fmean(float(line["bytes_a_worker_and_step"]) for line in lines)
+    return fmean(float(line["bytes_per_worker_and_step"]) for line in lines)
 
 
 def workers(out: Path, seeds: Sequence[int]) -> None:
@@ -236,7 +236,7 @@ def workers(out: Path, seeds: Sequence[int]) -> None:
     base = Simulation(steps=500, eval_every=500, alpha=0.1, optimizer="momentum", lr=RATES["momentum"])
     for name, n in itertools.product(SCALED, WORKERS):
         print(f"{name}, {n} workers", flush=True)
-        settings = replace(base, n=n, batch=SAMPLES_A_STEP // n, topology=name)
+        settings = replace(base, n=n, batch=SAMPLES_PER_STEP // n, topology=name)
         lines.append({"topology": name, "workers": n, **simulated(settings, seeds)})
     headings = ["topology", *(f"{n} workers" for n in WORKERS)]
 
@@ -246,7 +246,7 @@ def workers(out: Path, seeds: Sequence[int]) -> None:
     parts = [("accuracy of the mean model", "accuracy", ".1%"), ("accuracy of the worst replica", "worst_accuracy", ".1%")]
     parts += [("consensus distance", "consensus_distance", ".1e")]
     rows = [[f"{name}: {words}", *row(name, key, form)] for words, key, form in parts for name in SCALED]
-    settings_json = {"simulation": base.to_json(), "samples_a_step": SAMPLES_A_STEP, "seeds": list(seeds)}
+    settings_json = {"simulation": base.to_json(), "samples_per_step": SAMPLES_PER_STEP, "seeds": list(seeds)}
     write(out, "workers", lines, settings_json, markdown(headings, rows))
 
     def points(key: str) -> dict[str, list[tuple[float, float]]]:
@@ -257,7 +257,7 @@ def workers(out: Path, seeds: Sequence[int]) -> None:
 
 
 def step_times(out: Path, seeds: Sequence[int]) -> None:
-    """Predicted steps by the number of workers, of a job whose workers compute as long whatever their number."""
+    """Predicted steps by the number of workers, for a job whose workers compute equally long for any number of them."""
     lines: list[dict[str, Any]] = []
     for (cluster, local, inter), n in itertools.product(CLUSTERS, PLANNED):
         links = Cluster(n, local, inter, INTRA, backend="nccl" if local > 1 else "gloo")
@@ -278,7 +278,7 @@ def step_times(out: Path, seeds: Sequence[int]) -> None:
     write(out, "step-times", lines, {"job": job, "seeds": list(seeds)}, markdown(headings, rows, words=2))
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for line in lines:
-        panel = panels.setdefault(f"ms a step, {line['cluster']}", {})
+        panel = panels.setdefault(f"ms per step, {line['cluster']}", {})
         panel.setdefault(line["contender"], []).append((line["workers"], line["step_ms"]))
     write_lines(out / "step-times.png", panels, "workers")
 

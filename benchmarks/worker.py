@@ -27,7 +27,7 @@ from benchmarks.setups import BLOCKS, FORWARD_MS, HIDDEN, WIDTH, Contender, Setu
 
 
 class Accelerator(torch.autograd.Function):
-    """The identity, which takes the time of a block on an accelerator: sleeping leaves the processor to the network."""
+    """The identity, which sleeps for the time of a block on an accelerator, so that the processor is free for the network."""
 
     @staticmethod
     def forward(_: Any, x: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ def load_wrapper(contender: Contender, library: Path | None) -> Any:
 
 
 def bytes_sent(interface: str) -> int:
-    """Of this node since it was made: payload and headers of everything that left by the interface."""
+    """Bytes that this node has sent since its creation, with headers."""
     return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
 
 
@@ -150,7 +150,7 @@ def resident(what: str) -> int:
 
 
 def reset_peak() -> None:
-    """Makes ``VmHWM`` start again from now; where a kernel refuses, it counts from the start of the process."""
+    """Resets ``VmHWM``; if the kernel refuses, it counts from the start of the process."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 

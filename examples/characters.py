@@ -46,7 +46,7 @@ class Config:
 
 @cache
 def load_text() -> tuple[str, str]:
-    """The text to train on, and the text to validate with, which is the end of the whole. The Python version decides it."""
+    """The text to train on, and the text to validate with, which is the end of the whole. It depends on the Python version."""
     text = "\n".join(topics[name] for name in sorted(topics))
     cut = round(len(text) * (1 - VALIDATION_SHARE))
     return text[:cut], text[cut:]
@@ -54,7 +54,7 @@ def load_text() -> tuple[str, str]:
 
 @cache
 def load_data() -> tuple[Tensor, Tensor, int]:
-    """The two texts as numbers, and how many different characters they have."""
+    """The two texts as numbers, and the number of different characters."""
     train_text, validation_text = load_text()
     numbers = {character: i for i, character in enumerate(sorted(set(train_text + validation_text)))}
     x, x_val = (torch.tensor([numbers[character] for character in text]) for text in (train_text, validation_text))
@@ -81,7 +81,7 @@ def make_model(seed: int) -> nn.Module:
 
 
 def batches(text: Tensor, config: Config, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Characters and, for each, the next one, from random places: different ones on every worker."""
+    """Characters and their successors, from random places that differ between workers."""
     generator = torch.Generator().manual_seed(1000 * config.seed + rank)
     for _ in range(config.steps):
         starts = torch.randint(len(text) - CONTEXT, (config.batch_size, 1), generator=generator)
@@ -130,7 +130,7 @@ def train(config: Config, report: Callable[[str], None] = lambda line: None) -> 
         "steps": len(history),
         "validation_loss": of_mean,
         "consensus_distance": distance,
-        "bytes_a_step": float(mean_over_workers(torch.tensor(stats.bytes_sent / max(1, stats.rounds)))),
+        "bytes_per_step": float(mean_over_workers(torch.tensor(stats.bytes_sent / max(1, stats.rounds)))),
         "history": history,
     }
     model.close()
@@ -139,7 +139,7 @@ def train(config: Config, report: Callable[[str], None] = lambda line: None) -> 
 
 @torch.no_grad()
 def loss_on(model: nn.Module, text: Tensor) -> float:
-    """Over the whole text but its last few characters, in examples like those of the training."""
+    """The loss over the whole text except its last few characters, in examples like those of training."""
     count = (len(text) - 1) // CONTEXT
     x, y = text[: count * CONTEXT], text[1 : count * CONTEXT + 1]
     model.eval()
@@ -177,7 +177,7 @@ def main() -> None:
             print(line, flush=True)
 
     result = train(Config(**options), report)
-    report(f"{world_size} workers, {result['steps']} steps, {result['bytes_a_step'] / 1e3:.1f} kB sent per worker and step")
+    report(f"{world_size} workers, {result['steps']} steps, {result['bytes_per_step'] / 1e3:.1f} kB sent per worker and step")
     report(f"validation loss of the mean model {result['validation_loss']:.4f} nats a character")
     if out and rank == 0:
         Path(out).parent.mkdir(parents=True, exist_ok=True)

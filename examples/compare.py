@@ -51,8 +51,8 @@ class Line(TypedDict):
     accuracy: float
     worst_accuracy: float
     consensus_distance: float
-    bytes_a_step: float
-    ms_a_step: float
+    bytes_per_step: float
+    ms_per_step: float
     ratio_to_ddp: float
     accuracy_by_seed: list[float]
     ms_by_round: list[float]
@@ -81,8 +81,8 @@ def make_lines(events: Iterable[dict[str, Any]]) -> list[Line]:
             accuracy=mean(results, "accuracy"),
             worst_accuracy=mean(results, "worst_accuracy"),
             consensus_distance=mean(results, "consensus_distance"),
-            bytes_a_step=mean(results, "bytes_a_step"),
-            ms_a_step=statistics.median(times[name, optimizer]),
+            bytes_per_step=mean(results, "bytes_per_step"),
+            ms_per_step=statistics.median(times[name, optimizer]),
             ratio_to_ddp=statistics.median(
                 own / base for own, base in zip(times[name, optimizer], times[BASELINE, optimizer], strict=True)
             ),
@@ -110,8 +110,8 @@ HEADINGS = [
     "accuracy\nof mean\nmodel",
     "of worst\nreplica",
     "consensus\ndistance",
-    "kB sent\na step",
-    "ms\na step",
+    "kB sent\nper step",
+    "ms\nper step",
     "vs\nDDP",
 ]
 
@@ -123,8 +123,8 @@ def cells(line: Line) -> list[str]:
         f"{line['accuracy']:.2%}",
         f"{line['worst_accuracy']:.2%}",
         f"{line['consensus_distance']:.1e}" if line["consensus_distance"] else "0",
-        f"{line['bytes_a_step'] / 1e3:.0f}",
-        f"{line['ms_a_step']:.2f}",
+        f"{line['bytes_per_step'] / 1e3:.0f}",
+        f"{line['ms_per_step']:.2f}",
         f"{line['ratio_to_ddp']:.2f}",
     ]
 
@@ -153,7 +153,7 @@ def make_markdown(headings: list[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def verdict(lines: list[Line]) -> list[str]:
-    """The two promises, judged by the table, in words."""
+    """Whether the table keeps the two promises, as text."""
     baseline = {line["optimizer"]: line for line in lines if line["contender"] == BASELINE}
     others = [line for line in lines if line["contender"] != BASELINE]
 
@@ -184,7 +184,7 @@ def write_results(events: list[dict[str, Any]], out: Path) -> list[Line]:
     (out / "digits.json").write_text(json.dumps({**plan, "table": lines}, indent=1) + "\n")
     (out / "digits.md").write_text(make_markdown(HEADINGS, map(cells, lines)))
     (out / "digits_rows.json").write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
-    # A window of an epoch: the loss of single batches is noise.
+    # A window of one epoch, because the loss of single batches is noise.
     measured = [row["step"] for row in rows if row["consensus_distance"] is not None]
     plot_training(rows, out / "digits.png", title=f"Digits on {plan['workers']} workers", window=min(measured, default=1))
     return lines
@@ -195,7 +195,7 @@ def write_results(events: list[dict[str, Any]], out: Path) -> list[Line]:
 
 @contextmanager
 def workers(command: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """Runs a command that starts workers; whatever happens here, none of them is left behind.
+    """Runs a command that starts workers, and always ends them.
 
     Their stderr is shown after they have ended by themselves.
     """
@@ -229,7 +229,7 @@ def read_events(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
         if text.startswith("{"):
             yield json.loads(text)
         else:
-            print(text, end="", file=sys.stderr)  # somebody else's words
+            print(text, end="", file=sys.stderr)  # output of a worker
     if process.wait() != 0:
         raise SystemExit(f"The workers failed with exit code {process.returncode}: their output is above.")
 
@@ -262,7 +262,7 @@ def follow(
 
 def make_console() -> Console:
     console = Console()
-    return console if console.is_terminal else Console(width=110)  # a file has no width: do not cut the table for it
+    return console if console.is_terminal else Console(width=110)  # a file has no width, so the table must not be cut
 
 
 def run_workers(

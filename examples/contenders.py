@@ -51,7 +51,7 @@ def contenders(epochs: int) -> list[Contender]:
     ]
 
 
-def time_a_step(config: Config, steps: int) -> float:
+def measure_step(config: Config, steps: int) -> float:
     """Milliseconds per step of the slowest worker: forward, loss, backward, update and waiting for the others.
 
     The clock runs over all steps without a stop, so that nothing can be done between two measurements. Batches are in
@@ -78,7 +78,7 @@ def time_a_step(config: Config, steps: int) -> float:
 
 
 def events(seeds: list[int], epochs: int, rounds: int, steps: int) -> Iterator[dict[str, Any]]:
-    """Everything that happens, in order. Called by all workers."""
+    """Yields all events in order. Called by all workers."""
     field = contenders(epochs)
     yield {
         "event": "plan",
@@ -102,12 +102,12 @@ def events(seeds: list[int], epochs: int, rounds: int, steps: int) -> Iterator[d
     for turn in range(rounds):
         # All contenders in each round, every second time in reverse: other load on the machine slows all of them alike.
         for contender in field if turn % 2 == 0 else field[::-1]:
-            ms = time_a_step(contender.config, steps)
+            ms = measure_step(contender.config, steps)
             yield {"event": "timed", "name": contender.name, "optimizer": contender.optimizer, "round": turn, "ms": ms}
 
 
 def machine() -> str:
-    """This machine in words."""
+    """A description of this machine."""
     name = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     cores = 0

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 examples/digits.py
     python examples/digits.py                          # one worker
-    torchrun --nproc-per-node 4 --max-restarts 3 examples/digits.py --checkpoint runs/digits   # goes on where it was stopped
+    torchrun --nproc-per-node 4 --max-restarts 3 examples/digits.py --checkpoint runs/digits   # resumes after a stop
 
 ``--method ddp`` trains the same with PyTorch DDP, to compare, and ``--method wrapper`` with decent_dp's wrapper, which makes
 the optimizers itself and steps them inside the backward. The code for these two only is marked "DDP" and "wrapper".
@@ -37,7 +37,7 @@ from decent_dp.optim import lr_scheduler_fn_cosine_with_warmup, optim_fn_accum_a
 from decent_dp.utils import initialize_dist
 
 OPTIMIZERS = {"adamw": optim_fn_adamw, "accum-adamw": optim_fn_accum_adamw}
-WARM_UP_STEPS = 10  # also left out of the time of a step
+WARM_UP_STEPS = 10  # also excluded from the time of a step
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def make_model(seed: int) -> nn.Module:
 
 
 class Trainee:
-    """A model in training: ``step`` follows the backward, ``replica`` mixes with the neighbours."""
+    """A model in training: call ``step`` after the backward; ``replica`` mixes with the neighbours."""
 
     def __init__(self, model: nn.Module, config: Config, steps: int) -> None:
         named = list(model.named_parameters())
@@ -112,7 +112,7 @@ class Trainee:
             self.optimizer.zero_grad()
 
     def state(self) -> dict[str, Any]:
-        """The extras of a checkpoint, beside model and optimizer."""
+        """The extras of a checkpoint, besides model and optimizer."""
         return {} if self.scheduler is None else {"scheduler": self.scheduler.state_dict()}
 
     def load(self, extra: dict[str, Any]) -> None:
@@ -146,7 +146,7 @@ def train(config: Config, report: Callable[[str], None] = lambda line: None) -> 
     with checkpoint.Preemption(replica) if config.checkpoint else contextlib.nullcontext() as stop:
         for epoch in range(at["epoch"], config.epochs):
             sampler.set_epoch(epoch)
-            draws.manual_seed(epoch)  # so that an epoch is the same when it is begun again after a restart
+            draws.manual_seed(epoch)  # so that an epoch is the same if it begins again after a restart
             for batch, (images, labels) in enumerate(loader, start=1):
                 samples = batch * config.batch_size * sampler.num_replicas
                 if samples <= at["samples"]:
@@ -165,7 +165,7 @@ def train(config: Config, report: Callable[[str], None] = lambda line: None) -> 
                         raise SystemExit(f"stopped, and nothing could be saved: {saving.error}")  # with exit code 1
                     return None
                 if stop and (epoch * len(loader) + batch) % config.checkpoint_every == 0:
-                    # A copy, which is written while training goes on.
+                    # A copy, which is written while training continues.
                     checkpoint.save(replica, config.checkpoint, {**trainee.state(), **at}, wait=False)
 
             # The mean of a metric over workers: one all-reduce per epoch is enough for all its steps.
@@ -198,8 +198,8 @@ def train(config: Config, report: Callable[[str], None] = lambda line: None) -> 
         "worst_accuracy": worst,
         "validation_loss": loss_of_mean,
         "consensus_distance": replica.consensus_distance(),
-        "bytes_a_step": bytes_a_step(replica, len(seconds)),
-        "ms_a_step": 1e3 * float(mean_over_workers(torch.tensor(statistics.median(timed)))),
+        "bytes_per_step": bytes_per_step(replica, len(seconds)),
+        "ms_per_step": 1e3 * float(mean_over_workers(torch.tensor(statistics.median(timed)))),
         "history": at["history"],
     }
     replica.close()
@@ -226,7 +226,7 @@ def max_over_workers(value: float) -> float:
     return float(tensor)
 
 
-def bytes_a_step(replica: Any, steps: int) -> float:
+def bytes_per_step(replica: Any, steps: int) -> float:
     """Bytes sent per worker and step, on average over workers: as counted, or, for DDP, by a ring all-reduce."""
     if isinstance(replica, Equal):
         n = dist.get_world_size()
@@ -236,7 +236,7 @@ def bytes_a_step(replica: Any, steps: int) -> float:
 
 @dataclass
 class Equal:
-    """DDP: replicas are equal, so each of them is the mean."""
+    """With DDP, replicas are equal, so each of them is the mean."""
 
     model: nn.Module
 
@@ -268,7 +268,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=default.seed, help="of the weights and of the order of the images")
     parser.add_argument("--local-world-size", type=int, help="workers per node, for alternating-exp-ring; else the launcher's")
     parser.add_argument("--save", metavar="FILE", help="where the mean model's state dict goes")
-    parser.add_argument("--checkpoint", metavar="DIR", help="where checkpoints go, and where the run goes on from")
+    parser.add_argument("--checkpoint", metavar="DIR", help="folder of the checkpoints, from which the run resumes")
     parser.add_argument("--checkpoint-every", type=int, default=default.checkpoint_every, metavar="STEPS")
     parser.add_argument("--out", metavar="FILE", help="where the results go, as JSON")
     options = vars(parser.parse_args())
@@ -285,12 +285,12 @@ def main() -> None:
 
     result = train(Config(**options), report)
     if result is None:
-        report("stopped: start it again to go on")
+        report("stopped: start it again to resume")
         leave()
         return  # with exit code 0: torchrun has nothing to restart
     report(
-        f"{world_size} workers, {result['steps']} steps of {result['ms_a_step']:.2f} ms, "
-        f"{result['bytes_a_step'] / 1e3:.1f} kB sent per worker and step"
+        f"{world_size} workers, {result['steps']} steps of {result['ms_per_step']:.2f} ms, "
+        f"{result['bytes_per_step'] / 1e3:.1f} kB sent per worker and step"
     )
     report(
         f"validation accuracy of the mean model {result['accuracy']:.2%}, of the worst replica {result['worst_accuracy']:.2%}"

@@ -1,4 +1,4 @@
-"""Replicas that lie on several workers each: FSDP2 inside, gossip outside. On CPUs, two replicas of two workers:
+"""Replicas of several workers each: FSDP2 inside, gossip outside. On CPUs, two replicas of two workers:
 
     torchrun --standalone --nproc-per-node 4 examples/sharded.py
 

@@ -1,4 +1,4 @@
-"""Started by ``wires.py`` under torchrun: trains ``digits.py`` and ``characters.py`` with each wire.
+"""Started by ``wires.py`` under torchrun: trains ``digits.py`` and ``characters.py`` with each compression.
 
 Rank 0 writes events to stdout, one JSON object per line: first the plan, then one for each run that is done.
 """
@@ -36,12 +36,12 @@ def train(job: str, settings: dict[str, Any], epochs: int, steps: int) -> dict[s
         result = digits.train(digits.Config(epochs=epochs, **settings))
     else:
         result = characters.train(characters.Config(steps=steps, **settings))
-    kept = ["validation_loss", "accuracy", "bytes_a_step"]
+    kept = ["validation_loss", "accuracy", "bytes_per_step"]
     return {"training_loss": final_loss(result["history"]), **{key: result[key] for key in kept if key in result}}
 
 
 def events(seeds: list[int], topologies: list[str], epochs: int, steps: int) -> Iterator[dict[str, Any]]:
-    """Everything that happens, in order. Called by all workers."""
+    """Yields all events in order. Called by all workers."""
     field = [
         {"job": job, "topology": topology, "wire": wire, "seed": seed}
         for seed in seeds

@@ -3,7 +3,7 @@
     python -m examples.wires --seeds 0          # a first look
     python -m examples.wires                    # three seeds, about six minutes on two cores: the numbers of the documents
 
-Trains ``digits.py`` and ``characters.py`` with each wire. Prints a table of final losses, in which a wire's distance to
+Trains ``digits.py`` and ``characters.py`` with each compression. Prints a table of final losses, in which the distance to
 float32 stands beside the noise of the seeds, and writes it as wires.json and wires.md, with a plot as wires.png.
 """
 
@@ -29,13 +29,13 @@ MEASURES = {
     "training_loss": ("training\nloss", "{:.4f}"),
     "validation_loss": ("validation\nloss", "{:.4f}"),
     "accuracy": ("validation\naccuracy", "{:.2%}"),
-    "bytes_a_step": ("bytes\na step", "{:.0f}"),
+    "bytes_per_step": ("bytes\nper step", "{:.0f}"),
 }
 NOISY = ["training_loss", "validation_loss", "accuracy"]
 
 
 class Cell(TypedDict):
-    """A measure of runs that differ in their seed alone.
+    """A measure of runs that differ only in their seed.
 
     ``deviation`` is the standard deviation over seeds, None for a single one. ``difference`` is this wire's mean less
     float32's.
@@ -50,7 +50,7 @@ class Cell(TypedDict):
 
 
 class Line(TypedDict):
-    """A measure with each wire. ``noise`` is the standard deviation over the seeds of float32; None for a single seed."""
+    """A measure with each compression. ``noise`` is float32's standard deviation over the seeds; None for a single seed."""
 
     job: str
     topology: str
@@ -98,7 +98,7 @@ def headings(lines: list[Line]) -> list[str]:
 
 
 def cells(line: Line) -> list[str]:
-    """Means with standard deviations, then distances to float32; float32's own deviation is the noise to see them by."""
+    """Means with standard deviations, then distances to float32; compare them with the deviation of float32 itself."""
     name, form = MEASURES[line["measure"]]
     row = [f"{line['job']},\n{line['topology']}", name]
     for cell in line["wires"].values():
@@ -122,7 +122,7 @@ def make_table(lines: list[Line]) -> Table:
 
 
 def verdict(lines: list[Line]) -> list[str]:
-    """How far each wire is from float32, with the noise of float32's seeds as the unit."""
+    """The distance of each compression to float32, in units of the noise of float32's seeds."""
     noisy = [line for line in lines if line["measure"] in NOISY]
     if any(line["noise"] is None for line in noisy):
         return ["One seed says nothing about noise: take more."]

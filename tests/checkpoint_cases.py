@@ -1,4 +1,4 @@
-"""Runs whose end depends on everything that a checkpoint holds, for the tests of checkpoints."""
+"""Runs whose result depends on everything in a checkpoint, for the tests of checkpoints."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def run(model: DecentralizedDataParallel, kind: str, rank: int, first: int, last
 
 
 def state(model: DecentralizedDataParallel) -> dict[str, Any]:
-    """All that training has made, bit for bit."""
+    """Everything that training has produced, bit for bit."""
     optim = model.optim_state_dict()
     found: dict[str, Any] = {f"parameter {k}": v for k, v in values(model.module).items()}
     found |= {f"buffer {k}": v.clone() for k, v in model.module.named_buffers()}

@@ -42,6 +42,6 @@ def skipped(worker: Worker) -> None:
     raise SkipError("no reason")
 
 
-@case("goes on", PAIR, ALONE, drivers=("gossip",))
+@case("continues", PAIR, ALONE, drivers=("gossip",))
 def goes_on(worker: Worker) -> str:
     return "after the others"

@@ -42,7 +42,7 @@ def alone(model: nn.Module, optim_fn: Any = SGD, **options: Any) -> Decentralize
 
 
 def noting_texts(transport: Any) -> dict[str, str]:
-    """What is set in the transport's store from now on; it goes on changing."""
+    """Records the keys that are set in the transport's store from now on, in a list that grows."""
     texts: dict[str, str] = {}
     store = transport.store
 
@@ -69,7 +69,7 @@ def assert_same(a: nn.Module | dict[str, Tensor], b: nn.Module | dict[str, Tenso
 def plain(
     model: nn.Module, windows: list[list[int]], optim_fn: Any = SGD, scale: Callable[[int], float] | None = None
 ) -> nn.Module:
-    """Ordinary PyTorch: one optimizer step a window, over the sum of the gradients of its batches."""
+    """Ordinary PyTorch: one optimizer step per window, over the sum of the gradients of its batches."""
     twin = copy.deepcopy(model)
     optimizer = optim_fn(list(twin.named_parameters()))
     for window in windows:
@@ -81,12 +81,12 @@ def plain(
 
 
 def compression_of(values: Sequence[Tensor], kind: type[Compression] = Lossless) -> Compression:
-    """A compression for flat tensors, numbered as they stand."""
+    """A compression for flat tensors, numbered in their order."""
     return kind([FlatTensor(i, value.numel()) for i, value in enumerate(values)], values[0].dtype, values[0].device)
 
 
 def expect_the_most(compression: Compression, values: Sequence[Tensor]) -> None:
-    """Makes the first range of an int8 compression enough for any two replicas."""
+    """Makes the first range of an int8 compression wide enough for any two replicas."""
     if isinstance(compression, Int8):
         compression.hint(values)
         compression._expected = 2 * compression._largest
@@ -99,7 +99,7 @@ def request(
     kind: type[Compression] = Lossless,
     compression: Compression | None = None,
 ) -> ExchangeRequest:
-    """One flat tensor, ready to be exchanged; what is to be received is all ones before it."""
+    """One flat tensor, ready to be exchanged; the receive buffer is filled with ones."""
     if compression is None:
         compression = compression_of([values], kind)
         expect_the_most(compression, [values])
@@ -108,7 +108,7 @@ def request(
 
 
 def came(request: ExchangeRequest) -> Tensor:
-    """What was received on a lossless compression with one item, as values."""
+    """The values received by a lossless compression with one flat tensor."""
     [tensor] = request.compression.tensors
     return request.received.view(request.compression.dtype)[: tensor.numel]
 
@@ -142,7 +142,7 @@ def errors_of(calls: Iterable[Callable[[], Any]], error: type[Exception], match:
 
 
 def error_of(call: Callable[[], Any]) -> str:
-    """What a call raises, as 'Kind: text'; '' if nothing. Also in threads, which share pytest's filters of warnings."""
+    """The error that a call raises, as 'Kind: text'; '' if none. Also in threads, which share pytest's filters of warnings."""
     try:
         call()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Runs that are stopped and go on, beside the same runs that are not: for tests of what is kept between them."""
+"""Runs that are stopped and resumed, and the same runs without a stop, for tests of saved state."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ ADAMW = partial(torch.optim.AdamW, lr=0.02)
 
 
 def dumb_copy(value: Any) -> Any:
-    """A copy that shares nothing and knows nothing but shape, dtype and bytes: what a file would hold."""
+    """A copy that shares no memory and has only shape, dtype and bytes, as a file would."""
     if isinstance(value, Tensor) and value.layout == torch.sparse_coo:
         indices, numbers = dumb_copy(value._indices()), dumb_copy(value._values())
         whole = value.is_coalesced() or None
         return torch.sparse_coo_tensor(indices, numbers, value.shape, is_coalesced=whole, check_invariants=True)
     if isinstance(value, Tensor):
-        assert value.layout == torch.strided, "no file holds this"
+        assert value.layout == torch.strided, "no file can contain this"
         raw = bytes(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()) if value.numel() else b""
         flat = torch.frombuffer(bytearray(raw), dtype=value.dtype) if raw else torch.empty(0, dtype=value.dtype)
         return flat.reshape(value.shape)
@@ -40,12 +40,12 @@ def dumb_copy(value: Any) -> Any:
         return {key: dumb_copy(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(dumb_copy(item) for item in value)
-    assert value is None or isinstance(value, (bool, int, float, str, bytes)), f"no file holds {value!r}"
+    assert value is None or isinstance(value, (bool, int, float, str, bytes)), f"no file can contain {value!r}"
     return value
 
 
 def assert_equal(a: Any, b: Any, where: str = "") -> None:
-    """Every bit of two nested values is the same; what is no number is equal to what is none."""
+    """Every bit of two nested values is the same; NaN equals NaN."""
     assert type(a) is type(b), (where, a, b)
     if isinstance(a, Tensor):
         assert (a.dtype, a.shape, a.layout) == (b.dtype, b.shape, b.layout), (where, a.dtype, b.dtype, a.shape, b.shape)
@@ -81,7 +81,7 @@ def step_plain(model: Any, t: int, rank: int) -> float:
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker does: a model, the wrapper's options, and one iteration."""
+    """A worker's job: a model, the wrapper's options, and one iteration."""
 
     options: dict[str, Any] = field(default_factory=dict)
     model: Callable[[int], nn.Module] = net
@@ -116,7 +116,7 @@ def rates(model: DecentralizedDataParallel) -> list[list[float]]:
 def run_through(
     job: Job, transport: Any, rank: int, total: int, stops: Iterable[int] = (), **options: Any
 ) -> tuple[dict[int, Any], list[Any], Any]:
-    """The run that nobody stops: copies of its snapshots before the iterations ``stops``, its losses, and where it ends."""
+    """A run without a stop: copies of its snapshots before the iterations ``stops``, its losses, and its end."""
     model = job.wrap(0, transport, **options)
     snapshots, losses = {}, []
     for t in range(total):
@@ -129,7 +129,7 @@ def run_through(
 
 
 def go_on(job: Job, transport: Any, rank: int, steps: Iterable[int], snapshot: Any, **options: Any) -> tuple[list[Any], Any]:
-    """Another worker, with other weights, that goes on from a snapshot: its losses and where it ends."""
+    """Another worker, with other weights, that resumes from a snapshot: its losses and its end."""
     model = job.wrap(100 + rank, transport, **options)
     put_back(model.replica, snapshot)
     assert_equal(dumb_copy(take(model.replica)), snapshot, "just restored")
@@ -152,7 +152,7 @@ def trained(job: Job, steps: int, transport: Any = None, **options: Any) -> Dece
 
 
 class Counted(nn.Module):
-    """Scales by how often it was called, which only its extra state knows."""
+    """Scales by the number of its calls, which is only in its extra state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ class Wide(torch.optim.Optimizer):
 
 
 class Hooked(torch.optim.SGD):
-    """Looks at the others before each mix, and moves by what it sees."""
+    """Reads the others' values before each mix, and moves by them."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.1)
@@ -305,8 +305,8 @@ def step_in_windows_scaled(model: Any, t: int, rank: int) -> float:
     return step_scaled(model, t, rank)
 
 
-def step_owed(model: Any, t: int, rank: int) -> float:
-    """The documents' loop."""
+def step_pending(model: Any, t: int, rank: int) -> float:
+    """The loop of the pages."""
     if t % 3 == 0:
         model.set_accumulate_grad(True)
     value = step_plain(model, t, rank)
@@ -316,13 +316,13 @@ def step_owed(model: Any, t: int, rank: int) -> float:
 
 
 def step_no_sync(model: Any, t: int, rank: int) -> float:
-    """The loop that DDP's users know."""
+    """The loop of DDP scripts."""
     with model.no_sync() if t % 3 != 2 else contextlib.nullcontext():
         return step_plain(model, t, rank)
 
 
 def step_with_factor(model: Any, t: int, rank: int) -> float:
-    """As a user who lets replicas mix less from the start, and for a while not at all."""
+    """Replicas mix less from the start, and for a while not at all."""
     if t in (0, 3, 4):
         model.set_adaptive_factor((0.5, 0.0, 0.75)[(0, 3, 4).index(t)])
     return step_plain(model, t, rank)
@@ -346,7 +346,7 @@ def one_cycle(optimizer: Any) -> Any:
 
 
 def decayed(params: Any) -> torch.optim.Optimizer:
-    """Two groups, whatever is in the bucket."""
+    """Two groups for any bucket."""
     weights, rest = ([p for name, p in params if name.endswith("weight") is is_weight] for is_weight in (True, False))
     groups = [{"params": weights, "weight_decay": 0.1}, {"params": rest, "lr": 0.02}]
     return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
@@ -362,7 +362,7 @@ JOBS: dict[str, Job] = {
     "mix-every": Job({"mix_every": 2}),
     "in turn": Job({"topology": "complete:3,base-2"}),
     "windows": Job(MANY, step=step_in_windows, optim_fn=ADAMW),
-    "owed": Job({}, step=step_owed, optim_fn=partial(AccumAdamW, lr=0.02, accum_iter=2)),
+    "pending": Job({}, step=step_pending, optim_fn=partial(AccumAdamW, lr=0.02, accum_iter=2)),
     "no_sync": Job({}, step=step_no_sync),
     "scaled windows": Job({"lr_scheduler_fn": cosine}, scaled=True, step=step_in_windows_scaled),
     "clamped": Job({}, step=step_clamped),

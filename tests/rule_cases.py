@@ -13,7 +13,7 @@ from decent_dp.rules import Round, Rule
 
 @dataclass(frozen=True)
 class MomentumGossip(Rule):
-    """Gossip that goes on in the direction in which it went before: replicas come closer with the same bytes."""
+    """Gossip with a momentum of the mixes: replicas come closer with the same bytes."""
 
     beta: float = 0.3
 
@@ -47,7 +47,7 @@ class Scaled(Rule):
 
 
 class Recorder(Rule):
-    """Plain gossip that writes down what it is told. Every element has a number, which stands in its state.
+    """Plain gossip that records its calls. Every element has a number, which is in its state.
 
     Class attributes: the calls in this process. A rule's own attributes are settings.
     """
@@ -90,13 +90,13 @@ class Recorder(Rule):
 
 
 def settings_of_any_kind() -> Any:
-    """A rule whose settings are all that JSON can hold."""
+    """A rule with settings of every JSON type."""
     return Versatile(name="a", steps=(1, 2), nested=[[0.5, None], [True]])
 
 
 @dataclass(frozen=True)
 class Versatile(Rule):
-    """Plain gossip with settings of many kinds, and a tensor of its own."""
+    """Plain gossip with settings of many kinds and its own tensor."""
 
     name: str = ""
     steps: tuple[int, ...] = ()

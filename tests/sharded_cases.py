@@ -118,7 +118,7 @@ class Sharded:
             (scale * self.loss(100 * i + t) / self.case.window).backward()
 
     def looked_at(self, t: int) -> float:
-        """The loss of the whole batch, of what the model is just now: FSDP keeps the root's gathered parameters after it."""
+        """The loss of the whole batch, for the present model: FSDP keeps the root's gathered parameters after it."""
         with torch.no_grad():
             own = self.loss(t)
             torch.distributed.all_reduce(own, group=self.mesh["shard"].get_group())
@@ -174,7 +174,7 @@ def step(run: Any, t: int) -> None:
 
 
 def train(run: Any) -> dict[str, Any]:
-    """A run that is looked at and edited on its way; what came of it."""
+    """A run that is read and edited between steps, and its results."""
     seen = []
     for t in range(run.case.steps):
         step(run, t)

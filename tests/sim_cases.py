@@ -156,7 +156,7 @@ class Case:
         return torch.from_numpy(x).to(getattr(torch, self.dtype)), torch.from_numpy(y)
 
     def both(self) -> dict[str, Any]:
-        """The arguments that both sides are given."""
+        """The arguments of both sides."""
         schedule = partial(lr_scheduler_fn_cosine_with_warmup, t_max=4, t_warmup=2) if self.scheduled else None
         scaler = torch.GradScaler("cpu", init_scale=64.0, growth_interval=2) if self.scaled else None
         return {"lr_scheduler_fn": schedule, "scaler": scaler, **self.options}

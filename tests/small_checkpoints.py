@@ -55,7 +55,7 @@ def save(path: Path, round_: int, run: str = "run", keep: int = 2) -> str:
 
 
 def check(step: Path) -> int:
-    """Checks that a checkpoint is complete, and has what was saved at its round."""
+    """Checks that a checkpoint is complete, and has the content of its round."""
     for rank in range(N):
         with Shard(step / shard_name(rank), rank) as shard:
             shard.verify()

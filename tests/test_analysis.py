@@ -1,4 +1,4 @@
-"""What the analysis says of topologies, against matrices, closed forms and the bytes of real workers."""
+"""The analysis of topologies against matrices, closed forms and the bytes of real workers."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_matrices_are_doubly_stochastic(n, local, t, h):
             np.testing.assert_allclose(p, period_product(topology), atol=1e-14)
 
 
-def test_is_doubly_stochastic_says_no():
+def test_is_doubly_stochastic_refuses_other_matrices():
     fine = np.array([[0.25, 0.75], [0.75, 0.25]])
     assert is_doubly_stochastic(fine)
     for bad in (
@@ -263,7 +263,7 @@ class Shifted(Topology):
 
 
 @pytest.mark.parametrize("n", [5, 7, 25, 99])
-def test_rate_of_what_comes_to_nothing_later_than_in_a_period(n):
+def test_rate_of_a_topology_exact_after_several_periods(n):
     topology = Shifted(world_size=n)
     found = analyse(topology)
     assert not found.exact
@@ -273,8 +273,8 @@ def test_rate_of_what_comes_to_nothing_later_than_in_a_period(n):
     assert found.rounds_to_epsilon <= 2 * (topology.period or 0)
 
 
-def test_rate_of_fast_ones_is_no_rounding():
-    """Their error comes to rounding within some periods, too, but by shrinking."""
+def test_rate_of_fast_topologies_is_no_rounding_error():
+    """Their error also reaches rounding within some periods, but by shrinking."""
 
     class Near(Topology):
         def _get_topo_edges(self) -> list[list[Edge]]:
@@ -285,7 +285,7 @@ def test_rate_of_fast_ones_is_no_rounding():
 
 def test_decay_is_measured_down_to_rounding_and_no_further():
     class Slow(Topology):
-        """A factor of 0.25 a round, which comes to rounding in the 20th."""
+        """A factor of 0.25 per round, which reaches rounding in the 20th."""
 
         def round(self, t: int) -> list[Edge]:
             return [Edge([0, 1, 2], 0.5)]
@@ -294,7 +294,7 @@ def test_decay_is_measured_down_to_rounding_and_no_further():
 
 
 class Cycle(Topology):
-    """Its rounds are made one by one, and it says when they repeat."""
+    """Its rounds are made one by one, and it has a period."""
 
     asked = 0
 
@@ -310,7 +310,7 @@ class Cycle(Topology):
         ]
 
 
-def test_rounds_of_ones_own_with_a_period():
+def test_custom_rounds_with_a_period():
     topology = Cycle(world_size=7)
     found = analyse(topology)
     p = np.eye(7)
@@ -343,7 +343,7 @@ def test_powers_find_the_round_that_step_by_step_finds(topology, epsilon):
 
 
 def traffic(topology: Topology) -> tuple[float, float, float]:
-    """By brute force: every message of the trees of as many pieces as make all turns equal."""
+    """By brute force: every message of the trees, with as many chunks as make all turns equal."""
     n, local, period = topology.world_size, topology.local_world_size, topology.period
     assert period is not None
     n_nodes = -(-n // local)
@@ -393,8 +393,8 @@ def test_figures_by_hand():
     assert (complete.sent_by_node, complete.fan_in) == (pytest.approx(1 / 5), 1.0)
 
 
-def test_pairs_and_hierarchical_with_eight_workers_a_node():
-    """The point of 'hierarchical': one copy enters a node a round, and not eight."""
+def test_pairs_and_hierarchical_with_eight_workers_per_node():
+    """The purpose of 'hierarchical': one copy enters a node per round, and not eight."""
     fan_in = {name: analyse(made(name, 48, 8)).fan_in for name in ("base-2", "hierarchical", "random-matching")}
     assert fan_in["hierarchical"] == 1
     assert fan_in["base-2"] == 8
@@ -477,10 +477,10 @@ def test_an_odd_number_of_workers_that_mixes_now_and_then():
     [
         ({"payload": -1.0}, ValueError, r"payload must be a size, at least 0, got -1\.0"),
         ({"payload": math.nan}, ValueError, "payload must be a size"),
-        ({"payload": "1"}, TypeError, "payload must be a number, got '1'"),
+        ({"payload": "1"}, TypeError, "payload must be a size, at least 0, got '1'"),
         ({"epsilon": 0.0}, ValueError, r"epsilon must be between 0 and 1, got 0\.0"),
         ({"epsilon": 1}, ValueError, "epsilon must be between"),
-        ({"epsilon": True}, TypeError, "epsilon must be a number, got True"),
+        ({"epsilon": True}, TypeError, "epsilon must be between 0 and 1, got True"),
         ({"limit": 0}, ValueError, "limit must be a whole number, at least 1, got 0"),
         ({"limit": 1.5}, TypeError, "limit must be a whole number, at least ."),
     ],

@@ -1,4 +1,4 @@
-"""The house rules as the imports tell them, and the public contract as ``inspect`` does."""
+"""The ladder of imports, the size limits, and the public names and signatures."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ BELOW["checkpoint"] = BELOW["ddp"] | {"ddp", "__init__"}
 BELOW["sim"] = BELOW["engine"] | {"engine", "optim", "arguments", "gradients"}
 BELOW["cli"] = BELOW["checkpoint"] | {"checkpoint", "sim", "optim", "launch", "plots", "utils", "__init__"}
 BELOW["__main__"] = BELOW["cli"] | {"cli"}
-BELOW["__init__"] = set()  # names are looked up lazily
+BELOW["__init__"] = {"errors"}  # other names are looked up lazily
 for _room in BELOW.keys() - {"_checks", "_sizes"}:
     BELOW[_room] = BELOW[_room] | {"_checks", "_sizes"}
 
@@ -180,7 +180,7 @@ def test_extras_are_imported_in_one_room(package):
 
 
 def test_the_engine_knows_no_module_and_no_optimizer():
-    """``torch.autograd.graph``, whose function announces writes, is the exception."""
+    """``torch.autograd.graph``, whose function reports writes, is the exception."""
     forbidden = ("torch.nn", "torch.optim", "torch.autograd")
     wrong = [str(f) for module, f in ALL_IMPORTS if room_of(module) == "engine" and f.target.startswith(forbidden)]
     for path in FILES:
@@ -201,7 +201,7 @@ def test_the_core_needs_torch_and_numpy_alone():
         assert torch_at_top == []
 
 
-# What a user's subclass may call its own attributes is not ours to choose, so a topology's own are underscored.
+# Users choose the names of their subclasses' attributes, so a topology's own are underscored.
 TOPOLOGYS = {"_rank", "_edges_ahead", "_final_part"}
 TORCHS = {"_values"}  # of a sparse tensor
 
@@ -332,7 +332,7 @@ def shape(callable_: Any) -> str:
 
 
 def old_shape(callable_: Any) -> str:
-    """The arguments without what is new, which stands after a star. A default of 0 and one of 0.0 are the same default."""
+    """The arguments without new ones, which stand after a star. A default of 0 and one of 0.0 are the same default."""
     text = shape(callable_)
     return text.partition(", *, ")[0].removesuffix(")").replace("=0.0,", "=0,") + ")"
 
@@ -364,8 +364,9 @@ def test_public_names(module: str):
 
 
 def test_names_at_the_root_are_those_of_their_modules():
-    """Also what a type checker sees: the imports under TYPE_CHECKING."""
-    modules = [importlib.import_module(f"decent_dp.{home}") for home in decent_dp._NAMES]
+    """Also those that a type checker sees: the imports under TYPE_CHECKING."""
+    names_of = {**decent_dp._NAMES, "errors": decent_dp.errors.__all__}
+    modules = [importlib.import_module(f"decent_dp.{home}") for home in names_of]
     for name in decent_dp.__all__:
         assert any(getattr(module, name, None) is getattr(decent_dp, name) for module in modules), name
     tree = ast.parse((SOURCE / "__init__.py").read_text())
@@ -373,12 +374,12 @@ def test_names_at_the_root_are_those_of_their_modules():
         node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("decent_dp.")
     ]
     assert {node.module: {name.name for name in node.names} for node in typed} == {
-        f"decent_dp.{home}": set(names) for home, names in decent_dp._NAMES.items()
+        f"decent_dp.{home}": set(names) for home, names in names_of.items()
     }
 
 
 def test_the_wrappers_arguments():
-    # What is new comes after the star, so that old positional calls hold.
+    # New arguments come after the star, so that old positional calls still work.
     documented = (
         "model, optim_fn=None, lr_scheduler_fn=None, topology='complete', scaler=None, grad_clip_norm=0.0, "
         "param_as_bucket_view=True, sync_buffer_in_global_avg=False, bucket_size_in_mb=25, _local_world_size=None, *"

@@ -54,7 +54,7 @@ def averages(rank: int, n: int, decay: float, watched: bool) -> Any:
 
 
 def test_the_mean_of_the_averages_is_the_average_of_the_mean(workers):
-    """Against float64 on the means of the replicas at each step; exchanges under way are not disturbed."""
+    """Against float64 on the means of the replicas at each step; exchanges in flight are not disturbed."""
     decay = 0.8
     found = workers(4, averages, decay, True)
     expected: dict[str, Any] = {}
@@ -88,7 +88,7 @@ def test_an_average_of_low_precision_moves():
     assert ema.state_dict()["average"]["weight"].dtype == torch.float32
 
 
-def test_an_average_goes_on_where_it_was_saved():
+def test_an_average_resumes_where_it_was_saved():
     model = alone(net(), ADAMW)
     ema, other = AveragedReplica(model, 0.7), AveragedReplica(alone(net(seed=3)), 0.7)
     for t in range(4):
@@ -123,7 +123,7 @@ def test_an_average_goes_on_where_it_was_saved():
         same(other.state_dict()["average"], before["average"])
 
 
-def test_what_an_average_refuses():
+def test_refusals_of_an_average():
     model = alone(net())
     for decay in (1.0, -0.1, float("nan"), 2):
         with pytest.raises(ValueError, match=r"decay must be in \[0, 1\), got"):
@@ -136,7 +136,7 @@ def test_what_an_average_refuses():
         ema.update()
 
 
-def test_an_owed_update_is_made_before_the_average_looks():
+def test_a_pending_update_is_made_before_the_average_reads():
     model = alone(net())
     ema = AveragedReplica(model, 0.5)
     model.set_accumulate_grad(True)
@@ -147,7 +147,7 @@ def test_an_owed_update_is_made_before_the_average_looks():
     same(ema.state_dict()["average"], values(model.module))
 
 
-def test_an_update_inside_goes_on_from_the_average():
+def test_an_update_inside_continues_from_the_average():
     def work(transport: Any) -> Any:
         model = DecentralizedDataParallel(net(), SGD, topology="ring", transport=transport)
         ema = AveragedReplica(model, 0.5)
@@ -179,7 +179,7 @@ def with_norm(rank: int) -> nn.Module:
 
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("synced", [False, True])
-def test_a_save_inside_is_of_the_replica_as_it_was(tmp_path: Path, nested: bool, synced: bool) -> None:
+def test_a_save_inside_averaged_has_the_replicas_own_values(tmp_path: Path, nested: bool, synced: bool) -> None:
     """Also of BatchNorm's statistics, where they were estimated anew there."""
 
     def work(transport: Any) -> Any:
@@ -224,14 +224,14 @@ def test_a_revert_inside_puts_the_buffers_back_too():
             model.revert_global_avg()
             same(everything_of(model), own)
         same(everything_of(model), own)
-    # What is loaded inside is the replica's own from then on, buffers too.
+    # Values loaded inside are the replica's own from then on, also buffers.
     loaded = {name: value + 1 for name, value in model.state_dict().items()}
     with ema.averaged():
         model.load_state_dict(loaded)
     same(dict(model.state_dict()), loaded)
 
 
-def test_uneven_inputs_are_taken_in_once_after_each_join():
+def test_with_uneven_inputs_the_average_is_updated_once_after_each_join():
     """Against the moving average of the means there; inside join() workers make different numbers of updates."""
 
     def work(transport: Any) -> Any:

@@ -27,7 +27,7 @@ ALONE, DDP = Contender("alone"), Contender("ddp")
 # -- the limit ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_model_is_as_large_as_said() -> None:
+def test_the_model_has_the_documented_size() -> None:
     # A block: 2 * 256 of the norm, 256 * 1024 + 1024 and 1024 * 256 + 256 of the layers.
     assert PARAMETERS == 8 * 526_080 == 4_208_640
 
@@ -153,7 +153,7 @@ def test_workers_results_become_a_run() -> None:
 def test_lines_are_medians_and_ratios(lines: list[report.Line]) -> None:
     found = {line["contender"]: line for line in lines}
     ours = found["ours:ring"]
-    assert (ours["mean_ms"], ours["median_ms"], ours["worst_ms"], ours["bytes_a_step"]) == (130.0, 129.0, 950.0, 2e6)
+    assert (ours["mean_ms"], ours["median_ms"], ours["worst_ms"], ours["bytes_per_step"]) == (130.0, 129.0, 950.0, 2e6)
     assert ours["worst_round_ms"] == 920.0
     assert ours["to_alone"] == pytest.approx(130 / 102)
     assert ours["to_ddp"] == pytest.approx(130 / 400)
@@ -187,7 +187,7 @@ def test_lines_are_shown_and_written(lines: list[report.Line], tmp_path: Path) -
     assert (tmp_path / "made-up.png").stat().st_size > 5000
 
 
-def test_a_workers_error_is_found_in_what_it_wrote() -> None:
+def test_a_workers_error_is_found_in_its_log() -> None:
     said = ["Traceback (most recent call last):", '  File "x", line 3', "TypeError: no wire"]
     log = "".join(f"[rank1]: {line}\n" for line in said) + "terminate called\n"
     assert net._reason(log) == "TypeError: no wire"
@@ -232,7 +232,9 @@ def pids(name: str) -> list[int]:
     return [int(pid) for pid in subprocess.check_output(["ip", "netns", "pids", name], text=True).split()]
 
 
-def test_what_is_missing_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_requirements_are_named_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(lab.shutil, "which", lambda tool: None if tool == "tc" else "/sbin/ip")
     assert net.main(["--setup", "2x1-60"]) == 2
     assert capsys.readouterr().err == "the network lab needs iproute2 (no tc here): apt-get install iproute2\n"
@@ -254,9 +256,9 @@ def test_two_nodes_end_to_end(tmp_path: Path) -> None:
     alone, ours = result["lines"]
     assert result["steps"] == 3
     assert 600 <= alone["mean_ms"] <= alone["worst_ms"]
-    assert alone["bytes_a_step"] < 5000
+    assert alone["bytes_per_step"] < 5000
     # A node sends its parameters, with headers; the last exchange may be cut by the end of the timed steps.
-    assert 0.6 * 4 * PARAMETERS < ours["bytes_a_step"] < 1.4 * 4 * PARAMETERS
+    assert 0.6 * 4 * PARAMETERS < ours["bytes_per_step"] < 1.4 * 4 * PARAMETERS
     assert ours["to_limit"] > 0.9
     assert namespaces(process.pid) == []
 
@@ -302,7 +304,7 @@ link.sendall(bytes(3_000_000))
 
 
 @pytest.mark.timeout(30)
-def test_a_lab_that_cannot_be_built_leaves_nothing() -> None:
+def test_a_lab_that_cannot_be_built_is_removed() -> None:
     if lacking():
         return
     with pytest.raises(LabError, match="may not use 'nonsense'"), Lab(2, 60.0, "nonsense"):
@@ -339,7 +341,7 @@ def test_a_lab_ends_all_its_processes(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(40)
 @pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "a worker killed"])
-def test_nothing_is_left_of_an_interrupted_run(how: str, tmp_path: Path) -> None:
+def test_an_interrupted_run_is_removed_completely(how: str, tmp_path: Path) -> None:
     if lacking():
         return
     process = start("--setup", "2x1-60", "--contender", "alone", out=tmp_path)
@@ -357,7 +359,7 @@ def test_nothing_is_left_of_an_interrupted_run(how: str, tmp_path: Path) -> None
 
 
 @pytest.mark.timeout(40)
-def test_the_next_lab_removes_what_a_killed_one_left(tmp_path: Path) -> None:
+def test_the_next_lab_removes_a_killed_one(tmp_path: Path) -> None:
     if lacking():
         return
     process = start("--setup", "2x1-60", "--contender", "alone", out=tmp_path)

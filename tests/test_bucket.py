@@ -73,7 +73,7 @@ def test_an_order_that_is_no_permutation(order):
         plan_buckets(specs, order, 100)
 
 
-def test_nothing_to_plan():
+def test_an_empty_plan():
     assert plan_buckets([], [], 1.0) == []
 
 
@@ -217,11 +217,11 @@ def test_a_slot_views_a_payload_with_an_offset():
     assert view[1, 2].item() == 35.0 + 1 + 8
 
 
-# -- adoption --------------------------------------------------------------------------------------------------------------
+# -- rebinding -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("as_view", [True, False])
-def test_replaced_storage_is_adopted(as_view):
+def test_replaced_storage_is_bound_again(as_view):
     buffer, params = buffer_of([randn(2, 3), randn(4), randn(0)], as_view=as_view)
     new = [torch.full((2, 3), 5.0), torch.arange(8.0)[::2], torch.empty(0)]
     for param, value in zip(params, new, strict=True):
@@ -233,7 +233,7 @@ def test_replaced_storage_is_adopted(as_view):
     if as_view:
         assert buffer.flat is not None
         assert params[0].data_ptr() == buffer.flat.data_ptr()
-    # What goes into the block reaches the parameters again.
+    # Writes to the buffer reach the parameters again.
     for t in buffer.values(by_parameter=False):
         t.add_(1)
     assert torch.equal(params[0].detach(), torch.full((2, 3), 6.0))
@@ -249,7 +249,7 @@ def test_replaced_storage_is_adopted(as_view):
     assert torch.equal(params[0].detach(), torch.full((2, 3), 6.0))
 
 
-def test_a_parameter_that_was_turned_in_place_is_adopted():
+def test_a_parameter_with_new_strides_is_bound_again():
     """The same memory, size and shape, but other strides: its block would mix other elements than its neighbours' do."""
     buffer, [param] = buffer_of([randn(3, 3)], as_view=True)
     turned = param.data.t().clone()
@@ -271,7 +271,7 @@ def test_a_parameter_that_was_turned_in_place_is_adopted():
     ],
     ids=["double", "half", "shape", "flattened", "reinterpreted"],
 )
-def test_what_does_not_fit_is_refused(as_view, change, words):
+def test_misfits_are_refused(as_view, change, words):
     buffer, params = buffer_of([randn(4), randn(2, 3)], as_view=as_view)
     if "int32" in words:
         params[1].requires_grad_(False)

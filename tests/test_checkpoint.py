@@ -81,7 +81,7 @@ def test_a_run_that_is_resumed_equals_one_that_was_not_stopped(workers, tmp_path
 
 
 # Those whose state is not all plain tensors.
-IN_FILES = ["momentum", "scaler", "scaled windows", "owed", "zoo, clipped", "hooked", "sparse momentum", "reentrant"]
+IN_FILES = ["momentum", "scaler", "scaled windows", "pending", "zoo, clipped", "hooked", "sparse momentum", "reentrant"]
 
 
 def every_job(rank: int, n: int, path: str, whole: bool) -> Any:

@@ -16,7 +16,7 @@ import pytest
 import typer
 
 from decent_dp.cli import app, doctor, main, plan, simulate, topology
-from decent_dp.cli.inputs import as_bytes, as_count, as_rate, as_seconds
+from decent_dp.cli.inputs import as_count, as_rate, as_seconds
 from decent_dp.cli.screen import number, plain_json, size
 from decent_dp.topo import TopologyReg
 
@@ -121,7 +121,7 @@ def traffic(rounds: list[list[dict[str, Any]]], n: int, local: int) -> tuple[flo
     ],
 )
 def test_show_against_an_independent_computation(cli: Cli, name: str, n: int, local: int) -> None:
-    found = cli.json(f"topology show {name} -n {n} -l {local} --epsilon 1e-2 --payload 10MB")
+    found = cli.json(f"topology show {name} -n {n} -l {local} --epsilon 1e-2 --params 2.5M")
     rounds, T = found["rounds"], found["period"]
     assert len(rounds) == T
     P, J = np.eye(n), np.full((n, n), 1 / n)
@@ -236,11 +236,10 @@ def test_compare_with_what_show_says(cli: Cli) -> None:
         assert {key: shown[key] for key in row} == row
 
 
-def test_plots_are_written(cli: Cli, tmp_path: Path) -> None:
-    for line in ("topology show base-2 -n 6", "topology compare -n 6"):
-        path = tmp_path / f"{len(line)}.png"
-        assert f"plot: {path}" in cli(line, "--plot", str(path))
-        assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+def test_a_plot_is_written(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    assert f"plot: {path}" in cli("topology show base-2 -n 6", "--plot", str(path))
+    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 # -- plan ------------------------------------------------------------------------------------------------------------------
@@ -252,9 +251,7 @@ CLUSTER = "-n 8 -l 4 --inter 25gbit --intra 200gbit"
 def test_plan_hands_on_what_was_typed(cli: Cli) -> None:
     from decent_dp.planner import Choice, Cluster, Job, Link, predict
 
-    found = cli.json(
-        f"{JOB} {CLUSTER} --latency-inter 0.1ms --latency-intra 3us --optimizer-ms 6 --jitter 0.03 --top 0 --buckets"
-    )
+    found = cli.json(f"{JOB} {CLUSTER} --latency-inter 0.1ms --latency-intra 3us --optimizer-ms 6 --jitter 0.03 --top 0")
     link = Link(1e-4, 25e9 / 8), Link(3e-6, 25e9)
     cluster, job = Cluster(8, 4, *link, backend="nccl"), Job(65e6, 18, 36, 6, 0.03)
     assert found["cluster"]["inter"] == pytest.approx({"latency_us": 100, "mbit_s": 25_000})
@@ -266,7 +263,7 @@ def test_plan_hands_on_what_was_typed(cli: Cli) -> None:
         choice = Choice(row["kind"], row["topology"], row["compression"], row["bucket_mb"])
         assert predict(cluster, job, choice).step_ms == pytest.approx(row["step_ms"], rel=0.02)
     assert {row["kind"] for row in found["predictions"]} == {"ddp", "decent_dp"}
-    assert len({(r["name"], r["bucket_mb"]) for r in found["predictions"]}) == len(found["predictions"])
+    assert len({r["name"] for r in found["predictions"]}) == len(found["predictions"])  # the best size of bucket of each
 
 
 def test_plan_ranks_and_says_why(cli: Cli) -> None:
@@ -301,18 +298,6 @@ def test_plan_never_cuts_a_number(cli: Cli, columns: str, monkeypatch: pytest.Mo
         assert re.search(heading, text)
 
 
-def test_the_parts_of_a_step(cli: Cli) -> None:
-    def parts(options: str) -> list[float]:
-        job = cli.json(f"plan --params 1e6 -n 2 --inter 1gbit {options}")["job"]
-        return [job["forward_ms"], job["backward_ms"], job["optimizer_ms"]]
-
-    assert parts("--step-ms 60") == pytest.approx([20, 40, 0])
-    assert parts("--step-ms 60 --optimizer-ms 6") == pytest.approx([18, 36, 6])
-    assert parts("--step-ms 60 --forward-ms 10") == pytest.approx([10, 50, 0])
-    assert parts("--step-ms 60 --backward-ms 10 --optimizer-ms 5") == pytest.approx([45, 10, 5])
-    assert parts("--forward-ms 7 --backward-ms 9 --optimizer-ms 1") == pytest.approx([7, 9, 1])
-
-
 def test_plan_from_a_measured_file(cli: Cli, tmp_path: Path) -> None:
     path = tmp_path / "links.json"
     path.write_text(json.dumps(links(8, 4, mbit=940.0, us=70.0)))
@@ -330,8 +315,8 @@ def test_plan_from_a_measured_file(cli: Cli, tmp_path: Path) -> None:
     ("text", "bits"),
     [
         ("25gbit", 25e9), ("25Gbit/s", 25e9), ("25 gbps", 25e9), ("25Gb/s", 25e9), ("1.5gbit", 1.5e9), ("100mbit", 1e8),
-        ("100Mbps", 1e8), ("3GB/s", 24e9), ("3gB/s", 24e9), ("1GiB/s", 8 * 2**30), ("56kbit", 56e3), ("1e9", 1e9),
-        ("1e9bit", 1e9), ("10,000mbit", 1e10), (".5gbit", 5e8), ("2tbit", 2e12), ("1e6", 1e6), ("1kbit", 1e3),
+        ("100Mbps", 1e8), ("3GB/s", 24e9), ("3gB/s", 24e9), ("1GiB/s", 8 * 2**30), ("56kbit", 56e3),
+        ("1e9bit", 1e9), ("10,000mbit", 1e10), (".5gbit", 5e8), ("2tbit", 2e12), ("1kbit", 1e3),
         ("1e6tbit", 1e18),
     ],
 )  # fmt: skip
@@ -339,11 +324,9 @@ def test_rates(text: str, bits: float) -> None:
     assert as_rate("--inter", text) == pytest.approx(bits / 8)
 
 
-def test_times_sizes_and_counts() -> None:
+def test_times_and_counts() -> None:
     times = {"20us": 2e-5, "20µs": 2e-5, "0.1ms": 1e-4, "300ns": 3e-7, "1s": 1.0, "2 ms": 2e-3}
     assert {text: as_seconds("t", text) for text in times} == pytest.approx(times)
-    sizes = {"100MB": 1e8, "1.5GiB": 1.5 * 2**30, "7": 7.0, "12kB": 12e3, "3mb": 3e6, "8B": 8.0, "2k": 2000.0}
-    assert {text: as_bytes("s", text) for text in sizes} == pytest.approx(sizes)
     counts = {"65e6": 65_000_000, "65M": 65_000_000, "1.3B": 1_300_000_000, "65,000,000": 65_000_000, "12": 12, "1_000": 1000}
     assert {text: as_count("c", text) for text in counts} == counts
 
@@ -364,105 +347,86 @@ def test_numbers_for_readers() -> None:
 BAD = {
     "topology show": "Missing argument",
     "topology show ring": "Missing option '-n'",
-    "topology show ring -n 0": "-n must be at least 1, got 0",
-    "topology show ring -n -3": "-n must be at least 1, got -3",
-    "topology show ring -n 2.5": "-n must be a whole number, got '2.5'",
-    "topology show ring -n 1e3": "-n must be a whole number, got '1e3'",
-    "topology show ring -n 4 --local=4k": "-l must be a whole number, got '4k'",
-    "topology show ring -n 4 --epsilon tiny": "--epsilon must be a number, got 'tiny'",
-    "topology show ring -n 4 -l 0": "-l must be at least 1",
+    "topology show ring -n 0": "Invalid value for '-n'",
+    "topology show ring -n -3": "Invalid value for '-n'",
+    "topology show ring -n 2.5": "Invalid value for '-n'",
+    "topology show ring -n 1e3": "Invalid value for '-n'",
+    "topology show ring -n 4 --local=4k": "Invalid value for '-l'",
+    "topology show ring -n 4 --epsilon tiny": "Invalid value for '--epsilon'",
+    "topology show ring -n 4 -l 0": "Invalid value for '-l'",
     "topology show ring -n 4 -l 8": "write at most 4",
     "topology show ring -n 1000000000": "write a smaller number",
     "topology show rnig -n 4": "did you mean 'ring'",
-    "topology show one-peer-exp -n 6": "needs a power of two workers, got 6; of the registered ones fit: complete, ",
-    "simulate --topology complete:9,one-peer-exp -n 6": "'one-peer-exp' needs a power of two workers, got 6; of",
-    "topology show alternating-exp-ring -n 6": "'alternating-exp-ring' needs a power of two nodes, got 6 / 1 = 6; of",
+    "topology show one-peer-exp -n 6": "needs a power of two workers, got 6; registered topologies that fit -n 6",
+    "simulate --topology complete:9,one-peer-exp -n 6": "needs a power of two workers, got 6; registered",
+    "topology show alternating-exp-ring -n 6": "needs a power of two nodes, got 6 / 1 = 6; registered",
     "topology show hierarchical -n 6 -l 4": "do not fill nodes of -l 4; write -n 4 or 8",
     "topology list -n 6 -l 4": "do not fill nodes of -l 4; write -n 4 or 8",
     "topology compare -n 6 -l 4": "do not fill nodes of -l 4; write -n 4 or 8",
     "simulate --topology ring -n 6 -l 4": "do not fill nodes of -l 4; write -n 4 or 8",
     "topology show complete:x,ring -n 4": "complete:x",
     "topology show complete:10 -n 4": "complete:10",
-    "topology show ring -n 4 --epsilon 0": "--epsilon must be more than 0",
-    "topology show ring -n 4 --epsilon 1": "--epsilon must be below 1",
-    "topology show ring -n 4 --epsilon nan": "finite",
-    "topology show ring -n 4 --payload -1MB": "above zero",
-    "topology show ring -n 4 --payload 1parsec": "write a size such as",
-    "topology show ring -n 4 --payload 1e300": "is not between 1 byte and 10^18",
-    "topology show ring -n 4 --payload 0.5": "is not between 1 byte and 10^18",
-    "topology show ring -n 4 --payload 1MB --params 1e6": "give one of them",
-    "topology show ring -n 4 --plot /nowhere/a.png": "does not exist",
+    "topology show ring -n 4 --epsilon 0": "--epsilon must be above 0 and below 1",
+    "topology show ring -n 4 --epsilon nan": "--epsilon must be above 0 and below 1, the error at the start, got nan",
+    "topology show ring -n 4 --plot /nowhere/a.png": "give a file in a folder that exists",
     "topology show ring -n 4 --plot a.doc": ".png",
     "topology list -l 4": "say with -n",
-    "topology list -n 0": "at least 1",
-    "topology compare -n 0": "-n must be at least 1",
+    "topology list -n 0": "Invalid value for '-n'",
+    "topology compare -n 0": "Invalid value for '-n'",
     "topology compaer -n 4": "Did you mean 'compare'?",
     "simulat": "Did you mean 'simulate'?",
     "simulate --topology ring": "Missing option '-n'",
     "simulate --topology rign -n 4": "did you mean 'ring'",
-    "simulate --topology ring -n 0": "-n must be at least 1",
+    "simulate --topology ring -n 0": "Invalid value for '-n'",
     "simulate --topology ring -n 4 --data imagenet": "'digits'",
     "simulate --topology ring -n 4 --alpha 0": "--alpha must be above zero",
     "simulate --topology ring -n 4 --alpha -1": "--alpha must be above zero",
     "simulate --topology ring -n 4 --alpha nan": "--alpha must be above zero",
-    "simulate --topology ring -n 4 --steps 0": "--steps must be a whole number, at least 1",
-    "simulate --topology ring -n 4 --batch 0": "--batch must be a whole number, at least 1",
-    "simulate --topology ring -n 4 --mix-every 0": "--mix-every must be a whole number, at least 1",
-    "simulate --topology ring -n 4 --seed -1": "--seed must be a whole number, at least 0",
-    "simulate --topology ring -n 4 --seed 9223372036854775808": "--seed must be below 2^63",
+    "simulate --topology ring -n 4 --steps 0": "Invalid value for '--steps'",
+    "simulate --topology ring -n 4 --batch 0": "Invalid value for '--batch'",
+    "simulate --topology ring -n 4 --mix-every 0": "Invalid value for '--mix-every'",
+    "simulate --topology ring -n 4 --seed -1": "Invalid value for '--seed'",
+    "simulate --topology ring -n 4 --seed 9223372036854775808": "Invalid value for '--seed'",
     "simulate --topology ring -n 4 --batch 100000000": "write --batch 262144 or less",
     "simulate --topology ring -n 100 --batch 10486": "write --batch 10485 or less",
-    "simulate --topology ring -n 4 --lr -0.1": "--lr must be a positive learning rate, got -0.1",
-    "simulate --topology ring -n 4 --lr nan": "--lr must be a positive learning rate, got nan",
+    "simulate --topology ring -n 4 --lr -0.1": "lr must be a positive learning rate, got -0.1",
+    "simulate --topology ring -n 4 --lr nan": "lr must be a positive learning rate, got nan",
     "simulate --topology ring -n 4 --compression int9": "did you mean 'int8'",
     "simulate --topology ring -n 4 --optimizer sdg": "did you mean 'sgd'",
     "simulate --topology ring -n 5000": "write at most",
-    "simulate --topology ring -n 4 --out /dev/null": "no folder",
-    "simulate --topology ring -n 4 --out /dev/null/new": "/dev/null is no folder",
     "plan": "Missing option '--params'",
-    "plan --params 65e6 -n 4 --inter 1gbit": "write --step-ms 60",
-    "plan --params 65e6 --step-ms 0 -n 4 --inter 1gbit": "--step-ms must be more than 0",
-    "plan --params 65e6 --step-ms 60 --optimizer-ms 60 -n 4 --inter 1gbit": "--optimizer-ms 60 leaves nothing of --step-ms 60",
+    "plan --params 65e6 -n 4 --inter 1gbit": "Missing option '--step-ms'",
+    "plan --params 65e6 --step-ms 0 -n 4 --inter 1gbit": "step_ms must be a number above 0, got 0",
     "plan --params -5 --step-ms 60 -n 4 --inter 1gbit": "--params must be above zero",
     "plan --params 1.5 --step-ms 60 -n 4 --inter 1gbit": "no whole number",
     "plan --params 65X --step-ms 60 -n 4 --inter 1gbit": "65M",
     f"{JOB} --inter 1gbit": "the workers are missing",
-    f"{JOB} -n 0 --inter 1gbit": "-n must be at least 1",
+    f"{JOB} -n 0 --inter 1gbit": "Invalid value for '-n'",
     f"{JOB} -n 4096 --inter 1gbit": "more than the 1024 workers that this command takes; write a smaller number",
-    "plan --params 65e6 --step-ms 1e308 -n 4 --inter 1gbit": "--step-ms must be at most",
     f"{JOB} -n 6 -l 4 --inter 1gbit --intra 1gbit": "do not fill nodes of -l 4; write -n 4 or 8",
     f"{JOB} -n 4": "--inter is missing",
     f"{JOB} -n 4 -l 2 --inter 1gbit": "--intra is missing",
     f"{JOB} -n 4 --inter fast": "write a rate such as 25gbit",
     f"{JOB} -n 4 --inter 0gbit": "above zero",
     f"{JOB} -n 4 --inter -1gbit": "above zero",
-    f"{JOB} -n 4 --inter 25": "'25' has no unit: write a rate such as 25gbit",
-    f"{JOB} -n 4 --inter 1e-300bit": "1 kbit/s and 1 Ebit/s: write a rate such as 25gbit",
-    f"{JOB} -n 4 --inter 999bit": "1 kbit/s and 1 Ebit/s",
-    f"{JOB} -n 4 --inter 1e300GB/s": "1 kbit/s and 1 Ebit/s",
-    f"{JOB} -n 4 --inter 1gbit --latency-inter 1e-300s": "not between 1 ns and 1 h: write a time such as 20us",
-    f"{JOB} -n 4 --inter 1gbit --latency-inter 3601s": "not between 1 ns and 1 h",
-    "plan --params 1e300 --step-ms 60 -n 4 --inter 1gbit": "--params '1e300' is not between 1 and 10^15",
+    f"{JOB} -n 4 --inter 25": "'25' is not understood: write a rate such as 25gbit",
     f"{JOB} -n 4 --inter 25gb": "write a rate such as 25gbit",
-    f"{JOB} -n 4 --inter 25furlongs": "unknown here",
+    f"{JOB} -n 4 --inter 25furlongs": "not understood",
     f"{JOB} -n 4 --inter infgbit": "not understood",
-    f"{JOB} -n 4 --inter 1gbit --latency-inter 20": "no unit: write a time such as 20us",
+    f"{JOB} -n 4 --inter 1gbit --latency-inter 20": "not understood: write a time such as 20us",
     f"{JOB} -n 4 --inter 1gbit --latency-inter -1us": "above zero",
-    f"{JOB} -n 4 --inter 1gbit --jitter 1": "below 1",
-    f"{JOB} -n 4 --inter 1gbit --jitter -0.1": "--jitter must be at least 0",
-    f"{JOB} -n 4 --inter 1gbit --ports 0": "--ports must be at least 1",
-    f"{JOB} -n 4 --inter 1gbit --top -1": "--top must be at least 0",
+    f"{JOB} -n 4 --inter 1gbit --jitter 1": "jitter must be below 1",
+    f"{JOB} -n 4 --inter 1gbit --jitter -0.1": "jitter must be a number of at least 0",
+    f"{JOB} -n 4 --inter 1gbit --top -1": "Invalid value for '--top'",
     f"{JOB} -n 4 --inter 1gbit --backend ncl": "did you mean 'nccl'?",
-    f"{JOB} -n 4 --inter 1gbit --optimizer-ms 61": "leaves nothing of --step-ms 60",
-    f"{JOB} -n 4 --inter 1gbit --forward-ms 10 --backward-ms 20": "must add up",
+    f"{JOB} -n 4 --inter 1gbit --optimizer-ms 61": "optimizer_ms=61 is more than step_ms=60",
     f"{JOB} --measured nowhere.json": "cannot be read",
-    f"{JOB} --measured .": "cannot be read",
-    f"{JOB} --measured {__file__}": "holds no JSON",
+    f"{JOB} --measured {__file__}": "is no JSON",
     f"{JOB} --measured x.json -n 4": "leave -n out",
-    "doctor --seconds-a-pair 0": "--seconds-a-pair must be more than 0",
-    "doctor --timeout -1": "--timeout must be more than 0",
-    "doctor --timeout 1e300": "--timeout must be at most 3600",
-    "doctor --out /nowhere/x.json": "does not exist",
+    "doctor --seconds-a-pair 0": "--seconds-a-pair must be above 0",
+    "doctor --timeout -1": "--timeout must be above 0",
+    "doctor --timeout 1e300": "at most 3600 seconds, got 1e+300",
+    "doctor --out /nowhere/x.json": "give a file in a folder that exists",
     "--versoin": "No such option",
 }  # fmt: skip
 
@@ -525,10 +489,12 @@ def test_every_example_runs(cli: Cli, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_without_matplotlib_nothing_is_begun(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     run = "simulate --topology ring -n 4"
-    for line in ("topology show ring -n 4 --plot", "topology compare -n 4 --plot", f"{run} --plot", f"{run} --out"):
-        path = tmp_path / ("new" if line.endswith("out") else "a.png")
+    path = tmp_path / "a.png"
+    for line in ("topology show ring -n 4 --plot", f"{run} --plot"):
         out, err, code = cli.all(line, str(path))
         assert (code, out, err) == (1, "", "decent-dp: plots need matplotlib; in the clone: pip install -e '.[plots]'\n")
         assert not path.exists()
@@ -549,7 +515,7 @@ def test_errors_that_are_not_about_the_input(cli: Cli, monkeypatch: pytest.Monke
     for stop in (KeyboardInterrupt(), typer.Abort()):  # some versions of typer make one of the other
         monkeypatch.setattr(analysis, "analyse", raising(stop))
         assert cli.all("topology show ring -n 4") == ("", "", 130)
-    for bug in (ValueError("a bug"), KeyError("a bug"), NotImplementedError("a bug")):
+    for bug in (ValueError("a bug"), KeyError("a bug")):
         monkeypatch.setattr(analysis, "analyse", raising(bug))
         with pytest.raises(type(bug), match="a bug"):
             main(["topology", "show", "ring", "-n", "4"])

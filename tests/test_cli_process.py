@@ -33,7 +33,7 @@ def test_the_entry_points() -> None:
         assert (done.returncode, done.stdout, done.stderr) == (0, f"decent-dp {__version__}\n", "")
     done = run(COMMAND, "topology", "show", "ring", "-n", "0")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "decent-dp: -n must be at least 1, got 0\n"
+    assert done.stderr.startswith("decent-dp: Invalid value for '-n'")
 
 
 def test_help_is_fast() -> None:
@@ -87,13 +87,14 @@ def test_a_reader_that_goes_is_no_error(line: str) -> None:
         assert process.wait(30) == 0
 
 
-def test_ctrl_c_is_quiet(tmp_path: Path) -> None:
-    command = [COMMAND, *RING, "-n", "16", "--steps", "100000", "--out", str(tmp_path / "run")]
+def test_ctrl_c_is_quiet() -> None:
+    command = [COMMAND, *RING, "-n", "16", "--steps", "100000"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=CLEAN) as process:
+        maps = Path(f"/proc/{process.pid}/maps")
         deadline = time.monotonic() + 40
-        while not (tmp_path / "run").exists() and time.monotonic() < deadline:
+        while "libtorch" not in maps.read_text() and time.monotonic() < deadline:  # the imports are nearly over
             time.sleep(0.05)
-        time.sleep(1.0)
+        time.sleep(5.0)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=30)
     assert (process.returncode, out, err) == (130, "", "")

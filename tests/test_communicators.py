@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 import time
@@ -47,7 +48,7 @@ def quiet_and_few(rank: int, n: int) -> tuple[int, set[str]]:
     return len(made), {address.split(":")[0] for address in opened}
 
 
-def test_few_communicators_and_nothing_beyond_loopback(workers):
+def test_few_communicators_and_only_on_loopback(workers):
     for made, where in workers(16, quiet_and_few, timeout=60):
         assert 1 <= made <= 2
         # 127.0.0.1, as the kernel prints it.
@@ -116,7 +117,7 @@ def beside_user_groups(rank: int, n: int) -> list[Any]:
     return found
 
 
-def test_beside_groups_of_the_users(workers):
+def test_beside_the_users_groups(workers):
     found = workers(4, beside_user_groups)
     assert found[0] == [2.0, 2.0, None, 1.0, 6.0, 6.0]
     assert found[1] == [None, True, None, 6.0, 1.0, 6.0, 6.0]
@@ -139,7 +140,7 @@ def test_the_timeout_is_the_process_groups(workers):
 # -- small parts -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_waiter_keeps_order_and_outlives_errors():
+def test_the_waiter_keeps_order_and_survives_errors():
     waiter, done = Waiter("test"), []
 
     def fail() -> None:
@@ -161,7 +162,7 @@ def test_the_waiter_keeps_order_and_outlives_errors():
     assert not thread.is_alive()
 
 
-def test_labels_and_handles():
+def test_exchange_ids_and_handles():
     assert str(ExchangeId(3, 1)) == "round 3, bucket 1"
     calls = []
     handle = DeferredHandle(lambda: calls.append(1), 12)
@@ -201,7 +202,7 @@ def test_notes():
     assert store_that_is_gone.asked == 1
 
 
-def test_words_of_errors():
+def test_error_texts():
     notes = Notes(dist.HashStore(), 0)
     minute = timedelta(minutes=1)
     gone = peer_error(RuntimeError("Connection closed by peer [127.0.0.1]:1"), [4], "round 1, bucket 0", notes, minute)
@@ -215,7 +216,7 @@ def test_words_of_errors():
 # -- addresses -------------------------------------------------------------------------------------------------------------
 
 
-def test_who_does_not_answer_is_named_with_the_address():
+def test_a_worker_that_does_not_answer_is_named_with_its_address():
     with socket.create_server(("127.0.0.1", 0)) as server:
         host, port = server.getsockname()
     store = dist.HashStore()
@@ -233,7 +234,7 @@ def test_who_does_not_answer_is_named_with_the_address():
 
 @pytest.mark.parametrize("master", ["localhost", "node0"])
 @pytest.mark.parametrize("has_route", [True, False])
-def test_the_address_for_others_is_not_loopback_where_there_is_another(monkeypatch, master, has_route):
+def test_the_address_for_others_is_not_loopback_if_another_exists(monkeypatch, master, has_route):
     """A machine whose name is a loopback address, as Debian has it, and whose master may call itself 'localhost'."""
     names = {"localhost": "127.0.0.1", "node0": "10.1.0.1", "here": "127.0.1.1"}
 
@@ -265,3 +266,18 @@ def test_the_address_for_others_is_not_loopback_where_there_is_another(monkeypat
     monkeypatch.setenv("MASTER_ADDR", master)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     assert addresses._own_address() == ("10.1.0.7" if has_route else "127.0.0.1")
+
+
+def test_at_the_limit_of_open_files_the_peer_is_not_blamed(monkeypatch):
+    store = dist.HashStore()
+    store.set("address/1", json.dumps({"host": "127.0.0.1", "port": 9}))
+    rendezvous: Any = SimpleNamespace(store=store, local=frozenset(), timeout=timedelta(seconds=5))
+
+    def refuse(*arguments: Any) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(addresses.socket, "socket", refuse)
+    with pytest.raises(OSError, match="Too many open files") as caught:
+        addresses.dial(rendezvous, 1)
+    error = peer_error(caught.value, [1], "round 0, bucket 1", Notes(store, 0), rendezvous.timeout)
+    assert str(error).startswith("this process cannot open a connection to worker 1, which round 0, bucket 1 needs: Too many")

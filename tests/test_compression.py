@@ -1,4 +1,4 @@
-"""Wires: what two messages say about the distance of two replicas, against float64."""
+"""Compressions: the differences between replicas that their messages give, against float64."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def encode(
 
 
 def decode(compression: Compression, sent: Tensor, received: Tensor) -> list[Tensor]:
-    """Differences by item, in float64; a run that is not told is filled with 12345."""
+    """Differences by tensor, in float64; a rejected block is filled with 12345."""
     found = [torch.full((tensor.numel,), 12345.0, dtype=torch.float64) for tensor in compression.tensors]
     for block, difference, unit in compression.differences(sent, received):
         if difference is None:
@@ -49,7 +49,7 @@ def decode(compression: Compression, sent: Tensor, received: Tensor) -> list[Ten
 
 
 class Pair:
-    """Two replicas that meet round after round; ``fresh``: as in the beginning of a training, else at any distance."""
+    """Two replicas that exchange round after round; ``fresh``: as at the start of training, else at any distance."""
 
     def __init__(self, a: Sequence[Tensor], b: Sequence[Tensor], kind: type[Compression] = Int8, fresh: bool = False) -> None:
         self.values = [list(a), list(b)]
@@ -114,7 +114,7 @@ def test_both_ends_find_opposite_differences(kind, case):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_the_lossless_wire_is(dtype):
+def test_lossless_compression_is_exact(dtype):
     values = randn(2 * BLOCK + 5, 1, dtype)
     values[:2] = torch.tensor([-0.0, torch.finfo(dtype).max])
     [there], [back] = Pair([torch.zeros_like(values)], [values], Lossless).meet()
@@ -127,7 +127,7 @@ def test_the_lossless_wire_is(dtype):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_the_bfloat16_wire_rounds_to_nearest(dtype):
+def test_bfloat16_rounds_to_nearest(dtype):
     values = randn(1000, 1, dtype)
     compression = compression_of([values], BFloat16)
     expected = values if dtype.itemsize == 2 else values.bfloat16()
@@ -137,7 +137,7 @@ def test_the_bfloat16_wire_rounds_to_nearest(dtype):
 
 
 @pytest.mark.parametrize("kind", COMPRESSIONS.values(), ids=COMPRESSIONS)
-def test_what_is_reported_ready_is_final(kind):
+def test_chunks_that_are_reported_ready_are_final(kind):
     values = [randn(size, size) for size in (5, 3 * BLOCK + 7, 0, BLOCK, 1)]
     compression = compression_of(values, kind)
     out = torch.full((compression.nbytes,), 255, dtype=torch.uint8)
@@ -152,7 +152,7 @@ def test_what_is_reported_ready_is_final(kind):
 @pytest.mark.parametrize("kind", COMPRESSIONS.values(), ids=COMPRESSIONS)
 @settings(deadline=None, max_examples=100)
 @given(sizes=st.lists(st.one_of(st.integers(0, 9), st.integers(0, 3 * BLOCK)), max_size=6), dtype=st.sampled_from(FLOATS))
-def test_pieces_hold_every_element_once(kind, sizes, dtype):
+def test_chunks_contain_every_element_once(kind, sizes, dtype):
     compression = kind([FlatTensor(i, size) for i, size in enumerate(sizes)], dtype, CPU)
     blocks = [block for chunk in compression.chunks for block in chunk.blocks]
     for i, size in enumerate(sizes):
@@ -232,7 +232,7 @@ def test_empty_and_scalar_parameters(kind):
 
 @pytest.mark.parametrize("kind", COMPRESSIONS.values(), ids=COMPRESSIONS)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_proposals_are_what_the_message_stands_for(kind, dtype):
+def test_proposals_equal_the_decoded_message(kind, dtype):
     a, b = [randn(BLOCK + 5, 1, dtype), randn(3, 2, dtype)], [randn(BLOCK + 5, 3, dtype), randn(3, 4, dtype)]
     pair = Pair(a, b, kind)
     hints = pair.send_hint()
@@ -273,14 +273,14 @@ def test_the_step_follows_the_distance(dtype):
         before = pair.step()
         [there], _ = pair.meet(round_)
         assert (there - (b.double() - a.double())).abs().max() <= 2 * before
-    # What is seen is off by two steps at most, and the margin is two: the step comes to rest where 127 of them hold that.
+    # The measured distance is off by two steps at most, and the margin is two: the step settles where 127 of them cover that.
     floor = 4 * max(largest) / 2**21
     assert pair.step() <= 2 * max(2 * distance / (127 - 4), floor)
     assert 127 * pair.step() >= 1.9 * distance
     assert pair.rejected == [0, 0]
 
 
-def test_the_largest_announcement_counts_by_run():
+def test_the_largest_hint_counts_per_block():
     a = [randn(10, 1), 1000 * randn(10, 2)]
     b = [100 * randn(10, 3), randn(10, 4)]
     pair = Pair(a, b)
@@ -290,7 +290,7 @@ def test_the_largest_announcement_counts_by_run():
         assert 2 * largest / 127 <= pair.step(block) < 32 * largest / 127
 
 
-def test_the_range_is_forgotten_slowly():
+def test_the_range_shrinks_slowly():
     a = randn(500, 1)
     pair = Pair([a], [a + 1.0])
     for round_ in range(8):
@@ -334,7 +334,7 @@ def test_rounding_is_drawn_by_round_rank_and_parameter():
     one = codes(3, 1, 5)
     assert codes(3, 1, 5) == one
     assert len({one, codes(4, 1, 5), codes(3, 2, 5), codes(3, 1, 6), codes(3 + 2**40, 1, 5)}) == 5
-    # Nor do two runs share it.
+    # Two blocks do not share it either.
     same = torch.full((2 * BLOCK,), 0.3)
     compression = compression_of([same], Int8)
     message = encode(compression, [same], [compression.hint([same])])
@@ -348,7 +348,7 @@ def narrow(steps: float, size: int = 64, dtype: torch.dtype = torch.float32) -> 
     return Pair([a], [a + steps])
 
 
-ONE = [bytes(1)] * 2  # announcements of a step of 2^0
+ONE = [bytes(1)] * 2  # hints of a step of 2^0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -361,7 +361,7 @@ def test_distances_below_128_steps_are_found(steps, dtype):
 
 
 @pytest.mark.parametrize("steps", [128, -128, 129, 200, 256, -256, 257, 512, 1024, 2**16, 2**20])
-def test_larger_ones_are_detected_by_both_ends(steps):
+def test_larger_distances_are_detected_by_both_ends(steps):
     for changed in ([0], [63], range(64)):
         pair = narrow(0)
         pair.values[1][0][list(changed)] += steps
@@ -441,7 +441,7 @@ def test_no_wrong_difference_is_ever_mixed(seed, spread):
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_after_a_jump_the_next_exchange_is_wide_and_only_that_run_is_skipped(dtype):
+def test_after_a_jump_the_next_exchange_is_wide_and_only_that_block_is_skipped(dtype):
     a = [randn(2 * BLOCK, 1, dtype), randn(70, 2, dtype)]
     b = [(x.double() + 0.001 * randn(len(x), 3, torch.float64)).to(dtype) for x in a]
     pair = Pair(a, b)
@@ -470,7 +470,7 @@ def test_after_a_jump_the_next_exchange_is_wide_and_only_that_run_is_skipped(dty
 
 
 def ahead(pair: Pair, rounds: int) -> list[tuple[list[Tensor], float]]:
-    """Rounds with announcements a round ahead, as training makes them; what one end found in each, and the step."""
+    """Rounds with hints one round ahead, as in training; the result of one end in each, and the step."""
     found, now = [], pair.send_hint()
     for round_ in range(rounds):
         coming = pair.send_hint()
@@ -482,7 +482,7 @@ def ahead(pair: Pair, rounds: int) -> list[tuple[list[Tensor], float]]:
 
 
 @pytest.mark.parametrize("distance", [1e-4, 1e-2, 0.3, 2.0])
-def test_ranges_are_found_from_a_small_one_on_whatever_the_distance(distance):
+def test_ranges_grow_to_any_distance(distance):
     a = randn(5000, 1)
     b = a + distance * randn(5000, 2)
     pair = Pair([a], [b], fresh=True)
@@ -496,13 +496,13 @@ def test_ranges_are_found_from_a_small_one_on_whatever_the_distance(distance):
     for there, step in found:
         assert ((there[0] == 12345) | ((there[0] - (b.double() - a.double())).abs() <= 2.001 * step)).all()
     if distance == 0.3:
-        # A range that failed in two rounds, as the second was announced before the first had failed, is widened once.
+        # A range that failed in two rounds, because its second hint was sent before the first had failed, is widened once.
         assert mixed.index(True) == 2
         assert found[3][1] <= 2 * largest / 127
 
 
-def test_a_worker_that_is_far_away_and_rarely_met_is_understood():
-    """Two rounds with a near one, one with a far one, announced a round ahead: a wide range must outlast the near ones."""
+def test_a_distant_peer_that_is_rarely_met_is_decoded():
+    """Two rounds with a near one, one with a far one, hinted one round ahead: a wide range must outlast the near ones."""
     a = randn(3000, 1)
     values = [[a], [a + 1e-4 * randn(3000, 2)], [a + 3e-3 * randn(3000, 3)]]
     compressions = [compression_of(value, Int8) for value in values]
@@ -547,7 +547,7 @@ class Recorded(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_no_end_judges_by_a_matrix_product():
+def test_neither_end_decides_by_a_matrix_product():
     """How exact one is depends on settings, on autocast and on the machine; ends that differ would decide differently."""
     a = randn(BLOCK, 1)
     pair = Pair([a], [a + 0.01 * randn(BLOCK, 2)])
@@ -589,7 +589,7 @@ BAD = [math.nan, math.inf, -math.inf]
 
 @pytest.mark.parametrize("kind", COMPRESSIONS.values(), ids=COMPRESSIONS)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_a_message_tells_what_is_not_finite(kind, dtype):
+def test_a_message_flags_values_that_are_not_finite(kind, dtype):
     """Also of a message that was put together again; the largest finite values are finite."""
     sizes = [BLOCK + 100, 0, 5, 2 * BLOCK + 1]
     huge = min(torch.finfo(dtype).max, torch.finfo(torch.bfloat16).max) / 3  # a sum of them overflows
@@ -618,8 +618,8 @@ def test_a_message_tells_what_is_not_finite(kind, dtype):
                     assert where == (tensor, element)
 
 
-def test_a_run_that_was_not_finite_comes_back():
-    """What was learnt of the distance is as before."""
+def test_a_block_that_was_not_finite_recovers():
+    """The state of the distance is as before."""
     a = randn(50, 1)
     pair, steps = Pair([a], [a + 0.5]), []
     for round_ in range(4):
@@ -663,7 +663,7 @@ class Group:
             expect_the_most(compression, member)
 
     def meet(self, round_: int = 0, hints: list[bytes] | None = None, tree: bool = False) -> list[list[Tensor]]:
-        """Each member's differences to the mean; with a tree the last two are combined first."""
+        """Each member's differences to the mean; with a tree the last two are reduced first."""
         hints = hints or [compression.hint(m) for compression, m in zip(self.compressions, self.members, strict=True)]
         self.messages = [
             encode(w, m, hints, round_, i) for i, (w, m) in enumerate(zip(self.compressions, self.members, strict=True))
@@ -710,7 +710,7 @@ def test_the_mean_of_a_group(kind, dtype, size, tree):
             assert (of_member[tensor] - coded[0][tensor]).abs().max() <= 16 * torch.finfo(group.compressions[0].compute).eps
 
 
-def test_sums_are_taken_in_float32_at_least():
+def test_sums_are_computed_in_float32_at_least():
     values = [torch.tensor([60000.0, 1.0], dtype=torch.float16) for _ in range(4)]
     group = Group([[v] for v in values], Lossless)
     assert all((d[0] == 0).all() for d in group.meet())
@@ -750,7 +750,7 @@ def test_a_group_on_int8_is_right_in_the_mean(tree):
 
 
 @pytest.mark.parametrize("tree", [False, True])
-def test_a_group_on_bfloat16_keeps_what_one_member_has_learnt(tree):
+def test_a_group_on_bfloat16_keeps_the_progress_of_one_member(tree):
     """Less than half a bfloat16 apart, to nearest it would be lost in every round; it must come through in the mean."""
     size, rounds = 200, 800
     base = randn(size, 7).bfloat16().float()
@@ -820,7 +820,7 @@ def test_a_group_at_any_distance_mixes_after_a_few_rounds(size, tree, signs):
 
 @pytest.mark.parametrize("kind", COMPRESSIONS.values(), ids=COMPRESSIONS)
 @pytest.mark.parametrize("tree", [False, True])
-def test_all_members_are_told_of_one_that_is_not_finite(kind, tree):
+def test_all_members_learn_of_one_that_is_not_finite(kind, tree):
     sizes = [BLOCK + 7, 40]
     of_a_gpu = torch.tensor([2**31 - 1], dtype=torch.int32).view(torch.float32)[0]  # a NaN, as NVIDIA's have its bits
     for bad, tensor, element in ((math.nan, 0, 3), (math.inf, 0, BLOCK + 6), (-math.inf, 1, 39), (of_a_gpu, 1, 0)):
@@ -840,7 +840,7 @@ def test_all_members_are_told_of_one_that_is_not_finite(kind, tree):
 # -- names -----------------------------------------------------------------------------------------------------------------
 
 
-def test_the_names():
+def test_names_of_compressions():
     assert {None: Lossless, "bfloat16": BFloat16, "int8": Int8} == COMPRESSIONS
     for name, kind in COMPRESSIONS.items():
         assert check_compression(name) is kind

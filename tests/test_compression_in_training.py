@@ -1,4 +1,4 @@
-"""Each compression between real workers: the mean over them stays, distances shrink, and processes do what threads do."""
+"""Each compression between real workers: the mean over them stays, distances shrink, and processes equal threads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIZES = [(300, 230), (190,), (), (0, 3), (5, 7)]  # of the parameters; the first
 
 
 class Bag(nn.Module):
-    """Parameters whose gradients are what ``pull`` says."""
+    """Parameters whose gradients are ``pull``."""
 
     def __init__(self, seed: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ def both_ways(rank: int, n: int, transport: Any = None) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("n", [2, 3, 5])
-def test_processes_do_what_threads_do_in_every_layout(workers, n):
+def test_processes_equal_threads_in_every_layout(workers, n):
     processes = workers(n, both_ways)
     for number, (topology, compression, how) in enumerate(CASES):
         threads = run_replicas(
@@ -159,7 +159,7 @@ def test_processes_do_what_threads_do_in_every_layout(workers, n):
                 one, other = processes[rank][number], processes[rank][plain]
                 if topology == "ring":
                     assert np.array_equal(one, other), (how, rank)
-                else:  # in another bucket a piece of a group may have another root
+                else:  # in another bucket a chunk of a group may have another root
                     assert np.abs(one - other).max() <= 0.05, (how, rank)
 
 
@@ -199,8 +199,8 @@ def spreading(rank: int, n: int) -> Any:
     return found
 
 
-def test_what_is_not_finite_stays_where_it_is(workers):
-    """Whoever would mix with it sits the round out; other pairs mix."""
+def test_values_that_are_not_finite_do_not_spread(workers):
+    """Its peers sit out the round; other pairs mix."""
     for rank, found in enumerate(workers(4, spreading)):
         for (topology, compression), (bad, moved) in found.items():
             assert bad == [int(rank == 1), int(rank == 1), 0, 0, 0], (rank, topology, compression, bad)
@@ -290,7 +290,7 @@ def test_counters(workers):
             sent = stats["bytes_sent"] / exchanges
             records = 24 * 6 if compression == "int8" else 0
             assert size * itemsize <= sent <= size * itemsize + records + 8 * 6, (compression, sent)
-            # One bucket; the last exchange is still under way.
+            # One bucket; the last exchange is still in flight.
             assert 3 <= stats["exchanges"] <= 4
             assert 0 < stats["waited_s"] < 20
             assert compression == "int8" or stats["rejected"] == 0

@@ -150,7 +150,7 @@ OBSERVERS = {
 
 
 @pytest.mark.parametrize("observer", OBSERVERS)
-def test_owed_window_is_updated_by_whoever_looks(observer):
+def test_every_observer_updates_a_pending_window(observer):
     model = alone(net())
     model.set_accumulate_grad(True)
     loss(model, 0).backward()
@@ -165,7 +165,7 @@ def test_owed_window_is_updated_by_whoever_looks(observer):
         assert_same(model.module, plain(net(), [[0, 1]]))
 
 
-def test_owed_window_and_an_evaluation():
+def test_pending_window_and_an_evaluation():
     model = alone(net())
     model.set_accumulate_grad(True)
     loss(model, 0).backward()
@@ -179,7 +179,7 @@ def test_owed_window_and_an_evaluation():
 
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("adam", [True, False])
-def test_owed_window_and_an_evaluation_in_inference_mode(first, adam):
+def test_pending_window_and_an_evaluation_in_inference_mode(first, adam):
     """The update allocates buckets, messages and state that have to train later."""
     optim_fn = partial(torch.optim.AdamW, lr=0.01) if adam else SGD
     model = alone(net(), optim_fn)
@@ -197,7 +197,7 @@ def test_owed_window_and_an_evaluation_in_inference_mode(first, adam):
     assert_same(model, plain(net(), [*steps, [1]], optim_fn))
 
 
-def test_owed_window_is_joined_by_the_next_backward():
+def test_the_next_backward_joins_a_pending_window():
     model = alone(net())
     model.set_accumulate_grad(True)
     loss(model, 0).backward()
@@ -238,7 +238,7 @@ def test_zero_grad_discards_an_open_window():
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_a_discarded_window_is_not_owed(set_to_none):
+def test_a_discarded_window_is_not_pending(set_to_none):
     model = alone(net())
     loss(model, 0).backward()  # momentum: an update with zeros would move
     model.set_accumulate_grad(True)
@@ -249,7 +249,7 @@ def test_a_discarded_window_is_not_owed(set_to_none):
     assert counts(model) == (1, 1)
 
 
-def test_set_accumulate_grad_without_gradients_owes_nothing():
+def test_set_accumulate_grad_without_gradients_makes_nothing_pending():
     model = alone(net())
     for flag in (True, False, True, False):
         model.set_accumulate_grad(flag)
@@ -276,7 +276,7 @@ def test_no_sync_nests_and_keeps_set_accumulate_grad():
     assert_same(model, plain(net(), [[0, 1, 2]]))
 
 
-def test_no_sync_is_left_by_an_exception():
+def test_no_sync_ends_with_an_exception():
     model = alone(net())
     with pytest.raises(KeyError), model.no_sync():
         raise KeyError
@@ -336,7 +336,7 @@ def one_step(rank: int, n: int) -> bool:
 # -- schedulers --------------------------------------------------------------------------------------------------------
 
 
-def test_schedulers_step_once_an_optimizer_step():
+def test_schedulers_step_once_per_optimizer_step():
     schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
     model = alone(net(), lr_scheduler_fn=schedule, bucket_size_in_mb=1e-6)
     twin = net()
@@ -355,14 +355,14 @@ def test_schedulers_step_once_an_optimizer_step():
     assert_same(model, twin)
 
 
-def test_without_a_factory_the_list_of_schedulers_holds_none():
+def test_without_a_factory_the_list_of_schedulers_is_empty():
     model = alone(net())
     loss(model, 0).backward()
     assert model._lr_schedulers == [None]
     assert model.lr_schedulers == []
 
 
-def test_a_skipped_step_counts_as_a_round_only():
+def test_a_skipped_step_counts_only_as_a_round():
     scaler = torch.GradScaler("cpu", init_scale=8.0)
     schedule = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
     model = alone(net(), scaler=scaler, lr_scheduler_fn=schedule)
@@ -445,7 +445,7 @@ def test_update_closes_a_window():
 
 
 @pytest.mark.parametrize("call", ["update", "global_avg", "consensus_distance"])
-def test_what_cannot_be_inside_a_backward_is_refused_there(call):
+def test_calls_that_cannot_run_inside_a_backward_are_refused(call):
     model = alone(net())
     x = batch(0)[0].requires_grad_()
     x.register_hook(lambda _: getattr(model, call)())

@@ -39,7 +39,7 @@ TEXTS = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
 NOT_RUN = {"CONTRIBUTING.md": 1, "docs/log.md": 4}
 # The reader's own files, which no command of ours has to find.
 THEIRS = {"train.py", "model.pt", "test.sbatch"}
-# What a Gossip does for its users.
+# The public members of a Gossip.
 CONTRACT = ["averaged", "average_", "consensus_distance", "stats", "join", "state_dict", "load_state_dict", "flush", "close"]
 
 
@@ -128,7 +128,7 @@ def compare(where: str, code: str, output: str) -> None:
 
 
 @each_page
-def test_python_blocks_run_and_print_what_they_show(workers, page):
+def test_python_blocks_run_and_print_the_lines_shown(workers, page):
     found = blocks(page, "python")
     if not found:
         return
@@ -159,7 +159,7 @@ def test_the_quick_start_runs_under_torchrun(tmp_path):
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    # What the page shows is one worker's; the words are the same.
+    # The page shows the output of one worker; the text is the same.
     compare("under torchrun, README.md", first.code.replace("# > 1 worker:", "# > 2 workers:"), done.stdout)
     assert (tmp_path / "model.pt").is_file()
 
@@ -183,7 +183,7 @@ def test_the_page_of_sharded_replicas_shows_the_example(tmp_path):
 
 
 def side(diff: str, mark: str) -> str:
-    """One of the two files that a diff of a whole file holds."""
+    """One of the two files in a diff of a whole file."""
     return "".join(line[1:] or "\n" for line in diff.splitlines(keepends=True) if line[:1] in (mark, " ", "\n"))
 
 
@@ -240,7 +240,7 @@ def extras() -> set[str]:
 
 
 @each_text
-def test_commands_name_what_is_there(page):
+def test_commands_name_existing_targets(page):
     from torch.distributed.run import get_args_parser
 
     known = {"make", "pip", "python", "torchrun", "srun", "git", "cd", "source", "sudo", "decent-dp"}
@@ -269,7 +269,7 @@ OURS = sorted({tuple(words) for page in TEXTS for words in commands(page) if wor
 
 
 @pytest.mark.parametrize("words", OURS, ids=" ".join)
-def test_our_own_command_runs_as_shown(words, tmp_path, monkeypatch, capsys):
+def test_the_command_line_runs_as_shown(words, tmp_path, monkeypatch, capsys):
     from decent_dp.cli import main
 
     monkeypatch.chdir(tmp_path)
@@ -279,7 +279,7 @@ def test_our_own_command_runs_as_shown(words, tmp_path, monkeypatch, capsys):
     assert shown.err == ""
 
 
-def test_the_plan_on_the_page_is_what_the_command_prints(monkeypatch, capsys):
+def test_the_command_prints_the_plan_on_the_page(monkeypatch, capsys):
     page = ROOT / "docs" / "simulate.md"
     command = next(words for words in commands(page) if words[:2] == ["decent-dp", "plan"])
     from decent_dp.cli import main
@@ -313,7 +313,7 @@ def check_tests(words: list[str]) -> None:
 
 
 @each_text
-def test_targets_in_the_text_are_there(page):
+def test_targets_in_the_text_exist(page):
     assert set(re.findall(r"`make ([a-z-]+)`", prose(page))) <= targets()
 
 
@@ -321,7 +321,7 @@ def test_targets_in_the_text_are_there(page):
 
 
 def anchors(page: Path) -> set[str]:
-    """What the headings of a page are linked by, as GitHub makes it of their text."""
+    """The anchors of a page's headings, as GitHub derives them from their text."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
@@ -339,13 +339,13 @@ def test_links_lead_somewhere(page):
 
 
 @each_text
-def test_files_that_are_named_exist(page):
+def test_named_files_exist(page):
     for name in re.findall(r"`([\w./-]+\.(?:py|md|toml|txt|png))`", prose(page)):
         places = [ROOT / name, page.parent / name, ROOT / "src" / "decent_dp" / name]
         assert name in THEIRS or name.startswith("runs/") or any(place.exists() for place in places), name
 
 
-def test_the_map_of_files_is_whole():
+def test_the_map_of_files_is_complete():
     (tree,) = [block.code for block in blocks(ROOT / "README.md", "text") if "src/decent_dp/" in block.code]
     named, above = set(), ""
     for line in tree.splitlines():
@@ -392,7 +392,7 @@ def test_every_argument_and_method_is_on_the_page_of_gossip():
     assert {name for name in decent_dp.errors.__all__ if f"`{name}`" not in text} == set()
 
 
-def test_every_verb_of_a_rule_is_on_its_page():
+def test_every_method_of_a_rule_is_on_its_page():
     text = (ROOT / "docs" / "rules.md").read_text(encoding="utf-8")
     verbs = {name for name, value in vars(Rule).items() if not name.startswith("_") and callable(value)}
     assert verbs == {"state", "propose", "apply"}
@@ -403,7 +403,7 @@ def test_every_verb_of_a_rule_is_on_its_page():
     assert len(example.splitlines()) <= 40
 
 
-def test_the_committed_results_are_what_the_readme_shows():
+def test_the_readme_shows_the_committed_results():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     shown = re.search(r"<!-- results: begin.*?-->\n(.*?)<!-- results: end -->", readme, flags=re.DOTALL)
     made = ROOT / "docs" / "results" / "digits.md"
@@ -443,7 +443,7 @@ LAB = ["8x1-60", "8x1-200", "4x2-100", "real-2", "real-8x1-200"]
 
 
 @pytest.mark.parametrize("name", LAB)
-def test_the_results_of_the_lab_are_what_the_pages_show(name):
+def test_the_pages_show_the_results_of_the_lab(name):
     from benchmarks.report import make_markdown
 
     folder = ROOT / "benchmarks" / "results"
@@ -482,7 +482,7 @@ def test_the_results_of_the_lab_keep_the_promises(name):
         assert ours["int8"]["to_ddp"] <= 0.16
 
 
-def test_a_step_of_gossip_takes_what_one_of_the_wrapper_takes():
+def test_a_step_of_gossip_takes_as_long_as_one_of_the_wrapper():
     """Over slow links, both in one run: `make bench-gossip`."""
     results = json.loads((ROOT / "benchmarks" / "results" / "gossip" / "8x1-60.json").read_text(encoding="utf-8"))
     lines = {line["contender"]: line for line in results["lines"]}
@@ -493,7 +493,7 @@ def test_a_step_of_gossip_takes_what_one_of_the_wrapper_takes():
         assert own["worst_ms"] <= 2 * own["mean_ms"], wire
 
 
-def test_the_results_of_the_wires_are_what_the_page_shows():
+def test_the_page_shows_the_results_of_the_compressions():
     from examples import wires
 
     results = json.loads((ROOT / "docs" / "results" / "wires.json").read_text(encoding="utf-8"))
@@ -540,5 +540,5 @@ def test_the_version_is_the_packages():
     assert version == decent_dp.__version__
 
 
-def test_the_changelog_knows_this_version():
+def test_the_changelog_has_this_version():
     assert f"## [{decent_dp.__version__}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")

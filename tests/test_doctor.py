@@ -95,13 +95,13 @@ def test_half_an_environment() -> None:
 
 
 class Slow(Exchanger):
-    """Takes as long as a link of this latency (one way, seconds) and rate (bytes a second)."""
+    """Takes as long as a link of this latency (one way, seconds) and rate (bytes per second)."""
 
     def __init__(self, inner: Exchanger, latency: float, rate: float) -> None:
         self._inner, self._latency, self._rate = inner, latency, rate
 
     def send_hint(self, edge: Edge, exchange_id: ExchangeId, text: bytes) -> None:
-        raise AssertionError("a lossless compression has nothing to announce")
+        raise AssertionError("a lossless compression sends no hints")
 
     def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
         assert edge == Edge(sorted(edge.ranks), 0.5)
@@ -167,7 +167,7 @@ def test_no_two_pairs_at_once_share_a_node(sizes: list[int]) -> None:
 
 
 def with_silent_nodes(rank: int, n: int) -> Any:
-    """Workers 0 and 1 on one node, 2 and 3 on another; what the two nodes send each other is lost on the way."""
+    """Workers 0 and 1 on one node, 2 and 3 on another; messages between the two nodes are lost."""
     exchange, waits = process_group.ProcessGroupTransport.start, []
 
     def start(self: Any, edge: Edge, request: ExchangeRequest) -> Handle:
@@ -193,14 +193,14 @@ def with_silent_nodes(rank: int, n: int) -> Any:
     return {pair: p.error for pair, p in found.items()}, waits, slots, took
 
 
-def test_nodes_that_are_silent_are_soon_given_up(workers: Any) -> None:
+def test_silent_nodes_are_abandoned_soon(workers: Any) -> None:
     with_short = workers(4, briefly, with_silent_nodes)
     for errors, _, slots, took in with_short:
         assert list(errors) == [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
         assert [pair for pair, error in errors.items() if not error] == [(0, 1), (2, 3)]
         assert slots == [[(0, 1), (2, 3)], [(0, 2)], [(0, 3)], [(1, 2)], [(1, 3)]]
         assert took < 3 + 3 * 0.3 + 2
-    # Who meets the other node first waits for as long as was asked for; all others shortly.
+    # The first pair to reach the other node waits for the whole timeout, all others briefly.
     assert [waits for _, waits, _, _ in with_short] == [[3.0, 0.3], [0.3, 0.3], [3.0, 0.3], [0.3, 0.3]]
 
 
@@ -269,12 +269,12 @@ def test_three_workers_and_a_plan_of_their_links(workers: Any, tmp_path: Path, c
     assert cluster["intra"]["mbit_s"] == pytest.approx((values[2] + values[3]) / 2)
 
 
-def test_a_file_that_cannot_be_written_costs_no_words(workers: Any) -> None:
+def test_a_file_that_cannot_be_written_does_not_suppress_the_report(workers: Any) -> None:
     results = workers(2, the_command, "--out", "/dev/full", "--json")
     assert [code for code, *_ in results] == [1, 1]
     check(json.loads(results[0][1]), 2)
     assert re.fullmatch(MEASURING + r"decent-dp: /dev/full could not be written: No space left[^\n]+\n", results[0][2])
-    assert all(seconds < 10 for *_, seconds in results)  # in order: nobody waits for one that went
+    assert all(seconds < 10 for *_, seconds in results)  # in order: no worker waits for one that has exited
 
 
 class Gone(io.StringIO):
@@ -290,7 +290,7 @@ def with_a_reader_that_goes(rank: int, n: int, path: str) -> Any:
     return code, time.monotonic() - began
 
 
-def test_a_reader_that_goes_costs_no_file(workers: Any, tmp_path: Path) -> None:
+def test_a_closed_pipe_does_not_prevent_the_file(workers: Any, tmp_path: Path) -> None:
     results = workers(2, with_a_reader_that_goes, str(tmp_path / "links.json"))
     assert [code for code, _ in results] == [0, 0]
     check(json.loads((tmp_path / "links.json").read_text()), 2)
@@ -304,12 +304,12 @@ def killed_on_the_way(rank: int, n: int, who: int) -> Any:
 
 
 @pytest.mark.parametrize("who", [0, 2])
-def test_a_worker_that_is_killed_on_the_way(workers: Any, who: int) -> None:
+def test_a_worker_that_is_killed_meanwhile(workers: Any, who: int) -> None:
     outcomes = workers.outcomes(4, killed_on_the_way, who)
     assert outcomes[who].exitcode == 9
     results = [outcome.value for rank, outcome in enumerate(outcomes) if rank != who]
     assert [(code, out) for code, out, *_ in results] == [(1, "")] * 3
-    # One of those that are left has the word, and knows that the others only wait.
+    # One of the remaining workers reports, and knows that the others only wait.
     words = "".join(err for _, _, err, _ in results)
     before = "" if who == 0 else MEASURING
     assert re.fullmatch(before + rf"decent-dp: worker {who} is gone[^\n]+\n", words)
@@ -317,13 +317,13 @@ def test_a_worker_that_is_killed_on_the_way(workers: Any, who: int) -> None:
 
 
 def killed_with_the_store(rank: int, n: int, port: int) -> Any:
-    """Where no launcher keeps the store, worker 0 does."""
+    """Without a launcher that hosts the store, worker 0 hosts it."""
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=n)
     return killed_on_the_way(rank, n, 0)
 
 
-def test_worker_0_goes_and_takes_the_store_with_it(workers: Any) -> None:
+def test_worker_0_exits_with_the_store(workers: Any) -> None:
     first, *others = workers.outcomes(3, killed_with_the_store, free_port())
     assert first.exitcode == 9
     assert [other.value[:2] for other in others] == [(1, "")] * 2
@@ -344,7 +344,7 @@ time.sleep(60)
 """
 
 
-def test_a_launcher_that_ends_all_leaves_time_for_a_word(tmp_path: Path) -> None:
+def test_a_launcher_that_ends_all_leaves_time_for_a_message(tmp_path: Path) -> None:
     """As torchrun does when another worker has failed: SIGTERM in the middle of a pair."""
     port = str(free_port())
     common = {**CLEAN, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -371,7 +371,7 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-# -- the words -------------------------------------------------------------------------------------------------------------
+# -- the texts -------------------------------------------------------------------------------------------------------------
 
 
 def pairs(n: int, local: int) -> dict[tuple[int, int], Pair]:
@@ -432,7 +432,7 @@ def test_many_pairs_that_do_not_reach_each_other(capsys: pytest.CaptureFixture[s
     assert "between nodes" not in out
 
 
-def test_what_is_written_is_what_the_planner_reads(tmp_path: Path) -> None:
+def test_the_planner_reads_the_written_file(tmp_path: Path) -> None:
     from decent_dp.planner import Cluster
 
     cards = [{"host": "h", "device": "cpu", "python": "3", "torch": "2", "decent_dp": "1"}] * 8
@@ -461,7 +461,7 @@ def test_what_is_written_is_what_the_planner_reads(tmp_path: Path) -> None:
         ("", "", 40e-3, None),
     ],
 )
-def test_another_congestion_control_is_named_where_it_is_worth_a_try(
+def test_a_better_congestion_control_is_recommended(
     monkeypatch: pytest.MonkeyPatch, now: str, permitted: str, latency: float, wanted: str | None
 ) -> None:
     monkeypatch.delenv("DECENT_DP_CONGESTION_CONTROL", raising=False)

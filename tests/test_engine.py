@@ -173,7 +173,7 @@ def dropped(transport: Any, rule: Rule) -> None:
 
 
 @pytest.mark.parametrize("rule", [Gossip(), OuterNesterov()])
-def test_a_drop_writes_nothing(rule):
+def test_a_drop_does_not_write_to_parameters(rule):
     """The model may train on, in another thread."""
     run_replicas(2, lambda transport: dropped(transport, rule))
 
@@ -187,11 +187,11 @@ def test_a_wait_until_values_are_read_is_counted():
     assert 0.05 <= engine.waited < 5
 
 
-# -- what a rule is told ---------------------------------------------------------------------------------------------------
+# -- the calls of a rule ---------------------------------------------------------------------------------------------------
 
 
-class Told(Rule):
-    """Plain gossip that writes down what it is told."""
+class Recording(Rule):
+    """Plain gossip that records its calls."""
 
     def __init__(self) -> None:
         self.log: list[tuple[str, int, bool, bool]] = []
@@ -204,12 +204,12 @@ class Told(Rule):
         self.log.append(("apply", round.number, round.mixes, difference is not None))
 
 
-class OnlyTold(Told):
+class RecordingMixes(Recording):
     acts_alone = False
 
 
-def told(transport: Any, kind: type[Told]) -> list[tuple[str, int, bool, bool]]:
-    """Worker 1 leaves after its first mix."""
+def calls_of(transport: Any, kind: type[Recording]) -> list[tuple[str, int, bool, bool]]:
+    """Worker 1 exits after its first mix."""
     rule, rounds = kind(), [[Edge([0, 1], 0.5)], [Edge([0], 1.0), Edge([1], 1.0)]]
     engine = engine_of(transport, Turns(rounds, transport.rank).every(2), [torch.ones(3)], rule)
     [bucket] = engine.buckets
@@ -220,10 +220,10 @@ def told(transport: Any, kind: type[Told]) -> list[tuple[str, int, bool, bool]]:
     return rule.log
 
 
-@pytest.mark.parametrize("kind", [Told, OnlyTold])
-def test_a_rule_is_told_of_idle_and_of_lost_rounds(kind):
+@pytest.mark.parametrize("kind", [Recording, RecordingMixes])
+def test_a_rule_is_called_in_idle_and_lost_rounds(kind):
     """Rounds 0, 2 and 4 stand between mixes, in 3 this worker sits out, and in 5 its peer is lost."""
-    log, _ = run_replicas(2, lambda transport: told(transport, kind))
+    log, _ = run_replicas(2, lambda transport: calls_of(transport, kind))
     mixes, came = [False, True] * 3, [False, True, False, False, False, False]
     expected = []
     for t in range(6):
@@ -316,7 +316,7 @@ def frames_to_hook(hooked_by: str) -> int:
 
 
 def trained(transport: Any, driver: str, model: nn.Module, **options: Any) -> tuple[Any, Any]:
-    """What the user holds, and the replica, after three rounds: with ``overlap`` the last one is in flight."""
+    """The user's object and the replica after three rounds: with ``overlap`` the last one is in flight."""
     options = {"topology": "ring", "transport": transport, "bucket_size_in_mb": MANY, **options}
     optimizer = SGD(model.parameters())
     if driver == "wrapper":
@@ -355,52 +355,52 @@ def test_few_frames_lie_between_a_hook_and_the_exchange(driver, overlap):
 # -- the life of a replica -------------------------------------------------------------------------------------------------
 
 
-class Heard(Listener):
+class FailingListener(Listener):
     """Fails if its name is in capitals."""
 
-    def __init__(self, heard: list[str], name: str) -> None:
-        self.heard, self.name = heard, name
+    def __init__(self, called: list[str], name: str) -> None:
+        self.called, self.name = called, name
 
     def closing(self) -> None:
-        self.heard.append(self.name)
+        self.called.append(self.name)
         if self.name.isupper():
             raise KeyError(self.name)
 
 
 def closed(transport: Any, driver: str) -> str:
-    model, heard = net(), list[str]()
-    held, replica = trained(transport, driver, model)
+    model, called = net(), list[str]()
+    driven, replica = trained(transport, driver, model)
     before, buckets = values(model), replica.engine.buckets
     assert all(bucket.in_flight is not None for bucket in buckets)
     if transport.rank == 0:
-        replica.listeners += [Heard(heard, name) for name in "aBCd"]
+        replica.listeners += [FailingListener(called, name) for name in "aBCd"]
         with pytest.raises(KeyError):
-            held.close()
-    held.close()
+            driven.close()
+    driven.close()
     assert replica.closed
     assert [bucket.in_flight for bucket in buckets] == [None] * len(buckets)
     assert_same(model, before)
-    return "".join(sorted(heard))
+    return "".join(sorted(called))
 
 
 @pytest.mark.parametrize("driver", ["wrapper", "gossip"])
-def test_a_listener_that_fails_keeps_no_other_from_hearing_of_the_end(driver):
-    """What is in flight is finished and dropped all the same."""
+def test_a_failing_listener_does_not_prevent_the_others_from_being_called(driver):
+    """The exchange in flight is finished and dropped all the same."""
     assert run_replicas(2, lambda transport: closed(transport, driver)) == ["BCad", ""]
 
 
 def loaded_inside(transport: Any, driver: str, names: list[str]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
-    held, _ = trained(transport, driver, model)
+    driven, _ = trained(transport, driver, model)
     own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     new = {name: torch.full_like(own[name], 3.0 + transport.rank) for name in names}
-    with held.averaged():
+    with driven.averaged():
         model.load_state_dict(new, strict=False)
     now = model.state_dict()
     changed = [name for name, value in {**own, **new}.items() if not torch.equal(now[name], value)]
     assert changed == [], f"loaded: {names}"
-    held.close()
+    driven.close()
 
 
 LOADED = {"a parameter": ["2.bias"], "a buffer": ["1.running_mean"], "both": ["1.weight", "1.running_var"]}
@@ -417,7 +417,7 @@ def test_a_load_of_some_tensors_inside_averaged(what, driver):
 
 
 class Unhookable(torch.optim.SGD):
-    """Passes for an optimizer until its steps are to be heard of."""
+    """Passes for an optimizer until a hook is registered on its step."""
 
     refuses = True
 
@@ -434,7 +434,7 @@ def resources() -> tuple[int, int]:
 
 
 def failed(rank: int, n: int) -> Any:
-    """What the failed calls said, and the threads and files before and after them."""
+    """The errors of the failed calls, and the threads and files before and after them."""
 
     def attempt(optimizer: Any) -> Exception | None:
         try:
@@ -447,10 +447,10 @@ def failed(rank: int, n: int) -> Any:
     model = net()
     bad = Unhookable(model.parameters(), lr=0.1)
     bad.refuses = False
-    said = [str(attempt(bad))]  # what is made once a process is there
+    said = [str(attempt(bad))]  # makes objects that exist once per process
     before, bad.refuses = resources(), rank == 1
     said += [str(attempt("no optimizer" if rank == 1 else bad)) for _ in range(2)]
-    error = attempt(bad)  # holds the half-made replica
+    error = attempt(bad)  # references the half-made replica
     deadline = time.monotonic() + 5
     while any(now > then for now, then in zip(resources(), before, strict=True)) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -466,7 +466,7 @@ def test_a_call_that_fails_gives_its_threads_and_sockets_back(workers):
 
 
 def warned(rank: int, n: int) -> list[list[str]]:
-    """What is logged by one construction after another."""
+    """The log of several constructions."""
     records: list[logging.LogRecord] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = records.append  # type: ignore[assignment, method-assign]

@@ -53,7 +53,7 @@ def test_the_script_under_torchrun(tmp_path: Path) -> None:
     assert result["worst_accuracy"] <= result["accuracy"] + 0.05
     assert 0 < result["consensus_distance"] < 1
     payload = 4 * sum(p.numel() for p in digits.make_model(0).parameters())
-    assert payload <= result["bytes_a_step"] < 1.01 * payload
+    assert payload <= result["bytes_per_step"] < 1.01 * payload
     assert [step["step"] for step in result["history"]] == list(range(1, 67))
     assert [step["step"] for step in result["history"] if step["consensus_distance"] is not None] == [22, 44, 66]
     assert result["history"][-1]["loss"] < result["history"][0]["loss"]
@@ -68,7 +68,7 @@ def test_the_script_alone(tmp_path: Path) -> None:
     result = saved_model_is_as_accurate_as_said(tmp_path)
     assert result["workers"] == 1
     assert result["accuracy"] == result["worst_accuracy"] > 0.8
-    assert result["consensus_distance"] == result["bytes_a_step"] == 0
+    assert result["consensus_distance"] == result["bytes_per_step"] == 0
 
 
 @pytest.mark.timeout(90)
@@ -96,7 +96,7 @@ def test_the_demonstration_from_end_to_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_workers_that_fail_are_told_about() -> None:
+def test_failed_workers_are_reported() -> None:
     code = "print('{\"event\": \"plan\"}', flush=True); import sys; sys.exit('the reason')"
     seen = []
     with pytest.raises(SystemExit, match="exit code 1"), compare.workers([sys.executable, "-c", code]) as process:
@@ -105,7 +105,7 @@ def test_workers_that_fail_are_told_about() -> None:
 
 
 @pytest.mark.timeout(60)
-def test_workers_are_ended_when_we_are_stopped() -> None:
+def test_workers_end_when_the_demo_is_stopped() -> None:
     with (
         pytest.raises(KeyboardInterrupt),
         compare.workers([sys.executable, "-c", "import time; time.sleep(50)"]) as process,
@@ -120,7 +120,7 @@ def event(name: str, optimizer: str, seed: int, accuracy: float, distance: float
         "accuracy": accuracy,
         "worst_accuracy": accuracy - 0.01,
         "consensus_distance": distance,
-        "bytes_a_step": 2000.0,
+        "bytes_per_step": 2000.0,
         "history": history,
     }
     return {"event": "trained", "name": name, "optimizer": optimizer, "seed": seed, "result": result}
@@ -146,7 +146,7 @@ def test_the_table() -> None:
     assert (ddp["contender"], ring["contender"]) == ("PyTorch DDP", "ring")
     assert ring["accuracy"] == pytest.approx(0.95)
     assert ring["accuracy_by_seed"] == [0.94, 0.96]
-    assert (ddp["ms_a_step"], ring["ms_a_step"]) == (4.0, 4.4)
+    assert (ddp["ms_per_step"], ring["ms_per_step"]) == (4.0, 4.4)
     assert ring["ratio_to_ddp"] == pytest.approx(1.1)
     table = compare.make_table([ddp, ring])
     console = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
@@ -167,8 +167,8 @@ def test_the_whole_table_fits_a_terminal() -> None:
         accuracy=1.0,
         worst_accuracy=1.0,
         consensus_distance=1.2e-5,
-        bytes_a_step=510e3,
-        ms_a_step=123.45,
+        bytes_per_step=510e3,
+        ms_per_step=123.45,
         ratio_to_ddp=1.05,
         accuracy_by_seed=[],
         ms_by_round=[],
@@ -240,7 +240,7 @@ def test_workers_and_seeds_read_different_places() -> None:
     assert len(first) == 8
 
 
-def test_the_model_sees_only_what_came_before() -> None:
+def test_the_model_sees_only_earlier_characters() -> None:
     model = characters.make_model(seed=0)
     x = torch.zeros(1, characters.CONTEXT, dtype=torch.long)
     changed = x.clone()
@@ -266,7 +266,7 @@ def test_the_characters_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(90)
-def test_every_wire_from_end_to_end(tmp_path: Path) -> None:
+def test_every_compression_from_end_to_end(tmp_path: Path) -> None:
     short = ["--workers", "2", "--seeds", "0", "--topologies", "one-peer-exp", "--epochs", "1", "--steps", "4"]
     done = start("-m", "examples.wires", *short, "--out", str(tmp_path), timeout=80)
     assert done.returncode == 0, done.stderr
@@ -279,7 +279,7 @@ def test_every_wire_from_end_to_end(tmp_path: Path) -> None:
     for line in results["table"]:
         assert list(line["wires"]) == wire_runs.WIRES
         values = {wire: cell["mean"] for wire, cell in line["wires"].items()}
-        if line["measure"] == "bytes_a_step":
+        if line["measure"] == "bytes_per_step":
             assert values["bfloat16"] == pytest.approx(values["float32"] / 2, rel=0.02)
             assert values["int8"] == pytest.approx(values["float32"] / 4, rel=0.04)
         else:  # the wires are seen, but so short a training cannot go elsewhere
@@ -290,7 +290,7 @@ def test_every_wire_from_end_to_end(tmp_path: Path) -> None:
 
 
 def wired(job: str, wire: str, seed: int, loss: float, size: float) -> dict[str, Any]:
-    result = {"training_loss": loss - 0.5, "validation_loss": loss, "bytes_a_step": size}
+    result = {"training_loss": loss - 0.5, "validation_loss": loss, "bytes_per_step": size}
     if job == "digits":
         result["accuracy"] = 1 - loss / 10
     run = {"job": job, "topology": "alternating-exp-ring", "wire": wire, "seed": seed}
@@ -308,7 +308,7 @@ WIRED = [
 ]
 
 
-def test_the_report_of_wires() -> None:
+def test_the_report_of_compressions() -> None:
     lines = wires.make_lines(WIRED)
     assert [(line["job"], line["measure"]) for line in lines] == [
         *(("digits", measure) for measure in wires.MEASURES),
@@ -324,22 +324,22 @@ def test_the_report_of_wires() -> None:
     markdown = compare.make_markdown(wires.headings(lines), map(wires.cells, lines)).splitlines()
     assert markdown[0] == "| job | measure | float32 | int8 | int8 - float32 |"
     assert markdown[3] == ("| digits, alternating-exp-ring | validation loss | 1.1000 ± 0.1000 | 1.1400 ± 0.1000 | +0.0400 |")
-    assert markdown[5] == "| digits, alternating-exp-ring | bytes a step | 400000 | 100000 | × 0.25 |"
+    assert markdown[5] == "| digits, alternating-exp-ring | bytes per step | 400000 | 100000 | × 0.25 |"
 
 
-def test_the_verdict_on_wires_counts_what_is_within_noise() -> None:
+def test_the_verdict_counts_differences_within_noise() -> None:
     (said,) = wires.verdict(wires.make_lines(WIRED))
     assert said.startswith("int8: 3 of 5 means are within a standard deviation of float32's seeds. Not characters,")
     assert said.count("0.2500 worse, beside a deviation of 0.1000") == 2
     assert "One seed" in wires.verdict(wires.make_lines(WIRED[:5]))[0]
 
 
-def test_the_table_of_wires_fits_a_terminal() -> None:
+def test_the_table_of_compressions_fits_a_terminal() -> None:
     three = [{**event, "wire": "bfloat16"} for event in WIRED[1:] if event["wire"] == "int8"]
     assert Console(width=200).measure(wires.make_table(wires.make_lines([*WIRED, *three]))).maximum <= 80
 
 
-def test_the_results_of_wires_are_written(tmp_path: Path) -> None:
+def test_the_results_of_compressions_are_written(tmp_path: Path) -> None:
     wires.write_results(WIRED, tmp_path / "new")
     results = json.loads((tmp_path / "new" / "wires.json").read_text())
     assert sorted(results) == ["machine", "table", "verdict", "workers"]

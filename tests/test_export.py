@@ -150,7 +150,7 @@ def test_an_export_is_the_mean_of_the_replicas(exported):
     assert sorted(p.name for p in folder.rglob("*") if p.is_file()) == sorted([*FORMATS, *(f"fitted-{n}" for n in FORMATS)])
 
 
-def test_an_export_disturbs_nothing(exported, workers):
+def test_an_export_does_not_disturb_the_run(exported, workers):
     without = workers(3, export_in_the_middle, "", False)
     for (_, after, rounds), (_, expected, expected_rounds) in zip(exported[1], without, strict=True):
         same(after, expected)
@@ -186,7 +186,7 @@ def test_an_export_with_a_loader_has_the_statistics_of_the_mean_model(exported):
 
 WITHOUT_US = """
 import sys
-sys.modules["decent_dp"] = None  # whoever imports it now gets an ImportError
+sys.modules["decent_dp"] = None  # importing it now raises an ImportError
 import torch
 from torch import nn
 from safetensors.torch import load_file
@@ -341,7 +341,7 @@ def inside(rank: int, n: int, folder: str) -> Any:
     return found
 
 
-def test_inside_averaged_what_is_there_is_written(workers, tmp_path):
+def test_an_export_inside_averaged_writes_the_present_values(workers, tmp_path):
     found = workers(3, inside, str(tmp_path))
     for i, name in enumerate(("ema", "mean")):
         state = torch.load(tmp_path / f"{name}.pt", weights_only=True)
@@ -351,7 +351,7 @@ def test_inside_averaged_what_is_there_is_written(workers, tmp_path):
     assert not torch.equal(found[0][0]["first.weight"], found[0][1]["first.weight"])
 
 
-def test_what_is_there_is_written_bit_for_bit(tmp_path):
+def test_present_values_are_written_bit_for_bit(tmp_path):
     """The mean of seven equal numbers is not always that number."""
 
     def work(transport: Any) -> Any:
@@ -391,9 +391,9 @@ def test_calibrate_of_one_worker_is_torchs():
     assert model.stats().updates == stats.updates + 1
 
 
-def test_calibrate_asks_nothing_of_a_model_without_statistics():
+def test_calibrate_reads_no_batch_without_statistics():
     def loader() -> Any:
-        raise AssertionError("nobody should look")
+        raise AssertionError("no batch should be read")
         yield
 
     for module in (net(), nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3, track_running_stats=False))):

@@ -55,7 +55,7 @@ class Normed(nn.Module):
         return result
 
 
-def test_the_model_stays_what_it_was(tmp_path):
+def test_the_model_stays_the_same_module(tmp_path):
     model = Normed()
     optimizer = SGD(model.parameters())
     kind, keys, repr_ = type(model), list(model.state_dict()), repr(model)
@@ -106,7 +106,7 @@ def test_the_model_stays_what_it_was(tmp_path):
     alone(model, optimizer).close()
 
 
-def test_what_is_loaded_into_the_optimizer_goes_on():
+def test_loaded_optimizer_state_is_used():
     model, twin_ = net(), net()
     optimizer, other = ADAMW(model.parameters()), ADAMW(twin_.parameters())
     replica = alone(model, optimizer)
@@ -118,7 +118,7 @@ def test_what_is_loaded_into_the_optimizer_goes_on():
     assert replica.stats().rounds == 4
 
 
-# -- on workers: what goes on around the steps -------------------------------------------------------------------------
+# -- on workers: events between the steps ------------------------------------------------------------------------------
 
 
 def seen(model: nn.Module) -> dict[str, Tensor]:
@@ -138,7 +138,7 @@ def observed(rank: int, n: int) -> Any:
         assert_same(seen(model), found["start"], 1e-7)
     replica.flush()
     train(model, optimizer, range(5), rank)
-    # On one worker only: nobody is waited for.
+    # On one worker only: it waits for no other.
     if rank == 1:
         model.eval()
         model(batch(0)[0])
@@ -187,7 +187,7 @@ def mean_of(results: list[Any], key: str, name: str) -> Tensor:
     return sum(found[key][name].double() for found in results) / len(results)
 
 
-def test_what_is_seen_of_a_run(workers):
+def test_stats_and_repr_of_a_run(workers):
     results = workers(4, observed)
     first = results[0]
     names = [name for name in first["start"] if name not in ("count", "norm.num_batches_tracked", "fixed", "hidden")]
@@ -214,7 +214,7 @@ def test_what_is_seen_of_a_run(workers):
 
 
 def writes(rank: int, n: int) -> Any:
-    """Values that the user writes between steps: an edit lives on, and a load replaces."""
+    """Values that the user writes between steps: an edit survives, and a load replaces."""
     found: dict[str, Any] = {}
     for overlap in (True, False):
         model = net()
@@ -232,7 +232,7 @@ def writes(rank: int, n: int) -> Any:
         replica.flush()
         found["edit", overlap] = before, values(model)
 
-        # A load, of a part: the rest goes on.
+        # A partial load: the rest continues.
         train(model, optimizer, [3], rank)
         before = values(model)
         model[0].load_state_dict({"weight": torch.ones(12, 6), "bias": torch.zeros(12)})
@@ -242,7 +242,7 @@ def writes(rank: int, n: int) -> Any:
         assert torch.equal(after["0.bias"], torch.zeros(12))
         assert overlap != torch.equal(after["2.weight"], before["2.weight"])
 
-        # A load of all, twice: the loaded values go on, exactly.
+        # A load of all, twice: training continues from exactly the loaded values.
         train(model, optimizer, [4], rank)
         model.load_state_dict(net(7).state_dict())
         model.load_state_dict(net(8).state_dict())
@@ -255,14 +255,14 @@ def writes(rank: int, n: int) -> Any:
     return found
 
 
-def test_edits_live_and_loads_replace(workers):
+def test_edits_survive_and_loads_replace(workers):
     results = workers(2, writes)
     for overlap in (True, False):
         (own, other), after = ([found["edit", overlap][i] for found in results] for i in (0, 1))
         for name in own:
             for rank, (mine, theirs) in enumerate([(own[name], other[name]), (other[name], own[name])]):
                 edited = mine * (2 if name.startswith("4.") else 1) + (1.0 + rank if name == "0.weight" else 0.0)
-                # What was sent after the last step is what was there before the edit.
+                # The values sent after the last step are those before the edit.
                 difference = (theirs - mine) / 2 if overlap else 0.0
                 torch.testing.assert_close(after[rank][name], edited + difference, rtol=0, atol=1e-6)
                 assert overlap != torch.equal(after[rank][name], edited)
@@ -328,7 +328,7 @@ def test_other_numbers_of_rounds_are_named_on_all(workers):
 
 
 def left(rank: int, n: int, how: str) -> Any:
-    """Nothing is kept of the call; and worker 0 is done first."""
+    """The result of the call is not kept, and worker 0 finishes first."""
     model = net()
     optimizer = SGD(model.parameters())
     kept = gossip(model, optimizer, topology="one-peer-exp")
@@ -348,8 +348,8 @@ def left(rank: int, n: int, how: str) -> Any:
     return values(model)
 
 
-def test_leaving(workers):
-    """With and without close, kept or not: the same numbers, and nobody's last exchange breaks."""
+def test_workers_that_exit_early(workers):
+    """With and without close, kept or not: the same numbers, and no worker's last exchange breaks."""
     first = workers(4, left, "kept")
     for how in ("not kept", "closed", "dropped"):
         for a, b in zip(first, workers(4, left, how), strict=True):
@@ -453,7 +453,7 @@ LATER = {
 
 
 @pytest.mark.parametrize("change", LATER)
-def test_what_would_not_mix_is_refused_at_the_next_step(change):
+def test_changes_that_would_not_mix_are_refused_at_the_next_step(change):
     model = Normed()
     optimizer = SGD(model.parameters())
     replica = alone(model, optimizer)
@@ -493,7 +493,7 @@ def scaler_mistakes(rank: int, n: int, mistake: str, only: int | None) -> str:
             train(model, optimizer, [t], rank)
         else:
             scaler_step(scaler, model, optimizer, t, rank)
-    return "went on"
+    return "continued"
 
 
 MISTAKES = {
@@ -557,7 +557,7 @@ def weighted(rank: int, n: int) -> bool:
     return True
 
 
-def test_steps_that_change_nothing_bring_replicas_together(workers):
+def test_steps_without_movement_bring_replicas_together(workers):
     assert all(workers(3, weighted))
 
 

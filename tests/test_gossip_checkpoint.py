@@ -1,4 +1,4 @@
-"""Checkpoints of a ``Gossip``: with the user's own optimizers, a run that is stopped and goes on equals one that was not."""
+"""Checkpoints of a ``Gossip``: with the user's own optimizers, a run that is stopped and resumed equals one that was not."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Halves(nn.Module):
 
 
 class Wide(Optimizer):
-    """Keeps its state in more digits than its parameters, in containers, beside what is no number and of no parameter."""
+    """Keeps its state in more digits than its parameters, in containers, with values that are no numbers."""
 
     def __init__(self, params: Any, lr: float = 0.05) -> None:
         super().__init__(params, {"lr": lr})
@@ -145,7 +145,7 @@ def step_scaled(run: Run, t: int, part: int, rank: int) -> None:
 
 
 def step_settling(run: Run, t: int, part: int, rank: int) -> None:
-    """Finishes what is in flight, becomes the mean, or loads the model, right before some of the stops."""
+    """Finishes the exchange in flight, becomes the mean, or loads the model, right before some of the stops."""
     step_plain(run, t, part, rank)
     if t in (2, 6):
         run.gossip.flush()
@@ -159,7 +159,7 @@ def step_settling(run: Run, t: int, part: int, rank: int) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, how, and after how many actions it is stopped; ``parts`` actions are one iteration."""
+    """The training job, and the numbers of actions after which it stops; ``parts`` actions are one iteration."""
 
     optimizers: Callable[[nn.Module], list[Optimizer]]
     options: dict[str, Any] = field(default_factory=dict)
@@ -214,7 +214,7 @@ class Run:
         self.gossip.load_state_dict(saved["gossip"])
 
     def state(self) -> Any:
-        """All that training has made."""
+        """Everything that training has produced."""
         stats = self.gossip.stats()
         return {
             "values": {name: t.detach() for name, t in (*self.model.named_parameters(), *self.model.named_buffers())},
@@ -320,7 +320,7 @@ def last_of(case: Case) -> int:
 
 
 def uninterrupted(case: Case, folder: Path, rank: int, transport: Any = None) -> Any:
-    """The run that saves on the way, in both ways; as a check, one that does not."""
+    """The run that saves between steps, in both ways; as a check, one that does not."""
     ends = []
     for saves in (True, False):
         run = Run(case, 0, transport)
@@ -339,7 +339,7 @@ def uninterrupted(case: Case, folder: Path, rank: int, transport: Any = None) ->
 
 
 def resumed(case: Case, folder: Path, rank: int, transport: Any = None) -> dict[str, Any]:
-    """The first stop goes on in a new run; the others in one that has already come to its end, or somewhere else."""
+    """The first stop resumes in a new run, the others in one that is already at its end or elsewhere."""
     found = {}
     for way in ("files", "by hand") if case.by_hand else ("files",):
         run = Run(case, 77, transport)
@@ -367,7 +367,7 @@ def test_a_run_that_is_resumed_equals_one_that_was_not_stopped(tmp_path, name):
     assert whole[0]["gossip"]["exchange"]["in_flight"] == case.options.get("overlap", True)
 
 
-# In processes that are stopped, and others that go on.
+# In processes that are stopped, and others that resume.
 IN_PROCESSES = ("momentum", *(["muon"] if HAS_MUON else []), "two scaled", "settling, int8", "random numbers")
 
 
@@ -399,7 +399,7 @@ def on(transport: InProcessTransport, case: Case, seed: int = 0, steps: int = 0,
 
 
 def mean_of(trees: list[Any]) -> Any:
-    """Of nested dicts and lists of tensors and numbers; of all else the first."""
+    """The mean of nested dicts and lists of tensors and numbers; for everything else the first."""
     first = trees[0]
     if isinstance(first, Tensor) and first.is_floating_point():
         return np.mean([tree.double().numpy() for tree in trees], axis=0)
@@ -411,7 +411,7 @@ def mean_of(trees: list[Any]) -> Any:
 
 
 def assert_close(found: Any, expected: Any, where: str = "") -> None:
-    """``found`` is what ``mean_of`` has found, up to its own rounding."""
+    """``found`` equals the result of ``mean_of``, up to rounding."""
     if isinstance(expected, np.ndarray):
         narrow = isinstance(found, Tensor) and found.dtype is torch.bfloat16
         found = found.double().numpy() if isinstance(found, Tensor) else found
@@ -467,7 +467,7 @@ def test_another_number_of_workers(tmp_path):
 
 @pytest.mark.parametrize("name", named(["lbfgs", "adafactor", "muon", "own", "fused"]))
 def test_optimizers_of_many_kinds_on_fewer_workers(tmp_path, name):
-    """The mean of what they keep, in whatever containers; and they go on."""
+    """The mean of their states, in any containers; and they continue."""
     case = CASES[name]
 
     def floats(run: Run) -> Any:
@@ -492,7 +492,7 @@ def test_optimizers_of_many_kinds_on_fewer_workers(tmp_path, name):
         assert_close(found, expected)
 
 
-def test_what_a_compression_has_learnt_of_edges_goes_with_the_workers(tmp_path):
+def test_compression_state_of_edges_moves_with_the_workers(tmp_path):
     learnt = {"w": {"0-1": torch.ones(3)}}
     made = tree_of_mean(tmp_path, [saved_state(compression=learnt), saved_state(compression=learnt)])
     assert made["snapshot"]["compression"] == {}
@@ -509,8 +509,8 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", ["files", "by hand"])
-def test_a_run_may_go_on_differently(tmp_path, way):
-    """The exchange in flight is dropped on all workers, and the mean stays; another bucket size goes on exactly."""
+def test_a_run_may_resume_with_other_settings(tmp_path, way):
+    """The exchange in flight is dropped on all workers, and the mean stays; another bucket size resumes exactly."""
     files: dict[int, Any] = {}
 
     def first(transport: InProcessTransport) -> Any:
@@ -559,7 +559,7 @@ def test_a_run_may_go_on_differently(tmp_path, way):
 
 @pytest.mark.parametrize("flushed", [False, True])
 def test_an_exchange_that_one_worker_has_lost_is_dropped_on_all(flushed):
-    """In flight, and what was announced for the round that comes."""
+    """In flight, with the hints for the next round."""
 
     def work(transport: InProcessTransport) -> Any:
         run = on(transport, PLAIN, steps=4, compression="int8")
@@ -578,7 +578,7 @@ def test_an_exchange_that_one_worker_has_lost_is_dropped_on_all(flushed):
     assert run_replicas(4, work, 20) == [6] * 4
 
 
-def test_what_cannot_be_saved_is_named(tmp_path):
+def test_values_that_cannot_be_saved_are_named(tmp_path):
     class Odd(torch.optim.SGD):
         def state_dict(self) -> Any:
             return {"numbers": 1}
@@ -611,7 +611,7 @@ def test_what_cannot_be_saved_is_named(tmp_path):
 
 
 def test_export_calibration_and_moving_averages(tmp_path):
-    """The mean of the replicas, with BatchNorm's statistics; the moving average of the mean; the run goes on as if nothing."""
+    """The mean of the replicas, with BatchNorm's statistics; the moving average of the mean; the run continues undisturbed."""
 
     def work(look: bool, transport: InProcessTransport) -> Any:
         run = on(transport, PLAIN)
@@ -684,7 +684,7 @@ MISFITS: dict[str, tuple[Case, str]] = {
 
 
 def refused(rank: int, n: int, path: str) -> Any:
-    """(kind, text) of every error; that nothing has changed is looked at here, bit by bit."""
+    """(kind, text) of every error; also checks, bit by bit, that nothing has changed."""
     found: dict[str, tuple[str, str]] = {}
 
     def attempt(name: str, run: Run, call: Callable[[], Any]) -> None:
@@ -782,7 +782,7 @@ def refused(rank: int, n: int, path: str) -> Any:
     return found
 
 
-def test_what_does_not_fit_is_refused_on_all_workers(workers, tmp_path):
+def test_misfits_are_refused_on_all_workers(workers, tmp_path):
     found, *others = workers(3, refused, str(tmp_path), timeout=60)
     assert all(other == found for other in others)
 
@@ -812,8 +812,8 @@ def test_what_does_not_fit_is_refused_on_all_workers(workers, tmp_path):
             expect(name, "RuntimeError", "this Gossip was closed")
 
 
-def test_a_step_of_a_scaler_that_is_under_way(tmp_path):
-    """What the scaler knows between its step and its update is in no state dict, and a load would leave it behind."""
+def test_a_save_during_a_step_of_a_scaler(tmp_path):
+    """The scaler's findings between its step and its update are in no state dict, and a load would lose them."""
     run = Run(Case(halves(torch.optim.SGD, lr=0.1), parts=2, scaled=True), 0, InProcessTransport(), topology="complete")
     save(run.gossip, tmp_path / "before")
     state = run.gossip.state_dict()
@@ -833,7 +833,7 @@ def test_a_step_of_a_scaler_that_is_under_way(tmp_path):
     run.gossip.close()
 
 
-def test_a_round_of_which_a_step_was_skipped_after_a_stop():
+def test_a_round_with_a_skipped_step_after_a_stop():
     """Of two optimizers one has stepped before the stop and the other is skipped after it: the round is an update."""
     case = Case(halves(torch.optim.SGD, lr=0.1), parts=2, scaled=True, act=step_scaled)
     run = Run(case, 0, InProcessTransport(), topology="complete")
@@ -849,13 +849,13 @@ def test_a_round_of_which_a_step_was_skipped_after_a_stop():
         each.gossip.close()
 
 
-# -- told to go ------------------------------------------------------------------------------------------------------------
+# -- pre-emption -----------------------------------------------------------------------------------------------------------
 
 WAY = 60
 
 
 def stopped(rank: int, n: int, path: str) -> Any:
-    """One worker is told; all stop after the same round, save, and go on in other objects."""
+    """One worker gets a signal; all stop after the same round, save, and resume in other objects."""
     whole = Run(ADAM, 0)
     torch.manual_seed(rank)
     whole.act(0, WAY, rank)
@@ -881,7 +881,7 @@ def stopped(rank: int, n: int, path: str) -> Any:
     return stop.due, rounds
 
 
-def test_all_stop_after_the_same_round_and_go_on_exactly(workers, tmp_path):
+def test_all_stop_after_the_same_round_and_resume_exactly(workers, tmp_path):
     results = workers(3, stopped, str(tmp_path))
     assert len(set(results)) == 1
     due, rounds = results[0]

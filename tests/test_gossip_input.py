@@ -22,7 +22,7 @@ from tests.helpers import SGD, listening, loss, net
 
 pytestmark = pytest.mark.timeout(60)
 
-# What is handed to gossip(): a model, an optimizer and options.
+# Arguments of gossip(): a model, an optimizer and options.
 Given = tuple[Any, Any, dict[str, Any]]
 
 
@@ -31,7 +31,7 @@ def good(model: nn.Module, **options: Any) -> Given:
 
 
 def instead(optimizer: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Given]:
-    """Another thing in the place of the optimizer."""
+    """Another object in place of the optimizer."""
     return lambda model: (model, optimizer(model), {"topology": "ring"})
 
 
@@ -248,7 +248,7 @@ def threads() -> set[str]:
 
 
 def attempt(given: Given) -> tuple[str, str]:
-    """The error of one call, which comes soon and leaves no thread and no port behind."""
+    """The error of one call, which is raised soon and leaves no thread and no port behind."""
     model, optimizer, options = given
     before, began = (threads(), listening()), time.monotonic()
     found = error_of(lambda: decent_dp.gossip(model, optimizer, **options))
@@ -317,7 +317,7 @@ def test_the_same_error_on_all_workers(workers):
         assert not found[name][1].startswith("worker"), name
 
 
-def test_what_one_worker_is_given_is_named_on_all(workers):
+def test_arguments_of_one_worker_are_named_on_all(workers):
     found, *others = workers(2, wrong_on_one)
     for other in others:
         assert other == found
@@ -334,7 +334,7 @@ def test_what_one_worker_is_given_is_named_on_all(workers):
 
 
 def without_a_collector(rank: int, n: int) -> Any:
-    """No error holds itself, and with it the connections."""
+    """No error references itself, which would keep the connections."""
     gc.disable()
     assert trains(net(), rank)
     before, found = listening(), []
@@ -488,7 +488,7 @@ def later(rank: int, n: int, name: str, who: list[int]) -> Any:
 
 
 @pytest.mark.parametrize("name", LATER)
-def test_what_goes_wrong_later(workers, name):
+def test_later_errors(workers, name):
     text = LATER[name][2]
     for found in workers(2, later, name, [0, 1]):
         assert found[0] == "RuntimeError"

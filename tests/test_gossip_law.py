@@ -35,7 +35,7 @@ LAW_STEPS = 7
 
 
 def skips(rank: int, t: int) -> bool:
-    """What a scaler skips in the twins."""
+    """The steps that a scaler skips, in the twins."""
     return (rank, t) in ((1, 2), (3, 2), (0, 5))
 
 

@@ -30,7 +30,7 @@ STEPS = 6
 
 # Called by a script where it would call ``gossip``: with the model, its optimizers, and the scaler.
 Start = Callable[..., None]
-# What a script returns: its models, and how many rounds each must have made.
+# A script returns its models, and the number of rounds that each must have made.
 Ran = Sequence[tuple[nn.Module, int]]
 Script = Callable[[Start, int], Ran]
 
@@ -62,7 +62,7 @@ ADAM = partial(torch.optim.Adam, lr=0.01)
 
 
 class Shrinking(torch.optim.SGD):
-    """Calls its parent's step, as subclasses do: torch then tells of both, of the parent's once an SGD has been made."""
+    """Calls its parent's step, as subclasses do: torch then calls the hooks of both, the parent's once an SGD has been made."""
 
     def step(self, closure: Any = None) -> Any:
         result = super().step(closure)
@@ -273,7 +273,7 @@ def frozen() -> nn.Module:
 
 
 def frozen_later(start: Start, rank: int) -> Ran:
-    """A layer that was trained, and then not: it goes on mixing."""
+    """A layer that was trained, and then not: it continues to mix."""
     model = net()
     optimizer = SGD(model.parameters())
     start(model, optimizer)
@@ -459,7 +459,7 @@ def scaled_two(start: Start, rank: int) -> Ran:
 
 
 def scaled_not_at_all(start: Start, rank: int) -> Ran:
-    """A disabled one counts as none, and is never called an unknown one."""
+    """A disabled one counts as none, and is never refused as unknown."""
     found = []
     for passed in (True, False):
         model = net()
@@ -494,7 +494,7 @@ SCALERS: dict[str, Script] = {
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
-    """The compiler begins anew, and may warn of itself."""
+    """Resets the compiler, which may warn."""
     torch._dynamo.reset()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -560,11 +560,11 @@ SCRIPTS = {**OPTIMIZERS, **LOOPS, **MODELS, **SEVERAL, **SCALERS, **COMPILED}
 
 
 def without(model: nn.Module, optimizers: Any, **options: Any) -> None:
-    """In the place of ``gossip``."""
+    """In place of ``gossip``."""
 
 
 def counted(script: Script, rank: int, **options: Any) -> Ran:
-    """Runs a script with ``gossip``; each of its models has made as many rounds as it says."""
+    """Runs a script with ``gossip``; each of its models has made the number of rounds that it returns."""
     made: dict[nn.Module, Any] = {}
 
     def start(model: nn.Module, optimizers: Any, **more: Any) -> None:
@@ -649,7 +649,7 @@ def test_steps_that_a_scaler_skips_are_no_updates(fused):
     assert (replica.stats().updates, replica.stats().rounds) == (3, 5)
 
 
-def test_one_scaler_of_two_models_goes_back_to_what_it_was():
+def test_one_scaler_of_two_models_is_restored():
     scaler = torch.GradScaler("cpu")
     models = [net(), net()]
     optimizers = [SGD(model.parameters()) for model in models]

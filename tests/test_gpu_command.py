@@ -33,7 +33,7 @@ def test_the_command(tmp_path):
     """Cases that are right, and cases that fail or hang, which do not end the run."""
     out = tmp_path / "new" / "gpu.json"
     modules = ("benchmarks.gpu.situations", "benchmarks.gpu.devices", "tests.gpu_cases")
-    of_the_tests = ("gathers", "fails *", "hangs", "dies", "is not *", "goes on")
+    of_the_tests = ("gathers", "fails *", "hangs", "dies", "is not *", "continues")
     command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--out", str(out), "--modules", *modules]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     done = subprocess.run(
@@ -66,8 +66,8 @@ def test_the_command(tmp_path):
         ("dies", "processes"): ("failed", "worker 0: the process ended with exit code 3"),
         ("fails and may", "threads"): ("optional", "worker 0: ValueError: not there yet"),
         ("is not for here", "threads"): ("skipped", "no reason"),
-        ("goes on", "processes"): ("passed", "after the others"),
-        ("goes on", "threads"): ("passed", "after the others"),
+        ("continues", "processes"): ("passed", "after the others"),
+        ("continues", "threads"): ("passed", "after the others"),
     }
     assert 'raise ValueError("this is wrong\\nin two lines")' in done.stdout
     assert report["counts"] == {"passed": 4 + len(rows), "failed": 3, "timeout": 1, "optional": 1, "skipped": 1}
@@ -75,7 +75,7 @@ def test_the_command(tmp_path):
 
 def test_exit_codes(tmp_path, monkeypatch, capsys):
     """0 if nothing failed; cases that the limit leaves out count as failed; a name that there is not is an error."""
-    arguments = ["--device", "cpu", "--out", str(tmp_path / "gpu.json"), "--modules", "tests.gpu_cases", "--only", "goes on"]
+    arguments = ["--device", "cpu", "--out", str(tmp_path / "gpu.json"), "--modules", "tests.gpu_cases", "--only", "continues"]
     assert main([*arguments, "--limit", "0"]) == 1
     assert json.loads((tmp_path / "gpu.json").read_text())["counts"] == {"not run": 2}
     monkeypatch.setattr(runner, "run", lambda cases, *_: [runner.Row(case, "passed", 1.0) for case in cases])
@@ -91,7 +91,7 @@ def test_exit_codes(tmp_path, monkeypatch, capsys):
     assert "no case is called ['nothing']; there are: " in capsys.readouterr().err
 
 
-def test_a_python_without_torch_is_told_what_is_missing():
+def test_a_python_without_torch_gets_a_message():
     code = (
         "import runpy, sys; sys.modules['torch'] = None; sys.argv = ['gpu']; "
         "runpy.run_module('benchmarks.gpu', None, '__main__')"
@@ -111,7 +111,7 @@ def test_threads_run_their_own_backwards():
 
 
 @pytest.mark.parametrize("topology", ["complete", "ring"])
-def test_threads_show_only_what_has_been_written(monkeypatch, topology):
+def test_threads_show_only_written_values(monkeypatch, topology):
     """Each thread may have a stream of its own: it waits for it before others read, and before it lets what it read go."""
     waited: set[int] = set()
     kept: list[Tensor] = []

@@ -63,7 +63,7 @@ def test_parameters_used_now_and_then(bucket_size_in_mb, pattern):
 
 
 def branches_on_workers(rank: int, n: int) -> list[Any]:
-    """Each worker takes branches of its own: 'a' on worker 0 only, and so on; what has no gradient still mixes."""
+    """Each worker takes branches of its own: 'a' on worker 0 only, and so on; parameters without a gradient still mix."""
     found = []
     for topology in ("complete", "one-peer-exp", "ring"):
         for overlap in (True, False):
@@ -187,7 +187,7 @@ class Opaque:
 
 @pytest.mark.parametrize("kind", ["dataclass", "opaque", "tuple"])
 def test_outputs_of_any_structure(kind):
-    """The end of the outer backward is heard through the outputs, wherever the tensors are in them.
+    """The end of the outer backward is detected through the outputs, wherever the tensors are in them.
 
     All gradients come from inner backwards here, several a backward, and each of those has an end of its own.
     """
@@ -322,10 +322,10 @@ def scaler_on_workers(rank: int, n: int) -> list[Any]:
 
 
 def test_a_skipped_step_still_mixes(workers):
-    """Worker 1 skips update 2: it takes no step, and the others' exchange with it goes on."""
+    """Worker 1 skips update 2: it takes no step, and the others still exchange with it."""
     (first, *_), (second, updates, rounds) = workers(2, scaler_on_workers)
     assert (updates, rounds) == (3, 4)
-    # What worker 1 has after the skipped update is the mix of what was sent at update 1, and nothing else.
+    # After the skipped update, worker 1 has only mixed the values sent at update 1.
     for name, value in second[2].items():
         torch.testing.assert_close(value, (first[1][name] + second[1][name]) / 2, rtol=1e-5, atol=1e-6)
     assert all(torch.isfinite(v).all() for v in [*first[3].values(), *second[3].values()])
@@ -516,7 +516,7 @@ def broken_backward(rank: int, n: int, overlap: bool, clip: float, watcher: str)
 
 @pytest.mark.parametrize(("overlap", "clip", "watcher"), [(True, 0.0, ""), (False, 0.0, "zero_grad"), (True, 1.0, "")])
 def test_a_backward_that_raises_half_way(workers, overlap, clip, watcher):
-    """Worker 1 runs out of memory at update 3 and goes on: the rounds stay in step, and nothing hangs."""
+    """Worker 1 runs out of memory at update 3 and continues: the rounds stay in step, and nothing hangs."""
     results = workers(2, broken_backward, overlap, clip, watcher)
     assert [(updates, rounds) for updates, rounds, *_ in results] == [(6, 6), (5, 6)]
     assert all(torch.isfinite(v).all() for _, _, value, _ in results for v in value.values())
@@ -581,7 +581,7 @@ def test_a_broken_gradient_computation_is_no_round(of):
     assert (model.stats().updates, model.stats().rounds) == (2, 2)
 
 
-def test_a_broken_backward_leaves_no_gradients_behind_and_one_rate_for_all():
+def test_a_broken_backward_clears_gradients_and_keeps_one_rate():
     schedule = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
     model = alone(Fragile(), lr_scheduler_fn=schedule, bucket_size_in_mb=TINY)
     loss(model, 0).backward()
@@ -639,7 +639,7 @@ class LateCheckpoint(nn.Module):
         return result
 
 
-def test_a_late_gradient_is_kept_with_a_word():
+def test_a_late_gradient_is_kept_with_a_warning():
     torch.manual_seed(0)
     wrapper = alone(LateCheckpoint(), bucket_size_in_mb=TINY)
     for t in range(2):
@@ -669,7 +669,7 @@ def _as_torch(wrapper: DecentralizedDataParallel, optimizer: torch.optim.Optimiz
 
 
 def test_an_outer_backward_that_raises_after_its_inner_one():
-    """The output is an object that nobody looks into, and the graph lives on: the next forward completes the round."""
+    """The output is an opaque object, and the graph stays alive: the next forward completes the round."""
 
     class Failing(torch.autograd.Function):
         @staticmethod

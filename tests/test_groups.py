@@ -1,4 +1,4 @@
-"""Groups: their trees, what they hold in memory for their slowest member, and what happens to what waits behind it."""
+"""Groups: their trees, the memory that they need for their slowest member, and the exchanges that wait behind it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def resident() -> int:
 
 
 def one_is_late(rank: int, n: int, numel: int) -> tuple[int, float]:
-    """The last worker starts when the others have sent all that they can; how much memory that took, and the mean."""
+    """The last worker starts when the others have sent all that they can; returns the memory that this took, and the mean."""
     transport = ProcessGroupTransport()
     transport.prepare([Edge(list(range(n)), 1 / n)])
     own = request(torch.full((numel,), float(rank)), rank, ExchangeId(0, 0))
@@ -50,17 +50,17 @@ def one_is_late(rank: int, n: int, numel: int) -> tuple[int, float]:
     return grown, float(mean[0])
 
 
-def test_who_waits_for_a_late_worker_does_not_hold_all_that_the_others_sent(workers):
+def test_memory_is_bounded_while_a_group_waits_for_a_late_worker(workers):
     n, numel = 5, 12 * MIB
     found = workers(n, one_is_late, numel)
     assert [mean for _, mean in found] == [2.0] * n
     for grown, _ in found[:-1]:
-        # Without a bound: for a fifth of the pieces two messages beside the one that lies in `received`.
+        # Without a bound: for a fifth of the chunks two messages beside the one that lies in `received`.
         assert grown < _POOL_BYTES + 5 * MIB < 2 / 5 * 4 * numel, [grown / MIB for grown, _ in found]
 
 
 def one_dies(rank: int, n: int, buckets: int) -> list[tuple[str, str]] | None:
-    """Groups of one piece have one root, worker 0: only some of them fit into its memory at a time."""
+    """Groups of one chunk have one root, worker 0: only some of them fit into its memory at a time."""
     transport = ProcessGroupTransport()
     edge = Edge(list(range(n)), 1 / n)
     transport.prepare([edge])
@@ -82,7 +82,7 @@ def one_dies(rank: int, n: int, buckets: int) -> list[tuple[str, str]] | None:
     return found
 
 
-def test_what_waits_for_memory_hears_of_a_lost_worker(workers):
+def test_an_exchange_that_waits_for_memory_fails_with_a_lost_worker(workers):
     buckets = 40
     assert 4 * (2 * _BLOCK_ON_CPU) * buckets > 2 * _POOL_BYTES
     outcomes = workers.outcomes(4, one_dies, buckets, group_timeout=25)
@@ -97,7 +97,7 @@ def test_what_waits_for_memory_hears_of_a_lost_worker(workers):
 
 
 @pytest.mark.parametrize("sizes", [[1, 1], [3], [2, 2], [1, 4], [3, 2, 2], [1] * 5, [4, 4, 4, 1]])
-def test_every_piece_reaches_everybody_once(sizes):
+def test_every_chunk_reaches_every_worker_once(sizes):
     node_of = [f"node {i}" for i, size in enumerate(sizes) for _ in range(size)]
     ranks = list(range(len(node_of)))
     nodes = group_by_node(ranks[::-1], node_of)
@@ -122,7 +122,7 @@ def test_every_piece_reaches_everybody_once(sizes):
             if place.parent is not None and node_of[place.parent] != node_of[rank]:
                 sent[node_of[rank]] += 1
                 sent[node_of[place.parent]] += 1
-    # Between nodes 2 (k - 1)/k copies a node, dealt out evenly where all nodes have as many workers.
+    # Between nodes 2 (k - 1)/k copies per node, distributed evenly if all nodes have the same number of workers.
     k = len(sizes)
     assert sum(sent.values()) == 24 * 2 * (k - 1)
     if len(set(sizes)) == 1:
@@ -130,7 +130,7 @@ def test_every_piece_reaches_everybody_once(sizes):
 
 
 def on_two_nodes(rank: int, n: int) -> Any:
-    """One machine that says it is two: TCP between them, and leaders that are no roots."""
+    """One machine that acts as two: TCP between them, and leaders that are no roots."""
     communicators._network_stack = lambda: f"node {rank // 2}"
     addresses._own_address = lambda: "127.0.0.1"
     edge = Edge(list(range(n)), 1 / n)

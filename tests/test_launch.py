@@ -44,7 +44,7 @@ SLURM = {
 # -- reading ---------------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_one_worker():
+def test_an_empty_environment_is_one_worker():
     assert read_environment({}) == Launch("none", 0, 1, 0, 1, None, None)
     # The batch script itself, and a shell on a login node, are no tasks of a step.
     assert read_environment({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}).launcher == "none"
@@ -96,13 +96,13 @@ def test_the_first_node(nodes, first):
     assert read_environment({**SLURM, "SLURM_STEP_NODELIST": nodes}).address == first
 
 
-def test_the_jobs_nodes_where_the_steps_are_not_said():
+def test_the_jobs_nodes_if_the_step_names_none():
     environ = {k: v for k, v in SLURM.items() if not k.startswith("SLURM_STEP_N")} | {"SLURM_JOB_NODELIST": "job[1-2]"}
     found = read_environment(environ)
     assert (found.address, found.world_size) == ("job1", 8)
 
 
-def test_one_node_talks_over_loopback():
+def test_one_node_uses_loopback():
     one = {**SLURM, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "gpu03", "SLURM_STEP_TASKS_PER_NODE": "8"}
     assert read_environment(one).address == "127.0.0.1"
     assert read_environment({**one, "MASTER_ADDR": "10.1.1.1"}).address == "10.1.1.1"
@@ -118,7 +118,7 @@ def test_one_node_talks_over_loopback():
         ("4(x2),3", 2, 3),
         ("2,1(x3),5", 3, 1),
         ("2,1(x3),5", 4, 5),
-        (None, 0, 4),  # said by nobody: eight tasks on two nodes
+        (None, 0, 4),  # given by no variable: eight tasks on two nodes
     ],
 )
 def test_tasks_per_node(counts, node, expected):
@@ -132,7 +132,7 @@ def test_tasks_per_node(counts, node, expected):
         (TORCHRUN, {"MASTER_ADDR": None}, "MASTER_ADDR or MASTER_PORT is not"),
         (TORCHRUN, {"MASTER_PORT": None}, "MASTER_ADDR or MASTER_PORT is not"),
         (TORCHRUN, {"LOCAL_RANK": None}, "LOCAL_RANK is missing"),
-        # Every worker would train alone, without a word.
+        # Every worker would silently train alone.
         (TORCHRUN, {"RANK": None}, "RANK"),
         (TORCHRUN, {"WORLD_SIZE": None}, "WORLD_SIZE"),
         (TORCHRUN, {"RANK": "zero"}, "RANK must be a whole number, got 'zero'"),
@@ -146,7 +146,7 @@ def test_tasks_per_node(counts, node, expected):
         (SLURM, {"SLURM_STEP_NODELIST": "[1-2]"}, r"'\[1-2\]' names no host: set MASTER_ADDR"),
     ],
 )
-def test_what_is_missing_or_no_number(environ, change, words):
+def test_missing_variables_and_bad_numbers(environ, change, words):
     changed = {k: v for k, v in {**environ, **change}.items() if v is not None}
     with pytest.raises(RuntimeError, match=words):
         read_environment(changed)
@@ -206,7 +206,7 @@ def test_torchrun_and_gpus(machine, gpus, backend, device):
     assert machine.start(TORCHRUN) == (3, 8)
     assert (machine.backend, machine.device) == (backend, device)
     assert (machine.options["rank"], machine.options["world_size"]) == (3, 8)
-    # What torch's env:// reads.
+    # The variables that torch's env:// reads.
     assert machine.environ["MASTER_ADDR"] == "node0"
     assert machine.environ["MASTER_PORT"] == "29400"
 
@@ -251,7 +251,7 @@ def test_slurm_and_gpus(machine, gpus, extra, backend, device):
     assert machine.environ["LOCAL_WORLD_SIZE"] == "4"
 
 
-def test_what_the_user_has_set_stays(machine):
+def test_variables_set_by_the_user_stay(machine):
     machine.start({**SLURM, "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "555"})
     assert machine.environ["LOCAL_WORLD_SIZE"] == "2"
     assert machine.environ["MASTER_PORT"] == "555"

@@ -1,4 +1,4 @@
-"""What trained wrongly without a word: PyTorch DDP around a replica, and the loop of before left in."""
+"""Mistakes that would silently train wrongly: PyTorch DDP around a replica, and the old loop around the wrapper."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def ddp_around(rank: int, n: int) -> dict[str, str]:
     attempt("compiled inside", DistributedDataParallel(torch.compile(model, backend=same_graph)))
     attempt("compiled outside", torch.compile(DistributedDataParallel(model), backend=same_graph))
     attempt("a full graph", DistributedDataParallel(torch.compile(model, backend=same_graph, fullgraph=True)))
-    # What is allowed: a copy with DDP around it, another model, the model in nobody's DDP, and after the end.
+    # Allowed: a copy in DDP, another model, the model without DDP, and after the end.
     loss(DistributedDataParallel(copy.deepcopy(model)), 0, rank)
     loss(DistributedDataParallel(pickle.loads(pickle.dumps(model))), 0, rank)
     loss(DistributedDataParallel(nn.Sequential(net(), nn.Linear(3, 3))), 0, rank)
@@ -80,7 +80,7 @@ def test_pytorch_ddp_around_a_replica(workers):
         assert "accelerator.prepare_model(model, evaluation_mode=True)" in said
 
 
-def test_the_forwards_hook_leaves_models_as_they_are():
+def test_the_forward_hook_does_not_change_models():
     same_graph.count = 0  # type: ignore[attr-defined]
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -106,7 +106,7 @@ def test_the_forwards_hook_leaves_models_as_they_are():
 
 
 def test_a_round_in_a_cuda_graph_is_refused(monkeypatch):
-    """Without a GPU: where parameters are on one is pretended, and so is the capture."""
+    """Without a GPU: the device of the parameters and the capture are faked."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     replica = by_gossip(model, optimizer)
@@ -129,8 +129,8 @@ def test_a_round_in_a_cuda_graph_is_refused(monkeypatch):
 # -- the loop of before ----------------------------------------------------------------------------------------------------
 
 
-def heard(call: Any) -> list[str]:
-    """The warnings of a call, of which each points at this file."""
+def warnings_of(call: Any) -> list[str]:
+    """The warnings of a call; each of them points at this file."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call()
@@ -150,25 +150,25 @@ def test_an_old_loop_around_the_wrapper():
             own.step()
             schedule.step()
 
-    [said] = heard(old_loop)
+    [said] = warnings_of(old_loop)
     assert "AdamW steps parameter '0.weight', which DecentralizedDataParallel trains" in said
     assert "lr_scheduler_fn" in said
     assert "no_sync()" in said
-    assert heard(old_loop) == []  # once for each optimizer
+    assert warnings_of(old_loop) == []  # once for each optimizer
     again = torch.optim.AdamW(model.parameters())
-    assert len(heard(again.step)) == 1
+    assert len(warnings_of(again.step)) == 1
     model.close()
-    # Of a replica that is closed, and of a model that is nobody's: nothing.
-    assert heard(lambda: (torch.optim.SGD(model.parameters()).step(), torch.optim.SGD(net().parameters()).step())) == []
+    # No warning for a closed replica, nor for a model without a replica.
+    assert warnings_of(lambda: (torch.optim.SGD(model.parameters()).step(), torch.optim.SGD(net().parameters()).step())) == []
     # An optimizer that was no stranger before: the model is trained by a new wrapper now.
     plain = net()
     first = torch.optim.SGD(plain.parameters(), lr=0.1)
-    assert heard(first.step) == []
+    assert warnings_of(first.step) == []
     second = alone(plain)
-    assert len(heard(first.step)) == 1
+    assert len(warnings_of(first.step)) == 1
     second.close()
     third = alone(plain)
-    assert heard(lambda: loss(third, 0).backward()) == []
+    assert warnings_of(lambda: loss(third, 0).backward()) == []
     assert third.stats().updates == 1
 
 
@@ -191,34 +191,34 @@ def test_foreign_optimizers_beside_gossip():
     first = torch.optim.SGD(model.parameters(), lr=0.1)
     replica = by_gossip(model, first)
     loss(model, 0).backward()
-    assert heard(first.step) == []
+    assert warnings_of(first.step) == []
     again = torch.optim.SGD(model.parameters(), lr=0.01)  # re-created, as for another rate
-    [said] = heard(again.step)
+    [said] = warnings_of(again.step)
     assert "SGD steps parameter '0.weight', which gossip() mixes after the steps of other optimizers" in said
     assert "Pass it to gossip()" in said
     other = net()
     beside = by_gossip(other, torch.optim.SGD(other.parameters(), lr=0.1))  # all optimizers are looked at anew
-    assert heard(again.step) == []
+    assert warnings_of(again.step) == []
     beside.close()
     assert replica.stats().rounds == 1
     replica.close()
     replica = by_gossip(model, again)
-    assert heard(again.step) == []
+    assert warnings_of(again.step) == []
     assert replica.stats().rounds == 1
     replica.close()
     outer = Outer(model.parameters())
     replica = by_gossip(model, outer)
-    assert heard(outer.step) == []
+    assert warnings_of(outer.step) == []
     replica.close()
     outer = Outer(model.parameters())
     replica = by_gossip(model, outer)
-    assert len(heard(outer.second_step)) == 1
+    assert len(warnings_of(outer.second_step)) == 1
     assert replica.stats().rounds == 0
 
 
-def test_a_wrappers_own_inner_optimizers_are_no_strangers():
+def test_inner_optimizers_of_a_wrapper_do_not_warn():
     model = alone(net(), lambda named: Outer([param for _, param in named]))
-    assert heard(lambda: [loss(model, t).backward() for t in range(2)]) == []
+    assert warnings_of(lambda: [loss(model, t).backward() for t in range(2)]) == []
     assert model.stats().updates == 2
 
 
@@ -297,7 +297,7 @@ def test_gradients_on_several_cuda_streams_are_waited_for(monkeypatch):
     wrapper.close()
 
 
-def test_ddp_around_a_part_of_what_has_no_forward_and_at_any_time(monkeypatch):
+def test_ddp_around_a_part_of_a_model_without_forward_and_at_any_time(monkeypatch):
     parts = nn.ModuleDict({"a": net(), "b": nn.ModuleList([net(1)])})
     optimizer = torch.optim.SGD(parts.parameters(), lr=0.1)
     replica = by_gossip(parts, optimizer)
@@ -313,7 +313,7 @@ def test_ddp_around_a_part_of_what_has_no_forward_and_at_any_time(monkeypatch):
     replica.close()
 
 
-def test_a_superseded_replica_is_used_in_no_way():
+def test_a_superseded_replica_cannot_be_used():
     model = net()
     old = alone(model)
     newer = alone(model)

@@ -25,7 +25,7 @@ AdamW = torch.optim.AdamW
 
 
 def groups(named: Any, **of_biases: Any) -> Optimizer:
-    """AdamW with the biases in a group of their own."""
+    """AdamW with the biases in their own group."""
     weights, biases = ([param for name, param in named if ("bias" in name) is bias] for bias in (False, True))
     return AdamW([{"params": weights}, {"params": biases, **of_biases}], lr=0.1, weight_decay=0.1)
 
@@ -236,7 +236,7 @@ class SaysItself(TwoInOne):
 
 
 def saves(kind: Any, wrapped: bool) -> tuple[str, str]:
-    """What a save says before the first step, and after it."""
+    """The errors of a save before the first step, and after it."""
     model = net()
     if wrapped:
         wrapper = alone(model, kind)
@@ -277,7 +277,7 @@ def test_state_that_no_save_finds(wrapped):
     assert (after == "") is not wrapped, after  # by the wrapper state is saved by parameter name
 
 
-def test_the_way_out_of_two_in_one():
+def test_advice_for_optimizers_inside_an_optimizer():
     model = net()
     params = list(model.parameters())
     both = [Momentum([p for p in params if p.dim() > 1], lr=0.1), AdamW([p for p in params if p.dim() < 2])]
@@ -292,8 +292,8 @@ def test_the_way_out_of_two_in_one():
 
 
 @pytest.mark.parametrize("kind", [TwoInOne, InAList, InADict])
-def test_a_step_that_makes_a_round_is_no_foreign_one(kind):
-    """The real optimizers are given, and the home-made one steps them."""
+def test_a_step_that_makes_a_round_does_not_warn(kind):
+    """The real optimizers are passed, and the home-made one steps them."""
     model = net()
     two = kind(model.parameters())
     inner = two._all or (two.inner.values() if isinstance(two.inner, dict) else two.inner)
@@ -319,7 +319,7 @@ def test_a_wrapper_without_optim_fn():
         DecentralizedDataParallel(net(), transport=InProcessTransport())
 
 
-def test_optimizers_that_are_asked_for_before_the_first_update():
+def test_optimizers_indexed_before_the_first_update():
     model = alone(net())
     for early in (
         lambda: model.optimizers[0],
@@ -332,15 +332,15 @@ def test_optimizers_that_are_asked_for_before_the_first_update():
     for empty in (model.optimizers, model._optims, model.lr_schedulers, model._lr_schedulers):
         assert isinstance(empty, list)
         assert (bool(empty), empty[:], list(empty)) == (False, [], [])
-    held = model._optims
+    kept = model._optims
     loss(model, 0).backward()
-    assert held[0] is model.optimizers[0]
-    assert model._lr_schedulers == [None] * len(held)
+    assert kept[0] is model.optimizers[0]
+    assert model._lr_schedulers == [None] * len(kept)
     with pytest.raises(IndexError, match="pass lr_scheduler_fn"):
         model.lr_schedulers[0]
 
 
-def test_a_scaler_that_is_left_outside_the_wrapper():
+def test_a_scaler_that_was_not_passed_to_the_wrapper():
     def work(transport: Any) -> tuple[str, bool]:
         model = DecentralizedDataParallel(net(), SGD, topology="ring", transport=transport)
         before = [param.detach().clone() for param in model.parameters()]
@@ -359,7 +359,7 @@ def test_a_scaler_that_is_left_outside_the_wrapper():
         assert "would be 65536 times too large. Pass scaler=" in said
 
 
-def test_scalers_that_are_nobodys_mistake():
+def test_scalers_that_are_no_mistake():
     scaled = torch.amp.GradScaler("cpu")
     scaled.scale(torch.ones(()))  # of another model, which is said
     model = alone(net(), scaler=torch.amp.GradScaler("cpu", enabled=False))

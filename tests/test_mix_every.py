@@ -39,7 +39,7 @@ def mixing(n: int, t: int, turns: list[tuple[str, int]], h: int) -> np.ndarray:
 
 
 def twin(n: int, turns: list[tuple[str, int]], h: int, overlap: bool, batches: list[int] | None = None, k: int = 1) -> Any:
-    """What each worker holds after its batches; ``k`` are summed before a step."""
+    """The parameters of each worker after its batches; ``k`` are summed before a step."""
     x = [np.random.default_rng(7).normal(size=(5, 3)) for _ in range(n)]
     batches = batches or [STEPS] * n
     adam = AdamWTwin(n)
@@ -144,7 +144,7 @@ def lossy(rank: int, n: int) -> list[Any]:
     ]
 
 
-def test_lossy_wires(workers):
+def test_lossy_compressions(workers):
     """They go where the lossless one goes, nearly: replicas are as close together."""
     n = 5
     results = workers(n, lossy, timeout=100)
@@ -161,7 +161,7 @@ def test_lossy_wires(workers):
         assert abs(mean[0] - mean[2]).max() < 0.1
 
 
-def test_what_is_sent_and_when():
+def test_messages_and_their_rounds():
     """Only the mixes send, also of a topology of the user's own, and the ring's both sides come up though 2 divides 4."""
 
     def body(transport: Any) -> list[int]:
@@ -250,7 +250,7 @@ def resumed(rank: int, n: int) -> list[Any]:
 
 
 def unequal(rank: int) -> list[str]:
-    """Worker 1 loads what was saved later, and then nothing."""
+    """Worker 1 loads a later save, and then none."""
     said = []
     for load in (True, False):
         model = DecentralizedDataParallel(Linear(), ADAMW, topology="ring")
@@ -268,7 +268,7 @@ def unequal(rank: int) -> list[str]:
 
 
 @pytest.mark.parametrize("n", [3, 4])
-def test_a_resumed_run_goes_on_where_it_was(workers, n):
+def test_a_resumed_run_continues_where_it_was(workers, n):
     results = workers(n, resumed, timeout=90)
     for rank, (exact, byte, overlapped, said) in enumerate(results):
         for (topology, h), (want, found, edges, rounds, stats, _) in zip(RESUMED, exact, strict=True):
@@ -278,8 +278,8 @@ def test_a_resumed_run_goes_on_where_it_was(workers, n):
                 turns = [part.partition(":") for part in topology.split(",")]
                 w = mixing(n, t, [(name, int(k or 10**9)) for name, _, k in turns], h)
                 assert set(ranks) == set(np.flatnonzero(w[rank])), (topology, h, t)
-        # What a byte says depends on what was told the round before, which after a restart is told again. How far apart the
-        # replicas are is not known then: the first exchange may be rejected, and with it the next.
+        # The meaning of a byte depends on the hints of the round before, which are sent again after a restart. The distance
+        # of the replicas is not known then: the first exchange may be rejected, and with it the next.
         for lossy in (byte, overlapped):
             for (topology, h), (want, found, _, _, stats, rejected) in zip(RESUMED, lossy, strict=True):
                 np.testing.assert_array_equal(found[:FIRST], want[:FIRST])

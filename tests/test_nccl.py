@@ -1,4 +1,4 @@
-"""Edges over NCCL, by a communicator that only notes what it is asked for."""
+"""Edges over NCCL, by a communicator that only records its calls."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_nccl_pairs_are_one_grouped_call():
     assert (first.bytes_sent, second.bytes_sent) == (16, 16)
 
 
-def test_nccl_pairs_send_what_the_wire_codes():
+def test_nccl_pairs_send_encoded_values():
     noting = Noting()
     values = torch.linspace(-3, 3, 20)
     own = request(values, 0, ExchangeId(0, 0), BFloat16)
@@ -120,7 +120,7 @@ def test_a_group_that_fails_names_the_others():
 
 
 class OnGpu(Tensor):
-    """On the CPU, and says that it is on a GPU."""
+    """A tensor on the CPU that claims to be on a GPU."""
 
     @property
     def is_cuda(self) -> bool:  # type: ignore[override]
@@ -143,6 +143,6 @@ def choosing(rank: int, n: int) -> list[str]:
     return found
 
 
-def test_who_goes_over_nccl(workers):
+def test_exchanges_that_go_over_nccl(workers):
     nccl = ["NcclPairs", "NcclGroups", "NcclPairs", "TcpExchanger", "TcpExchanger", "TcpExchanger"]
     assert workers(2, choosing) == [nccl + ["TcpExchanger"] * 18] * 2

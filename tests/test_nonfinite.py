@@ -74,7 +74,7 @@ def spoilt(transport: Any, driver: str, topology: str, overlap: bool, bad: float
 
 
 def law(n: int, driver: str, topology: str, overlap: bool, at: tuple[int, int]) -> tuple[np.ndarray, list[int]]:
-    """In float64: whoever would mix with a replica that is not finite does not mix in that round."""
+    """In float64: the peers of a replica that is not finite do not mix in that round."""
     rounds = make_topology(topology, local_world_size=1, world_size=n, rank=0)
     x, sent, sat_out = np.zeros((n, 7)), None, [0] * n
 
@@ -107,7 +107,7 @@ def law(n: int, driver: str, topology: str, overlap: bool, at: tuple[int, int]) 
 @pytest.mark.parametrize("driver", ["wrapper", "gossip"])
 @pytest.mark.parametrize(("topology", "n"), [("one-peer-exp", 4), ("ring", 4), ("complete", 3), ("base-2", 3)])
 @pytest.mark.parametrize("overlap", [True, False])
-def test_no_other_replica_gets_it(driver, topology, n, overlap):
+def test_no_other_replica_gets_the_nan(driver, topology, n, overlap):
     at = (1, 5)
     for bad in (math.nan, math.inf):
         found = run_replicas(n, lambda transport: spoilt(transport, driver, topology, overlap, bad, at), timeout=20)  # noqa: B023
@@ -120,7 +120,7 @@ def test_no_other_replica_gets_it(driver, topology, n, overlap):
                 np.testing.assert_allclose(values, expected[rank], rtol=0, atol=1e-6, err_msg=f"worker {rank}")
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
     messages = [record.getMessage() for record in caplog.records if record.name == "decent_dp.engine.engine"]
     caplog.clear()
     return messages
@@ -129,7 +129,7 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.mark.parametrize("compression", [None, "bfloat16", "int8"])
 @pytest.mark.parametrize("driver", ["wrapper", "gossip"])
 def test_one_warning_on_both_sides_until_it_is_finite_again(driver, compression, caplog):
-    """One tensor in a bucket of its own: the other bucket goes on mixing, and a round counts once."""
+    """One tensor in a bucket of its own: the other bucket continues to mix, and a round counts once."""
 
     def work(transport: Any) -> Any:
         rank, model = transport.rank, Bag()
@@ -145,7 +145,7 @@ def test_one_warning_on_both_sides_until_it_is_finite_again(driver, compression,
             step(model(torch.from_numpy(target(rank, t)).float()).nan_to_num(0.0) * 0.0)
             transport.control.gather(None)
             if rank == 0:
-                seen.append(told(caplog))
+                seen.append(logged(caplog))
         counted = replica.stats().nonfinite
         others = [value.isfinite().all().item() for value in (model.first, model.second)]
         replica.close()

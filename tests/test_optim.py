@@ -186,7 +186,7 @@ def test_fast_form_equals_readable_form(cls: type, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("form", "decoupled"), [(accum_adam_foreach, False), (accum_adamw_foreach, True)])
-def test_functional_forms_with_steps_and_windows_of_their_own(form: Any, decoupled: bool) -> None:
+def test_functional_forms_with_their_own_steps_and_windows(form: Any, decoupled: bool) -> None:
     """Three tensors at steps 0, 1, 2 of windows of two, one call each time; argument order as documented."""
     hyper = {"s": 2, "lr": 0.03, "b1": 0.8, "b2": 0.95, "eps": 1e-4, "wd": 0.2, "decoupled": decoupled}
     rng = np.random.default_rng(0)
@@ -304,7 +304,7 @@ def test_parameters_without_gradient_do_not_count(foreach: bool) -> None:
         np.testing.assert_allclose(as_numpy(p), want, rtol=1e-12)
 
 
-def test_groups_have_options_of_their_own() -> None:
+def test_groups_have_their_own_options() -> None:
     a, b = parameters(13, torch.float64, [(4,), (4,)])
     starts, grads = [as_numpy(a), as_numpy(b)], gradients(9, 14, [(4,), (4,)])
     second = {"params": [b], "lr": 0.2, "betas": (0.5, 0.9), "eps": 0.1, "weight_decay": 0.3, "accum_iter": 2}
@@ -402,7 +402,7 @@ def test_complex_parameters_are_refused(cls: type) -> None:
 
 
 def copies(params: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
-    """The optimizer carried over in every way there is, each with parameters of its own."""
+    """The optimizer carried over in every way there is, each with its own parameters."""
     cls, options = type(optimizer), {k: v for k, v in optimizer.defaults.items() if k != "differentiable"}
     yield copy.deepcopy(optimizer)
     yield pickle.loads(pickle.dumps(optimizer))
@@ -420,7 +420,7 @@ def copies(params: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> Iter
 @both_forms
 @both_classes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_goes_on_bit_for_bit_in_the_middle_of_a_window(cls: type, foreach: bool, dtype: torch.dtype) -> None:
+def test_resumes_bit_for_bit_in_the_middle_of_a_window(cls: type, foreach: bool, dtype: torch.dtype) -> None:
     params = parameters(15, dtype)
     optimizer = cls(params, lr=0.01, weight_decay=0.1, accum_iter=4, foreach=foreach)
     grads = gradients(13, 16)
@@ -434,7 +434,7 @@ def test_goes_on_bit_for_bit_in_the_middle_of_a_window(cls: type, foreach: bool,
         same_state(optimizer, twin)
 
 
-def test_loads_state_dicts_of_old() -> None:
+def test_loads_older_state_dicts() -> None:
     """No 'foreach', state in the parameter's bfloat16, steps as numbers, betas as a list."""
     (p,) = parameters(17, torch.bfloat16, [(3,)])
     moments = {
@@ -458,7 +458,7 @@ def test_loads_state_dicts_of_old() -> None:
 
 
 def test_hooks_around_loading_are_kept() -> None:
-    """A user's pre-hook may exchange the dict, and their post-hook has the last word."""
+    """A user's pre-hook may exchange the dict, and their post-hook decides."""
     params = parameters(0, torch.bfloat16, [(3,)])
     optimizer = AccumAdam(params)
     feed(optimizer, gradients(1, 0, [(3,)]))

@@ -334,7 +334,7 @@ def test_factories_are_fused_and_equal_torch(factory: Any, cls: type, dtype: tor
 
 @both_factories
 def test_factories_fall_back(factory: Any, cls: type) -> None:
-    """Where the kernel would fail or read the wrong memory, group by group."""
+    """Groups for which the kernel would fail or read the wrong memory."""
     optimizer = factory(named(torch.ones(2, 2, dtype=torch.complex64), torch.ones(2)))
     assert [bool(group["fused"]) for group in optimizer.param_groups] == [False, True]
     sliced = nn.Parameter(torch.ones(4, 6)[:, ::2])
@@ -366,7 +366,7 @@ def test_strides_that_the_kernel_does_not_see(factory: Any, cls: type) -> None:
 
 @both_factories
 def test_state_goes_between_kernels(factory: Any, cls: type) -> None:
-    """To and from a run on another kernel; each keeps its own, and copies go on alike."""
+    """To and from a run on another kernel; each keeps its own, and copies continue alike."""
     tensor = torch.arange(12.0).view(3, 4)
     fused, plain = factory(named(tensor), weight_decay=0.1), cls(named(tensor), weight_decay=0.1, foreach=False)
     for optimizer in (fused, plain):

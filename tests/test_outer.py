@@ -50,7 +50,7 @@ class Case:
     edited: bool = False
 
     def edges(self, t: int, n: int) -> Any:
-        """Of update t; None where nobody mixes. Turns of a composed topology start anew."""
+        """The edges of update t; None if no worker mixes. The parts of a composed topology begin with their first round."""
         name, at = self.topology, t
         if ":" in name:
             first, last = name.split(",")
@@ -172,7 +172,7 @@ def test_four_workers_equal_numpy(workers):
         assert case.topology == "complete" or np.abs(want - want.mean(0)).max() > 1e-6, "replicas must differ"
 
 
-def test_one_worker_has_an_outer_optimizer_of_its_own():
+def test_one_worker_has_its_own_outer_optimizer():
     for overlap in (True, False):
         case = Case("complete", "adamw", 3, overlap, steps=8)
         found, _ = train(0, case, transport=InProcessTransport())
@@ -394,7 +394,7 @@ def test_settings_are_numbers_and_cannot_be_changed():
         rule.lr = 0.5  # type: ignore[misc]
 
 
-def test_the_composed_topologies_of_the_cases_are_what_the_twin_takes_them_for():
+def test_the_composed_topologies_have_the_rounds_that_the_twin_assumes():
     for case in CASES:
         if ":" in case.topology:
             made = Topology.every(make_topology(case.topology, local_world_size=1, world_size=N, rank=0), case.h)

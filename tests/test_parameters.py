@@ -65,7 +65,7 @@ def test_frozen_parameters_stay_and_unfreezing_is_refused():
     with pytest.raises(RuntimeError, match=r"'frozen\.weight' was frozen .* after unfreezing"):
         loss(model, 1)
     with torch.no_grad():
-        model(batch(0)[0])  # evaluation goes on
+        model(batch(0)[0])  # evaluation still works
     model.module.frozen.weight.requires_grad_(False)
     loss(model, 1).backward()
 
@@ -121,7 +121,7 @@ def load_midway(rank: int, n: int, how: str, overlap: bool, view: bool) -> Any:
         loss(model, t, rank).backward()
     LOADS[how](model, {k: v + 1 for k, v in net(9).state_dict().items()})
     loaded = values(model)
-    # With no gradient the update can only finish the exchange under way: exactly the loaded values go on.
+    # With no gradient the update can only finish the exchange in flight: training continues from exactly the loaded values.
     model.update()
     after = values(model)
     loss(model, 5, rank).backward()
@@ -183,7 +183,7 @@ def edit_midway(rank: int, n: int, view: bool) -> Any:
 
 
 @VIEWS
-def test_edits_in_place_live_and_the_difference_is_added(workers, view):
+def test_edits_in_place_survive_and_the_difference_is_added(workers, view):
     for rank, ((base, after), (edited_base, edited_after)) in enumerate(workers(2, edit_midway, view)):
         for name in base:
             torch.testing.assert_close(edited_after[name] - edited_base[name], after[name] - base[name], rtol=1e-4, atol=1e-6)
@@ -192,7 +192,7 @@ def test_edits_in_place_live_and_the_difference_is_added(workers, view):
 
 @VIEWS
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_replaced_storage_is_adopted(view, when):
+def test_replaced_storage_is_bound_again(view, when):
     model, twin = alone(net(), param_as_bucket_view=view), net()
     optimizer = SGD(list(twin.named_parameters()))
     if when == "after":
@@ -218,7 +218,7 @@ def test_replaced_storage_is_adopted(view, when):
 
 
 @VIEWS
-def test_replaced_storage_is_adopted_without_a_forward(view):
+def test_replaced_storage_is_bound_again_without_a_forward(view):
     model, twin = alone(net(), param_as_bucket_view=view), net()
     optimizer = SGD(list(twin.named_parameters()))
     loss(model, 0).backward()
@@ -238,7 +238,7 @@ def test_replaced_storage_is_adopted_without_a_forward(view):
     assert_same(model, twin)
 
 
-def adopted_on_workers(rank: int, n: int) -> Any:
+def rebound_on_workers(rank: int, n: int) -> Any:
     model = DecentralizedDataParallel(net(), SGD, topology="complete", overlap=False)
     for t in range(5):  # the last one ends with an update of replaced storage
         value = loss(model, t, rank)
@@ -251,8 +251,8 @@ def adopted_on_workers(rank: int, n: int) -> Any:
     return values(model)
 
 
-def test_adopted_parameters_go_on_mixing(workers):
-    first, second = workers(2, adopted_on_workers)
+def test_rebound_parameters_continue_to_mix(workers):
+    first, second = workers(2, rebound_on_workers)
     assert_same(first, second, 1e-6)
 
 
@@ -322,7 +322,7 @@ def test_state_dict_keeps_tensors_that_share_memory_apart():
     assert not torch.equal(model.state_dict()["a.weight"], model.state_dict()["b.weight"])
 
 
-def test_a_submodules_state_dict_settles_and_copies_too():
+def test_a_submodules_state_dict_makes_the_pending_update_and_copies():
     model = alone(net())
     loss(model, 0).backward()
     model.set_accumulate_grad(True)
@@ -529,7 +529,7 @@ def average_and_go_on(rank: int, n: int) -> Any:
         loss(model, t, rank).backward()
     model.global_avg()
     mean = values(model)
-    model.update()  # no gradient: only the exchange under way could move it
+    model.update()  # no gradient: only the exchange in flight could move it
     return mean, values(model)
 
 
@@ -538,7 +538,7 @@ def test_an_update_after_an_average_that_was_not_reverted(workers):
         assert_same(mean, after)
 
 
-def test_buffers_are_left_alone_unless_asked():
+def test_buffers_do_not_change_unless_asked():
     model = alone(WithBuffers())
     loss(model, 0).backward()
     model.global_avg()
@@ -565,7 +565,7 @@ def evaluate_on_one(rank: int, n: int) -> int:
     return model.stats().rounds
 
 
-def test_an_evaluation_on_one_worker_blocks_nobody(workers):
+def test_an_evaluation_on_one_worker_blocks_no_other(workers):
     assert workers(2, evaluate_on_one) == [4, 4]
 
 
@@ -575,7 +575,7 @@ def test_an_evaluation_on_one_worker_blocks_nobody(workers):
 def memory(rank: int, n: int, cases: list[tuple[bool, str, torch.dtype, str]]) -> Any:
     import gc
 
-    def held() -> int:
+    def memory_in_use() -> int:
         gc.collect()
         storages = {}
         for item in gc.get_objects():
@@ -593,9 +593,9 @@ def memory(rank: int, n: int, cases: list[tuple[bool, str, torch.dtype, str]]) -
 
     found = []
     for view, topology, dtype, compression in cases:
-        before = held()
+        before = memory_in_use()
         torch.manual_seed(0)
-        # Large enough for the five per cent to hold a piece of a sum.
+        # Large enough for a chunk of a sum to fit into the five per cent.
         model = nn.Sequential(nn.Linear(512, 2048), nn.Tanh(), nn.Linear(2048, 1536)).to(dtype)
         size = sum(p.nbytes for p in model.parameters())
         wrapper = DecentralizedDataParallel(
@@ -614,12 +614,12 @@ def memory(rank: int, n: int, cases: list[tuple[bool, str, torch.dtype, str]]) -
         dist.barrier()
         # Sums of what is in flight go when it has arrived: soon, unless the machine is busy.
         deadline = time.monotonic() + 3.0
-        while (plain_size := held() - before - size) > (MEMORY[view, topology, dtype, compression] + 0.05) * size:
+        while (plain_size := memory_in_use() - before - size) > (MEMORY[view, topology, dtype, compression] + 0.05) * size:
             if time.monotonic() > deadline:
                 break
             time.sleep(0.1)
         wrapper.global_avg()
-        backup_size = held() - before - size
+        backup_size = memory_in_use() - before - size
         wrapper.revert_global_avg()
         assert wrapper.stats().rounds == 3
         wrapper.close()
@@ -628,7 +628,7 @@ def memory(rank: int, n: int, cases: list[tuple[bool, str, torch.dtype, str]]) -
     return found
 
 
-# What is sent and what is received, of a message's size each.
+# The sent and the received message.
 MEMORY = {
     (True, "one-peer-exp", torch.float32, None): 2.0,
     (False, "one-peer-exp", torch.float32, None): 2.0,

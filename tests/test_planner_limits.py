@@ -1,4 +1,4 @@
-"""What the planner says limits a step, with the numbers in its words; latencies; slow workers and links; how it ranks."""
+"""What the planner says limits a step, with the numbers in its words; latencies; slow workers; how it ranks."""
 
 from __future__ import annotations
 
@@ -81,9 +81,6 @@ ROWS = {
                   "(80 ms per round) are hidden behind 3590 ms of computation, of which 3500 ms are coding", job(params=1e9)),
     "some coding": Row(cluster(2), replace(OPE, compression="int8"), "compute",
                        "behind 95 ms of computation, of which 5.0 ms are coding", coding=0.5),
-    "slow node": Row(cluster(6, rate=400e6, slow_nodes={2: 5.0}), Choice("decent_dp", "ring"), "links between nodes",
-                     "1 copy of the parameters over the slow link of node 2 in every step, 500 ms each"),
-    "no slow node": Row(cluster(2, rate=40e6, slow_nodes={0: 1.0}), OPE, "links between nodes", "over a node's link to the"),
     "through the CPU": Row(cluster(2, rate=1e12, backend="nccl"), replace(OPE, compression="int8"), "the CPU and TCP",
                            "a worker's CPU moves its messages for 1000 ms per round; 710 ms per step are waited for; "
                            "int8 goes through the CPU and TCP, not NCCL", job(params=1e9), coding=0.0),
@@ -179,25 +176,6 @@ def test_merged_buckets_keep_the_latency(monkeypatch: pytest.MonkeyPatch) -> Non
         assert len(buckets_of(job(params=300e6), choice, 200)) > 40
         assert some.step_ms > 1.2 * predict(replace(made, inter=Link(0, 60e9)), job(params=300e6), choice).step_ms
         assert some.step_ms == pytest.approx(every.step_ms, rel=0.03), choice
-
-
-# -- slow ones ---------------------------------------------------------------------------------------------------------
-
-
-def test_slowness_gets_around_a_long_ring() -> None:
-    slow, work, ring = cluster(64, rate=40e6 / 31.3e-3, slow_nodes={0: 5}), job(compute_ms=60), Choice("decent_dp", "ring")
-    found = predict(slow, work, ring)
-    assert found.step_ms == pytest.approx(5 * 31.3)
-    assert found.step_ms == pytest.approx(predict(slow, work, ring, steps=100).step_ms, rel=0.01)
-
-
-def test_slowness_reaches_everybody_or_is_the_slowest_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Long before the slowness of one link has come around 256 workers by mixing every other step.
-    around = Choice("decent_dp", topology("ring", 256).every(2))
-    far = predict(cluster(256, rate=40e6 / 0.09, slow_nodes={9: 4}), job(), around)
-    choice = Choice("decent_dp", topology("ring", 8).every(2))
-    near = merged(monkeypatch, 4, cluster(8, rate=40e6 / 0.09, slow_nodes={3: 4}), job(), choice)
-    assert far.step_ms == pytest.approx(near.step_ms, rel=0.01)
 
 
 # -- jitter ------------------------------------------------------------------------------------------------------------
@@ -389,7 +367,7 @@ def test_sizes_of_bucket_that_cut_alike_are_predicted_once(monkeypatch: pytest.M
 
 
 def test_whole_numbers_of_numpy_are_whole_numbers() -> None:
-    made = Cluster(np.int64(8), np.int32(2), Link(0, 1e9), Link(0, 1e9), slow_nodes={np.int64(1): np.float64(2)})
+    made = Cluster(np.int64(8), np.int32(2), Link(0, 1e9), Link(0, 1e9))
     assert [type(value) for value in (made.world_size, made.local_world_size)] == [int, int]
-    assert made == replace(cluster(8, 2, rate=1e9, inside=1e9), slow_nodes={1: 2.0})
+    assert made == cluster(8, 2, rate=1e9, inside=1e9)
     assert predict(made, job(), OPE, steps=np.int64(20), seed=np.int64(3)) == predict(made, job(), OPE, steps=20, seed=3)

@@ -19,7 +19,9 @@ import pytest
 
 from decent_dp.errors import WireError
 from decent_dp.transport.tcp import connection
+from decent_dp.transport.tcp import reactor as reactor_module
 from decent_dp.transport.tcp.connection import WINDOW, Receiving, Sending, configure
+from decent_dp.transport.tcp.descriptors import own
 from decent_dp.transport.tcp.protocol import DATA, GRANT, HEADER, HELLO, NOTE, OFFER, SMALL, VERSION, Key
 from decent_dp.transport.tcp.reactor import Reactor
 
@@ -271,7 +273,7 @@ class ByHand:
     """Worker 1 of two, frame by frame."""
 
     def __init__(self, *, near: bool = False, rank: int = 1, token: bytes = TOKEN, buffer: int | None = None) -> None:
-        made = listener(False)
+        made = own(lambda: listener(False))
         self.name = made.getsockname()
         self.reactor = Reactor(0, frozenset({1} if near else ()), [made], reach, TOKEN)
         self.stream = reach(self.name, buffer)
@@ -694,8 +696,30 @@ def test_without_descriptors_nobody_is_accepted_and_the_thread_sleeps(by_hand, m
     assert caplog.text.count("Too many open files") == 1
 
 
-def test_a_forked_child_keeps_no_connection_alive(by_hand):
-    """As DataLoader workers are: they outlive a worker that is killed, and its peers must notice at once."""
+@pytest.mark.parametrize("moment", ["accepted", "greeted", "connected"])
+def test_a_forked_child_keeps_no_connection_alive(moment, monkeypatch):
+    """As DataLoader workers are: they outlive a worker that is killed, and its peers must notice at once.
+
+    The fork comes while the parent's other thread has just accepted the connection, or has read its hello, or later.
+    """
+    between = threading.Event()
+
+    def slowed(call: Any) -> Any:
+        def then_wait(*arguments: Any) -> Any:
+            result = call(*arguments)
+            between.set()
+            time.sleep(0.3)
+            return result
+
+        return then_wait
+
+    if moment == "accepted":
+        monkeypatch.setattr(socket.socket, "accept", slowed(socket.socket.accept))
+    if moment == "greeted":
+        monkeypatch.setattr(reactor_module, "peer_of", slowed(reactor_module.peer_of))
+    by_hand = ByHand()
+    if moment != "connected":
+        assert between.wait(SECONDS)
     is_there, there = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # newer Pythons warn of threads
@@ -717,6 +741,8 @@ def test_a_forked_child_keeps_no_connection_alive(by_hand):
         with pytest.raises(OSError, match="refused"):
             socket.create_connection(by_hand.name)  # nor does the child listen
     finally:
+        by_hand.stream.close()
+        by_hand.reactor.close()
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         os.close(is_there)

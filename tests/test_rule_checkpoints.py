@@ -1,4 +1,4 @@
-"""What becomes of a rule's state, and of what a compression has learnt of edges: saves, loads, other numbers of workers."""
+"""The state of a rule and of a compression in saves, loads and other numbers of workers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.timeout(90)
 _ONE_AT_A_TIME = threading.Lock()
 
 
-# -- going on exactly ------------------------------------------------------------------------------------------------------
+# -- exact resumption -----------------------------------------------------------------------------------------------------
 
 STEPS = 9
 # With mix_every=3, four updates are in the middle of a window, and after six an exchange is in flight.
@@ -56,7 +56,7 @@ def make(kind: str, seed: int = 0, **options: Any) -> DecentralizedDataParallel:
 
 
 def everything(model: DecentralizedDataParallel) -> dict[str, Any]:
-    """All that training has made, and the rule's state, bit for bit."""
+    """Everything that training has produced, and the rule's state, bit for bit."""
     return {**state(model), "rule": dumb_copy(take(model.replica)["rule"])}
 
 
@@ -145,7 +145,7 @@ def other_rules(rank: int, n: int, path: str) -> dict[str, Any]:
         found[f"refused by {name}"] = error_of(lambda model=model, kind=kind: load(model, f"{path}/{kind}"))
         assert_equal(values(model.module), before)
         assert model.stats().rounds == rounds
-        loss(model, 3, rank).backward()  # it goes on as it was
+        loss(model, 3, rank).backward()  # it continues unchanged
         model.close()
 
     # Plain gossip has no state: another rule begins with what was saved. The next update mixes nothing.
@@ -156,7 +156,7 @@ def other_rules(rank: int, n: int, path: str) -> dict[str, Any]:
         found[f"begun, {overlap}"] = dumb_copy(take(model.replica)["rule"]["state"])
         model.close()
 
-    # Another lr, topology or compression: the state goes on, and the exchange that was in flight does not.
+    # Another lr, topology or compression: the state is kept, and the exchange that was in flight is dropped.
     for name, options in {
         "lr": {"rule": OuterNesterov(lr=0.1)},
         "topology": {"topology": "complete"},
@@ -329,8 +329,8 @@ def load_in_the_middle(rank: int, n: int) -> list[np.ndarray]:
     return [train_and_load(rank, case, loads, **options[i % 3]) for i, (case, loads) in enumerate(LOADS)]
 
 
-def test_a_load_begins_anew(workers):
-    """A load of all parameters or of some, and a mean for good: the anchor is what was loaded, and the momentum zero."""
+def test_a_load_resets_the_rules_state(workers):
+    """A load of all parameters or of some, and a mean for good: the anchor has the loaded values, and the momentum is zero."""
     results = workers(4, load_in_the_middle)
     for i, (case, loads) in enumerate(LOADS):
         want = reload_twin(case, 4, loads)
@@ -343,7 +343,7 @@ def test_a_load_begins_anew(workers):
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("parts", [True, False])
 def test_a_load_and_then_a_save(overlap, parts):
-    """What is saved between a load and the next update goes on as the run that was not stopped."""
+    """A save between a load and the next update resumes like the run that was not stopped."""
     job = Job({"topology": "ring", "rule": OuterNesterov(), "mix_every": 2, "overlap": overlap})
     other = values(net(9))
     if parts:
@@ -372,7 +372,7 @@ def test_a_load_and_then_a_save(overlap, parts):
 
 
 class Counting(Lossless):
-    """Counts, for each edge and parameter, how often it has coded for it."""
+    """Counts, for each edge and parameter, how often it has encoded for it."""
 
     name = "counting"
     by_parameter = True
@@ -417,7 +417,7 @@ def expected(rank: int, rounds: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("then", [{}, MANY, {"param_as_bucket_view": False}], ids=str)
 @pytest.mark.parametrize("first", [{}, MANY], ids=str)
-def test_what_is_learnt_of_edges_is_saved(counting, first, then):
+def test_compression_state_of_edges_is_saved(counting, first, then):
     job = Job({"topology": "varying", "compression": "counting", "rule": OuterNesterov(), **first})
     stops = (0, 1, 4, 5)
     through = run_replicas(4, lambda at: run_through(job, at, at.rank, 8, stops), timeout=20)
@@ -439,7 +439,7 @@ def test_what_is_learnt_of_edges_is_saved(counting, first, then):
             assert end == {name: expected(rank, 8) for name in names}, (stop, rank)
 
 
-def test_what_is_learnt_of_edges_is_in_files_and_ends_with_the_edges(counting, tmp_path):
+def test_compression_state_is_in_files_and_ends_with_the_edges(counting, tmp_path):
     job = Job({"topology": "varying", "compression": "counting"})
     names = dict(net().named_parameters()).keys()
 
@@ -468,7 +468,7 @@ def test_what_is_learnt_of_edges_is_in_files_and_ends_with_the_edges(counting, t
         assert run_replicas(n, going_on("complete", how), timeout=20) == [{}] * n
 
 
-def test_a_wire_that_learns_nothing_saves_nothing():
+def test_a_compression_without_state_saves_none():
     def work(at: InProcessTransport) -> Any:
         found = []
         for compression in (None, "bfloat16", "int8"):

@@ -29,7 +29,7 @@ SOME = partial(torch.optim.SGD, lr=0.05)
 
 
 def check_log(log: list[Any], total: int, rounds: int, pending: int) -> dict[int, set[bool]]:
-    """Every element had every round, once by each verb and in order; the last ``pending`` ones only by ``propose``.
+    """Every element had every round, once by each method and in order; the last ``pending`` ones only by ``propose``.
 
     Returns:
         For each round whether something came, for the elements.
@@ -107,7 +107,7 @@ def test_a_rule_is_called_for_every_round(workers):
 
 
 def far_apart(rank: int, n: int) -> tuple[list[Any], int, int, int]:
-    """int8 cannot tell differences so much larger than what it expects; then the runs are rejected."""
+    """int8 cannot tell differences so much larger than it expects; then the blocks are rejected."""
     Recorder.begin()
     model = DecentralizedDataParallel(
         Bag(0), partial(torch.optim.SGD, lr=0.0), topology="one-peer-exp", compression="int8", rule=Recorder()
@@ -120,7 +120,7 @@ def far_apart(rank: int, n: int) -> tuple[list[Any], int, int, int]:
     return log, rejected, total, 6
 
 
-def test_a_rejected_run_is_a_round_without_a_difference(workers):
+def test_a_rejected_block_is_a_round_without_a_difference(workers):
     for log, rejected, total, rounds in workers(2, far_apart):
         came = check_log(log, total, rounds, 1)
         assert came[0] == {False}
@@ -160,11 +160,11 @@ def test_rounds_without_a_step_are_rounds(workers):
         check_log(log, total, 7, 1)
     for log, total in workers(2, skipped):
         came = check_log(log, total, 7, 1)
-        # The factor is that of the moment at which the mix is made: in updates 2 and 3, those of rounds 1 and 2.
+        # The factor is that at the time of the mix: in updates 2 and 3, those of rounds 1 and 2.
         assert [came[t] for t in range(6)] == [{True}, {False}, {False}, {True}, {True}, {True}]
 
 
-def test_one_worker_tells_its_rule_of_every_round():
+def test_one_worker_calls_its_rule_in_every_round():
     for options in ({}, {"overlap": False, "mix_every": 2, "bucket_size_in_mb": 1e-6}):
         Recorder.begin()
         model = alone(net(), rule=Recorder(), **options)
@@ -179,7 +179,7 @@ def test_one_worker_tells_its_rule_of_every_round():
 
 
 @pytest.mark.parametrize("compression", [None, "int8"])
-def test_the_simulator_tells_the_rule_of_every_round(compression):
+def test_the_simulator_calls_the_rule_in_every_round(compression):
     TopologyReg.registry["varying"] = Varying
     for topology, h in (("varying", 1), ("complete:3,ring", 2)):
         Recorder.begin()
@@ -242,7 +242,7 @@ def test_numbers_do_not_depend_on_how_buckets_are_cut(workers):
 
 
 def hinted(rank: int, rule: Rule | None, transport: Any = None, **options: Any) -> tuple[np.ndarray, list[np.ndarray], int]:
-    """Parameters in the end, the exponents that were announced after each update, and the runs that were rejected."""
+    """Parameters in the end, the exponents that were hinted after each update, and the rejected blocks."""
     model = DecentralizedDataParallel(
         Bag(0), SOME, topology="one-peer-exp", compression="int8", rule=rule, transport=transport, **options
     )
@@ -304,7 +304,7 @@ class Watching(torch.optim.SGD):
         self.shown.append([p.comm_buffer.clone() for group in self.param_groups for p in group["params"]])
 
 
-def test_hooks_of_optimizers_are_shown_what_was_proposed():
+def test_hooks_of_optimizers_see_the_proposals():
     """On a lossy compression as on a lossless one."""
 
     def work(transport: Any, compression: str | None) -> Any:
@@ -385,7 +385,7 @@ def test_equal_rules_are_agreed_on_and_hide_no_other_difference(workers):
         assert f"the settings differ between workers: {name} is " in message
 
 
-def test_what_is_no_rule_is_refused(workers):
+def test_objects_that_are_no_rule_are_refused(workers):
     for rules, kind, message in WRONG:
         want = (kind, message)
         with pytest.raises(TypeError) as caught:

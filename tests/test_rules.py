@@ -1,4 +1,4 @@
-"""Rules, and the law that they are built on, against NumPy in float64."""
+"""Rules, and their law, against NumPy in float64."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 def mix(own: list[Tensor], sent: list[Tensor], others: list[Tensor], pull: float) -> list[Tensor]:
-    """With differences as a compression would find them: in float32 at least."""
+    """With differences as a compression decodes them: in float32 at least."""
     own = [t.clone() for t in own]
     wider = [torch.promote_types(t.dtype, torch.float32) for t in own]
     differences = [o.to(w) - s.to(w) for o, s, w in zip(others, sent, wider, strict=True)]
@@ -80,7 +80,7 @@ def test_two_workers_with_weight_one_half_meet_in_the_middle():
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
-def test_a_pull_of_zero_takes_nothing(bad):
+def test_a_difference_of_zero_changes_nothing(bad):
     own = randn(4)
     for sent, others in ((own, torch.full_like(own, bad)), (torch.full_like(own, bad), own)):
         [mixed] = mix([own], [sent], [others], 0.0)
@@ -98,7 +98,7 @@ def test_how_the_list_is_cut_does_not_matter(sizes, pull, dtype):
     assert torch.equal(torch.cat(cut), whole)
 
 
-def test_an_edit_in_between_survives():
+def test_an_edit_between_steps_survives():
     before, others = randn(6, seed=1), randn(6, seed=2)
     sent = before.clone()
     edited = before.clamp(-0.1, 0.1)
@@ -120,7 +120,7 @@ def test_propose_changes_nothing_and_apply_writes_in_place():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_wider_differences_are_rounded_once(dtype):
-    """A difference that the replica's dtype could not hold beside a large value still counts in full."""
+    """A difference too small for the replica's dtype beside a large value still counts in full."""
     own, difference = torch.full((4,), 3.0, dtype=dtype), torch.full((4,), 1 / 3, dtype=torch.float64)
     apply_rule(RULE, own, {}, difference.clone(), 0.75, ROUND)
     assert torch.equal(own, torch.full((4,), 3.25, dtype=dtype))

@@ -117,7 +117,7 @@ def uneven(run: Any) -> None:
 
 
 def skipped(run: Any) -> None:
-    """A forward without a backward, and one that is looked at inside averaged(), which an error leaves."""
+    """A forward without a backward, and one inside averaged(), which ends with an error."""
     for t in range(6):
         if t == 3:
             run.looked_at(t)
@@ -184,7 +184,7 @@ def seeded(rank: int, n: int) -> tuple[dict[str, Any], float]:
     return made, shift
 
 
-def test_what_is_not_sharded_is_of_all_workers(workers):
+def test_tensors_that_are_not_sharded_are_of_all_workers(workers):
     """Buffers and frozen parameters start as worker 0's, whatever each worker's seed, and a buffer's mean is over all."""
     found = workers(4, seeded, timeout=120)
     for made, shift in found:

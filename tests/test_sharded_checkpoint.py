@@ -59,7 +59,7 @@ def listed(value: Any) -> Any:
 
 
 def resumed(case: Case, mesh: Any, path: Path) -> None:
-    """A run that is stopped in a window, and while it is looked at, equals the one that was not."""
+    """A run that is stopped in a window, and while it is looked at, equals the one without a stop."""
     run = Sharded(case, mesh)
     for t in range(5):
         step(run, t)
@@ -185,7 +185,7 @@ def calibrated(mesh: Any, folder: Path) -> dict[str, Tensor]:
 
 
 def errors(mesh: Any, folder: Path, n: int) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """What fits only in another form, and what lies on other workers."""
+    """Checkpoints of another form, and of shards on other workers."""
     from torch.distributed.device_mesh import init_device_mesh
 
     found = {}

@@ -1,4 +1,4 @@
-"""Sharded models that cannot be mixed are refused with one error on all workers; what can be is taken."""
+"""Sharded models that cannot be mixed are refused with one error on all workers; others are accepted."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def body(rank: int, n: int) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def trained(model: nn.Module, steps: int = 3, **options: Any) -> float:
-    """Trains on data of the worker's own, and how far replicas are from each other."""
+    """Trains on the worker's own data; returns how far replicas are from each other."""
     rank = torch.distributed.get_rank()
     optimizer = SGD(model.parameters())
     replica = decent_dp.gossip(model, optimizer, **options)
@@ -277,7 +277,7 @@ GOOD: dict[str, Callable[[], Any]] = {
 }
 
 
-def test_what_is_refused_and_what_is_taken(workers):
+def test_refused_and_accepted_arguments(workers):
     outcomes = workers(4, body, timeout=150)
     for name, (_, kind, text) in BAD.items():
         for rank, (errors, _) in enumerate(outcomes):
@@ -334,7 +334,7 @@ def test_peers_have_the_ranks_of_the_whole():
     here, there = Edge([0, 2], 0.5), Edge([1, 5], 0.5)
     peers.prepare([here])
     whole.prepare.assert_called_once_with([there])
-    peers.send_hint(here, "label", b"text")
-    whole.exchanger.send_hint.assert_called_once_with(there, "label", b"text")
-    peers.start(here, "parcel")
-    whole.exchanger.start.assert_called_once_with(there, "parcel")
+    peers.send_hint(here, "bucket", b"text")
+    whole.exchanger.send_hint.assert_called_once_with(there, "bucket", b"text")
+    peers.start(here, "request")
+    whole.exchanger.start.assert_called_once_with(there, "request")

@@ -64,7 +64,7 @@ def test_every_kind_of_job(name):
         stopped_everywhere(replace(job, options={**how, **job.options}), 4, stops)
 
 
-@pytest.mark.parametrize("name", ["windows", "owed", "zoo", "accum-adamw"])
+@pytest.mark.parametrize("name", ["windows", "pending", "zoo", "accum-adamw"])
 def test_looking_changes_nothing(name):
     job = replace(JOBS[name], options={**JOBS[name].options, "topology": "one-peer-exp", "compression": "int8"})
     ends = [

@@ -1,4 +1,4 @@
-"""Optimizer state by parameter name: it fits other buckets, and going on is as if nothing had happened."""
+"""Optimizer state by parameter name: it fits other buckets, and a resumed run equals an undisturbed one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def nested(optimizer: Any) -> Any:
 
 
 def two_rates(params: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
-    """Groups by layer, so that a bucket may hold either or both, in either order."""
+    """Groups by layer, so that a bucket may have either or both, in either order."""
     first = [p for name, p in params if name.startswith("0.")]
     rest = [p for name, p in params if not name.startswith("0.")]
     groups = [{"params": rest}, {"params": first, "lr": 0.02, "momentum": 0.5}]
@@ -64,7 +64,7 @@ SETUPS: dict[str, dict[str, Any]] = {
 
 
 def train(model: DecentralizedDataParallel, steps: range) -> list[list[float]]:
-    """The learning rates that each step left behind, by parameter."""
+    """The learning rates after each step, by parameter."""
     rates = []
     for t in steps:
         loss(model, t).backward()
@@ -79,7 +79,7 @@ def rates_of(model: DecentralizedDataParallel) -> list[float]:
 
 
 def restarted(saved: tuple[Any, Any], setup: dict[str, Any], size: float, *, early: bool) -> DecentralizedDataParallel:
-    """A new run that goes on from ``saved``, loaded before or after its first update."""
+    """A new run that resumes from ``saved``, loaded before or after its first update."""
     model = alone(net(seed=9), bucket_size_in_mb=size, **setup)
     if not early:
         train(model, range(50, 52))  # something else has been here
@@ -97,7 +97,7 @@ def through_a_file(value: Any) -> Any:
 
 @pytest.mark.parametrize("name", SETUPS)
 @pytest.mark.parametrize("sizes", [(ONE, MANY), (MANY, ONE), (SOME, SOME), (SOME, MANY)], ids=["1-n", "n-1", "2-2", "2-n"])
-def test_going_on(name, sizes):
+def test_resuming(name, sizes):
     setup = SETUPS[name]
     reference = alone(net(), bucket_size_in_mb=sizes[0], **setup)
     rates = train(reference, range(5))
@@ -115,7 +115,7 @@ def test_going_on(name, sizes):
 
 
 def other_rates(params: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
-    """As ``two_rates``, after somebody has edited the script."""
+    """As ``two_rates``, in an edited script."""
     optimizer = two_rates(params)
     for group in optimizer.param_groups:
         group["lr"] *= 3
@@ -191,7 +191,7 @@ def test_the_keys_are_names():
     assert found["schedulers"]["last_epoch"] == 3
 
 
-def test_a_window_that_is_owed_is_in_what_is_saved():
+def test_a_pending_window_is_saved():
     model = alone(net(), SGD)
     train(model, range(1))
     model.set_accumulate_grad(True)
@@ -277,7 +277,7 @@ def step_scaled(model: DecentralizedDataParallel, scaler: torch.amp.GradScaler, 
 
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("cut", [2, 5])
-def test_the_scaler_goes_on(early, cut):
+def test_the_scaler_is_resumed(early, cut):
     """Its scale is known before the first loss of the new run is scaled, or its gradients would be divided by another."""
     reference, scaler = scaled(ONE, 1024.0)
     scales = step_scaled(reference, scaler, range(cut))
@@ -311,7 +311,7 @@ def test_a_scaler_on_one_side_only():
 
 
 def test_a_scaler_saved_before_the_first_update():
-    """What was scaled down already stays so, though no optimizer has anything to save."""
+    """A scale that was reduced stays so, although no optimizer has state to save."""
     model, scaler = scaled(ONE, 1024.0)
     scaler.scale(torch.ones(()))
     saved = through_a_file(model.optim_state_dict())
@@ -331,7 +331,7 @@ def saved_state() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_what_was_saved_from_another_model(early):
+def test_state_of_another_model(early):
     saved = saved_state()
     model = alone(net(), SGD, bucket_size_in_mb=SOME)
     if not early:
@@ -348,7 +348,7 @@ def test_what_was_saved_from_another_model(early):
     for wrong in ({}, {"state": {}}, [], None, torch.optim.SGD(net().parameters()).state_dict()):
         with pytest.raises(ValueError, match=r"optim_state_dict|no trainable|holds nothing|by parameter number"):
             model.load_optim_state_dict(wrong)
-    # What is refused leaves nothing behind.
+    # A refused load changes nothing.
     after = model.optim_state_dict()
     assert after["param_groups"] == before["param_groups"]
     for name, state in before["state"].items():
@@ -383,8 +383,8 @@ def test_saved_before_the_first_update():
     assert_same(model.module, reference.module)
 
 
-def test_the_round_goes_on():
-    """It is set before the first update only, and a dict without one says nothing."""
+def test_the_round_is_resumed():
+    """It is set before the first update only, and a dict without one does not change it."""
     saved = through_a_file(saved_state())
     model = alone(net(), SGD)
     model.load_optim_state_dict(saved)
@@ -418,7 +418,7 @@ def test_a_schedule_on_one_side_only():
     assert train(plain, range(2))[1] == rates_of(model)
 
 
-def test_what_is_loaded_last_counts():
+def test_the_last_load_counts():
     first, second = alone(net(), SGD), alone(net(), SGD)
     train(first, range(2))
     train(second, range(4))
@@ -468,8 +468,8 @@ def test_empty_groups_and_cyclic_schedules(early, schedule):
     assert_same(model.module, reference.module)
 
 
-def test_an_empty_group_has_what_others_of_its_number_have():
-    """Whatever the buckets are: the first group of the first bucket is what users look at."""
+def test_an_empty_group_takes_the_options_of_others_of_its_number():
+    """For any buckets, because users read the first group of the first bucket."""
 
     def rates(model: DecentralizedDataParallel) -> set[tuple[float, ...]]:
         found = set()
@@ -502,7 +502,7 @@ def test_an_empty_group_has_what_others_of_its_number_have():
         assert rates(model) == rates(reference)
 
 
-def test_an_empty_group_does_not_stand_for_those_that_are_not():
+def test_an_empty_group_does_not_represent_the_others():
     model = alone(net(), decay_apart, bucket_size_in_mb=MANY)
     train(model, range(1))
     filled = [g for optimizer in model.optimizers for g in optimizer.param_groups if g["params"]]
@@ -517,8 +517,8 @@ def test_an_empty_group_does_not_stand_for_those_that_are_not():
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_states_are_brought_into_the_strides_of_their_parameters(early):
-    """A file need not keep strides; and the caller may be about to infer."""
+def test_loaded_states_get_the_strides_of_their_parameters(early):
+    """A file need not keep strides, and the caller may be in inference mode."""
 
     def turned(seed: int) -> nn.Module:
         model = net(seed)
@@ -560,7 +560,7 @@ class Growing(lr_scheduler.LRScheduler):
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_schedulers_share_nothing_that_was_loaded(early):
+def test_schedulers_do_not_share_loaded_state(early):
     setup = {"optim_fn": SGD, "lr_scheduler_fn": Growing}
     reference = alone(net(), bucket_size_in_mb=ONE, **setup)
     train(reference, range(3))

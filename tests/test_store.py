@@ -1,4 +1,4 @@
-"""The store that workers share, what a run is called, and who is gone: one contract for every transport."""
+"""The store that workers share, the name of a run, and the workers that are gone: one contract for every transport."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def contract(transport: Transport, other: Transport) -> tuple[str, str]:
     """``other`` is a second wrapper's of the same workers."""
     rank, n, store = transport.rank, transport.world_size, transport.store
     assert read_text(store, "nothing") is None
-    store.set(f"word/{rank}", f"größer\n{rank}")
+    store.set(f"text/{rank}", f"größer\n{rank}")
     store.set("empty", "")
     transport.control.gather(None)
-    assert [read_text(store, f"word/{r}") for r in range(n)] == [f"größer\n{r}" for r in range(n)]
+    assert [read_text(store, f"text/{r}") for r in range(n)] == [f"größer\n{r}" for r in range(n)]
     assert read_text(store, "empty") == ""
-    assert store.compare_set("once", "", f"{rank}") == store.get("once")  # one value for all, of whoever was first
-    assert read_text(other.store, f"word/{rank}") is None  # of another wrapper
+    assert store.compare_set("once", "", f"{rank}") == store.get("once")  # one value for all, of the first worker
+    assert read_text(other.store, f"text/{rank}") is None  # of another wrapper
     transport.control.gather(None)
-    store.set(f"word/{rank}", "new")
-    assert read_text(store, f"word/{rank}") == "new"
+    store.set(f"text/{rank}", "new")
+    assert read_text(store, f"text/{rank}") == "new"
 
     counted: list[int] = []
     lock = threading.Lock()
@@ -51,7 +51,7 @@ def contract(transport: Transport, other: Transport) -> tuple[str, str]:
 
     assert transport.timeout > 0
     assert transport.lost() == []
-    transport.control.gather(None)  # nobody leaves before all have looked
+    transport.control.gather(None)  # no worker exits before all have read
     return transport.run_id, other.run_id
 
 
@@ -107,19 +107,19 @@ def one_is_killed(rank: int, n: int) -> list[int]:
     while not transport.lost() and time.monotonic() < deadline:
         time.sleep(0.01)
     found = transport.lost()
-    transport.store.set(f"seen/{rank}", "")  # whoever leaves first would be lost to the other
+    transport.store.set(f"seen/{rank}", "")  # a worker that exits first would be lost to the other
     while read_text(transport.store, f"seen/{2 - rank}") is None and time.monotonic() < deadline:
         time.sleep(0.01)
     transport.close()
     return found
 
 
-def test_who_was_killed_is_known_to_be_gone(workers):
+def test_a_killed_worker_is_known_to_be_gone(workers):
     outcomes = workers.outcomes(3, one_is_killed)
     assert [outcome.value for outcome in outcomes] == [[1], None, [1]]
 
 
-def test_a_thread_that_has_left_is_known_to_be_gone():
+def test_a_thread_that_has_ended_is_known_to_be_gone():
     def work(transport: InProcessTransport) -> list[int]:
         if transport.rank == 1:
             return []

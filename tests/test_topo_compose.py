@@ -169,11 +169,11 @@ def test_what_stays():
 
 def test_edges_ahead_are_those_that_will_be_used():
     ring, exp = RingTopology(world_size=8, rank=5), OnePeerExpTopology(world_size=8, rank=5)
-    assert ring.edges_ahead(64) == [ring.get_edge(0), ring.get_edge(1)]
-    assert exp.edges_ahead(2) == [exp.get_edge(0), exp.get_edge(1)]
-    assert exp.every(100).edges_ahead(64) == exp.edges_ahead(64)
-    assert SwitchTopology((ring, 1000), exp).every(3).edges_ahead(64) == ring.edges_ahead(64) + exp.edges_ahead(64)
-    assert RandomMatchingTopology(world_size=8).edges_ahead(64) == []
+    assert ring._edges_ahead(64) == [ring.get_edge(0), ring.get_edge(1)]
+    assert exp._edges_ahead(2) == [exp.get_edge(0), exp.get_edge(1)]
+    assert exp.every(100)._edges_ahead(64) == exp._edges_ahead(64)
+    assert SwitchTopology((ring, 1000), exp).every(3)._edges_ahead(64) == ring._edges_ahead(64) + exp._edges_ahead(64)
+    assert RandomMatchingTopology(world_size=8)._edges_ahead(64) == []
 
 
 def test_switch_prints():

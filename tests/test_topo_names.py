@@ -38,7 +38,6 @@ class Own(Topology):
         self.world_size = "mine"  # type: ignore[assignment, misc]
         super().__init__(local_world_size, **options)
         self.every = 5  # type: ignore[assignment, method-assign]
-        self.edges_ahead = [1, 2]  # type: ignore[assignment, method-assign]
         self.local_world_size = None  # type: ignore[assignment, misc]
 
     def _get_topo_edges(self) -> list[list[Edge]]:
@@ -49,7 +48,7 @@ class Own(Topology):
 class OwnRandom(RandomMatchingTopology):
     def __init__(self, local_world_size: int = 1, **options: Any) -> None:
         super().__init__(local_world_size, **options)
-        self.title = self.every = self.edges_ahead = self.world_size = self.local_world_size = 0  # type: ignore[assignment, method-assign, misc]
+        self.title = self.every = self.world_size = self.local_world_size = 0  # type: ignore[assignment, method-assign, misc]
 
 
 class Plain(Topology):
@@ -104,7 +103,7 @@ def test_a_subclass_may_set_any_name_elsewhere():
         lambda x: Topology.every(x, 3).round(5),
         lambda x: analyse(EveryTopology(x, 3)).rate,
         lambda x: analyse(SwitchTopology((x, 6), x)).rate,
-        lambda x: SwitchTopology((x, 6), x).every(2).edges_ahead(64),
+        lambda x: SwitchTopology((x, 6), x).every(2)._edges_ahead(64),
         lambda x: str(x).replace(type(x).__name__, ""),
         lambda x: str(EveryTopology(SwitchTopology((x, 6), x), 2)).replace(type(x).__name__, ""),
     ):
@@ -117,7 +116,7 @@ def test_a_subclass_may_set_any_name_elsewhere():
 def test_the_names_without_a_subclass():
     topology = BaseTwoTopology(2, world_size=6, rank=1)
     assert (topology.world_size, topology.local_world_size, topology.title()) == (6, 2, "BaseTwoTopology")
-    assert topology.edges_ahead(2) == [topology.get_edge(0), topology.get_edge(1)]
+    assert topology._edges_ahead(2) == [topology.get_edge(0), topology.get_edge(1)]
 
 
 # -- which fit -------------------------------------------------------------------------------------------------------------

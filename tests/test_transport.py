@@ -1,4 +1,4 @@
-"""One contract, run against everything that moves bytes; and what happens when a worker goes wrong."""
+"""One contract for all transports, and the errors when a worker fails."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from decent_dp.transport.inprocess import LocalHub
 from tests.helpers import came, compression_of, request
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-SIZES = [33, 0, 1, 5000, 2 * _BLOCK_ON_CPU]  # of the buckets of a round; the last is more than one piece
+SIZES = [33, 0, 1, 5000, 2 * _BLOCK_ON_CPU]  # of the buckets of a round; the last is more than one chunk
 
 
 class OffHost(Tensor):
-    """On the CPU, and says that it is not."""
+    """A tensor on the CPU that claims not to be."""
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -44,7 +44,7 @@ class OffHost(Tensor):
 
 
 class Passing(Exchanger):
-    """Passes on."""
+    """Passes calls on."""
 
     def __init__(self, inner: Exchanger) -> None:
         self.inner = inner
@@ -73,7 +73,7 @@ class Staged(ProcessGroupTransport):
 
 
 class Counted(Passing):
-    """Passes on, and looks at what the wrapper asks for."""
+    """Passes calls on, and checks them."""
 
     def __init__(self, inner: Exchanger) -> None:
         super().__init__(inner)
@@ -88,7 +88,7 @@ class Counted(Passing):
 
 
 def payload(rank: int, exchange_id: ExchangeId, numel: int, dtype: torch.dtype) -> Tensor:
-    """What a worker sends. Two of the largest overflow float16 when they are summed."""
+    """The values that a worker sends. Two of the largest overflow float16 when they are summed."""
     generator = torch.Generator().manual_seed(1000 * exchange_id.round + 10 * exchange_id.bucket + rank)
     values = torch.randn(numel, generator=generator, dtype=torch.float64)
     if numel:
@@ -115,7 +115,7 @@ def grouping(n: int) -> list[list[Edge]]:
 
 
 def exchanges(transport: Transport, rounds: list[list[Edge]], dtype: torch.dtype, first: int = 0) -> None:
-    """All buckets of two rounds are under way at any time; the two sets of messages take turns."""
+    """All buckets of two rounds are in flight at any time; the two sets of messages take turns."""
     rank = transport.rank
     transport.prepare([next(e for e in edges if rank in e.ranks) for edges in rounds])
     buckets = [compression_of([torch.empty(size, dtype=dtype)]) for size in SIZES]
@@ -167,7 +167,7 @@ def sum_eps(dtype: torch.dtype) -> float:
     return torch.finfo(torch.promote_types(dtype, torch.float32)).eps
 
 
-def announced_exchanges(transport: Transport, edges: list[list[Edge]]) -> None:
+def hinted_exchanges(transport: Transport, edges: list[list[Edge]]) -> None:
     """A compression that waits for the others' hints, which may come long after the exchange has been started."""
     rank, size = transport.rank, _BLOCK_ON_CPU + 4464
     for t, round_ in enumerate(edges):
@@ -182,7 +182,7 @@ def announced_exchanges(transport: Transport, edges: list[list[Edge]]) -> None:
         handles = []
         for bucket, exchange_id in enumerate(exchange_ids):
             own = own_of(rank, exchange_id)
-            # The announcement for the second bucket follows its start, where a process serves it meanwhile.
+            # The hint for the second bucket follows its start, while a process serves it.
             late = bucket == 1 and rank == edge.ranks[0] and isinstance(transport, ProcessGroupTransport)
             if not late:
                 transport.exchanger.send_hint(edge, exchange_id, own.hint)
@@ -280,7 +280,7 @@ def control(transport: Transport) -> None:
         tensor = torch.full((7 + i % 3,), float(rank + i * n))
         flying.append((i, tensor, collectives.mean(tensor)))
         if i % 5 == 2:
-            assert collectives.gather(i) == [i] * n  # others go past those under way
+            assert collectives.gather(i) == [i] * n  # independent of those in flight
     for i, tensor, handle in flying:
         handle.wait()
         assert torch.equal(tensor, torch.full_like(tensor, (n - 1) / 2 + i * n))
@@ -293,16 +293,16 @@ def whole_contract(transport: Transport) -> str:
     n = transport.world_size
     control(transport)
     for i, dtype in enumerate(FLOATS):
-        # Rounds go on: large numbers too, as after days of training. (No label comes twice.)
+        # Large round numbers, as after days of training. (No exchange id comes twice.)
         first = 24 * (i + 1) if i % 2 else 12 * 10**6 * (i + 1)
         if n != 3:
             exchanges(transport, pairing(n), dtype, first=first)
         if n > 2:
             exchanges(transport, grouping(n), dtype, first=first + 12)
-    announced_exchanges(transport, grouping(n) if n > 2 else pairing(n))
+    hinted_exchanges(transport, grouping(n) if n > 2 else pairing(n))
     transport.report("nothing")
     transport.close()
-    return "held"
+    return "done"
 
 
 def between_processes(rank: int, n: int) -> list[str]:
@@ -314,19 +314,19 @@ def between_processes(rank: int, n: int) -> list[str]:
 
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_contract_between_processes(workers, n):
-    assert workers(n, between_processes) == [["held", "held"]] * n
+    assert workers(n, between_processes) == [["done", "done"]] * n
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_contract_in_process(n):
-    assert run_replicas(n, whole_contract, timeout=20) == ["held"] * n
+    assert run_replicas(n, whole_contract, timeout=20) == ["done"] * n
 
 
 def test_contract_of_one():
     control(InProcessTransport())
 
 
-def test_idle_workers_are_left_alone():
+def test_idle_workers_get_no_messages():
     def work(transport: InProcessTransport) -> list[Any]:
         counted = transport._exchanger = Counted(transport.exchanger)
         torch.manual_seed(0)
@@ -355,7 +355,7 @@ def sent_bytes(transport: Transport) -> list[int]:
             handle = transport.exchanger.start(Edge(ranks, 0.5), own)
             counts.append(handle.bytes_sent)
             handle.wait()
-    # Of many pieces every worker is the root of as many: a group moves 2 (m - 1)/m messages a worker.
+    # With many chunks every worker is the root of equally many: a group moves 2 (m - 1)/m messages per worker.
     own = request(torch.ones(9 * _BLOCK_ON_CPU), transport.rank, ExchangeId(1, 0))
     handle = transport.exchanger.start(Edge([0, 1, 2], 0.5), own)
     handle.wait()
@@ -368,7 +368,7 @@ def sent_between_processes(rank: int, n: int) -> list[list[int]]:
 
 def test_bytes_sent(workers):
     whole = 9 * 4 * _BLOCK_ON_CPU * 4 // 3
-    # A pair sends its message. Of a group of one piece the first is the root: it sends the mean to both others.
+    # A pair sends its message. In a group with one chunk the first is the root: it sends the mean to both others.
     expected = [[1200, 600, 2400, 1200, whole], [1200, 600, 1200, 600, whole], [1200, 600, whole]]
     assert workers(3, sent_between_processes) == [[counts] * 2 for counts in expected]
     # In a process every other member gets a copy.
@@ -387,7 +387,7 @@ def swap(
 
 
 def caught(attempt: Callable[..., object], *args: Any, **options: Any) -> tuple[str, str, float]:
-    """What is raised (its kind must be the house's own), in which words and after how many seconds."""
+    """The error that is raised (of this library), its text and the seconds until it."""
     began = time.monotonic()
     try:
         attempt(*args, **options)
@@ -408,7 +408,7 @@ def wrong_messages(rank: int, n: int) -> dict[str, tuple[str, str, float]]:
                 exchange_id = ExchangeId(5, 1)
                 what = f"{kind.__name__} {len(edge.ranks)}"
                 found[what] = caught(swap, transport, edge, exchange_id, numel=10 if rank == 1 else 11 + rank)
-                # Nor does it come right again.
+                # It does not recover either.
                 found[what + " again"] = caught(swap, transport, edge, ExchangeId(6, 0))
                 transport.report(found[what][1])
             if len(edge.ranks) == 2:  # other connections are whole
@@ -433,7 +433,7 @@ def test_messages_of_another_size(workers):
             else:
                 assert kind == "PeerLostError", (rank, what, message)
     for what, of_ranks in kinds.items():
-        # Who sees it first closes the connection, which may be all that the other gets to see.
+        # The first to notice closes the connection, and the other may see only that.
         assert "again" in what or "WireError" in of_ranks, (what, of_ranks)
 
 
@@ -507,7 +507,7 @@ def a_peer_that_is_silent(rank: int, n: int) -> Any:
     elif rank == 4:
         own = request(torch.ones(3), rank, exchange_id, Int8)
         found = caught(lambda: announcing.exchanger.start(Edge([4, 5], 0.5), own).wait())
-    time.sleep(0.7 if found else 1.9)  # nobody leaves before the last has lost its patience
+    time.sleep(0.7 if found else 1.9)  # no worker exits before the last timeout
     for transport in (plain, other, grouped, staged, announcing):
         transport.close()
     return found
@@ -556,7 +556,7 @@ def leavers(rank: int, n: int, size: int, abruptly: bool) -> str:
     edge = next(Edge(list(range(a, a + size)), 0.5) for a in range(0, n, size) if a <= rank < a + size)
     transport = ProcessGroupTransport()
     transport.prepare([edge])
-    numel = 4_000_000  # more than the sockets hold: a send that is not waited for would be cut off
+    numel = 4_000_000  # more than the sockets buffer: a send that is not waited for would be cut off
     values = torch.ones(numel)
     transport.exchanger.start(edge, request(values, rank, ExchangeId(0, 0))).wait()
     own = request(values, rank, ExchangeId(1, 0))
@@ -574,7 +574,7 @@ def leavers(rank: int, n: int, size: int, abruptly: bool) -> str:
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("abruptly", [False, True])
-def test_who_leaves_first_breaks_nobody(workers, size, abruptly):
+def test_a_worker_that_exits_first_breaks_no_other(workers, size, abruptly):
     n = 6
     for _ in range(2):
         outcomes = workers.outcomes(n, leavers, size, abruptly)
@@ -618,7 +618,7 @@ def test_a_thread_that_has_returned_is_not_waited_for():
     def work(transport: InProcessTransport) -> Any:
         swap(transport, Edge([0, 1], 0.5), ExchangeId(0, 0))
         if transport.rank == 0:
-            # What it had brought before it left is still there.
+            # What it had sent before it ended is still there.
             time.sleep(0.1)
             assert transport.control.gather(0) == [0, 1]
             return caught(swap, transport, Edge([0, 1], 0.5), ExchangeId(1, 0))

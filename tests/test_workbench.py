@@ -1,4 +1,4 @@
-"""The workbench's committed tables are what its commands give, and what the pages show."""
+"""The committed tables of the workbench equal its commands' results and those on the pages."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_pages_show_the_committed_tables(page: str, tables: list[str]) -> No
         assert (ROOT / table).read_text(encoding="utf-8").strip() in text, f"put {table} into docs/{page}"
 
 
-def test_what_rounds_are_worth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_of_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = again("topologies", tmp_path, monkeypatch)
     for line, kept in zip(lines, committed("topologies")["lines"], strict=True):
         # A rate of many rounds depends on the machine in its last digits.
@@ -79,10 +79,10 @@ def test_learning_is_simulated_as_committed(tmp_path: Path, monkeypatch: pytest.
     for line in lines:
         was = kept[line["contender"], line["optimizer"], line["alpha"]]
         assert line["accuracy"] == pytest.approx(was["accuracy"], abs=0.01)
-        assert line["bytes_a_worker_and_step"] == pytest.approx(was["bytes_a_worker_and_step"])
+        assert line["bytes_per_worker_and_step"] == pytest.approx(was["bytes_per_worker_and_step"])
 
 
-def test_what_the_pages_say_of_the_learning() -> None:
+def test_the_pages_agree_with_the_learning() -> None:
     lines = {(line["contender"], line["optimizer"], line["alpha"]): line for line in committed("uneven-data")["lines"]}
     base = {optimizer: lines["all samples in one batch", optimizer, None]["accuracy"] for optimizer in workbench.RATES}
     for (contender, optimizer, alpha), line in lines.items():
@@ -100,7 +100,7 @@ def test_what_the_pages_say_of_the_learning() -> None:
             assert line["worst_accuracy"] < line["accuracy"] - 0.1
 
 
-def test_all_samples_in_one_batch_is_what_ddp_computes() -> None:
+def test_all_samples_in_one_batch_equals_ddp() -> None:
     """The mean gradient over n batches of one size is the gradient over all of them."""
     alone = workbench.one_worker(workbench.UNEVEN)
     assert (alone.n, alone.batch, alone.alpha) == (1, workbench.UNEVEN.n * workbench.UNEVEN.batch, None)

@@ -1,4 +1,4 @@
-"""How many workers, which topologies, and what happens when they differ, run out or die."""
+"""Numbers of workers, topologies, and workers that differ, run out of batches or die."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_custom_and_idle_topologies(workers):
 
 
 class Hooked(torch.optim.SGD):
-    """Notes what it is told before each mix."""
+    """Records its arguments before each mix."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.1)
@@ -166,7 +166,7 @@ def test_pre_average_hook(workers):
                 torch.testing.assert_close(buffer, expected, rtol=1e-5, atol=1e-6)
 
 
-# -- what is refused, on all workers, in the same words ----------------------------------------------------------------
+# -- errors on all workers with the same text -------------------------------------------------------------------------
 
 
 def edges_topology(rounds: Any) -> Any:
@@ -298,7 +298,7 @@ def refused(rank: int, n: int) -> Any:
     return found
 
 
-def test_what_is_refused_is_refused_on_all_workers_alike(workers):
+def test_errors_at_construction_are_the_same_on_all_workers(workers):
     began = time.monotonic()
     results = workers(3, refused)
     assert time.monotonic() - began < 20
@@ -530,7 +530,7 @@ def test_a_worker_that_fails_is_named(workers, how, topology):
     for rank in (0, 1, 3):
         outcome = outcomes[rank]
         assert outcome.error == PeerLostError.__name__, outcome
-        # In a ring, worker 0 hears of it from a neighbour that quotes its own loss.
+        # In a ring, worker 0 learns of it from a neighbour that quotes its own loss.
         assert "worker 2" in outcome.message or "2" in outcome.message.split("workers", 1)[-1], outcome.message
         if how == "raise":
             assert "shard 17" in outcome.message
@@ -552,7 +552,7 @@ for t in range(9):
 
 
 def test_an_error_between_updates_is_quoted(tmp_path):
-    """In the loader or the loop, where the wrapper does not see it: the cause is told on the way out."""
+    """In the loader or the loop, where the wrapper does not see it: the cause is reported at exit."""
     script = tmp_path / "between.py"
     script.write_text(BETWEEN)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
@@ -564,7 +564,7 @@ def test_an_error_between_updates_is_quoted(tmp_path):
 
 
 def save_what_is_left(rank: int, n: int, windows: bool) -> Any:
-    """What a script does when its peer is gone: save, close, and let the first error through."""
+    """A script whose peer is gone: it saves, closes, and passes on the first error."""
     model = DecentralizedDataParallel(net(), SGD, topology="ring", bucket_size_in_mb=1e-6)
     for t in range(3):
         loss(model, t, rank).backward()
@@ -578,7 +578,7 @@ def save_what_is_left(rank: int, n: int, windows: bool) -> Any:
             loss(model, t, rank).backward()
             if windows:
                 model.set_accumulate_grad(False)
-                model.state_dict()  # makes the owed update, which fails
+                model.state_dict()  # makes the pending update, which fails
 
     with pytest.raises(PeerLostError, match="worker 1"):
         go_on()
@@ -593,7 +593,7 @@ def save_what_is_left(rank: int, n: int, windows: bool) -> Any:
 
 
 @pytest.mark.parametrize("windows", [False, True])
-def test_after_a_failure_what_is_there_can_be_saved(workers, windows):
+def test_after_a_failure_the_replica_can_be_saved(workers, windows):
     outcomes = workers.outcomes(2, save_what_is_left, windows, group_timeout=10)
     assert outcomes[0].value == (6, 6), outcomes[0]
 
@@ -640,7 +640,7 @@ def late_group(rank: int, n: int, how: str) -> Any:
         loss(model, 1, rank).backward()
         loss(model, 2, rank).backward()
     except (PeerTimeoutError, PeerLostError) as error:
-        # The other one hears of it second hand where it leaves; so it does not, for a while.
+        # The other one would learn of it from this worker's exit, so this worker does not exit for a while.
         left = 4.5 - (time.monotonic() - began)
         time.sleep(left if how == "silent" else 0.0)
         return type(error).__name__, str(error)
@@ -648,8 +648,8 @@ def late_group(rank: int, n: int, how: str) -> Any:
 
 
 @pytest.mark.parametrize(("how", "kind"), [("silent", "PeerTimeoutError"), ("gone", "PeerLostError")])
-def test_a_group_that_cannot_be_connected_names_who_is_missing(workers, how, kind):
-    """Nobody listens where worker 0 said that it would, or it does not answer."""
+def test_a_group_that_cannot_be_connected_names_the_missing_workers(workers, how, kind):
+    """No process listens at worker 0's address, or it does not answer."""
     found = [outcome.value for outcome in workers.outcomes(3, late_group, how, group_timeout=2)]
     for outcome in found[1:]:
         assert outcome[0] == kind, found
@@ -717,7 +717,7 @@ def last_exchange(rank: int, n: int, closes: list[bool]) -> Any:
 
 
 @pytest.mark.parametrize("closes", [[True] * 3, [False] * 3, [False, True, True], [False, False, True]])
-def test_a_worker_that_finishes_first_breaks_nobody(workers, closes):
+def test_a_worker_that_finishes_first_breaks_no_other(workers, closes):
     for _ in range(3):
         assert all(workers(3, last_exchange, closes))
 

@@ -1,6 +1,6 @@
 """Real workers for tests: processes from a fork server that has torch loaded, with a process group over loopback.
 
-``spawn`` would take ten seconds a test, and plain ``fork`` hangs once autograd has run in the parent.
+``spawn`` would take ten seconds per test, and plain ``fork`` hangs once autograd has run in the parent.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LAUNCHES = count()
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a worker ended: with a value, with an error, or without a word (killed)."""
+    """How a worker ended: with a value, with an error, or killed."""
 
     value: Any = None
     error: str = ""
@@ -39,7 +39,7 @@ class Outcome:
 
 
 class Workers:
-    """Starts workers and collects what they return. One store serves every launch of a test session."""
+    """Starts workers and collects their results. One store serves every launch of a test session."""
 
     def __init__(self) -> None:
         import torch.distributed as dist
@@ -50,7 +50,7 @@ class Workers:
     def __call__(
         self, n: int, body: Callable[..., Any], *args: Any, timeout: float = 40, group_timeout: float = 20
     ) -> list[Any]:
-        """Runs ``body(rank, n, *args)`` on n workers; what each returned. Any failure fails the test with its traceback."""
+        """Runs ``body(rank, n, *args)`` on n workers and returns the results. Any failure fails the test with its traceback."""
         outcomes = self.outcomes(n, body, *args, timeout=timeout, group_timeout=group_timeout)
         for rank, outcome in enumerate(outcomes):
             if outcome.error or outcome.exitcode != 0:

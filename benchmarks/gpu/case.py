@@ -28,7 +28,7 @@ TRIO: Place = ("processes", 3)
 GOSSIP: Sequence[str] = ("gossip",)
 BOTH: Sequence[str] = ("gossip", "wrapper")
 
-# Seconds in which one worker of a case waits for another.
+# Seconds for which one worker of a case waits for another.
 PATIENCE = 40.0
 
 
@@ -37,7 +37,7 @@ class SkipError(Exception):
 
 
 class Meeting:
-    """Where the threads of one case exchange values and find their transports.
+    """Exchange of values and transports between the threads of one case.
 
     Args:
         n: how many threads there are.
@@ -58,14 +58,14 @@ class Meeting:
         return found
 
     def transport(self, rank: int, number: int) -> InProcessTransport:
-        """Of the ``number``-th replica that the threads make together."""
+        """Returns the transport of the ``number``-th replica that the threads make together."""
         with self._lock:
             while len(self._hubs) <= number:
                 self._hubs.append(LocalHub(self._n, PATIENCE))
         return self._hubs[number].transport(rank)
 
     def abort(self, rank: int) -> None:
-        """Worker ``rank`` has failed: nobody waits for it any more."""
+        """Records that worker ``rank`` has failed: no worker waits for it any more."""
         self._barrier.abort()
         with self._lock:
             for hub in self._hubs:
@@ -100,14 +100,14 @@ class Worker:
         return self.device.type == "cuda"
 
     def transport(self) -> InProcessTransport | None:
-        """For a new replica; None: that of the process group."""
+        """Returns the transport for a new replica; None for that of the process group."""
         if self._meeting is None:
             return None
         self._replicas += 1
         return self._meeting.transport(self.rank, self._replicas - 1)
 
     def gather(self, value: object) -> list[Any]:
-        """The values of all workers, by rank; called by all. Tensors have to be on the CPU."""
+        """Returns the values of all workers, by rank. Called by all; tensors must be on the CPU."""
         if self._meeting is not None:
             return self._meeting.gather(self.rank, value)
         found: list[Any] = [None] * self.n
@@ -116,7 +116,7 @@ class Worker:
 
 
 def raised(kind: type[Exception], call: Callable[[], object], *words: str) -> str:
-    """The first line of the error of this kind that ``call`` has to raise, with one of ``words`` in it."""
+    """Returns the first line of the error of this kind that ``call`` must raise, with one of ``words`` in it."""
     try:
         call()
     except kind as error:

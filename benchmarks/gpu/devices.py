@@ -22,7 +22,7 @@ WIDTH, DEPTH = 1024, 16
 @case("another default device", PAIR, THREADS)
 def default_device(worker: Worker) -> str:
     """The library's own tensors are on the parameters' device, or on the CPU: none is on the default device, which
-    holds no values here."""
+    has no values here."""
     text = []
     for compression in (None, "bfloat16", "int8"):
         run = library(Script(options={"compression": compression}), worker)
@@ -42,7 +42,7 @@ def default_device(worker: Worker) -> str:
 
 @case("a model on the CPU beside a GPU", PAIR)
 def on_the_cpu(worker: Worker) -> str:
-    """It takes nothing of the GPU's memory."""
+    """It uses no memory of the GPU."""
     if not worker.cuda:
         raise SkipError("there is no GPU")
     torch.cuda.synchronize()
@@ -80,8 +80,8 @@ def large_loss(model: Callable[[Tensor], Tensor], t: int, rank: int, like: Tenso
 
 
 def check_memory(compression: str | None, copies: float, worker: Worker) -> str:
-    """Beyond parameters, gradients and the optimizer's state (SGD has none), while an exchange is in flight; and the peak of
-    a round, for which some runs of values are worked on at once."""
+    """Memory beyond parameters, gradients and optimizer state (SGD has none): while an exchange is in flight, and at the peak
+    of a round, which processes some blocks of values at once."""
     if not worker.cuda:
         raise SkipError("the CPU's memory is not counted by tensor")
     warm = torch.ones(8, 8, device=worker.device, requires_grad=True)
@@ -135,7 +135,7 @@ def large_model(worker: Worker) -> str:
 
 @case("two hundred steps, no synchronisation", PAIR)
 def many_steps(worker: Worker) -> str:
-    """Two hundred steps without a synchronisation of the script's own; the replicas stay near each other."""
+    """Two hundred steps without a synchronisation by the script; the replicas stay near each other."""
     run, _ = run_library(replace(Script(), topology="complete", steps=200), worker)
     distance = run.replica.consensus_distance()
     size = sum(float(param.detach().square().sum()) for param in run.model.parameters()) ** 0.5

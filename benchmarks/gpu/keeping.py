@@ -24,7 +24,7 @@ def everything(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def mean_of(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """In float64; tensors that are not floating point are worker 0's."""
+    """The mean in float64; tensors that are not floating point come from worker 0."""
     return {
         name: torch.stack([state[name].double() for state in states]).mean(0).to(first.dtype)
         if first.is_floating_point()
@@ -40,7 +40,7 @@ def same(found: Mapping[str, Tensor], due: Mapping[str, Tensor], tolerance: floa
 
 @case("averaged, consensus_distance, with buffers", PAIR, THREADS, TRIO)
 def means(worker: Worker) -> str:
-    """In the middle of a run, where an exchange is in flight; the values come back exactly."""
+    """In the middle of a run, with an exchange in flight; the values are restored exactly."""
     options = {} if worker.driver == "gossip" else {"sync_buffer_in_global_avg": True}
     run, _ = run_library(replace(IMAGES, topology="base-2", options=options), worker)
     replica, own = run.replica, everything(run.model)
@@ -85,7 +85,7 @@ def need_safetensors() -> None:
 
 @case("checkpoint: an exact resume", PAIR, THREADS, TRIO)
 def checkpoint(worker: Worker) -> str:
-    """With an exchange in flight; bit for bit the run that was not stopped."""
+    """With an exchange in flight; equals the run without a stop, bit for bit."""
     need_safetensors()
     from decent_dp.checkpoint import load, save
 
@@ -138,7 +138,7 @@ def export(worker: Worker) -> str:
 
 @case("state dicts: an exact resume", PAIR, THREADS, drivers=GOSSIP)
 def state_dicts(worker: Worker) -> str:
-    """The model's, the optimizer's and that of the Gossip, through a file."""
+    """The state dicts of the model, the optimizer and the Gossip, through a file."""
     for number, script in enumerate((replace(IMAGES, overlap=True), int8())):
         if worker.cuda:
             torch.backends.cudnn.deterministic = True
@@ -162,7 +162,7 @@ def state_dicts(worker: Worker) -> str:
     return "equal: AdamW, int8"
 
 
-@case("optim_state_dict goes on", PAIR, drivers=("wrapper",))
+@case("optim_state_dict resumes", PAIR, drivers=("wrapper",))
 def optim_state_dict(worker: Worker) -> str:
     """Loaded before the first update of a new wrapper, without overlap, so that nothing is in flight."""
     script = replace(IMAGES, overlap=False)
@@ -176,6 +176,6 @@ def optim_state_dict(worker: Worker) -> str:
     again.replica.load_state_dict(model)
     again.replica.load_optim_state_dict(optim)
     train(again, 4, 8)
-    text = same(everything(again.model), due, 1e-5, "the run that went on")
+    text = same(everything(again.model), due, 1e-5, "the resumed run")
     again.replica.close()
     return text

@@ -1,4 +1,4 @@
-"""Runs cases in processes of their own: a case that fails or hangs costs its processes, and the rest go on in new ones."""
+"""Runs cases in separate processes: a case that fails or hangs costs its processes, and the other cases run in new ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["CPU", "Report", "Row", "describe_device", "run"]
 
 Result = Literal["passed", "failed", "skipped", "optional", "timeout", "not run"]
 
-# Seconds for a worker to start, and to report its error after that of another.
+# Seconds for a worker to start, and to report its error after another worker has.
 _START, _GRACE = 90.0, 5.0
 
 # A forked process cannot use CUDA if its parent has: importing these does not.
@@ -89,7 +89,7 @@ class Seat:
 
 
 def _serve(pipe: Connection, seat: Seat) -> None:
-    """Runs the cases whose keys come, until None does."""
+    """Runs the cases whose keys arrive, until None arrives."""
     torch.set_num_threads(1)
     for module in seat.modules:
         importlib.import_module(module)
@@ -212,7 +212,7 @@ class _Launch:
             return self._collect(case.timeout)
 
     def end(self, *, now: bool) -> None:
-        """Ends the processes: at once, or as they would end themselves."""
+        """Ends the processes, at once or when they are done."""
         for pipe, process in zip(self._pipes, self._processes, strict=True):
             if not now:
                 with contextlib.suppress(OSError):
@@ -223,7 +223,7 @@ class _Launch:
             pipe.close()
 
     def _collect(self, timeout: float) -> Report:
-        """One report of all processes' reports."""
+        """Merges the reports of all processes."""
         deadline = time.monotonic() + timeout
         found: dict[int, Report] = {}
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}

@@ -1,4 +1,4 @@
-"""Situations that ordinary scripts get into, each compared with the plain loop that simulates all workers."""
+"""Situations of ordinary scripts, each compared with the plain loop that simulates all workers."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def on_two_devices(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 class OnTwoStreams(nn.Module):
-    """Two branches, one of them on a stream of its own."""
+    """Two branches, one of them on its own stream."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ def clamp(model: nn.Module) -> None:
 
 
 def adamw(**options: Any) -> Callable[..., torch.optim.Optimizer]:
-    """Without decay: with it the step depends on the side on which the driver mixes."""
+    """Without decay, which would make the step depend on whether the driver mixes before or after it."""
     return partial(torch.optim.AdamW, lr=0.01, weight_decay=0.0, eps=1e-4, **options)
 
 
@@ -213,7 +213,7 @@ SCRIPTS: dict[str, tuple[Script, tuple[Place, ...]]] = {
     "AdamW fused": (replace(PLAIN, optimizer=adamw(fused=True)), ()),
     "accumulation, no_sync": (replace(PLAIN, backwards=3, steps=5), ()),
     "accumulation, the last backward updates": (replace(PLAIN, backwards=3, steps=5, accumulation="last"), ()),
-    "accumulation, an owed window": (replace(PLAIN, backwards=3, steps=5, accumulation="window"), ()),
+    "accumulation, a pending window": (replace(PLAIN, backwards=3, steps=5, accumulation="window"), ()),
     "clipping over all gradients": (replace(PLAIN, clip=0.2, options=MANY), ()),
     "a scheduler": (replace(PLAIN, schedule=decaying), ()),
     "channels_last, BatchNorm": (
@@ -316,7 +316,7 @@ def alone(worker: Worker) -> str:
 
 @case("AccumAdamW is its formula", ALONE, drivers=GOSSIP)
 def accum_adamw(worker: Worker) -> str:
-    """In float64, written out, for windows of two steps."""
+    """The formula in float64, for windows of two steps."""
     lr, (b1, b2), eps, decay, s = 0.01, (0.9, 0.99), 1e-8, 0.1, 2
     torch.manual_seed(0)
     x = torch.randn(300, 7, dtype=torch.float64)
@@ -342,7 +342,7 @@ def accum_adamw(worker: Worker) -> str:
 
 @case("initial values are those of worker 0", PAIR, THREADS, TRIO)
 def initial_values(worker: Worker) -> str:
-    """Buffers and frozen parameters, too, whatever each worker's seed."""
+    """Also buffers and frozen parameters, for any seed of each worker."""
     model = Convolutions().to(worker.device)
     with torch.no_grad():
         for tensor in model.state_dict().values():
@@ -377,7 +377,7 @@ def not_a_number(worker: Worker) -> str:
 
 @case("a worker that stops", PAIR, drivers=BOTH, alone=True)
 def stops(worker: Worker) -> str:
-    """Worker 1 raises in its fourth forward and leaves; worker 0 gets an error that names it, and soon."""
+    """Worker 1 raises in its fourth forward and exits; worker 0 soon gets an error that names it."""
 
     def loss(model: Callable[[Tensor], Tensor], t: int, rank: int, like: Tensor) -> Tensor:
         if (rank, t) == (1, 3):

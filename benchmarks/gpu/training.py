@@ -18,7 +18,7 @@ from decent_dp.topo import Topology, make_topology
 
 MakeOptimizer: TypeAlias = Callable[[Any], Optimizer]
 
-# Momentum, so that a step that is left out or taken twice shows in all that follow. No decay: the two drivers mix on different
+# Momentum, so that a missing or doubled step shows in all later ones. No decay, because the two drivers mix on different
 # sides of the step, which is the same as long as the step only depends on gradients.
 SGD: MakeOptimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
@@ -37,13 +37,13 @@ def batch(t: int, rank: int, device: torch.device, *shape: int) -> Tensor:
 
 
 def square_error(model: Callable[[Tensor], Tensor], t: int, rank: int, like: Tensor) -> Tensor:
-    """Of the model's output to something unlearnable."""
+    """The distance of the model's output to an unlearnable target."""
     x = batch(t, rank, like.device, SAMPLES, FEATURES).to(like.dtype)
     return (model(x) - batch(t + 5000, rank, like.device, SAMPLES, OUTPUTS)).float().square().mean()
 
 
 def exact_square_error(model: Callable[[Tensor], Tensor], t: int, rank: int, like: Tensor) -> Tensor:
-    """The same in the model's own dtype."""
+    """The same distance in the model's own dtype."""
     x = batch(t, rank, like.device, SAMPLES, FEATURES).to(like.dtype)
     return (model(x) - batch(t + 5000, rank, like.device, SAMPLES, OUTPUTS).to(like.dtype)).square().mean()
 
@@ -144,7 +144,7 @@ class Local:
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
 
     def numbers(self, t: int) -> range:
-        """Of the batches of step ``t``."""
+        """The losses of the batches of step ``t``."""
         return range(t * self.script.backwards, (t + 1) * self.script.backwards)
 
     def step(self, t: int) -> None:
@@ -196,7 +196,7 @@ class _WithStreams(Local):
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
-        """Around the whole loop."""
+        """The context around the whole loop."""
         if self.script.streams != "training" or self.device.type != "cuda":
             yield
             return
@@ -287,7 +287,7 @@ def library(script: Script, worker: Worker) -> Library:
 def run_library(
     script: Script, worker: Worker, after_step: Callable[[int], None] | None = None
 ) -> tuple[Any, dict[str, Tensor]]:
-    """Trains; the trained run, which is still open, and the state dict with which it began."""
+    """Trains; returns the trained run, which is still open, and the initial state dict."""
     run = library(script, worker)
     began = {name: tensor.detach().clone() for name, tensor in run.model.state_dict().items()}
     with run.training(), contextlib.ExitStack() as scopes:
@@ -306,7 +306,7 @@ def run_library(
 
 @torch.no_grad()
 def mix(targets: Sequence[Sequence[Tensor]], sent: Sequence[Sequence[Tensor]], topology: Topology, t: int) -> None:
-    """x_i <- x_i + Σ_j w_ij (q_j - q_i), in float64; an edge whose members are not all finite sits the round out."""
+    """x_i <- x_i + Σ_j w_ij (q_j - q_i), in float64; an edge whose members are not all finite sits out the round."""
     for edge in topology.round(t):
         if not all(bool(q.isfinite().all()) for rank in edge.ranks for q in sent[rank]):
             continue

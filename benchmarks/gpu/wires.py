@@ -29,8 +29,8 @@ def flat(tensors: list[Tensor]) -> Tensor:
 
 
 def record(script: Script, worker: Worker) -> tuple[list[Tensor], list[Tensor], list[int]]:
-    """Trains, and returns the parameters before the first round and after each, their gradients in each, and how many blocks
-    had been rejected after each; on the CPU."""
+    """Trains, and returns the parameters before the first round and after each, their gradients in each, and the number of
+    rejected blocks after each; on the CPU."""
     states: list[Tensor] = []
     gradients: list[Tensor] = []
     rejected: list[int] = []
@@ -57,10 +57,10 @@ def record(script: Script, worker: Worker) -> tuple[list[Tensor], list[Tensor], 
 
 
 def check_wire(compression: str, overlap: bool, worker: Worker) -> str:
-    """x <- step(x) + Σ w (r - q) in each round, from the values that this round has really begun with.
+    """x <- step(x) + Σ w (r - q) in each round, from the values at the beginning of that round.
 
-    Between pairs bfloat16 has to be exact, as what was sent is known. int8 may be off by a few of its steps, and in a round
-    with rejected blocks some values are not mixed; in both the mean over a pair stays.
+    Between pairs bfloat16 must be exact, because the sent values are known. int8 may be off by a few of its steps, and in a
+    round with rejected blocks some values are not mixed; in both the mean over a pair stays.
     """
     topology = "complete" if worker.n == 2 else "base-2"
     script = Script(make=broad, topology=topology, overlap=overlap, options={"compression": compression})

@@ -5,6 +5,17 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from decent_dp.errors import (
+    CheckpointError,
+    DisagreementError,
+    NonFiniteError,
+    OutOfStepError,
+    PeerError,
+    PeerLostError,
+    PeerTimeoutError,
+    WireError,
+)
+
 if TYPE_CHECKING:
     from decent_dp._gossip import Gossip, gossip
     from decent_dp.checkpoint import (
@@ -19,16 +30,6 @@ if TYPE_CHECKING:
         save,
     )
     from decent_dp.ddp import DecentralizedDataParallel, Stats
-    from decent_dp.errors import (
-        CheckpointError,
-        DisagreementError,
-        NonFiniteError,
-        OutOfStepError,
-        PeerError,
-        PeerLostError,
-        PeerTimeoutError,
-        WireError,
-    )
     from decent_dp.launch import initialize_dist
     from decent_dp.optim import AccumAdam, AccumAdamW
     from decent_dp.rules import OuterNesterov, Rule
@@ -68,7 +69,7 @@ __all__ = [
     "save",
 ]
 
-# Names are imported at first use (PEP 562), so that topologies need not wait for torch.
+# All other names are imported at first use (PEP 562), so that topologies do not have to wait for torch.
 _NAMES = {
     "_gossip": ("Gossip", "gossip"),
     "checkpoint": (
@@ -83,16 +84,6 @@ _NAMES = {
         "save",
     ),
     "ddp": ("DecentralizedDataParallel", "Stats"),
-    "errors": (
-        "CheckpointError",
-        "DisagreementError",
-        "NonFiniteError",
-        "OutOfStepError",
-        "PeerError",
-        "PeerLostError",
-        "PeerTimeoutError",
-        "WireError",
-    ),
     "launch": ("initialize_dist",),
     "optim": ("AccumAdam", "AccumAdamW"),
     "rules": ("OuterNesterov", "Rule"),

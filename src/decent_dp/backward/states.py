@@ -1,14 +1,14 @@
-"""Optimizer state by parameter name, so that it fits whatever the buckets are when it is loaded.
+"""Optimizer state by parameter name, so that it can be loaded into any buckets.
 
 The dict has these entries:
 
     state          {parameter name: the optimizer's state of that parameter}
     param_groups   {parameter name: the options of its group (lr, betas, …)}
-    groups         the options of the first group, the second …: for those that have no parameter in some bucket
-    schedulers     what all schedulers have in common, and what is kept by parameter group: under ``by_name`` as in
-                   ``param_groups``, under ``by_group`` as in ``groups``; None without one
+    groups         the options of the first group, the second, …, for groups that have no parameter in some bucket
+    schedulers     the entries that all schedulers share, and those by parameter group: ``by_name`` as ``param_groups``,
+                   ``by_group`` as ``groups``; None without a scheduler
     scaler         the GradScaler's state, or None
-    round          the round that comes next: rounds made so far, also those before an earlier restart
+    round          the next round: the number of rounds so far, including those before a restart
 """
 
 from __future__ import annotations
@@ -29,21 +29,24 @@ from decent_dp.replica.state_checks import check_alike, check_param_states
 
 __all__ = ["check_optim_state", "collect_optim_state", "load_optim_state"]
 
-# What a scheduler keeps as one entry a parameter group.
+# Attributes of schedulers that are lists with one entry per parameter group.
 _BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "base_momentums", "max_momentums")
 
 
 def collect_optim_state(
     units: Sequence[Unit], scaler: torch.amp.GradScaler | None, round_: int, pending: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The state of all buckets' optimizers and schedulers, by parameter name; ``pending`` while that waits for buckets.
+    """Returns the state of all buckets' optimizers and schedulers, by parameter name.
+
+    Args:
+        pending: a loaded state that no buckets have taken yet; it is returned in place of theirs.
 
     Raises:
-        ValueError: an optimizer or a scheduler keeps what cannot be kept by parameter name; names it.
+        ValueError: an optimizer or a scheduler has state that belongs to no parameter; names it.
     """
-    beside = {"scaler": None if scaler is None else scaler.state_dict(), "round": round_}
+    common_entries = {"scaler": None if scaler is None else scaler.state_dict(), "round": round_}
     if pending is not None:
-        return {**pending, **beside}
+        return {**pending, **common_entries}
     state: dict[str, Any] = {}
     options: dict[str, Any] = {}
     schedulers: dict[str, Any] | None = None
@@ -77,7 +80,7 @@ def collect_optim_state(
         "param_groups": options,
         "groups": [_options(units[number].optimizer.param_groups[i]) for i, number in enumerate(examples)],
         "schedulers": schedulers,
-        **beside,
+        **common_entries,
     }
 
 
@@ -86,17 +89,20 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _examples(optimizers: Sequence[Optimizer]) -> list[int]:
-    """Whose i-th group stands for all i-th ones, for every i: the first that has parameters there, or else a group."""
+    """Returns, for every i, the number of the optimizer whose i-th group represents all i-th groups.
+
+    It is the first one with parameters in that group, or else the first one with that group.
+    """
     longest = max((len(optimizer.param_groups) for optimizer in optimizers), default=0)
     found = []
     for i in range(longest):
-        having = [n for n, optimizer in enumerate(optimizers) if len(optimizer.param_groups) > i]
-        found.append(next((n for n in having if optimizers[n].param_groups[i]["params"]), having[0]))
+        candidates = [n for n, optimizer in enumerate(optimizers) if len(optimizer.param_groups) > i]
+        found.append(next((n for n in candidates if optimizers[n].param_groups[i]["params"]), candidates[0]))
     return found
 
 
 def _refuse_nameless(optimizer: Optimizer, names: Mapping[int, str]) -> None:
-    """Raises ValueError when an optimizer keeps what belongs to none of these parameters, by id."""
+    """Raises ValueError if an optimizer has state that belongs to none of these parameters (names by id)."""
     state: Mapping[Any, Any] = optimizer.state
     kept = [key for key, value in state.items() if id(key) not in names and (value or not isinstance(value, Mapping))]
     if has_own_state_dict(optimizer):
@@ -110,10 +116,10 @@ def _refuse_nameless(optimizer: Optimizer, names: Mapping[int, str]) -> None:
 
 
 def check_optim_state(state_dict: dict[str, Any], names: Sequence[str]) -> None:
-    """Looks whether a dict can be loaded into a model with these trainable parameters.
+    """Checks that a dict can be loaded into a model with these trainable parameters.
 
     Raises:
-        ValueError: it was not made by ``optim_state_dict``, or for other parameters; names the first.
+        ValueError: it is no result of ``optim_state_dict``, or one for other parameters; names the first.
     """
     if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
         raise ValueError(
@@ -146,13 +152,14 @@ def check_optim_state(state_dict: dict[str, Any], names: Sequence[str]) -> None:
 
 
 def load_optim_state(units: Sequence[Unit], state_dict: dict[str, Any], *, exact: bool = False) -> None:
-    """Puts a checked dict into the buckets' optimizers and schedulers.
+    """Loads a checked dict into the buckets' optimizers and schedulers.
 
-    With ``exact``, which is for parameters of the same shapes and dtypes, all tensors keep their dtypes (torch's optimizers
-    would cast them to their parameters') and nothing in the dict is used again.
+    Args:
+        exact: all tensors keep their dtypes (torch's optimizers would cast them to those of their parameters), and the dict is
+            not used again. The parameters must have the same shapes and dtypes.
 
     Raises:
-        ValueError: with ``exact``, a tensor has not the shape that the optimizer needs; names the parameter.
+        ValueError: with ``exact``, a tensor does not have the shape that the optimizer needs; names the parameter.
     """
     if not state_dict["param_groups"]:
         return
@@ -167,8 +174,8 @@ def load_optim_state(units: Sequence[Unit], state_dict: dict[str, Any], *, exact
         with torch.inference_mode(False), torch.no_grad():
             for param, state in optimizer.state.items():
                 saved = state_dict["state"].get(names[id(param)])
-                optimizer.state[param] = exact_state(state, saved, param) if exact else _laid(state, param)
-        # A copy for each: some go on writing to what they were given.
+                optimizer.state[param] = exact_state(state, saved, param) if exact else _with_strides(state, param)
+        # Each scheduler gets a copy, because some later write to their loaded state.
         schedulers = copy.deepcopy(state_dict.get("schedulers"))
         if unit.scheduler is not None and schedulers is not None:
             by_name, examples = schedulers.pop("by_name"), schedulers.pop("by_group", [])
@@ -187,7 +194,7 @@ def _of_group(
     by_name: Mapping[str, dict[str, Any]],
     examples: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
-    """What was saved for a group. One without members has what others of its number have, and keeps its own if none has."""
+    """Returns the saved options of a group; for one without members, those of another bucket's group ``number``, if any."""
     if members:
         return by_name[names[id(members[0])]]
     return examples[number] if number < len(examples) else {}
@@ -211,10 +218,10 @@ def _load_optimizer(optimizer: Optimizer, names: dict[int, str], state_dict: dic
 
 
 def _check_shapes(optimizer: Optimizer, names: Mapping[int, str], saved: Mapping[str, Any]) -> None:
-    """Looks whether saved tensors have the shapes of those that the optimizer already has, where it is a new one that has any.
+    """Checks that saved tensors have the shapes of the optimizer's present ones, if it already has state.
 
-    torch's optimizers and ours keep numbers, and tensors of a parameter's shape or reduced to 1 along some dimensions: of
-    these others are refused, too. What other optimizers keep may have any shape.
+    The state of torch's optimizers and ours is numbers, and tensors of the parameter's shape, possibly reduced to 1 along some
+    dimensions. Any other shape is refused for them. The state of other optimizers may have any shape.
     """
     regular = f"{type(optimizer).__module__}.".startswith(("torch.optim.", "decent_dp.optim."))
     for group in optimizer.param_groups:
@@ -232,7 +239,7 @@ def _check_shapes(optimizer: Optimizer, names: Mapping[int, str], saved: Mapping
 
 
 def _tensors(value: Any, key: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors in a state, and where."""
+    """Yields the tensors in a state with their paths."""
     if isinstance(value, Tensor):
         yield key, value
     elif isinstance(value, (Mapping, list, tuple)):
@@ -240,16 +247,16 @@ def _tensors(value: Any, key: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from _tensors(member, f"{key}/{step}" if key else str(step))
 
 
-def _laid(loaded: Any, param: Tensor) -> Any:
-    """``loaded``, with tensors of the parameter's shape in its strides: a file need not have kept them."""
+def _with_strides(loaded: Any, param: Tensor) -> Any:
+    """Returns ``loaded`` with the parameter's strides for tensors of its shape, because files do not keep strides."""
     if isinstance(loaded, Tensor):
         if not is_like(loaded, param) or loaded.stride() == param.stride():
             return loaded
         return torch.empty_like(param, dtype=loaded.dtype, device=loaded.device).copy_(loaded)
     if isinstance(loaded, dict):
-        return {key: _laid(value, param) for key, value in loaded.items()}
+        return {key: _with_strides(value, param) for key, value in loaded.items()}
     if isinstance(loaded, (list, tuple)):
-        return type(loaded)(_laid(value, param) for value in loaded)
+        return type(loaded)(_with_strides(value, param) for value in loaded)
     return loaded
 
 
@@ -258,10 +265,10 @@ def _names(unit: Unit) -> dict[int, str]:
 
 
 def _split(state: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """A scheduler's state as what is common to all buckets, and one dict a parameter group.
+    """Splits a scheduler's state into the entries common to all buckets, and one dict per parameter group.
 
-    Schedulers that hold others (SequentialLR, ChainedScheduler) keep their states in a list ``_schedulers``; entries of the
-    i-th have the key ``i/name`` in the dicts by group.
+    Schedulers of schedulers (SequentialLR, ChainedScheduler) have the states of the inner ones in a list ``_schedulers``. In
+    the dicts by group, entries of the i-th have the key ``i/name``.
     """
     common: dict[str, Any] = {}
     by_group: list[dict[str, Any]] = []

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import rich  # noqa: F401  typer can do without it, the tables cannot
 import typer
-from typer.core import TyperGroup
 
 from decent_dp.cli import doctor, plan, simulate, topology
 from decent_dp.cli.inputs import BadInputError
@@ -25,14 +23,8 @@ __all__ = ["app", "run"]
 _CLICK_ERROR: type[Exception] = typer.BadParameter.__mro__[2]
 
 
-class _InOrder(TyperGroup):
-    def list_commands(self, ctx: Any) -> list[str]:
-        return ["topology", "simulate", "plan", "doctor"]
-
-
 app = typer.Typer(
     name="decent-dp",
-    cls=_InOrder,
     add_completion=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -81,30 +73,21 @@ def run(argv: Sequence[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that knows no '·'
-    with _interruptible() as interrupts:
+    # Some libraries turn a Ctrl-C into another error, or ignore it, so it is recorded.
+    interrupts: list[int] = []
+
+    def record(signum: int, frame: Any) -> None:
+        interrupts.append(signum)
+        signal.default_int_handler(signum, frame)
+
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else ignored (nohup), or the caller's
+    if not usual or threading.current_thread() is not threading.main_thread():
         return _run(argv, interrupts)
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[list[int]]:
-    """Records each Ctrl-C in a list: some libraries turn it into another error, or ignore it."""
-    came: list[int] = []
-
-    def note(number: int, frame: Any) -> None:
-        came.append(number)
-        signal.default_int_handler(number, frame)
-
-    mine = (
-        threading.current_thread() is threading.main_thread()
-        and signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else ignored (nohup), or the caller's
-    )
-    if mine:
-        signal.signal(signal.SIGINT, note)
+    signal.signal(signal.SIGINT, record)
     try:
-        yield came
+        return _run(argv, interrupts)
     finally:
-        if mine:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _run(argv: Sequence[str], interrupts: Sequence[int]) -> int:
@@ -121,26 +104,11 @@ def _run(argv: Sequence[str], interrupts: Sequence[int]) -> int:
     except _CLICK_ERROR as error:
         context = getattr(error, "ctx", None)
         path = context.command_path if context is not None else "decent-dp"
-        text = _no_number(error) or one_line(error.format_message())  # type: ignore[attr-defined]
+        text = one_line(error.format_message())  # type: ignore[attr-defined]
         stop = "" if text.endswith((".", "?")) else "."
         return _fail(f"{text}{stop} See: {path} --help", getattr(error, "exit_code", 2))
-    except (NotImplementedError, RecursionError):
-        raise  # kinds of RuntimeError that are bugs
     except (RuntimeError, ImportError, OSError) as error:
         return 130 if interrupts else _fail(str(error) or type(error).__name__, 1)
-
-
-def _no_number(error: Any) -> str | None:
-    """typer's error about a text that is no number, in the words of the other errors; None for other errors."""
-    said = re.search(r"valid (integer|number|float)", str(getattr(error, "message", "")))
-    if said is None or getattr(error, "param", None) is None:
-        return None
-    # The text that was typed is with the cause, or in the message, by the version of typer.
-    known: Any = getattr(error.__cause__, "errors", list)()
-    quoted = re.match(r"'(.*)' is not", str(error.message))
-    value = known[0]["input"] if known else quoted[1] if quoted else None
-    got = "" if value is None else f", got '{value}'"
-    return f"{error.param.opts[0]} must be a {'whole ' if said[1] == 'integer' else ''}number{got}"
 
 
 def _fail(message: str, code: int) -> int:

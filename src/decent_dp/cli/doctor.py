@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 import decent_dp
 from decent_dp.cli.inputs import require, writable, writing
-from decent_dp.cli.screen import number, one_line, plain_json, progress_console, say, table, write_json
+from decent_dp.cli.screen import number, one_line, plain_json, say, table, write_json
 
 if TYPE_CHECKING:
     from decent_dp.transport.probe import Pair, Probe
@@ -35,7 +34,7 @@ _TORCHRUN = "torchrun --standalone --nproc-per-node 4 -m decent_dp doctor"
 _MATRIX, _COLUMNS = 16, 8
 _SHOWN_PAIRS = 10
 _MOST_SECONDS = 3600.0
-# What a slot takes more than it was given, to begin and to gather.
+# Seconds of a slot beside its measurement, to begin and to gather.
 _AROUND_A_SLOT = 0.05
 _TCP_SETTINGS = Path("/proc/sys/net/ipv4")
 # Microseconds one way from which workers count as far apart.
@@ -71,8 +70,8 @@ def doctor(
     neither a node nor its link: for N nodes of L workers it takes at most N x L x L times --seconds-a-pair, a minute and a half
     for 4 nodes of 8. Without torchrun it says what it can about this one machine.
     """
-    require("--seconds-a-pair", seconds, above=0, most=_MOST_SECONDS)
-    require("--timeout", timeout, above=0, most=_MOST_SECONDS)
+    for option, value in (("--seconds-a-pair", seconds), ("--timeout", timeout)):
+        require(option, value, 0 < value <= _MOST_SECONDS, f"above 0 and at most {_MOST_SECONDS:g} seconds")
     if os.environ.get("RANK", "0") == "0":  # the file is worker 0's, and so is the word about it
         writable("--out", out)
 
@@ -96,8 +95,9 @@ def _examine(probe: Probe, seconds: float, began: float, json: bool, out: Path |
     with _stopping():
         workers = probe.gather(_card(str(probe.device)))
         nodes = probe.nodes()
-        with _progress(probe, nodes, seconds) as on_slot:
-            pairs = probe.survey(nodes, on_slot)
+        if probe.rank == 0 and probe.world_size > 1:
+            _say_duration(probe.world_size, nodes, seconds)
+        pairs = probe.survey(nodes)
     code = 1 if any(pair.error for pair in pairs.values()) else 0
     try:
         if probe.rank == 0:
@@ -190,35 +190,16 @@ def _stopping() -> Iterator[None]:
     signal.signal(signal.SIGTERM, before)
 
 
-@contextmanager
-def _progress(probe: Probe, nodes: Sequence[int], seconds: float) -> Iterator[Any]:
-    """Says how long it takes; gives what to call before each slot: worker 0 shows it where somebody looks."""
+def _say_duration(n: int, nodes: Sequence[int], seconds: float) -> None:
     from decent_dp.transport.probe import schedule
 
-    total, slots = probe.world_size * (probe.world_size - 1) // 2, len(schedule(nodes))
-    if probe.rank != 0 or total == 0:
-        yield None
-        return
+    total, slots = n * (n - 1) // 2, len(schedule(nodes))
     about = slots * (seconds + _AROUND_A_SLOT)
     time_ = f"{about:.0f} s" if about < 100 else f"{about / 60:.0f} min"
     once = f", {total / slots:.2g} at once," if total >= 2 * slots else ""
     _say_error(
         f"measuring {total:,} pair{'s' * (total > 1)} of workers{once} takes about {time_}; --seconds-a-pair shortens it"
     )
-    console = progress_console()
-    if console is None:
-        yield None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=total)
-
-        def on_slot(slot: Sequence[tuple[int, int]]) -> None:
-            (a, b), more = slot[0], len(slot) - 1
-            words = f"workers {a} and {b}" + (f" and {more} more pair{'s' * (more > 1)}" if more else "")
-            bar.update(task, description=words, advance=len(slot))
-
-        yield on_slot
 
 
 # -- what was found --------------------------------------------------------------------------------------------------------
@@ -315,9 +296,8 @@ def _report(document: dict[str, Any], out: Path | None) -> None:
         other = [f"{key} {worker[key]}" for key in ("decent_dp", "torch", "python") if worker[key] != first[key]]
         if other:
             say(f"worker {worker['rank']} has {', '.join(other)}: start all workers from one installation")
-    made = table("worker", "node", "host", "device", left=(2, 3))
-    for worker in workers[: 2 * _MATRIX]:
-        made.add_row(str(worker["rank"]), str(worker["node"]), worker["host"], worker["device"])
+    cells = [(str(worker["rank"]), str(worker["node"]), worker["host"], worker["device"]) for worker in workers[: 2 * _MATRIX]]
+    made = table(("worker", "node", "host", "device"), cells, left=(), folded=(2, 3))
     say("", made, *([f"… {n - 2 * _MATRIX} more"] if n > 2 * _MATRIX else []), "")
     if n == 1:
         say("One worker has no links. To measure those between workers, start it as you start the training:", f"  {_TORCHRUN}")
@@ -347,17 +327,17 @@ def _blocks(document: dict[str, Any], key: str, scale: float) -> list[Any]:
     n, parts = document["world_size"], []
     for first in range(0, n, _COLUMNS):
         columns = range(first, min(first + _COLUMNS, n))
-        made = table("worker", *map(str, columns), left=())
-        for a, row in enumerate(document[key]):
-            cells = ["·" if a == b else "none" if row[b] is None else number(row[b] * scale) for b in columns]
-            made.add_row(str(a), *cells)
-        parts.append(made)
+        rows = [
+            (str(a), *("·" if a == b else "none" if row[b] is None else number(row[b] * scale) for b in columns))
+            for a, row in enumerate(document[key])
+        ]
+        parts.append(table(("worker", *map(str, columns)), rows, left=()))
     return parts
 
 
 def _by_nodes(document: dict[str, Any], key: str, scale: float) -> list[Any]:
     """Many workers: the least, the median and the most inside nodes and between them."""
-    nodes, made = document["nodes"], table("links", "least", "median", "most")
+    nodes, rows = document["nodes"], []
     for name, inside in (("inside a node", True), ("between nodes", False)):
         values = [
             value * scale
@@ -366,8 +346,8 @@ def _by_nodes(document: dict[str, Any], key: str, scale: float) -> list[Any]:
             if a != b and value is not None and (nodes[a] == nodes[b]) == inside
         ]
         if values:
-            made.add_row(name, number(min(values)), number(statistics.median(values)), number(max(values)))
-    return [made]
+            rows.append((name, *map(number, (min(values), statistics.median(values), max(values)))))
+    return [table(("links", "least", "median", "most"), rows)]
 
 
 def _in_words(document: dict[str, Any]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,10 +18,7 @@ from decent_dp.cli.inputs import (
     as_rate,
     as_seconds,
     check_workers,
-    one_of,
-    read_json,
     refusing,
-    require,
 )
 from decent_dp.cli.screen import figures, number, progress_console, say, size, table, write_json
 
@@ -32,8 +30,6 @@ if TYPE_CHECKING:
 __all__ = ["EXAMPLES", "plan"]
 
 _LATENCY_INTER, _LATENCY_INTRA = "20us", "5us"
-_BACKENDS = ("gloo", "nccl")
-_LONGEST_MS = 3.6e6  # an hour
 # Short words for a narrow column.
 _LIMITS = {"links between nodes": "network", "links inside a node": "node", "the CPU and TCP": "cpu"}
 
@@ -52,52 +48,46 @@ decent-dp plan --measured links.json --params 65e6 --step-ms 60 --json
 
 def plan(
     params: Annotated[str, typer.Option(help="Trainable parameters: 65e6, 65M, 1.3B.")],
-    step_ms: Annotated[
-        float | None, typer.Option(help="Milliseconds of a step of one worker alone: forward, backward, optimizer.")
-    ] = None,
-    n: Annotated[int | None, typer.Option("-n", "--workers", help="Number of workers.", metavar="N")] = None,
-    local: Annotated[int | None, typer.Option("-l", "--local", help="Workers per node.", metavar="L")] = None,
+    step_ms: Annotated[float, typer.Option(help="Milliseconds of a step of one worker alone: forward, backward, optimizer.")],
+    n: Annotated[int | None, typer.Option("-n", "--workers", help="Number of workers.", metavar="N", min=1)] = None,
+    local: Annotated[int | None, typer.Option("-l", "--local", help="Workers per node.", metavar="L", min=1)] = None,
     inter: Annotated[str | None, typer.Option(help="A node's link to other nodes: 25gbit, 3GB/s.")] = None,
     intra: Annotated[str | None, typer.Option(help="A worker's link inside its node: 200gbit.")] = None,
     latency_inter: Annotated[str | None, typer.Option(help=f"One way between nodes; if not given {_LATENCY_INTER}.")] = None,
     latency_intra: Annotated[str | None, typer.Option(help=f"One way inside a node; if not given {_LATENCY_INTRA}.")] = None,
-    ports: Annotated[int, typer.Option(help="Links between nodes that a node has.")] = 1,
     measured: Annotated[
         Path | None, typer.Option(help="Workers and links as decent-dp doctor has measured them.", metavar="FILE")
     ] = None,
     backend: Annotated[str | None, typer.Option(help="nccl or gloo; if not given that of --measured, else nccl.")] = None,
-    forward_ms: Annotated[
-        float | None, typer.Option(help="Of the step; if not given a third of it, without the optimizer.")
-    ] = None,
-    backward_ms: Annotated[float | None, typer.Option(help="Of the step; if not given the rest.")] = None,
-    optimizer_ms: Annotated[float, typer.Option(help="Of the step.")] = 0.0,
+    optimizer_ms: Annotated[float, typer.Option(help="The optimizer's part of --step-ms.")] = 0.0,
     jitter: Annotated[float, typer.Option(help="Standard deviation of a worker's step, relative to its mean.")] = 0.01,
-    top: Annotated[int, typer.Option(help="Show so many; 0: all.")] = 10,
-    buckets: Annotated[bool, typer.Option("--buckets", help="Show every size of bucket, not the best one alone.")] = False,
+    top: Annotated[int, typer.Option(help="Show so many; 0: all.", min=0)] = 10,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")] = False,
 ) -> None:
     """Predict the step time of PyTorch DDP and of each topology, compression and bucket size on your cluster, with reasons."""
-    require("--top", top, least=0)
-    job = _job(params, step_ms, forward_ms, backward_ms, optimizer_ms, jitter)
+    from decent_dp.planner import Cluster, Job
+    from decent_dp.planner import plan as rank_all
+
+    count = as_count("--params", params)
+    with refusing():
+        job = Job.of_step(count, step_ms, optimizer_ms=optimizer_ms, jitter=jitter)
     if measured is not None:
         given = {"-n": n, "-l": local, "--inter": inter, "--intra": intra}
-        given |= {"--latency-inter": latency_inter, "--latency-intra": latency_intra, "--ports": ports if ports != 1 else None}
+        given |= {"--latency-inter": latency_inter, "--latency-intra": latency_intra}
         for option, value in given.items():
             if value is not None:
                 raise BadInputError(f"{option} and --measured say the same: leave {option} out, or --measured")
-        cluster = _measured(measured, backend)
+        with refusing():
+            cluster = Cluster.from_measured(measured, backend=backend)
     else:
-        cluster = _cluster(n, local or 1, (inter, latency_inter), (intra, latency_intra), ports, backend)
-
-    from decent_dp.planner import plan as rank_all
+        cluster = _cluster(n, local or 1, (inter, latency_inter), (intra, latency_intra), backend or "nccl")
 
     console = progress_console()
     waiting = console.status(f"{cluster.world_size} workers: predicting every contender") if console else nullcontext()
     with refusing(), waiting:
         found = rank_all(cluster, job)
-    if not buckets:
-        best = {prediction.name: prediction for prediction in reversed(found)}
-        found = [prediction for prediction in found if prediction in best.values()]
+    best = {prediction.name: prediction for prediction in reversed(found)}  # of its bucket sizes
+    found = [prediction for prediction in found if prediction is best[prediction.name]]
     shown = list(enumerate(found, 1))
     if top:
         # DDP is always shown, for comparison.
@@ -108,66 +98,19 @@ def plan(
     _report(cluster, job, shown, len(found))
 
 
-def _job(
-    params: str,
-    step_ms: float | None,
-    forward_ms: float | None,
-    backward_ms: float | None,
-    optimizer_ms: float,
-    jitter: float,
-) -> Job:
-    from decent_dp.planner import Job
-
-    count = as_count("--params", params)
-    for option, value in (("--step-ms", step_ms), ("--forward-ms", forward_ms), ("--backward-ms", backward_ms)):
-        if value is not None:
-            require(option, value, above=0, most=_LONGEST_MS)
-    require("--optimizer-ms", optimizer_ms, least=0, most=_LONGEST_MS)
-    require("--jitter", jitter, least=0)
-    if jitter >= 1:
-        raise BadInputError(f"--jitter is relative to the step and must be below 1, got {jitter:g}; 0.02 is two percent")
-    if step_ms is None:
-        if forward_ms is None or backward_ms is None:
-            raise BadInputError("the time of a step is missing: write --step-ms 60, or --forward-ms and --backward-ms")
-        step_ms = forward_ms + backward_ms + optimizer_ms
-    rest = step_ms - optimizer_ms
-    if forward_ms is None and backward_ms is None:
-        forward_ms = rest / 3
-    forward = rest - backward_ms if forward_ms is None and backward_ms is not None else forward_ms or 0.0
-    backward = rest - forward if backward_ms is None else backward_ms
-    if optimizer_ms >= step_ms:
-        raise BadInputError(
-            f"--optimizer-ms {optimizer_ms:g} leaves nothing of --step-ms {step_ms:g} for forward and backward: write less, "
-            "it is a part of the step"
-        )
-    total = forward + backward + optimizer_ms
-    if min(forward, backward) <= 0 or not math.isclose(total, step_ms, rel_tol=1e-6):
-        raise BadInputError(
-            f"--forward-ms, --backward-ms and --optimizer-ms must add up to --step-ms {step_ms:g}: leave one of them out"
-        )
-    with refusing():
-        return Job(count, forward, backward, optimizer_ms, jitter)
-
-
 def _cluster(
-    n: int | None,
-    local: int,
-    inter: tuple[str | None, str | None],
-    intra: tuple[str | None, str | None],
-    ports: int,
-    backend: str | None,
+    n: int | None, local: int, inter: tuple[str | None, str | None], intra: tuple[str | None, str | None], backend: str
 ) -> Cluster:
     from decent_dp.planner import Cluster
 
     if n is None:
         raise BadInputError("the workers are missing: write -n 32 (and -l 4 for 4 per node), or --measured FILE")
     check_workers(n, local, MOST_ANALYSED)
-    require("--ports", ports, least=1)
     # A link that does not exist cannot limit.
     between = _link("--inter", *inter, _LATENCY_INTER, f"{n // local} nodes" if local < n else "")
     inside = _link("--intra", *intra, _LATENCY_INTRA, f"{local} workers per node" if local > 1 else "")
     with refusing():
-        return Cluster(n, local, between, inside, backend=one_of("--backend", backend or "nccl", _BACKENDS), ports=ports)
+        return Cluster(n, local, between, inside, backend=backend)
 
 
 def _link(option: str, rate: str | None, latency: str | None, default: str, needed: str) -> Any:
@@ -181,18 +124,6 @@ def _link(option: str, rate: str | None, latency: str | None, default: str, need
     return Link(seconds, as_rate(option, rate))
 
 
-def _measured(path: Path, backend: str | None) -> Cluster:
-    from decent_dp.planner import Cluster
-
-    document = read_json("--measured", path)
-    if backend is None:
-        # The doctor may write a backend per kind of device.
-        said = document.get("backend") if isinstance(document, dict) else None
-        backend = "nccl" if "nccl" in str(said) else "gloo"
-    with refusing("--measured"):
-        return Cluster.from_measured(path, backend=one_of("--backend", backend, _BACKENDS))
-
-
 # -- what was found --------------------------------------------------------------------------------------------------------
 
 
@@ -203,23 +134,11 @@ def _document(cluster: Cluster, job: Job, shown: Sequence[tuple[int, Prediction]
         name: {"latency_us": link.latency_s * 1e6, "mbit_s": link.bytes_per_s * 8 / 1e6}
         for name, link in (("inter", cluster.inter), ("intra", cluster.intra))
     }
+    named = ("world_size", "local_world_size", "backend", "ports")
     return {
         "format": "decent_dp-plan-1",
-        "cluster": {
-            "world_size": cluster.world_size,
-            "local_world_size": cluster.local_world_size,
-            "backend": cluster.backend,
-            "ports": cluster.ports,
-            **links,
-            "slow_nodes": dict(cluster.slow_nodes),
-        },
-        "job": {
-            "params": job.params,
-            "forward_ms": job.forward_ms,
-            "backward_ms": job.backward_ms,
-            "optimizer_ms": job.optimizer_ms,
-            "jitter": job.jitter,
-        },
+        "cluster": {**{name: getattr(cluster, name) for name in named}, **links},
+        "job": asdict(job),
         "ranked": count,
         "predictions": [{"rank": place, **prediction.as_dict()} for place, prediction in shown],
         "same_rounds": [{"name": name, "as": other} for name, other in same_rounds(cluster).items()],
@@ -241,8 +160,6 @@ def _report(cluster: Cluster, job: Job, shown: Sequence[tuple[int, Prediction]],
     ]
     workers = f"{n} worker{'s' * (n > 1)}" + (f", {local} per node" if local > 1 else "")
     say(f"{workers}, {cluster.backend}; {'; '.join(links) or 'no links'}")
-    for node, factor in cluster.slow_nodes.items():
-        say(f"the link of node {node} is {factor:.2g} times slower than most")
     split = f"forward {number(job.forward_ms)}, backward {number(job.backward_ms)}, optimizer {number(job.optimizer_ms)}"
     say(f"{job.params:,.0f} parameters, {number(job.compute_ms)} ms per step alone ({split})", "", _ranking(shown), "")
     if len(shown) < count:
@@ -261,22 +178,21 @@ def _report(cluster: Cluster, job: Job, shown: Sequence[tuple[int, Prediction]],
 def _ranking(shown: Sequence[tuple[int, Prediction]]) -> Table:
     # Two lines per heading: the table fits 80 columns.
     sizes = ("bucket\nMiB", "ms per\nstep", "speed\nto DDP", "node\nsends")
-    made = table("", "contender", "compression", *sizes, "limited\nby", left=(1, 2, 7))
-    made.columns[1].no_wrap = made.columns[2].no_wrap = True
     baseline = next((prediction.step_ms for _, prediction in shown if prediction.choice.kind == "ddp"), math.nan)
-    for place, prediction in shown:
-        choice = prediction.choice
-        made.add_row(
+    rows = [
+        (
             str(place),
             _contender(prediction),
-            choice.compression or "-",
-            number(choice.bucket_mb),
+            prediction.choice.compression or "-",
+            number(prediction.choice.bucket_mb),
             number(prediction.step_ms, 4),
-            f"{number(baseline / prediction.step_ms)} x" if choice.kind != "ddp" else "",
+            f"{number(baseline / prediction.step_ms)} x" if prediction.choice.kind != "ddp" else "",
             size(prediction.node_bytes),
             _LIMITS.get(prediction.limit, prediction.limit),
         )
-    return made
+        for place, prediction in shown
+    ]
+    return table(("", "contender", "compression", *sizes, "limited\nby"), rows, left=(1, 2), folded=(7,))
 
 
 def _contender(prediction: Prediction) -> str:

@@ -6,19 +6,18 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, ConsoleOptions
+from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 __all__ = ["figures", "number", "one_line", "plain_json", "progress_console", "say", "size", "table", "write_json"]
 
-PLOT_ENDINGS = (".png", ".pdf", ".svg")
 # Larger numbers are written with an exponent.
 _LARGE = 1e7
 
@@ -30,28 +29,17 @@ def one_line(message: object) -> str:
 
 def say(*parts: Any) -> None:
     """Prints texts, without markup, and tables on stdout. If the reader has gone (``| head``), the command ends quietly."""
-    console = Console(file=sys.stdout, highlight=False, soft_wrap=False)
+    console = Console(file=sys.stdout, highlight=False)
     width = console.width
     with console.capture() as capture:
         for part in parts:
             if isinstance(part, str):
                 console.print(part, markup=False, soft_wrap=True)
             else:
-                # Text that cannot be folded exceeds the width, and is not cut.
-                wide = console.options.update(width=100_000)
-                if isinstance(part, Table):
-                    _keep_whole(part, console, wide)
-                console.width = max(width, Measurement.get(console, wide, part).minimum)
+                # A table that cannot be folded further exceeds the width, and is not cut.
+                console.width = max(width, Measurement.get(console, console.options.update(width=100_000), part).minimum)
                 console.print(part)
     _write("\n".join(line.rstrip() if not console.is_terminal else line for line in capture.get().split("\n")))
-
-
-def _keep_whole(made: Table, console: Console, wide: ConsoleOptions) -> None:
-    """Makes columns that are not folded as wide as their longest cell: rich would cut them between words."""
-    for column in made.columns:
-        if column.no_wrap:
-            cells = [*column.cells, *([column.header] if made.show_header else [])]
-            column.min_width = max((Measurement.get(console, wide, cell).maximum for cell in cells), default=0)
 
 
 def write_json(document: Any) -> None:
@@ -88,13 +76,24 @@ def progress_console() -> Console | None:
     return console if console.is_terminal else None
 
 
-def table(*columns: str, left: Iterable[int] = (0,)) -> Table:
-    """An empty table. Numbers are never cut, however narrow the terminal; the ``left`` columns are folded."""
+def table(
+    headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: Iterable[int] = (0,), folded: Iterable[int] = ()
+) -> Table:
+    """A table. The ``left`` and ``folded`` columns are text; only folded ones adapt to the terminal: numbers are never cut."""
     made = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    aligned = set(left)
-    for index, column in enumerate(columns):
-        text = index in aligned
-        made.add_column(Text(column), justify="left" if text else "right", no_wrap=not text, overflow="fold")
+    rows, left, folded = list(rows), set(left), set(folded)
+    for index, heading in enumerate(headings):
+        fold = index in folded
+        widest = max(len(line) for cell in (heading, *(row[index] for row in rows)) for line in (cell.split("\n") or [""]))
+        made.add_column(
+            Text(heading),
+            justify="left" if fold or index in left else "right",
+            overflow="fold",
+            no_wrap=not fold,
+            min_width=None if fold else widest,
+        )
+    for row in rows:
+        made.add_row(*map(Text, row))
     return made
 
 
@@ -112,8 +111,6 @@ def number(value: float | None, digits: int = 3) -> str:
     """A number with so many significant digits, commas if it is large, an exponent if it is huge; a dash for None."""
     if value is None or not math.isfinite(value):
         return "-"
-    if value == 0:
-        return "0"
     if 10 ** (digits - 1) <= abs(value) < _LARGE:
         return f"{value:,.0f}"
     return f"{value:.{digits}g}"

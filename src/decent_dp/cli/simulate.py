@@ -7,13 +7,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from decent_dp.cli.inputs import BadInputError, can_plot, make, writable, writable_folder, writing
-from decent_dp.cli.screen import PLOT_ENDINGS, figures, number, plain_json, progress_console, say, size, table, write_json
+from decent_dp.cli.inputs import BadInputError, make, refusing, require, writable, writing
+from decent_dp.cli.screen import figures, number, progress_console, say, size, table, write_json
 
 if TYPE_CHECKING:
     from decent_dp.sim.experiment import Result, Row, Simulation
@@ -24,7 +24,6 @@ __all__ = ["EXAMPLES", "simulate"]
 _MOST_SAMPLES = 2**20
 # No run recovers from such a mean loss; guessing one of ten classes costs 2.3.
 _RUINED = 1000.0
-_FILES = ("simulation.json", "simulation.png")
 
 EXAMPLES = """[bold]Examples[/bold]
 
@@ -32,32 +31,29 @@ decent-dp simulate --data digits --topology base-2 -n 64 --alpha 0.1 --optimizer
 
 decent-dp simulate --topology ring -n 16 --compression int8 --mix-every 4 --plot ring.png
 
-decent-dp simulate --topology complete:100,base-2 -n 24 --optimizer momentum --lr 0.05 --out runs/base-2 --json
+decent-dp simulate --topology complete:100,base-2 -n 24 --optimizer momentum --lr 0.05 --json
 
 Exit code 1 if the loss diverged."""
 
 
 def simulate(
-    n: Annotated[int, typer.Option("-n", "--workers", help="Number of virtual workers.", metavar="N")],
+    n: Annotated[int, typer.Option("-n", "--workers", help="Number of virtual workers.", metavar="N", min=1)],
     topology: Annotated[str, typer.Option(help="A name, or several one after another: complete:100,base-2")],
     data: Annotated[str, typer.Option(help="The data: digits.")] = "digits",
     alpha: Annotated[
         float | None, typer.Option(help="Dirichlet split of the classes: 0.1 is very uneven. Not given: even.")
     ] = None,
-    local: Annotated[int, typer.Option("-l", "--local", help="Workers per node.", metavar="L")] = 1,
-    steps: Annotated[int, typer.Option(help="Updates of every worker.")] = 500,
+    local: Annotated[int, typer.Option("-l", "--local", help="Workers per node.", metavar="L", min=1)] = 1,
+    steps: Annotated[int, typer.Option(help="Updates of every worker.", min=1)] = 500,
     lr: Annotated[float | None, typer.Option(help="Learning rate. Not given: a good one for the optimizer.")] = None,
-    batch: Annotated[int, typer.Option(help="Samples per worker and step.")] = 32,
+    batch: Annotated[int, typer.Option(help="Samples per worker and step.", min=1)] = 32,
     optimizer: Annotated[str, typer.Option(help="adamw, accum-adamw, sgd or momentum.")] = "adamw",
     compression: Annotated[str, typer.Option(help="none, bfloat16 or int8.")] = "none",
-    mix_every: Annotated[int, typer.Option(help="Mix only in every h-th update.", metavar="H")] = 1,
+    mix_every: Annotated[int, typer.Option(help="Mix only in every h-th update.", metavar="H", min=1)] = 1,
     overlap: Annotated[
         bool, typer.Option("--overlap/--no-overlap", help="Mix with the values sent in the last update.")
     ] = True,
-    seed: Annotated[int, typer.Option(help="Of the weights, the split and the batches.")] = 0,
-    out: Annotated[
-        Path | None, typer.Option(help="Write simulation.json and simulation.png into this folder.", metavar="DIR")
-    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the weights, the split and the batches.", min=0, max=2**63 - 1)] = 0,
     plot: Annotated[Path | None, typer.Option(help="Draw a figure into this file (.png, .pdf, .svg).", metavar="FILE")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")] = False,
 ) -> int:
@@ -69,18 +65,13 @@ def simulate(
             f"--batch {batch} of {n} workers are {n * batch:,} samples per step, more than the limit of {_MOST_SAMPLES:,} "
             f"samples in memory; write --batch {max(1, _MOST_SAMPLES // n)} or less"
         )
-    if alpha is not None and not alpha > 0:
-        raise BadInputError(f"--alpha must be above zero, got {alpha:g}; 0.1 is very uneven, 100 nearly even")
-    if seed >= 2**63:
-        raise BadInputError(f"--seed must be below 2^63, got {seed}; any small number does")
-    writable("--plot", plot, PLOT_ENDINGS)
-    writable_folder("--out", out, _FILES)
-    if out is not None:
-        can_plot()
+    if alpha is not None:
+        require("--alpha", alpha, alpha > 0, "above zero (0.1 is very uneven, 100 nearly even)")
+    writable("--plot", plot, plot=True)
 
     from decent_dp.sim.experiment import DATA, Simulation, run
 
-    with _in_options():
+    with refusing():
         settings = Simulation(
             data=data,
             topology=topology,
@@ -100,28 +91,14 @@ def simulate(
     samples = len(DATA[data]().y)
     if n > samples:
         raise BadInputError(f"-n {n} workers are more than the {samples} training samples of '{data}'; write at most {samples}")
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
     with _progress(settings) as on_row:
         result = run(settings, on_row)
     diverged = next((row.step for row in result.rows if not _sound(row)), None)
-    _deliver(result, diverged, out, plot, json)
+    _deliver(result, diverged, plot, json)
     if diverged is None:
         return 0
     sys.stderr.write(f"decent-dp: diverged by step {diverged:,}: lower --lr\n")
     return 1
-
-
-@contextmanager
-def _in_options() -> Iterator[None]:
-    """Errors of a setting name its option."""
-    try:
-        yield
-    except (ValueError, TypeError) as error:
-        from decent_dp.sim.experiment import Simulation
-
-        name, _, words = str(error).partition(" ")
-        raise BadInputError(f"--{name.replace('_', '-')} {words}" if hasattr(Simulation, name) else str(error)) from error
 
 
 def _sound(row: Row) -> bool:
@@ -145,7 +122,7 @@ def _progress(settings: Simulation) -> Iterator[Callable[[Row], object] | None]:
         yield on_row
 
 
-def _deliver(result: Result, diverged: int | None, out: Path | None, plot: Path | None, json: bool) -> None:
+def _deliver(result: Result, diverged: int | None, plot: Path | None, json: bool) -> None:
     document = {**result.to_json(), "diverged": diverged}
     try:
         if json:
@@ -153,29 +130,28 @@ def _deliver(result: Result, diverged: int | None, out: Path | None, plot: Path 
         else:
             _report(result)
     finally:  # also after a broken pipe
-        written = _write_files(result, document, out, plot)
-    if not json:
-        for path in written:
-            say(f"wrote {path}")
+        if plot is not None:
+            from decent_dp.plots import plot_simulation
 
-
-def _write_files(result: Result, document: dict[str, Any], out: Path | None, plot: Path | None) -> list[Path]:
-    plots = [path for path in (plot, out / _FILES[1] if out is not None else None) if path is not None]
-    if out is not None:
-        with writing(out / _FILES[0]):
-            (out / _FILES[0]).write_text(plain_json(document) + "\n", encoding="utf-8")
-    for path in plots:
-        with writing(path):
-            _plot(result, path)
-    return [*plots, *([out / _FILES[0]] if out is not None else [])]
+            with writing(plot):
+                plot_simulation(document["rows"], plot, title=_heading(result.simulation))
+    if plot is not None and not json:
+        say(f"wrote {plot}")
 
 
 def _report(result: Result) -> None:
     settings = result.simulation
-    made = table("step", "loss", "consensus distance", "accuracy", "worst replica", "sent", left=())
-    for row in result.rows:
-        cells = [number(row.loss), number(row.consensus_distance), _percent(row.accuracy), _percent(row.worst_accuracy)]
-        made.add_row(f"{row.step:,}", *cells, size(row.bytes_sent))
+    headings = ("step", "loss", "consensus distance", "accuracy", "worst replica", "sent")
+    cells = [
+        (
+            f"{row.step:,}",
+            *map(number, (row.loss, row.consensus_distance)),
+            *map(_percent, (row.accuracy, row.worst_accuracy)),
+            size(row.bytes_sent),
+        )
+        for row in result.rows
+    ]
+    made = table(headings, cells, left=())
     few, many = result.samples
     split = f"{few} each" if few == many else f"{few} to {many} each"
     last = result.last
@@ -204,10 +180,3 @@ def _heading(settings: Simulation) -> str:
     if not settings.overlap:
         words.append("not overlapped")
     return f"{settings.data}: {', '.join(words)}"
-
-
-def _plot(result: Result, path: Path) -> None:
-    from decent_dp.plots import plot_simulation
-
-    rows: list[dict[str, Any]] = result.to_json()["rows"]
-    plot_simulation({result.simulation.topology: rows}, path, title=_heading(result.simulation))

@@ -16,7 +16,6 @@ from rich.table import Table
 from decent_dp.cli.inputs import (
     MOST_ANALYSED,
     BadInputError,
-    as_bytes,
     as_count,
     check_workers,
     in_options,
@@ -25,10 +24,10 @@ from decent_dp.cli.inputs import (
     writable,
     writing,
 )
-from decent_dp.cli.screen import PLOT_ENDINGS, figures, number, one_line, say, size, table, write_json
+from decent_dp.cli.screen import figures, number, one_line, say, size, table, write_json
 
 if TYPE_CHECKING:
-    from decent_dp.topo import Edge, Topology
+    from decent_dp.topo import Edge
     from decent_dp.topo.analysis import Analysis
 
 __all__ = ["app"]
@@ -55,12 +54,11 @@ _COMPARE = """[bold]Examples[/bold]
 
 decent-dp topology compare -n 24
 
-decent-dp topology compare -n 64 -l 8 --epsilon 1e-6 --plot decay.png --json"""
+decent-dp topology compare -n 64 -l 8 --epsilon 1e-6 --json"""
 
-N = Annotated[int, typer.Option("-n", "--workers", help="Number of workers.", metavar="N")]
-Local = Annotated[int, typer.Option("-l", "--local", help="Workers per node.", metavar="L")]
+N = Annotated[int, typer.Option("-n", "--workers", help="Number of workers.", metavar="N", min=1)]
+Local = Annotated[int, typer.Option("-l", "--local", help="Workers per node.", metavar="L", min=1)]
 Epsilon = Annotated[float, typer.Option(help="The consensus error, relative to that at the start, that counts as agreement.")]
-Plot = Annotated[Path | None, typer.Option(help="Draw a figure into this file (.png, .pdf, .svg).", metavar="FILE")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
 
 
@@ -75,7 +73,9 @@ def _root(context: typer.Context) -> None:
 
 @app.command("list", epilog=_LIST)
 def list_(
-    n: Annotated[int | None, typer.Option("-n", "--workers", help="Say which fit this many workers.", metavar="N")] = None,
+    n: Annotated[
+        int | None, typer.Option("-n", "--workers", help="Say which fit this many workers.", metavar="N", min=1)
+    ] = None,
     local: Local = 1,
     json: Json = False,
 ) -> None:
@@ -98,13 +98,11 @@ def list_(
         write_json({"world_size": n, "local_world_size": None if n is None else local, "topologies": rows})
         return
     if n is None:
-        made = table("name", "what it is", left=(0, 1))
-        for row in rows:
-            made.add_row(row["name"], row["about"])
+        made = table(("name", "what it is"), [(row["name"], row["about"]) for row in rows], folded=(1,))
     else:
-        made = table("name", f"{n} workers" + (f", {local} per node" if local > 1 else ""), "what it is", left=(0, 1, 2))
-        for row in rows:
-            made.add_row(row["name"], "fits" if row["fits"] else row["reason"], row["about"])
+        heading = f"{n} workers" + (f", {local} per node" if local > 1 else "")
+        cells = [(row["name"], row["reason"] or "fits", row["about"]) for row in rows]
+        made = table(("name", heading, "what it is"), cells, folded=(1, 2))
     say(made, "", "One after another: 'complete:100,base-2' is 'complete' for 100 updates, then 'base-2'.")
 
 
@@ -123,65 +121,54 @@ def show(
     n: N,
     local: Local = 1,
     epsilon: Epsilon = 1e-3,
-    payload: Annotated[str | None, typer.Option(help="Size of one copy of the model: 100MB.")] = None,
-    params: Annotated[str | None, typer.Option(help="The same as a number of float32 parameters: 65e6.")] = None,
-    plot: Plot = None,
+    params: Annotated[str | None, typer.Option(help="Float32 parameters of the model, for sizes in bytes: 65e6.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw a figure into this file (.png, .pdf, .svg).", metavar="FILE")] = None,
     json: Json = False,
 ) -> None:
     """The rounds of one topology, how fast they mix and what they send; --plot draws them as networks."""
-    from decent_dp.topo.analysis import analyse
+    from decent_dp.topo.analysis import analyse, consensus_error
 
     _check_epsilon(epsilon)
-    nbytes = _payload(payload, params)
-    writable("--plot", plot, PLOT_ENDINGS)
+    nbytes = None if params is None else 4.0 * as_count("--params", params)
+    writable("--plot", plot, plot=True)
     check_workers(n, local, MOST_ANALYSED)
     topology = make(name, n, local)
     analysis = analyse(topology, epsilon=epsilon)
     rounds = [topology.round(t) for t in range(topology.period or _APERIODIC)]
-    errors = _errors(topology, analysis)
+    # To the tolerance, two periods at least, and no further than a plot shows.
+    wanted = max(2 * (analysis.period or _APERIODIC), int(1.2 * (analysis.rounds_to_epsilon or _CURVE)))
+    errors = [float(value) for value in consensus_error(topology, min(wanted, _CURVE))]
     try:
         if json:
             edges = [[{"ranks": edge.ranks, "weight": edge.weight} for edge in round_] for round_ in rounds]
             write_json({**_as_json(analysis, nbytes), "name": name, "rounds": edges, "consensus_error": errors})
         else:
-            _say_one(name, n, local, rounds, analysis, nbytes)
+            where = f" on {n // local} nodes of {local}" if local > 1 else ""
+            say(f"{name}: {n} worker{'s' * (n > 1)}{where}", "", _rounds_table(rounds, analysis.period), "")
+            say(figures(_in_words(analysis, nbytes)))
     finally:  # also after a broken pipe
         if plot is not None:
-            _plot(rounds, {name: errors}, plot, f"{name}, ", analysis)
+            from decent_dp.plots import plot_topology
+
+            title = f"{name}, {n} workers" + (f", {local} per node" if local > 1 else "")
+            with writing(plot):
+                plot_topology(rounds, errors, plot, title=title, local_world_size=local, epsilon=epsilon)
     if plot is not None and not json:
         say("", f"plot: {plot}")
 
 
-def _say_one(name: str, n: int, local: int, rounds: Sequence[Sequence[Edge]], a: Analysis, nbytes: float | None) -> None:
-    where = f" on {n // local} nodes of {local}" if local > 1 and n % local == 0 else f", {local} per node" if local > 1 else ""
-    say(f"{name}: {n} worker{'s' * (n > 1)}{where}", "", _rounds_table(rounds, a.period), "")
-    say(figures(_in_words(a, nbytes)))
-
-
 def _check_epsilon(epsilon: float) -> None:
-    require("--epsilon", epsilon, above=0)
-    if epsilon >= 1:
-        raise BadInputError(f"--epsilon must be below 1 (the error at the start), got {epsilon:g}; write 1e-3")
-
-
-def _payload(payload: str | None, params: str | None) -> float | None:
-    if payload is not None and params is not None:
-        raise BadInputError("--payload and --params say the same: give one of them")
-    if params is not None:
-        return 4.0 * as_count("--params", params)
-    return None if payload is None else as_bytes("--payload", payload)
+    require("--epsilon", epsilon, 0 < epsilon < 1, "above 0 and below 1, the error at the start")
 
 
 def _rounds_table(rounds: Sequence[Sequence[Edge]], period: int | None) -> Table:
-    made = table("round", "mixing", "edges", left=(1, 2))
-    for t, edges in enumerate(rounds[:_SHOWN_ROUNDS]):
-        made.add_row(str(t), _kinds(edges), _few_edges(edges))
+    rows = [(str(t), _kinds(edges), _few_edges(edges)) for t, edges in enumerate(rounds[:_SHOWN_ROUNDS])]
     if period is None:
-        made.add_row("…", "", "the rounds do not repeat")
+        rows.append(("…", "", "the rounds do not repeat"))
     elif period > _SHOWN_ROUNDS:
         left = period - _SHOWN_ROUNDS
-        made.add_row("…", "", f"{left} more round{'s' * (left > 1)}; --json has all")
-    return made
+        rows.append(("…", "", f"{left} more round{'s' * (left > 1)}; --json has all"))
+    return table(("round", "mixing", "edges"), rows, left=(), folded=(1, 2))
 
 
 def _kinds(edges: Iterable[Edge]) -> str:
@@ -223,15 +210,18 @@ def _in_words(a: Analysis, nbytes: float | None) -> list[tuple[str, str]]:
             f" = {size(amount * nbytes)}" if nbytes is not None else ""
         )
 
-    one = a.world_size == 1
+    def rounds(count: int) -> str:
+        return f"{count:,} round{'s' * (count != 1)}"
+
+    exact = a.world_size == 1 or a.exact
     rows = [
-        ("period", "the rounds do not repeat" if a.period is None else f"{a.period} round{'s' * (a.period > 1)}"),
-        ("averages exactly", _exactly(a)),
-        (f"agreement to {a.epsilon:g}", _agreement(a)),
+        ("period", "the rounds do not repeat" if a.period is None else rounds(a.period)),
+        ("averages exactly", f"yes: after {rounds(a.period or 0)} every worker holds the mean of all" if a.exact else "no"),
         (
-            "consensus error",
-            "none is left after a period" if one or a.exact else f"times {number(a.rate)} per round, in the long run",
+            f"agreement to {a.epsilon:g}",
+            "not within the rounds that were tried" if a.rounds_to_epsilon is None else f"after {rounds(a.rounds_to_epsilon)}",
         ),
+        ("consensus error", "none is left after a period" if exact else f"times {number(a.rate)} per round, in the long run"),
         ("spectral gap", "none: no period" if a.spectral_gap is None else f"{number(a.spectral_gap)} of a period's matrix"),
         ("peers of a worker", f"{a.degree}, in groups of up to {a.largest_group}"),
         ("idle", f"{100 * a.idle:.3g} % of the rounds"),
@@ -245,20 +235,6 @@ def _in_words(a: Analysis, nbytes: float | None) -> list[tuple[str, str]]:
     return rows
 
 
-def _exactly(a: Analysis) -> str:
-    if a.period is None:
-        return "no (the rounds do not repeat)"
-    if not a.exact:
-        return "no, the error only shrinks"
-    return f"yes: after {a.period} round{'s' * (a.period > 1)} every worker holds the mean of all"
-
-
-def _agreement(a: Analysis) -> str:
-    if a.rounds_to_epsilon is None:
-        return "not within the rounds that were tried"
-    return f"after {a.rounds_to_epsilon:,} round{'s' * (a.rounds_to_epsilon != 1)}"
-
-
 def _as_json(a: Analysis, nbytes: float | None = None) -> dict[str, Any]:
     row = dataclasses.asdict(a)
     if nbytes is not None:
@@ -267,28 +243,11 @@ def _as_json(a: Analysis, nbytes: float | None = None) -> dict[str, Any]:
     return row
 
 
-def _errors(topology: Topology, a: Analysis) -> list[float]:
-    """The consensus error by rounds: to the tolerance, two periods at least, and no further than a plot shows."""
-    from decent_dp.topo.analysis import consensus_error
-
-    wanted = max(2 * (a.period or _APERIODIC), int(1.2 * (a.rounds_to_epsilon or _CURVE)))
-    return [float(value) for value in consensus_error(topology, min(wanted, _CURVE))]
-
-
-def _plot(rounds: Sequence[Sequence[Edge]], errors: dict[str, list[float]], path: Path, of: str, a: Analysis) -> None:
-    from decent_dp.plots import plot_topology
-
-    local = a.local_world_size
-    title = f"{of}{a.world_size} workers" + (f", {local} per node" if local > 1 else "")
-    with writing(path):
-        plot_topology(rounds, errors, path, title=title, local_world_size=local, epsilon=a.epsilon)
-
-
 # -- compare ---------------------------------------------------------------------------------------------------------------
 
 
 @app.command("compare", epilog=_COMPARE)
-def compare(n: N, local: Local = 1, epsilon: Epsilon = 1e-3, plot: Plot = None, json: Json = False) -> None:
+def compare(n: N, local: Local = 1, epsilon: Epsilon = 1e-3, json: Json = False) -> None:
     """All topologies that fit, one line each, and the reasons of those that do not."""
     from decent_dp.topo import TopologyReg
     from decent_dp.topo.analysis import analyse
@@ -296,55 +255,33 @@ def compare(n: N, local: Local = 1, epsilon: Epsilon = 1e-3, plot: Plot = None, 
 
     check_workers(n, local, MOST_ANALYSED)
     _check_epsilon(epsilon)
-    writable("--plot", plot, PLOT_ENDINGS)
-    misfits: dict[str, str] = {}
-    found: dict[str, Analysis] = {}
-    curves: dict[str, list[float]] = {}
-    for name in TopologyReg.registry:
-        reason = why_unfit(name, n, local)
-        if reason is not None:
-            misfits[name] = in_options(reason)
-            continue
-        topology = make(name, n, local)
-        found[name] = analyse(topology, epsilon=epsilon)
-        if plot is not None:
-            curves[name] = _errors(topology, found[name])
-    try:
-        if json:
-            rows = [{**_as_json(a), "name": name} for name, a in found.items()]
-            unfit = [{"name": name, "reason": reason} for name, reason in misfits.items()]
-            write_json(
-                {"world_size": n, "local_world_size": local, "epsilon": epsilon, "topologies": rows, "do_not_fit": unfit}
-            )
-        else:
-            _say_comparison(found, misfits, epsilon)
-    finally:  # also after a broken pipe
-        if plot is not None:
-            _plot([], curves, plot, "", next(iter(found.values())))
-    if plot is not None and not json:
-        say("", f"plot: {plot}")
-
-
-def _say_comparison(found: dict[str, Analysis], misfits: dict[str, str], epsilon: float) -> None:
+    reasons = {name: why_unfit(name, n, local) for name in TopologyReg.registry}
+    misfits = {name: in_options(reason) for name, reason in reasons.items() if reason is not None}
+    found = {name: analyse(make(name, n, local), epsilon=epsilon) for name in reasons if name not in misfits}
+    if json:
+        rows = [{**_as_json(a), "name": name} for name, a in found.items()]
+        unfit = [{"name": name, "reason": reason} for name, reason in misfits.items()]
+        write_json({"world_size": n, "local_world_size": local, "epsilon": epsilon, "topologies": rows, "do_not_fit": unfit})
+        return
     # Two lines per heading: the table fits 80 columns.
-    near, sends = f"to\n{epsilon:g}", ("worker\nsends", "node\nsends", "into\nnode")
-    made = table("topology", "rounds", "exact", "gap", near, "peers", *sends, left=(0,))
+    headings = ("topology", "rounds", "exact", "gap", f"to\n{epsilon:g}", "peers", "worker\nsends", "node\nsends", "into\nnode")
     # The fastest to agree first, then the one that sends least.
     order = sorted(found.items(), key=lambda item: (item[1].rounds_to_epsilon or 10**9, item[1].sent_by_worker))
-    for name, a in order:
-        made.add_row(
+    cells = [
+        (
             name,
             "-" if a.period is None else str(a.period),
             "yes" if a.exact else "no",
             number(a.spectral_gap, 2),
             "-" if a.rounds_to_epsilon is None else f"{a.rounds_to_epsilon:,}",
             str(a.degree),
-            number(a.sent_by_worker),
-            number(a.sent_by_node),
-            number(a.fan_in),
+            *map(number, (a.sent_by_worker, a.sent_by_node, a.fan_in)),
         )
-    say(made, "")
+        for name, a in order
+    ]
     say(
+        table(headings, cells),
+        "",
         f"rounds: of a period. to {epsilon:g}: rounds until the consensus error is that small.",
         "worker sends, node sends: copies of the model per step, by a worker in all and by a node to other nodes.",
         "into node: copies that enter one node from others in one round, at most.",

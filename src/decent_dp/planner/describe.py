@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from decent_dp._checks import check_integer
+from decent_dp._checks import check_choice, check_integer
 from decent_dp.topo import Topology
 
 __all__ = ["COMPRESSIONS", "Choice", "Cluster", "Job", "Link", "Prediction"]
@@ -69,7 +68,6 @@ class Cluster:
         ports: links between nodes per node, each of them ``inter``.
         flow_ports: how many of them one flow, or a ring, can use: 1 for bonded Ethernet, all where NCCL spreads a message over
             InfiniBand devices. Several flows use all.
-        slow_nodes: node to how many times slower its link to other nodes is.
     """
 
     world_size: int
@@ -79,7 +77,6 @@ class Cluster:
     backend: str = "gloo"
     ports: int = 1
     flow_ports: int = 1
-    slow_nodes: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, what in (
@@ -101,14 +98,7 @@ class Cluster:
         for name, link in (("inter", self.inter), ("intra", self.intra)):
             if not isinstance(link, Link):
                 raise ValueError(f"Cluster: {name} must be a Link, got {link!r}: write Link(latency_s, bytes_per_s)")
-        if self.backend not in BACKENDS:
-            raise ValueError(f"Cluster: backend must be 'gloo' or 'nccl', got {self.backend!r}")
-        if not isinstance(self.slow_nodes, Mapping):
-            raise ValueError(f"Cluster: slow_nodes must be a mapping, got {self.slow_nodes!r}: write {{0: 2.0}}")
-        for node, factor in self.slow_nodes.items():
-            if check_integer("Cluster: a node of slow_nodes", node, 0) >= self.n_nodes:
-                raise ValueError(f"Cluster: slow_nodes names {node}, but there are only 0 to {self.n_nodes - 1}: leave it out")
-            _number(f"Cluster: slow_nodes[{node}]", factor, "1 is as fast as the others, 2 half as fast", above=True)
+        check_choice("Cluster: backend", self.backend, BACKENDS)
 
     @property
     def n_nodes(self) -> int:
@@ -118,10 +108,12 @@ class Cluster:
         return rank // self.local_world_size
 
     @classmethod
-    def from_measured(cls, path: str | Path, *, backend: str = "gloo") -> Cluster:
+    def from_measured(cls, path: str | Path, *, backend: str | None = None) -> Cluster:
         """The cluster that ``decent-dp doctor --out FILE`` measured and wrote to ``path``.
 
-        A node's rate is that of the best of its pairs with other nodes; nodes with a link slower than most are ``slow_nodes``.
+        A node's rate is that of the best of its pairs with other nodes. The rate between nodes is that of most nodes, or
+        that of the slowest one if it is clearly slower, as all workers come to wait for it. ``backend``: by default the one
+        that was measured.
 
         Raises:
             ValueError: the file cannot be read, is not the doctor's, or lacks something; in one line, with what to do.
@@ -130,7 +122,7 @@ class Cluster:
 
         found = read_measured(path)
         found |= {name: Link(*found[name]) for name in ("inter", "intra")}
-        return cls(**found, backend=backend)
+        return cls(**found | ({} if backend is None else {"backend": backend}))
 
 
 @dataclass(frozen=True)
@@ -238,8 +230,7 @@ class Prediction:
     """The predicted step of ``choice``.
 
     Attributes:
-        step_ms: the mean over workers and steps, after the first steps. If a node is slow and workers have not all reached the
-            same rate by then, the slowest worker's.
+        step_ms: the mean over workers and steps, after the first steps.
         compute_ms: the computation in it (coding and ``extra_ms`` included), of the mean worker.
         waited_ms: the wait for others and for links in it.
         node_bytes: bytes that a node sends to other nodes per step, the mean over nodes and rounds.

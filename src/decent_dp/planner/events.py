@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -62,41 +63,26 @@ class Outcome:
     waited: npt.NDArray[np.float64]
 
 
+@dataclass(slots=True, eq=False)
 class _Flow:
     """The transfer of one bucket: not begun, then queued, then in flight, then ended."""
 
-    __slots__ = (
-        "at",
-        "bucket",
-        "ended",
-        "left",
-        "missing",
-        "moving",
-        "order",
-        "rate",
-        "ready",
-        "stamp",
-        "transfer",
-        "version",
-        "waiting",
-    )
-
-    def __init__(self, transfer: Transfer, order: tuple[int, int, int]) -> None:
-        self.transfer, self.order, self.bucket = transfer, order, order[1]
-        self.missing = len(transfer.starters)
-        self.ready = 0.0
-        self.ended: float | None = None
-        self.moving = False
-        self.left, self.rate, self.at, self.version, self.stamp = 1.0, 0.0, 0.0, 0, 0
-        self.waiting: list[int] = []
+    transfer: Transfer
+    order: tuple[int, int, int]
+    missing: int  # of its starters
+    ready: float = 0.0
+    moving: bool = False
+    ended: float | None = None
+    left: float = 1.0
+    rate: float = 0.0
+    at: float = 0.0
+    version: int = 0
+    stamp: int = 0
+    waiting: list[int] = field(default_factory=list)
 
 
 # A worker yields the flow that it waits for, and is sent the time at which that ended.
 _Worker = Generator[_Flow, float, None]
-
-
-def _first(entry: tuple[tuple[int, int, int], _Flow]) -> tuple[int, int, int]:
-    return entry[0]
 
 
 class _Simulation:
@@ -173,7 +159,8 @@ class _Simulation:
         key = (t, bucket, number)
         flow = self._flows.get(key)
         if flow is None:
-            flow = self._flows[key] = _Flow(self._rounds[t % len(self._rounds)].transfers[number], key)
+            transfer = self._rounds[t % len(self._rounds)].transfers[number]
+            flow = self._flows[key] = _Flow(transfer, key, len(transfer.starters))
         return flow
 
     def _begin(self, flow: _Flow, time: float) -> None:
@@ -206,13 +193,13 @@ class _Simulation:
             self._on_link[link].remove(flow)
         self._busy.difference_update(flow.transfer.lanes)
         self._share(flow, time)
-        waiting: list[tuple[tuple[int, int, int], _Flow]] = []
+        waiting: list[_Flow] = []
         for lane in flow.transfer.lanes:
             queue = self._queued.get(lane)
             if queue:
                 queue[:] = [other for other in queue if not other.moving]
-                waiting += [(other.order, other) for other in queue]
-        for _, other in sorted(waiting, key=_first):
+                waiting += queue
+        for other in sorted(waiting, key=attrgetter("order")):
             if not other.moving and self._busy.isdisjoint(other.transfer.lanes):
                 self._move(other, time)
         for rank in flow.waiting:
@@ -238,7 +225,7 @@ class _Simulation:
         share_of = self._share_of
         transfer = flow.transfer
         rate = min([share_of[link] / copies for link, copies in transfer.loads])
-        rate = min(rate, transfer.most) / self._timing.bytes[flow.bucket]
+        rate = min(rate, transfer.most) / self._timing.bytes[flow.order[1]]
         if rate == flow.rate:
             return
         if time > flow.at:

@@ -49,7 +49,9 @@ def read_measured(path: str | Path) -> dict[str, Any]:
         rate = _matrix(data, "mbit_s", n, 1e-3, 1e9)
     except ValueError as error:
         refuse(str(error))
-    return _summarize(n, local, latency, rate)
+    # The doctor may write a backend per kind of device.
+    backend = "nccl" if "nccl" in str(data.get("backend")) else "gloo"
+    return {**_summarize(n, local, latency, rate), "backend": backend}
 
 
 def _matrix(data: dict[str, Any], name: str, n: int, least: float, most: float) -> list[list[float]]:
@@ -82,9 +84,9 @@ def _summarize(n: int, local: int, latency: list[list[float]], rate: list[list[f
         both = min(rate[i][j], rate[j][i])
         best[i // local] = max(best.get(i // local, 0.0), both)
     # The upper of the two in the middle: if half of the nodes are slow, the others are the usual ones.
-    usual = median_high(best.values()) if best else math.inf
-    slow = {node: usual / own for node, own in best.items() if usual / own > _SLOW}
+    usual, least = (median_high(best.values()), min(best.values())) if best else (math.inf, math.inf)
+    between = least if usual > _SLOW * least else usual
     # A link that does not exist cannot limit.
-    inter = (1e-6 * middle(latency, across), usual * 1e6 / 8) if across else (0.0, math.inf)
+    inter = (1e-6 * middle(latency, across), between * 1e6 / 8) if across else (0.0, math.inf)
     intra = (1e-6 * middle(latency, inside), middle(rate, inside) * 1e6 / 8) if inside else (0.0, math.inf)
-    return {"world_size": n, "local_world_size": local, "inter": inter, "intra": intra, "slow_nodes": slow}
+    return {"world_size": n, "local_world_size": local, "inter": inter, "intra": intra}

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
 from decent_dp._checks import check_integer
 
@@ -25,8 +24,6 @@ _JITTER, _MEASURED_JITTER, _MEASURED_MANY, _MANY = 0.02, 60, 24, 64
 # Transfers that a prediction may simulate. For more workers buckets are merged: 12 at most, and 4 at least (with 2, steps that
 # links nearly limit are predicted a quarter too long).
 _TRANSFERS, _MOST_BUCKETS, _FEWEST_BUCKETS = 6000, 12, 4
-# Workers whose rates are this near have the same rate.
-_AGREE = 0.01
 # Bytes per second between an accelerator and the CPU, each way: PCIe 3.0 x16 promises 15.75e9.
 _HOST_BYTES_PER_S = 10e9
 # A longer step (30 years) is a typing error.
@@ -41,9 +38,6 @@ _CODING_NS: dict[str, dict[str | None, float]] = {
 }
 
 
-Rates = npt.NDArray[np.float64]  # seconds a step of each worker
-
-
 def most_buckets_of(world_size: int) -> int:
     """The number of buckets of this library that are simulated; more are merged."""
     return max(_FEWEST_BUCKETS, min(_MOST_BUCKETS, _TRANSFERS // (20 * max(1, world_size // 2))))
@@ -56,9 +50,6 @@ def predict(cluster: Cluster, job: Job, choice: Choice, *, steps: int | None = N
     own partners only. This library: at a bucket's turn in the backward, its exchange of the previous step is waited for, then
     the bucket is mixed, stepped and sent again. DDP: buckets are summed one after another as the backward makes them, and the
     optimizer waits for all. The model has no congestion beyond fair shares, no memory, and no shortage of CPU cores.
-
-    A slow link slows a further partner each round, around a long ring not all of them within the simulated steps. So while
-    rates differ, the slowest worker's counts, which in the end is that of all.
 
     Args:
         cluster: workers and links.
@@ -113,14 +104,6 @@ def _whole_periods(cluster: Cluster, job: Job, period: int) -> int:
     return period * math.ceil(least / period)
 
 
-def _step_s(cluster: Cluster, job: Job, rates: Rates, measured: int) -> float:
-    """The mean worker's, or the slowest one's while others have not reached its rate."""
-    noise = 6 * job.jitter * job.compute_ms * 1e-3 / measured
-    alike = float(rates.max() - rates.min()) <= _AGREE * float(rates.mean()) + noise
-    even = all(factor == 1 for factor in cluster.slow_nodes.values())
-    return float(rates.mean() if even or alike else rates.max())
-
-
 def make_timing(
     cluster: Cluster, job: Job, choice: Choice, shares: Sequence[float], steps: int, seed: int, *, warmup: int = 0
 ) -> Timing:
@@ -173,9 +156,8 @@ def _summarize(
     buckets: int,
 ) -> Prediction:
     measured = len(outcome.ends) - warmup
-    rates = (outcome.ends[-1] - outcome.ends[warmup - 1]) / measured
-    mean_s, step_s = float(rates.mean()), _step_s(cluster, job, rates, measured)
-    computed_s = mean_s - min(mean_s, float(outcome.waited[warmup:].mean()))
+    step_s = float(((outcome.ends[-1] - outcome.ends[warmup - 1]) / measured).mean())
+    computed_s = step_s - min(step_s, float(outcome.waited[warmup:].mean()))
     sent = [copies for made in rounds for transfer in made.transfers for _, copies in transfer.crossing]
     prediction = Prediction(
         choice=choice,

@@ -27,7 +27,6 @@ class _Load:
     worst_s: float
     copies: float = 0.0
     share: float = 1.0
-    link: int = -1
 
 
 def explain(
@@ -73,7 +72,7 @@ def _explain(
         return limit, f"messages are small beside the latency, {each}; {waited}"
     if causes[limit] * 1e3 < 0.5 * found.waited_ms and causes[limit] * 1e3 < 0.25 * found.compute_ms:
         return "compute", f"the exchanges are short ({_per_round(busiest)}), but partners wait for each other: {waited}"
-    return limit, f"{_carried(cluster, found, limit, loads[limit])}; {waited}"
+    return limit, f"{_carried(found, limit, loads[limit])}; {waited}"
 
 
 def _hidden(found: Prediction, busiest: _Load, coding_ms: float) -> tuple[str, str]:
@@ -89,14 +88,11 @@ def _per_round(load: _Load) -> str:
     return f"{mean} per round" if mean == worst else f"{mean} per round on average, {worst} at most"
 
 
-def _carried(cluster: Cluster, found: Prediction, limit: str, load: _Load) -> str:
+def _carried(found: Prediction, limit: str, load: _Load) -> str:
     """The load of the busiest link of a kind, in words."""
     if limit == "the CPU and TCP":
         return f"a worker's CPU moves its messages for {_ms(1e3 * load.mean_s)} per round"
     where = "a node's link to the others" if limit == "links between nodes" else "a worker's link inside its node"
-    node = load.link % cluster.n_nodes
-    if limit == "links between nodes" and cluster.slow_nodes.get(node, 1.0) > 1 + _LITTLE:
-        where = f"the slow link of node {node}"
     sends = "its all-reduce sends" if found.choice.kind == DDP else "its exchanges send"
     when = "every step" if load.share == 1 else f"{_portion(load.share)} of the rounds"
     copies = f"{load.copies:.3g} cop{'y' if load.copies == 1 else 'ies'}"
@@ -122,7 +118,7 @@ def _load(cluster: Cluster, rounds: Sequence[RoundTraffic], payload: float, link
     own = seconds[:, busiest]
     worst = int(own.argmax())
     share = float((own >= own[worst] * (1 - 1e-9)).mean())
-    return _Load(float(own.mean()), float(own[worst]), float(sent[worst, busiest]), share, links.start + busiest)
+    return _Load(float(own.mean()), float(own[worst]), float(sent[worst, busiest]), share)
 
 
 def _detours(rounds: Sequence[RoundTraffic], payload: float) -> _Load:

@@ -65,16 +65,18 @@ class RoundTraffic:
 
 def capacities(cluster: Cluster) -> tuple[list[float], list[float]]:
     """Bytes per second of every link: in all, and for one flow."""
-    own = [cluster.inter.bytes_per_s / cluster.slow_nodes.get(node, 1.0) for node in range(cluster.n_nodes)]
+    between = [cluster.inter.bytes_per_s] * (2 * cluster.n_nodes)
     inside = [cluster.intra.bytes_per_s] * (2 * cluster.world_size)
-    return [cluster.ports * rate for rate in own * 2] + inside, [cluster.flow_ports * rate for rate in own * 2] + inside
+    return [cluster.ports * rate for rate in between] + inside, [cluster.flow_ports * rate for rate in between] + inside
 
 
-def _ways(cluster: Cluster, *, node: int | None = None, rank: int | None = None) -> tuple[int, int]:
-    """The numbers of the ways out and in of a node, or of a worker."""
-    if node is not None:
-        return node, cluster.n_nodes + node
-    assert rank is not None
+def _node_ways(cluster: Cluster, node: int) -> tuple[int, int]:
+    """The numbers of the ways out of and into a node."""
+    return node, cluster.n_nodes + node
+
+
+def _worker_ways(cluster: Cluster, rank: int) -> tuple[int, int]:
+    """The numbers of the ways from and to a worker inside its node."""
     return 2 * cluster.n_nodes + rank, 2 * cluster.n_nodes + cluster.world_size + rank
 
 
@@ -82,8 +84,8 @@ def _send(cluster: Cluster, source: int, target: int) -> tuple[tuple[int, float]
     """One copy from a worker to another."""
     a, b = cluster.node(source), cluster.node(target)
     if a == b:
-        return (_ways(cluster, rank=source)[0], 1.0), (_ways(cluster, rank=target)[1], 1.0)
-    return (_ways(cluster, node=a)[0], 1.0), (_ways(cluster, node=b)[1], 1.0)
+        return (_worker_ways(cluster, source)[0], 1.0), (_worker_ways(cluster, target)[1], 1.0)
+    return (_node_ways(cluster, a)[0], 1.0), (_node_ways(cluster, b)[1], 1.0)
 
 
 def node_copies(nodes: int, members: int, how: str) -> float:
@@ -122,10 +124,10 @@ def collective(cluster: Cluster, ranks: Sequence[int], how: str) -> Transfer:
     loads: list[tuple[int, float]] = []
     for node, own in members.items():
         if k > 1:
-            loads += [(way, copies / busy) for way in _ways(cluster, node=node)]
+            loads += [(way, copies / busy) for way in _node_ways(cluster, node)]
         if len(own) > 1:
             inside = 2 * (len(own) - 1) / len(own) if how == "tree" else 2 * (m - 1) / m
-            loads += [(way, inside) for rank in own for way in _ways(cluster, rank=rank)]
+            loads += [(way, inside) for rank in own for way in _worker_ways(cluster, rank)]
     latency = _group_latency(cluster, members, how)
     lanes = tuple((rank, lane) for rank in ranks for lane in ((0, 1) if k > 1 else (1,)))
     crossing = tuple((node, copies) for node in members) if k > 1 else ()

@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, count, cycle, islice, repeat
+from itertools import chain, count, cycle, islice
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from decent_dp._checks import check_integer
+from decent_dp._checks import check_integer, check_number
 
 from .base import Topology
 from .compose import EveryTopology, SwitchTopology
@@ -127,24 +127,10 @@ class RoundArrays:
 
 
 def all_rounds(topology: Topology) -> Iterator[RoundArrays]:
-    """The rounds, one after another, without end. The arrays of a period, and of idle rounds, are made once."""
-    if type(topology) is EveryTopology:
-        idle = RoundArrays.of([])
-        for round_ in all_rounds(topology._inner):
-            yield from repeat(idle, topology._h - 1)
-            yield round_
-    elif type(topology) is SwitchTopology:
-        for part, length in zip(topology._parts, topology._lengths, strict=False):
-            yield from islice(all_rounds(part), length)
-        yield from all_rounds(topology._parts[-1])
-    elif _has_no_period(topology):
-        yield from (RoundArrays.of(topology._checked(t)) for t in count())
-    else:
-        made = []
-        for t in range(topology.period or 0):
-            made.append(RoundArrays.of(topology._checked(t)))
-            yield made[-1]
-        yield from cycle(made)
+    """The rounds, one after another, without end. The arrays of a period are made once."""
+    if _has_no_period(topology):
+        return (RoundArrays.of(topology._checked(t)) for t in count())
+    return cycle(RoundArrays.of(topology._checked(t)) for t in range(topology.period or 0))
 
 
 def _has_no_period(topology: Topology) -> bool:
@@ -339,11 +325,8 @@ def analyse(topology: Topology, *, payload: float = 1.0, epsilon: float = 1e-3, 
     if not isinstance(topology, Topology):
         raise TypeError(f"analyse takes a Topology, got {topology!r}")
     n, local, period = topology._world_size, topology._local_world_size, topology.period
-    payload, epsilon = _number("payload", payload), _number("epsilon", epsilon)
-    if not 0 <= payload < math.inf:
-        raise ValueError(f"payload must be a size, at least 0, got {payload!r}")
-    if not 0 < epsilon < 1:
-        raise ValueError(f"epsilon must be between 0 and 1, got {epsilon!r}")
+    payload = check_number("payload", payload, "a size, at least 0", at_least=0.0)
+    epsilon = check_number("epsilon", epsilon, "between 0 and 1", above=0.0, below=1.0)
     limit = check_integer("limit", limit, 1)
     if n > MOST_WORKERS:
         raise ValueError(
@@ -370,9 +353,3 @@ def analyse(topology: Topology, *, payload: float = 1.0, epsilon: float = 1e-3, 
     found = Analysis(topology._title(), n, local, period, exact, gap, rate, reached, epsilon, **cost)
     sizes = {name: payload * getattr(found, name) for name in ("sent_by_worker", "sent_by_node", "fan_in")}
     return replace(found, **sizes)
-
-
-def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    return float(value)

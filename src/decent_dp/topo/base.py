@@ -70,11 +70,6 @@ class TopologyMeta(ABCMeta):
     """Checks the rounds after the whole ``__init__`` of a subclass, wherever in it ``super().__init__`` is called."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        if cls.round is Topology.round and cls._get_topo_edges is Topology._get_topo_edges:  # type: ignore[attr-defined]
-            raise TypeError(
-                f"{cls.__name__} does not say who mixes with whom: implement _get_topo_edges(self) -> list[list[Edge]] "
-                "(one list per round), or round(self, t) -> list[Edge] if the rounds do not repeat"
-            )
         topology = super().__call__(*args, **kwargs)
         if isinstance(topology, Topology):
             topology._check()
@@ -134,7 +129,10 @@ class Topology(metaclass=TopologyMeta):
 
     def _get_topo_edges(self) -> Sequence[list[Edge]]:
         """All rounds of the period, one list of edges per round. Called once."""
-        raise NotImplementedError(f"{type(self).__name__} has no periodic form")
+        raise TypeError(
+            f"{type(self).__name__} does not say who mixes with whom: implement _get_topo_edges(self) -> list[list[Edge]] "
+            "(one list per round), or round(self, t) -> list[Edge] if the rounds do not repeat"
+        )
 
     def round(self, t: int) -> list[Edge]:
         """The edges of round ``t`` ≥ 0; every rank is in exactly one of them.
@@ -228,14 +226,11 @@ class Topology(metaclass=TopologyMeta):
         """The last part of a composition, and the number of updates from one of its mixes to the next."""
         return self, 1
 
-    def edges_ahead(self, limit: int) -> list[Edge]:
+    def _edges_ahead(self, limit: int) -> list[Edge]:
         """This rank's edges in the first ``limit`` rounds of the period, to connect before the first round.
 
         As many on every worker. Empty for a topology without a period.
         """
-        return self._edges_ahead(limit)
-
-    def _edges_ahead(self, limit: int) -> list[Edge]:
         return [self.get_edge(t) for t in range(min(self.period or 0, limit))]
 
     def title(self) -> str:

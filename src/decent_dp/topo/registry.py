@@ -98,7 +98,10 @@ def why_unfit(name: str, world_size: int, local_world_size: int) -> str | None:
         ValueError: the name is unknown, or a number is less than 1.
         TypeError: a number is not an integer.
     """
-    world_size, local_world_size = _workers(world_size, local_world_size)
+    world_size, local_world_size = (
+        check_integer("world_size", world_size, 1),
+        check_integer("local_world_size", local_world_size, 1),
+    )
     if name not in TopologyReg.registry:
         raise ValueError(_unknown(name))
     kind: Any = TopologyReg.registry[name]
@@ -121,12 +124,7 @@ def names_that_fit(world_size: int, local_world_size: int = 1) -> list[str]:
     Raises:
         TypeError, ValueError: a number is not an integer, or less than 1.
     """
-    _workers(world_size, local_world_size)
     return [name for name in TopologyReg.registry if why_unfit(name, world_size, local_world_size) is None]
-
-
-def _workers(world_size: int, local_world_size: int) -> tuple[int, int]:
-    return check_integer("world_size", world_size, 1), check_integer("local_world_size", local_world_size, 1)
 
 
 def _by_name(name: str, local_world_size: int, text: str | None = None) -> Topology:

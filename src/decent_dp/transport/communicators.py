@@ -7,6 +7,7 @@ of the store whose name rank 0 draws and shares over the process group, and a co
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import uuid
@@ -25,7 +26,10 @@ from decent_dp.transport.base import read_text
 # torch's stubs leave out what its communicators can do (send, recv, allreduce, … on lists of tensors).
 Communicator: TypeAlias = Any
 
-__all__ = ["Communicator", "Notes", "Rendezvous", "UnreachableError", "peer_error"]
+# Errors of the system when a process, or the machine, has too many open files.
+OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+__all__ = ["OUT_OF_DESCRIPTORS", "Communicator", "Notes", "Rendezvous", "UnreachableError", "peer_error"]
 
 
 class UnreachableError(ConnectionError):
@@ -181,6 +185,11 @@ def peer_error(error: Exception, ranks: Sequence[int], what: str, notes: Notes, 
             f"{who} does not answer at {error.where} ({error}), and {what} needs it. It is gone, or there is no way to it: see "
             "that no firewall is between the workers, and that this is the address of the right network interface "
             f"(GLOO_SOCKET_IFNAME on that worker names it).{said}"
+        )
+    if isinstance(error, OSError) and error.errno in OUT_OF_DESCRIPTORS:
+        return PeerError(
+            f"this process cannot open a connection to {who}, which {what} needs: {error.strerror}. Raise its limit of open "
+            "files (`ulimit -n`)."
         )
     # torch has one class for all errors: only its text distinguishes them.
     text = "" if isinstance(error, ConnectionError) else str(error).lower()

@@ -11,6 +11,7 @@ import struct
 import sys
 
 from decent_dp.transport.communicators import Rendezvous, UnreachableError
+from decent_dp.transport.tcp.descriptors import own
 
 __all__ = ["dial", "listen"]
 
@@ -27,15 +28,15 @@ def listen(rendezvous: Rendezvous) -> list[socket.socket]:
     listeners, address = [], {}
     others = rendezvous.world_size - 1
     if rendezvous.local and sys.platform == "linux":
-        stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        stream = own(lambda: socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         stream.bind("")  # Linux chooses a name, which is no file and ends with the socket
         name = stream.getsockname()
         address["local"] = name[1:].decode()
         listeners.append(stream)
     if len(rendezvous.local) < others or not listeners:
         host = "127.0.0.1" if len(rendezvous.local) == others else _own_address()
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        remote = socket.socket(family, socket.SOCK_STREAM)
+        family = _family_of(host)
+        remote = own(lambda: socket.socket(family, socket.SOCK_STREAM))
         remote.bind((host, 0))
         address["host"], address["port"] = remote.getsockname()[:2]
         listeners.append(remote)
@@ -51,24 +52,29 @@ def dial(rendezvous: Rendezvous, peer: int) -> socket.socket:
 
     Raises:
         UnreachableError: nobody answers at the address of the peer.
+        OSError: this process has no file descriptor left.
         RuntimeError: the peer has not stored its address within the process group's timeout.
     """
     address = json.loads(rendezvous.store.get(f"address/{peer}"))
     timeout = rendezvous.timeout.total_seconds()
     peer_is_local = peer in rendezvous.local and "local" in address
+    at: bytes | tuple[str, int]
+    if peer_is_local:
+        family, at = socket.AF_UNIX, b"\0" + address["local"].encode()
+    else:
+        family, at = _family_of(address["host"]), (address["host"], address["port"])
+    stream = own(lambda: socket.socket(family, socket.SOCK_STREAM))
     try:
-        if not peer_is_local:
-            return socket.create_connection((address["host"], address["port"]), timeout)
-        stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            stream.settimeout(timeout)
-            stream.connect(b"\0" + address["local"].encode())
-        except OSError:
-            stream.close()
-            raise
-        return stream
+        stream.settimeout(timeout)
+        stream.connect(at)
     except OSError as error:
+        stream.close()
         raise UnreachableError(None if peer_is_local else f"{address['host']} port {address['port']}", str(error)) from error
+    return stream
+
+
+def _family_of(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def _own_address() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import selectors
@@ -14,7 +13,9 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 
+from decent_dp.transport.communicators import OUT_OF_DESCRIPTORS
 from decent_dp.transport.tcp.connection import Connection, Receiving, Sending, unacknowledged
+from decent_dp.transport.tcp.descriptors import own
 from decent_dp.transport.tcp.framing import Framing
 from decent_dp.transport.tcp.protocol import HEADER, Key, peer_of, send_hello
 
@@ -28,7 +29,6 @@ _LINGER = 10.0
 _LOOK = 0.005
 # Seconds for which nobody is accepted after the process had no file descriptor left.
 _ACCEPT_AGAIN = 0.2
-_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Reactor:
@@ -64,7 +64,8 @@ class Reactor:
         self._selector = selectors.DefaultSelector()
         self._framing = Framing(rank, local, self._selector, self._keep_note)
         # A byte to ``_waker`` wakes the thread.
-        self._wakeup, self._waker = socket.socketpair()
+        wakeup, waker = socket.socketpair()
+        self._wakeup, self._waker = own(lambda: wakeup), own(lambda: waker)
         self._wakeup.setblocking(False)
         self._waker.setblocking(False)
         self._woken = False
@@ -212,9 +213,9 @@ class Reactor:
 
     def _accept(self, listener: socket.socket) -> None:
         try:
-            stream, _ = listener.accept()
+            stream = own(lambda: listener.accept()[0])
         except OSError as error:
-            if error.errno in _OUT_OF_DESCRIPTORS:
+            if error.errno in OUT_OF_DESCRIPTORS:
                 # The newcomer stays in the listener's queue, so that the selector would report it at once again.
                 if not self._warned:
                     self._warned = True
@@ -269,35 +270,29 @@ class Reactor:
                 self._framing.close(connection, "the transport was closed")
             with self._commands_lock:
                 self._ended = not self._commands
-        self._close_descriptors()
-
-    def _close_descriptors(self) -> None:
-        """Closes all descriptors of this process, and shuts no connection down."""
         streams = [key.fileobj for key in self._selector.get_map().values()]
         for stream in [*streams, *self._listeners, self._waker]:
             with contextlib.suppress(OSError, AttributeError):
                 stream.close()  # type: ignore[union-attr]
         self._selector.close()
 
-    def _forked(self) -> None:
-        """In a child process: without these copies of the sockets the others notice at once when the parent dies.
-
-        Nothing is unregistered, as the child shares the kernel's list of the parent's selector.
-        """
-        if not self._ended:
-            self._commands_lock = threading.Lock()  # another thread of the parent may have held it
-            self._ended = True
-            self._close_descriptors()
+    def _end_in_child(self) -> None:
+        """In a forked process, which has no such thread. Its sockets close by themselves (``own``)."""
+        self._commands_lock = threading.Lock()  # another thread of the parent may have held it
+        self._ended = True
+        # Nothing is unregistered first, as the child shares the kernel's list of the parent's selector.
+        self._selector.close()
 
 
 _REACTORS: weakref.WeakSet[Reactor] = weakref.WeakSet()
 
 
-def _close_in_child() -> None:
+def _end_in_child() -> None:
     for reactor in list(_REACTORS):
-        reactor._forked()
+        if not reactor._ended:
+            reactor._end_in_child()
 
 
 # DataLoader workers are forked where that is the default.
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_child)
+    os.register_at_fork(after_in_child=_end_in_child)
