@@ -797,7 +797,7 @@ def test_misfits_are_refused_on_all_workers(workers, tmp_path):
     expect("number, by hand", "ValueError", "1 optimizers")
     expect("of one worker", "CheckpointError", "worker 1: SGD.load_state_dict does not take", "KeyError")
     for name in ("into the wrapper", "from the wrapper", "from the wrapper, resized"):
-        expect(name, "CheckpointError", "this was saved ", "cannot go on")
+        expect(name, "CheckpointError", "this was saved ", "cannot be loaded into")
     expect("rounds", "OutOfStepError", "worker 0: 4, worker 1: 3, worker 2: 4")
     expect("running", "OutOfStepError", "worker 0: 2, worker 1: 3, worker 2: 2")
     expect("junk", "ValueError")

@@ -536,7 +536,7 @@ class BackwardReplica(Replica):
             )
         unknown = [name for name in snapshot["arrived"] if name not in self.parameters.numbers]
         if unknown:
-            raise ValueError(f"the snapshot has a gradient of '{unknown[0]}', which is no trainable parameter of this model")
+            raise ValueError(f"the snapshot has a gradient of '{unknown[0]}', which is not a trainable parameter of this model")
         check_scaler_state(self.policy.scaler, snapshot["optim"].get("scaler"))
 
     def prepare_load(self, snapshot: Mapping[str, Any], undo: contextlib.ExitStack) -> list[Bucket]:

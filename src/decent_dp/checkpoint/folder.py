@@ -63,7 +63,7 @@ _NAME = re.compile(r"step-[0-9]{8,18}-([0-9]{1,9})-([0-9]{1,9})-[0-9a-f]{6}-of-(
 # Before format 3 the number of workers was not in the name.
 _OLD_NAME = re.compile(r"step-[0-9]{8,18}(-[0-9]{1,9}-[0-9]{1,9}-[0-9a-f]{6})?")
 _SHARD = re.compile(r"worker-([0-9]{4,9})\.safetensors")
-# What a save makes in a checkpoint's folder, with safetensors' own temporary files, and what NFS keeps of a file in use.
+# The files that a save makes in a checkpoint's folder, safetensors' temporary files, and those that NFS keeps while in use.
 _OURS = re.compile(rf"{_SHARD.pattern}(\.tmp)?|\.tmp\w+|\.nfs\w+")
 # So many of the newest checkpoints are looked at, and more only until one is complete: a folder may have a million names in it.
 _MOST = 64
@@ -73,7 +73,7 @@ def folder_of(path: Any) -> Path:
     """The user's ``path``, absolute.
 
     Raises:
-        TypeError, ValueError: it is no path.
+        TypeError, ValueError: it is not a path.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path must be the folder for checkpoints, got {path!r}")
@@ -106,12 +106,12 @@ def make_folder(folder: Path) -> Path:
             os.mkdir(folder)
         if not folder.is_dir():
             raise NotADirectoryError(f"{folder} is not a folder: give another path, or move it away")
-    # Also if another worker made it, which may not have come to this line yet.
+    # Also if another worker made it, as that worker may not have reached this line.
     sync_folder(folder.parent)
     return folder
 
 
-# -- what is there ---------------------------------------------------------------------------------------------------------
+# -- which exist -----------------------------------------------------------------------------------------------------------
 
 
 def steps_in(root: Path) -> list[str]:
@@ -214,13 +214,14 @@ def _look_at(folder: Path) -> tuple[int, list[tuple[int, int]]]:
     if match is not None:
         world_size = int(match[3])
     else:  # a copy that the user has given another name
-        with Shard(folder / shard_name(ranks[0]), ranks[0]) as shard:
+        number = ranks[0] if ranks else 0
+        with Shard(folder / shard_name(number), number) as shard:
             world_size = shard.record.world_size
     return world_size, [(run[0], run[-1]) for run in runs]
 
 
 def _hint(root: Path) -> str | None:
-    """The name in ``latest``. What is wrong with the file does not matter: the shards say what is complete."""
+    """The name in ``latest``; None if the file is missing or broken, which does not matter, as the shards decide."""
     with contextlib.suppress(OSError):
         text = (read_small(root / LATEST) or b"").decode("ascii", "replace").strip()
         return text if _NAME.fullmatch(text) else None
@@ -228,7 +229,7 @@ def _hint(root: Path) -> str | None:
 
 
 def _exists(path: Path) -> bool:
-    """Whether there is something, if only a link to nothing. OSError if that cannot be told, which is not "no"."""
+    """Whether a path exists, also as a broken link. Raises OSError if that is unknown, unlike ``Path.exists``."""
     try:
         os.lstat(path)
     except FileNotFoundError:
@@ -236,7 +237,7 @@ def _exists(path: Path) -> bool:
     return True
 
 
-# -- what is complete ------------------------------------------------------------------------------------------------------
+# -- which are complete ----------------------------------------------------------------------------------------------------
 
 
 def complete(sights: Sequence[Sight]) -> list[str]:
@@ -272,7 +273,7 @@ def choose(root: Path, sights: Sequence[Sight]) -> tuple[str, int] | None:
     """
     asked = {sight.only for sight in sights} - {None}
     names = [name for name in _names(sights) if not asked or name in asked]
-    skipped = []
+    skipped, unseen = [], False
     for name in names:
         missing = missing_rank(name, sights)
         blind = [rank for rank, sight in enumerate(sights) if name not in sight.steps or not sight.steps[name][1]]
@@ -282,8 +283,6 @@ def choose(root: Path, sights: Sequence[Sight]) -> tuple[str, int] | None:
             lost = any(sight.hint == name for sight in sights) and all(name in sight.steps for sight in sights)
             if asked or lost:
                 raise CheckpointError(f"{what}. Another checkpoint can be loaded by its path.")
-            _log.warning("%s", what)
-            skipped.append(what)
         elif not blind:
             return name, next(sight.steps[name][0] for sight in sights)
         elif asked or all(not sights[rank].steps for rank in blind):
@@ -292,9 +291,9 @@ def choose(root: Path, sights: Sequence[Sight]) -> tuple[str, int] | None:
                 "while others resume. Give all workers their files, or the same path; or, for a fresh start, another one."
             )
         else:
-            skipped.append(f"{root / name} is not seen by all workers")
-            _log.warning("%s", skipped[-1])
-    unseen = any(what.endswith("all workers") for what in skipped)
+            what, unseen = f"{root / name} is not seen by all workers", True
+        _log.warning("%s", what)
+        skipped.append(what)
     if not unseen and not any(sight.latest for sight in sights):
         return None
     raise CheckpointError(_no_checkpoint(root, sights, skipped))
@@ -306,7 +305,8 @@ def _no_checkpoint(root: Path, sights: Sequence[Sight], skipped: Sequence[str]) 
     blind = [rank for rank, sight in enumerate(sights) if not sight.steps]
     if skipped:
         some = f"; {_workers(blind)} no checkpoint there" if blind else ""
-        return f"no checkpoint in {root} can be loaded, and no worker starts from scratch: {'; '.join(skipped)}{some}. {advice}"
+        first = "; ".join(skipped[:3])
+        return f"no checkpoint in {root} can be loaded, and no worker starts from scratch: {first}{some}. {advice}"
     hinted = next(sight.hint or "a checkpoint" for sight in sights if sight.latest)
     return (
         f"{root} has a file '{LATEST}', which names {hinted}, and no checkpoint: they were removed, or are on another disk. No "
@@ -326,7 +326,7 @@ def _workers(ranks: Sequence[int]) -> str:
 
 
 def claim(root: Path, run_id: str, rank: int, *, may_take_over: bool) -> None:
-    """Makes sure that this run is the one that saves in ``root``, and says so in a file.
+    """Makes sure that this run is the one that saves in ``root``, and writes its name there.
 
     Raises:
         ValueError: another run saves there, and this one did not load from it (``may_take_over``).
@@ -352,11 +352,11 @@ def claim(root: Path, run_id: str, rank: int, *, may_take_over: bool) -> None:
     replace_text(root / RUN, text, f"-{rank}")
 
 
-# -- what is removed -------------------------------------------------------------------------------------------------------
+# -- which are removed -----------------------------------------------------------------------------------------------------
 
 
 def write_latest(root: Path, name: str, rank: int) -> None:
-    """Names ``name``, unless a later one is named: by then another worker may have removed this one."""
+    """Writes ``name`` into ``latest``, unless a newer one is there: another worker may have removed this one by then."""
     named = _hint(root)
     if named is not None and _order(named) >= _order(name):
         return
