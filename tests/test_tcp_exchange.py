@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from decent_dp.errors import PeerTimeoutError
 from decent_dp.replica.shutdown import shut_down
 from decent_dp.topo import Edge
 from decent_dp.transport import ExchangeId, InProcessTransport, ProcessGroupTransport, process_group, run_replicas
+from decent_dp.transport.tcp import exchange
 from tests.helpers import SGD, came, loss, net, request
 
 
@@ -243,3 +245,48 @@ def broken_thread(rank: int, n: int) -> list[str]:
 def test_nobody_waits_for_a_thread_that_has_ended(workers):
     [said], _ = workers(2, broken_thread, group_timeout=20)
     assert "round 0, bucket 0" in said
+
+
+def groups_without_a_garbage_collector(rank: int, n: int) -> list[int]:
+    transport, edge = ProcessGroupTransport(), Edge(list(range(n)), 1 / n)
+    transport.prepare([edge])
+    alive, made = [], weakref.WeakSet[Any]()
+    begin = exchange._ChunkReduction.begin
+
+    def noted(self: Any) -> None:
+        made.add(self)
+        begin(self)
+
+    exchange._ChunkReduction.begin = noted  # type: ignore[method-assign]
+    gc.disable()
+    for round_ in range(3):
+        own = request(torch.full((3 * _BLOCK_ON_CPU,), float(rank)), rank, ExchangeId(round_, 0), Lossless)
+        transport.start(edge, own).wait()
+        transport.control.gather(None)
+        time.sleep(0.2)  # the reactor's thread drops its last reference after it has said that all is there
+        alive.append(len(made))
+    gc.enable()
+    transport.close()
+    return alive
+
+
+def test_a_group_that_is_done_is_freed_at_once(workers):
+    assert workers(3, groups_without_a_garbage_collector) == [[0, 0, 0]] * 3
+
+
+def test_many_failed_requests_for_buffers_do_not_nest():
+    pool, given = exchange._BufferPool(), list[int]()
+    all_of_it: list[Tensor] = []
+    pool.take(1, exchange._POOL_BYTES, all_of_it.extend)
+
+    def fail(buffers: list[Tensor]) -> None:
+        given.append(len(buffers))
+        pool.release(buffers, reuse=False)
+
+    for _ in range(5000):
+        pool.take(1, 100, fail)
+    assert given == []
+    pool.release(all_of_it, reuse=True)
+    assert given == [1] * 5000
+    pool.take(1, exchange._POOL_BYTES, fail)  # all of it is free again
+    assert len(given) == 5001

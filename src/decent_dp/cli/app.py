@@ -107,6 +107,8 @@ def _run(argv: Sequence[str], interrupts: Sequence[int]) -> int:
         text = one_line(error.format_message())  # type: ignore[attr-defined]
         stop = "" if text.endswith((".", "?")) else "."
         return _fail(f"{text}{stop} See: {path} --help", getattr(error, "exit_code", 2))
+    except (NotImplementedError, RecursionError):
+        raise  # RuntimeErrors that are faults of the program, which need their traceback
     except (RuntimeError, ImportError, OSError) as error:
         return 130 if interrupts else _fail(str(error) or type(error).__name__, 1)
 

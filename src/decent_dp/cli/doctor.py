@@ -79,9 +79,14 @@ def doctor(
     from decent_dp.launch import initialize_dist
 
     began = time.monotonic()
-    with _bounded(timeout):
-        initialize_dist()
-        probe = Probe(seconds, timeout)
+    try:
+        with _bounded(timeout):
+            initialize_dist()
+            probe = Probe(seconds, timeout)
+    except (RuntimeError, OSError) as error:
+        if (rank := os.environ.get("RANK", "0")) != "0":  # worker 0 reports its own at the end
+            _say_error(f"worker {rank}: {error}")
+        raise
     try:
         return _examine(probe, seconds, began, json, out)
     except (RuntimeError, _StoppedError) as error:

@@ -15,7 +15,7 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import combinations, product, zip_longest
@@ -28,6 +28,7 @@ from torch import Tensor
 from decent_dp.compression import FlatTensor, Lossless
 from decent_dp.topo import Edge
 from decent_dp.transport import ExchangeId, ExchangeRequest, Transport, connect
+from decent_dp.transport.base import StoreCalls
 from decent_dp.transport.communicators import network_stack
 
 __all__ = ["Pair", "Probe", "schedule"]
@@ -37,6 +38,8 @@ _FIRST_BYTES, _MOST_BYTES = 2**15, 2**26
 _REPEATS = 5
 # Timeout in seconds of a pair if another pair of the same two nodes could not connect.
 _BRIEF = 2.0
+# Seconds for a call of the store after an error.
+_STORE_LIMIT = 2.0
 
 
 @dataclass(frozen=True)
@@ -121,14 +124,11 @@ class Probe:
         numbers = {stack: number for number, stack in enumerate(dict.fromkeys(stacks))}
         return [numbers[stack] for stack in stacks]
 
-    def survey(
-        self, nodes: Sequence[int], on_slot: Callable[[list[tuple[int, int]]], None] | None = None
-    ) -> dict[tuple[int, int], Pair]:
+    def survey(self, nodes: Sequence[int]) -> dict[tuple[int, int], Pair]:
         """Measures all pairs, in the order of ``schedule``.
 
         Args:
             nodes: the node of each rank, the same on all workers.
-            on_slot: called before each slot with its pairs.
 
         Returns:
             Results by (lower rank, higher rank), the same on all workers. A pair that cannot connect has an error.
@@ -139,8 +139,6 @@ class Probe:
         found = {}
         silent: set[frozenset[int]] = set()
         for slot in schedule(nodes):
-            if on_slot is not None:
-                on_slot(slot)
             brief = [frozenset((nodes[a], nodes[b])) in silent for a, b in slot]
             if any(brief) and self._brief is None:
                 self._brief = self._connect(min(self._timeout, _BRIEF))  # by all workers: they know the same
@@ -157,10 +155,11 @@ class Probe:
 
     def reports(self) -> bool:
         """Whether this worker reports an error: the first that asks does, and the others see the same error."""
+        store = self._pairs.store
         try:
-            return self._pairs.store.add("reports", 1) == 1
-        except RuntimeError:  # the store is gone with worker 0, where no launcher keeps it
-            return self.rank <= 1
+            return StoreCalls().run(lambda: store.add("reports", 1) == 1, _STORE_LIMIT)
+        except (RuntimeError, ConnectionError):  # the store is gone, or hangs: two reports are better than none
+            return True
 
     def close(self) -> None:
         """Closes the connections and the process group."""

@@ -145,6 +145,7 @@ class Notes:
     def __init__(self, store: Store, rank: int) -> None:
         self._store, self._rank = store, rank
         self._calls = StoreCalls()
+        self._calls.start()  # an error that ends the interpreter is written when no thread can start any more
         self._written = ""
         # A store that did not answer is not asked again: torch prints a stack at each try.
         self._failed = False

@@ -28,12 +28,13 @@ class Waiter:
     def start(self) -> None:
         """Starts the thread; else the first job does. When the interpreter exits, Python 3.12 starts none any more."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            thread.start()
+            self._thread = thread
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
         if self._closed:
-            raise RuntimeError("the transport was closed")
+            raise RuntimeError(f"{self._name} was closed")
         self.start()
         future: Future[T] = Future()
         self._jobs.put((job, future))

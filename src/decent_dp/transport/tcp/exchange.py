@@ -104,7 +104,8 @@ class _TcpHandle(Handle):
             raise WireError(str(error)) from error
         if error is not None:
             raise RuntimeError(f"{self._exchange_id}: the exchange failed: {error}") from error
-        self.finish()
+        finish, self.finish = self.finish, lambda: None  # it refers to this handle, and to pinned memory
+        finish()
 
     def _wait_for(self, event: threading.Event) -> None:
         began = time.monotonic()
@@ -267,6 +268,7 @@ class _BufferPool:
         self._queue: deque[tuple[int, int, Callable[[list[Tensor]], None]]] = deque()
         # Buffers by size, kept while any are in use: allocating and freeing all the time fragments the memory.
         self._unused: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self._giving = False
 
     def take(self, count: int, size: int, then: Callable[[list[Tensor]], None]) -> None:
         """Calls ``then`` with buffers of ``size`` bytes when there is room for all of them; at once if none are needed."""
@@ -287,14 +289,18 @@ class _BufferPool:
             self._unused.clear()
 
     def _give(self) -> None:
+        if self._giving:  # called by `then`, of an exchange that has failed: a long queue of those would nest too deeply
+            return
+        self._giving = True
         while self._queue:
             count, size, then = self._queue[0]
             if count * size > self._free < _POOL_BYTES:
-                return
+                break
             self._queue.popleft()
             self._free -= count * size
             unused = self._unused[size]
             then([unused.pop() if unused else torch.empty(size, dtype=torch.uint8, device="cpu") for _ in range(count)])
+        self._giving = False
 
 
 class _PairExchange:
@@ -347,6 +353,7 @@ class _GroupExchange:
             self._reductions[self._encoded].own_ready()
             self._encoded += 1
         if ready >= compression.nbytes:
+            self._reductions = []  # they refer to this object: the garbage collector would free their memory late
             self.handle.arrive()
 
 
@@ -394,6 +401,7 @@ class _ChunkReduction:
             try:
                 self._reduce()
             finally:
+                self._parts.clear()
                 self._release(reuse=True)
         if self._place.parent is None:
             self._send_mean()
