@@ -198,6 +198,33 @@ def test_the_parameters_of_one_worker_need_its_own_shard_only(tmp_path):
         read_parameters(tmp_path, 3)
 
 
+def test_a_checkpoint_that_is_written_after_the_look_is_not_read(tmp_path, monkeypatch):
+    """``read_parameters`` looks once, beside a run that saves."""
+    snapshot = {"parameters": {"w": torch.ones(2)}, "buffers": {}, "optim": {}, "grads": {}}
+    names = [step_name(number, 0, number, "run", 1) for number in (1, 2)]
+
+    def write_one(name: str) -> None:
+        write_tree(make_folder(tmp_path / name), 0, 1, {"snapshot": snapshot, "state": {}})
+
+    def look_and_write(path: Path) -> Any:
+        found = look(path)
+        write_one(names[1])
+        return found
+
+    write_one(names[0])
+    monkeypatch.setattr(folder, "look", look_and_write)
+    assert read_parameters(tmp_path, 0)["w"].tolist() == [1.0, 1.0]
+
+
+def test_a_folder_with_another_number_of_workers_in_its_name(tmp_path):
+    """The shards are of one checkpoint, and one is missing."""
+    step = make_folder(tmp_path / step_name(1, 0, 1, "run", 2))
+    for rank in range(2):
+        write_tree(step, rank, 3, {})
+    with pytest.raises(CheckpointError, match=r"worker-0000.safetensors cannot be used: 3 workers saved it, not 2$"):
+        read_parameters(tmp_path)
+
+
 def test_each_disk_knows_the_newest_by_its_hint(tmp_path):
     """Of shards that are on several disks no disk has all."""
     name = step_name(4, 0, 1, "run", 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import re
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
@@ -177,6 +178,9 @@ def test_integer_tensors_are_rounded(tmp_path, name):
     made = mean_of(tmp_path, flags)["snapshot"]["buffers"]
     assert made["f"].item() is True
     assert made["i"].item() == 2**60 + 3  # too large for a mean: the first one's
+    # Also if the mean itself is small: float64 represents neither of these two.
+    far = [state(buffers={"i": torch.tensor(value)}) for value in (2**60 + 1, -(2**60) - 65)]
+    assert mean_of(tmp_path, far)["snapshot"]["buffers"]["i"].item() == 2**60 + 1
 
 
 # -- optimizers ------------------------------------------------------------------------------------------------------------
@@ -466,6 +470,23 @@ def test_parameters_that_do_not_fit_are_named(tmp_path):
         with saved(tmp_path, [good, bad]) as readers, pytest.raises(CheckpointError, match="worker-0001") as caught:
             combined(readers)
         assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        state(optim={"scaler": 5}),
+        state(optim={"scaler": {"scale": "1"}}),
+        state(factor=10**400),
+        {key: {k: v for k, v in tree.items() if k != "accumulate"} for key, tree in state(window="open").items()},
+    ],
+    ids=["a scaler", "a scale", "an int", "a window"],
+)
+def test_trees_that_no_save_writes_are_named(tmp_path, second):
+    first = state(optim={"scaler": {"scale": 1.0}})
+    message = f"{tmp_path} cannot be combined: "
+    with saved(tmp_path, [first, second]) as readers, pytest.raises(CheckpointError, match=re.escape(message)):
+        combined(readers)
 
 
 # -- runs ------------------------------------------------------------------------------------------------------------------

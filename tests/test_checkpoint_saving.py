@@ -286,6 +286,65 @@ def test_a_third_save_raises_what_the_first_one_did_not_get(tmp_path):
     assert 1.8 < took < 5
 
 
+def test_a_save_that_is_complete_needs_the_store_no_more(tmp_path, monkeypatch):
+    """Worker 0, which may keep the store, exits as soon as its own last save is complete."""
+
+    def gone(_: Any) -> None:
+        raise ConnectionError("the store does not answer")
+
+    monkeypatch.setattr(saver.StoreGather, "clear", gone)
+    monkeypatch.setattr(saver, "_WITHOUT_STORE", 0.1)
+
+    def work(transport: InProcessTransport) -> Any:
+        model = DecentralizedDataParallel(net(), SGD, topology="ring", transport=transport)
+        found = [save(model, tmp_path / str(transport.rank), {"at": at}).error for at in range(2)]
+        model.close()
+        return found
+
+    assert run_replicas(2, work, 20) == [[None, None]] * 2
+
+
+def test_an_interrupt_while_a_save_waits_is_reported(tmp_path, monkeypatch):
+    """The others do not wait for a shard until the timeout."""
+    real = saver.Saver._wait_for_earlier
+
+    def interrupted(self: saver.Saver) -> None:
+        if self._transport.rank == 1 and self._saves == 1:
+            raise KeyboardInterrupt
+        real(self)
+
+    monkeypatch.setattr(saver.Saver, "_wait_for_earlier", interrupted)
+
+    def work(transport: InProcessTransport) -> Any:
+        model = DecentralizedDataParallel(net(), SGD, topology="ring", transport=transport)
+        if transport.rank == 1:
+            with pytest.raises(KeyboardInterrupt):
+                save(model, tmp_path)
+            found = "", ""
+        else:
+            found = error_of(lambda: save(model, tmp_path))
+        assert save(model, tmp_path).error is None
+        model.close()
+        return found
+
+    kind, text = run_replicas(2, work, 10)[0]
+    assert kind == "RuntimeError"
+    assert "worker 1 could not write its shard: KeyboardInterrupt" in text
+
+
+def test_a_refused_save_behind_a_disk_that_hangs_is_named(tmp_path, monkeypatch, caplog):
+    hangs = threading.Event()
+    monkeypatch.setattr(saver, "write_shard", lambda *_: hangs.wait(30))
+    model = DecentralizedDataParallel(net(), SGD, transport=InProcessTransport(0, LocalHub(1, timeout=0.5)))
+    save(model, tmp_path, wait=False)
+    with pytest.raises(ValueError, match="keep"):
+        save(model, tmp_path, keep=0)
+    model.close()
+    hangs.set()
+    assert "save number 1 was refused, and the other workers do not know it yet, 0.5 s after close()" in caplog.text
+    assert "number 1/" not in caplog.text
+
+
 # -- for whom --------------------------------------------------------------------------------------------------------------
 
 
@@ -332,6 +391,43 @@ def test_a_path_that_cannot_be_looked_at_does_not_end_the_training(tmp_path, mon
     assert caplog.text.count("training goes on without it") == 2
     loss(model, 0).backward()
     assert save(model, tmp_path / "stale").error is None
+    model.close()
+
+
+def test_the_checkpoint_that_was_loaded_stays_until_a_newer_one_is_written(tmp_path, monkeypatch):
+    """Also if it is not the newest, which may be damaged."""
+    model = alone(net())
+    older, newest = (save(model, tmp_path, {"at": at}).path for at in range(2))
+    with Path(newest / "worker-0000.safetensors").open("r+b") as file:
+        file.truncate(100)
+    assert load(model, older) == {"at": 0}
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saver, "write_shard", full)
+        assert save(model, tmp_path, keep=1).error is not None
+    assert load(model, older) == {"at": 0}
+    saved = save(model, tmp_path, keep=1).path
+    assert [path for path in (older, newest, saved) if path.exists()] == [saved]
+    model.close()
+
+
+def test_a_folder_that_cannot_be_read_after_the_load_does_not_end_the_training(tmp_path, monkeypatch):
+    model = alone(net())
+    path = save(model, tmp_path, {"at": 0}).path
+    left = tmp_path / path.name.replace("-0-0-", "-0-1-")
+    left.mkdir()
+    root, sight = saver.folder.look(tmp_path)
+
+    def stale(_: Any) -> Any:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saver.folder, "ranks_in", stale)
+        saver.saver_of(model.replica).loaded(root, [sight])
+    assert save(model, tmp_path).error is None
     model.close()
 
 

@@ -539,6 +539,22 @@ def test_a_failure_of_the_vote_is_not_blamed_on_the_store(monkeypatch, caplog):
     model.close()
 
 
+def test_a_signal_after_the_store_is_gone_ends_the_training(monkeypatch):
+    """No stop round can be agreed on. Without a signal training goes on."""
+    model = alone(net())
+    broken: Any = BrokenStore()
+    with Preemption(model) as stop:
+        assert stop._vote is not None
+        monkeypatch.setattr(stop._vote, "_store", broken)
+        stop._vote._thread.join(10)
+        train(stop, model, steps=3)
+        assert not stop.due
+        tell()
+        with pytest.raises(PeerLostError, match="cannot agree on a stop round: the store does not answer"):
+            train(stop, model, steps=3)
+    model.close()
+
+
 def test_a_loop_that_never_asks_goes_on_and_says_so(caplog):
     model = alone(net())
     with caplog.at_level(logging.WARNING), Preemption(model, grace=0.3):

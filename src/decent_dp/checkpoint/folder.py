@@ -345,8 +345,9 @@ def claim(root: Path, run_id: str, rank: int, *, may_take_over: bool) -> None:
         since = f"run {found.get('run')}, since {found.get('since')}, on {found.get('host')}" if found else "another run"
         raise ValueError(
             f"{root} has the checkpoints of {since}: two runs in one folder would remove each other's. To continue that run, "
-            "call load(model, path, missing_ok=True) before the first save; else give this one a folder of its own. (If this "
-            "run has saved here before, the other one has loaded from the folder since, and continues it.)"
+            "call load(model, path, missing_ok=True) before the first save; else give this one a folder of its own. Each "
+            "wrapper of a script needs a folder of its own, too. (If this run has saved here before, the other one has loaded "
+            "from the folder since, and continues it.)"
         )
     text = json.dumps({"run": own, "since": now(), "host": socket.gethostname()})
     replace_text(root / RUN, text, f"-{rank}")

@@ -58,7 +58,7 @@ def load(
     Raises:
         FileNotFoundError: no worker sees a checkpoint, and not ``missing_ok``.
         CheckpointError: some workers see one and others do not; a file is missing, broken or cannot be read; it is of another
-            model, another optimizer or a newer version; names the worker, the file and the cause.
+            model, another optimizer or another format; names the worker, the file and the cause.
         ValueError: it was saved by another number of workers, and ``resize`` is not given; the path is ''.
         RuntimeError: it was called inside a backward or ``join``, or after ``close``. All of these on all workers.
     """
@@ -109,9 +109,12 @@ def latest(path: str | os.PathLike[str]) -> Path | None:
     On a disk that has the files of some workers only, it is the one that the file ``latest`` names.
 
     Raises:
-        CheckpointError: the folder cannot be read; names the file and the cause.
+        CheckpointError: the folder cannot be read, or is one checkpoint that is incomplete; names the file and the cause.
     """
-    root, sight = folder.look(folder.folder_of(path))
+    return _latest(*folder.look(folder.folder_of(path)))
+
+
+def _latest(root: Path, sight: Sight) -> Path | None:
     if sight.only is not None and folder.choose(root, [sight]):
         return root / sight.only
     complete = folder.complete([sight])
@@ -147,7 +150,7 @@ def read_parameters(path: str | os.PathLike[str], rank: int | None = None, *, bu
         step = root / chosen[0] if chosen is not None else None
     else:
         check_integer("rank", rank, 0)
-        step = where if sight.only is not None else latest(where)
+        step = where if sight.only is not None else _latest(root, sight)
     if step is None:
         raise FileNotFoundError(f"there is no complete checkpoint in {where}")
     n = sight.steps[step.name][0]
@@ -221,12 +224,15 @@ def _verify(replica: Replica, step: Path, shards: Sequence[Shard]) -> None:
     control, rank = replica.everyone.control, replica.everyone.rank
     gathered = control.gather([[shard.record.rank, shard.identity, _seen(shard)] for shard in shards])
     _check_alike(step, shards[0].record.world_size, [{number: seen for number, _, seen in own} for own in gathered])
+    readers: dict[tuple[Any, ...], list[int]] = {}
+    for reader, own in enumerate(gathered):
+        for number, identity, _ in own:
+            readers.setdefault((number, *identity), []).append(reader)
 
     def verify() -> None:
         for shard in shards:
-            own = [shard.record.rank, shard.identity]
-            readers = [other for other, found in enumerate(gathered) if own in [entry[:2] for entry in found]]
-            if readers[shard.record.rank % len(readers)] == rank:
+            number, key = shard.record.rank, (shard.record.rank, *shard.identity)
+            if readers[key][number % len(readers[key])] == rank:
                 shard.verify()
 
     call_on_all(control, verify)
@@ -244,6 +250,7 @@ def _check_alike(step: Path, n: int, seen: Sequence[Mapping[int, list[Any]]]) ->
         seen: for each worker that reads, the ranks of its shards and what ``_seen`` returned of them.
     """
     first: dict[int, tuple[int, list[Any]]] = {}
+    reference: tuple[int, str] | None = None
     for reader, shards in enumerate(seen):
         for number, own in shards.items():
             before, theirs = first.setdefault(number, (reader, own))
@@ -252,13 +259,14 @@ def _check_alike(step: Path, n: int, seen: Sequence[Mapping[int, list[Any]]]) ->
                     f"workers {before} and {reader} see different files {shard_name(number)} in {step}: copy the same "
                     "checkpoint to all of them."
                 )
-            one = min(first)
-            name = first[one][1][0]
-            if own[:2] != [name, n]:
-                raise CheckpointError(
-                    f"{step / shard_name(number)} cannot be used: it is of {own[0]}, and {shard_name(one)} of {name}: they are "
-                    "not shards of one checkpoint"
-                )
+            one, name = reference = reference or (number, own[0])
+            if own[0] != name:
+                why = f"it is of {own[0]}, and {shard_name(one)} of {name}: they are not shards of one checkpoint"
+            elif own[1] != n:
+                why = f"{own[1]} workers saved it, not {n}"
+            else:
+                continue
+            raise CheckpointError(f"{step / shard_name(number)} cannot be used: {why}")
 
 
 def _read(shards: Sequence[Shard], resumed: Replica | None) -> dict[str, Any]:

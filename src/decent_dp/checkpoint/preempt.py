@@ -237,9 +237,12 @@ class _StopVote(Listener):
         """After the round that this worker has voted for: waits for the stop round.
 
         Raises:
-            PeerLostError, PeerTimeoutError: a worker that has not voted is gone, or has not within the grace period.
+            PeerLostError, PeerTimeoutError: a worker that has not voted is gone, or has not within the grace period; or this
+                worker has received a signal, and the store is gone.
         """
         with self._changed:
+            if self._failure is not None and self._request.pending:
+                raise self._failure
             if self._vote is None or self._engine.round < self._vote:
                 return
             # If the store hangs, so does the voting thread.

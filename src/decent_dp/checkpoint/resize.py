@@ -20,9 +20,10 @@ The mean of the states of several workers is:
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -79,15 +80,26 @@ def combined(shards: Sequence[Shard]) -> dict[str, Any]:
         CheckpointError: a file cannot be read, or the workers' parameters do not fit each other; names it.
     """
     trees = [state_of_worker(shard, shard.outline()) for shard in shards]
-    means = _snapshot(_at("snapshot", trees), shards)
-    return {"snapshot": means, "random": None, "state": _user_state(_at("state", trees))}
+    with _naming(shards):
+        means = _snapshot(_at("snapshot", trees), shards)
+        return {"snapshot": means, "random": None, "state": _user_state(_at("state", trees))}
 
 
 def mean_tensors(shards: Sequence[Shard], keys: Sequence[str]) -> dict[str, Tensor]:
     """The means of the tensors in the snapshots under ``keys``, by name. Raises as :func:`combined`."""
     trees = [state_of_worker(shard, shard.outline()) for shard in shards]
-    means = _snapshot([{key: tree["snapshot"][key] for key in keys} for tree in trees], shards)
+    with _naming(shards):
+        means = _snapshot([{key: tree["snapshot"][key] for key in keys} for tree in trees], shards)
     return {name: tensor for key in keys for name, tensor in means[key].items()}
+
+
+@contextlib.contextmanager
+def _naming(shards: Sequence[Shard]) -> Iterator[None]:
+    """Names the checkpoint in the errors of values that are not as ``save`` writes them."""
+    try:
+        yield
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
+        raise CheckpointError(f"{shards[0].file.parent} cannot be combined: {type(error).__name__}: {error}") from error
 
 
 def _snapshot(all_: Sequence[dict[str, Any]], shards: Sequence[Shard]) -> dict[str, Any]:
@@ -174,10 +186,10 @@ def _tensor(
     first = _read(nodes[0], sparse)
     if not isinstance(first, Tensor):
         return first
-    averaged = _has_mean(first, integers)
+    averaged = _has_mean(first, integers) and not _too_large(first, len(nodes))
     if not averaged and not parameter:
         return nodes[0].load()
-    total, equal = None, True
+    total, equal, exact = None, True, True
     wide = torch.complex128 if first.is_complex() else torch.float64
     for number, node in enumerate(nodes[1:], 1):
         other = _read(node, sparse)
@@ -190,7 +202,8 @@ def _tensor(
         if averaged:
             total = first.to(wide, copy=True) if total is None else total
             total += other.to(wide)
-    return first if total is None or equal else _as(first, total / len(nodes), counts)
+            exact = exact and not _too_large(other, len(nodes))
+    return first if total is None or equal or not exact else _as(first, total / len(nodes), counts)
 
 
 def _read(node: Stored, sparse: bool) -> Any:
@@ -199,12 +212,17 @@ def _read(node: Stored, sparse: bool) -> Any:
 
 
 def _as(like: Tensor, mean: Tensor, counts: bool) -> Tensor:
-    """The mean in the dtype of one of the tensors, which is returned itself where integers are too large for one."""
+    """The mean in the dtype of one of the tensors."""
     if mean.is_sparse:
         mean = mean.coalesce()
     if like.is_floating_point() or like.is_complex():
         return (mean.round() if counts else mean).to(like.dtype)
-    return like if bool((mean.abs() >= _EXACT).any()) else mean.round().to(torch.int64).to(like.dtype)
+    return mean.round().to(torch.int64).to(like.dtype)
+
+
+def _too_large(tensor: Tensor, n: int) -> bool:
+    """Whether the sum of ``n`` tensors of such integers may not be exact in float64: they have no mean, and the first stays."""
+    return not tensor.dtype.is_floating_point and not tensor.is_complex() and bool((tensor.double().abs() > _EXACT / n).any())
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

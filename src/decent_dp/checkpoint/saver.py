@@ -102,13 +102,13 @@ def save(
 
 def saver_of(replica: Replica) -> Saver:
     """The one saver of this replica."""
-    saver = _SAVERS.get(replica)
-    if saver is None:
-        with _LOCK:
+    with _LOCK:
+        saver = _SAVERS.get(replica)
+        if saver is None:
             saver = _SAVERS[replica] = Saver(replica.everyone)
-        replica.listeners.append(saver)
-        # Before the replica's own, which closes the connections.
-        Finalize(replica, _close_at_exit, args=(saver,), exitpriority=110)
+            replica.listeners.append(saver)
+            # Before the replica's own, which closes the connections.
+            Finalize(replica, _close_at_exit, args=(saver,), exitpriority=110)
     return saver
 
 
@@ -247,7 +247,7 @@ class Saver(Listener):
             job, text, tensors = self._describe(replica, number, root, keep, state)
             round_ = job.record.round
             staged = self._staging.copy(tensors)
-        except Exception as error:
+        except BaseException as error:  # also a KeyboardInterrupt while it waits for an earlier save
             # The others must not wait for a shard that will not come, and their next save is this worker's next.
             refused, report = Saving(Path(f"save number {number}")), Report.of_error(round_, error)
             self._in_flight.append(refused)
@@ -268,7 +268,11 @@ class Saver(Listener):
         # A checkpoint that `latest` names was complete: its missing shards may be on a disk that comes back.
         lost = {sight.hint for sight in sights if sight.hint is not None} - complete
         incomplete = set(folder.incomplete(sights)) - lost
-        abandoned = {name: folder.ranks_in(path / name) for name in incomplete}
+        abandoned = {}
+        for name in incomplete:
+            # The model is loaded by now, and only this worker would raise the error.
+            with contextlib.suppress(OSError):
+                abandoned[name] = folder.ranks_in(path / name)
         self._roots[os.path.realpath(path)] = _Root(folder.attempt_of(sights), True, complete, abandoned, complete | incomplete)
 
     def closing(self) -> None:
@@ -304,8 +308,11 @@ class Saver(Listener):
         if not saving._written.done():
             file = saving.path / shard_name(self._transport.rank)
             what, seconds = f"{file} was not written: the disk hangs, or is slow", own
-        saving._finish(PeerTimeoutError(f"{what}, {seconds:g} s after close()."))
-        _log.warning("%s", saving.error)
+        if not saving.path.is_absolute():  # a refused save has no folder
+            what = f"{saving.path} was refused, and the other workers do not know it yet"
+        error = PeerTimeoutError(f"{what}, {seconds:g} s after close().")
+        saving._finish(error)
+        _log.warning("%s", error)
 
     def _wait_for_earlier(self) -> None:
         """Raises the errors of saves that were not waited for, and waits until another save may begin."""
@@ -369,9 +376,6 @@ class Saver(Listener):
         root.may_take_over = False
         # Killed runs have left them. A folder with a new shard belongs to a run that still writes into it.
         folder.remove(path, [name for name, ranks in root.abandoned.items() if folder.ranks_in(path / name) == ranks])
-        newest = next((name for name in folder.steps_in(path) if name in root.complete), None)
-        if newest is not None:
-            job.prune(newest)
 
     # -- in the finisher's thread -------------------------------------------------------------------------------------
 
@@ -411,7 +415,9 @@ class Saver(Listener):
             failure = wait_for_reports(gather, report, saving.path.name, timeout)
             last, self._last = self._last, gather
             if last is not None:
-                last.clear()
+                # By now worker 0, which may keep the store, may have exited. The result is known.
+                with contextlib.suppress(ConnectionError):
+                    last.clear()
             return failure
 
         return self._store_calls.run(wait, timeout + _MARGIN)
