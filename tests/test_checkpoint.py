@@ -183,7 +183,7 @@ def test_the_last_k_are_kept_and_nothing_else(tmp_path):
     model.close()
 
 
-def test_what_a_stopped_run_has_left_is_removed(tmp_path):
+def test_incomplete_checkpoints_of_a_stopped_run_are_removed(tmp_path):
     left, copied, users = (
         tmp_path / name for name in ("step-00000009-0-4-abcdef-of-2", "best", "step-00000002-0-1-abcdef-of-2")
     )
@@ -620,7 +620,7 @@ def leaves_without_waiting(rank: int, n: int, path: str, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["close", "drop", "exit"])
-def test_who_leaves_finishes_its_checkpoint(workers, tmp_path, how):
+def test_an_exiting_worker_finishes_its_checkpoint(workers, tmp_path, how):
     workers(2, leaves_without_waiting, str(tmp_path), how)
     newest = latest(tmp_path)
     assert newest is not None

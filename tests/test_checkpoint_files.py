@@ -33,7 +33,7 @@ ANY = Record("any", 0, 1, 3, [])
 # -- what is written -------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_written_comes_back(tmp_path):
+def test_a_shard_comes_back_as_written(tmp_path):
     tree = {"a": torch.randn(3, 4).T, "b": [torch.tensor(1.5), {"c": "text"}], "d": torch.zeros(0, 2, dtype=torch.bfloat16)}
     text, tensors = encode(tree, "")
     record = Record("step", 3, 4, 7, [["parameter", "a"]], [[0, 1], [2, 3]])

@@ -267,7 +267,7 @@ def test_a_broken_word_of_a_run_is_that_of_another(tmp_path, content):
 # -- what is removed -------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_the_users_own_stays(tmp_path, caplog):
+def test_files_of_the_user_stay(tmp_path, caplog):
     name = save(tmp_path, 1, keep=1)
     shutil.copytree(tmp_path / name, tmp_path / "best")
     (tmp_path / "notes.txt").write_text("mine")
@@ -284,7 +284,7 @@ def test_what_is_the_users_own_stays(tmp_path, caplog):
     assert "no save made" in caplog.text
 
 
-def test_what_cannot_be_removed_is_logged_and_tried_again(tmp_path, caplog, monkeypatch):
+def test_a_failed_removal_is_logged_and_tried_again(tmp_path, caplog, monkeypatch):
     old = save(tmp_path, 1, keep=1)
     real = os.unlink
 
@@ -453,7 +453,7 @@ def test_whatever_fails_what_is_complete_is_whole(before, tmp_path, monkeypatch)
     assert failed > 15
 
 
-def test_what_a_worker_has_written_is_durable_before_it_says_so(tmp_path):
+def test_a_shard_is_durable_before_it_is_reported(tmp_path):
     path, aside = tmp_path / "path", tmp_path / "aside"
     aside.mkdir()
     disk = FaultyDisk(path, aside, 0, dies=True)

@@ -59,7 +59,7 @@ def broken_paths(root: Path, newest: Path) -> dict[str, Path]:
     }
 
 
-def test_what_is_there_and_is_no_checkpoint_is_an_error(tmp_path):
+def test_an_existing_path_that_is_no_checkpoint_is_an_error(tmp_path):
     model = alone(net())
     newest = save(model, tmp_path / "saved").path
     for name, path in broken_paths(tmp_path, newest).items():
@@ -109,7 +109,7 @@ def test_a_first_save_that_was_killed_is_a_fresh_start(tmp_path):
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.ESTALE, errno.EIO])
 @pytest.mark.parametrize("what", ["latest", shard_name(0), "saved"])
-def test_what_cannot_be_read_is_no_fresh_start(tmp_path, monkeypatch, number, what):
+def test_an_unreadable_folder_is_no_fresh_start(tmp_path, monkeypatch, number, what):
     model, root = alone(net()), tmp_path / "saved"
     for t in range(3):
         loss(model, t).backward()

@@ -377,7 +377,7 @@ def test_the_users_own(tmp_path):
     assert exactly(made["snapshot"]["extra_state"], {"fp8": {"scale": torch.tensor([1.5]), "n": 0}})
 
 
-def test_what_is_the_first_ones(tmp_path):
+def test_state_of_the_first_worker(tmp_path):
     trees = [
         state(order=order, optimizer=kind, link={"rank": i}, nested=i == 0)
         for i, (order, kind) in enumerate([(None, None), (["w"], "Adam")])

@@ -65,7 +65,7 @@ def losses(rows: list[dict[str, Any]], run: str) -> list[float]:
     return [row["loss"] for row in sorted(rows, key=lambda row: row["step"]) if row["run"] == run]
 
 
-def test_what_the_page_says_of_a_resize() -> None:
+def test_the_page_describes_a_resize_as_measured() -> None:
     results = committed(RESIZE)
     phase, rows = results["phase"], results["rows"]
     assert {row["run"] for row in rows} == set(checkpoint.PLANS)

@@ -82,7 +82,7 @@ class Noisy(torch.optim.SGD):
                     param.add_(0.01 * torch.randn_like(param))
 
 
-def test_an_owed_update_is_made_before_random_states_are_taken(tmp_path):
+def test_a_pending_update_is_made_before_random_states_are_taken(tmp_path):
     def window(model: Any, t: int) -> None:
         model.set_accumulate_grad(True)
         loss(model, 2 * t).backward()
@@ -112,7 +112,7 @@ def test_an_owed_update_is_made_before_random_states_are_taken(tmp_path):
 # -- for how long ----------------------------------------------------------------------------------------------------------
 
 
-def test_whoever_closes_waits_for_its_own_disk(tmp_path, monkeypatch):
+def test_close_waits_for_the_own_disk(tmp_path, monkeypatch):
     slow_writing(monkeypatch, 0.8)
     monkeypatch.setattr(saver, "_AT_EXIT", 0.2)
     monkeypatch.setattr(saver, "_AT_ERROR", 0.2)
@@ -128,7 +128,7 @@ def test_whoever_closes_waits_for_its_own_disk(tmp_path, monkeypatch):
     assert isinstance(saving.error, PeerTimeoutError)
 
 
-def test_whoever_closes_waits_for_others_only_for_a_while(tmp_path, monkeypatch):
+def test_close_waits_for_others_only_for_a_while(tmp_path, monkeypatch):
     monkeypatch.setattr(saver, "_AT_EXIT", 0.3)
 
     def work(transport: InProcessTransport) -> Any:
@@ -185,7 +185,7 @@ def test_a_save_in_flight_at_exit_starts_no_threads(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("error", "interactive", "hurry"), [(False, False, False), (True, False, True), (True, True, False)])
-def test_who_is_in_a_hurry(monkeypatch, error, interactive, hurry):
+def test_an_exit_after_an_error_waits_briefly(monkeypatch, error, interactive, hurry):
     """An interactive session has seen an error and goes on."""
     for name, there in (("last_value", error), ("ps1", interactive)):
         if there:
@@ -510,7 +510,7 @@ def test_the_record_names_the_model_of_the_moment(tmp_path):
     model.close()
 
 
-def test_a_load_makes_an_owed_update_before_it_meets_the_others(tmp_path):
+def test_a_load_makes_a_pending_update_before_its_collectives(tmp_path):
     """Without overlap the others are in their update, and wait for this worker's."""
 
     def work(transport: InProcessTransport) -> int:

@@ -377,7 +377,7 @@ class OwnTensor(Tensor):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_cannot_be_saved_is_named(value, message):
+def test_a_value_that_cannot_be_saved_is_named(value, message):
     with pytest.raises(TypeError) as caught:
         encode({"sampler": [0, {"x": value}]}, "extra")
     assert str(caught.value).startswith("extra['sampler'][1]['x'] cannot be saved, as its type is " + message)

@@ -151,7 +151,7 @@ def test_links_inside_a_node_limit_a_worker_each() -> None:
 
 
 @pytest.mark.parametrize(("name", "n", "rests"), [("ring", 6, 0), ("ring", 5, 1), ("base-2", 6, 1), ("base-2", 5, 2)])
-def test_who_sits_out_waits_for_more_than_one_exchange(name: str, n: int, rests: int) -> None:
+def test_an_idle_worker_waits_for_more_than_one_exchange(name: str, n: int, rests: int) -> None:
     """The mean is an exchange. After r rounds in a row without a peer a step takes r + 1 exchanges less r computations; but all
     workers together have ended a step an exchange after the one before.
     """
@@ -164,7 +164,7 @@ def test_who_sits_out_waits_for_more_than_one_exchange(name: str, n: int, rests:
     assert np.diff(ends.max(axis=1)).max() == pytest.approx(1.0, rel=0.01)
 
 
-def test_latency_is_told_from_bandwidth() -> None:
+def test_latency_is_distinguished_from_bandwidth() -> None:
     far = Cluster(4, 1, Link(0.2, 1e12), FREE)
     found = predict(far, job(), OPE)
     assert found.limit == "latency"
@@ -405,7 +405,7 @@ def test_ties_go_to_better_mixing_and_less_compression(monkeypatch: pytest.Monke
     assert one[0].mixing == 0
 
 
-def test_what_does_not_fit_is_left_out_with_the_reason() -> None:
+def test_a_misfit_is_left_out_with_the_reason() -> None:
     made = cluster(6, 2)
     assert "power of two" in left_out(made)["one-peer-exp"]
     names = {found.name for found in plan(made, job())}
@@ -496,7 +496,7 @@ LINK, NAN = Link(0, 1e9), float("nan")
         (lambda: predict(cluster(4), job(), Choice("decent_dp", "rong")), "unknown topology 'rong': did you mean 'ring'"),
     ],
 )  # fmt: skip
-def test_bad_input_is_told_in_a_line(make: Any, said: str) -> None:
+def test_bad_input_is_reported_in_one_line(make: Any, said: str) -> None:
     with pytest.raises((ValueError, TypeError), match=said) as caught:
         make()
     assert "\n" not in str(caught.value)

@@ -90,7 +90,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-def test_what_limits_a_step(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_of_a_step_is_named(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     if row.coding is not None:
         coding(monkeypatch, row.coding)
     found = predict(row.cluster, row.job, row.choice)
@@ -98,7 +98,7 @@ def test_what_limits_a_step(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     assert re.search(row.said if ".*" in row.said else re.escape(row.said), found.reason), found.reason
 
 
-def test_what_an_exchange_adds_to_the_backward_is_added() -> None:
+def test_the_cost_of_an_exchange_in_the_backward_is_added() -> None:
     for choice in (Choice("ddp", extra_ms=30), Choice("push", extra_ms=30), replace(OPE, extra_ms=30)):
         assert predict(cluster(4), job(), choice).step_ms == pytest.approx(120), choice
     # To the backward: there is more of it to hide in. Of 10 buckets the last one's bytes are seen, an equal part of 60 ms.
@@ -193,7 +193,7 @@ def test_contenders_have_the_same_computation() -> None:
             assert found.compute_ms == pytest.approx(60, rel=1e-6), choice
 
 
-def test_what_is_measured_has_the_same_draws_however_long_the_start() -> None:
+def test_measured_steps_have_the_same_draws_after_any_start() -> None:
     made, work = cluster(6), job(jitter=0.3)
     short, long = (make_timing(made, work, OPE, [1.0], start + 12, 7, warmup=start).factor[start:] for start in (8, 30))
     assert np.array_equal(short, long)
@@ -214,7 +214,7 @@ def test_more_jitter_takes_more_steps() -> None:
 # -- compositions ------------------------------------------------------------------------------------------------------
 
 
-def test_what_mixes_now_and_then_is_looked_at_for_whole_periods() -> None:
+def test_mix_every_is_simulated_for_whole_periods() -> None:
     made = cluster(8, rate=1e9)
     random = topology("random-matching", 8)
     assert len(make_rounds(made, Choice("decent_dp", random))) == 16

@@ -43,7 +43,7 @@ def test_draws_what_the_rows_say() -> None:
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["complete", "ring"]
 
 
-def test_what_a_log_scale_cannot_show_is_left_out(tmp_path: Path) -> None:
+def test_values_beyond_a_log_scale_are_left_out(tmp_path: Path) -> None:
     some = [*rows("ddp", distance=0.0), *rows("ring")]
     some[0]["loss"] = float("nan")
     some[1]["loss"] = float("inf")

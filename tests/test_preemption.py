@@ -326,7 +326,7 @@ os.write(1, b"saved ")
 """
 
 
-def test_no_later_signal_ends_a_worker_that_was_told_to_stop(tmp_path):
+def test_no_later_signal_ends_a_worker_that_must_stop(tmp_path):
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", LATE_SIGNALS, str(tmp_path)],
         capture_output=True,
@@ -406,7 +406,7 @@ def test_all_come_to_the_same_where_somebody_is_asked_in_the_last_round():
     assert first[1][0]
 
 
-def test_two_wrappers_are_told_by_one_signal():
+def test_one_signal_stops_two_wrappers():
     """As for a generator and a discriminator, each in a context of its own."""
     old = signal.getsignal(signal.SIGTERM)
     generator, discriminator = alone(net()), alone(net(1))

@@ -217,7 +217,7 @@ def test_many_rounds_with_random_delays():
         net.close()
 
 
-def test_what_follows_from_a_message_is_not_forgotten(net):
+def test_commands_of_a_callback_are_executed(net):
     """Each message is sent when the one before it has been written, in the links' own thread."""
     count = 200
     asked = [receive(net.links[1], 0, (number, 0, 0), 100) for number in range(count)]
@@ -373,7 +373,7 @@ def test_a_message_that_is_late_does_not_keep_a_later_one(by_hand):
 
 
 @pytest.mark.parametrize("posted_late", [False, True])
-def test_what_is_needed_first_goes_first(posted_late):
+def test_the_earliest_round_is_sent_first(posted_late):
     """An earlier message that becomes ready passes a later one whose frames wait for a slow wire, whenever it was posted."""
     by_hand = ByHand(buffer=4096)
     size = 4_000_000
@@ -452,7 +452,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_what_was_not_due_is_refused_and_its_sender_named(by_hand, what):
+def test_an_unexpected_message_is_refused_and_its_sender_named(by_hand, what):
     asked = receive(by_hand.reactor, 1, (0, 0, 0), 10)
     _, sent = send(by_hand.reactor, 1, (0, 0, 0), bytes(10), ready=0)
     assert by_hand.read()[:4] == (GRANT, (0, 0, 0), 10, 10)

@@ -120,7 +120,7 @@ def test_a_worker_that_is_killed_costs_nothing_but_time(undisturbed, tmp_path):
 
 
 @pytest.mark.timeout(180)
-def test_workers_that_are_told_to_stop_save_and_leave(undisturbed, workers, tmp_path):
+def test_workers_that_must_stop_save_and_exit(undisturbed, workers, tmp_path):
     """SIGTERM to one worker, and to the other when that has saved, ends all of them well; so does a SIGTERM to torchrun.
 
     The next launch goes on.

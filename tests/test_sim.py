@@ -272,7 +272,7 @@ def test_one_optimizer_for_all_equals_one_each(kind, options):
     assert (together.parameters["0.weight"] - net()[0].weight.detach()).abs().max() > 1e-4
 
 
-def test_what_is_not_known_to_go_by_element_is_made_once_a_replica():
+def test_other_optimizers_are_made_once_per_replica():
     class Normed(torch.optim.SGD):
         """Steps of one length."""
 

@@ -324,7 +324,7 @@ def by_products_alone(n: int, steps: int, widths: list[int]) -> float:
 
 
 @pytest.mark.timeout(120)
-def test_what_simulating_costs():
+def test_the_cost_of_simulating():
     """256 replicas, 500 steps in two minutes: against the products of matrices that cannot be done without, as processors and
     what else runs on them differ."""
     by_products_alone(256, 2, [64, 128, 64, 10])

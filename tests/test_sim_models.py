@@ -431,7 +431,7 @@ def other_buffer(model: Any, x: Tensor) -> None:
         (lambda: Buffered(other_buffer), "replica 0's 'rows' is another"),
     ],
 )
-def test_what_differs_in_one_pass_is_not_used(model, words, caplog):
+def test_a_vectorized_pass_that_differs_is_not_used(model, words, caplog):
     kind = Kind(model, False)
     cluster, found = simulated(kind, None, "")
     assert cluster.vectorized is False

@@ -203,7 +203,7 @@ def test_back_to_an_earlier_update(compression, overlap):
     run_replicas(4, body, timeout=20)
 
 
-def test_what_was_announced_before_a_load_is_not_used(monkeypatch):
+def test_a_hint_from_before_a_load_is_not_used(monkeypatch):
     """Replicas of another, wilder run at the same round: a quick worker must wait for the new announcement of a slow one."""
     calm = Job({"topology": "one-peer-exp", "compression": "int8"})
     through = run_replicas(2, lambda at: run_through(calm, at, at.rank, TOTAL, [3]), timeout=20)

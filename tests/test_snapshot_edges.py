@@ -503,7 +503,7 @@ def test_a_message_is_made_of_what_its_items_say(name, dtype):
     assert torch.equal(again, message)
 
 
-def test_what_a_wire_has_learnt_and_announced_belongs_to_its_items():
+def test_state_and_hints_of_a_compression_belong_to_its_tensors():
     sizes = [700, 0, _BLOCK_ON_CPU + 5, 3]
     values = [torch.randn(size) * 10.0**-i for i, size in enumerate(sizes)]
 

@@ -117,7 +117,7 @@ def state_of(model: DecentralizedDataParallel) -> Any:
 
 
 @pytest.mark.parametrize("bad", [0, 1], ids=["worker 0", "worker 1"])
-def test_what_does_not_fit_is_refused_on_all_workers_and_changes_nothing(bad):
+def test_a_misfit_is_refused_on_all_workers_and_changes_nothing(bad):
     job = Job({"topology": "one-peer-exp", "compression": "int8", **MANY}, model=Picky, optim_fn=JOBS["zoo"].optim_fn)
     job = replace(job, step=step_in_windows)
     through = run_replicas(2, lambda at: run_through(job, at, at.rank, 9), timeout=20)
@@ -343,7 +343,7 @@ class Beside(torch.optim.SGD):
         (Beside, "Beside keeps 'seen'"),
     ],
 )
-def test_what_an_optimizer_keeps_of_no_parameter_is_not_dropped_silently(optim_fn, what):
+def test_state_of_no_parameter_is_not_dropped_silently(optim_fn, what):
     model = alone(net(), optim_fn)
     empty = dumb_copy(take(model.replica))  # there are none yet
     loss(model, 0).backward()
@@ -362,7 +362,7 @@ def test_an_entry_that_was_only_looked_at_is_nothing(key):
     assert take(model.replica)["optim"]["state"] == {}
 
 
-def test_what_a_hook_puts_beside_the_state_is_not_dropped_silently():
+def test_entries_of_a_hook_are_not_dropped_silently():
     model = alone(net(), SGD)
     loss(model, 0).backward()
     model.optimizers[0].register_state_dict_post_hook(lambda optimizer, state: {**state, "more": 1})

@@ -137,7 +137,7 @@ def refused(rank: int, n: int) -> list[str]:
     return errors
 
 
-def test_what_one_worker_cannot_load_is_refused_on_all(workers):
+def test_a_failed_load_on_one_worker_is_refused_on_all(workers):
     found = workers(3, refused)
     assert found[0] == found[1] == found[2]
     assert [text.partition(":")[0] for text in found[0]] == ["OutOfStepError", "ValueError", "ValueError"]

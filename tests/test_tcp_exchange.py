@@ -69,7 +69,7 @@ def silent_for_all_buckets(rank: int, n: int) -> Any:
 
 
 @pytest.mark.parametrize("n", [2, 4])
-def test_who_has_waited_in_vain_does_not_wait_for_every_bucket(workers, n):
+def test_a_timeout_is_waited_for_once_and_not_per_bucket(workers, n):
     for rank, (found, seconds) in enumerate(workers(n, silent_for_all_buckets, group_timeout=1)[:-1]):
         assert 0.9 < seconds < 1.9
         for bucket, message in enumerate(found):
@@ -97,7 +97,7 @@ def silent_before_coding(rank: int, n: int) -> str:
     return message
 
 
-def test_who_has_not_announced_is_named(workers):
+def test_a_worker_without_a_hint_is_named(workers):
     for message in workers(4, silent_before_coding, group_timeout=1)[:-1]:
         assert message.startswith("worker 3 sent nothing for round 2, bucket 0"), message
 
@@ -128,7 +128,7 @@ def edited_before_it_is_coded(rank: int, n: int) -> tuple[bool, bool]:
     return bool((here - expected).abs().max() <= 2 * step), step < 0.1
 
 
-def test_what_is_sent_is_what_was_there_at_the_start(workers):
+def test_the_values_of_the_start_are_sent(workers):
     assert workers(2, edited_before_it_is_coded) == [(True, True)] * 2
 
 
@@ -168,7 +168,7 @@ def leaves_at_once(rank: int, n: int) -> bool:
     return True
 
 
-def test_who_leaves_after_wrapping_is_found_by_the_others(workers):
+def test_a_worker_that_exits_after_wrapping_is_found_by_the_others(workers):
     assert workers(2, leaves_at_once) == [True, True]
 
 

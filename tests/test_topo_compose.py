@@ -156,7 +156,7 @@ def test_a_part_that_would_never_mix_is_refused():
     assert SwitchTopology((ring, 1), base.every(9)).period is None  # the last part stays
 
 
-def test_what_stays():
+def test_invariants_of_compositions():
     ring, base = RingTopology(world_size=6), BaseTwoTopology(world_size=6)
     assert ring._final_part() == (ring, 1)
     assert ring.every(3)._final_part() == (ring, 3)

@@ -143,7 +143,7 @@ def test_random_matching_seeds():
     assert repr(RandomMatchingTopology(2, world_size=4, seed=3)) == "RandomMatchingTopology(2, world_size=4, rank=0, seed=3)"
 
 
-def test_workers_that_disagree_about_the_seed_are_told_it():
+def test_a_disagreement_about_the_seed_names_it():
     from functools import partial
 
     import torch

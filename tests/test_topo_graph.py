@@ -157,7 +157,7 @@ DIRECTED, MULTI, LOOP, NAMED = nx.DiGraph([(0, 1)]), nx.MultiGraph([(0, 1)]), nx
         (nx.empty_graph(40), ValueError, r"its 40 parts are of 1 1 .* … \(40 in all\) workers"),
     ],
 )
-def test_what_is_refused(graph, kind, says):
+def test_bad_arguments_are_refused(graph, kind, says):
     with pytest.raises(kind, match=says):
         Topology.from_graph(graph)
 
@@ -168,7 +168,7 @@ def test_a_disconnected_graph_may_be_asked_for():
     assert Topology.from_graph(nx.empty_graph(3), allow_disconnected=True).round(0) == [Edge([r], 1.0) for r in range(3)]
 
 
-def test_whose_workers():
+def test_workers_of_nodes():
     graph = nx.cycle_graph(4)
     assert (Topology.from_graph(graph)._rank, Topology.from_graph(graph, rank=2)._rank) == (0, 2)
     with worker_scope(4, 3):
