@@ -206,12 +206,12 @@ def test_a_store_that_hangs_is_not_waited_for_without_end(tmp_path, monkeypatch,
     def work(transport: InProcessTransport) -> Any:
         store: Any = SilentStore(transport.store)
         transport.store = store
-        transport.timeout = 1.0  # of a save; not of the hub
         model = DecentralizedDataParallel(net(), SGD, topology="ring", transport=transport)
         own = tmp_path / ("shared" if shared else str(transport.rank))
         # A slow disk is no reason.
         assert save(model, own, {"at": 0}).error is None
         transport.control.gather(None)
+        transport.timeout = 1.0  # of a save; not of the hub
         store.answers.clear()
         began = time.monotonic()
         first = save(model, own, {"at": 1}, wait=False)

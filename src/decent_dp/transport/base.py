@@ -246,7 +246,7 @@ def store_errors() -> Iterator[None]:
 
 
 class StoreCalls:
-    """Runs calls of a store in a daemon thread, each within a limit. The thread ends with this object.
+    """Runs calls of a store in a daemon thread, each within a limit. The thread ends with ``close``, or with this object.
 
     torch's TCPStore ignores its own timeout when the server's process is stopped: with SIGSTOP, ``get`` and ``check`` return
     only when that is killed or continued, and until then block all other calls of the same client (torch 2.13).
@@ -260,6 +260,9 @@ class StoreCalls:
     def start(self) -> None:
         """Starts the thread; else the first call does."""
         self._thread.start()
+
+    def close(self) -> None:
+        self._thread.close()
 
     def run(self, call: Callable[[], T], limit: float) -> T:
         """Returns the result of ``call``, or raises its error.

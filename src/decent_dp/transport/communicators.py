@@ -148,7 +148,12 @@ class Notes:
         self._calls.start()  # an error that ends the interpreter is written when no thread can start any more
         self._written = ""
         # A store that did not answer is not asked again: torch prints a stack at each try.
-        self._failed = False
+        self._failed = self._closed = False
+
+    def close(self) -> None:
+        """Notes are neither written nor read any more."""
+        self._closed = True
+        self._calls.close()
 
     def write(self, text: str) -> None:
         """Replaces this worker's note; an empty text removes it. A note that cannot be written is no error."""
@@ -167,7 +172,7 @@ class Notes:
         return "".join(said)
 
     def _call(self, call: Callable[[], T]) -> T | None:
-        if not self._failed:
+        if not (self._failed or self._closed):
             try:
                 return self._calls.run(call, _STORE_LIMIT)
             except (RuntimeError, ConnectionError):  # gone, or it hangs

@@ -82,6 +82,7 @@ class ProcessGroupTransport(Transport):
     def close(self) -> None:
         self._waiter.close()
         self._reactor.close()
+        self._notes.close()
         self._communicators.clear()
         self._controls.clear()  # the last references to the communicators
 
