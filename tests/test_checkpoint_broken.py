@@ -43,7 +43,7 @@ def as_it_was(folder: Path) -> Iterator[None]:
 
 
 def harms(newest: Path) -> dict[str, tuple[Callable[[], Any], str, str]]:
-    """What can happen to a checkpoint, which error comes of it, and what it says."""
+    """A damage to a checkpoint, with the error and its text."""
     part, other = newest / "worker-0001.safetensors", newest / "worker-0000.safetensors"
 
     def flip() -> None:

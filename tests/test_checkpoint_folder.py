@@ -389,7 +389,7 @@ def rounds_in(path: Path) -> list[int]:
     return [check(path / name) for name in whole]
 
 
-# What is lost when the process dies, and perhaps the machine with it.
+# Losses when the process dies, and perhaps the machine with it.
 LOSSES = {
     "killed": ("none", False),
     "power, names kept": ("none", True),

@@ -1,4 +1,4 @@
-"""What is gone, broken or cannot be looked at is never taken for a fresh start, and what does not fit changes nothing."""
+"""A missing, broken or unreadable checkpoint is never taken for a fresh start, and a misfit changes nothing."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def moved(tree: dict[str, Any], which: str) -> dict[str, Any]:
     return {**tree, "random": states}
 
 
-# What a part may hold that its checksum fits, and what is said of it.
+# Contents of a part that fit its checksum, with their errors.
 TREES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a list": (lambda tree: [1], "not the state of a worker"),
     "no snapshot": (lambda tree: without(tree, "snapshot"), "not the state of a worker"),

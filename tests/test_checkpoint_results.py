@@ -1,4 +1,4 @@
-"""What checkpoints cost, and what a resize does: the committed results are what the command gives and what the page shows."""
+"""Costs of checkpoints and effects of a resize: the committed results equal those of the command and of the page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a save does beside its files: in which order, for how long, and for whom."""
+"""Effects of a save beside its files: order, waits, and errors."""
 
 from __future__ import annotations
 

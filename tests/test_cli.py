@@ -61,7 +61,7 @@ def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def links(n: int, local: int, mbit: float = 1000.0, us: float = 50.0) -> dict[str, Any]:
-    """What the doctor would write about n workers."""
+    """The doctor's document about n workers."""
     off = [[None if i == j else 1.0 for j in range(n)] for i in range(n)]
     return {
         "format": "decent_dp-doctor-1",

@@ -117,7 +117,7 @@ def test_ctrl_c_that_a_library_makes_another_error_of(monkeypatch: pytest.Monkey
 
 
 def on_a_terminal(*words: str, **environ: str) -> str:
-    """What a terminal gets on both streams."""
+    """The output of a terminal on both streams."""
     terminal, theirs = os.openpty()
     environment = {**CLEAN, "TERM": "xterm-256color", **environ}
     process = subprocess.Popen([COMMAND, *words], stdin=theirs, stdout=theirs, stderr=theirs, env=environment)

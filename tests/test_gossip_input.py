@@ -1,4 +1,4 @@
-"""What ``gossip`` is given and cannot take: the same error on all workers, at once, and everything is given back."""
+"""Bad arguments of ``gossip``: the same error on all workers at once, and everything is released."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users do to parameters, state dicts and the mean."""
+"""Changes of parameters, state dicts and the mean by users."""
 
 from __future__ import annotations
 

@@ -351,7 +351,7 @@ def test_more_bandwidth_is_never_slower(name: str | None, local: int, rate: floa
         predict(Cluster(8, local, Link(1e-5, r), Link(1e-5, 10 * r)), job(jitter=0.02), choice).step_ms
         for r in (rate, rate * faster)
     )
-    # Who is first in a queue may change: a few thousandths.
+    # The order in a queue may change: a few thousandths.
     assert fast <= slow * 1.005
 
 

@@ -1,4 +1,4 @@
-"""What the planner says limits a step, with the numbers in its words; latencies; slow workers; how it ranks."""
+"""The planner's reasons for the limit of a step, with their numbers; latencies; slow workers; the ranking."""
 
 from __future__ import annotations
 

@@ -538,7 +538,7 @@ def test_a_peer_that_dies_in_the_middle_of_a_message(by_hand):
         with pytest.raises(OSError):  # noqa: PT011
             future.result(SECONDS)
     assert time.monotonic() - began < 2
-    # What had come before is still there.
+    # Earlier messages are still there.
     heard: Future[list[bytes]] = Future()
     by_hand.reactor.when_noted([1], (0, 0, 1), heard.set_result)
     assert heard.result(SECONDS) == [b"hi"]
@@ -580,7 +580,7 @@ def test_a_slow_peer_does_not_hold_up_another():
 
 
 def test_an_earlier_round_has_the_link_for_itself(monkeypatch):
-    """What another peer has asked for in a later round waits while the link is full of an earlier one, and no longer."""
+    """A request of another peer for a later round waits while the link is full of an earlier one, and no longer."""
     size, under_way = 1_000_000, {}
     monkeypatch.setattr(connection, "unacknowledged", lambda stream: under_way.get(stream.getpeername(), 0))
     first = ByHand()

@@ -23,7 +23,7 @@ from decent_dp.checkpoint import latest
 
 ROOT = Path(__file__).resolve().parents[1]
 EPOCHS, STEPS = 20, 20 * 22
-# What a run has found out; times are the machine's.
+# Results of a run. Times are those of this machine.
 NUMBERS = ("accuracy", "worst_accuracy", "validation_loss", "consensus_distance", "steps", "history")
 
 

@@ -110,7 +110,7 @@ def test_an_edit_between_steps_lives():
         for t in range(3):
             cluster.step(*batch(4, t))
             cluster.parameters["0.bias"][2] += 1.0
-        # What is sent in a step is mixed in the next: of three edits the last two rounds have moved the first and the second.
+        # A message of one step is mixed in the next: of three edits the last two rounds have moved the first and the second.
         assert cluster.parameters["0.bias"].sum(0) == pytest.approx((4 * net()[0].bias.detach() + 3).numpy())
         assert float((cluster.parameters["0.bias"][2] - net()[0].bias.detach()).mean()) > 1.0
 

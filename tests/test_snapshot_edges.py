@@ -263,7 +263,7 @@ def test_a_window_of_a_scaler_ends_before_anything_is_scaled_again():
 @pytest.mark.parametrize("view", [True, False], ids=["view", "no-view"])
 @pytest.mark.parametrize("name", ["zoo", "scaled windows", "sparse momentum"])
 def test_a_load_where_the_caller_infers(name, view):
-    """What it makes trains, whatever it was made from."""
+    """The result trains, whatever it was made from."""
     job = replace(JOBS[name], options={**JOBS[name].options, "topology": "one-peer-exp", "compression": "int8"})
     job = replace(job, options={**job.options, "param_as_bucket_view": view})
     through = run_replicas(2, lambda at: run_through(job, at, at.rank, 7, [0, 4]), timeout=20)
@@ -370,7 +370,7 @@ def test_a_snapshot_that_waits_for_the_first_update_is_not_kept():
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 def test_a_snapshot_is_not_used_up(compression):
-    """What goes on from it shares nothing with it."""
+    """A run that resumes from it shares nothing with it."""
     job = Job(
         {"topology": "one-peer-exp", "compression": compression},
         optim_fn=partial(torch.optim.AdamW, lr=0.02),

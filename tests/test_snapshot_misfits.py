@@ -465,7 +465,7 @@ def test_a_topology_that_raises_on_one_worker(compression, unknown):
 
 
 def test_a_load_at_different_updates():
-    """Who is ahead cannot be taken back while the other's exchange is still to come."""
+    """A worker that is ahead cannot load an earlier round while the exchange of the other is still to come."""
 
     def body(at: InProcessTransport) -> str:
         model = trained(PAIRS, 3, at)

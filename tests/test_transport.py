@@ -591,7 +591,7 @@ def test_a_thread_that_has_returned_is_not_waited_for():
     def work(transport: InProcessTransport) -> Any:
         swap(transport, Edge([0, 1], 0.5), ExchangeId(0, 0))
         if transport.rank == 0:
-            # What it had sent before it ended is still there.
+            # Messages from before its end are still there.
             time.sleep(0.1)
             assert transport.control.gather(0) == [0, 1]
             return caught(swap, transport, Edge([0, 1], 0.5), ExchangeId(1, 0))

@@ -151,7 +151,7 @@ def _scan(folder: Path) -> Iterator[Iterable[os.DirEntry[str]]]:
 
 @dataclass
 class Sight:
-    """What one worker sees in a folder, as JSON can hold it.
+    """One worker's view of a folder, in types of JSON.
 
     Attributes:
         only: the name of the checkpoint that was asked for, if the path was that of one.

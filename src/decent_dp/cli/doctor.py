@@ -229,7 +229,7 @@ def _document(
     pairs: dict[tuple[int, int], Pair],
     seconds: float,
 ) -> dict[str, Any]:
-    """What ``plan --measured`` reads: matrices from row to column, null where there is nothing."""
+    """The document that ``plan --measured`` reads: matrices from row to column, with null for missing values."""
     n = len(workers)
     latency: list[list[float | None]] = [[None] * n for _ in range(n)]
     rate: list[list[float | None]] = [[None] * n for _ in range(n)]
