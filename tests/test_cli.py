@@ -8,6 +8,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -519,3 +520,15 @@ def test_errors_that_are_not_about_the_input(cli: Cli, monkeypatch: pytest.Monke
         monkeypatch.setattr(analysis, "analyse", raising(bug))
         with pytest.raises(type(bug), match="a bug"):
             main(["topology", "show", "ring", "-n", "4"])
+
+
+@pytest.mark.parametrize("fault", [RecursionError, NotImplementedError])
+def test_a_fault_of_the_program_keeps_its_traceback(monkeypatch, fault):
+    """Both are RuntimeErrors, and other RuntimeErrors are messages to the user."""
+
+    def fail(**_: Any) -> None:
+        raise fault("deep inside")
+
+    monkeypatch.setattr(typer.main, "get_command", lambda _: SimpleNamespace(main=fail))
+    with pytest.raises(fault, match="deep inside"):
+        main(["plan"])

@@ -581,8 +581,8 @@ def test_a_slow_peer_does_not_hold_up_another():
 
 def test_an_earlier_round_has_the_link_for_itself(monkeypatch):
     """A request of another peer for a later round waits while the link is full of an earlier one, and no longer."""
-    size, under_way = 1_000_000, {}
-    monkeypatch.setattr(connection, "unacknowledged", lambda stream: under_way.get(stream.getpeername(), 0))
+    size, in_flight = 1_000_000, {}
+    monkeypatch.setattr(connection, "unacknowledged", lambda stream: in_flight.get(stream.getpeername(), 0))
     first = ByHand()
     second = reach(first.name)
     second.sendall(HEADER.pack(HELLO, VERSION, len(TOKEN), 2, 0, 0, 0, 0, 0) + TOKEN)
@@ -616,7 +616,7 @@ def test_an_earlier_round_has_the_link_for_itself(monkeypatch):
         send(first.reactor, peer, (round_, 0, 0), bytes(size))
     assert HEADER.unpack(receive_exactly(second, HEADER.size))[0] == OFFER
     assert HEADER.unpack(receive_exactly(second, HEADER.size))[0] == OFFER
-    under_way |= full
+    in_flight |= full
     ask(1, 3, size // 2)
     assert read(1, size // 2) == 3
     ask(2, 4, size // 2)
@@ -626,14 +626,14 @@ def test_an_earlier_round_has_the_link_for_itself(monkeypatch):
     ask(1, 3, size // 2 + 1)
     assert read(1, 1) == 3
     assert quiet()
-    under_way.clear()  # the first peer asks for nothing: the link is free
+    in_flight.clear()  # the first peer asks for nothing: the link is free
     assert read(2, size // 2) == 4
-    under_way |= full
+    in_flight |= full
     ask(1, 3, size - 1)
     assert read(1, size // 2 - 2) == 3
     ask(2, 4, size)
     assert quiet()
-    ask(1, 3, size)  # the end of it: no more will come, whatever is under way
+    ask(1, 3, size)  # the end of it: no more will come, whatever is in flight
     assert read(2, size // 2) == 4
     second.close()
     first.stream.close()
