@@ -143,7 +143,7 @@ def test_the_pages_have_blocks():
         "README.md": 1,
         "docs/index.md": 1,
         "docs/data-and-metrics.md": 3,
-        "docs/evaluate.md": 3,
+        "docs/evaluate.md": 2,
         "docs/save-and-resume.md": 2,
         "docs/resize.md": 1,
         "docs/final-model.md": 3,
@@ -151,7 +151,7 @@ def test_the_pages_have_blocks():
         "docs/schedules-and-precision.md": 7,
         "docs/logging.md": 2,
         "docs/slow-links.md": 1,
-        "docs/gossip.md": 6,
+        "docs/gossip.md": 5,
         "docs/rules.md": 5,
         "docs/wrapper.md": 4,
         "docs/wrapper-reference.md": 4,
@@ -172,7 +172,7 @@ def test_the_quick_start_runs_under_torchrun(tmp_path, page):
     (tmp_path / "train.py").write_text(first.code)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr
     # The page shows the output of one worker; the text is the same.
     compare(f"under torchrun, {page}", first.code.replace("# > 1 worker:", "# > 2 workers:"), done.stdout)
