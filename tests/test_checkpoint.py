@@ -70,7 +70,7 @@ def interrupted(rank: int, n: int, path: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("n", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))])
 def test_a_run_that_is_resumed_equals_one_that_was_not_stopped(workers, tmp_path, n):
     whole = workers(n, uninterrupted, str(tmp_path), timeout=80)
     parts = workers(n, interrupted, str(tmp_path), timeout=80)

@@ -145,6 +145,7 @@ class Chain:
             self.problems.append(f"{type(error).__name__}: {error}")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_killed_at_a_hundred_random_moments(workers, tmp_path):
     chains = []

@@ -140,7 +140,7 @@ def both_ways(rank: int, n: int, transport: Any = None) -> list[np.ndarray]:
     return [train(rank, topology, compression, transport=transport, lr=0.02, **how)[1] for topology, compression, how in CASES]
 
 
-@pytest.mark.parametrize("n", [2, 3, 5])
+@pytest.mark.parametrize("n", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 5))])
 def test_processes_equal_threads_in_every_layout(workers, n):
     processes = workers(n, both_ways)
     for number, (topology, compression, how) in enumerate(CASES):
