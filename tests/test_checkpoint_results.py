@@ -49,7 +49,6 @@ def test_the_committed_costs_keep_the_promise() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_the_costs_of_a_small_model(tmp_path: Path) -> None:
     options = Namespace(folder=str(tmp_path), repeat=2, layers=3, width=64)
     found = checkpoint.launch("int8", options)
@@ -85,7 +84,6 @@ def test_the_page_describes_a_resize_as_measured() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_a_resize_runs_as_committed() -> None:
     kept = {(row["run"], row["step"]): row for row in committed(RESIZE)["rows"]}
     made = checkpoint.resize(phase=2, seeds=committed(RESIZE)["seeds"])

@@ -165,7 +165,6 @@ def test_the_quick_start_runs_under_torchrun(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_the_page_of_sharded_replicas_shows_the_example(tmp_path):
     (block,) = blocks(ROOT / "docs" / "sharded.md", "python")
     example = (ROOT / "examples" / "sharded.py").read_text(encoding="utf-8").partition("import annotations\n\n")[2]
