@@ -169,6 +169,40 @@ def test_the_quick_start_runs_under_torchrun(tmp_path):
     assert (tmp_path / "model.pt").is_file()
 
 
+def run_stopped(rank: int, n: int, folder: str, code: str) -> list[tuple[int, dict[str, Any]]]:
+    """Runs a script to its end, and again with a stop at its fourth save and a second start; where each began, and its model."""
+    from unittest.mock import patch
+
+    from decent_dp import checkpoint
+
+    def stop(*args: Any, **options: Any) -> Any:
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        calls.append(save(*args, **options))
+        return calls[-1]
+
+    save, calls, ends = checkpoint.save, [], []
+    for stops in (False, True):
+        Path(folder, str(stops)).mkdir(exist_ok=True)
+        os.chdir(Path(folder, str(stops)))
+        if stops:
+            names: dict[str, Any] = {}
+            with patch.object(checkpoint, "save", stop), pytest.raises(KeyboardInterrupt):
+                exec(code, names)
+            names["replica"].close()
+        names = {}
+        exec(code, names)
+        ends.append((names["at"]["epoch"], names["model"].state_dict()))
+    return ends
+
+
+def test_the_script_that_saves_resumes_bit_for_bit(workers, tmp_path):
+    code = blocks(ROOT / "docs" / "save-and-resume.md", "python")[0].code
+    for (first, whole), (second, resumed) in workers(2, run_stopped, str(tmp_path), code):
+        assert (first, second) == (0, 1)
+        assert {name for name, value in whole.items() if not value.equal(resumed[name])} == set()
+
+
 @pytest.mark.timeout(200)
 def test_the_page_of_sharded_replicas_shows_the_example(tmp_path):
     (block,) = blocks(ROOT / "docs" / "sharded.md", "python")
