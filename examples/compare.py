@@ -29,7 +29,8 @@ try:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     from rich.table import Table
 except ImportError:
-    raise SystemExit("The comparison needs rich and scikit-learn; in the clone: pip install -e '.[demo]'") from None
+    needs = "The comparison needs rich and scikit-learn; in the clone of the repository: pip install -e '.[demo]'"
+    raise SystemExit(needs) from None
 
 from decent_dp.plots import TrainingRow, plot_training
 

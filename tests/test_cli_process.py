@@ -72,7 +72,8 @@ def test_without_the_extra_it_says_what_to_install(missing: str) -> None:
     code = f"import sys; sys.modules[{missing!r}] = None; from decent_dp.cli import main; sys.exit(main(['topology', 'list']))"
     done = run(sys.executable, "-c", code)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "decent-dp: the command line needs typer and rich; in the clone: pip install -e '.[cli]'\n"
+    line = "in the clone of the repository: pip install -e '.[cli]'"
+    assert done.stderr == f"decent-dp: the command line needs typer and rich; {line}\n"
 
 
 @pytest.mark.parametrize("line", ["topology show complete -n 1024 --json", "topology show random-matching -n 8", "--help"])

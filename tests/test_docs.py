@@ -170,7 +170,7 @@ def test_the_quick_start_runs_under_torchrun(tmp_path):
 
 
 def run_stopped(rank: int, n: int, folder: str, code: str) -> list[tuple[int, dict[str, Any]]]:
-    """Runs a script to its end, and again with a stop at its fourth save and a second start; where each began, and its model."""
+    """Runs a script to its end, and again with a stop at its fourth save and a second start: where it began, and its model."""
     from unittest.mock import patch
 
     from decent_dp import checkpoint
@@ -276,6 +276,21 @@ def extras() -> set[str]:
     text = (ROOT / "pyproject.toml").read_text()
     section = text.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
     return set(re.findall(r"^(\w+) = \[", section, flags=re.MULTILINE))
+
+
+def test_every_install_line_is_that_of_the_clone():
+    """The registries have an earlier version under the package's name, which an install by name would download."""
+    sources = [path for room in ("src", "examples", "benchmarks") for path in (ROOT / room).rglob("*.py")]
+    found = []
+    for path in [*TEXTS, *sources, ROOT / "constraints.txt"]:
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"\bdecent[-_]dp\[[a-z]", text), path
+        for line in re.findall(r"\bpip3? install.*", text):
+            form = re.match(r"pip install (?:-c constraints\.txt )?-e (?:\.|'\.\[([a-z,]+|\{extra\})\]')(?![\w\[.])", line)
+            assert form is not None, f"{path}: {line}"
+            assert form[1] in (None, "{extra}") or set(form[1].split(",")) <= extras(), f"{path}: {line}"
+            found.append(path.name)
+    assert {"README.md", "_checks.py", "compare.py", "net.py"} <= set(found)
 
 
 @each_text

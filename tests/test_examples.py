@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -93,6 +94,16 @@ def test_the_demonstration_from_end_to_end(tmp_path: Path) -> None:
     first = {row["run"]: row["loss"] for row in rows if row["step"] == 1}
     assert len({round(loss, 5) for loss in first.values()}) == 1
     assert (tmp_path / "digits.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("script", "missing"),
+    [("examples/digits.py", "sklearn.datasets"), ("examples/compare.py", "rich"), ("benchmarks/net.py", "rich.console")],
+)
+def test_a_script_without_its_extra_says_what_to_install(script: str, missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(SystemExit, match=r"needs? .*; in the clone of the repository: pip install -e '\.\[demo\]'$"):
+        runpy.run_path(str(ROOT / script))
 
 
 @pytest.mark.timeout(60)
