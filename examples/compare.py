@@ -36,7 +36,7 @@ from decent_dp.plots import TrainingRow, plot_training
 
 ROOT = Path(__file__).resolve().parents[1]
 BASELINE = "PyTorch DDP"
-# The promises of the README.
+# The promises in docs/results.md.
 MAX_ACCURACY_GAP, MAX_TIME_RATIO = 0.015, 1.05
 # Times are judged if other programs took at most this part of the machine's CPU time. An idle machine's own work is less. One
 # busy process is more on fewer than ten cores; on ten it takes none from four workers.
@@ -356,7 +356,7 @@ def main() -> None:
         f"{steps} steps each, seeds {options.seeds}; times are medians of {options.rounds} interleaved rounds of "
         f"{options.steps} steps."
     )
-    print("vs DDP: the median of the ratios within a round, not the ratio of the medians; see the README.")
+    print("vs DDP: the median of the ratios within a round, not the ratio of the medians; see docs/results.md.")
     print("kB sent: per worker, as counted; for DDP, the bytes of a ring all-reduce.")
     print(f"Machine: {plan['machine']}, torch {plan['torch']}.")
     print(*verdict(lines, others), sep="\n")
