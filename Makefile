@@ -2,8 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# More than eight processes only wait for each other's imports; workers in tests are processes of their own.
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: help test lint types suite demo accuracy wires workbench bench-net bench-net-long bench-net-nodes bench-gossip bench-optim bench-overhead bench-plan bench-checkpoint gpu docs clean
+.PHONY: help test test-all slow breakages lint types suite demo accuracy wires workbench bench-net bench-net-long bench-net-nodes bench-gossip bench-optim bench-overhead bench-plan bench-checkpoint gpu docs clean
 
 help:  ## lists the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -13,7 +15,16 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-test: lint types suite  ## lint, format, types and the whole suite
+test: lint types suite  ## lint, format, types and the fast tests (below five minutes on two cores)
+
+test-all: lint types $(VENV)/.installed  ## the same with the slow tests: many kills, the network lab, whole examples
+	$(PYTEST)
+
+slow: $(VENV)/.installed  ## the fast tests, and which of them take longest
+	$(PYTEST) -m "not slow" --durations=40 --durations-min=1
+
+breakages: $(VENV)/.installed  ## ten deliberate faults, one at a time: which fast test sees each (30 minutes); rows go to docs/results/
+	$(BIN)/python -m tests.breakages
 
 lint: $(VENV)/.installed  ## ruff: lint and format
 	$(BIN)/ruff check .
@@ -22,8 +33,8 @@ lint: $(VENV)/.installed  ## ruff: lint and format
 types: $(VENV)/.installed  ## mypy, strict
 	$(BIN)/mypy
 
-suite: $(VENV)/.installed  ## the tests
-	$(BIN)/python -m pytest
+suite: $(VENV)/.installed  ## the fast tests
+	$(PYTEST) -m "not slow"
 
 demo: $(VENV)/.installed  ## train on real data with 4 workers: DDP, gossip() on five topologies, the wrapper; table, plot and JSON under runs/
 	$(BIN)/python -m examples.compare

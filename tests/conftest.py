@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+
+# Before NumPy and torch are loaded: their pools of threads, one pool per process, would compete for the same cores.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch

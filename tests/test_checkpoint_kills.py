@@ -145,7 +145,7 @@ class Chain:
             self.problems.append(f"{type(error).__name__}: {error}")
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.slow
 def test_killed_at_a_hundred_random_moments(workers, tmp_path):
     chains = []
     for n in KILLS:

@@ -48,7 +48,7 @@ def test_the_committed_costs_keep_the_promise() -> None:
         assert line["sent_bytes"] == pytest.approx(payload if wire == "float32" else payload / 4, rel=0.01)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.slow
 def test_the_costs_of_a_small_model(tmp_path: Path) -> None:
     options = Namespace(folder=str(tmp_path), repeat=2, layers=3, width=64)
     found = checkpoint.launch("int8", options)
@@ -83,7 +83,7 @@ def test_the_page_describes_a_resize_as_measured() -> None:
     assert RESIZE.with_suffix(".png").is_file()
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.slow
 def test_a_resize_runs_as_committed() -> None:
     kept = {(row["run"], row["step"]): row for row in committed(RESIZE)["rows"]}
     made = checkpoint.resize(phase=2, seeds=committed(RESIZE)["seeds"])

@@ -27,8 +27,6 @@ from decent_dp.transport import InProcessTransport, LocalHub, run_replicas
 from tests.checkpoint_cases import error_of
 from tests.helpers import SGD, SilentStore, alone, loss, net, values
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def slow_writing(monkeypatch: pytest.MonkeyPatch, seconds: float, rank: int = 0) -> None:
     real = saver.write_shard

@@ -203,7 +203,7 @@ def test_the_script_that_saves_resumes_bit_for_bit(workers, tmp_path):
         assert {name for name, value in whole.items() if not value.equal(resumed[name])} == set()
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.slow
 def test_the_page_of_sharded_replicas_shows_the_example(tmp_path):
     (block,) = blocks(ROOT / "docs" / "sharded.md", "python")
     example = (ROOT / "examples" / "sharded.py").read_text(encoding="utf-8").partition("import annotations\n\n")[2]
@@ -322,7 +322,9 @@ def test_commands_name_existing_targets(page):
 OURS = sorted({tuple(words) for page in TEXTS for words in commands(page) if words[0] == "decent-dp"})
 
 
-@pytest.mark.parametrize("words", OURS, ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [pytest.param(words, marks=pytest.mark.slow) if "simulate" in words else words for words in OURS], ids=" ".join
+)
 def test_the_command_line_runs_as_shown(words, tmp_path, monkeypatch, capsys):
     from decent_dp.cli import main
 

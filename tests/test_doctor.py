@@ -62,6 +62,7 @@ MEASURING = r"decent-dp: measuring ([^,\n]+?)(?:, [\d.]+ at once,)? takes about 
 # -- real launches ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_four_workers_print_one_json_document() -> None:
     done = start(4, "--json", "--seconds-a-pair", "0.1")
     assert done.returncode == 0, done.stderr

@@ -42,7 +42,7 @@ def saved_model_is_as_accurate_as_said(folder: Path) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.slow
 def test_the_script_under_torchrun(tmp_path: Path) -> None:
     files = ["--out", str(tmp_path / "result.json"), "--save", str(tmp_path / "model.pt")]
     done = torchrun(2, "examples/digits.py", "--topology", "ring", "--epochs", "3", *files)
@@ -60,7 +60,6 @@ def test_the_script_under_torchrun(tmp_path: Path) -> None:
     assert result["history"][-1]["loss"] < result["history"][0]["loss"]
 
 
-@pytest.mark.timeout(90)
 def test_the_script_alone(tmp_path: Path) -> None:
     files = ["--out", str(tmp_path / "result.json"), "--save", str(tmp_path / "model.pt")]
     done = start("examples/digits.py", "--epochs", "2", "--optimizer", "accum-adamw", *files)
@@ -72,7 +71,7 @@ def test_the_script_alone(tmp_path: Path) -> None:
     assert result["consensus_distance"] == result["bytes_per_step"] == 0
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.slow
 def test_the_demonstration_from_end_to_end(tmp_path: Path) -> None:
     short = ["--workers", "2", "--epochs", "1", "--rounds", "1", "--steps", "2", "--out", str(tmp_path)]
     done = start("-m", "examples.compare", *short, timeout=80)
@@ -106,7 +105,6 @@ def test_a_script_without_its_extra_says_what_to_install(script: str, missing: s
         runpy.run_path(str(ROOT / script))
 
 
-@pytest.mark.timeout(60)
 def test_failed_workers_are_reported() -> None:
     code = "print('{\"event\": \"plan\"}', flush=True); import sys; sys.exit('the reason')"
     seen = []
@@ -115,7 +113,7 @@ def test_failed_workers_are_reported() -> None:
     assert process.poll() is not None
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.slow
 def test_workers_end_when_the_demo_is_stopped() -> None:
     with (
         pytest.raises(KeyboardInterrupt),
@@ -301,7 +299,7 @@ def test_the_model_sees_only_earlier_characters() -> None:
     assert not same[40]
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.slow
 def test_the_characters_alone(tmp_path: Path) -> None:
     files = ["--out", str(tmp_path / "result.json"), "--save", str(tmp_path / "model.pt")]
     done = start("examples/characters.py", "--steps", "12", "--compression", "int8", *files)
@@ -316,7 +314,7 @@ def test_the_characters_alone(tmp_path: Path) -> None:
     assert characters.loss_on(model, characters.load_data()[1]) == pytest.approx(result["validation_loss"], abs=1e-5)
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.slow
 def test_every_compression_from_end_to_end(tmp_path: Path) -> None:
     short = ["--workers", "2", "--seeds", "0", "--topologies", "one-peer-exp", "--epochs", "1", "--steps", "4"]
     done = start("-m", "examples.wires", *short, "--out", str(tmp_path), timeout=80)

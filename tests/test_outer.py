@@ -17,6 +17,7 @@ from decent_dp.replica.snapshot import take
 from decent_dp.rules import Gossip, OuterNesterov
 from decent_dp.topo import Topology, TopologyReg, make_topology
 from decent_dp.transport import InProcessTransport
+from tests.helpers import some_and_all
 from tests.test_law import AdamWTwin, Linear, SgdTwin, Varying, data, gradient, matrix
 
 N = 4
@@ -157,14 +158,15 @@ CASES = [
 ]
 
 
-def all_cases(rank: int, n: int) -> list[Any]:
+def train_each(rank: int, n: int, cases: list[Case]) -> list[Any]:
     TopologyReg.registry["varying"] = Varying
-    return [train(rank, case, **options_of(i)) for i, case in enumerate(CASES)]
+    return [train(rank, case, **options_of(i)) for i, case in enumerate(cases)]
 
 
-def test_four_workers_equal_numpy(workers):
-    results = workers(N, all_cases)
-    for i, case in enumerate(CASES):
+@some_and_all(CASES, 3)
+def test_four_workers_equal_numpy(workers, cases):
+    results = workers(N, train_each, cases)
+    for i, case in enumerate(cases):
         want = twin(case, N)
         for rank in range(N):
             found = results[rank][i][0]

@@ -89,6 +89,7 @@ def test_pairs_take_longer_than_node_groups_on_the_slow_network() -> None:
         assert found["A40", n, "all-reduce"] > 1.5 * found["A40", n, "one-peer-exp"]
 
 
+@pytest.mark.slow
 def test_only_the_rows_of_the_fewest_workers_are_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
     fit = bench.fit_paper()
     for name, cluster in PAPER.items():

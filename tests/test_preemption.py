@@ -26,8 +26,6 @@ from decent_dp.errors import PeerLostError, PeerTimeoutError
 from decent_dp.transport import run_replicas
 from tests.helpers import SGD, BrokenStore, SilentStore, alone, loss, net, values
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture(autouse=True)
 def _handlers_as_they_were() -> Iterator[None]:

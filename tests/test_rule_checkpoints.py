@@ -28,7 +28,6 @@ from tests.rule_cases import MomentumGossip, Scaled, settings_of_any_kind
 from tests.test_law import Linear, Varying, data, gradient, matrix
 from tests.test_outer import INNER, Case, start
 
-pytestmark = pytest.mark.timeout(90)
 _ONE_AT_A_TIME = threading.Lock()
 
 
@@ -94,8 +93,8 @@ def comparable(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_run_that_is_resumed_equals_one_that_was_not_stopped(workers, tmp_path):
-    whole = workers(2, uninterrupted, str(tmp_path), timeout=80)
-    parts = workers(2, resumed, str(tmp_path), timeout=80)
+    whole = workers(2, uninterrupted, str(tmp_path))
+    parts = workers(2, resumed, str(tmp_path))
     for rank in range(2):
         for kind in KINDS:
             for stop, part in zip(STOPS.get(kind, (5,)), parts[rank][kind], strict=True):
@@ -111,14 +110,14 @@ def test_a_run_that_is_resumed_equals_one_that_was_not_stopped(workers, tmp_path
 def test_snapshots_at_every_update(compression):
     """Of threads: before each update, the first one and those of a window included; the same buckets and others."""
     job = Job({"topology": "one-peer-exp", "compression": compression, "rule": OuterNesterov(), "mix_every": 2})
-    through = run_replicas(4, lambda at: run_through(job, at, at.rank, 6, range(6)), timeout=20)
+    through = run_replicas(4, lambda at: run_through(job, at, at.rank, 6, range(6)))
     for stop in range(6):
         for options in ({}, MANY) if stop % 2 else ({"param_as_bucket_view": False},):
 
             def again(at: InProcessTransport, stop: int = stop, options: Any = options) -> Any:
                 return go_on(job, at, at.rank, range(stop, 6), through[at.rank][0][stop], **options)
 
-            for rank, (losses, end) in enumerate(run_replicas(4, again, timeout=20)):
+            for rank, (losses, end) in enumerate(run_replicas(4, again)):
                 assert_equal(losses, through[rank][1][stop:], f"stopped at {stop}, worker {rank}")
                 assert_equal(end, through[rank][2], f"stopped at {stop}, worker {rank}")
 
@@ -217,9 +216,9 @@ def test_anchor_and_momentum_are_averaged_for_another_number_of_workers(tmp_path
         model.close()
         return found, after
 
-    saved = run_replicas(4, save_some, timeout=20)
+    saved = run_replicas(4, save_some)
     for n, how in RESIZED:
-        for rank, (found, after) in enumerate(run_replicas(n, partial(load_some, how=how), timeout=20)):
+        for rank, (found, after) in enumerate(run_replicas(n, partial(load_some, how=how))):
             group = range(4) if how == "mean" else [j for j in range(4) if j * n // 4 == rank] if n < 4 else [rank * 4 // n]
             assert found["kind"] == "OuterNesterov"
             for name, own in found["state"].items():
@@ -359,12 +358,12 @@ def test_a_load_and_then_a_save(overlap, parts):
         model.close()
         return snapshot, end
 
-    whole = run_replicas(3, through, timeout=20)
+    whole = run_replicas(3, through)
 
     def again(at: InProcessTransport) -> Any:
         return go_on(job, at, at.rank, range(4, 8), whole[at.rank][0], **MANY)[1]
 
-    for rank, end in enumerate(run_replicas(3, again, timeout=20)):
+    for rank, end in enumerate(run_replicas(3, again)):
         assert_equal(end, whole[rank][1], f"worker {rank}")
 
 
@@ -420,7 +419,7 @@ def expected(rank: int, rounds: int) -> dict[str, int]:
 def test_compression_state_of_edges_is_saved(counting, first, then):
     job = Job({"topology": "varying", "compression": "counting", "rule": OuterNesterov(), **first})
     stops = (0, 1, 4, 5)
-    through = run_replicas(4, lambda at: run_through(job, at, at.rank, 8, stops), timeout=20)
+    through = run_replicas(4, lambda at: run_through(job, at, at.rank, 8, stops))
     names = dict(net().named_parameters()).keys()
     for stop in stops:
 
@@ -433,7 +432,7 @@ def test_compression_state_of_edges_is_saved(counting, first, then):
             model.close()
             return found
 
-        for rank, (restored, end) in enumerate(run_replicas(4, again, timeout=20)):
+        for rank, (restored, end) in enumerate(run_replicas(4, again)):
             # An exchange in flight was counted when it was coded; it is not coded again.
             assert restored == ({name: expected(rank, stop) for name in names} if expected(rank, stop) else {})
             assert end == {name: expected(rank, 8) for name in names}, (stop, rank)
@@ -460,12 +459,12 @@ def test_compression_state_is_in_files_and_ends_with_the_edges(counting, tmp_pat
 
         return work
 
-    run_replicas(4, first, timeout=20)
-    for rank, found in enumerate(run_replicas(4, going_on("varying", None), timeout=20)):
+    run_replicas(4, first)
+    for rank, found in enumerate(run_replicas(4, going_on("varying", None))):
         assert found == {name: expected(rank, 5) for name in names}
     for n, how in ((2, "mean"), (2, "spread"), (8, "spread")):
         # The workers of those edges are no more.
-        assert run_replicas(n, going_on("complete", how), timeout=20) == [{}] * n
+        assert run_replicas(n, going_on("complete", how)) == [{}] * n
 
 
 def test_a_compression_without_state_saves_none():

@@ -54,7 +54,7 @@ def test_stopped_and_gone_on(workers, n):
     found = workers(n, stopped)
     for number, (topology, compression, how) in enumerate(CASES):
         job = case(n, topology, compression, how)
-        threads = run_replicas(n, lambda at, job=job: run_through(job, at, at.rank, TOTAL)[2], timeout=20)
+        threads = run_replicas(n, lambda at, job=job: run_through(job, at, at.rank, TOTAL)[2])
         if job.options["topology"] != "alternating-exp-ring":  # threads are of one node, and sum groups in another order
             assert_equal([ends[number] for ends in found], threads, f"{topology}, {compression}, {how}")
 
