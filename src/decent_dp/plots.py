@@ -161,7 +161,7 @@ def plot_simulation(rows: Sequence[Mapping[str, Any]], path: str | Path | None =
         rows: 'step', 'loss' (mean over workers), 'consensus_distance', 'accuracy' (of the mean model, from 0 to 1) and
             'worst_accuracy' (of the worst replica, drawn thin). Losses and distances that a log scale cannot show (0, None, not
             finite: the run diverged) are left out.
-        path, title: as of :func:`plot_training`.
+        path, title: as of `plot_training`.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -207,7 +207,7 @@ def plot_topology(
     Args:
         rounds: the edges of each round; the first 12 are drawn.
         errors: the consensus error after 0, 1, … rounds, relative to the start.
-        path, title: as of :func:`plot_training`.
+        path, title: as of `plot_training`.
         local_world_size: workers per node.
         epsilon: an error to mark with a line; the curve ends at a thousandth of it.
 
