@@ -395,7 +395,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", [pytest.param(loss, marks=pytest.mark.slow) if "names" in loss else loss for loss in LOSSES])
 @pytest.mark.parametrize("first", [False, True], ids=["the third save", "the first save"])
 def test_whenever_it_dies_what_is_complete_is_whole(before, tmp_path, monkeypatch, loss, first):
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # the disk below has its own

@@ -474,6 +474,7 @@ def test_help_with_examples(cli: Cli, line: str) -> None:
         assert cli(line) == text
 
 
+@pytest.mark.slow
 def test_every_example_runs(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "links.json").write_text(json.dumps(links(8, 4)))

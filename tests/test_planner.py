@@ -243,7 +243,10 @@ def in_small_steps(made: Cluster, work: Job, choice: Choice, steps: int, dt: flo
     return ends
 
 
-@pytest.mark.parametrize("name", ["one-peer-exp", "ring", "alternating-exp-ring", "complete"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("one-peer-exp", "ring", "alternating-exp-ring")]
+
+
+@pytest.mark.parametrize("name", ["complete", *SLOW])
 def test_events_agree_with_a_clock_that_ticks(name: str) -> None:
     made = cluster(8, 2, rate=300e6, inside=900e6)
     work, choice = Job(5e6, 20, 40, 5, jitter=0.2), Choice("decent_dp", name)

@@ -67,6 +67,7 @@ def test_nothing_is_fitted_to_the_lab(tmp_path: Path) -> None:
 # -- the published table -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_table_is_predicted() -> None:
     cells = [cell for cell in paper() if not cell.fitted]
     assert len(cells) == 24
