@@ -543,6 +543,7 @@ def _save_for_ever(path: Path, run: str) -> None:
         save(path, round_, run, keep=3)
 
 
+@pytest.mark.slow
 def test_kill_9_at_random_moments(tmp_path):
     context, draw, last = multiprocessing.get_context("forkserver"), random.Random(20), -1
     for attempt in range(10):

@@ -82,6 +82,7 @@ def test_alone_it_gives_the_line_to_start() -> None:
     assert "torchrun --standalone --nproc-per-node 4 -m decent_dp doctor" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_worker_that_never_comes() -> None:
     began = time.monotonic()
     environ = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -91,6 +92,7 @@ def test_a_worker_that_never_comes() -> None:
     assert time.monotonic() - began < 30
 
 
+@pytest.mark.slow
 def test_half_an_environment() -> None:
     done = start(0, RANK="0")
     assert done.returncode == 1

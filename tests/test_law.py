@@ -171,7 +171,7 @@ def test_four_steps_on_four_workers_equal_numpy(workers, cases):
             np.testing.assert_allclose(results[rank][i], want[rank], rtol=0, atol=1e-13, err_msg=f"{cases[i]} worker {rank}")
 
 
-@pytest.mark.parametrize("n", [1, 3, 5])
+@pytest.mark.parametrize("n", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 5))])
 def test_in_process_equals_gloo(workers, n):
     names = ["complete", "ring"]
     gloo = workers(n, several, names)

@@ -264,6 +264,7 @@ def merged(monkeypatch: pytest.MonkeyPatch, most: int, *what: Any) -> Prediction
     return predict(*what)
 
 
+@pytest.mark.slow
 def test_merged_buckets_agree_with_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, rate in (("one-peer-exp", 2e9), ("one-peer-exp", 20e9), ("alternating-exp-ring", 8e9), ("ring", 8e9)):
         made, work = cluster(16, 4, rate=rate), job(params=700e6, compute_ms=400)
@@ -341,6 +342,7 @@ def test_a_collectives_bytes_by_backend() -> None:
 # -- properties --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     name=st.sampled_from(["one-peer-exp", "ring", "complete", "alternating-exp-ring", None]),

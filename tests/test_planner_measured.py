@@ -103,6 +103,7 @@ def test_only_the_rows_of_the_fewest_workers_are_fitted(monkeypatch: pytest.Monk
     assert bench.fit_clusters(fit.ports) != fit
 
 
+@pytest.mark.slow
 def test_one_link_a_node_is_refused_by_a_fitted_row() -> None:
     fit = bench.fit_clusters(1)
     row = PAPER["A40"].rows[8]

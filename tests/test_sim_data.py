@@ -323,6 +323,7 @@ def by_products_alone(n: int, steps: int, widths: list[int]) -> float:
     return time.process_time() - began
 
 
+@pytest.mark.slow
 def test_the_cost_of_simulating():
     """256 replicas, 500 steps in two minutes: against the products of matrices that cannot be done without, as processors and
     what else runs on them differ."""
