@@ -157,7 +157,7 @@ def test_the_quick_start_runs_under_torchrun(tmp_path):
     (tmp_path / "train.py").write_text(first.code)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     # The page shows the output of one worker; the text is the same.
     compare("under torchrun, README.md", first.code.replace("# > 1 worker:", "# > 2 workers:"), done.stdout)

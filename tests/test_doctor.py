@@ -75,6 +75,7 @@ def test_four_workers_print_one_json_document() -> None:
     assert re.findall(MEASURING, done.stderr) == [("6 pairs of workers", "1 s")]
 
 
+@pytest.mark.slow
 def test_alone_it_gives_the_line_to_start() -> None:
     done = start(0)
     assert (done.returncode, done.stderr) == (0, "")
@@ -369,6 +370,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_a_launcher_that_ends_all_leaves_time_for_a_message(tmp_path: Path) -> None:
     """As torchrun does when another worker has failed: SIGTERM in the middle of a pair."""
     port = str(free_port())

@@ -77,6 +77,7 @@ def test_the_table_is_predicted() -> None:
     assert sum(abs(cell.error) for cell in cells) / len(cells) < 0.10
 
 
+@pytest.mark.slow
 def test_the_tables_order_is_predicted() -> None:
     assert bench.wrong_orders(paper()) == []
     turned = [replace(cell, predicted_ms=1 / cell.predicted_ms) for cell in paper()]

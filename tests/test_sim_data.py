@@ -352,6 +352,7 @@ def test_a_run_of_a_small_model_takes_one_thread(monkeypatch):
     assert seen == [1, 2, 1]
 
 
+@pytest.mark.slow
 def test_sixty_four_replicas_learn():
     result = run(Simulation(n=64, steps=60, eval_every=60))
     assert result.last.accuracy > 0.6
