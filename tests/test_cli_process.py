@@ -76,6 +76,7 @@ def test_without_the_extra_it_says_what_to_install(missing: str) -> None:
     assert done.stderr == f"decent-dp: the command line needs typer and rich; {line}\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", ["topology show complete -n 1024 --json", "topology show random-matching -n 8", "--help"])
 def test_a_reader_that_goes_is_no_error(line: str) -> None:
     with subprocess.Popen(
@@ -88,6 +89,7 @@ def test_a_reader_that_goes_is_no_error(line: str) -> None:
         assert process.wait(30) == 0
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_quiet() -> None:
     command = [COMMAND, *RING, "-n", "16", "--steps", "100000"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=CLEAN) as process:
@@ -132,6 +134,7 @@ def on_a_terminal(*words: str, **environ: str) -> str:
     return text.decode()
 
 
+@pytest.mark.slow
 def test_colours_and_no_colours() -> None:
     plan = ["plan", "--params", "1e6", "--step-ms", "60", "-n", "2", "--inter", "1gbit", "--top", "1"]
     colour = re.compile(r"\x1b\[(?:\d+;)*(?:3|4|9)\d(?:;\d+)*m")
@@ -141,5 +144,6 @@ def test_colours_and_no_colours() -> None:
     assert not colour.search(plain)
 
 
+@pytest.mark.slow
 def test_progress_on_a_terminal() -> None:
     assert "ring, 4 workers" in on_a_terminal(*RING, "-n", "4", "--steps", "3", "--batch", "2")

@@ -60,6 +60,7 @@ def test_the_script_under_torchrun(tmp_path: Path) -> None:
     assert result["history"][-1]["loss"] < result["history"][0]["loss"]
 
 
+@pytest.mark.slow
 def test_the_script_alone(tmp_path: Path) -> None:
     files = ["--out", str(tmp_path / "result.json"), "--save", str(tmp_path / "model.pt")]
     done = start("examples/digits.py", "--epochs", "2", "--optimizer", "accum-adamw", *files)

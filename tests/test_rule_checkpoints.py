@@ -414,8 +414,10 @@ def expected(rank: int, rounds: int) -> dict[str, int]:
     return counts
 
 
-@pytest.mark.parametrize("then", [{}, MANY, {"param_as_bucket_view": False}], ids=str)
-@pytest.mark.parametrize("first", [{}, MANY], ids=str)
+@pytest.mark.parametrize(
+    "then", [MANY, *(pytest.param(how, marks=pytest.mark.slow) for how in ({}, {"param_as_bucket_view": False}))], ids=str
+)
+@pytest.mark.parametrize("first", [{}, pytest.param(MANY, marks=pytest.mark.slow)], ids=str)
 def test_compression_state_of_edges_is_saved(counting, first, then):
     job = Job({"topology": "varying", "compression": "counting", "rule": OuterNesterov(), **first})
     stops = (0, 1, 4, 5)
