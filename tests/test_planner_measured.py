@@ -84,6 +84,7 @@ def test_the_tables_order_is_predicted() -> None:
     assert len(bench.wrong_orders(turned)) > 30  # the check can fail
 
 
+@pytest.mark.slow
 def test_pairs_take_longer_than_node_groups_on_the_slow_network() -> None:
     found = {(cell.setup, cell.workers, cell.contender): cell.predicted_ms for cell in paper()}
     for n in (16, 32):

@@ -246,7 +246,7 @@ def with_a_peer_that_does_not_answer(rank: int, n: int, killed: bool) -> Any:
     return None
 
 
-@pytest.mark.parametrize("killed", [True, False])
+@pytest.mark.parametrize("killed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_peer_that_does_not_answer_is_named(workers, killed):
     outcome = workers.outcomes(2, with_a_peer_that_does_not_answer, killed)[0]
     assert outcome.error == "", outcome.trace
