@@ -6,6 +6,7 @@ import ast
 import importlib
 import inspect
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -500,3 +501,9 @@ def test_the_core_needs_three_packages():
     text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
     (line,) = re.findall(r"^dependencies = \[(.*)\]$", text, re.M)
     assert re.findall(r'"([a-z]+)', line) == ["torch", "numpy", "safetensors"]
+
+
+def test_windows_is_refused_in_words(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(ImportError, match="not on Windows: use it in WSL 2"):
+        runpy.run_path(decent_dp.__file__)

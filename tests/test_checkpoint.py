@@ -100,6 +100,7 @@ def every_job(rank: int, n: int, path: str, whole: bool) -> Any:
     return ends
 
 
+@pytest.mark.slow
 def test_every_kind_of_job_goes_through_files(workers, tmp_path):
     """Models, optimizers and loops of many kinds; what ends them is compared with all that a snapshot has."""
     whole, parts = (workers(2, every_job, str(tmp_path), is_whole) for is_whole in (True, False))

@@ -395,7 +395,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", [pytest.param(loss, marks=pytest.mark.slow) if "names" in loss else loss for loss in LOSSES])
 @pytest.mark.parametrize("first", [False, True], ids=["the third save", "the first save"])
 def test_whenever_it_dies_what_is_complete_is_whole(before, tmp_path, monkeypatch, loss, first):
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # the disk below has its own
@@ -543,6 +543,7 @@ def _save_for_ever(path: Path, run: str) -> None:
         save(path, round_, run, keep=3)
 
 
+@pytest.mark.slow
 def test_kill_9_at_random_moments(tmp_path):
     context, draw, last = multiprocessing.get_context("forkserver"), random.Random(20), -1
     for attempt in range(10):

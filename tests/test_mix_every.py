@@ -105,7 +105,7 @@ def all_cases(rank: int, n: int) -> list[np.ndarray]:
     ]
 
 
-@pytest.mark.parametrize("n", [3, 5, 6])
+@pytest.mark.parametrize("n", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 6))])
 def test_workers_equal_numpy(workers, n):
     results = workers(n, all_cases)
     found = [(i, overlap) for i in range(len(CASES)) for overlap in (True, False)]

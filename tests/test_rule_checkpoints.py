@@ -174,6 +174,7 @@ def other_rules(rank: int, n: int, path: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_other_rules_and_other_settings(workers, tmp_path):
     results = workers(3, other_rules, str(tmp_path))
     for rank, found in enumerate(results):
@@ -328,6 +329,7 @@ def load_in_the_middle(rank: int, n: int) -> list[np.ndarray]:
     return [train_and_load(rank, case, loads, **options[i % 3]) for i, (case, loads) in enumerate(LOADS)]
 
 
+@pytest.mark.slow
 def test_a_load_resets_the_rules_state(workers):
     """A load of all parameters or of some, and a mean for good: the anchor has the loaded values, and the momentum is zero."""
     results = workers(4, load_in_the_middle)
@@ -414,8 +416,10 @@ def expected(rank: int, rounds: int) -> dict[str, int]:
     return counts
 
 
-@pytest.mark.parametrize("then", [{}, MANY, {"param_as_bucket_view": False}], ids=str)
-@pytest.mark.parametrize("first", [{}, MANY], ids=str)
+@pytest.mark.parametrize(
+    "then", [MANY, *(pytest.param(how, marks=pytest.mark.slow) for how in ({}, {"param_as_bucket_view": False}))], ids=str
+)
+@pytest.mark.parametrize("first", [{}, pytest.param(MANY, marks=pytest.mark.slow)], ids=str)
 def test_compression_state_of_edges_is_saved(counting, first, then):
     job = Job({"topology": "varying", "compression": "counting", "rule": OuterNesterov(), **first})
     stops = (0, 1, 4, 5)

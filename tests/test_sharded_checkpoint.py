@@ -265,6 +265,7 @@ def six(rank: int, n: int, folder: str) -> Any:
     return found
 
 
+@pytest.mark.slow
 def test_saved_exported_and_resized(workers, tmp_path):
     outcomes = workers(4, four, str(tmp_path))
     mean, _, found, *_ = outcomes[0]

@@ -323,6 +323,7 @@ def by_products_alone(n: int, steps: int, widths: list[int]) -> float:
     return time.process_time() - began
 
 
+@pytest.mark.slow
 def test_the_cost_of_simulating():
     """256 replicas, 500 steps in two minutes: against the products of matrices that cannot be done without, as processors and
     what else runs on them differ."""
@@ -351,6 +352,7 @@ def test_a_run_of_a_small_model_takes_one_thread(monkeypatch):
     assert seen == [1, 2, 1]
 
 
+@pytest.mark.slow
 def test_sixty_four_replicas_learn():
     result = run(Simulation(n=64, steps=60, eval_every=60))
     assert result.last.accuracy > 0.6

@@ -48,7 +48,7 @@ def stopped(rank: int, n: int) -> list[Any]:
     return ends
 
 
-@pytest.mark.parametrize("n", [3, 4])
+@pytest.mark.parametrize("n", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_stopped_and_gone_on(workers, n):
     """And processes are where threads are."""
     found = workers(n, stopped)
@@ -90,6 +90,7 @@ def in_other_buckets(rank: int, n: int) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_in_other_buckets(workers):
     assert workers(4, in_other_buckets) == [True] * 4
 
@@ -112,6 +113,7 @@ def back(rank: int, n: int) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_back_to_an_earlier_update(workers):
     assert workers(4, back) == [True] * 4
 

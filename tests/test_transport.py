@@ -278,12 +278,12 @@ def between_processes(rank: int, n: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("n", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_contract_between_processes(workers, n):
     assert workers(n, between_processes) == [["done", "done"]] * n
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("n", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_contract_in_process(n):
     assert run_replicas(n, whole_contract) == ["done"] * n
 
@@ -545,7 +545,7 @@ def leavers(rank: int, n: int, size: int, abruptly: bool) -> str:
     return "fine"
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("abruptly", [False, True])
 def test_a_worker_that_exits_first_breaks_no_other(workers, size, abruptly):
     n = 6

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from decent_dp._checks import install_hint
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -49,7 +51,7 @@ def figure_class() -> type[Figure]:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("plots need matplotlib; in the clone: pip install -e '.[plots]'") from error
+        raise ImportError(f"plots need matplotlib; {install_hint('plots')}") from error
     return Figure
 
 
