@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest $(PARALLEL)
 OLDEST_PYTHON ?= python3.10
 NEWEST_PYTHON ?= python3.13
 
-.PHONY: help test test-all slow breakages compat compat-pythons compat-oldest compat-newest lint types suite demo accuracy wires workbench bench-net bench-net-long bench-net-nodes bench-gossip bench-optim bench-overhead bench-plan bench-checkpoint gpu docs clean
+.PHONY: help test test-all slow breakages compat compat-pythons compat-oldest compat-newest lint types suite demo accuracy wires workbench figures bench-net bench-net-long bench-net-nodes bench-gossip bench-optim bench-overhead bench-plan bench-checkpoint gpu docs clean
 
 help:  ## lists the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -75,6 +75,9 @@ wires: $(VENV)/.installed  ## digits and characters with each compression, three
 workbench: $(VENV)/.installed  ## topologies, simulated learning and predicted steps: tables, plots and JSON under docs/results/
 	$(BIN)/python -m benchmarks.workbench
 
+figures: $(VENV)/.installed  ## the figures of the README and of how-it-works.md, under docs/figures/, and the README's table
+	$(BIN)/python -m benchmarks.figures
+
 bench-net: $(VENV)/.installed  ## training steps over slow links (root, iproute2; 40 minutes): table, chart and JSON under benchmarks/results/
 	$(BIN)/python -m benchmarks.net
 
@@ -106,9 +109,9 @@ gpu: OUT ?= runs
 gpu:  ## the situations of real scripts on one GPU, with PYTHON as it is (10 minutes at most): table, and JSON in OUT
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu --out $(OUT)/gpu.json
 
-docs: $(VENV)/.installed  ## the pages as a site under runs/site, with the reference generated from docstrings
+docs: $(VENV)/.installed  ## the pages as a site under runs/site, with the reference generated from docstrings; broken links are errors
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
-	$(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 clean:  ## removes the environment and the outputs of runs
 	rm -rf $(VENV) .compat runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -28,7 +28,8 @@ try:
 
     from benchmarks.report import Run, make_console, make_lines, make_run, print_table, write_chart, write_json
 except ImportError:
-    raise SystemExit("The benchmarks need rich and matplotlib; in the clone: pip install -e '.[demo]'") from None
+    needs = "The network lab needs rich and matplotlib; in the clone of the repository: pip install -e '.[demo]'"
+    raise SystemExit(needs) from None
 
 from benchmarks.lab import BURST, INTERFACE, LATENCY, Lab, LabError, missing
 from benchmarks.limits import step_limit

@@ -6,7 +6,7 @@
 
 ``--method ddp`` trains the same with PyTorch DDP, to compare, and ``--method wrapper`` with decent_dp's wrapper, which makes
 the optimizers itself and steps them inside the backward. The code for these two only is marked "DDP" and "wrapper".
-Needs scikit-learn, which brings the data along, and for --checkpoint safetensors: pip install -e '.[demo]'
+Needs scikit-learn, which brings the data along; in the clone of the repository: pip install -e '.[demo]'
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -35,6 +33,12 @@ import decent_dp
 from decent_dp import checkpoint
 from decent_dp.optim import lr_scheduler_fn_cosine_with_warmup, optim_fn_accum_adamw, optim_fn_adamw
 from decent_dp.utils import initialize_dist
+
+try:
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+except ImportError:
+    raise SystemExit("The digits need scikit-learn; in the clone of the repository: pip install -e '.[demo]'") from None
 
 OPTIMIZERS = {"adamw": optim_fn_adamw, "accum-adamw": optim_fn_accum_adamw}
 WARM_UP_STEPS = 10  # also excluded from the time of a step

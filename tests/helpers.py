@@ -21,6 +21,11 @@ from decent_dp.transport import ExchangeId, ExchangeRequest, InProcessTransport
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
+def some_and_all(cases: Sequence[Any], every: int) -> Any:
+    """Passes ``cases`` to a test: every n-th of them in the fast tests, all in the slow ones."""
+    return pytest.mark.parametrize("cases", [cases[::every], pytest.param(cases, marks=pytest.mark.slow)], ids=["some", "all"])
+
+
 def net(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 3))

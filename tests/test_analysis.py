@@ -413,7 +413,7 @@ def sent(rank: int, n: int, names: list[tuple[str, int]], updates: int) -> list[
     return counts
 
 
-@pytest.mark.parametrize("n", [4, 6])
+@pytest.mark.parametrize("n", [4, pytest.param(6, marks=pytest.mark.slow)])
 def test_bytes_are_those_that_workers_send(workers, n):
     cases = [(name, local) for local in (1, 2) for name in fitting(n, local)]
     updates = math.lcm(*(made(name, n, local).period or 1 for name, local in cases))

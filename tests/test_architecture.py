@@ -6,6 +6,7 @@ import ast
 import importlib
 import inspect
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -489,3 +490,9 @@ def test_topo_and_utils_signatures():
     assert shape(decent_dp.utils.initialize_dist) == "()"
     edge = topo.Edge([1, 0], 0.5)
     assert (edge.ranks, edge.weight, edge.group) == ([1, 0], 0.5, None)
+
+
+def test_windows_is_refused_in_words(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(ImportError, match="not on Windows: use it in WSL 2"):
+        runpy.run_path(decent_dp.__file__)

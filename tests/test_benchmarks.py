@@ -257,7 +257,7 @@ def test_missing_requirements_are_named_in_one_line(
     assert "needs root" in capsys.readouterr().err
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.slow
 def test_two_nodes_end_to_end(tmp_path: Path) -> None:
     if lacking():
         return
@@ -276,7 +276,7 @@ def test_two_nodes_end_to_end(tmp_path: Path) -> None:
     assert namespaces(process.pid) == []
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.slow
 def test_links_are_as_slow_as_asked(tmp_path: Path) -> None:
     if lacking():
         return
@@ -316,7 +316,7 @@ link.sendall(bytes(3_000_000))
 """
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.slow
 def test_a_lab_that_cannot_be_built_is_removed() -> None:
     if lacking():
         return
@@ -327,7 +327,7 @@ def test_a_lab_that_cannot_be_built_is_removed() -> None:
     assert namespaces(os.getpid()) == []
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.slow
 def test_a_lab_ends_all_its_processes(tmp_path: Path) -> None:
     if lacking():
         return
@@ -352,7 +352,7 @@ def test_a_lab_ends_all_its_processes(tmp_path: Path) -> None:
     wait_for(lambda: not any(Path(f"/proc/{pid}/cwd").exists() for pid in everyone))
 
 
-@pytest.mark.timeout(40)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "a worker killed"])
 def test_an_interrupted_run_is_removed_completely(how: str, tmp_path: Path) -> None:
     if lacking():
@@ -371,7 +371,7 @@ def test_an_interrupted_run_is_removed_completely(how: str, tmp_path: Path) -> N
     assert not Path(f"/proc/{workers[0]}").exists()
 
 
-@pytest.mark.timeout(40)
+@pytest.mark.slow
 def test_the_next_lab_removes_a_killed_one(tmp_path: Path) -> None:
     if lacking():
         return

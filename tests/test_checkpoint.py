@@ -26,8 +26,6 @@ from tests.checkpoint_cases import AT, KINDS, STEPS, error_of, make, run, seed_a
 from tests.helpers import SGD, alone, loss, net, noting_texts, values
 from tests.resuming import JOBS, assert_equal, dumb_copy
 
-pytestmark = pytest.mark.timeout(90)
-
 # -- going on exactly ------------------------------------------------------------------------------------------------------
 
 
@@ -72,8 +70,8 @@ def interrupted(rank: int, n: int, path: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("n", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3))])
 def test_a_run_that_is_resumed_equals_one_that_was_not_stopped(workers, tmp_path, n):
-    whole = workers(n, uninterrupted, str(tmp_path), timeout=80)
-    parts = workers(n, interrupted, str(tmp_path), timeout=80)
+    whole = workers(n, uninterrupted, str(tmp_path))
+    parts = workers(n, interrupted, str(tmp_path))
     for rank in range(n):
         for kind in KINDS:
             differing = [k for k in whole[rank][kind] if whole[rank][kind][k] != parts[rank][kind].get(k)]
@@ -102,9 +100,10 @@ def every_job(rank: int, n: int, path: str, whole: bool) -> Any:
     return ends
 
 
+@pytest.mark.slow
 def test_every_kind_of_job_goes_through_files(workers, tmp_path):
     """Models, optimizers and loops of many kinds; what ends them is compared with all that a snapshot has."""
-    whole, parts = (workers(2, every_job, str(tmp_path), is_whole, timeout=80) for is_whole in (True, False))
+    whole, parts = (workers(2, every_job, str(tmp_path), is_whole) for is_whole in (True, False))
     assert_equal(whole, parts)
 
 

@@ -15,8 +15,6 @@ from decent_dp.errors import PeerLostError, PeerTimeoutError
 from decent_dp.transport import InProcessTransport, run_replicas
 from tests.helpers import BrokenStore
 
-pytestmark = pytest.mark.timeout(30)
-
 
 def worker(rank: int, store: Any, lost: tuple[int, ...] = ()) -> StoreGather:
     transport: Any = SimpleNamespace(rank=rank, world_size=3, store=store, lost=lambda: list(lost))

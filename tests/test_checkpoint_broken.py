@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -24,9 +23,6 @@ from decent_dp.checkpoint import latest, load, save
 from decent_dp.ddp import DecentralizedDataParallel
 from tests.checkpoint_cases import AT, STEPS, error_of, make, run, state
 from tests.helpers import SGD, alone, assert_same, values
-
-pytestmark = pytest.mark.timeout(90)
-
 
 # -- what is broken ----------------------------------------------------------------------------------------------------------
 

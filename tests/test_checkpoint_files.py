@@ -226,7 +226,6 @@ def _pipe(file: Path) -> None:
         (_pipe, "it is not a plain file"),
     ],
 )
-@pytest.mark.timeout(20)
 def test_a_broken_file_is_named(tmp_path, break_it, cause):
     step = tmp_path / save(tmp_path, 5)
     file = step / shard_name(1)

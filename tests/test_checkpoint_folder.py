@@ -24,8 +24,6 @@ from decent_dp.errors import CheckpointError
 from tests.faulty_disk import Died, FaultyDisk
 from tests.small_checkpoints import WHOLE, check, check_tidy, names_in, newest, save, tree_of, write, write_tree
 
-pytestmark = pytest.mark.timeout(60)
-
 # -- names -----------------------------------------------------------------------------------------------------------------
 
 
@@ -93,7 +91,6 @@ WHOLE_OF_3 = (3, [(0, 2)])
         ([sight(s1=(3, [(0, 10**15)]))], 1),
     ],
 )
-@pytest.mark.timeout(10)
 def test_which_one_is_loaded(tmp_path, sights, outcome):
     if isinstance(outcome, str):
         with pytest.raises(CheckpointError, match=outcome):
@@ -121,7 +118,6 @@ def test_a_hint_changes_nothing(tmp_path):
         shutil.rmtree(hint) if hint.is_dir() else hint.unlink()
 
 
-@pytest.mark.timeout(20)
 def test_a_huge_hint_and_a_folder_of_many_names_take_neither_time_nor_memory(tmp_path):
     name = save(tmp_path, 1)
     with open(tmp_path / "latest", "wb") as file:
@@ -399,7 +395,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", [pytest.param(loss, marks=pytest.mark.slow) if "names" in loss else loss for loss in LOSSES])
 @pytest.mark.parametrize("first", [False, True], ids=["the third save", "the first save"])
 def test_whenever_it_dies_what_is_complete_is_whole(before, tmp_path, monkeypatch, loss, first):
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # the disk below has its own
@@ -547,7 +543,7 @@ def _save_for_ever(path: Path, run: str) -> None:
         save(path, round_, run, keep=3)
 
 
-@pytest.mark.timeout(100)
+@pytest.mark.slow
 def test_kill_9_at_random_moments(tmp_path):
     context, draw, last = multiprocessing.get_context("forkserver"), random.Random(20), -1
     for attempt in range(10):

@@ -146,7 +146,6 @@ class Chain:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_killed_at_a_hundred_random_moments(workers, tmp_path):
     chains = []
     for n in KILLS:

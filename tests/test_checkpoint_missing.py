@@ -25,8 +25,6 @@ from tests.checkpoint_cases import error_of
 from tests.helpers import SGD, alone, assert_same, loss, net, values
 from tests.small_checkpoints import craft
 
-pytestmark = pytest.mark.timeout(60)
-
 # -- nothing there, and nothing to be seen -------------------------------------------------------------------------------
 
 

@@ -27,8 +27,6 @@ from decent_dp.transport import InProcessTransport, LocalHub, run_replicas
 from tests.checkpoint_cases import error_of
 from tests.helpers import SGD, SilentStore, alone, loss, net, values
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def slow_writing(monkeypatch: pytest.MonkeyPatch, seconds: float, rank: int = 0) -> None:
     real = saver.write_shard
@@ -198,7 +196,7 @@ def test_an_exit_after_an_error_waits_briefly(monkeypatch, error, interactive, h
     assert asked == [hurry]
 
 
-@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("shared", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_store_that_hangs_is_not_waited_for_without_end(tmp_path, monkeypatch, shared):
     """On a shared disk each worker sees the shards of all; else it is not known whether the checkpoint is complete."""
     monkeypatch.setattr(saver, "_MARGIN", 0.3)

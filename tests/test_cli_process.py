@@ -72,9 +72,11 @@ def test_without_the_extra_it_says_what_to_install(missing: str) -> None:
     code = f"import sys; sys.modules[{missing!r}] = None; from decent_dp.cli import main; sys.exit(main(['topology', 'list']))"
     done = run(sys.executable, "-c", code)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "decent-dp: the command line needs typer and rich; in the clone: pip install -e '.[cli]'\n"
+    line = "in the clone of the repository: pip install -e '.[cli]'"
+    assert done.stderr == f"decent-dp: the command line needs typer and rich; {line}\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", ["topology show complete -n 1024 --json", "topology show random-matching -n 8", "--help"])
 def test_a_reader_that_goes_is_no_error(line: str) -> None:
     with subprocess.Popen(
@@ -87,6 +89,7 @@ def test_a_reader_that_goes_is_no_error(line: str) -> None:
         assert process.wait(30) == 0
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_quiet() -> None:
     command = [COMMAND, *RING, "-n", "16", "--steps", "100000"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=CLEAN) as process:
@@ -131,6 +134,7 @@ def on_a_terminal(*words: str, **environ: str) -> str:
     return text.decode()
 
 
+@pytest.mark.slow
 def test_colours_and_no_colours() -> None:
     plan = ["plan", "--params", "1e6", "--step-ms", "60", "-n", "2", "--inter", "1gbit", "--top", "1"]
     colour = re.compile(r"\x1b\[(?:\d+;)*(?:3|4|9)\d(?:;\d+)*m")
@@ -140,5 +144,6 @@ def test_colours_and_no_colours() -> None:
     assert not colour.search(plain)
 
 
+@pytest.mark.slow
 def test_progress_on_a_terminal() -> None:
     assert "ring, 4 workers" in on_a_terminal(*RING, "-n", "4", "--steps", "3", "--batch", "2")

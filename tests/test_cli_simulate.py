@@ -38,7 +38,7 @@ def test_simulate_runs_what_was_typed(cli: Cli) -> None:
     assert [row["step"] for row in found["rows"]] == list(range(2, 21, 2))
 
 
-@pytest.mark.parametrize("columns", ["40", "80"])
+@pytest.mark.parametrize("columns", ["40", pytest.param("80", marks=pytest.mark.slow)])
 def test_simulate_prints_its_rows(cli: Cli, tmp_path: Path, columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     plot = tmp_path / "run.png"
@@ -62,7 +62,7 @@ def test_simulate_prints_its_rows(cli: Cli, tmp_path: Path, columns: str, monkey
 DIVERGING = "simulate --topology ring -n 4 --steps 20 --batch 4 --lr 1e3"
 
 
-@pytest.mark.parametrize("columns", ["40", "80"])
+@pytest.mark.parametrize("columns", ["40", pytest.param("80", marks=pytest.mark.slow)])
 def test_a_run_that_diverges(cli: Cli, tmp_path: Path, columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     out, err, code = cli.all(DIVERGING, "--json", "--plot", str(tmp_path / "simulation.png"))

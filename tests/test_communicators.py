@@ -50,7 +50,7 @@ def quiet_and_few(rank: int, n: int) -> tuple[int, set[str]]:
 
 
 def test_few_communicators_and_only_on_loopback(workers):
-    for made, where in workers(16, quiet_and_few, timeout=60):
+    for made, where in workers(16, quiet_and_few):
         assert 1 <= made <= 2
         # 127.0.0.1, as the kernel prints it.
         assert where <= {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}

@@ -114,7 +114,7 @@ def one_round(transport: InProcessTransport, compression: str | None) -> tuple[n
 @pytest.mark.parametrize("n", [2, 3, 5])
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 def test_one_round_of_a_complete_topology_reaches_the_mean(compression, n):
-    found = run_replicas(n, partial(one_round, compression=compression), timeout=20)
+    found = run_replicas(n, partial(one_round, compression=compression))
     before, after = (np.stack([f[i] for f in found]) for i in range(2))
     step = {None: 2.0**-22, "bfloat16": 2.0**-7, "int8": 4 / 127}[compression]
     assert np.abs(after - before.mean(0)).max() <= 3 * step * np.abs(before).max()
@@ -149,7 +149,6 @@ def test_processes_equal_threads_in_every_layout(workers, n):
             lambda transport, topology=topology, compression=compression, how=how: train(
                 transport.rank, topology, compression, transport=transport, lr=0.02, **how
             )[1],
-            timeout=20,
         )
         for rank in range(n):
             assert np.array_equal(processes[rank][number], threads[rank]), (topology, compression, how, rank)
@@ -170,7 +169,7 @@ def other_dtypes(transport: InProcessTransport, compression: str | None, dtype: 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 def test_other_dtypes_come_together_too(compression, dtype):
-    found = run_replicas(2, partial(other_dtypes, compression=compression, dtype=dtype), timeout=20)
+    found = run_replicas(2, partial(other_dtypes, compression=compression, dtype=dtype))
     before, after = (np.stack([f[i] for f in found]) for i in range(2))
     eps = torch.finfo(dtype).eps
     assert np.abs(after.mean(0) - before.mean(0)).max() <= 6 * 4 * eps
@@ -343,7 +342,7 @@ def test_a_block_that_is_never_mixed_is_warned_of_once(monkeypatch, caplog):
         model.close()
         return found
 
-    assert all(found >= 14 for found in run_replicas(2, work, timeout=20))
+    assert all(found >= 14 for found in run_replicas(2, work))
     warned = [record.getMessage() for record in caplog.records]
     assert len(warned) == 2  # of each worker
     assert all("parameter '2.weight' was not mixed, or not all of it, in the last 10 exchanges" in text for text in warned)

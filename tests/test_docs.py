@@ -140,11 +140,21 @@ def test_python_blocks_run_and_print_the_lines_shown(workers, page):
 def test_the_pages_have_blocks():
     counts = {page_id(page): len(blocks(page, "python")) for page in PAGES}
     least = {
-        "README.md": 2,
-        "docs/getting-started.md": 12,
-        "docs/gossip.md": 8,
+        "README.md": 1,
+        "docs/index.md": 1,
+        "docs/data-and-metrics.md": 3,
+        "docs/evaluate.md": 2,
+        "docs/save-and-resume.md": 2,
+        "docs/resize.md": 1,
+        "docs/final-model.md": 4,
+        "docs/preemption.md": 2,
+        "docs/schedules-and-precision.md": 7,
+        "docs/logging.md": 2,
+        "docs/slow-links.md": 1,
+        "docs/gossip.md": 5,
         "docs/rules.md": 5,
-        "docs/wrapper.md": 8,
+        "docs/wrapper.md": 6,
+        "docs/wrapper-reference.md": 8,
         "docs/topologies.md": 7,
         "docs/custom-optimizers.md": 6,
     }
@@ -152,20 +162,58 @@ def test_the_pages_have_blocks():
     assert least.keys() <= counts.keys()
 
 
-def test_the_quick_start_runs_under_torchrun(tmp_path):
-    first = blocks(ROOT / "README.md", "python")[0]
+def test_the_quick_start_is_short():
+    assert len((ROOT / "docs" / "index.md").read_text(encoding="utf-8").splitlines()) <= 60
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_quick_start_runs_under_torchrun(tmp_path, page):
+    first = blocks(ROOT / page, "python")[0]
     (tmp_path / "train.py").write_text(first.code)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     # The page shows the output of one worker; the text is the same.
-    compare("under torchrun, README.md", first.code.replace("# > 1 worker:", "# > 2 workers:"), done.stdout)
+    compare(f"under torchrun, {page}", first.code.replace("# > 1 worker:", "# > 2 workers:"), done.stdout)
     assert (tmp_path / "model.pt").is_file()
 
 
+def run_stopped(rank: int, n: int, folder: str, code: str) -> list[tuple[int, dict[str, Any]]]:
+    """Runs a script to its end, and again with a stop at its fourth save and a second start: where it began, and its model."""
+    from unittest.mock import patch
+
+    from decent_dp import checkpoint
+
+    def stop(*args: Any, **options: Any) -> Any:
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        calls.append(save(*args, **options))
+        return calls[-1]
+
+    save, calls, ends = checkpoint.save, [], []
+    for stops in (False, True):
+        Path(folder, str(stops)).mkdir(exist_ok=True)
+        os.chdir(Path(folder, str(stops)))
+        if stops:
+            names: dict[str, Any] = {}
+            with patch.object(checkpoint, "save", stop), pytest.raises(KeyboardInterrupt):
+                exec(code, names)
+            names["replica"].close()
+        names = {}
+        exec(code, names)
+        ends.append((names["at"]["epoch"], names["model"].state_dict()))
+    return ends
+
+
+def test_the_script_that_saves_resumes_bit_for_bit(workers, tmp_path):
+    code = blocks(ROOT / "docs" / "save-and-resume.md", "python")[0].code
+    for (first, whole), (second, resumed) in workers(2, run_stopped, str(tmp_path), code):
+        assert (first, second) == (0, 1)
+        assert {name for name, value in whole.items() if not value.equal(resumed[name])} == set()
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_the_page_of_sharded_replicas_shows_the_example(tmp_path):
     (block,) = blocks(ROOT / "docs" / "sharded.md", "python")
     example = (ROOT / "examples" / "sharded.py").read_text(encoding="utf-8").partition("import annotations\n\n")[2]
@@ -240,6 +288,21 @@ def extras() -> set[str]:
     return set(re.findall(r"^(\w+) = \[", section, flags=re.MULTILINE))
 
 
+def test_every_install_line_is_that_of_the_clone():
+    """The registries have an earlier version under the package's name, which an install by name would download."""
+    sources = [path for room in ("src", "examples", "benchmarks") for path in (ROOT / room).rglob("*.py")]
+    found = []
+    for path in [*TEXTS, *sources, ROOT / "constraints.txt"]:
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"\bdecent[-_]dp\[[a-z]", text), path
+        for line in re.findall(r"\bpip3? install.*", text):
+            form = re.match(r"pip install (?:-c constraints\.txt )?-e (?:\.|'\.\[([a-z,]+|\{extra\})\]')(?![\w\[.])", line)
+            assert form is not None, f"{path}: {line}"
+            assert form[1] in (None, "{extra}") or set(form[1].split(",")) <= extras(), f"{path}: {line}"
+            found.append(path.name)
+    assert {"README.md", "_checks.py", "compare.py", "net.py"} <= set(found)
+
+
 @each_text
 def test_commands_name_existing_targets(page):
     from torch.distributed.run import get_args_parser
@@ -270,7 +333,9 @@ OURS = sorted({tuple(words) for page in TEXTS for words in commands(page) if wor
 
 
 @pytest.mark.parametrize(
-    "words", [pytest.param(words, marks=pytest.mark.slow) if "simulate" in words else words for words in OURS], ids=" ".join
+    "words",
+    [pytest.param(words, marks=pytest.mark.slow) if words[1] in ("simulate", "plan") else words for words in OURS],
+    ids=" ".join,
 )
 def test_the_command_line_runs_as_shown(words, tmp_path, monkeypatch, capsys):
     from decent_dp.cli import main
@@ -349,16 +414,16 @@ def test_named_files_exist(page):
 
 
 def test_the_map_of_files_is_complete():
-    (tree,) = [block.code for block in blocks(ROOT / "README.md", "text") if "src/decent_dp/" in block.code]
+    (tree,) = [block.code for block in blocks(ROOT / "CONTRIBUTING.md", "text") if "src/decent_dp/" in block.code]
     named, above = set(), ""
     for line in tree.splitlines():
-        indent, path = re.match(r"( *)(\S+)", line).groups()
-        above = path if not indent else above
-        named.add(path if not indent else above + path)
+        indent, paths = re.match(r"( *)([^\s,]+(?:, [^\s,]+)*)", line).groups()
+        above = paths if not indent else above
+        named |= {paths} if not indent else {above + path for path in paths.split(", ")}
     assert {path for path in named if not (ROOT / path).exists()} == set()
     rooms = [p for p in (ROOT / "src" / "decent_dp").iterdir() if p.suffix == ".py" or (p.is_dir() and any(p.glob("*.py")))]
     inside = {f"src/decent_dp/{p.name}{'/' if p.is_dir() else ''}" for p in rooms}
-    inside |= {f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md")}
+    inside |= {f"docs/{p.name}/" for p in (ROOT / "docs").iterdir() if p.is_dir()}
     inside |= {f"examples/{p.name}" for p in (ROOT / "examples").glob("*.py") if p.name != "__init__.py"}
     assert inside - named == set()
 
@@ -377,7 +442,7 @@ def check_arguments(text: str, function: Any) -> None:
 
 
 def test_every_argument_and_method_is_on_the_wrappers_page():
-    text = (ROOT / "docs" / "wrapper.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "wrapper-reference.md").read_text(encoding="utf-8")
     check_arguments(text, DecentralizedDataParallel)
     methods = {name for name in vars(DecentralizedDataParallel) if not name.startswith("_")} - {"extra_repr", "forward"}
     assert {name for name in methods if f"`{name}" not in text and f"`model.{name}" not in text} == set()
@@ -407,12 +472,28 @@ def test_every_method_of_a_rule_is_on_its_page():
 
 
 def test_the_readme_shows_the_committed_results():
+    from benchmarks import figures
+
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    shown = re.search(r"<!-- results: begin.*?-->\n(.*?)<!-- results: end -->", readme, flags=re.DOTALL)
+    shown = re.search(r"<!-- steps: begin.*?-->\n(.*?)<!-- steps: end -->", readme, flags=re.DOTALL)
+    assert shown is not None
+    lines = figures.shown_lines()
+    assert shown[1].strip() == figures.make_table(lines).strip(), "run `make figures`, and put its table between the marks"
+    for draw in (lambda: figures.draw_steps(lines), figures.draw_update, figures.draw_mixing):
+        assert draw().axes
+    assert {path.name for path in figures.FIGURES.iterdir()} == {"steps.svg", "update.svg", "mixing.svg"}
+    default = inspect.signature(decent_dp.gossip).parameters["topology"].default
+    one_peer, chosen = (decent_dp.TopologyReg.registry[name](1, world_size=8) for name in ("one-peer-exp", default))
+    assert [chosen.round(t) for t in range(chosen.period)] == [one_peer.round(t) for t in range(one_peer.period)]
+
+
+def test_the_page_of_results_shows_the_committed_results():
+    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    shown = re.search(r"<!-- results: begin.*?-->\n(.*?)<!-- results: end -->", page, flags=re.DOTALL)
     made = ROOT / "docs" / "results" / "digits.md"
     assert shown is not None
     if made.exists():
-        assert made.read_text(encoding="utf-8").strip() in shown[1], "put docs/results/digits.md between the marks in README.md"
+        assert made.read_text(encoding="utf-8").strip() in shown[1], "put docs/results/digits.md between the marks"
     else:
         assert "|" not in shown[1], "a table without a result that it comes from"
 
@@ -442,6 +523,12 @@ def test_the_committed_results_keep_the_promises():
     assert markdown == (ROOT / "docs" / "results" / "digits.md").read_text(encoding="utf-8")
 
 
+def test_the_site_has_every_page():
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    named = re.findall(r": (\S+\.md)$", text, flags=re.MULTILINE)
+    assert sorted(named) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
+
+
 LAB = ["8x1-60", "8x1-200", "4x2-100", "real-2", "real-8x1-200"]
 
 
@@ -454,9 +541,7 @@ def test_the_pages_show_the_results_of_the_lab(name):
     table = (folder / f"{name}.md").read_text(encoding="utf-8")
     assert table == make_markdown(lines)
     assert (folder / f"{name}.png").is_file()
-    assert table in (ROOT / "docs" / "slow-links.md").read_text(encoding="utf-8")
-    if name == "8x1-60":
-        assert table in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert table in (ROOT / "docs" / "slow-links-measured.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", LAB)
@@ -506,7 +591,7 @@ def test_the_page_shows_the_results_of_the_compressions():
     assert {line["job"] for line in lines} == {"digits", "characters"}
     table = (ROOT / "docs" / "results" / "wires.md").read_text(encoding="utf-8")
     assert table == wires.make_markdown(wires.headings(lines), map(wires.cells, lines))
-    assert table in (ROOT / "docs" / "slow-links.md").read_text(encoding="utf-8")
+    assert table in (ROOT / "docs" / "slow-links-measured.md").read_text(encoding="utf-8")
     for line in lines:
         if line["measure"] in ("training_loss", "validation_loss"):
             for wire, cell in line["wires"].items():
@@ -528,10 +613,10 @@ def messages() -> list[str]:
 
 def test_messages_in_the_pages_are_those_of_the_code():
     texts = messages()
-    page = ROOT / "docs" / "getting-started.md"
-    table = page.read_text(encoding="utf-8").partition("## When something goes wrong")[2]
+    page = ROOT / "docs" / "troubleshooting.md"
+    table = page.read_text(encoding="utf-8").partition("## Messages")[2]
     rows = re.findall(r"^\| `([^`]+)` \|", table, flags=re.MULTILINE)
-    assert len(rows) >= 10
+    assert len(rows) >= 30
     for message in rows:
         pattern = re.compile(".*".join(map(re.escape, message.split("…"))), re.DOTALL)
         theirs = message.startswith("one of the variables")  # torch's

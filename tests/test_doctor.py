@@ -62,6 +62,7 @@ MEASURING = r"decent-dp: measuring ([^,\n]+?)(?:, [\d.]+ at once,)? takes about 
 # -- real launches ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_four_workers_print_one_json_document() -> None:
     done = start(4, "--json", "--seconds-a-pair", "0.1")
     assert done.returncode == 0, done.stderr
@@ -74,6 +75,7 @@ def test_four_workers_print_one_json_document() -> None:
     assert re.findall(MEASURING, done.stderr) == [("6 pairs of workers", "1 s")]
 
 
+@pytest.mark.slow
 def test_alone_it_gives_the_line_to_start() -> None:
     done = start(0)
     assert (done.returncode, done.stderr) == (0, "")
@@ -81,6 +83,7 @@ def test_alone_it_gives_the_line_to_start() -> None:
     assert "torchrun --standalone --nproc-per-node 4 -m decent_dp doctor" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_worker_that_never_comes() -> None:
     began = time.monotonic()
     environ = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -90,6 +93,7 @@ def test_a_worker_that_never_comes() -> None:
     assert time.monotonic() - began < 30
 
 
+@pytest.mark.slow
 def test_half_an_environment() -> None:
     done = start(0, RANK="0")
     assert done.returncode == 1
@@ -366,6 +370,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_a_launcher_that_ends_all_leaves_time_for_a_message(tmp_path: Path) -> None:
     """As torchrun does when another worker has failed: SIGTERM in the middle of a pair."""
     port = str(free_port())

@@ -33,7 +33,6 @@ from decent_dp.topo import CompleteTopology, Edge, EveryTopology, RingTopology, 
 from decent_dp.transport import InProcessTransport, run_replicas
 from tests.helpers import SGD, assert_same, loss, net, values
 
-pytestmark = pytest.mark.timeout(60)
 MANY = 2e-4  # MiB: buckets of a small model's single tensors
 
 

@@ -33,8 +33,6 @@ from tests.resuming import assert_equal, dumb_copy
 from tests.test_checkpoint_resize import mean_of as tree_of_mean
 from tests.test_checkpoint_resize import state as saved_state
 
-pytestmark = pytest.mark.timeout(90)
-
 _ONE_AT_A_TIME = threading.Lock()
 LAST = 9  # actions of each run, unless it is one of two optimizers
 

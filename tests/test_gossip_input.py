@@ -20,8 +20,6 @@ from decent_dp.transport import InProcessTransport
 from tests.checkpoint_cases import error_of
 from tests.helpers import SGD, listening, loss, net
 
-pytestmark = pytest.mark.timeout(60)
-
 # Arguments of gossip(): a model, an optimizer and options.
 Given = tuple[Any, Any, dict[str, Any]]
 

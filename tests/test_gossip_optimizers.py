@@ -579,12 +579,23 @@ def counted(script: Script, rank: int, **options: Any) -> Ran:
     return found
 
 
+# Compilers are slow: one of these scripts is enough for the fast tests.
+COMPILED = [name for name in SCRIPTS if name.startswith("compiled") and name != "compiled step"]
+
+
 # A scaler skips other steps with the data of worker 1.
-@pytest.mark.parametrize(("name", "rank"), [*((name, 0) for name in SCRIPTS), *((name, 1) for name in SCALERS)])
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [
+        *(pytest.param(name, 0, marks=pytest.mark.slow) if name in COMPILED else (name, 0) for name in SCRIPTS),
+        *((name, 1) for name in SCALERS),
+    ],
+)
 def test_one_worker_is_plain_training_bit_for_bit(name, rank):
     check_bit_for_bit(SCRIPTS[name], rank)
 
 
+@pytest.mark.slow
 def test_one_worker_with_inductor():
     check_bit_for_bit(INDUCTOR, 0)
 

@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 WANTED = ("float64 twin, base-2", "another default device")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_command(tmp_path):
     """Cases that are right, and cases that fail or hang, which do not end the run."""

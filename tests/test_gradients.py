@@ -236,6 +236,7 @@ def compiled_on_workers(rank: int, n: int) -> Any:
     return found
 
 
+@pytest.mark.slow
 def test_compile_on_workers(workers):
     for plain_values, compiled_values in workers(2, compiled_on_workers):
         assert_same(plain_values, compiled_values, 1e-6)

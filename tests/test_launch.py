@@ -358,6 +358,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_torchrun_for_real(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

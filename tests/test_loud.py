@@ -20,8 +20,6 @@ from decent_dp.replica.snapshot import take
 from decent_dp.transport import InProcessTransport
 from tests.helpers import SGD, alone, error_of, loss, net
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def by_gossip(model: nn.Module, optimizer: Any = None, **options: Any) -> decent_dp.Gossip:
     optimizer = optimizer if optimizer is not None else torch.optim.SGD(model.parameters(), lr=0.1)
@@ -70,7 +68,7 @@ def ddp_around(rank: int, n: int) -> dict[str, str]:
 
 def test_pytorch_ddp_around_a_replica(workers):
     same_graph.count = 0  # type: ignore[attr-defined]
-    found, other = workers(2, ddp_around, timeout=90)
+    found, other = workers(2, ddp_around)
     assert found == other
     assert len(found) == 8
     full = found.pop("a full graph")  # torch's words, which name ours

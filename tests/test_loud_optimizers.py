@@ -19,8 +19,6 @@ from decent_dp.replica.snapshot import take
 from decent_dp.transport import InProcessTransport, run_replicas
 from tests.helpers import SGD, alone, error_of, loss, net
 
-pytestmark = pytest.mark.timeout(120)
-
 AdamW = torch.optim.AdamW
 
 
@@ -108,7 +106,7 @@ def differing(rank: int, n: int) -> dict[str, tuple[str, str]]:
 
 
 def test_workers_with_different_optimizers(workers):
-    found, *others = workers(3, differing, timeout=90)
+    found, *others = workers(3, differing)
     assert found["class"][0].startswith("DisagreementError: ")
     for name, (_, _, text) in DIFFER.items():
         for i, said in enumerate(found[name]):

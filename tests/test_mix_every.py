@@ -105,7 +105,7 @@ def all_cases(rank: int, n: int) -> list[np.ndarray]:
     ]
 
 
-@pytest.mark.parametrize("n", [3, 5, 6])
+@pytest.mark.parametrize("n", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 6))])
 def test_workers_equal_numpy(workers, n):
     results = workers(n, all_cases)
     found = [(i, overlap) for i in range(len(CASES)) for overlap in (True, False)]
@@ -144,10 +144,11 @@ def lossy(rank: int, n: int) -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 def test_lossy_compressions(workers):
     """They go where the lossless one goes, nearly: replicas are as close together."""
     n = 5
-    results = workers(n, lossy, timeout=100)
+    results = workers(n, lossy)
     for i in range(6):
         exact, half, byte = (results[0][i + 6 * compression] for compression in range(3))
         for found in (half, byte):
@@ -267,9 +268,10 @@ def unequal(rank: int) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [3, 4])
 def test_a_resumed_run_continues_where_it_was(workers, n):
-    results = workers(n, resumed, timeout=90)
+    results = workers(n, resumed)
     for rank, (exact, byte, overlapped, said) in enumerate(results):
         for (topology, h), (want, found, edges, rounds, stats, _) in zip(RESUMED, exact, strict=True):
             np.testing.assert_array_equal(found, want, err_msg=f"{topology} {h}")

@@ -25,7 +25,6 @@ from decent_dp.transport import run_replicas
 from tests.helpers import SGD, batch, net
 from tests.test_law import matrix
 
-pytestmark = pytest.mark.timeout(150)
 STEPS = 12
 
 
@@ -110,7 +109,7 @@ def law(n: int, driver: str, topology: str, overlap: bool, at: tuple[int, int]) 
 def test_no_other_replica_gets_the_nan(driver, topology, n, overlap):
     at = (1, 5)
     for bad in (math.nan, math.inf):
-        found = run_replicas(n, lambda transport: spoilt(transport, driver, topology, overlap, bad, at), timeout=20)  # noqa: B023
+        found = run_replicas(n, lambda transport: spoilt(transport, driver, topology, overlap, bad, at))  # noqa: B023
         expected, sat_out = law(n, driver, topology, overlap, at)
         assert [count for _, count in found] == sat_out
         for rank, (values, _) in enumerate(found):
@@ -152,7 +151,7 @@ def test_one_warning_on_both_sides_until_it_is_finite_again(driver, compression,
         return counted, others, seen
 
     with caplog.at_level(logging.WARNING):
-        found = run_replicas(4, work, timeout=20)
+        found = run_replicas(4, work)
     # On a ring of four, worker 2 meets 3 and 1 in turn.
     assert [found[rank][0] for rank in (0, 2)] == [0, found[1][0] + found[3][0]]
     assert found[2][0] == 6 + 5  # more than ten, and not in a row; the last round was not finished
@@ -182,7 +181,7 @@ def stopping(rank: int, n: int, topology: str, driver: str) -> None:
 
 @pytest.mark.parametrize(("topology", "n", "driver"), [("complete", 3, "gossip"), ("one-peer-exp", 4, "wrapper")])
 def test_after_ten_rounds_all_workers_raise(workers, topology, n, driver):
-    outcomes = workers.outcomes(n, stopping, topology, driver, timeout=100)
+    outcomes = workers.outcomes(n, stopping, topology, driver)
     own = outcomes[1]
     assert own.error == "NonFiniteError"
     assert "each of the last 10 rounds a replica held a NaN or an infinity, that of worker 1 (now parameter" in own.message
@@ -219,7 +218,7 @@ def test_with_a_scaler_only_the_worker_with_the_nan_skips(driver):
         replica.close()
         return updates
 
-    assert run_replicas(3, work, timeout=20) == [3, 10, 10]
+    assert run_replicas(3, work) == [3, 10, 10]
 
 
 @pytest.mark.parametrize("driver", ["wrapper", "gossip"])
@@ -247,7 +246,7 @@ def test_a_mean_is_refused_on_all_workers(driver, tmp_path):
         replica.close()
         return texts
 
-    found = run_replicas(3, work, timeout=20)
+    found = run_replicas(3, work)
     assert found[0] == found[1] == found[2]
     assert list(tmp_path.iterdir()) == []
 
@@ -266,7 +265,7 @@ def test_all_that_were_not_finite_are_named():
         replica.close()
         return str(caught.value)
 
-    found = run_replicas(3, work, timeout=20)
+    found = run_replicas(3, work)
     assert found[0] == found[1] == found[2]
     assert "that of worker 0 and worker 2 (now parameter 'first' in round 11)" in found[0]
 
@@ -318,7 +317,7 @@ def test_statistics_and_moving_averages_that_are_not_finite(tmp_path):
         assert bool(model.seen.isnan().any()) == (rank == 1)
         replica.close()
 
-    run_replicas(2, work, timeout=20)
+    run_replicas(2, work)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -340,7 +339,7 @@ def saving(rank: int, n: int, path: str) -> tuple[str, int, Any]:
 
 def test_a_replica_that_is_not_finite_is_not_saved(workers, tmp_path):
     """The checkpoint before it stays the newest."""
-    for text, number, finite in workers(2, saving, str(tmp_path), timeout=100):
+    for text, number, finite in workers(2, saving, str(tmp_path)):
         assert text.startswith("CheckpointError: ")
         assert "parameter '2.weight' holds a NaN or an infinity: earlier checkpoints are kept" in text
         assert (number, finite) == (0, True)
@@ -368,7 +367,7 @@ def test_simulated_replicas_sit_out_as_workers_do(topology, rule, compression):
         wrapper.close()
         return values
 
-    found = run_replicas(n, work, timeout=20)
+    found = run_replicas(n, work)
     cluster = VirtualCluster(
         start, SGD, topology, n, rule=rule, compression=compression, loss_fn=lambda model, x, y: (model(x) - y).square().mean()
     )

@@ -273,6 +273,7 @@ def test_compiled_equals_readable(cls: type, dtype: torch.dtype, monkeypatch: py
     assert len(graphs) == 2  # within a window and at its end; the step and the rate are not compiled in
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_compiled_by_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled_with(monkeypatch, "inductor")

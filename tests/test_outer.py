@@ -17,6 +17,7 @@ from decent_dp.replica.snapshot import take
 from decent_dp.rules import Gossip, OuterNesterov
 from decent_dp.topo import Topology, TopologyReg, make_topology
 from decent_dp.transport import InProcessTransport
+from tests.helpers import some_and_all
 from tests.test_law import AdamWTwin, Linear, SgdTwin, Varying, data, gradient, matrix
 
 N = 4
@@ -157,14 +158,15 @@ CASES = [
 ]
 
 
-def all_cases(rank: int, n: int) -> list[Any]:
+def train_each(rank: int, n: int, cases: list[Case]) -> list[Any]:
     TopologyReg.registry["varying"] = Varying
-    return [train(rank, case, **options_of(i)) for i, case in enumerate(CASES)]
+    return [train(rank, case, **options_of(i)) for i, case in enumerate(cases)]
 
 
-def test_four_workers_equal_numpy(workers):
-    results = workers(N, all_cases)
-    for i, case in enumerate(CASES):
+@some_and_all(CASES, 3)
+def test_four_workers_equal_numpy(workers, cases):
+    results = workers(N, train_each, cases)
+    for i, case in enumerate(cases):
         want = twin(case, N)
         for rank in range(N):
             found = results[rank][i][0]
@@ -283,15 +285,16 @@ MEANS = [
 ]
 
 
-def trace_means(rank: int, n: int) -> list[Any]:
+def trace_means(rank: int, n: int, cases: list[Case]) -> list[Any]:
     TopologyReg.registry["varying"] = Varying
-    return [train(rank, case, **options_of(i))[1] for i, case in enumerate(MEANS)]
+    return [train(rank, case, **options_of(i))[1] for i, case in enumerate(cases)]
 
 
-def test_the_mean_of_the_anchors_follows_one_outer_optimizer(workers):
+@some_and_all(MEANS, 4)
+def test_the_mean_of_the_anchors_follows_one_outer_optimizer(workers, cases):
     """On the mean of the replicas, whatever the topology: idle workers, groups and weights that differ."""
-    results = workers(N, trace_means)
-    for i, case in enumerate(MEANS):
+    results = workers(N, trace_means, cases)
+    for i, case in enumerate(cases):
         mean = {
             key: [np.mean([results[rank][i][t][key] for rank in range(N)], axis=0) for t in range(case.steps)]
             for key in ("anchor", "momentum", "proposal")
@@ -320,16 +323,17 @@ PLAIN = [
 ]
 
 
-def train_plainly(rank: int, n: int) -> list[list[np.ndarray]]:
+def train_plainly(rank: int, n: int, cases: list[Case]) -> list[list[np.ndarray]]:
     """With plain gossip, and with the outer optimizer that is the same."""
     TopologyReg.registry["varying"] = Varying
     rules: list[Any] = [OuterNesterov(lr=1, momentum=0), Gossip(), None]
-    return [[train(rank, case, rule=rule, **options_of(i))[0] for rule in rules] for i, case in enumerate(PLAIN)]
+    return [[train(rank, case, rule=rule, **options_of(i))[0] for rule in rules] for i, case in enumerate(cases)]
 
 
-def test_a_rate_of_one_without_momentum_is_plain_gossip(workers):
-    for rank, found in enumerate(workers(N, train_plainly)):
-        for case, (outer, gossip, default) in zip(PLAIN, found, strict=True):
+@some_and_all(PLAIN, 3)
+def test_a_rate_of_one_without_momentum_is_plain_gossip(workers, cases):
+    for rank, found in enumerate(workers(N, train_plainly, cases)):
+        for case, (outer, gossip, default) in zip(cases, found, strict=True):
             np.testing.assert_allclose(outer, gossip, rtol=0, atol=1e-12, err_msg=f"{case}, worker {rank}")
             np.testing.assert_array_equal(gossip, default)
 

@@ -15,6 +15,7 @@ from decent_dp.compression import Lossless
 from decent_dp.rules import Gossip, OuterNesterov, Rule
 from decent_dp.sim.exchange import CompressedExchange
 from decent_dp.transport import run_replicas
+from tests.helpers import some_and_all
 from tests.rule_cases import MomentumGossip, Scaled
 from tests.sim_cases import OPTIMIZERS, STEPS, Case, compare, make_topology, train_really
 from tests.test_sim_exact import hold
@@ -81,11 +82,11 @@ def over_sockets(rank: int, n: int, cases: list[Case]) -> list[Any]:
     return [train_really(rank, n, one) for one in cases]
 
 
-@pytest.mark.timeout(120)
-def test_over_sockets_in_process_and_simulated(workers):
+@some_and_all(CASES, 4)
+def test_over_sockets_in_process_and_simulated(workers, cases):
     """Parameters and buffers after each of five steps, distances and bytes after the last."""
-    sockets = workers(4, over_sockets, CASES, timeout=90)
-    for i, one in enumerate(CASES):
+    sockets = workers(4, over_sockets, cases)
+    for i, one in enumerate(cases):
         real = [worker[i] for worker in sockets]
         cluster = compare(simulated(one), 4, real)
         assert one.dtype != "float64" or cluster.bytes_sent == sum(sent for _, _, sent in real), one

@@ -643,6 +643,7 @@ MEMORY = {
 }
 
 
+@pytest.mark.slow
 def test_memory_beyond_parameters(workers):
     for found in workers(4, memory, list(MEMORY), timeout=60):
         for (case, allowed), (plain_size, backup_size) in zip(MEMORY.items(), found, strict=True):

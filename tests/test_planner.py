@@ -243,7 +243,10 @@ def in_small_steps(made: Cluster, work: Job, choice: Choice, steps: int, dt: flo
     return ends
 
 
-@pytest.mark.parametrize("name", ["one-peer-exp", "ring", "alternating-exp-ring", "complete"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("one-peer-exp", "ring", "alternating-exp-ring")]
+
+
+@pytest.mark.parametrize("name", ["complete", *SLOW])
 def test_events_agree_with_a_clock_that_ticks(name: str) -> None:
     made = cluster(8, 2, rate=300e6, inside=900e6)
     work, choice = Job(5e6, 20, 40, 5, jitter=0.2), Choice("decent_dp", name)
@@ -261,6 +264,7 @@ def merged(monkeypatch: pytest.MonkeyPatch, most: int, *what: Any) -> Prediction
     return predict(*what)
 
 
+@pytest.mark.slow
 def test_merged_buckets_agree_with_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, rate in (("one-peer-exp", 2e9), ("one-peer-exp", 20e9), ("alternating-exp-ring", 8e9), ("ring", 8e9)):
         made, work = cluster(16, 4, rate=rate), job(params=700e6, compute_ms=400)
@@ -338,6 +342,7 @@ def test_a_collectives_bytes_by_backend() -> None:
 # -- properties --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     name=st.sampled_from(["one-peer-exp", "ring", "complete", "alternating-exp-ring", None]),

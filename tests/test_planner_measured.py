@@ -67,6 +67,7 @@ def test_nothing_is_fitted_to_the_lab(tmp_path: Path) -> None:
 # -- the published table -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_table_is_predicted() -> None:
     cells = [cell for cell in paper() if not cell.fitted]
     assert len(cells) == 24
@@ -76,12 +77,14 @@ def test_the_table_is_predicted() -> None:
     assert sum(abs(cell.error) for cell in cells) / len(cells) < 0.10
 
 
+@pytest.mark.slow
 def test_the_tables_order_is_predicted() -> None:
     assert bench.wrong_orders(paper()) == []
     turned = [replace(cell, predicted_ms=1 / cell.predicted_ms) for cell in paper()]
     assert len(bench.wrong_orders(turned)) > 30  # the check can fail
 
 
+@pytest.mark.slow
 def test_pairs_take_longer_than_node_groups_on_the_slow_network() -> None:
     found = {(cell.setup, cell.workers, cell.contender): cell.predicted_ms for cell in paper()}
     for n in (16, 32):
@@ -89,6 +92,7 @@ def test_pairs_take_longer_than_node_groups_on_the_slow_network() -> None:
         assert found["A40", n, "all-reduce"] > 1.5 * found["A40", n, "one-peer-exp"]
 
 
+@pytest.mark.slow
 def test_only_the_rows_of_the_fewest_workers_are_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
     fit = bench.fit_paper()
     for name, cluster in PAPER.items():
@@ -101,6 +105,7 @@ def test_only_the_rows_of_the_fewest_workers_are_fitted(monkeypatch: pytest.Monk
     assert bench.fit_clusters(fit.ports) != fit
 
 
+@pytest.mark.slow
 def test_one_link_a_node_is_refused_by_a_fitted_row() -> None:
     fit = bench.fit_clusters(1)
     row = PAPER["A40"].rows[8]

@@ -26,8 +26,6 @@ from decent_dp.errors import PeerLostError, PeerTimeoutError
 from decent_dp.transport import run_replicas
 from tests.helpers import SGD, BrokenStore, SilentStore, alone, loss, net, values
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture(autouse=True)
 def _handlers_as_they_were() -> Iterator[None]:
@@ -126,7 +124,7 @@ def everything_that_stops(rank: int, n: int, path: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_all_stop_after_one_round(workers, tmp_path, n):
     results = workers(n, everything_that_stops, str(tmp_path))
     for name in results[0]:
@@ -248,7 +246,7 @@ def with_a_peer_that_does_not_answer(rank: int, n: int, killed: bool) -> Any:
     return None
 
 
-@pytest.mark.parametrize("killed", [True, False])
+@pytest.mark.parametrize("killed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_peer_that_does_not_answer_is_named(workers, killed):
     outcome = workers.outcomes(2, with_a_peer_that_does_not_answer, killed)[0]
     assert outcome.error == "", outcome.trace
@@ -326,6 +324,7 @@ os.write(1, b"saved ")
 """
 
 
+@pytest.mark.slow
 def test_no_later_signal_ends_a_worker_that_must_stop(tmp_path):
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", LATE_SIGNALS, str(tmp_path)],

@@ -104,7 +104,7 @@ def undisturbed(workers) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.slow
 def test_a_worker_that_is_killed_costs_nothing_but_time(undisturbed, tmp_path):
     """SIGKILL at a random moment to one of them; torchrun starts all of them again."""
     draw = random.Random(5)
@@ -119,7 +119,7 @@ def test_a_worker_that_is_killed_costs_nothing_but_time(undisturbed, tmp_path):
     assert numbers(json.loads((tmp_path / "result.json").read_text())) == undisturbed
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.slow
 def test_workers_that_must_stop_save_and_exit(undisturbed, workers, tmp_path):
     """SIGTERM to one worker, and to the other when that has saved, ends all of them well; so does a SIGTERM to torchrun.
 

@@ -28,7 +28,6 @@ from tests.rule_cases import MomentumGossip, Scaled, settings_of_any_kind
 from tests.test_law import Linear, Varying, data, gradient, matrix
 from tests.test_outer import INNER, Case, start
 
-pytestmark = pytest.mark.timeout(90)
 _ONE_AT_A_TIME = threading.Lock()
 
 
@@ -94,8 +93,8 @@ def comparable(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_run_that_is_resumed_equals_one_that_was_not_stopped(workers, tmp_path):
-    whole = workers(2, uninterrupted, str(tmp_path), timeout=80)
-    parts = workers(2, resumed, str(tmp_path), timeout=80)
+    whole = workers(2, uninterrupted, str(tmp_path))
+    parts = workers(2, resumed, str(tmp_path))
     for rank in range(2):
         for kind in KINDS:
             for stop, part in zip(STOPS.get(kind, (5,)), parts[rank][kind], strict=True):
@@ -111,14 +110,14 @@ def test_a_run_that_is_resumed_equals_one_that_was_not_stopped(workers, tmp_path
 def test_snapshots_at_every_update(compression):
     """Of threads: before each update, the first one and those of a window included; the same buckets and others."""
     job = Job({"topology": "one-peer-exp", "compression": compression, "rule": OuterNesterov(), "mix_every": 2})
-    through = run_replicas(4, lambda at: run_through(job, at, at.rank, 6, range(6)), timeout=20)
+    through = run_replicas(4, lambda at: run_through(job, at, at.rank, 6, range(6)))
     for stop in range(6):
         for options in ({}, MANY) if stop % 2 else ({"param_as_bucket_view": False},):
 
             def again(at: InProcessTransport, stop: int = stop, options: Any = options) -> Any:
                 return go_on(job, at, at.rank, range(stop, 6), through[at.rank][0][stop], **options)
 
-            for rank, (losses, end) in enumerate(run_replicas(4, again, timeout=20)):
+            for rank, (losses, end) in enumerate(run_replicas(4, again)):
                 assert_equal(losses, through[rank][1][stop:], f"stopped at {stop}, worker {rank}")
                 assert_equal(end, through[rank][2], f"stopped at {stop}, worker {rank}")
 
@@ -175,6 +174,7 @@ def other_rules(rank: int, n: int, path: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_other_rules_and_other_settings(workers, tmp_path):
     results = workers(3, other_rules, str(tmp_path))
     for rank, found in enumerate(results):
@@ -217,9 +217,9 @@ def test_anchor_and_momentum_are_averaged_for_another_number_of_workers(tmp_path
         model.close()
         return found, after
 
-    saved = run_replicas(4, save_some, timeout=20)
+    saved = run_replicas(4, save_some)
     for n, how in RESIZED:
-        for rank, (found, after) in enumerate(run_replicas(n, partial(load_some, how=how), timeout=20)):
+        for rank, (found, after) in enumerate(run_replicas(n, partial(load_some, how=how))):
             group = range(4) if how == "mean" else [j for j in range(4) if j * n // 4 == rank] if n < 4 else [rank * 4 // n]
             assert found["kind"] == "OuterNesterov"
             for name, own in found["state"].items():
@@ -329,6 +329,7 @@ def load_in_the_middle(rank: int, n: int) -> list[np.ndarray]:
     return [train_and_load(rank, case, loads, **options[i % 3]) for i, (case, loads) in enumerate(LOADS)]
 
 
+@pytest.mark.slow
 def test_a_load_resets_the_rules_state(workers):
     """A load of all parameters or of some, and a mean for good: the anchor has the loaded values, and the momentum is zero."""
     results = workers(4, load_in_the_middle)
@@ -359,12 +360,12 @@ def test_a_load_and_then_a_save(overlap, parts):
         model.close()
         return snapshot, end
 
-    whole = run_replicas(3, through, timeout=20)
+    whole = run_replicas(3, through)
 
     def again(at: InProcessTransport) -> Any:
         return go_on(job, at, at.rank, range(4, 8), whole[at.rank][0], **MANY)[1]
 
-    for rank, end in enumerate(run_replicas(3, again, timeout=20)):
+    for rank, end in enumerate(run_replicas(3, again)):
         assert_equal(end, whole[rank][1], f"worker {rank}")
 
 
@@ -415,12 +416,14 @@ def expected(rank: int, rounds: int) -> dict[str, int]:
     return counts
 
 
-@pytest.mark.parametrize("then", [{}, MANY, {"param_as_bucket_view": False}], ids=str)
-@pytest.mark.parametrize("first", [{}, MANY], ids=str)
+@pytest.mark.parametrize(
+    "then", [MANY, *(pytest.param(how, marks=pytest.mark.slow) for how in ({}, {"param_as_bucket_view": False}))], ids=str
+)
+@pytest.mark.parametrize("first", [{}, pytest.param(MANY, marks=pytest.mark.slow)], ids=str)
 def test_compression_state_of_edges_is_saved(counting, first, then):
     job = Job({"topology": "varying", "compression": "counting", "rule": OuterNesterov(), **first})
     stops = (0, 1, 4, 5)
-    through = run_replicas(4, lambda at: run_through(job, at, at.rank, 8, stops), timeout=20)
+    through = run_replicas(4, lambda at: run_through(job, at, at.rank, 8, stops))
     names = dict(net().named_parameters()).keys()
     for stop in stops:
 
@@ -433,7 +436,7 @@ def test_compression_state_of_edges_is_saved(counting, first, then):
             model.close()
             return found
 
-        for rank, (restored, end) in enumerate(run_replicas(4, again, timeout=20)):
+        for rank, (restored, end) in enumerate(run_replicas(4, again)):
             # An exchange in flight was counted when it was coded; it is not coded again.
             assert restored == ({name: expected(rank, stop) for name in names} if expected(rank, stop) else {})
             assert end == {name: expected(rank, 8) for name in names}, (stop, rank)
@@ -460,12 +463,12 @@ def test_compression_state_is_in_files_and_ends_with_the_edges(counting, tmp_pat
 
         return work
 
-    run_replicas(4, first, timeout=20)
-    for rank, found in enumerate(run_replicas(4, going_on("varying", None), timeout=20)):
+    run_replicas(4, first)
+    for rank, found in enumerate(run_replicas(4, going_on("varying", None))):
         assert found == {name: expected(rank, 5) for name in names}
     for n, how in ((2, "mean"), (2, "spread"), (8, "spread")):
         # The workers of those edges are no more.
-        assert run_replicas(n, going_on("complete", how), timeout=20) == [{}] * n
+        assert run_replicas(n, going_on("complete", how)) == [{}] * n
 
 
 def test_a_compression_without_state_saves_none():

@@ -27,8 +27,6 @@ from tests.sharded_cases import (
     zero_grad,
 )
 
-pytestmark = pytest.mark.timeout(240)
-
 CASES = {
     "base-2": Case({"topology": "base-2"}, fsdp={"reshard_after_forward": True}),
     "one-peer-exp": Case({"topology": "one-peer-exp", "overlap": False}, ADAMW, fsdp={"reshard_after_forward": False}),
@@ -58,16 +56,17 @@ def unsharded(transport: Any, case: Case, shards: int) -> Any:
     return train(Unsharded(case, transport, shards, seed=transport.rank))
 
 
-PLANS = {
-    4: [(2, 2, name) for name in CASES],
-    6: [*((2, 3, name) for name in SIX), *((3, 2, name) for name in THREE)],
-}
+FOUR = [(2, 2, name) for name in CASES]
+PLANS = [
+    pytest.param(4, FOUR[::3], id="some"),
+    pytest.param(4, FOUR, id="4", marks=pytest.mark.slow),
+    pytest.param(6, [*((2, 3, name) for name in SIX), *((3, 2, name) for name in THREE)], id="6", marks=pytest.mark.slow),
+]
 
 
-@pytest.mark.parametrize("n", PLANS)
-def test_equal_to_unsharded_replicas(workers, n):
-    plan = PLANS[n]
-    found = workers(n, body, plan, timeout=150)
+@pytest.mark.parametrize(("n", "plan"), PLANS)
+def test_equal_to_unsharded_replicas(workers, n, plan):
+    found = workers(n, body, plan)
     for number, (replicas, shards, name) in enumerate(plan):
         case = CASES[name]
         wanted = run_replicas(replicas, partial(unsharded, case=case, shards=shards))
@@ -167,7 +166,7 @@ def situations(rank: int, n: int) -> list[Any]:
 
 
 def test_situations(workers):
-    found = workers(4, situations, timeout=150)
+    found = workers(4, situations)
     for number, (name, (case, _)) in enumerate(SITUATIONS.items()):
         wanted = run_replicas(2, lambda transport, case=case, name=name: situation(Unsharded(case, transport, 2), name))
         for rank in range(4):
@@ -186,7 +185,7 @@ def seeded(rank: int, n: int) -> tuple[dict[str, Any], float]:
 
 def test_tensors_that_are_not_sharded_are_of_all_workers(workers):
     """Buffers and frozen parameters start as worker 0's, whatever each worker's seed, and a buffer's mean is over all."""
-    found = workers(4, seeded, timeout=120)
+    found = workers(4, seeded)
     for made, shift in found:
         assert shift == 1.5
         for name in ("shift", "still", "scale", "first.weight"):
@@ -203,7 +202,7 @@ def lost(rank: int, n: int) -> None:
 
 def test_a_worker_that_fails_ends_all(workers):
     """The workers of its own replica fail in a collective of FSDP; those of others in an exchange, which names it."""
-    outcomes = workers.outcomes(4, lost, group_timeout=10, timeout=120)
+    outcomes = workers.outcomes(4, lost, group_timeout=10)
     assert all(outcome.error for outcome in outcomes)
     assert outcomes[3].message == "as it happens"
     texts = [outcome.message for outcome in outcomes]
@@ -229,7 +228,7 @@ def spoilt(rank: int, n: int) -> tuple[str, list[bool], int]:
 
 def test_a_replica_that_is_not_finite_stays_alone(workers):
     """A loss that is NaN on one worker spoils all shards of its replica, and no other replica."""
-    for rank, (text, finite, rounds) in enumerate(workers(4, spoilt, timeout=120)):
+    for rank, (text, finite, rounds) in enumerate(workers(4, spoilt)):
         culprit = 2 + rank % 2  # the worker of the same position
         assert f"a replica held a NaN or an infinity, that of worker {culprit} " in text, (rank, text)
         assert rounds == 10

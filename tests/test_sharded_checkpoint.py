@@ -20,8 +20,6 @@ from decent_dp.transport import run_replicas
 from tests.resuming import assert_equal, dumb_copy
 from tests.sharded_cases import ADAMW, SGD, Case, Odd, Sharded, Unsharded, mesh_of, shard, step, values, whole, zero_grad
 
-pytestmark = pytest.mark.timeout(240)
-
 
 class Keeping(torch.optim.Optimizer):
     """Keeps DTensors in containers, beside tensors and what is none."""
@@ -267,8 +265,9 @@ def six(rank: int, n: int, folder: str) -> Any:
     return found
 
 
+@pytest.mark.slow
 def test_saved_exported_and_resized(workers, tmp_path):
-    outcomes = workers(4, four, str(tmp_path), timeout=150)
+    outcomes = workers(4, four, str(tmp_path))
     mean, _, found, *_ = outcomes[0]
     replicas = [outcomes[0][1], outcomes[2][1]]
 
@@ -309,7 +308,7 @@ def test_saved_exported_and_resized(workers, tmp_path):
         assert found[name].startswith("CheckpointError: "), (name, found[name])
         assert "start from the model that export() wrote" in found[name], (name, found[name])
 
-    resized = workers(6, six, str(tmp_path), timeout=150)
+    resized = workers(6, six, str(tmp_path))
     for rank, there in enumerate(resized):
         assert_close_to(there["mean"], mean, 1e-6)
         assert_close_to(there["spread"], replicas[rank // 2 * 2 // 3], 0.0)

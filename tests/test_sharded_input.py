@@ -21,8 +21,6 @@ from decent_dp.transport.peers import Peers
 from tests.helpers import error_of
 from tests.sharded_cases import SGD, Odd, mesh_of, shard
 
-pytestmark = pytest.mark.timeout(240)
-
 
 def gossip(model: nn.Module, **options: Any) -> decent_dp.Gossip:
     return decent_dp.gossip(model, SGD(model.parameters()), **options)
@@ -278,7 +276,7 @@ GOOD: dict[str, Callable[[], Any]] = {
 
 
 def test_refused_and_accepted_arguments(workers):
-    outcomes = workers(4, body, timeout=150)
+    outcomes = workers(4, body)
     for name, (_, kind, text) in BAD.items():
         for rank, (errors, _) in enumerate(outcomes):
             assert errors[name][0] == kind, (name, rank, errors[name])

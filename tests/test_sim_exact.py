@@ -53,20 +53,29 @@ def crossed(names: list[str], models: list[str], ways: int) -> list[Case]:
     return cases
 
 
-@pytest.mark.timeout(240)
+MODELS = ["mlp", "conv", "attention"]
+NAMES = [*TOPOLOGIES, "graph", "complete:2,ring", "varying", "unrepeated"]
+
+
+def test_some_topologies_models_and_optimizers(workers):
+    cases = crossed(NAMES, MODELS, 1)[::5]
+    assert {case.model for case in cases} == set(MODELS)
+    assert all(cluster.vectorized for cluster in hold(workers, 4, cases))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "ways"), [(4, 2), (8, 1)])
 def test_every_topology_model_and_optimizer(workers, n, ways):
-    models = ["mlp", "conv", "attention"]
-    names = [*TOPOLOGIES, "graph", "complete:2,ring", "varying", "unrepeated"]
-    cases = crossed(names, models, ways)
-    assert {(case.topology, case.model) for case in cases} == {(topology, model) for topology in names for model in models}
+    cases = crossed(NAMES, MODELS, ways)
+    assert {(case.topology, case.model) for case in cases} == {(topology, model) for topology in NAMES for model in MODELS}
     # Each way meets each model, and with two ways each topology.
-    assert len({(case.model, case.optimizer, case.dtype) for case in cases}) == len(models) * len(WAYS)
+    assert len({(case.model, case.optimizer, case.dtype) for case in cases}) == len(MODELS) * len(WAYS)
     met = {(case.topology, case.optimizer, case.dtype) for case in cases}
-    assert len(met) == len(names) * len(WAYS) * ways // 2
+    assert len(met) == len(NAMES) * len(WAYS) * ways // 2
     assert all(cluster.vectorized for cluster in hold(workers, n, cases))
 
 
+@pytest.mark.slow
 def test_numbers_of_workers_that_are_no_power_of_two(workers):
     names = ["complete", "ring", "base-2", "random-matching", "hierarchical", "graph"]
     cases = [
@@ -107,9 +116,11 @@ WIRED = [
 ]
 
 
-@pytest.mark.parametrize("n", [4, 8])
-def test_lossy_wires(workers, n):
-    clusters = hold(workers, n, WIRED[:: 1 if n == 4 else 2])
+@pytest.mark.parametrize(
+    ("n", "every"), [(4, 3), pytest.param(4, 1, marks=pytest.mark.slow), pytest.param(8, 2, marks=pytest.mark.slow)]
+)
+def test_lossy_wires(workers, n, every):
+    clusters = hold(workers, n, WIRED[::every])
     assert all(cluster.vectorized for cluster in clusters)
 
 

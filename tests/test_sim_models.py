@@ -347,7 +347,6 @@ def simulated(kind: Kind, vectorize: bool | None, message: str) -> tuple[Virtual
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # vmap has no rule of its own for clamp_
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", KINDS)
 def test_exact_or_refused(name, caplog):
     kind = KINDS[name]

@@ -61,7 +61,7 @@ def test_inside_averaged_the_replicas_own_values_are_taken(view):
             kept = dumb_copy(take(model.replica))
         assert_equal(kept["parameters"], dumb_copy(take(model.replica))["parameters"])
 
-    run_replicas(2, body, timeout=20)
+    run_replicas(2, body)
 
 
 def test_between_averaging_and_reverting_there_is_nothing_to_save():
@@ -79,11 +79,11 @@ def test_between_averaging_and_reverting_there_is_nothing_to_save():
         after = dumb_copy(take(model.replica))
         assert sorted(after["exchange"]["stale"]) == sorted(after["parameters"])
 
-    run_replicas(2, body, timeout=20)
+    run_replicas(2, body)
 
 
 def test_a_load_while_replicas_are_the_mean_is_what_stays():
-    through = run_replicas(2, lambda at: run_through(PAIRS, at, at.rank, 6, [2]), timeout=20)
+    through = run_replicas(2, lambda at: run_through(PAIRS, at, at.rank, 6, [2]))
 
     def body(at: InProcessTransport, reverted: bool) -> None:
         model = trained(PAIRS, 4, at)
@@ -100,7 +100,7 @@ def test_a_load_while_replicas_are_the_mean_is_what_stays():
         assert_equal(dumb_copy(take(model.replica)), end)
 
     for reverted in (True, False):
-        run_replicas(2, partial(body, reverted=reverted), timeout=20)
+        run_replicas(2, partial(body, reverted=reverted))
 
 
 def test_values_that_were_replaced_before_the_save_stay_replaced():
@@ -115,8 +115,8 @@ def test_values_that_were_replaced_before_the_save_stay_replaced():
             assert sorted(snapshot["exchange"]["stale"]) == sorted(loaded)
             return snapshot, PAIRS.train(model, range(4, 9), at.rank), dumb_copy(take(model.replica))
 
-        through = run_replicas(2, replaced, timeout=20)
-        found = run_replicas(2, lambda at, t=through: go_on(PAIRS, at, at.rank, range(4, 9), t[at.rank][0]), timeout=20)
+        through = run_replicas(2, replaced)
+        found = run_replicas(2, lambda at, t=through: go_on(PAIRS, at, at.rank, range(4, 9), t[at.rank][0]))
         for (_, *reference), again in zip(through, found, strict=True):
             assert_equal(list(again), reference)
 
@@ -187,7 +187,7 @@ def test_a_backward_that_raised_is_made_up_for_before_the_save():
         snapshot = take(model.replica)
         assert (snapshot["round"], snapshot["steps"]) == (3, 3 - at.rank)
 
-    run_replicas(2, body, timeout=20)
+    run_replicas(2, body)
 
 
 def test_in_join_workers_save_what_they_have_and_do_not_load():
@@ -201,7 +201,7 @@ def test_in_join_workers_save_what_they_have_and_do_not_load():
             PAIRS.train(model, range(3, 5 + 2 * at.rank), at.rank)
         return snapshot, dumb_copy(take(model.replica))
 
-    through = run_replicas(2, body, timeout=20)
+    through = run_replicas(2, body)
 
     def again(at: InProcessTransport) -> Any:
         model = PAIRS.wrap(3, at)
@@ -210,7 +210,7 @@ def test_in_join_workers_save_what_they_have_and_do_not_load():
             PAIRS.train(model, range(3, 5 + 2 * at.rank), at.rank)
         return dumb_copy(take(model.replica))
 
-    assert_equal(run_replicas(2, again, timeout=20), [end for _, end in through])
+    assert_equal(run_replicas(2, again), [end for _, end in through])
 
 
 def test_an_optimizer_state_that_waits_for_the_first_update_goes_on_waiting():
@@ -266,7 +266,7 @@ def test_a_load_where_the_caller_infers(name, view):
     """The result trains, whatever it was made from."""
     job = replace(JOBS[name], options={**JOBS[name].options, "topology": "one-peer-exp", "compression": "int8"})
     job = replace(job, options={**job.options, "param_as_bucket_view": view})
-    through = run_replicas(2, lambda at: run_through(job, at, at.rank, 7, [0, 4]), timeout=20)
+    through = run_replicas(2, lambda at: run_through(job, at, at.rank, 7, [0, 4]))
 
     def body(at: InProcessTransport, stop: int) -> None:
         model = trained(job, 2, at)
@@ -276,7 +276,7 @@ def test_a_load_where_the_caller_infers(name, view):
         assert_equal(dumb_copy(take(model.replica)), through[at.rank][2])
 
     for stop in (4, 0):
-        run_replicas(2, partial(body, stop=stop), timeout=20)
+        run_replicas(2, partial(body, stop=stop))
 
 
 def lies_alone(param: Tensor) -> bool:
@@ -377,9 +377,9 @@ def test_a_snapshot_is_not_used_up(compression):
         step=step_in_windows,
     )
     job = replace(job, options={**job.options, "lr_scheduler_fn": Noting})
-    saved = run_replicas(2, lambda at: run_through(job, at, at.rank, 4)[2], timeout=20)
+    saved = run_replicas(2, lambda at: run_through(job, at, at.rank, 4)[2])
     kept = dumb_copy(saved)
-    ends = [run_replicas(2, lambda at: go_on(job, at, at.rank, range(4, 9), saved[at.rank]), timeout=20) for _ in range(2)]
+    ends = [run_replicas(2, lambda at: go_on(job, at, at.rank, range(4, 9), saved[at.rank])) for _ in range(2)]
     assert_equal(*ends)
     assert_equal(saved, kept)
 
@@ -408,7 +408,7 @@ OTHERWISE: dict[str, dict[str, Any]] = {
 def test_an_exchange_that_does_not_fit_is_dropped_on_all_workers(what):
     """The replicas are exactly the saved ones, and their mean goes on moving by steps alone."""
     job = Job({"topology": "one-peer-exp", "compression": "int8"})
-    through = run_replicas(4, lambda at: run_through(job, at, at.rank, 5, [4])[0][4], timeout=20)
+    through = run_replicas(4, lambda at: run_through(job, at, at.rank, 5, [4])[0][4])
 
     def body(at: InProcessTransport) -> tuple[Any, Any]:
         model = job.wrap(9, at, **OTHERWISE.get(what, {}))
@@ -423,7 +423,7 @@ def test_an_exchange_that_does_not_fit_is_dropped_on_all_workers(what):
         job.train(model, range(4, 16), at.rank)
         return values(model.module), model.consensus_distance()
 
-    found = run_replicas(4, body, timeout=20)
+    found = run_replicas(4, body)
     apart = math.sqrt(
         sum(
             float(
@@ -466,7 +466,7 @@ def test_a_load_that_fails_inside_averaged_leaves_the_replicas_own_values():
             model.load_state_dict(right)
         assert_same(values(model.module), right)
 
-    run_replicas(2, body, timeout=20)
+    run_replicas(2, body)
 
 
 # -- messages, item by item ------------------------------------------------------------------------------------------------

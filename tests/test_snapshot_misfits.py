@@ -120,7 +120,7 @@ def state_of(model: DecentralizedDataParallel) -> Any:
 def test_a_misfit_is_refused_on_all_workers_and_changes_nothing(bad):
     job = Job({"topology": "one-peer-exp", "compression": "int8", **MANY}, model=Picky, optim_fn=JOBS["zoo"].optim_fn)
     job = replace(job, step=step_in_windows)
-    through = run_replicas(2, lambda at: run_through(job, at, at.rank, 9), timeout=20)
+    through = run_replicas(2, lambda at: run_through(job, at, at.rank, 9))
 
     def body(at: InProcessTransport) -> list[tuple[str, str]]:
         model = trained(job, 4, at)
@@ -156,7 +156,7 @@ def test_an_optim_fn_that_fails_changes_nothing():
         return SGD([param for _, param in params])
 
     job = replace(PAIRS, optim_fn=optim_fn)
-    through = run_replicas(2, lambda at: run_through(job, at, at.rank, 6), timeout=20)
+    through = run_replicas(2, lambda at: run_through(job, at, at.rank, 6))
 
     def body(at: InProcessTransport) -> None:
         model = trained(job, 3, at)
@@ -171,12 +171,12 @@ def test_an_optim_fn_that_fails_changes_nothing():
         job.train(model, range(3, 6), at.rank)
         assert_equal(dumb_copy(take(model.replica)), through[at.rank][2])
 
-    run_replicas(2, body, timeout=20)
+    run_replicas(2, body)
 
 
 def test_workers_whose_snapshots_do_not_belong_together():
-    through = run_replicas(2, lambda at: run_through(PAIRS, at, at.rank, 5, [0, 2, 4])[0], timeout=20)
-    one_bucket = run_replicas(2, lambda at: run_through(replace(PAIRS, options=MANY), at, at.rank, 3, [2])[0], timeout=20)
+    through = run_replicas(2, lambda at: run_through(PAIRS, at, at.rank, 5, [0, 2, 4])[0])
+    one_bucket = run_replicas(2, lambda at: run_through(replace(PAIRS, options=MANY), at, at.rank, 3, [2])[0])
 
     def body(at: InProcessTransport) -> list[str]:
         model = PAIRS.wrap(0, at)
@@ -198,7 +198,7 @@ def test_workers_whose_snapshots_do_not_belong_together():
         assert_equal(dumb_copy(take(model.replica)), own[2])
         return errors
 
-    found = run_replicas(2, body, timeout=20)
+    found = run_replicas(2, body)
     assert found[0] == found[1]
     assert "different rounds (worker 0: 2, worker 1: 4)" in found[0][0]
     assert "different rounds (worker 0: 0, worker 1: 2)" in found[0][1]
@@ -300,7 +300,7 @@ def test_a_state_of_another_shape_is_refused(case):
         job.train(model, [2], at.rank)
         assert_equal(dumb_copy(take(model.replica)), before[0])
 
-    run_replicas(2, body, timeout=20)
+    run_replicas(2, body)
 
 
 def _unnamed(kind: Any, params: Any) -> torch.optim.Optimizer:
@@ -400,7 +400,7 @@ def test_a_load_inside_a_backward_of_one_worker():
         return error
 
     began = time.monotonic()
-    found = run_replicas(2, body, timeout=20)
+    found = run_replicas(2, body)
     assert time.monotonic() - began < 10
     assert found[0] == found[1]
     assert found[0].startswith("worker 0: load was called inside a backward")
@@ -461,7 +461,7 @@ def test_a_topology_that_raises_on_one_worker(compression, unknown):
         assert_equal(dumb_copy(take(model.replica)), before[0])
         return str(caught.value)
 
-    assert run_replicas(2, body, timeout=20) == [f"worker 1: IndexError: no round {unknown}"] * 2
+    assert run_replicas(2, body) == [f"worker 1: IndexError: no round {unknown}"] * 2
 
 
 def test_a_load_at_different_updates():
@@ -483,6 +483,6 @@ def test_a_load_at_different_updates():
         assert_equal(dumb_copy(take(model.replica)), saved)
         return str(caught.value)
 
-    found = run_replicas(2, body, timeout=20)
+    found = run_replicas(2, body)
     assert found[0] == found[1]
     assert "worker 0: 4, worker 1: 3" in found[0]

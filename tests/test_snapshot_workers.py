@@ -48,13 +48,13 @@ def stopped(rank: int, n: int) -> list[Any]:
     return ends
 
 
-@pytest.mark.parametrize("n", [3, 4])
+@pytest.mark.parametrize("n", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_stopped_and_gone_on(workers, n):
     """And processes are where threads are."""
     found = workers(n, stopped)
     for number, (topology, compression, how) in enumerate(CASES):
         job = case(n, topology, compression, how)
-        threads = run_replicas(n, lambda at, job=job: run_through(job, at, at.rank, TOTAL)[2], timeout=20)
+        threads = run_replicas(n, lambda at, job=job: run_through(job, at, at.rank, TOTAL)[2])
         if job.options["topology"] != "alternating-exp-ring":  # threads are of one node, and sum groups in another order
             assert_equal([ends[number] for ends in found], threads, f"{topology}, {compression}, {how}")
 
@@ -90,6 +90,7 @@ def in_other_buckets(rank: int, n: int) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_in_other_buckets(workers):
     assert workers(4, in_other_buckets) == [True] * 4
 
@@ -112,6 +113,7 @@ def back(rank: int, n: int) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_back_to_an_earlier_update(workers):
     assert workers(4, back) == [True] * 4
 

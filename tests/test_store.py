@@ -18,8 +18,6 @@ from decent_dp.transport import InProcessTransport, ProcessGroupTransport, Trans
 from decent_dp.transport.base import StoreCalls, read_text, store_errors
 from tests.helpers import BrokenStore
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def contract(transport: Transport, other: Transport) -> tuple[str, str]:
     """``other`` is a second wrapper's of the same workers."""
@@ -80,7 +78,7 @@ def test_contract_in_process(n):
     def work(transport: InProcessTransport) -> tuple[str, str]:
         return contract(transport, transport._hub.transport(transport.rank))
 
-    names = run_replicas(n, work, timeout=20)
+    names = run_replicas(n, work)
     assert len(set(names)) == 1
     assert names[0][0] != names[0][1]
 

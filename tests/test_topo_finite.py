@@ -45,8 +45,9 @@ def product(topology: Topology) -> np.ndarray:
 # -- base-2 ----------------------------------------------------------------------------------------------------------------
 
 
-def test_base_two_averages_exactly_for_every_number_of_workers():
-    for n in range(1, 301):
+@pytest.mark.parametrize("up_to", [64, pytest.param(300, marks=pytest.mark.slow)])
+def test_base_two_averages_exactly_for_every_number_of_workers(up_to):
+    for n in range(1, up_to + 1):
         topology = BaseTwoTopology(world_size=n)
         e = (n & -n).bit_length() - 1
         odd = n >> e

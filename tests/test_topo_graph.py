@@ -213,6 +213,7 @@ def given_its_size(rank: int, n: int) -> tuple[list[int], int]:
 # -- rounds that are made when they are looked up --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_thousands_of_rounds_cost_nothing_before_they_are_looked_up():
     """All edges of either would be 8 and 16 million."""
     start = time.process_time()

@@ -278,14 +278,14 @@ def between_processes(rank: int, n: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("n", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_contract_between_processes(workers, n):
     assert workers(n, between_processes) == [["done", "done"]] * n
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("n", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_contract_in_process(n):
-    assert run_replicas(n, whole_contract, timeout=20) == ["done"] * n
+    assert run_replicas(n, whole_contract) == ["done"] * n
 
 
 def test_contract_of_one():
@@ -311,7 +311,7 @@ def test_idle_workers_get_no_messages():
         model.close()
         return asked
 
-    for rank, asked in enumerate(run_replicas(3, work, timeout=20)):
+    for rank, asked in enumerate(run_replicas(3, work)):
         assert [(len(ranks), exchange_id.round) for ranks, exchange_id in asked] == [(2, t) for t in range(6) if t % 3 != rank]
 
 
@@ -345,7 +345,7 @@ def test_bytes_sent(workers):
     expected = [[1200, 600, 2400, 1200, whole], [1200, 600, 1200, 600, whole], [1200, 600, whole]]
     assert workers(3, sent_between_processes) == [[counts] * 2 for counts in expected]
     # In a process every other member gets a copy.
-    assert run_replicas(3, sent_bytes, timeout=20)[1] == [1200, 600, 2400, 1200, 9 * 8 * _BLOCK_ON_CPU]
+    assert run_replicas(3, sent_bytes)[1] == [1200, 600, 2400, 1200, 9 * 8 * _BLOCK_ON_CPU]
 
 
 # -- messages that were not due --------------------------------------------------------------------------------------------
@@ -545,7 +545,7 @@ def leavers(rank: int, n: int, size: int, abruptly: bool) -> str:
     return "fine"
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("abruptly", [False, True])
 def test_a_worker_that_exits_first_breaks_no_other(workers, size, abruptly):
     n = 6

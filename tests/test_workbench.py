@@ -68,7 +68,7 @@ def test_steps_are_predicted_as_committed(tmp_path: Path, monkeypatch: pytest.Mo
         assert line["step_ms"] == pytest.approx(kept[key], rel=0.01), key
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.slow
 def test_learning_is_simulated_as_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One column of the table; other machines round otherwise, which moves some images of 360."""
     monkeypatch.setattr(workbench, "names_that_fit", lambda *_: ["ring"])

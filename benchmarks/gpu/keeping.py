@@ -80,7 +80,7 @@ def train(run: Library, first: int, last: int) -> None:
 
 def need_safetensors() -> None:
     if importlib.util.find_spec("safetensors") is None:
-        raise SkipError("there is no safetensors: pip install 'decent-dp[checkpoint]'")
+        raise SkipError("safetensors is not installed")
 
 
 @case("checkpoint: an exact resume", PAIR, THREADS, TRIO)

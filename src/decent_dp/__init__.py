@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from decent_dp.errors import (
@@ -15,6 +16,10 @@ from decent_dp.errors import (
     PeerTimeoutError,
     WireError,
 )
+
+# Here rather than at the first call that Windows does not have, in the middle of a run.
+if sys.platform == "win32":
+    raise ImportError("decent_dp runs on Linux and macOS, and not on Windows: use it in WSL 2, the Windows Subsystem for Linux")
 
 if TYPE_CHECKING:
     from decent_dp._gossip import Gossip, gossip

@@ -9,7 +9,7 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["check_bool", "check_choice", "check_integer", "check_number", "did_you_mean", "to_float"]
+__all__ = ["check_bool", "check_choice", "check_integer", "check_number", "did_you_mean", "install_hint", "to_float"]
 
 
 def check_integer(name: str, value: Any, at_least: int | None = None, unit: str = "") -> int:
@@ -82,3 +82,11 @@ def did_you_mean(value: Any, known: Iterable[str]) -> str:
     """Returns the end of an error message, which suggests the closest of ``known``; '' if none is close."""
     close = difflib.get_close_matches(str(value).lower(), list(known), n=1, cutoff=0.5)
     return f": did you mean {close[0]!r}?" if close else ""
+
+
+def install_hint(extra: str) -> str:
+    """Returns the end of an error message about a missing package: the line that installs it.
+
+    Not by the name of this package, under which a registry has an earlier version.
+    """
+    return f"in the clone of the repository: pip install -e '.[{extra}]'"

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from decent_dp._checks import install_hint
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -49,7 +51,7 @@ def figure_class() -> type[Figure]:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("plots need matplotlib; in the clone: pip install -e '.[plots]'") from error
+        raise ImportError(f"plots need matplotlib; {install_hint('plots')}") from error
     return Figure
 
 
@@ -159,7 +161,7 @@ def plot_simulation(rows: Sequence[Mapping[str, Any]], path: str | Path | None =
         rows: 'step', 'loss' (mean over workers), 'consensus_distance', 'accuracy' (of the mean model, from 0 to 1) and
             'worst_accuracy' (of the worst replica, drawn thin). Losses and distances that a log scale cannot show (0, None, not
             finite: the run diverged) are left out.
-        path, title: as of :func:`plot_training`.
+        path, title: as of `plot_training`.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -205,7 +207,7 @@ def plot_topology(
     Args:
         rounds: the edges of each round; the first 12 are drawn.
         errors: the consensus error after 0, 1, … rounds, relative to the start.
-        path, title: as of :func:`plot_training`.
+        path, title: as of `plot_training`.
         local_world_size: workers per node.
         epsilon: an error to mark with a line; the curve ends at a thousandth of it.
 

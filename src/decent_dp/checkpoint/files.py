@@ -162,7 +162,7 @@ def write_shard(folder: Path, record: Record, tensors: Mapping[str, Tensor], tex
     Args:
         folder: of the checkpoint.
         record: without ``sha256``.
-        tensors: of the tree, contiguous and not overlapping, and not changed before this returns; as :mod:`staging` has them.
+        tensors: of the tree, contiguous and not overlapping, and not changed before this returns; as `staging` has them.
         text: the tree they belong to, as ``encode`` returned it.
 
     Raises:
@@ -266,7 +266,7 @@ class Shard:
         return loaded(self.outline())
 
     def outline(self) -> Any:
-        """As :meth:`tree`, with a :class:`Stored` in place of each tensor and array."""
+        """As `tree`, with a `Stored` in place of each tensor and array."""
         text = self[_TREE].numpy().tobytes().decode("ascii", "replace")
         return parse(text, self.__getitem__, f"{self.file} cannot be used: ")
 
@@ -320,7 +320,7 @@ def replace_file(file: Path, write: Callable[[Path], object], by: str = "") -> N
 
 
 def replace_text(file: Path, text: str, by: str = "") -> None:
-    """As :func:`replace_file`, for a small file."""
+    """As `replace_file`, for a small file."""
 
     def write(temporary: Path) -> None:
         with open(temporary, "wb") as out:

@@ -86,7 +86,7 @@ def combined(shards: Sequence[Shard]) -> dict[str, Any]:
 
 
 def mean_tensors(shards: Sequence[Shard], keys: Sequence[str]) -> dict[str, Tensor]:
-    """The means of the tensors in the snapshots under ``keys``, by name. Raises as :func:`combined`."""
+    """The means of the tensors in the snapshots under ``keys``, by name. Raises as `combined`."""
     trees = [state_of_worker(shard, shard.outline()) for shard in shards]
     with _naming(shards):
         means = _snapshot([{key: tree["snapshot"][key] for key in keys} for tree in trees], shards)

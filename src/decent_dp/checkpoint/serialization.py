@@ -67,7 +67,7 @@ def encode(tree: Any, where: str) -> tuple[str, dict[str, Tensor]]:
 
     Returns:
         ASCII text, and the tensors by key. They are the tensors of the tree where that is possible: of any strides, on any
-        device, and maybe overlapping. Copy them (:mod:`staging`) before they are written.
+        device, and maybe overlapping. Copy them (`staging`) before they are written.
 
     Raises:
         TypeError: the tree has something else in it, or contains itself; names the place.
@@ -221,16 +221,16 @@ _ERRORS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, Ove
 
 
 def decode(text: str, get_tensor: Callable[[str], Tensor]) -> Any:
-    """The inverse of :func:`encode`; ``get_tensor`` returns the tensor of a key.
+    """The inverse of `encode`; ``get_tensor`` returns the tensor of a key.
 
     Raises:
-        CheckpointError: :func:`encode` did not make this text, or a tensor is missing or does not fit.
+        CheckpointError: `encode` did not make this text, or a tensor is missing or does not fit.
     """
     return loaded(parse(text, get_tensor))
 
 
 def parse(text: str, get_tensor: Callable[[str], Tensor], where: str = "") -> Any:
-    """As :func:`decode`, with a :class:`Stored` in place of each tensor and array; errors begin with ``where``."""
+    """As `decode`, with a `Stored` in place of each tensor and array; errors begin with ``where``."""
     try:
         return _Decoder(get_tensor, where).value(json.loads(text, object_pairs_hook=_unique), 0)
     except _ERRORS as error:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from decent_dp._checks import install_hint
+
 __all__ = ["main"]
 
 
@@ -22,6 +24,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ImportError as error:
         if (error.name or "").partition(".")[0] not in ("typer", "rich", "click"):
             raise
-        sys.stderr.write("decent-dp: the command line needs typer and rich; in the clone: pip install -e '.[cli]'\n")
+        sys.stderr.write(f"decent-dp: the command line needs typer and rich; {install_hint('cli')}\n")
         return 1
     return run(sys.argv[1:] if argv is None else list(argv))

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from decent_dp._checks import check_integer, to_float
+from decent_dp._checks import check_integer, install_hint, to_float
 
 __all__ = ["Batches", "Data", "digits", "dirichlet_split"]
 
@@ -51,7 +51,7 @@ def digits() -> Data:
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
     except ImportError as error:
-        raise ImportError("the digits come with scikit-learn, which is not installed: pip install -e '.[sim]'") from error
+        raise ImportError(f"the digits need scikit-learn; {install_hint('sim')}") from error
     images, labels = load_digits(return_X_y=True)
     split = train_test_split(images / 16, labels, test_size=_TEST_SAMPLES, stratify=labels, random_state=0)
     x, x_test = (torch.tensor(part, dtype=torch.float32) for part in split[:2])

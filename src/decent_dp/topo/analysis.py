@@ -42,7 +42,7 @@ _MOST_HELD = 2**24
 
 @dataclass(frozen=True)
 class Analysis:
-    """The result of :func:`analyse`. Bytes are in units of ``payload``.
+    """The result of `analyse`. Bytes are in units of ``payload``.
 
     Figures of a topology without a period are those of its first 64 rounds, or of the first 64 h updates if it, or a part of
     it, mixes in every h-th update only. So the figures of a switch are those of its first part. (A period of more than
@@ -59,7 +59,7 @@ class Analysis:
             periods. With a period of T rounds, the T-th root of the spectral radius of P - J. Without, the mean over the
             rounds.
         rounds_to_epsilon: rounds until the error is at most ``epsilon``; None: more than the limit. For more than 128 workers
-            and no period an estimate (see :func:`consensus_error`).
+            and no period an estimate (see `consensus_error`).
         epsilon: as given.
         degree: different peers of a worker, the maximum over workers.
         largest_group: workers in the largest edge.
@@ -259,7 +259,7 @@ def _updates_per_mix(topology: Topology) -> int:
 
 
 def _cost(rounds: Sequence[RoundArrays], n: int, local: int) -> dict[str, Any]:
-    """The fields of :class:`Analysis` about traffic.
+    """The fields of `Analysis` about traffic.
 
     A group of m workers on k nodes sums and returns its mean along trees: 2(m - 1) messages, 2(k - 1) of them between nodes,
     evenly distributed over its workers and over its nodes. For a pair this is the message of each to the other.

@@ -47,7 +47,7 @@ def worker_scope(world_size: int, rank: int) -> Iterator[None]:
 
 
 def _current_worker() -> tuple[int, int] | None:
-    """``(world_size, rank)`` of the open :func:`worker_scope`, else of the default process group, else None."""
+    """``(world_size, rank)`` of the open `worker_scope`, else of the default process group, else None."""
     scoped = _scope.get()
     # Not imported here: a topology can be made, printed and studied without torch. A process group needs torch imported.
     dist = sys.modules.get("torch.distributed")
@@ -79,8 +79,8 @@ class TopologyMeta(ABCMeta):
 class Topology(metaclass=TopologyMeta):
     """Says which workers mix in each round.
 
-    A subclass implements :meth:`_get_topo_edges`, from ``self._world_size``, ``self._local_world_size`` and
-    ``self._n_nodes``, or overrides :meth:`round` if the rounds do not repeat. The rounds of a period are checked when the
+    A subclass implements `_get_topo_edges`, from ``self._world_size``, ``self._local_world_size`` and
+    ``self._n_nodes``, or overrides `round` if the rounds do not repeat. The rounds of a period are checked when the
     object is constructed. Of a topology without a period, round 0 is checked then, and the others when they are looked up.
 
     Args:
@@ -170,7 +170,7 @@ class Topology(metaclass=TopologyMeta):
         rank: int | None = None,
         allow_disconnected: bool = False,
     ) -> Topology:
-        """A topology in which the neighbours of an undirected graph mix in pairs: see :class:`GraphTopology`."""
+        """A topology in which the neighbours of an undirected graph mix in pairs: see `GraphTopology`."""
         from . import GraphTopology  # it builds on this class
 
         made = GraphTopology(graph, local_world_size, world_size=world_size, rank=rank, allow_disconnected=allow_disconnected)
@@ -191,14 +191,14 @@ class Topology(metaclass=TopologyMeta):
 
     @property
     def period(self) -> int | None:
-        """Number of rounds after which they repeat; None for a topology that overrides :meth:`round`."""
+        """Number of rounds after which they repeat; None for a topology that overrides `round`."""
         return None if self._is_aperiodic() else len(self._period_rounds())
 
     def get_edge(self, step: int) -> Edge:
         """This rank's edge of round ``step`` ≥ 0.
 
         Raises:
-            ValueError: ``step`` is negative, or an overridden :meth:`round` gave an invalid round.
+            ValueError: ``step`` is negative, or an overridden `round` gave an invalid round.
         """
         edges = self._checked(check_integer("step", step, 0))
         return next(edge for edge in edges if self._rank in edge.ranks)

@@ -15,7 +15,7 @@ __all__ = ["EveryTopology", "SwitchTopology"]
 
 
 class EveryTopology(Topology):
-    """Another topology, in every ``h``-th update only: the result of :meth:`Topology.every`.
+    """Another topology, in every ``h``-th update only: the result of `Topology.every`.
 
     Update t mixes if t + 1 is a multiple of h, with round ``t // h`` of the other topology: its rounds are counted in mixes.
     (If they were counted in updates, a period that has a factor in common with h would never use some of its rounds.) In all

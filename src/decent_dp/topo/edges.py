@@ -23,7 +23,7 @@ _KEPT_ROUNDS = 8
 class Edge:
     """A group of workers that mix in one round.
 
-    Each member keeps ``weight`` of its own value and takes :attr:`peer_weight` of each other member's. One rank alone,
+    Each member keeps ``weight`` of its own value and takes `peer_weight` of each other member's. One rank alone,
     with weight 1, is idle. The topology checks the values, as it can name the round.
 
     Args:

@@ -17,7 +17,7 @@ _Link = tuple[int, int]
 
 
 class GraphTopology(Topology):
-    """The neighbours of an undirected graph mix in pairs, weight 1/2: what :meth:`Topology.from_graph` returns.
+    """The neighbours of an undirected graph mix in pairs, weight 1/2: what `Topology.from_graph` returns.
 
     Every link of the graph comes up once per period. The rounds are an edge colouring of the graph: d rounds for a bipartite
     graph and at most d + 1 otherwise, where d is the largest degree. They are the same on all workers, in whatever order

@@ -22,7 +22,7 @@ class TopologyReg:
     """The registry of topologies: ``topology='ring'`` means ``TopologyReg.registry['ring'](local_world_size)``.
 
     Attributes:
-        registry: name to :class:`Topology` subclass, or to any callable that takes ``local_world_size`` and returns
+        registry: name to `Topology` subclass, or to any callable that takes ``local_world_size`` and returns
             a topology. It is a plain dict and may be written to directly.
     """
 
@@ -57,14 +57,14 @@ def make_topology(topology: str | Topology, *, local_world_size: int, world_size
     """The topology that ``topology`` names, made for these workers; an instance is checked and returned.
 
     Args:
-        topology: a name in :attr:`TopologyReg.registry`; several, each but the last with its number of updates, such as
-            ``"complete:500,base-2"``; or a :class:`Topology`.
+        topology: a name in `TopologyReg.registry`; several, each but the last with its number of updates, such as
+            ``"complete:500,base-2"``; or a `Topology`.
         local_world_size: workers per node, the argument of the registered class or function.
         world_size: number of workers in the process group.
         rank: this worker's rank in the process group.
 
     Raises:
-        TypeError: ``topology`` is neither, or the registered function does not return a :class:`Topology`.
+        TypeError: ``topology`` is neither, or the registered function does not return a `Topology`.
         ValueError: a name is unknown, or lacks its number of updates; the topology does not fit so many workers or has an
             invalid round; or it was made for other workers.
     """
