@@ -111,7 +111,7 @@ LAYOUTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("layout", range(len(LAYOUTS)))
-@pytest.mark.parametrize("name", ["momentum", pytest.param("zoo", marks=pytest.mark.slow), "windows"])
+@pytest.mark.parametrize("name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("momentum", "zoo")), "windows"])
 def test_other_buckets(name, layout):
     before, after = LAYOUTS[layout]
     for number, compression in enumerate(COMPRESSIONS):
