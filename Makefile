@@ -3,9 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # More than eight processes only wait for each other's imports; workers in tests are processes of their own.
-PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
+PARALLEL := -n auto --maxprocesses 8 --dist worksteal
+PYTEST := $(BIN)/python -m pytest $(PARALLEL)
+# For make compat: names on the PATH, or paths.
+OLDEST_PYTHON ?= python3.10
+NEWEST_PYTHON ?= python3.13
 
-.PHONY: help test test-all slow breakages lint types suite demo accuracy wires workbench figures bench-net bench-net-long bench-net-nodes bench-gossip bench-optim bench-overhead bench-plan bench-checkpoint gpu docs clean
+.PHONY: help test test-all slow breakages compat compat-pythons compat-oldest compat-newest lint types suite demo accuracy wires workbench figures bench-net bench-net-long bench-net-nodes bench-gossip bench-optim bench-overhead bench-plan bench-checkpoint gpu docs clean
 
 help:  ## lists the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -25,6 +29,25 @@ slow: $(VENV)/.installed  ## the fast tests, and which of them take longest
 
 breakages: $(VENV)/.installed  ## ten deliberate faults, one at a time: which fast test sees each (30 minutes); rows go to docs/results/
 	$(BIN)/python -m tests.breakages
+
+compat: compat-oldest compat-newest  ## the fast tests with the oldest versions that are claimed, and with the newest (installs torch twice)
+
+# The deselected test reads what these runs write.
+compat-oldest compat-newest: compat-%: .compat/%/.installed
+	.compat/$*/bin/python -m pytest $(PARALLEL) -m "not slow" -rs -p tests.compat --keep-as $* \
+		--deselect tests/test_packaging.py::test_the_metadata_claims_what_was_run
+
+.compat/oldest/.installed: FOUND = $(OLDEST_PYTHON)
+.compat/newest/.installed: FOUND = $(NEWEST_PYTHON)
+.compat/%/.installed: pyproject.toml constraints-%.txt | compat-pythons
+	$(FOUND) -m venv .compat/$*
+	.compat/$*/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-$*.txt -e '.[dev]'
+	@touch $@
+
+# Before anything is installed.
+compat-pythons:
+	@$(OLDEST_PYTHON) --version || { echo "There is no $(OLDEST_PYTHON). Install it, or name one: make compat OLDEST_PYTHON=/path/to/python3.10"; exit 1; }
+	@$(NEWEST_PYTHON) --version || { echo "There is no $(NEWEST_PYTHON). Install it, or name one: make compat NEWEST_PYTHON=/path/to/python3.13"; exit 1; }
 
 lint: $(VENV)/.installed  ## ruff: lint and format
 	$(BIN)/ruff check .
@@ -91,4 +114,4 @@ docs: $(VENV)/.installed  ## the pages as a site under runs/site, with the refer
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 clean:  ## removes the environment and the outputs of runs
-	rm -rf $(VENV) runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .compat runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -11,9 +11,14 @@ import pytest
 import torch
 
 from decent_dp.topo import TopologyReg
-from tests.workers import Workers
+from tests.workers import FOREIGN, Workers
 
 torch.set_num_threads(1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for message, category, module in FOREIGN:
+        config.addinivalue_line("filterwarnings", f"ignore:{message}:{category.__name__}:{module}")
 
 
 def pytest_collection_finish() -> None:

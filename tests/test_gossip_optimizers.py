@@ -394,7 +394,7 @@ def gan(critic_steps: int, apart: bool, scaled: bool) -> Script:
 
 
 SEVERAL: dict[str, Script] = {
-    "by layers": by_layers,
+    **({"by layers": by_layers} if hasattr(torch.optim, "Muon") else {}),  # torch 2.6 has none
     "gan": gan(1, apart=False, scaled=False),
     "gan, three critic steps": gan(3, apart=False, scaled=False),
     "gan, two calls": gan(3, apart=True, scaled=False),

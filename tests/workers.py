@@ -9,6 +9,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import re
 import time
 import traceback
 import warnings
@@ -18,6 +19,12 @@ from datetime import timedelta
 from itertools import count
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+# Warnings of other packages' own code, which no call of ours can avoid: the message's beginning, category and module.
+FOREIGN: list[tuple[str, type[Warning], str]] = [
+    # torch 2.15's compiler, with Python 3.13.0 only.
+    ("Guards may run slower on Python 3.13.0", RuntimeWarning, "torch._dynamo.guards"),
+]
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # torch._dynamo: a second of import that torch's optimizers ask for when the first one is made.
@@ -113,6 +120,8 @@ def _worker(pipe: Connection, port: int, key: str, rank: int, n: int, group_time
 
     gc.freeze()  # what is loaded already is not walked again: a collection takes 1 ms instead of 80
     warnings.simplefilter("error")
+    for message, category, module in FOREIGN:
+        warnings.filterwarnings("ignore", re.escape(message), category, re.escape(module))
     torch.set_num_threads(1)
     torch.manual_seed(1000 + rank)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):

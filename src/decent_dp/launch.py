@@ -153,7 +153,7 @@ def initialize_dist() -> tuple[int, int]:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             store = _unused_store(launch.address, launch.port or 0, launch.rank, launch.world_size)
         dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size)
-    except dist.DistNetworkError as error:
+    except RuntimeError as error:  # torch 2.6 raises no DistNetworkError
         if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
             raise
         raise RuntimeError(
