@@ -38,8 +38,8 @@ ROOT = Path(__file__).resolve().parents[1]
 BASELINE = "PyTorch DDP"
 # The promises in docs/results.md.
 MAX_ACCURACY_GAP, MAX_TIME_RATIO = 0.015, 1.05
-# Times are judged if other programs took at most this part of the machine's CPU time. An idle machine's own work is less. One
-# busy process is more on fewer than ten cores; on ten it takes none from four workers.
+# Times are judged if other programs took at most this part of the machine's CPU time. An idle machine uses less. One
+# busy process is more than this on fewer than ten cores; with more cores it does not slow four workers.
 MAX_OTHERS = 0.1
 
 

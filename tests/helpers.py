@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -21,9 +22,25 @@ from decent_dp.transport import ExchangeId, ExchangeRequest, InProcessTransport
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
-def some_and_all(cases: Sequence[Any], every: int) -> Any:
-    """Passes ``cases`` to a test: every n-th of them in the fast tests, all in the slow ones."""
-    return pytest.mark.parametrize("cases", [cases[::every], pytest.param(cases, marks=pytest.mark.slow)], ids=["some", "all"])
+def covering(cases: Sequence[Any]) -> list[Any]:
+    """A part of ``cases``, dataclasses or tuples, in which each value of each field and option occurs."""
+    values = [set(_values_of(case)) for case in cases]
+    missing, chosen = set().union(*values), []
+    while missing:
+        best = max(range(len(cases)), key=lambda i: len(values[i] & missing))
+        chosen.append(best)
+        missing -= values[best]
+    return [cases[i] for i in sorted(chosen)]
+
+
+def _values_of(case: Any) -> Iterable[tuple[Any, ...]]:
+    for name, value in (vars(case) if dataclasses.is_dataclass(case) else dict(enumerate(case))).items():
+        yield from ((name, key, repr(one)) for key, one in value.items()) if isinstance(value, dict) else [(name, repr(value))]
+
+
+def some_and_all(cases: Sequence[Any]) -> Any:
+    """Passes ``cases`` to a test: in the fast tests a part in which each value occurs, in the slow ones all."""
+    return pytest.mark.parametrize("cases", [covering(cases), pytest.param(cases, marks=pytest.mark.slow)], ids=["some", "all"])
 
 
 def net(seed: int = 0) -> nn.Sequential:

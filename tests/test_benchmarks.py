@@ -214,7 +214,7 @@ def lacking() -> bool:
         except LabError:
             pass
     done = start("--setup", "1x1-60", "--contender", "alone", out=ROOT / "runs")
-    out, err = done.communicate(timeout=30)
+    out, err = done.communicate(timeout=200)
     assert done.returncode == 2
     assert len(err.strip().splitlines()) == 1, err
     assert "Traceback" not in out + err
@@ -263,7 +263,7 @@ def test_two_nodes_end_to_end(tmp_path: Path) -> None:
         return
     options = ["--setup", "2x1-500", "--contender", "alone", "ours:one-peer-exp", "--steps", "3"]
     process = start(*options, out=tmp_path)
-    out, err = process.communicate(timeout=50)
+    out, err = process.communicate(timeout=200)
     assert process.returncode == 0, out + err
     result = json.loads((tmp_path / "2x1-500.json").read_text())
     alone, ours = result["lines"]
@@ -363,7 +363,7 @@ def test_an_interrupted_run_is_removed_completely(how: str, tmp_path: Path) -> N
         os.kill(workers[0], signal.SIGKILL)
     else:
         process.send_signal(getattr(signal, how))
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=200)
     assert process.returncode == {"SIGINT": 130, "SIGTERM": 143}.get(how, 1), out + err
     assert "Traceback" not in out + err
     assert ("alone failed: worker 1: killed by SIGKILL" in out) == (how == "a worker killed")

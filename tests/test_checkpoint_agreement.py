@@ -51,9 +51,9 @@ def test_missing_workers_are_named(lost, kind, text):
     gather, began = worker(0, dist.HashStore(), lost), time.monotonic()  # type: ignore[attr-defined]
     gather.put("x")
     with pytest.raises(kind) as caught:
-        gather.wait(0.5, before="all had answered", late="did not answer")
+        gather.wait(2.0, before="all had answered", late="did not answer")
     assert str(caught.value) == text
-    assert (time.monotonic() - began < 0.4) == bool(lost)
+    assert (time.monotonic() - began < 1.9) == bool(lost)
 
 
 def test_a_worker_that_is_gone_after_its_text_was_stored_is_not_missing():

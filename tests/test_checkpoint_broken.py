@@ -130,7 +130,7 @@ def broken(rank: int, n: int, path: str) -> Any:
 
 
 def test_broken_files_are_refused_on_all_workers(workers, tmp_path):
-    results = workers(2, broken, str(tmp_path / "saved"), timeout=60)
+    results = workers(2, broken, str(tmp_path / "saved"))
     for name, (_, kind, pattern) in harms(tmp_path / "any").items():
         texts = {found[name] for found in results}
         assert {found[name][0] for found in results} == {kind}, (name, texts)

@@ -146,6 +146,7 @@ class Chain:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_killed_at_a_hundred_random_moments(workers, tmp_path):
     chains = []
     for n in KILLS:

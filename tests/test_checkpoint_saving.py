@@ -111,7 +111,7 @@ def test_a_pending_update_is_made_before_random_states_are_taken(tmp_path):
 
 
 def test_close_waits_for_the_own_disk(tmp_path, monkeypatch):
-    slow_writing(monkeypatch, 0.8)
+    slow_writing(monkeypatch, 2.0)
     monkeypatch.setattr(saver, "_AT_EXIT", 0.2)
     monkeypatch.setattr(saver, "_AT_ERROR", 0.2)
     model = alone(net())
@@ -122,7 +122,7 @@ def test_close_waits_for_the_own_disk(tmp_path, monkeypatch):
     model = alone(net())
     saving, began = save(model, tmp_path / "error", wait=False), time.monotonic()
     saver.saver_of(model.replica).close(at_error=True)
-    assert time.monotonic() - began < 0.6
+    assert time.monotonic() - began < 1.9
     assert isinstance(saving.error, PeerTimeoutError)
 
 
@@ -273,7 +273,7 @@ def test_a_third_save_raises_what_the_first_one_did_not_get(tmp_path):
         began = time.monotonic()
         for t in range(2):
             save(model, tmp_path, {"t": t}, wait=False)
-        assert time.monotonic() - began < 1.5
+        assert time.monotonic() - began < 1.9
         found = error_of(lambda: save(model, tmp_path, wait=False)), time.monotonic() - began
         transport.control.gather(None)
         return found

@@ -24,7 +24,7 @@ CLEAN["OMP_NUM_THREADS"] = "1"
 
 
 def run(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**CLEAN, **environ})
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, env={**CLEAN, **environ})
 
 
 def test_the_entry_points() -> None:

@@ -223,7 +223,7 @@ class StoppedStore(dist.Store):
 
 
 def test_notes_do_not_wait_for_a_store_that_hangs(monkeypatch):
-    monkeypatch.setattr(communicators, "_STORE_LIMIT", 0.2)
+    monkeypatch.setattr(communicators, "_STORE_LIMIT", 1.0)
     stopped: Any = StoppedStore()
     for first in ("read", "write"):
         notes, asked, began = Notes(stopped, 0), stopped.asked, time.monotonic()
@@ -232,7 +232,7 @@ def test_notes_do_not_wait_for_a_store_that_hangs(monkeypatch):
         for _ in range(3):
             assert "store does not answer" in notes.read([1, 2])
         notes.write("lost again")
-        assert 0.1 < time.monotonic() - began < 1
+        assert 0.9 < time.monotonic() - began < 3.5  # four limits, if each call waited
         assert stopped.asked == asked + 1
     stopped.answers.set()
 

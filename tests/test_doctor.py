@@ -386,7 +386,7 @@ def test_a_launcher_that_ends_all_leaves_time_for_a_message(tmp_path: Path) -> N
         assert silent.stdout.readline() == "here\n"
         time.sleep(1.0)
         doctor_.send_signal(signal.SIGTERM)
-        out, err = doctor_.communicate(timeout=20)
+        out, err = doctor_.communicate(timeout=200)
         silent.kill()
     assert (doctor_.returncode, out) == (1, "")
     assert re.fullmatch(MEASURING + r"decent-dp: stopped by the launcher, as another worker has failed[^\n]+\n", err)

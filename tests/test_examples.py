@@ -75,7 +75,7 @@ def test_the_script_alone(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_demonstration_from_end_to_end(tmp_path: Path) -> None:
     short = ["--workers", "2", "--epochs", "1", "--rounds", "1", "--steps", "2", "--out", str(tmp_path)]
-    done = start("-m", "examples.compare", *short, timeout=80)
+    done = start("-m", "examples.compare", *short, timeout=200)
     assert done.returncode == 0, done.stderr
     assert "gossip() on five topologies, and the wrapper" in done.stdout
     for name in ("PyTorch DDP", "base-2", "base-2, wrapper", "complete", "ring", "one-peer-exp", "alternating-exp-ring"):
@@ -318,7 +318,7 @@ def test_the_characters_alone(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_every_compression_from_end_to_end(tmp_path: Path) -> None:
     short = ["--workers", "2", "--seeds", "0", "--topologies", "one-peer-exp", "--epochs", "1", "--steps", "4"]
-    done = start("-m", "examples.wires", *short, "--out", str(tmp_path), timeout=80)
+    done = start("-m", "examples.wires", *short, "--out", str(tmp_path), timeout=200)
     assert done.returncode == 0, done.stderr
     assert "One seed says nothing about noise" in done.stdout
     text = (tmp_path / "wires.json").read_text()

@@ -203,7 +203,7 @@ def test_an_export_opens_where_decent_dp_is_not_installed(tmp_path):
     model = alone(net())
     loss(model, 0).backward()
     paths = [str(export(model, tmp_path / name)) for name in (*FORMATS, "model.pth", "model.bin")]
-    done = subprocess.run([sys.executable, "-c", WITHOUT_US, *paths], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", WITHOUT_US, *paths], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert {float(line) for line in done.stdout.split()} == {sum(p.double().sum().item() for p in model.parameters())}
 

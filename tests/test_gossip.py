@@ -304,7 +304,7 @@ def uneven(rank: int, n: int) -> Any:
 
 
 def test_join(workers):
-    first, *others = workers(3, uneven, timeout=60)
+    first, *others = workers(3, uneven)
     for found in others:
         for a, b in zip(first, found, strict=True):
             assert_same(a, b)

@@ -781,7 +781,7 @@ def refused(rank: int, n: int, path: str) -> Any:
 
 
 def test_misfits_are_refused_on_all_workers(workers, tmp_path):
-    found, *others = workers(3, refused, str(tmp_path), timeout=60)
+    found, *others = workers(3, refused, str(tmp_path))
     assert all(other == found for other in others)
 
     def expect(name: str, kind: str, *texts: str) -> None:

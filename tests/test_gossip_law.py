@@ -162,5 +162,5 @@ def beside(rank: int, n: int) -> list[float]:
 
 @pytest.mark.parametrize("n", BESIDE)
 def test_fifty_steps_equal_the_wrappers(workers, n):
-    for found in workers(n, beside, timeout=60):
+    for found in workers(n, beside):
         assert max(found) <= 1e-6, found

@@ -635,7 +635,7 @@ GROUPS = {
 @pytest.mark.parametrize("group", GROUPS)
 def test_two_workers_are_one_after_each_round(workers, group):
     """Mixed at once and wholly, replicas are equal after the last round, and not at the start; overlapped, they differ."""
-    first, second = workers(2, every_script, GROUPS[group], timeout=60)
+    first, second = workers(2, every_script, GROUPS[group])
     for case in first:
         distances = []
         for ours, theirs in zip(first[case], second[case], strict=True):

@@ -367,7 +367,7 @@ def test_torchrun_for_real(tmp_path):
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         env={**environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )
     assert done.returncode == 0, done.stderr

@@ -163,7 +163,7 @@ def train_each(rank: int, n: int, cases: list[Case]) -> list[Any]:
     return [train(rank, case, **options_of(i)) for i, case in enumerate(cases)]
 
 
-@some_and_all(CASES, 3)
+@some_and_all(CASES)
 def test_four_workers_equal_numpy(workers, cases):
     results = workers(N, train_each, cases)
     for i, case in enumerate(cases):
@@ -290,7 +290,7 @@ def trace_means(rank: int, n: int, cases: list[Case]) -> list[Any]:
     return [train(rank, case, **options_of(i))[1] for i, case in enumerate(cases)]
 
 
-@some_and_all(MEANS, 4)
+@some_and_all(MEANS)
 def test_the_mean_of_the_anchors_follows_one_outer_optimizer(workers, cases):
     """On the mean of the replicas, whatever the topology: idle workers, groups and weights that differ."""
     results = workers(N, trace_means, cases)
@@ -330,7 +330,7 @@ def train_plainly(rank: int, n: int, cases: list[Case]) -> list[list[np.ndarray]
     return [[train(rank, case, rule=rule, **options_of(i))[0] for rule in rules] for i, case in enumerate(cases)]
 
 
-@some_and_all(PLAIN, 3)
+@some_and_all(PLAIN)
 def test_a_rate_of_one_without_momentum_is_plain_gossip(workers, cases):
     for rank, found in enumerate(workers(N, train_plainly, cases)):
         for case, (outer, gossip, default) in zip(cases, found, strict=True):

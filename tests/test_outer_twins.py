@@ -82,7 +82,7 @@ def over_sockets(rank: int, n: int, cases: list[Case]) -> list[Any]:
     return [train_really(rank, n, one) for one in cases]
 
 
-@some_and_all(CASES, 4)
+@some_and_all(CASES)
 def test_over_sockets_in_process_and_simulated(workers, cases):
     """Parameters and buffers after each of five steps, distances and bytes after the last."""
     sockets = workers(4, over_sockets, cases)

@@ -643,9 +643,10 @@ MEMORY = {
 }
 
 
-@pytest.mark.slow
-def test_memory_beyond_parameters(workers):
-    for found in workers(4, memory, list(MEMORY), timeout=60):
-        for (case, allowed), (plain_size, backup_size) in zip(MEMORY.items(), found, strict=True):
+@pytest.mark.parametrize("cases", [list(MEMORY)[::4], pytest.param(list(MEMORY), marks=pytest.mark.slow)], ids=["some", "all"])
+def test_memory_beyond_parameters(workers, cases):
+    for found in workers(4, memory, cases):
+        for case, (plain_size, backup_size) in zip(cases, found, strict=True):
+            allowed = MEMORY[case]
             assert allowed - 0.05 < plain_size <= allowed + 0.05, (case, plain_size)
             assert backup_size <= 1.02, (case, backup_size)

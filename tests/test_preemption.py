@@ -330,7 +330,7 @@ def test_no_later_signal_ends_a_worker_that_must_stop(tmp_path):
         [sys.executable, "-W", "ignore", "-c", LATE_SIGNALS, str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=200,
         cwd=Path(__file__).parents[1],
     )
     assert (done.returncode, done.stdout) == (0, "saved and left"), done.stderr

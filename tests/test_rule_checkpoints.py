@@ -174,7 +174,6 @@ def other_rules(rank: int, n: int, path: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
 def test_other_rules_and_other_settings(workers, tmp_path):
     results = workers(3, other_rules, str(tmp_path))
     for rank, found in enumerate(results):
@@ -323,17 +322,17 @@ def train_and_load(rank: int, case: Case, loads: dict[int, Any], **options: Any)
     return found
 
 
-def load_in_the_middle(rank: int, n: int) -> list[np.ndarray]:
+def load_in_the_middle(rank: int, n: int, cases: list[Any]) -> list[np.ndarray]:
     TopologyReg.registry["varying"] = Varying
     options = [{}, {"bucket_size_in_mb": 1e-6}, {"param_as_bucket_view": False}]
-    return [train_and_load(rank, case, loads, **options[i % 3]) for i, (case, loads) in enumerate(LOADS)]
+    return [train_and_load(rank, case, loads, **options[i % 3]) for i, (case, loads) in enumerate(cases)]
 
 
-@pytest.mark.slow
-def test_a_load_resets_the_rules_state(workers):
+@pytest.mark.parametrize("cases", [LOADS[::3], pytest.param(LOADS, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_a_load_resets_the_rules_state(workers, cases):
     """A load of all parameters or of some, and a mean for good: the anchor has the loaded values, and the momentum is zero."""
-    results = workers(4, load_in_the_middle)
-    for i, (case, loads) in enumerate(LOADS):
+    results = workers(4, load_in_the_middle, cases)
+    for i, (case, loads) in enumerate(cases):
         want = reload_twin(case, 4, loads)
         for rank in range(4):
             np.testing.assert_allclose(

@@ -265,6 +265,17 @@ def six(rank: int, n: int, folder: str) -> Any:
     return found
 
 
+def some(rank: int, n: int, folder: str) -> dict[str, Tensor]:
+    mesh, path = mesh_of(2, 2), Path(folder)
+    resumed(RUNS["outer"], mesh, path / "outer")
+    return exported(mesh, path)
+
+
+def test_saved_resumed_and_exported(workers, tmp_path):
+    for mean in workers(4, some, str(tmp_path)):
+        assert_close_to(torch.load(tmp_path / "inside.pt", weights_only=True), mean, 0.0)
+
+
 @pytest.mark.slow
 def test_saved_exported_and_resized(workers, tmp_path):
     outcomes = workers(4, four, str(tmp_path))

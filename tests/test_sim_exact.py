@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from decent_dp.sim import VirtualCluster
+from tests.helpers import covering
 from tests.sim_cases import OPTIMIZERS, Case, compare, simulate, train_really
 
 TOPOLOGIES = ["complete", "ring", "one-peer-exp", "alternating-exp-ring", "base-2", "random-matching", "hierarchical"]
@@ -58,8 +59,8 @@ NAMES = [*TOPOLOGIES, "graph", "complete:2,ring", "varying", "unrepeated"]
 
 
 def test_some_topologies_models_and_optimizers(workers):
-    cases = crossed(NAMES, MODELS, 1)[::5]
-    assert {case.model for case in cases} == set(MODELS)
+    cases = covering(crossed(NAMES, MODELS, 1))
+    assert {case.topology for case in cases} == set(NAMES)
     assert all(cluster.vectorized for cluster in hold(workers, 4, cases))
 
 
@@ -117,10 +118,12 @@ WIRED = [
 
 
 @pytest.mark.parametrize(
-    ("n", "every"), [(4, 3), pytest.param(4, 1, marks=pytest.mark.slow), pytest.param(8, 2, marks=pytest.mark.slow)]
+    ("n", "cases"),
+    [(4, covering(WIRED)), pytest.param(4, WIRED, marks=pytest.mark.slow), pytest.param(8, WIRED[::2], marks=pytest.mark.slow)],
+    ids=["some", "4", "8"],
 )
-def test_lossy_wires(workers, n, every):
-    clusters = hold(workers, n, WIRED[::every])
+def test_lossy_wires(workers, n, cases):
+    clusters = hold(workers, n, cases)
     assert all(cluster.vectorized for cluster in clusters)
 
 

@@ -69,6 +69,7 @@ def test_steps_are_predicted_as_committed(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_learning_is_simulated_as_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One column of the table; other machines round otherwise, which moves some images of 360."""
     monkeypatch.setattr(workbench, "names_that_fit", lambda *_: ["ring"])

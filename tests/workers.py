@@ -56,7 +56,7 @@ class Workers:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def __call__(
-        self, n: int, body: Callable[..., Any], *args: Any, timeout: float = 200, group_timeout: float = 60
+        self, n: int, body: Callable[..., Any], *args: Any, timeout: float = 110, group_timeout: float = 60
     ) -> list[Any]:
         """Runs ``body(rank, n, *args)`` on n workers and returns the results. Any failure fails the test with its traceback."""
         outcomes = self.outcomes(n, body, *args, timeout=timeout, group_timeout=group_timeout)
@@ -67,7 +67,7 @@ class Workers:
         return [outcome.value for outcome in outcomes]
 
     def outcomes(
-        self, n: int, body: Callable[..., Any], *args: Any, timeout: float = 200, group_timeout: float = 60
+        self, n: int, body: Callable[..., Any], *args: Any, timeout: float = 110, group_timeout: float = 60
     ) -> list[Outcome]:
         """As a call, but failures are returned; a worker that still runs after ``timeout`` seconds is killed and fails."""
         key = f"launch{next(_LAUNCHES)}"
