@@ -111,6 +111,7 @@ gpu:  ## the situations of real scripts on one GPU, with PYTHON as it is (10 min
 
 docs: $(VENV)/.installed  ## the pages as a site under runs/site, with the reference generated from docstrings; broken links are errors
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	# The variable silences an advertisement of a successor, which --strict would not fail on and readers would ask about.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 clean:  ## removes the environment and the outputs of runs

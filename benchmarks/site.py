@@ -1,4 +1,4 @@
-"""A hook of mkdocs: results that lie under benchmarks/ become files of the site, so that the links of the pages reach them."""
+"""A hook of mkdocs: what GitHub and the tests read in another way than the site."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def on_files(files: Any, config: Any) -> Any:
+    """Results that lie under benchmarks/ become files of the site, so that the links of the pages reach them."""
     from mkdocs.structure.files import File
 
     for path in sorted((ROOT / "benchmarks" / "results").rglob("*.*")):
@@ -20,5 +21,9 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """The pages say ``../benchmarks/``, which is right on GitHub and outside the site."""
+    """Rewrites links to ``../benchmarks/``, which is outside the site, and the marks of blocks that no test runs.
+
+    A fence with a second word is none for the site, and the page would end in its code.
+    """
+    markdown = markdown.replace("```python no-run\n", "```python\n")
     return re.sub(r"\]\(\.\./(benchmarks/[^)]*?)(\.md)?\)", lambda m: f"]({m[1]}{'.txt' if m[2] else ''})", markdown)
