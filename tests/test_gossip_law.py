@@ -160,7 +160,7 @@ def beside(rank: int, n: int) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("n", BESIDE)
+@pytest.mark.parametrize("n", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_fifty_steps_equal_the_wrappers(workers, n):
     for found in workers(n, beside):
         assert max(found) <= 1e-6, found

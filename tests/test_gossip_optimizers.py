@@ -632,7 +632,7 @@ GROUPS = {
 }
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("group", [pytest.param(g, marks=pytest.mark.slow) if g == "compiled" else g for g in GROUPS])
 def test_two_workers_are_one_after_each_round(workers, group):
     """Mixed at once and wholly, replicas are equal after the last round, and not at the start; overlapped, they differ."""
     first, second = workers(2, every_script, GROUPS[group])

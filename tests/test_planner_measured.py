@@ -116,6 +116,7 @@ def test_one_link_a_node_is_refused_by_a_fitted_row() -> None:
 # -- what is committed -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_committed_tables_are_these() -> None:
     fresh = bench.as_json(lab(), paper(), bench.fit_paper())
     committed = json.loads((bench.RESULTS / "plan.json").read_text())

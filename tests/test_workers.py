@@ -44,7 +44,7 @@ def every_topology(rank: int, n: int) -> Any:
     return found
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 5, 6, 8])
+@pytest.mark.parametrize("n", [1, 2, 5, 6, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 8))])
 def test_every_topology_runs_or_refuses(workers, n):
     results = workers(n, every_topology)
     for key in results[0]:
