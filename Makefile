@@ -19,7 +19,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-test: lint types suite  ## lint, format, types and the fast tests (below five minutes on two cores)
+test: lint types suite  ## lint, format, types and the fast tests
 
 test-all: lint types $(VENV)/.installed  ## the same with the slow tests: many kills, the network lab, whole examples
 	$(PYTEST)
@@ -28,7 +28,7 @@ slow: $(VENV)/.installed  ## the fast tests, and which of them take longest
 	$(PYTEST) -m "not slow" --durations=40 --durations-min=1
 
 breakages: $(VENV)/.installed  ## deliberate faults, one at a time: which fast test sees each (30 minutes); rows go to docs/results/
-	$(BIN)/python -m tests.breakages
+	$(BIN)/python -m tests.breakages $(PARALLEL)
 
 compat: compat-oldest compat-newest  ## the fast tests with the oldest versions that are claimed, and with the newest (installs torch twice)
 

@@ -18,6 +18,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "docs" / "results" / "breakages.json"
+# The Makefile passes how tests run in parallel.
+PYTEST = [sys.executable, "-m", "pytest", *sys.argv[1:]]
 
 
 @dataclass(frozen=True)
@@ -126,12 +128,11 @@ def first_failure(breakage: Breakage | None) -> str | None:
         for name in subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines():
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, root / name)
-        # That test compares texts, and would see each.
-        options = "-n auto --maxprocesses 8 --dist worksteal --maxfail=1 -rfE --ignore=tests/test_breakages.py"
         if breakage is not None:
             apply(breakage, root)
         out = subprocess.run(
-            [sys.executable, "-m", "pytest", *options.split(), "-m", "not slow"],
+            # tests/test_breakages.py compares texts, and would see each fault.
+            [*PYTEST, "-m", "not slow", "--maxfail=1", "-rfE", "--ignore=tests/test_breakages.py"],
             cwd=root,
             env={**os.environ, "PYTHONPATH": str(root / "src")},
             capture_output=True,
