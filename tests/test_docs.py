@@ -630,3 +630,11 @@ def test_the_version_is_the_packages():
 
 def test_the_changelog_has_this_version():
     assert f"## [{decent_dp.__version__}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+@each_page
+def test_the_site_gets_fences_that_it_understands(page):
+    """After a fence with two words, the site shows the rest of the page as code."""
+    from benchmarks.site import on_page_markdown
+
+    assert re.findall(r"^```\w+ .*$", on_page_markdown(page.read_text(encoding="utf-8")), re.MULTILINE) == []
