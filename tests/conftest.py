@@ -6,6 +6,10 @@ from collections.abc import Iterator
 
 # Before NumPy and torch are loaded: their pools of threads, one pool per process, would compete for the same cores.
 os.environ["OMP_NUM_THREADS"] = "1"
+# torch asks for the host name of each peer of a store, for its messages. A lost answer of a name server would stop a worker for
+# five seconds, so that no question is sent; addresses and /etc/hosts need none. Torch would log that there was no answer.
+os.environ["RES_OPTIONS"] = "attempts:0"
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 
 import pytest
 import torch

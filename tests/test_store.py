@@ -109,6 +109,7 @@ def test_a_store_whose_process_is_stopped_is_waited_for_no_longer_than_the_limit
             with pytest.raises(KeyError):
                 calls.run(lambda: {}["b"], 5)
             os.kill(server.pid, signal.SIGSTOP)
+            os.waitpid(server.pid, os.WUNTRACED)  # it goes on for a moment
             began = time.monotonic()
             for _ in range(5):  # the later ones do not wait
                 with pytest.raises(ConnectionError, match="the store does not answer, and does not fail"):

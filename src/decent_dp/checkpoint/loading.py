@@ -215,7 +215,7 @@ def _check_record(step: Path, record: Record, replica: Replica, resize: str | No
         of_shards = "" if here.shards == 1 else f"replicas of {here.shards} "
         raise ValueError(
             f"{step} was saved by {len(workers)} {of_shards}workers and this run has {len(here.workers)}: pass "
-            "resize='mean' or resize='spread'."
+            "resize='spread' (or 'mean') to load()."
         )
 
 
