@@ -254,11 +254,11 @@ def attempt(given: Given) -> tuple[str, str]:
     assert took < 8, f"{took} s: {found}"
     gc.collect()
     for _ in range(100):
-        if threads() <= before[0] and listening() <= before[1]:
+        left = threads() - before[0], listening() - before[1]
+        if not any(left):
             break
         time.sleep(0.02)
-    assert not threads() - before[0], found
-    assert not listening() - before[1], found
+    assert not any(left), (left, found)
     return found
 
 

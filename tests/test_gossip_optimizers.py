@@ -23,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 from decent_dp import gossip
 from decent_dp.optim import AccumAdamW
 from decent_dp.transport import InProcessTransport
-from tests.helpers import assert_same, batch, loss, net
+from tests.helpers import assert_same, batch, loss, net, seed_cpu
 from tests.test_gradients import Branches, Checkpointed, CheckpointedTwice, Mixed, Tied
 
 STEPS = 6
@@ -43,7 +43,7 @@ def one(
     """The loop of every tutorial."""
 
     def script(start: Start, rank: int) -> Ran:
-        torch.manual_seed(0)
+        seed_cpu(0)
         module = model()
         optimizer = make(module.parameters())
         start(module, optimizer)
@@ -218,7 +218,7 @@ def averages_of_weights(start: Start, rank: int) -> Ran:
     """SWA and EMA follow the replica, and are no part of it."""
     found: list[tuple[nn.Module, int]] = []
     for average in (None, get_ema_multi_avg_fn(0.9)):
-        torch.manual_seed(0)
+        seed_cpu(0)
         model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
         optimizer = SGD(model.parameters())
         start(model, optimizer)
@@ -307,7 +307,7 @@ class Sparse(nn.Module):
 
 
 def sparse_adam(start: Start, rank: int) -> Ran:
-    torch.manual_seed(0)
+    seed_cpu(0)
     model = Sparse()
     optimizers = [torch.optim.SparseAdam(model.embed.parameters(), lr=0.05), ADAMW(model.head.parameters())]
     start(model, optimizers)
@@ -366,7 +366,7 @@ def gan(critic_steps: int, apart: bool, scaled: bool) -> Script:
     """The generator's round is made when it steps, after any number of the critic's; ``apart``: each its own ``gossip``."""
 
     def script(start: Start, rank: int) -> Ran:
-        torch.manual_seed(0)
+        seed_cpu(0)
         model = nn.ModuleDict({"generator": net(), "critic": nn.Linear(3, 1)})
         generator, critic = model["generator"], model["critic"]
         first, second = SGD(generator.parameters()), ADAMW(critic.parameters())
