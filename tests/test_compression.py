@@ -17,21 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from decent_dp.compression import COMPRESSIONS, BFloat16, Compression, FlatTensor, Int8, Lossless, MessageId, check_compression
 from decent_dp.compression.base import _BLOCK_ON_CPU
-from tests.helpers import compression_of, covering, expect_the_most
+from tests.helpers import compression_of, expect_the_most, some_in_the_fast_tests
 
 CPU = torch.device("cpu")
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 BLOCK = _BLOCK_ON_CPU
-
-
-def some_in_the_fast_tests(*values: Sequence[Any]) -> list[Any]:
-    """All combinations, of which a part in which every value occurs is in the fast tests."""
-    cases = list(itertools.product(*values))
-    fast = covering(cases)
-    return [case if case in fast else pytest.param(*case, marks=pytest.mark.slow) for case in cases]
-
-
-KINDS_AND_DTYPES = pytest.mark.parametrize(("kind", "dtype"), some_in_the_fast_tests([*COMPRESSIONS.values()], FLOATS))
+KINDS_AND_DTYPES = pytest.mark.parametrize(("kind", "dtype"), some_in_the_fast_tests(COMPRESSIONS.values(), FLOATS))
 
 
 def randn(size: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -689,7 +680,7 @@ class Group:
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype", "shape"), some_in_the_fast_tests([*COMPRESSIONS.values()], FLOATS, [(3, False), (4, True), (7, True)])
+    ("kind", "dtype", "shape"), some_in_the_fast_tests(COMPRESSIONS.values(), FLOATS, [(3, False), (4, True), (7, True)])
 )
 def test_the_mean_of_a_group(kind, dtype, shape):
     size, tree = shape
@@ -827,7 +818,7 @@ def test_a_group_at_any_distance_mixes_after_a_few_rounds(size, tree, signs):
         assert (own.double() + difference - mean).abs().max() <= 4 * float(group.compressions[0]._steps[0])
 
 
-@pytest.mark.parametrize(("kind", "tree"), some_in_the_fast_tests([*COMPRESSIONS.values()], [False, True]))
+@pytest.mark.parametrize(("kind", "tree"), some_in_the_fast_tests(COMPRESSIONS.values(), [False, True]))
 def test_all_members_learn_of_one_that_is_not_finite(kind, tree):
     sizes = [BLOCK + 7, 40]
     of_a_gpu = torch.tensor([2**31 - 1], dtype=torch.int32).view(torch.float32)[0]  # a NaN, as NVIDIA's have its bits

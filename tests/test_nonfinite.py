@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import logging
 import math
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from decent_dp.rules import OuterNesterov
 from decent_dp.sim import VirtualCluster
 from decent_dp.topo import make_topology
 from decent_dp.transport import run_replicas
-from tests.helpers import SGD, batch, covering, net
+from tests.helpers import SGD, batch, net, some_in_the_fast_tests
 from tests.test_law import matrix
 
 STEPS = 12
@@ -102,13 +101,6 @@ def law(n: int, driver: str, topology: str, overlap: bool, at: tuple[int, int]) 
         if not overlap:
             x = mixed(x, t)
     return x, sat_out
-
-
-def some_in_the_fast_tests(*values: list[Any]) -> list[Any]:
-    """All combinations, of which a part in which every value occurs is in the fast tests."""
-    cases = list(itertools.product(*values))
-    fast = covering(cases)
-    return [case if case in fast else pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 
 
 @pytest.mark.parametrize(
