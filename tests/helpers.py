@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -41,6 +42,13 @@ def _values_of(case: Any) -> Iterable[tuple[Any, ...]]:
 def some_and_all(cases: Sequence[Any]) -> Any:
     """Passes ``cases`` to a test: in the fast tests a part in which each value occurs, in the slow ones all."""
     return pytest.mark.parametrize("cases", [covering(cases), pytest.param(cases, marks=pytest.mark.slow)], ids=["some", "all"])
+
+
+def some_in_the_fast_tests(*values: Iterable[Any]) -> list[Any]:
+    """All combinations of values, for ``parametrize``: in the fast tests a part in which each value occurs."""
+    cases = list(itertools.product(*values))
+    fast = covering(cases)
+    return [case if case in fast else pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 
 
 def seed_cpu(seed: int) -> None:
