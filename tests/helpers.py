@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -43,8 +44,20 @@ def some_and_all(cases: Sequence[Any]) -> Any:
     return pytest.mark.parametrize("cases", [covering(cases), pytest.param(cases, marks=pytest.mark.slow)], ids=["some", "all"])
 
 
+def some_in_the_fast_tests(*values: Iterable[Any]) -> list[Any]:
+    """All combinations of values, for ``parametrize``: in the fast tests a part in which each value occurs."""
+    cases = list(itertools.product(*values))
+    fast = covering(cases)
+    return [case if case in fast else pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
+def seed_cpu(seed: int) -> None:
+    """As ``torch.manual_seed``, which takes milliseconds to note what it would do on other devices."""
+    torch.default_generator.manual_seed(seed)
+
+
 def net(seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
+    seed_cpu(seed)
     return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 3))
 
 

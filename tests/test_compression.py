@@ -17,11 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from decent_dp.compression import COMPRESSIONS, BFloat16, Compression, FlatTensor, Int8, Lossless, MessageId, check_compression
 from decent_dp.compression.base import _BLOCK_ON_CPU
-from tests.helpers import compression_of, expect_the_most
+from tests.helpers import compression_of, expect_the_most, some_in_the_fast_tests
 
 CPU = torch.device("cpu")
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 BLOCK = _BLOCK_ON_CPU
+KINDS_AND_DTYPES = pytest.mark.parametrize(("kind", "dtype"), some_in_the_fast_tests(COMPRESSIONS.values(), FLOATS))
 
 
 def randn(size: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -101,7 +102,7 @@ def allowed(kind: type[Compression], pair: Pair, a: Tensor, b: Tensor, block: in
 
 
 @pytest.mark.parametrize("kind", COMPRESSIONS.values(), ids=COMPRESSIONS)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(case=replicas())
 def test_both_ends_find_opposite_differences(kind, case):
     _, a, b = case
@@ -150,7 +151,7 @@ def test_chunks_that_are_reported_ready_are_final(kind):
 
 
 @pytest.mark.parametrize("kind", COMPRESSIONS.values(), ids=COMPRESSIONS)
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 @given(sizes=st.lists(st.one_of(st.integers(0, 9), st.integers(0, 3 * BLOCK)), max_size=6), dtype=st.sampled_from(FLOATS))
 def test_chunks_contain_every_element_once(kind, sizes, dtype):
     compression = kind([FlatTensor(i, size) for i, size in enumerate(sizes)], dtype, CPU)
@@ -184,8 +185,7 @@ def _bytes_of(block, itemsize: int, record: int):
         yield block.record, block.record + record
 
 
-@pytest.mark.parametrize("kind", COMPRESSIONS.values(), ids=COMPRESSIONS)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@KINDS_AND_DTYPES
 def test_the_layout_does_not_change_the_numbers(kind, dtype):
     """The same parameters in other buckets, in another order, and as one flat tensor where the compression allows that."""
     sizes = [700, 1, 2 * BLOCK + 9, 0, 33]
@@ -307,7 +307,7 @@ def test_the_range_shrinks_slowly():
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_int8_is_right_in_the_mean(dtype):
-    size, rounds = 300, 600
+    size, rounds = 1800, 100
     a, b = randn(size, 1, dtype), (randn(size, 1, torch.float64) + 0.05 * randn(size, 2, torch.float64)).to(dtype)
     total = torch.zeros(size, dtype=torch.float64)
     step = 0.0
@@ -371,7 +371,7 @@ def test_larger_distances_are_detected_by_both_ends(steps):
         assert pair.rejected == [1, 1]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(
     turns=st.lists(st.tuples(st.integers(0, 63), st.integers(-3, 3)), min_size=1, max_size=8),
     small=st.integers(-127, 127),
@@ -440,7 +440,7 @@ def test_no_wrong_difference_is_ever_mixed(seed, spread):
     assert (pair.rejected == [0, 0]) == (float((b - a).abs().max()) < 128) or 126 < float((b - a).abs().max()) < 130
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", [FLOATS[0], *(pytest.param(other, marks=pytest.mark.slow) for other in FLOATS[1:])], ids=str)
 def test_after_a_jump_the_next_exchange_is_wide_and_only_that_block_is_skipped(dtype):
     a = [randn(2 * BLOCK, 1, dtype), randn(70, 2, dtype)]
     b = [(x.double() + 0.001 * randn(len(x), 3, torch.float64)).to(dtype) for x in a]
@@ -587,8 +587,7 @@ def test_the_largest_finite_values():
 BAD = [math.nan, math.inf, -math.inf]
 
 
-@pytest.mark.parametrize("kind", COMPRESSIONS.values(), ids=COMPRESSIONS)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@KINDS_AND_DTYPES
 def test_a_message_flags_values_that_are_not_finite(kind, dtype):
     """Also of a message that was put together again; the largest finite values are finite."""
     sizes = [BLOCK + 100, 0, 5, 2 * BLOCK + 1]
@@ -680,10 +679,11 @@ class Group:
         ]
 
 
-@pytest.mark.parametrize("kind", COMPRESSIONS.values(), ids=COMPRESSIONS)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize(("size", "tree"), [(3, False), (4, True), (7, True)])
-def test_the_mean_of_a_group(kind, dtype, size, tree):
+@pytest.mark.parametrize(
+    ("kind", "dtype", "shape"), some_in_the_fast_tests(COMPRESSIONS.values(), FLOATS, [(3, False), (4, True), (7, True)])
+)
+def test_the_mean_of_a_group(kind, dtype, shape):
+    size, tree = shape
     common = [randn(BLOCK + 11, 1, torch.float64), randn(9, 2, torch.float64), randn(0, 0, torch.float64)]
     members = [[(x + 0.1 * randn(len(x), 3 + i, torch.float64)).to(dtype) for x in common] for i in range(size)]
     group = Group(members, kind)
@@ -734,7 +734,7 @@ def test_out_may_be_one_of_the_messages():
 
 @pytest.mark.parametrize("tree", [False, True])
 def test_a_group_on_int8_is_right_in_the_mean(tree):
-    size, rounds = 200, 500
+    size, rounds = 1000, 100
     members = [[randn(size, 7) + 0.1 * randn(size, i)] for i in range(4)]
     mean = torch.stack([m[0].double() for m in members]).mean(0)
     total, step = torch.zeros(size, dtype=torch.float64), 0.0
@@ -752,7 +752,7 @@ def test_a_group_on_int8_is_right_in_the_mean(tree):
 @pytest.mark.parametrize("tree", [False, True])
 def test_a_group_on_bfloat16_keeps_the_progress_of_one_member(tree):
     """Less than half a bfloat16 apart, to nearest it would be lost in every round; it must come through in the mean."""
-    size, rounds = 200, 800
+    size, rounds = 1200, 130
     base = randn(size, 7).bfloat16().float()
     members = [[base.clone()] for _ in range(4)]
     members[0][0] *= 1 + 2.0**-6  # of whose mean with the others a quarter is left: half the distance of two bfloat16s or less
@@ -783,7 +783,7 @@ def test_a_member_out_of_range_rejects_for_all(who, tree):
         assert (differences[0] != 12345).all()
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(places=st.lists(st.integers(-130, 130), min_size=3, max_size=6), tree=st.booleans())
 @example(places=[100] * 18 + [26, -54], tree=True)  # the part's mean is near, one of its members is not
 def test_a_group_decodes_on_all_members_or_on_none(places, tree):
@@ -818,8 +818,7 @@ def test_a_group_at_any_distance_mixes_after_a_few_rounds(size, tree, signs):
         assert (own.double() + difference - mean).abs().max() <= 4 * float(group.compressions[0]._steps[0])
 
 
-@pytest.mark.parametrize("kind", COMPRESSIONS.values(), ids=COMPRESSIONS)
-@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize(("kind", "tree"), some_in_the_fast_tests(COMPRESSIONS.values(), [False, True]))
 def test_all_members_learn_of_one_that_is_not_finite(kind, tree):
     sizes = [BLOCK + 7, 40]
     of_a_gpu = torch.tensor([2**31 - 1], dtype=torch.int32).view(torch.float32)[0]  # a NaN, as NVIDIA's have its bits

@@ -1,4 +1,4 @@
-"""Each compression between real workers: the mean over them stays, distances shrink, and processes equal threads."""
+"""Each compression between workers: the mean over them stays, distances shrink, and processes equal threads."""
 
 from __future__ import annotations
 
@@ -77,16 +77,23 @@ def train(
     return before, flat(inner), stats
 
 
-def mixing(rank: int, n: int) -> Any:
+def mixing(transport: InProcessTransport) -> Any:
     return {
-        (topology, compression): train(rank, topology, compression, overlap=False, rounds=8 if topology == "ring" else 6)
+        (topology, compression): train(
+            transport.rank,
+            topology,
+            compression,
+            transport=transport,
+            overlap=False,
+            rounds=8 if topology == "ring" else 6,
+        )
         for topology in TOPOLOGIES
         for compression in COMPRESSIONS
     }
 
 
-def test_mixing_keeps_the_mean_and_brings_replicas_together(workers):
-    found = workers(4, mixing)
+def test_mixing_keeps_the_mean_and_brings_replicas_together():
+    found = run_replicas(4, mixing)
     for (topology, compression), (_, _, stats) in found[0].items():
         before, after = (np.stack([f[topology, compression][i] for f in found]) for i in range(2))
         apart = [np.sqrt(np.mean(np.sum((x - x.mean(0)) ** 2, 1))) for x in (before, after)]
@@ -136,24 +143,37 @@ CASES = [
 ]
 
 
-def both_ways(rank: int, n: int, transport: Any = None) -> list[np.ndarray]:
-    return [train(rank, topology, compression, transport=transport, lr=0.02, **how)[1] for topology, compression, how in CASES]
+SOME_CASES = [
+    ("ring", None, {}),
+    ("ring", "int8", {}),
+    ("ring", "int8", LAYOUTS[3]),
+    ("complete", "bfloat16", {"overlap": False}),
+    ("complete", "int8", {}),
+    ("complete", "int8", LAYOUTS[2]),
+]
 
 
-@pytest.mark.parametrize("n", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 5))])
-def test_processes_equal_threads_in_every_layout(workers, n):
-    processes = workers(n, both_ways)
-    for number, (topology, compression, how) in enumerate(CASES):
-        threads = run_replicas(
-            n,
-            lambda transport, topology=topology, compression=compression, how=how: train(
-                transport.rank, topology, compression, transport=transport, lr=0.02, **how
-            )[1],
-        )
+def all_of(rank: int, n: int, cases: list[Any], rounds: int, transport: Any = None) -> list[np.ndarray]:
+    return [
+        train(rank, topology, compression, transport=transport, lr=0.02, rounds=rounds, **how)[1]
+        for topology, compression, how in cases
+    ]
+
+
+@pytest.mark.parametrize(
+    ("n", "cases", "rounds"),
+    [(3, SOME_CASES, 4), *(pytest.param(n, CASES, 6, marks=pytest.mark.slow) for n in (2, 3, 5))],
+    ids=["3-some", "2", "3", "5"],
+)
+def test_processes_equal_threads_in_every_layout(workers, n, cases, rounds):
+    processes = workers(n, all_of, cases, rounds)
+    in_threads = run_replicas(n, lambda transport: all_of(transport.rank, n, cases, rounds, transport))
+    for number, (topology, compression, how) in enumerate(cases):
+        threads = [found[number] for found in in_threads]
         for rank in range(n):
             assert np.array_equal(processes[rank][number], threads[rank]), (topology, compression, how, rank)
         if compression == "int8" and how in LAYOUTS:
-            plain = next(i for i, case in enumerate(CASES) if case == (topology, compression, {}))
+            plain = next(i for i, case in enumerate(cases) if case == (topology, compression, {}))
             for rank in range(n):
                 one, other = processes[rank][number], processes[rank][plain]
                 if topology == "ring":
@@ -176,13 +196,15 @@ def test_other_dtypes_come_together_too(compression, dtype):
     assert np.abs(after[0] - after[1]).max() <= max(0.3 * np.abs(before[0] - before[1]).max(), 8 * 4 * eps)
 
 
-def spreading(rank: int, n: int) -> Any:
+def spreading(transport: InProcessTransport) -> Any:
+    rank = transport.rank
     found = {}
     for topology in ("one-peer-exp", "complete"):
         for compression in COMPRESSIONS:
             inner = Bag(0)
             sgd = partial(torch.optim.SGD, lr=0.0)
-            model = DecentralizedDataParallel(inner, sgd, topology=topology, compression=compression, overlap=False)
+            how = {"topology": topology, "compression": compression, "overlap": False}
+            model = DecentralizedDataParallel(inner, sgd, transport=transport, **how)
             shake(inner, rank, 0.01)
             with torch.no_grad():
                 if rank == 1:
@@ -198,9 +220,9 @@ def spreading(rank: int, n: int) -> Any:
     return found
 
 
-def test_values_that_are_not_finite_do_not_spread(workers):
+def test_values_that_are_not_finite_do_not_spread():
     """Its peers sit out the round; other pairs mix."""
-    for rank, found in enumerate(workers(4, spreading)):
+    for rank, found in enumerate(run_replicas(4, spreading)):
         for (topology, compression), (bad, moved) in found.items():
             assert bad == [int(rank == 1), int(rank == 1), 0, 0, 0], (rank, topology, compression, bad)
             assert moved == (topology != "complete" and rank > 1), (rank, topology, compression)
@@ -229,9 +251,10 @@ def test_workers_that_disagree(workers):
     assert "did you mean 'bfloat16'?" in one
 
 
-def loading(rank: int, n: int, topology: str) -> Any:
-    inner = Bag(0)
-    model = DecentralizedDataParallel(inner, partial(torch.optim.SGD, lr=0.0), topology=topology, compression="int8")
+def loading(transport: InProcessTransport, topology: str) -> Any:
+    rank, n, inner = transport.rank, transport.world_size, Bag(0)
+    sgd = partial(torch.optim.SGD, lr=0.0)
+    model = DecentralizedDataParallel(inner, sgd, topology=topology, compression="int8", transport=transport)
     shake(inner, rank, 1e-3)
 
     def go_on(rounds: int) -> float:
@@ -257,8 +280,8 @@ def loading(rank: int, n: int, topology: str) -> Any:
 
 
 @pytest.mark.parametrize("topology", ["one-peer-exp", "complete"])
-def test_after_a_load_ranges_are_exceeded_and_recover(workers, topology):
-    for close, distances, rejected, off, stats in workers(4, loading, topology):
+def test_after_a_load_ranges_are_exceeded_and_recover(topology):
+    for close, distances, rejected, off, stats in run_replicas(4, partial(loading, topology=topology)):
         assert close < 1
         assert distances[0] > 100
         assert distances[-1] < 0.02 * distances[0], distances

@@ -14,6 +14,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch
 from decent_dp.checkpoint import Preemption, latest, load, preempt, save
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import PeerLostError, PeerTimeoutError
-from decent_dp.transport import run_replicas
+from decent_dp.transport import InProcessTransport, run_replicas
 from tests.helpers import SGD, BrokenStore, SilentStore, alone, loss, net, values
 
 
@@ -171,13 +172,13 @@ def uneven(rank: int, n: int, path: str) -> Any:
 
 
 def test_a_worker_that_has_run_out_of_batches_takes_part(workers, tmp_path):
-    results = workers(3, uneven, str(tmp_path))
+    results = workers(2, uneven, str(tmp_path))
     assert {result[:3] for result in results} == {results[0][:3]}
     due, rounds, _, steps, _ = results[0]
     assert due
     assert 31 <= rounds < 400
     assert steps == 5
-    assert [result[3] for result in results[1:]] == [rounds, rounds]
+    assert [result[3] for result in results[1:]] == [rounds]
     assert all(result[4] for result in results)
 
 
@@ -195,7 +196,7 @@ def until_told(rank: int, n: int, folder: str) -> Any:
     return model.stats().rounds, digest(model)
 
 
-@pytest.mark.parametrize("whom", ["all", "the last"])
+@pytest.mark.parametrize("whom", ["all", pytest.param("the last", marks=pytest.mark.slow)])
 def test_a_signal_from_outside(workers, tmp_path, whom):
     """As a launcher sends it: in whatever the worker does just then. Exit codes are 0, and what is saved is loaded."""
     n = 2
@@ -213,11 +214,12 @@ def test_a_signal_from_outside(workers, tmp_path, whom):
     results = workers(n, until_told, str(tmp_path))
     sender.join(10)
     assert len({rounds for rounds, _ in results}) == 1
-    assert workers(n, resumed, str(tmp_path / "saved")) == [(*result, result[0] - 1) for result in results]
+    found = run_replicas(n, partial(resumed, path=str(tmp_path / "saved")))
+    assert found == [(*result, result[0] - 1) for result in results]
 
 
-def resumed(rank: int, n: int, path: str) -> Any:
-    model = wrapped(n)
+def resumed(transport: InProcessTransport, path: str) -> Any:
+    model = wrapped(transport.world_size, transport=transport)
     extra = load(model, path)
     assert extra is not None
     return model.stats().rounds, digest(model), extra["t"]

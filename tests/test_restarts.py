@@ -15,9 +15,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from decent_dp.checkpoint import latest
 
@@ -158,6 +160,17 @@ def told_with_a_full_disk(rank: int, n: int, folder: str) -> None:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGTERM)
 
+    def some_data() -> Any:
+        draw = torch.Generator().manual_seed(0)
+        x, y = torch.rand(200, 64, generator=draw), torch.arange(200) % 10
+        return torch.utils.data.TensorDataset(x, y), x, y
+
+    # Neither the digits nor what reads them is needed, and it takes a second to import.
+    absent: Any = SimpleNamespace(load_digits=None, train_test_split=None)
+    sys.modules |= dict.fromkeys(("sklearn", "sklearn.datasets", "sklearn.model_selection"), absent)
+    from examples import digits
+
+    digits.load_data = some_data
     saver.write_shard = full
     threading.Thread(target=tell, daemon=True).start()
     train(rank, n, folder, folder)

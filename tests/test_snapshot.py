@@ -41,28 +41,47 @@ def stopped_everywhere(job: Job, n: int, stops: list[int], total: int = TOTAL, *
 # -- bit for bit -----------------------------------------------------------------------------------------------------------
 
 
+# The others keep nothing between rounds.
+INT8_AND_OTHERS = pytest.mark.parametrize(
+    "compression", ["int8", *(pytest.param(other, marks=pytest.mark.slow) for other in COMPRESSIONS if other != "int8")]
+)
 WAYS = [(compression, overlap) for compression in COMPRESSIONS for overlap in (True, False)]
 
 
-FAST = [("complete", 4), ("alternating-exp-ring", 4)]
-SLOW = [(topology, n) for topology in TopologyReg.registry for n in (4, 8) if (topology, n) not in FAST]
+def of_four(topology: str, compression: str | None, overlap: bool) -> Job:
+    return Job({"topology": topology, "compression": compression, "overlap": overlap, "_local_world_size": 2})
 
 
-@pytest.mark.parametrize(("topology", "n"), [*FAST, *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW)])
+@pytest.mark.parametrize(("number", "way"), list(enumerate(WAYS)))
+def test_every_wire(number, way):
+    """Every second one with edges of two workers, the others with one edge of all."""
+    topology = ("alternating-exp-ring", "complete")[(number + number // 2) % 2]
+    stopped_everywhere(of_four(topology, *way), 4, [2 + number % 3], TOTAL - 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("topology", "n"), [(topology, n) for topology in TopologyReg.registry for n in (4, 8)])
 def test_every_topology_and_wire(topology, n):
     """Each at some update, the overlapped ones after the first step too; one of a topology before it."""
     ways = WAYS if n == 4 else WAYS[zlib.crc32(topology.encode()) % 2 :: 2]
     for number, (compression, overlap) in enumerate(ways):
-        job = Job({"topology": topology, "compression": compression, "overlap": overlap, "_local_world_size": 2})
         late = 2 + zlib.crc32(f"{topology} {n} {compression}".encode()) % 3
-        stopped_everywhere(job, n, [*([0] if number == 1 else [1] if overlap and n == 4 else []), late], TOTAL - 1)
+        stops = [*([0] if number == 1 else [1] if overlap and n == 4 else []), late]
+        stopped_everywhere(of_four(topology, compression, overlap), n, stops, TOTAL - 1)
 
 
 # Those that were found to be the hardest.
 HARD = ["zoo, clipped", "scaled windows", "reentrant", "pending", "sparse momentum"]
 
 
-@pytest.mark.parametrize("name", [name if name in HARD else pytest.param(name, marks=pytest.mark.slow) for name in JOBS])
+@pytest.mark.parametrize("name", HARD)
+def test_the_hardest_kinds_of_jobs(name):
+    job = JOBS[name]
+    stopped_everywhere(replace(job, options={"topology": "one-peer-exp", "compression": "int8", **job.options}), 2, [1, 4])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", JOBS)
 def test_every_kind_of_job(name):
     synchronous = list(COMPRESSIONS)[zlib.crc32(name.encode()) % 3]
     for compression, overlap, stops in (("int8", True, [1, 3, 5]), ("bfloat16", True, [4]), (synchronous, False, [2])):
@@ -71,7 +90,7 @@ def test_every_kind_of_job(name):
         stopped_everywhere(replace(job, options={**how, **job.options}), 4, stops)
 
 
-@pytest.mark.parametrize("name", ["windows", "pending", "zoo", "accum-adamw"])
+@pytest.mark.parametrize("name", ["windows", "pending", "zoo", pytest.param("accum-adamw", marks=pytest.mark.slow)])
 def test_looking_changes_nothing(name):
     job = replace(JOBS[name], options={**JOBS[name].options, "topology": "one-peer-exp", "compression": "int8"})
     ends = [
@@ -81,16 +100,23 @@ def test_looking_changes_nothing(name):
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
-@pytest.mark.parametrize("n", [1, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 5))])
+def test_alone_and_with_a_worker_that_sits_a_round_out(compression):
+    job = Job({"topology": "ring", "compression": compression})
+    stopped_everywhere(job, 1, [0, 1, 2], 4)
+    stopped_everywhere(job, 3, [0, 1, 2] if compression == "int8" else [1], 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
 def test_other_numbers_of_workers(n, compression):
-    """Alone, and with workers that sit rounds out."""
     for topology in ("ring", "complete") if n > 1 else ("complete",):
         stopped_everywhere(
             Job({"topology": topology, "compression": compression, **MANY}), n, [0, 1, 2] if n < 5 else [1, 2], 5
         )
 
 
-@pytest.mark.parametrize("compression", COMPRESSIONS)
+@INT8_AND_OTHERS
 def test_a_chain_of_stops(compression):
     """Stopped and gone on at once, several times, also when nothing was done in between."""
     job = Job({"topology": "one-peer-exp", "compression": compression}, step=step_in_windows)
@@ -111,16 +137,18 @@ LAYOUTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("layout", range(len(LAYOUTS)))
-@pytest.mark.parametrize("name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("momentum", "zoo")), "windows"])
-def test_other_buckets(name, layout):
+@pytest.mark.parametrize(
+    ("name", "n"), [("windows", 2), *(pytest.param(name, 4, marks=pytest.mark.slow) for name in ("momentum", "zoo", "windows"))]
+)
+def test_other_buckets(name, n, layout):
     before, after = LAYOUTS[layout]
-    for number, compression in enumerate(COMPRESSIONS):
+    for number, compression in enumerate(COMPRESSIONS if n == 4 else ["int8", *list(COMPRESSIONS)[layout : layout + 1]]):
         job = JOBS[name]
         job = replace(job, options={**job.options, "topology": "one-peer-exp", "compression": compression, **before})
-        stopped_everywhere(job, 4, [(1, 4)[(number + layout) % 2]], **after)
+        stopped_everywhere(job, n, [(1, 4)[(number + layout) % 2]], **after)
 
 
-@pytest.mark.parametrize("compression", COMPRESSIONS)
+@INT8_AND_OTHERS
 def test_another_order_of_first_use(compression):
     """The order that counts is the saved one: buckets are made from it before the first backward."""
     made: list[list[str]] = []
@@ -175,8 +203,10 @@ def test_states_and_gradients_lie_as_their_parameters_do():
 # -- back in a run that goes on ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "synchronous"])
-@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize(
+    ("compression", "overlap"),
+    [way if way in (("int8", True), (None, False)) else pytest.param(*way, marks=pytest.mark.slow) for way in WAYS],
+)
 def test_back_to_an_earlier_update(compression, overlap):
     """In the same wrappers, over the same connections, several times and over different data in between."""
     job = replace(JOBS["windows"], options={"topology": "alternating-exp-ring", "compression": compression, "overlap": overlap})

@@ -21,7 +21,7 @@ from decent_dp.compression.base import _BLOCK_ON_CPU
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.replica.snapshot import put_back, take
 from decent_dp.transport import InProcessTransport, run_replicas
-from tests.helpers import SGD, alone, assert_same, batch, loss, net, values
+from tests.helpers import SGD, alone, assert_same, batch, loss, net, some_in_the_fast_tests, values
 from tests.resuming import (
     JOBS,
     MANY,
@@ -260,8 +260,7 @@ def test_a_window_of_a_scaler_ends_before_anything_is_scaled_again():
     assert_equal(ended(other, range(2, 5)), ended(model, range(2, 5)))
 
 
-@pytest.mark.parametrize("view", [True, False], ids=["view", "no-view"])
-@pytest.mark.parametrize("name", ["zoo", "scaled windows", "sparse momentum"])
+@pytest.mark.parametrize(("name", "view"), some_in_the_fast_tests(["zoo", "scaled windows", "sparse momentum"], [True, False]))
 def test_a_load_where_the_caller_infers(name, view):
     """The result trains, whatever it was made from."""
     job = replace(JOBS[name], options={**JOBS[name].options, "topology": "one-peer-exp", "compression": "int8"})
@@ -407,8 +406,8 @@ OTHERWISE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("what", [*OTHERWISE, "one worker"])
 def test_an_exchange_that_does_not_fit_is_dropped_on_all_workers(what):
     """The replicas are exactly the saved ones, and their mean goes on moving by steps alone."""
-    job = Job({"topology": "one-peer-exp", "compression": "int8"})
-    through = run_replicas(4, lambda at: run_through(job, at, at.rank, 5, [4])[0][4])
+    job = Job({"topology": "base-2", "compression": "int8"})
+    through = run_replicas(3, lambda at: run_through(job, at, at.rank, 4, [3])[0][3])
 
     def body(at: InProcessTransport) -> tuple[Any, Any]:
         model = job.wrap(9, at, **OTHERWISE.get(what, {}))
@@ -420,24 +419,24 @@ def test_an_exchange_that_does_not_fit_is_dropped_on_all_workers(what):
             assert_equal(after[key], snapshot[key])
         for optimizer in model.optimizers:
             optimizer.param_groups[0]["lr"] = 0.0
-        job.train(model, range(4, 16), at.rank)
+        job.train(model, range(3, 12), at.rank)
         return values(model.module), model.consensus_distance()
 
-    found = run_replicas(4, body)
+    found = run_replicas(3, body)
     apart = math.sqrt(
         sum(
             float(
-                (through[rank]["parameters"][name].double() - sum(w["parameters"][name].double() for w in through) / 4).norm()
+                (through[rank]["parameters"][name].double() - sum(w["parameters"][name].double() for w in through) / 3).norm()
             )
             ** 2
-            for rank in range(4)
+            for rank in range(3)
             for name in through[0]["parameters"]
         )
-        / 4
+        / 3
     )
     for name in values(net()):
         means = [
-            sum(part[name].double() for part in parts) / 4
+            sum(part[name].double() for part in parts) / 3
             for parts in ([f for f, _ in found], [w["parameters"] for w in through])
         ]
         torch.testing.assert_close(*means, rtol=0, atol=1e-6)

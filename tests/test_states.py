@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler
 
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.optim import AccumAdamW, lr_scheduler_fn_cosine_with_warmup, optim_fn_accum_adamw, optim_fn_adamw
-from tests.helpers import SGD, alone, assert_same, batch, loss, net, values
+from tests.helpers import SGD, alone, assert_same, batch, loss, net, some_in_the_fast_tests, values
 
 ONE, MANY, SOME = 25, 1e-6, 500 / 2**20  # of net(): one bucket, one per parameter, and in between
 
@@ -95,8 +95,9 @@ def through_a_file(value: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize("name", SETUPS)
-@pytest.mark.parametrize("sizes", [(ONE, MANY), (MANY, ONE), (SOME, SOME), (SOME, MANY)], ids=["1-n", "n-1", "2-2", "2-n"])
+@pytest.mark.parametrize(
+    ("name", "sizes"), some_in_the_fast_tests(SETUPS, [(ONE, MANY), (MANY, ONE), (SOME, SOME), (SOME, MANY)])
+)
 def test_resuming(name, sizes):
     setup = SETUPS[name]
     reference = alone(net(), bucket_size_in_mb=sizes[0], **setup)
@@ -122,8 +123,9 @@ def other_rates(params: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
     return optimizer
 
 
-@pytest.mark.parametrize("name", ["two-rates", "lambda", "cosine", "sequential", "nested"])
-@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize(
+    ("name", "early"), some_in_the_fast_tests(["two-rates", "lambda", "cosine", "sequential", "nested"], [True, False])
+)
 def test_the_saved_rates_count(name, early):
     """As in torch: the rates that a schedule starts from are part of its state, those of schedules inside it included."""
     setup = SETUPS[name]
