@@ -49,8 +49,9 @@ def quiet_and_few(rank: int, n: int) -> tuple[int, set[str]]:
     return len(made), {address.split(":")[0] for address in opened}
 
 
-def test_few_communicators_and_only_on_loopback(workers):
-    for made, where in workers(16, quiet_and_few):
+@pytest.mark.parametrize("n", [8, pytest.param(16, marks=pytest.mark.slow)])
+def test_few_communicators_and_only_on_loopback(workers, n):
+    for made, where in workers(n, quiet_and_few):
         assert 1 <= made <= 2
         # 127.0.0.1, as the kernel prints it.
         assert where <= {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}

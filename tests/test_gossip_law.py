@@ -12,7 +12,7 @@ import torch
 from decent_dp import gossip
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.topo import Topology, TopologyReg
-from tests.helpers import SGD, batch, net
+from tests.helpers import SGD, batch, net, some_and_all
 from tests.test_law import AdamWTwin, Linear, SgdTwin, Varying, data, gradient, matrix
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.0)
@@ -98,9 +98,9 @@ def law_with_a_scaler(rank: int, overlap: bool) -> np.ndarray:
     return torch.cat([p.detach() for p in model.parameters()]).numpy()
 
 
-def law(rank: int, n: int) -> Any:
+def law(rank: int, n: int, cases: list[tuple[str, str, bool, int]]) -> Any:
     TopologyReg.registry["varying"] = Varying
-    found = [law_case(rank, case, (25, 1e-6)[i % 2]) for i, case in enumerate(CASES)]
+    found = [law_case(rank, case, (25, 1e-6)[i % 2]) for i, case in enumerate(cases)]
     return found, [law_with_a_scaler(rank, overlap) for overlap in (True, False)]
 
 
@@ -108,9 +108,10 @@ def made(name: str, n: int) -> Topology:
     return (Varying if name == "varying" else TopologyReg.registry[name])(1, world_size=n, rank=0)
 
 
-def test_the_law_on_four_workers_equals_numpy(workers):
-    results = workers(4, law)
-    for i, case in enumerate(CASES):
+@some_and_all(CASES)
+def test_the_law_on_four_workers_equals_numpy(workers, cases):
+    results = workers(4, law, cases)
+    for i, case in enumerate(cases):
         name, optimizer, overlap, mix_every = case
         want = twin(made(name, 4), 4, OPTIMIZERS[optimizer][1](4), overlap, mix_every)
         for rank in range(4):
@@ -130,11 +131,11 @@ BESIDE = {
 }
 
 
-def beside(rank: int, n: int) -> list[float]:
-    """The largest difference between the parameters of the two, after each of 50 steps."""
+def beside(rank: int, n: int, steps: int, makes: list[list[Any]]) -> list[float]:
+    """The largest difference between the parameters of the two, after each of the steps."""
     found = []
-    for topology, compression, overlap, mix_every in BESIDE[n]:
-        for make in (SGD, ADAMW):
+    for (topology, compression, overlap, mix_every), optimizers in zip(BESIDE[n], makes, strict=True):
+        for make in optimizers:
             options = {"topology": topology, "compression": compression, "overlap": overlap, "mix_every": mix_every}
             # In float64, as a lossy compression turns rounding into steps of its own.
             kind = torch.float32 if compression is None else torch.float64
@@ -143,7 +144,7 @@ def beside(rank: int, n: int) -> list[float]:
             replica = gossip(ours, optimizer, **options)
             wrapper = DecentralizedDataParallel(theirs, make, **options)
             worst = 0.0
-            for t in range(50):
+            for t in range(steps):
                 x, y = (tensor.to(kind) for tensor in batch(t, rank))
                 (ours(x) - y).square().mean().backward()
                 optimizer.step()
@@ -160,7 +161,13 @@ def beside(rank: int, n: int) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("n", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
+def test_steps_equal_the_wrappers(workers):
+    for found in workers(3, beside, 12, [[SGD], [ADAMW], [SGD], [ADAMW]]):
+        assert max(found) <= 1e-6, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [2, 3, 4])
 def test_fifty_steps_equal_the_wrappers(workers, n):
-    for found in workers(n, beside):
+    for found in workers(n, beside, 50, [[SGD, ADAMW]] * len(BESIDE[n])):
         assert max(found) <= 1e-6, found

@@ -7,6 +7,7 @@ import io
 import pickle
 import time
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from decent_dp.ddp import DecentralizedDataParallel
-from tests.helpers import SGD, alone, assert_same, batch, loss, net, plain, values
+from decent_dp.transport import run_replicas
+from decent_dp.transport.inprocess import LocalHub
+from tests.helpers import SGD, alone, assert_same, batch, loss, net, plain, some_and_all, values
 
 ADAMW = partial(torch.optim.AdamW, lr=0.05)
 VIEWS = pytest.mark.parametrize("view", [True, False], ids=["view", "no-view"])
@@ -113,7 +116,11 @@ LOADS = {
 }
 
 
-def load_midway(rank: int, n: int, how: str, overlap: bool, view: bool) -> Any:
+def loads_midway(rank: int, n: int, cases: list[tuple[str, bool, bool]]) -> Any:
+    return [load_midway(rank, *case) for case in cases]
+
+
+def load_midway(rank: int, how: str, overlap: bool, view: bool) -> Any:
     model = DecentralizedDataParallel(
         net(), ADAMW, topology="complete", overlap=overlap, bucket_size_in_mb=1e-6, param_as_bucket_view=view
     )
@@ -129,17 +136,15 @@ def load_midway(rank: int, n: int, how: str, overlap: bool, view: bool) -> Any:
     return loaded, after, values(model.module)
 
 
-@VIEWS
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("how", LOADS)
-def test_load_in_the_middle_of_a_run(workers, how, overlap, view):
-    results = workers(2, load_midway, how, overlap, view)
-    for loaded, after, later in results:
-        assert_same(loaded, results[0][0])
-        if how != "global_avg":
-            assert_same(loaded, {k: v + 1 for k, v in values(net(9)).items()})
-        assert_same(after, loaded)
-        assert all(torch.isfinite(v).all() for v in later.values())
+@some_and_all(list(product(LOADS, [True, False], [True, False])))
+def test_load_in_the_middle_of_a_run(workers, cases):
+    for (how, _, _), *results in zip(cases, *workers(2, loads_midway, cases), strict=True):
+        for loaded, after, later in results:
+            assert_same(loaded, results[0][0])
+            if how != "global_avg":
+                assert_same(loaded, {k: v + 1 for k, v in values(net(9)).items()})
+            assert_same(after, loaded)
+            assert all(torch.isfinite(v).all() for v in later.values())
 
 
 def partial_load(rank: int, n: int) -> Any:
@@ -166,10 +171,12 @@ def test_loading_a_part_drops_that_parts_difference_alone(workers):
                 assert not torch.equal(value, before[name])
 
 
-def edit_midway(rank: int, n: int, view: bool) -> Any:
-    found = []
+def edit_midway(transport: Any, models: list[nn.Module], view: bool) -> Any:
+    found, rank = [], transport.rank
     for edited in (False, True):
-        model = DecentralizedDataParallel(net(), SGD, topology="complete", param_as_bucket_view=view)
+        model = DecentralizedDataParallel(
+            copy.deepcopy(models[rank]), SGD, topology="complete", param_as_bucket_view=view, transport=transport
+        )
         for t in range(2):
             loss(model, t, rank).backward()
         if edited and rank == 0:
@@ -179,12 +186,14 @@ def edit_midway(rank: int, n: int, view: bool) -> Any:
         base = values(model)
         model.update()
         found.append((base, values(model)))
+        model.close()
     return found
 
 
 @VIEWS
-def test_edits_in_place_survive_and_the_difference_is_added(workers, view):
-    for rank, ((base, after), (edited_base, edited_after)) in enumerate(workers(2, edit_midway, view)):
+def test_edits_in_place_survive_and_the_difference_is_added(view):
+    results = run_replicas(2, partial(edit_midway, models=[net(), net()], view=view))
+    for rank, ((base, after), (edited_base, edited_after)) in enumerate(results):
         for name in base:
             torch.testing.assert_close(edited_after[name] - edited_base[name], after[name] - base[name], rtol=1e-4, atol=1e-6)
         assert torch.equal(edited_base["2.weight"], base["2.weight"]) == (rank == 1)
@@ -238,8 +247,9 @@ def test_replaced_storage_is_bound_again_without_a_forward(view):
     assert_same(model, twin)
 
 
-def rebound_on_workers(rank: int, n: int) -> Any:
-    model = DecentralizedDataParallel(net(), SGD, topology="complete", overlap=False)
+def rebound_on_workers(transport: Any) -> Any:
+    rank = transport.rank
+    model = DecentralizedDataParallel(net(), SGD, topology="complete", overlap=False, transport=transport)
     for t in range(5):  # the last one ends with an update of replaced storage
         value = loss(model, t, rank)
         if t % 2:  # between forward and backward, and after it
@@ -251,8 +261,8 @@ def rebound_on_workers(rank: int, n: int) -> Any:
     return values(model)
 
 
-def test_rebound_parameters_continue_to_mix(workers):
-    first, second = workers(2, rebound_on_workers)
+def test_rebound_parameters_continue_to_mix():
+    first, second = run_replicas(2, rebound_on_workers)
     assert_same(first, second, 1e-6)
 
 
@@ -451,13 +461,21 @@ def test_copies_and_pickles():
 # -- the mean ----------------------------------------------------------------------------------------------------------
 
 
-def averaging(rank: int, n: int, view: bool) -> Any:
-    model = DecentralizedDataParallel(
-        WithBuffers(), ADAMW, topology="ring", param_as_bucket_view=view, sync_buffer_in_global_avg=True
+def averaging(transport: Any, models: list[nn.Module], second: LocalHub, view: bool) -> Any:
+    rank = transport.rank
+    undisturbed = DecentralizedDataParallel(
+        copy.deepcopy(models[rank]), ADAMW, topology="ring", transport=second.transport(rank)
     )
-    undisturbed = DecentralizedDataParallel(WithBuffers(), ADAMW, topology="ring")
+    model = DecentralizedDataParallel(
+        models[rank],
+        ADAMW,
+        topology="ring",
+        param_as_bucket_view=view,
+        sync_buffer_in_global_avg=True,
+        transport=transport,
+    )
     found = []
-    for t in range(6):
+    for t in range(4):
         for m in (model, undisturbed):
             loss(m, t, rank).backward()
         before = tensors_of(model.module)
@@ -477,8 +495,9 @@ def averaging(rank: int, n: int, view: bool) -> Any:
 
 
 @VIEWS
-def test_global_avg_and_back_in_the_middle_of_exchanges(workers, view):
-    results = workers(3, averaging, view)
+def test_global_avg_and_back_in_the_middle_of_exchanges(view):
+    models = [WithBuffers() for _ in range(3)]
+    results = run_replicas(3, partial(averaging, models=models, second=LocalHub(3), view=view))
     for case in zip(*results, strict=True):
         names = [name for name in case[0][0] if not name.startswith("frozen") and case[0][0][name].is_floating_point()]
         parameters = [name for name in names if name.startswith(("norm.weight", "norm.bias", "out"))]
@@ -523,18 +542,18 @@ def test_averaged_reverts_after_an_error():
         model.revert_global_avg()
 
 
-def average_and_go_on(rank: int, n: int) -> Any:
-    model = DecentralizedDataParallel(net(), SGD, topology="complete")
+def average_and_go_on(transport: Any) -> Any:
+    model = DecentralizedDataParallel(net(), SGD, topology="complete", transport=transport)
     for t in range(3):
-        loss(model, t, rank).backward()
+        loss(model, t, transport.rank).backward()
     model.global_avg()
     mean = values(model)
     model.update()  # no gradient: only the exchange in flight could move it
     return mean, values(model)
 
 
-def test_an_update_after_an_average_that_was_not_reverted(workers):
-    for mean, after in workers(2, average_and_go_on):
+def test_an_update_after_an_average_that_was_not_reverted():
+    for mean, after in run_replicas(2, average_and_go_on):
         assert_same(mean, after)
 
 
@@ -594,9 +613,11 @@ def memory(rank: int, n: int, cases: list[tuple[bool, str, torch.dtype, str]]) -
     found = []
     for view, topology, dtype, compression in cases:
         before = memory_in_use()
-        torch.manual_seed(0)
-        # Large enough for a chunk of a sum to fit into the five per cent.
-        model = nn.Sequential(nn.Linear(512, 2048), nn.Tanh(), nn.Linear(2048, 1536)).to(dtype)
+        # Large enough for a chunk of a sum to fit into the five per cent. Random values would take longer than the rest.
+        linear = partial(nn.utils.skip_init, nn.Linear, dtype=dtype)
+        model = nn.Sequential(linear(512, 2048), nn.Tanh(), linear(2048, 1536))
+        for param in model.parameters():
+            nn.init.constant_(param, 0.01)
         size = sum(p.nbytes for p in model.parameters())
         wrapper = DecentralizedDataParallel(
             model,
@@ -643,7 +664,7 @@ MEMORY = {
 }
 
 
-@pytest.mark.parametrize("cases", [list(MEMORY)[::4], pytest.param(list(MEMORY), marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.parametrize("cases", [list(MEMORY)[::8], pytest.param(list(MEMORY), marks=pytest.mark.slow)], ids=["some", "all"])
 def test_memory_beyond_parameters(workers, cases):
     for found in workers(4, memory, cases):
         for case, (plain_size, backup_size) in zip(cases, found, strict=True):

@@ -59,9 +59,9 @@ def everything(model: DecentralizedDataParallel) -> dict[str, Any]:
     return {**state(model), "rule": dumb_copy(take(model.replica)["rule"])}
 
 
-def uninterrupted(rank: int, n: int, path: str) -> dict[str, Any]:
+def uninterrupted(rank: int, n: int, path: str, kinds: Sequence[str]) -> dict[str, Any]:
     found = {}
-    for kind in KINDS:
+    for kind in kinds:
         model = make(kind)
         torch.manual_seed(rank)
         for t in range(STEPS):
@@ -73,9 +73,9 @@ def uninterrupted(rank: int, n: int, path: str) -> dict[str, Any]:
     return found
 
 
-def resumed(rank: int, n: int, path: str) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = {kind: [] for kind in KINDS}
-    for i, kind in enumerate(KINDS):
+def resumed(rank: int, n: int, path: str, kinds: Sequence[str]) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {kind: [] for kind in kinds}
+    for i, kind in enumerate(kinds):
         for stop in STOPS.get(kind, (5,)):
             model = make(kind, 77 + rank, **OTHER_BUCKETS[(i + stop) % 3])
             load(model, f"{path}/{kind} {stop}")
@@ -92,11 +92,16 @@ def comparable(found: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in found.items() if key not in ("draws", "rule")}
 
 
-def test_a_run_that_is_resumed_equals_one_that_was_not_stopped(workers, tmp_path):
-    whole = workers(2, uninterrupted, str(tmp_path))
-    parts = workers(2, resumed, str(tmp_path))
+@pytest.mark.parametrize(
+    "kinds",
+    [["every third", "int8", "momentum", "settings"], pytest.param([*KINDS], marks=pytest.mark.slow)],
+    ids=["some", "all"],
+)
+def test_a_run_that_is_resumed_equals_one_that_was_not_stopped(workers, tmp_path, kinds):
+    whole = workers(2, uninterrupted, str(tmp_path), kinds)
+    parts = workers(2, resumed, str(tmp_path), kinds)
     for rank in range(2):
-        for kind in KINDS:
+        for kind in kinds:
             for stop, part in zip(STOPS.get(kind, (5,)), parts[rank][kind], strict=True):
                 where = f"{kind}, stopped at {stop}, worker {rank}"
                 assert_equal(part["rule"], whole[rank][kind]["rule"], where)
@@ -106,12 +111,18 @@ def test_a_run_that_is_resumed_equals_one_that_was_not_stopped(workers, tmp_path
             assert saved["state"].keys() == dict(net().named_parameters()).keys()
 
 
-@pytest.mark.parametrize("compression", [None, "int8"])
-def test_snapshots_at_every_update(compression):
+@pytest.mark.parametrize(
+    ("compression", "stops"),
+    [
+        *((None, (0, 3)), ("int8", (1, 2))),
+        *(pytest.param(compression, range(6), marks=pytest.mark.slow) for compression in (None, "int8")),
+    ],
+)
+def test_snapshots_at_every_update(compression, stops):
     """Of threads: before each update, the first one and those of a window included; the same buckets and others."""
     job = Job({"topology": "one-peer-exp", "compression": compression, "rule": OuterNesterov(), "mix_every": 2})
     through = run_replicas(4, lambda at: run_through(job, at, at.rank, 6, range(6)))
-    for stop in range(6):
+    for stop in stops:
         for options in ({}, MANY) if stop % 2 else ({"param_as_bucket_view": False},):
 
             def again(at: InProcessTransport, stop: int = stop, options: Any = options) -> Any:
@@ -167,7 +178,7 @@ def other_rules(rank: int, n: int, path: str) -> dict[str, Any]:
         load(model, f"{path}/outer")
         assert_equal(dumb_copy(take(model.replica)["rule"]["state"]), found["outer"], name)
         assert_equal(values(model.module), found["outer parameters"], name)
-        for t in range(4, 9):
+        for t in range(4, 7):
             loss(model, t, rank).backward()
         found[f"gone on with another {name}"] = values(model.module)
         model.close()
@@ -175,7 +186,7 @@ def other_rules(rank: int, n: int, path: str) -> dict[str, Any]:
 
 
 def test_other_rules_and_other_settings(workers, tmp_path):
-    results = workers(3, other_rules, str(tmp_path))
+    results = workers(2, other_rules, str(tmp_path))
     for rank, found in enumerate(results):
         for name, kind in (("gossip", "Gossip"), ("another", "MomentumGossip")):
             assert found[f"refused by {name}"] == results[0][f"refused by {name}"]
@@ -196,7 +207,10 @@ def test_other_rules_and_other_settings(workers, tmp_path):
 RESIZED = [(2, "mean"), (2, "spread"), (3, "spread"), (6, "spread"), (4, "mean")]
 
 
-def test_anchor_and_momentum_are_averaged_for_another_number_of_workers(tmp_path):
+@pytest.mark.parametrize(
+    "resized", [[(2, "mean"), (3, "spread"), (6, "spread")], pytest.param(RESIZED, marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def test_anchor_and_momentum_are_averaged_for_another_number_of_workers(tmp_path, resized):
     job = Job({"topology": "ring", "rule": OuterNesterov(), "mix_every": 2})
 
     def save_some(at: InProcessTransport) -> Any:
@@ -217,7 +231,7 @@ def test_anchor_and_momentum_are_averaged_for_another_number_of_workers(tmp_path
         return found, after
 
     saved = run_replicas(4, save_some)
-    for n, how in RESIZED:
+    for n, how in resized:
         for rank, (found, after) in enumerate(run_replicas(n, partial(load_some, how=how))):
             group = range(4) if how == "mean" else [j for j in range(4) if j * n // 4 == rank] if n < 4 else [rank * 4 // n]
             assert found["kind"] == "OuterNesterov"
@@ -328,7 +342,9 @@ def load_in_the_middle(rank: int, n: int, cases: list[Any]) -> list[np.ndarray]:
     return [train_and_load(rank, case, loads, **options[i % 3]) for i, (case, loads) in enumerate(cases)]
 
 
-@pytest.mark.parametrize("cases", [LOADS[::3], pytest.param(LOADS, marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.parametrize(
+    "cases", [[LOADS[i] for i in (2, 5, 8)], pytest.param(LOADS, marks=pytest.mark.slow)], ids=["some", "all"]
+)
 def test_a_load_resets_the_rules_state(workers, cases):
     """A load of all parameters or of some, and a mean for good: the anchor has the loaded values, and the momentum is zero."""
     results = workers(4, load_in_the_middle, cases)
@@ -340,8 +356,10 @@ def test_a_load_resets_the_rules_state(workers, cases):
             )
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("parts", [True, False])
+@pytest.mark.parametrize(
+    ("overlap", "parts"),
+    [(True, True), (False, False), *(pytest.param(x, not x, marks=pytest.mark.slow) for x in (True, False))],
+)
 def test_a_load_and_then_a_save(overlap, parts):
     """A save between a load and the next update resumes like the run that was not stopped."""
     job = Job({"topology": "ring", "rule": OuterNesterov(), "mix_every": 2, "overlap": overlap})
@@ -421,7 +439,7 @@ def expected(rank: int, rounds: int) -> dict[str, int]:
 @pytest.mark.parametrize("first", [{}, pytest.param(MANY, marks=pytest.mark.slow)], ids=str)
 def test_compression_state_of_edges_is_saved(counting, first, then):
     job = Job({"topology": "varying", "compression": "counting", "rule": OuterNesterov(), **first})
-    stops = (0, 1, 4, 5)
+    stops = (0, 1, 5)
     through = run_replicas(4, lambda at: run_through(job, at, at.rank, 8, stops))
     names = dict(net().named_parameters()).keys()
     for stop in stops:
@@ -465,7 +483,7 @@ def test_compression_state_is_in_files_and_ends_with_the_edges(counting, tmp_pat
     run_replicas(4, first)
     for rank, found in enumerate(run_replicas(4, going_on("varying", None))):
         assert found == {name: expected(rank, 5) for name in names}
-    for n, how in ((2, "mean"), (2, "spread"), (8, "spread")):
+    for n, how in ((2, "mean"), (3, "spread"), (6, "spread")):
         # The workers of those edges are no more.
         assert run_replicas(n, going_on("complete", how)) == [{}] * n
 

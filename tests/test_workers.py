@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,8 +21,10 @@ from torch import nn
 
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import DisagreementError, OutOfStepError, PeerLostError, PeerTimeoutError
-from decent_dp.topo import Edge, Topology, TopologyReg
-from tests.helpers import SGD, assert_same, batch, errors_of, listening, loss, net, values
+from decent_dp.topo import Edge, RingTopology, Topology, TopologyReg
+from decent_dp.transport import run_replicas
+from decent_dp.transport.inprocess import LocalHub
+from tests.helpers import SGD, alone, assert_same, batch, errors_of, listening, loss, net, some_and_all, values
 
 NAMES = ["complete", "ring", "one-peer-exp", "alternating-exp-ring"]
 
@@ -27,12 +32,12 @@ NAMES = ["complete", "ring", "one-peer-exp", "alternating-exp-ring"]
 # -- every number of workers -------------------------------------------------------------------------------------------
 
 
-def every_topology(rank: int, n: int) -> Any:
+def every_topology(rank: int, n: int, transport: Any = None) -> Any:
     found = {}
     for name in NAMES:
-        for local in {1, 2, n}:
+        for local in sorted({1, 2, n}):
             try:
-                model = DecentralizedDataParallel(net(rank), SGD, topology=name, _local_world_size=local)
+                model = DecentralizedDataParallel(net(rank), SGD, topology=name, _local_world_size=local, transport=transport)
             except ValueError as error:
                 found[name, local] = str(error)
                 continue
@@ -44,9 +49,17 @@ def every_topology(rank: int, n: int) -> Any:
     return found
 
 
-@pytest.mark.parametrize("n", [1, 2, 5, 6, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 8))])
+@pytest.mark.parametrize("n", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3, 5, 6, 8))])
 def test_every_topology_runs_or_refuses(workers, n):
-    results = workers(n, every_topology)
+    check_every_topology(workers(n, every_topology), n)
+
+
+@pytest.mark.parametrize("n", [1, 3, 5, 6])
+def test_every_topology_runs_or_refuses_in_process(n):
+    check_every_topology(run_replicas(n, lambda transport: every_topology(transport.rank, n, transport)), n)
+
+
+def check_every_topology(results: list[Any], n: int) -> None:
     for key in results[0]:
         name, local = key
         power = n & (n - 1) == 0
@@ -90,9 +103,7 @@ def custom_topologies(rank: int, n: int) -> Any:
     TopologyReg.register("seeded")(Seeded)
     TopologyReg.registry["idle"] = Idle
     found = []
-    for topology in ("idle", "seeded", Seeded(), lambda: None):
-        if not isinstance(topology, (str, Topology)):
-            continue
+    for topology in ("idle", "seeded", Seeded()):
         model = DecentralizedDataParallel(net(), SGD, topology=topology)
         twin = net()
         optimizer = SGD(list(twin.named_parameters()))
@@ -110,11 +121,12 @@ def custom_topologies(rank: int, n: int) -> Any:
 
 
 def test_custom_and_idle_topologies(workers):
-    for idle, named, instance in workers(3, custom_topologies):
+    results = workers(3, custom_topologies)
+    for idle, named, instance in results:
         assert idle[1] > named[1] > 0
         assert named[1:] == instance[1:]
         assert named[2] == 5
-    assert sum(found[1][0] for found in workers(3, custom_topologies)) > 0
+    assert sum(found[1][0] for found in results) > 0
 
 
 class Hooked(torch.optim.SGD):
@@ -135,15 +147,24 @@ class Sometimes(Topology):
         return [[Edge([0, 1], 0.75), Edge([2], 1.0)], [Edge([0, 1, 2], 0.5)]]
 
 
-def pre_average_hooks(rank: int, n: int) -> Any:
-    model = DecentralizedDataParallel(net(), lambda p: Hooked(p), topology=Sometimes(), bucket_size_in_mb=1e-6)
+def pre_average_hooks(transport: Any, models: list[nn.Module], second: LocalHub) -> Any:
+    rank, bare = transport.rank, copy.deepcopy(models[transport.rank])
+    model = DecentralizedDataParallel(
+        models[rank],
+        lambda p: Hooked(p),
+        topology=Sometimes(world_size=3, rank=rank),
+        bucket_size_in_mb=1e-6,
+        transport=transport,
+    )
     sent, names = [], []
     for t in range(4):
         loss(model, t, rank).backward()
         sent.append(values(model))
         if t == 0:
             assert all(not optimizer.calls for optimizer in model.optimizers)
-    plain = DecentralizedDataParallel(net(), partial(torch.optim.SGD, lr=0.1), topology=Sometimes())
+    plain = DecentralizedDataParallel(
+        bare, partial(torch.optim.SGD, lr=0.1), topology=Sometimes(world_size=3, rank=rank), transport=second.transport(rank)
+    )
     for t in range(4):
         loss(plain, t, rank).backward()
     assert_same(model, plain, 1e-6)  # a hook that only looks changes nothing
@@ -152,8 +173,8 @@ def pre_average_hooks(rank: int, n: int) -> Any:
     return sent, [(name, optimizer.calls) for name, optimizer in zip(names, model.optimizers, strict=True)]
 
 
-def test_pre_average_hook(workers):
-    results = workers(3, pre_average_hooks)
+def test_pre_average_hook():
+    results = run_replicas(3, partial(pre_average_hooks, models=[net() for _ in range(3)], second=LocalHub(3)))
     for rank, (_, hooks) in enumerate(results):
         for (name,), calls in hooks:
             edges = [(t, [0, 1] if t % 2 == 0 else [0, 1, 2]) for t in range(3)]
@@ -306,8 +327,6 @@ def test_errors_at_construction_are_the_same_on_all_workers(workers):
         found = results[0][name]
         assert found[0] != "accepted", name
         assert issubclass(found[0], kind), (name, found)
-        import re
-
         assert re.search(pattern, found[1]), (name, found[1])
         for other in results[1:]:
             assert other[name] == found, name
@@ -322,33 +341,30 @@ class Scrambled(Topology):
         return [Edge(list(range(self._world_size)), 1 / self._world_size)]
 
 
-def fails_on_one(rank: int, n: int) -> str:
-    TopologyReg.registry["scrambled"] = Scrambled
+def fails_on_one(transport: Any) -> str:
     try:
-        DecentralizedDataParallel(net(), SGD, topology="scrambled")
+        DecentralizedDataParallel(net(), SGD, topology="scrambled", transport=transport)
     except RuntimeError as error:
         return str(error)
     return "accepted"
 
 
-def test_a_topology_that_fails_on_one_worker(workers):
-    results = workers(3, fails_on_one)
+def test_a_topology_that_fails_on_one_worker():
+    TopologyReg.registry["scrambled"] = Scrambled
+    results = run_replicas(3, fails_on_one)
     assert set(results) == {"worker 2: ArithmeticError: this worker cannot count"}
 
 
-def wrong_instance(rank: int, n: int) -> str:
-    from decent_dp.topo import RingTopology
-
-    with pytest.raises(ValueError, match="world_size=5") as caught:
-        DecentralizedDataParallel(net(), SGD, topology=RingTopology(world_size=5, rank=rank))
-    return str(caught.value)
+def wrong_instance(transport: Any) -> None:
+    with pytest.raises(ValueError, match="world_size=5"):
+        DecentralizedDataParallel(net(), SGD, topology=RingTopology(world_size=5, rank=transport.rank), transport=transport)
 
 
-def test_an_instance_made_for_other_workers(workers):
-    workers(2, wrong_instance)
+def test_an_instance_made_for_other_workers():
+    run_replicas(2, wrong_instance)
 
 
-def other_order(rank: int, n: int) -> Any:
+def other_order(transport: Any) -> Any:
     """Workers whose first backward goes through the layers in other orders, or not through all."""
 
     class Ordered(nn.Module):
@@ -359,23 +375,26 @@ def other_order(rank: int, n: int) -> Any:
             self.out = nn.Linear(6, 3)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in [[self.a, self.b, self.c], [self.c, self.a], [self.b, self.c, self.a]][rank]:
+            for layer in [[self.a, self.b, self.c], [self.c, self.a], [self.b, self.c, self.a]][transport.rank]:
                 x = torch.tanh(layer(x))
             result: torch.Tensor = self.out(x)
             return result
 
     found = []
     for topology in ("ring", "complete"):
-        model = DecentralizedDataParallel(Ordered(), SGD, topology=topology, overlap=False, bucket_size_in_mb=1e-6)
+        model = DecentralizedDataParallel(
+            Ordered(), SGD, topology=topology, overlap=False, bucket_size_in_mb=1e-6, transport=transport
+        )
         for t in range(4):
-            loss(model, t, rank).backward()
+            loss(model, t, transport.rank).backward()
         names = [o.param_groups[0]["param_names"] for o in model.optimizers]
         found.append((names, model.consensus_distance(), model.stats().rounds))
+        model.close()
     return found
 
 
-def test_another_order_of_first_use_is_no_error(workers):
-    results = workers(3, other_order)
+def test_another_order_of_first_use_is_no_error():
+    results = run_replicas(3, other_order)
     for found in results:
         assert [names for names, *_ in found] == [names for names, *_ in results[0]]
         assert found[1][1] < 1e-6
@@ -386,7 +405,11 @@ def test_another_order_of_first_use_is_no_error(workers):
 # -- uneven inputs -----------------------------------------------------------------------------------------------------
 
 
-def uneven(rank: int, n: int, batches: list[int], topology: str, overlap: bool) -> Any:
+def uneven(rank: int, n: int, cases: list[tuple[list[int], str, bool]]) -> Any:
+    return [uneven_epochs(rank, *case) for case in cases]
+
+
+def uneven_epochs(rank: int, batches: list[int], topology: str, overlap: bool) -> Any:
     model = DecentralizedDataParallel(net(), SGD, topology=topology, overlap=overlap, bucket_size_in_mb=1e-6)
     found = []
     for _ in range(2):
@@ -400,20 +423,20 @@ def uneven(rank: int, n: int, batches: list[int], topology: str, overlap: bool) 
     return found
 
 
-@pytest.mark.parametrize("topology", ["complete", "ring"])
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("batches", [[3, 5, 0], [0, 0, 2], [0, 0, 0], [40, 3, 3]])
-def test_join(workers, batches, topology, overlap):
-    for rank, found in enumerate(workers(3, uneven, batches, topology, overlap)):
-        for epoch, (_, _, updates, rounds) in enumerate(found, start=1):
-            assert updates == epoch * batches[rank]
-            assert rounds == epoch * max(batches)
-        if topology == "complete" and not overlap:
-            assert found[-1][1] < 1e-5
+@some_and_all(list(product([[3, 5, 0], [0, 0, 2], [0, 0, 0], [20, 3, 3]], ["complete", "ring"], [True, False])))
+def test_join(workers, cases):
+    for rank, results in enumerate(workers(3, uneven, cases)):
+        for (batches, topology, overlap), found in zip(cases, results, strict=True):
+            for epoch, (_, _, updates, rounds) in enumerate(found, start=1):
+                assert updates == epoch * batches[rank], (batches, topology, overlap)
+                assert rounds == epoch * max(batches), (batches, topology, overlap)
+            if topology == "complete" and not overlap:
+                assert found[-1][1] < 1e-5, (batches, topology, overlap)
 
 
-def join_with_windows(rank: int, n: int) -> Any:
-    model = DecentralizedDataParallel(net(), SGD, topology="ring", grad_clip_norm=1.0)
+def join_with_windows(transport: Any) -> Any:
+    rank = transport.rank
+    model = DecentralizedDataParallel(net(), SGD, topology="ring", grad_clip_norm=1.0, transport=transport)
     with model.join():
         for i in range(6 + 2 * rank):
             model.set_accumulate_grad(i % 2 == 0)
@@ -427,8 +450,8 @@ def join_with_windows(rank: int, n: int) -> Any:
     return model.stats().updates, model.stats().rounds
 
 
-def test_join_with_accumulation(workers):
-    assert workers(2, join_with_windows) == [(3, 4), (4, 4)]
+def test_join_with_accumulation():
+    assert run_replicas(2, join_with_windows) == [(3, 4), (4, 4)]
 
 
 def out_of_step(rank: int, n: int) -> Any:
@@ -522,8 +545,15 @@ def failing(rank: int, n: int, how: str, topology: str) -> Any:
     model.close()
 
 
-@pytest.mark.parametrize("topology", ["ring", "complete"])
-@pytest.mark.parametrize("how", ["raise", "kill"])
+@pytest.mark.parametrize(
+    ("how", "topology"),
+    [
+        ("raise", "ring"),
+        ("kill", "complete"),
+        pytest.param("raise", "complete", marks=pytest.mark.slow),
+        pytest.param("kill", "ring", marks=pytest.mark.slow),
+    ],
+)
 def test_a_worker_that_fails_is_named(workers, how, topology):
     outcomes = workers.outcomes(4, failing, how, topology, group_timeout=10, timeout=25)
     assert outcomes[2].error == ("ValueError" if how == "raise" else "Gone")
@@ -551,8 +581,30 @@ for t in range(9):
 """
 
 
-def test_an_error_between_updates_is_quoted(tmp_path):
+KEPT: list[Any] = []
+
+
+def raises_between(rank: int, n: int) -> Any:
+    model = DecentralizedDataParallel(net(), SGD, topology="complete")
+    KEPT.append(model)  # as a script's, it lives until the process ends
+    for t in range(9):
+        if t == 5 and rank == 1:
+            # The interpreter notes an error that ends a script, and then exits.
+            sys.last_value = KeyError("shard 17 is missing")
+            return
+        loss(model, t, rank).backward()
+
+
+def test_an_error_between_updates_is_quoted(workers):
     """In the loader or the loop, where the wrapper does not see it: the cause is reported at exit."""
+    first, second = workers.outcomes(2, raises_between, group_timeout=25)
+    assert (first.error, second.error) == (PeerLostError.__name__, "")
+    assert "worker 1 is gone" in first.message
+    assert "Worker 1 reported: KeyError in round 5: 'shard 17 is missing'" in first.message
+
+
+@pytest.mark.slow
+def test_an_error_between_updates_of_a_script_is_quoted(tmp_path):
     script = tmp_path / "between.py"
     script.write_text(BETWEEN)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
@@ -592,7 +644,7 @@ def save_what_is_left(rank: int, n: int, windows: bool) -> Any:
     return len(state), len(optimizer["state"])
 
 
-@pytest.mark.parametrize("windows", [False, True])
+@pytest.mark.parametrize("windows", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_after_a_failure_the_replica_can_be_saved(workers, windows):
     outcomes = workers.outcomes(2, save_what_is_left, windows, group_timeout=10)
     assert outcomes[0].value == (6, 6), outcomes[0]
@@ -716,8 +768,14 @@ def last_exchange(rank: int, n: int, closes: list[bool]) -> Any:
     return values(found[0].module)
 
 
-@pytest.mark.parametrize("closes", [[True] * 3, [False] * 3, [False, True, True], [False, False, True]])
+@pytest.mark.parametrize("closes", [[True] * 3, [False, True, True]])
 def test_a_worker_that_finishes_first_breaks_no_other(workers, closes):
+    assert all(workers(3, last_exchange, closes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("closes", [[True] * 3, [False] * 3, [False, True, True], [False, False, True]])
+def test_many_workers_that_finish_first_break_no_other(workers, closes):
     for _ in range(3):
         assert all(workers(3, last_exchange, closes))
 
@@ -773,14 +831,14 @@ FACTORIES: dict[str, tuple[Any, type[Exception], str]] = {
 }
 
 
-def bad_factories(rank: int, n: int, only_on: int | None) -> Any:
-    found = {}
+def bad_factories(transport: Any, only_on: int | None) -> Any:
+    rank, found = transport.rank, {}
     for name, (arguments, _, _) in FACTORIES.items():
         good = {"optim_fn": SGD}
         chosen = {**good, **arguments} if only_on in (None, rank) else {**good, "lr_scheduler_fn": None}
         if "lr_scheduler_fn" in arguments and only_on not in (None, rank):
             chosen["lr_scheduler_fn"] = partial(torch.optim.lr_scheduler.StepLR, step_size=1)
-        model = DecentralizedDataParallel(net(), topology="ring", **chosen)
+        model = DecentralizedDataParallel(net(), topology="ring", transport=transport, **chosen)
         before = values(model)
         try:
             loss(model, 0, rank).backward()
@@ -794,10 +852,8 @@ def bad_factories(rank: int, n: int, only_on: int | None) -> Any:
 
 
 @pytest.mark.parametrize("only_on", [None, 1])
-def test_bad_factories_are_refused_on_all_workers(workers, only_on):
-    import re
-
-    results = workers(2, bad_factories, only_on)
+def test_bad_factories_are_refused_on_all_workers(only_on):
+    results = run_replicas(2, partial(bad_factories, only_on=only_on))
     for name, (_, kind, pattern) in FACTORIES.items():
         found = results[0][name]
         assert found == results[1][name]
@@ -812,8 +868,6 @@ def test_no_process_group():
 
 
 def test_adaptive_factor_out_of_range():
-    from tests.helpers import alone
-
     model = alone(net())
     for factor in (-0.1, 1.1, float("nan")):
         with pytest.raises(ValueError, match="adaptive factor"):
@@ -822,8 +876,6 @@ def test_adaptive_factor_out_of_range():
 
 def test_different_adaptive_factors_are_an_error_on_all():
     """Noticed at the next collective call: mixing with them would move the mean."""
-    from decent_dp.transport import run_replicas
-
     models = [net() for _ in range(3)]
 
     def work(transport: Any) -> list[str]:
@@ -845,8 +897,6 @@ def test_different_adaptive_factors_are_an_error_on_all():
 
 
 def test_wrapping_twice():
-    from tests.helpers import alone
-
     with pytest.raises(TypeError, match="already wrapped"):
         alone(alone(net()))
     shared = net()

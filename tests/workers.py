@@ -29,7 +29,10 @@ FOREIGN: list[tuple[str, type[Warning], str]] = [
 _CONTEXT = multiprocessing.get_context("forkserver")
 # torch._dynamo: a second of import that torch's optimizers ask for when the first one is made.
 _CONTEXT.set_forkserver_preload(
-    ["torch", "torch._dynamo", "numpy", "pytest", "hypothesis", "decent_dp.ddp", "decent_dp.optim", "tests.workers"]
+    [
+        *("torch", "torch._dynamo", "numpy", "pytest", "hypothesis", "tests.workers"),
+        *("decent_dp._gossip", "decent_dp.checkpoint", "decent_dp.ddp", "decent_dp.optim"),
+    ]
 )
 _LAUNCHES = count()
 
