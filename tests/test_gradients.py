@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from decent_dp.ddp import DecentralizedDataParallel
+from decent_dp.transport import run_replicas
 from tests.helpers import SGD, alone, assert_same, batch, loss, net, plain, values
 
 TINY = 1e-6  # MiB: one bucket per parameter
@@ -62,13 +63,14 @@ def test_parameters_used_now_and_then(bucket_size_in_mb, pattern):
     )
 
 
-def branches_on_workers(rank: int, n: int) -> list[Any]:
+def branches_on_workers(transport: Any, start: Branches) -> list[Any]:
     """Each worker takes branches of its own: 'a' on worker 0 only, and so on; parameters without a gradient still mix."""
-    found = []
+    found, rank = [], transport.rank
     for topology in ("complete", "one-peer-exp", "ring"):
         for overlap in (True, False):
-            torch.manual_seed(0)
-            model = DecentralizedDataParallel(Branches(), SGD, topology=topology, overlap=overlap, bucket_size_in_mb=TINY)
+            model = DecentralizedDataParallel(
+                copy.deepcopy(start), SGD, topology=topology, overlap=overlap, bucket_size_in_mb=TINY, transport=transport
+            )
             for t in range(6):
                 branch = "a" if rank == 0 or (rank == 1 and t == 3) else "b"
                 x, y = batch(t, rank)
@@ -78,20 +80,17 @@ def branches_on_workers(rank: int, n: int) -> list[Any]:
     return found
 
 
-def test_branches_chosen_by_data_on_each_worker(workers):
-    results = workers(4, branches_on_workers)
-    start = values(branches_at_start())
+def test_branches_chosen_by_data_on_each_worker():
+    torch.manual_seed(0)
+    model = Branches()
+    results = run_replicas(4, partial(branches_on_workers, start=model))
+    start = values(model)
     for case in zip(*results, strict=True):
         assert [rounds for _, rounds, _ in case] == [6] * 4
         mean_a = sum(v["a.weight"] for v, _, _ in case) / 4
         assert not torch.allclose(mean_a, start["a.weight"])  # trained on one worker …
         assert all(not torch.equal(v["a.weight"], start["a.weight"]) for v, _, _ in case)  # … and mixed to all
         assert all(torch.allclose(v["never.weight"], start["never.weight"], atol=1e-6) for v, _, _ in case)
-
-
-def branches_at_start() -> Branches:
-    torch.manual_seed(0)
-    return Branches()
 
 
 # -- tied weights, checkpointing, compile ------------------------------------------------------------------------------
@@ -310,9 +309,11 @@ def test_scaler_beside_plain_pytorch(bucket_size_in_mb, max_norm):
     assert (wrapper.stats().updates, wrapper.stats().rounds) == (6, 8)
 
 
-def scaler_on_workers(rank: int, n: int) -> list[Any]:
-    scaler = torch.GradScaler("cpu", init_scale=2.0)
-    model = DecentralizedDataParallel(net(), SGD, topology="complete", scaler=scaler, bucket_size_in_mb=TINY)
+def scaler_on_workers(transport: Any) -> list[Any]:
+    rank, scaler = transport.rank, torch.GradScaler("cpu", init_scale=2.0)
+    model = DecentralizedDataParallel(
+        net(), SGD, topology="complete", scaler=scaler, bucket_size_in_mb=TINY, transport=transport
+    )
     found = []
     for t in range(4):
         factor = float("nan") if (rank == 1 and t == 2) else 1.0
@@ -322,9 +323,9 @@ def scaler_on_workers(rank: int, n: int) -> list[Any]:
     return [found, model.stats().updates, model.stats().rounds]
 
 
-def test_a_skipped_step_still_mixes(workers):
+def test_a_skipped_step_still_mixes():
     """Worker 1 skips update 2: it takes no step, and the others still exchange with it."""
-    (first, *_), (second, updates, rounds) = workers(2, scaler_on_workers)
+    (first, *_), (second, updates, rounds) = run_replicas(2, scaler_on_workers)
     assert (updates, rounds) == (3, 4)
     # After the skipped update, worker 1 has only mixed the values sent at update 1.
     for name, value in second[2].items():
@@ -394,13 +395,12 @@ def test_mixed_dtypes_and_strides(bucket_size_in_mb, view):
     assert all(len(kind) == 1 for kind in kinds)
 
 
-def mixed_on_workers(rank: int, n: int) -> Any:
+def mixed_on_workers(transport: Any) -> Any:
     found = []
     for topology in ("complete", "ring"):
-        torch.manual_seed(0)
-        model = DecentralizedDataParallel(Mixed(), SGD, topology=topology, bucket_size_in_mb=0.0005)
+        model = DecentralizedDataParallel(Mixed(), SGD, topology=topology, bucket_size_in_mb=0.0005, transport=transport)
         for t in range(3):
-            loss(model, t, rank).backward()
+            loss(model, t, transport.rank).backward()
         before = model.consensus_distance()
         with model.averaged():
             found.append((values(model), before, model.consensus_distance()))
@@ -408,8 +408,8 @@ def mixed_on_workers(rank: int, n: int) -> Any:
     return found
 
 
-def test_mixed_dtypes_on_workers(workers):
-    results = workers(3, mixed_on_workers)
+def test_mixed_dtypes_on_workers():
+    results = run_replicas(3, mixed_on_workers)
     for case in zip(*results, strict=True):
         assert case[0][1] > 0
         for value, _, after in case:
@@ -498,7 +498,14 @@ class Fragile(nn.Module):
         return result
 
 
-def broken_backward(rank: int, n: int, overlap: bool, clip: float, watcher: str) -> Any:
+def broken_backwards(rank: int, n: int) -> Any:
+    return [broken_backward(rank, *case) for case in BROKEN]
+
+
+BROKEN = [(True, 0.0, ""), (False, 0.0, "zero_grad"), (True, 1.0, "")]
+
+
+def broken_backward(rank: int, overlap: bool, clip: float, watcher: str) -> Any:
     model = DecentralizedDataParallel(
         Fragile(), SGD, topology="complete", overlap=overlap, grad_clip_norm=clip, bucket_size_in_mb=TINY
     )
@@ -515,17 +522,23 @@ def broken_backward(rank: int, n: int, overlap: bool, clip: float, watcher: str)
     return result
 
 
-@pytest.mark.parametrize(("overlap", "clip", "watcher"), [(True, 0.0, ""), (False, 0.0, "zero_grad"), (True, 1.0, "")])
-def test_a_backward_that_raises_half_way(workers, overlap, clip, watcher):
+def test_a_backward_that_raises_half_way(workers):
     """Worker 1 runs out of memory at update 3 and continues: the rounds stay in step, and nothing hangs."""
-    results = workers(2, broken_backward, overlap, clip, watcher)
-    assert [(updates, rounds) for updates, rounds, *_ in results] == [(6, 6), (5, 6)]
-    assert all(torch.isfinite(v).all() for _, _, value, _ in results for v in value.values())
-    if not overlap:
-        assert results[0][3] < 1e-6
+    for case, *results in zip(BROKEN, *workers(2, broken_backwards), strict=True):
+        assert [(updates, rounds) for updates, rounds, *_ in results] == [(6, 6), (5, 6)], case
+        assert all(torch.isfinite(v).all() for _, _, value, _ in results for v in value.values()), case
+        if not case[0]:
+            assert results[0][3] < 1e-6
 
 
-def broken_elsewhere(rank: int, n: int, where: str) -> Any:
+PLACES = ("first", "no_sync", "bypassed")
+
+
+def all_broken_elsewhere(rank: int, n: int) -> Any:
+    return [broken_elsewhere(rank, where) for where in PLACES]
+
+
+def broken_elsewhere(rank: int, where: str) -> Any:
     """Worker 1's third backward raises before any gradient, inside no_sync, or in a run that bypasses the wrapper's forward."""
     model = DecentralizedDataParallel(Fragile(), SGD, topology="complete", bucket_size_in_mb=TINY)
     forward = model.module if where == "bypassed" else model
@@ -560,12 +573,11 @@ def broken_elsewhere(rank: int, n: int, where: str) -> Any:
     return result
 
 
-@pytest.mark.parametrize("where", ["first", "no_sync", "bypassed"])
-def test_a_backward_that_raises_anywhere_keeps_the_rounds_in_step(workers, where):
-    first, second = workers(2, broken_elsewhere, where)
-    assert first[0] == second[0] == 6
-    assert first[2] == 6
-    assert second[2] == (6 if where == "no_sync" else 5)
+def test_a_backward_that_raises_anywhere_keeps_the_rounds_in_step(workers):
+    for where, first, second in zip(PLACES, *workers(2, all_broken_elsewhere), strict=True):
+        assert first[0] == second[0] == 6, where
+        assert first[2] == 6, where
+        assert second[2] == (6 if where == "no_sync" else 5), where
 
 
 @pytest.mark.parametrize("of", ["input", "parameters"])
@@ -606,12 +618,12 @@ def test_a_saved_tensor_made_stale_by_the_update_is_torchs_error(view):
         value.backward()
 
 
-def stale_by_mixing(rank: int, n: int) -> str:
+def stale_by_mixing(transport: Any) -> str:
     """No gradient for the later layers: their values move by mixing alone, which must count as a write, too."""
-    model = DecentralizedDataParallel(net(), SGD, topology="complete", bucket_size_in_mb=25)
+    model = DecentralizedDataParallel(net(), SGD, topology="complete", bucket_size_in_mb=25, transport=transport)
     for t in range(3):
-        loss(model, t, rank).backward()
-    value = loss(model, 3, rank)
+        loss(model, t, transport.rank).backward()
+    value = loss(model, 3, transport.rank)
     model.update()
     try:
         value.backward()
@@ -620,8 +632,8 @@ def stale_by_mixing(rank: int, n: int) -> str:
     return "no error"
 
 
-def test_mixing_makes_saved_tensors_stale(workers):
-    assert all("modified by an inplace operation" in message for message in workers(2, stale_by_mixing))
+def test_mixing_makes_saved_tensors_stale():
+    assert all("modified by an inplace operation" in message for message in run_replicas(2, stale_by_mixing))
 
 
 class LateCheckpoint(nn.Module):

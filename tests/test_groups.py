@@ -51,7 +51,7 @@ def one_is_late(rank: int, n: int, numel: int) -> tuple[int, float]:
 
 
 def test_memory_is_bounded_while_a_group_waits_for_a_late_worker(workers):
-    n, numel = 5, 12 * MIB
+    n, numel = 5, 8 * MIB
     found = workers(n, one_is_late, numel)
     assert [mean for _, mean in found] == [2.0] * n
     for grown, _ in found[:-1]:
@@ -139,7 +139,7 @@ def on_two_nodes(rank: int, n: int) -> Any:
         transport = ProcessGroupTransport()
         transport.prepare([edge])
         compression = None
-        for round_ in range(3):
+        for round_ in range(2):
             exchange_id = ExchangeId(round_, 0)
             values = content(rank, round_)
             own = request(values, rank, exchange_id, kind, compression)
@@ -164,10 +164,10 @@ def test_a_group_over_two_nodes_takes_the_mean(workers):
     n = 4
     results = workers(n, on_two_nodes)
     for i, kind in enumerate(COMPRESSIONS.values()):
-        for round_ in range(3):
+        for round_ in range(2):
             mean = np.mean([content(rank, round_).double().numpy() for rank in range(n)], axis=0)
             for rank in range(n):
-                mixed, step = results[rank][3 * i + round_]
+                mixed, step = results[rank][2 * i + round_]
                 # On bfloat16 what is sent is rounded to the nearest, and a node's mean and the mean of all up or down.
                 tolerance = {None: 1e-6, "bfloat16": (0.5 + 1 + 1) * 2**-7, "int8": 3 * step}[kind.name]
                 assert np.abs(mixed - mean).max() <= tolerance, (kind.name, round_, rank)
