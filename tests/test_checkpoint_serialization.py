@@ -91,7 +91,7 @@ trees = st.recursive(
 
 
 @given(trees)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_any_tree_of_values_comes_back(tree):
     assert same(there_and_back(tree), tree)
 
