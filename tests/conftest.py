@@ -25,6 +25,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", f"ignore:{message}:{category.__name__}:{module}")
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: some tests wait."""
+    return (os.cpu_count() or 1) + 1
+
+
 def pytest_collection_finish() -> None:
     """Modules live until the end: without them, a collection of garbage takes a millisecond rather than a tenth of a second."""
     gc.collect()

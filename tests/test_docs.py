@@ -166,7 +166,8 @@ def test_the_quick_start_is_short():
     assert len((ROOT / "docs" / "index.md").read_text(encoding="utf-8").splitlines()) <= 60
 
 
-@pytest.mark.parametrize("page", ["README.md", pytest.param("docs/index.md", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
 def test_the_quick_start_runs_under_torchrun(tmp_path, page):
     first = blocks(ROOT / page, "python")[0]
     (tmp_path / "train.py").write_text(first.code)

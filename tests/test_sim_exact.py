@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from decent_dp.sim import VirtualCluster
-from tests.helpers import covering
+from tests.helpers import covering, some_and_all
 from tests.sim_cases import OPTIMIZERS, Case, compare, simulate, train_really
 
 TOPOLOGIES = ["complete", "ring", "one-peer-exp", "alternating-exp-ring", "base-2", "random-matching", "hierarchical"]
@@ -139,11 +139,12 @@ SPECIAL = [
 ]
 
 
-def test_clip_schedule_scaler_and_parameters_without_gradients(workers):
-    clusters = hold(workers, 4, SPECIAL)
-    assert [min(cluster.steps) for cluster in clusters] == [5 - (case.inf is not None) for case in SPECIAL]
-    assert [max(cluster.steps) for cluster in clusters] == [5] * len(SPECIAL)
-    assert [len(cluster.optimizers) for cluster in clusters] == [4 if case.scaled else 1 for case in SPECIAL]
+@some_and_all(SPECIAL)
+def test_clip_schedule_scaler_and_parameters_without_gradients(workers, cases):
+    clusters = hold(workers, 4, cases)
+    assert [min(cluster.steps) for cluster in clusters] == [5 - (case.inf is not None) for case in cases]
+    assert [max(cluster.steps) for cluster in clusters] == [5] * len(cases)
+    assert [len(cluster.optimizers) for cluster in clusters] == [4 if case.scaled else 1 for case in cases]
 
 
 def test_the_loop_over_replicas(workers):

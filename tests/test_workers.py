@@ -54,7 +54,7 @@ def test_every_topology_runs_or_refuses(workers, n):
     check_every_topology(workers(n, every_topology), n)
 
 
-@pytest.mark.parametrize("n", [1, 3, 5, 6])
+@pytest.mark.parametrize("n", [3, 6, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 5))])
 def test_every_topology_runs_or_refuses_in_process(n):
     check_every_topology(run_replicas(n, lambda transport: every_topology(transport.rank, n, transport)), n)
 
