@@ -226,8 +226,7 @@ def test_a_switch_is_analysed_where_it_first_mixes():
     assert found.idle == pytest.approx(0.99)
 
 
-@pytest.mark.parametrize("n", [6, 200])
-@pytest.mark.parametrize("h", [3, 100])
+@pytest.mark.parametrize(("n", "h"), [(6, 3), (6, 100), (200, 3), pytest.param(200, 100, marks=pytest.mark.slow)])
 def test_every_of_an_aperiodic_topology(n, h):
     inner = RandomMatchingTopology(2, world_size=n)
     once, found = analyse(inner, epsilon=0.01), analyse(inner.every(h), epsilon=0.01)
