@@ -8,11 +8,15 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import decent_dp
 
+# torch 2.6's fully_shard does not run on CPUs.
+CPUS_CAN_SHARD = hasattr(torch.cpu.Stream, "record_event")
+needs_shards = pytest.mark.skipif(not CPUS_CAN_SHARD, reason="this torch cannot shard a model on CPUs")
 # Workers that are threads share the random numbers.
 _ONE_AT_A_TIME = threading.Lock()
 SGD = partial(torch.optim.SGD, lr=0.02, momentum=0.8)

@@ -21,11 +21,14 @@ from tests.sharded_cases import (
     assert_close,
     ended,
     mesh_of,
+    needs_shards,
     step,
     train,
     values,
     zero_grad,
 )
+
+pytestmark = needs_shards
 
 CASES = {
     "base-2": Case({"topology": "base-2"}, fsdp={"reshard_after_forward": True}),

@@ -18,7 +18,23 @@ from decent_dp.replica.snapshot import take
 from decent_dp.rules import OuterNesterov
 from decent_dp.transport import run_replicas
 from tests.resuming import assert_equal, dumb_copy
-from tests.sharded_cases import ADAMW, SGD, Case, Odd, Sharded, Unsharded, mesh_of, shard, step, values, whole, zero_grad
+from tests.sharded_cases import (
+    ADAMW,
+    SGD,
+    Case,
+    Odd,
+    Sharded,
+    Unsharded,
+    mesh_of,
+    needs_shards,
+    shard,
+    step,
+    values,
+    whole,
+    zero_grad,
+)
+
+pytestmark = needs_shards
 
 
 class Keeping(torch.optim.Optimizer):

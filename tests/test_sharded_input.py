@@ -19,7 +19,9 @@ from decent_dp.topo import Edge, RingTopology
 from decent_dp.transport import InProcessTransport
 from decent_dp.transport.peers import Peers
 from tests.helpers import error_of
-from tests.sharded_cases import SGD, Odd, mesh_of, shard
+from tests.sharded_cases import SGD, Odd, mesh_of, needs_shards, shard
+
+pytestmark = needs_shards
 
 
 def gossip(model: nn.Module, **options: Any) -> decent_dp.Gossip:
