@@ -414,10 +414,9 @@ def sent(rank: int, n: int, cases: list[tuple[str, int, int]]) -> list[int]:
 
 @pytest.mark.parametrize("n", [4, pytest.param(6, marks=pytest.mark.slow)])
 def test_bytes_are_those_that_workers_send(workers, n):
-    found = [
-        (name, local) for local in (1, 2) for name in fitting(n, local) if local == 1 or name in ("complete", "hierarchical")
-    ]
-    cases = [(name, local, made(name, n, local).period or 5) for name, local in found]
+    of_nodes = [name for name in fitting(n, 2) if name in ("complete", "alternating-exp-ring", "hierarchical")]
+    fits = [*((name, 1) for name in fitting(n, 1)), *((name, 2) for name in of_nodes)]
+    cases = [(name, local, made(name, n, local).period or 5) for name, local in fits]
     counts = np.array(workers(n, sent, cases)).mean(axis=0)
     for count, (name, local, updates) in zip(counts, cases, strict=True):
         assert count == pytest.approx(analyse(made(name, n, local), payload=400).sent_by_worker * updates), (name, local)

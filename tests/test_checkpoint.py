@@ -34,7 +34,7 @@ def uninterrupted(rank: int, n: int, path: str, kinds: list[str]) -> dict[str, A
     found = {}
     for kind in kinds:
         ends = []
-        for saves in (True, False) if kind in ("int8", "accum") else (True,):
+        for saves in (True, False) if kind in ("int8", "accum") or len(kinds) == len(KINDS) else (True,):
             model = make(kind)
             seed_all(rank)
             run(model, kind, rank, 0, AT)

@@ -395,10 +395,12 @@ def test_mixed_dtypes_and_strides(bucket_size_in_mb, view):
     assert all(len(kind) == 1 for kind in kinds)
 
 
-def mixed_on_workers(transport: Any) -> Any:
+def mixed_on_workers(transport: Any, start: nn.Module) -> Any:
     found = []
     for topology in ("complete", "ring"):
-        model = DecentralizedDataParallel(Mixed(), SGD, topology=topology, bucket_size_in_mb=0.0005, transport=transport)
+        model = DecentralizedDataParallel(
+            copy.deepcopy(start), SGD, topology=topology, bucket_size_in_mb=0.0005, transport=transport
+        )
         for t in range(3):
             loss(model, t, transport.rank).backward()
         before = model.consensus_distance()
@@ -409,7 +411,9 @@ def mixed_on_workers(transport: Any) -> Any:
 
 
 def test_mixed_dtypes_on_workers():
-    results = run_replicas(3, mixed_on_workers)
+    torch.manual_seed(0)
+    start = Mixed()
+    results = run_replicas(3, lambda transport: mixed_on_workers(transport, start))
     for case in zip(*results, strict=True):
         assert case[0][1] > 0
         for value, _, after in case:

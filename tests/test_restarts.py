@@ -162,7 +162,7 @@ def told_with_a_full_disk(rank: int, n: int, folder: str) -> None:
 
     def some_data() -> Any:
         draw = torch.Generator().manual_seed(0)
-        x, y = torch.rand(200, 64, generator=draw), torch.arange(200) % 10
+        x, y = torch.rand(2000, 64, generator=draw), torch.arange(2000) % 10
         return torch.utils.data.TensorDataset(x, y), x, y
 
     # Neither the digits nor what reads them is needed, and it takes a second to import.

@@ -185,8 +185,9 @@ def other_rules(rank: int, n: int, path: str) -> dict[str, Any]:
     return found
 
 
-def test_other_rules_and_other_settings(workers, tmp_path):
-    results = workers(2, other_rules, str(tmp_path))
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow)])  # of two, a ring is complete
+def test_other_rules_and_other_settings(workers, tmp_path, n):
+    results = workers(n, other_rules, str(tmp_path))
     for rank, found in enumerate(results):
         for name, kind in (("gossip", "Gossip"), ("another", "MomentumGossip")):
             assert found[f"refused by {name}"] == results[0][f"refused by {name}"]

@@ -43,7 +43,7 @@ CASES = {
     "int8": Case({"compression": "int8", "topology": "complete", "overlap": False}, tolerance=0.05, steps=15),
     # Several of them together, for the fast tests.
     "outer in windows": Case(
-        {"rule": OuterNesterov(), "topology": "complete", "mix_every": 4},
+        {"rule": OuterNesterov(), "topology": "complete", "mix_every": 2},
         ADAMW,
         window=2,
         clip=0.3,
@@ -111,11 +111,11 @@ def schedule(run: Any) -> None:
 
 def load(run: Any) -> None:
     kept = {}
-    for t in range(7):
+    for t in range(6):
         step(run, t)
         if t == 2:
             kept = {name: value.detach().clone() for name, value in run.model.state_dict().items()}
-        if t == 4:
+        if t == 3:
             run.looked_at(t)
             run.model.load_state_dict(kept)
             if run.replica == 0:  # a part of it again: nothing is in flight for it any more

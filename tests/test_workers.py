@@ -423,13 +423,13 @@ def uneven_epochs(rank: int, batches: list[int], topology: str, overlap: bool) -
     return found
 
 
-JOINS = list(product([[3, 5, 0], [0, 0, 2], [0, 0, 0], [20, 3, 3]], ["complete", "ring"], [True, False]))
+JOINS = list(product([[3, 5, 0], [0, 0, 2], [0, 0, 0], [40, 3, 3]], ["complete", "ring"], [True, False]))
 # Each value occurs, and complete without overlap, where replicas end equal.
 SOME_JOINS = [
     ([3, 5, 0], "complete", False),
     ([0, 0, 2], "ring", True),
     ([0, 0, 0], "complete", True),
-    ([20, 3, 3], "ring", False),
+    ([40, 3, 3], "ring", False),
 ]
 
 
