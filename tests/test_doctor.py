@@ -133,6 +133,7 @@ def on_known_links(rank: int, n: int, seconds: float) -> Any:
     return known, {pair: (p.latency, p.rate, p.error) for pair, p in found.items()}, took, nodes
 
 
+@pytest.mark.slow  # by the clock, which means nothing on a machine whose cores are lent to others
 def test_latency_and_rate_of_known_links(workers: Any) -> None:
     for _ in range(3):  # a machine that is busy for some seconds spoils one measurement, and not three
         results = workers(3, on_known_links, 0.6)
