@@ -98,7 +98,7 @@ def test_a_first_save_that_was_killed_is_a_fresh_start(tmp_path):
         model.close()
         return found, names == ["latest", "run", newest.name]
 
-    for ((kind, text), nothing), tidy in run_replicas(2, work, 20):
+    for ((kind, text), nothing), tidy in run_replicas(2, work):
         assert kind == "FileNotFoundError"
         assert "no worker sees a complete checkpoint" in text
         assert nothing is None
@@ -141,7 +141,7 @@ def test_disks_that_were_renumbered_are_named(tmp_path):
         model.close()
         return found
 
-    first, second = run_replicas(2, work, 20)
+    first, second = run_replicas(2, work)
     assert first == second
     for kind, text in first:
         assert kind == "CheckpointError"
@@ -165,7 +165,7 @@ def test_copies_of_a_shard_that_differ_are_named(tmp_path):
         model.close()
         return found
 
-    for kind, text in run_replicas(2, work, 20):
+    for kind, text in run_replicas(2, work):
         assert kind == "CheckpointError"
         assert "workers 0 and 1 see different files worker-0000.safetensors in " in text
 
@@ -182,7 +182,7 @@ def test_parameters_are_read_without_a_run(tmp_path):
         model.close()
         return found
 
-    (first, one), (second, other) = run_replicas(2, work, 20)
+    (first, one), (second, other) = run_replicas(2, work)
     for rank, own in enumerate((first, second)):
         assert_same(read_parameters(tmp_path, rank), own)
     mean = read_parameters(str(latest(tmp_path)), buffers=True)
@@ -285,7 +285,7 @@ def test_a_part_that_does_not_fit_is_refused_by_all_and_changes_nothing(tmp_path
         return kind, text.removeprefix("worker 1: "), untouched
 
     before = random.getstate(), str(np.random.get_state())
-    first, second = run_replicas(2, work, 10)
+    first, second = run_replicas(2, work)
     assert first == second
     assert first[0] == "CheckpointError"
     assert first[2]

@@ -540,7 +540,7 @@ def contents(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
 @pytest.mark.parametrize(("how", "sizes"), some_in_the_fast_tests(HOW, [(4, 3), (3, 5), (3, 3), (2, 1)]))
 def test_runs_of_another_size_start_from_numpys_means(tmp_path, how, sizes):
     n, m = sizes
-    before = run_replicas(n, lambda transport: saved_run(transport, tmp_path), 60)
+    before = run_replicas(n, lambda transport: saved_run(transport, tmp_path))
 
     def load_it(transport: InProcessTransport) -> Any:
         model = Mixed()
@@ -555,7 +555,7 @@ def test_runs_of_another_size_start_from_numpys_means(tmp_path, how, sizes):
         replica.close()
         return state, found, finite, optimizer.param_groups[0]["lr"]
 
-    for rank, (state, found, finite, lr) in enumerate(run_replicas(m, load_it, 60)):
+    for rank, (state, found, finite, lr) in enumerate(run_replicas(m, load_it)):
         group = sources(n, rank, m, how)
         assert (state["rank"], finite, lr) == (group[0], True, 0.01)
         assert found.keys() == {key for j in group for key in before[j]}

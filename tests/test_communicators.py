@@ -273,7 +273,7 @@ def test_an_address_that_never_comes_is_waited_for_as_long_as_the_process_group_
     began = time.monotonic()
     with pytest.raises(RuntimeError) as caught:
         addresses.dial(rendezvous, 3)
-    assert 0.2 < time.monotonic() - began < 5
+    assert 0.2 < time.monotonic() - began < 45
     error = peer_error(caught.value, [3], "round 0, bucket 1", Notes(rendezvous.store, 0), rendezvous.timeout)
     assert isinstance(error, PeerTimeoutError)
 

@@ -176,37 +176,27 @@ def with_silent_nodes(rank: int, n: int) -> Any:
         a, b = edge.ranks
         if a // 2 == b // 2:
             return exchange(self, edge, request)
-        limit = self._rendezvous.timeout.total_seconds()
 
         def wait() -> None:
-            waits.append(limit)
-            time.sleep(limit)
+            waits.append(self.timeout)
             raise PeerError("it sent nothing")
 
         return DeferredHandle(wait)
 
     process_group.ProcessGroupTransport.start = start  # type: ignore[method-assign]
-    probe_ = Probe(0.02, 3.0)
-    began = time.monotonic()
+    probe_ = Probe(0.02, 30.0)
     found = probe_.survey([0, 0, 1, 1])
-    took = time.monotonic() - began
     probe_.close()
-    return {pair: p.error for pair, p in found.items()}, waits, took
+    return {pair: p.error for pair, p in found.items()}, waits
 
 
 def test_silent_nodes_are_abandoned_soon(workers: Any) -> None:
-    with_short = workers(4, briefly, with_silent_nodes)
-    for errors, _, took in with_short:
+    found = workers(4, with_silent_nodes)
+    for errors, _ in found:
         assert list(errors) == [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
         assert [pair for pair, error in errors.items() if not error] == [(0, 1), (2, 3)]
-        assert took < 3 + 3 * 0.3 + 2
     # The first pair to reach the other node waits for the whole timeout, all others briefly.
-    assert [waits for _, waits, _ in with_short] == [[3.0, 0.3], [0.3, 0.3], [3.0, 0.3], [0.3, 0.3]]
-
-
-def briefly(rank: int, n: int, body: Any) -> Any:
-    measuring._BRIEF = 0.3
-    return body(rank, n)
+    assert [waits for _, waits in found] == [[30.0, 2.0], [2.0, 2.0], [30.0, 2.0], [2.0, 2.0]]
 
 
 def the_command(rank: int, n: int, *options: str) -> tuple[int, str, str, float]:
@@ -226,7 +216,15 @@ def with_a_wall(rank: int, n: int, path: str) -> Any:
             return dial(rendezvous, peer)
 
         process_group.dial = stopped
-    return the_command(rank, n, "--timeout", "1.5", "--out", path)
+    measure = Probe._measure
+
+    def impatient(self: Any, peer: int, transport: Any) -> Any:
+        if {self.rank, peer} == {1, 2}:
+            transport._tcp._timeout.seconds = 0.5
+        return measure(self, peer, transport)
+
+    Probe._measure = impatient  # type: ignore[method-assign]
+    return the_command(rank, n, "--out", path)
 
 
 def test_workers_that_do_not_reach_each_other(workers: Any, tmp_path: Path) -> None:
@@ -234,12 +232,11 @@ def test_workers_that_do_not_reach_each_other(workers: Any, tmp_path: Path) -> N
     results = workers(3, with_a_wall, str(path))
     assert [code for code, *_ in results] == [1] * 3
     assert all((out, err) == ("", "") for _, out, err, _ in results[1:])
-    _, out, err, seconds = results[0]
+    _, out, err, _ = results[0]
     assert re.fullmatch(
         MEASURING + r"decent-dp: workers 1 and 2 do not reach each other: [^\n]*10\.0\.0\.1 port 1234[^\n]*\n", err
     )
     assert "do not reach each other: workers 1 and 2" in out
-    assert seconds < 15
     document = json.loads(path.read_text())
     holes = {(i, j) for i in range(3) for j in range(3) if i != j and document["mbit_s"][i][j] is None}
     assert holes == {(1, 2), (2, 1)}
@@ -274,7 +271,7 @@ def test_a_file_that_cannot_be_written_does_not_suppress_the_report(workers: Any
     assert [code for code, *_ in results] == [1, 1]
     check(json.loads(results[0][1]), 2)
     assert re.fullmatch(MEASURING + r"decent-dp: /dev/full could not be written: No space left[^\n]+\n", results[0][2])
-    assert all(seconds < 10 for *_, seconds in results)  # in order: no worker waits for one that has exited
+    assert all(seconds < 45 for *_, seconds in results)  # in order: no worker waits 60 s for one that has exited
 
 
 class Gone(io.StringIO):
@@ -294,7 +291,7 @@ def test_a_closed_pipe_does_not_prevent_the_file(workers: Any, tmp_path: Path) -
     results = workers(2, with_a_reader_that_goes, str(tmp_path / "links.json"))
     assert [code for code, _ in results] == [0, 0]
     check(json.loads((tmp_path / "links.json").read_text()), 2)
-    assert all(seconds < 10 for _, seconds in results)
+    assert all(seconds < 45 for _, seconds in results)
 
 
 def test_a_store_that_hangs_silences_no_report(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,7 +299,7 @@ def test_a_store_that_hangs_silences_no_report(monkeypatch: pytest.MonkeyPatch) 
 
     class Stopped:
         def add(self, key: str, value: int) -> int:
-            answered.wait(20)
+            answered.wait(50)
             return 2
 
     monkeypatch.setattr(measuring, "_STORE_LIMIT", 0.1)
@@ -310,7 +307,7 @@ def test_a_store_that_hangs_silences_no_report(monkeypatch: pytest.MonkeyPatch) 
     probe._pairs = SimpleNamespace(store=Stopped())  # type: ignore[assignment]
     began = time.monotonic()
     assert probe.reports()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 45
     answered.set()
 
 
@@ -321,7 +318,7 @@ def without_a_driver(rank: int, n: int) -> Any:
     if rank == 1:
         os.environ["RANK"] = "1"
         Probe.__init__ = fail  # type: ignore[method-assign]
-    return the_command(rank, n, "--timeout", "2")
+    return the_command(rank, n, "--timeout", "30" if rank == 1 else "1")
 
 
 def test_a_worker_that_cannot_begin_says_why(workers: Any) -> None:
@@ -333,7 +330,7 @@ def test_a_worker_that_cannot_begin_says_why(workers: Any) -> None:
 def killed_on_the_way(rank: int, n: int, who: int) -> Any:
     if rank == who:
         Probe._measure = lambda self, *_: os._exit(9)  # type: ignore[method-assign, assignment]
-    return the_command(rank, n, "--timeout", "2", "--json")
+    return the_command(rank, n, "--json")
 
 
 @pytest.mark.parametrize("who", [0, 2])
@@ -346,7 +343,7 @@ def test_a_worker_that_is_killed_meanwhile(workers: Any, who: int) -> None:
     words = "".join(err for _, _, err, _ in results)
     before = "" if who == 0 else MEASURING
     assert re.fullmatch(before + BROKEN_OFF, words)
-    assert all(seconds < 15 for *_, seconds in results)
+    assert all(seconds < 45 for *_, seconds in results)  # a silent one is waited for 60 s
 
 
 def killed_with_the_store(rank: int, n: int, port: int) -> Any:

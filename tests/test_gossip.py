@@ -423,12 +423,12 @@ def failing(rank: int, n: int, how: str, topology: str) -> None:
 
 @pytest.mark.parametrize(("how", "topology"), [("raise", "complete"), ("kill", "ring")])
 def test_a_worker_that_fails_is_named(workers, how, topology):
-    outcomes = workers.outcomes(3, failing, how, topology, group_timeout=10, timeout=25)
+    outcomes = workers.outcomes(3, failing, how, topology)
     assert outcomes[2].error == ("ValueError" if how == "raise" else "Gone")
     for rank in (0, 1):
         assert outcomes[rank].error == PeerLostError.__name__, outcomes[rank]
         assert "2" in outcomes[rank].message
-        assert outcomes[rank].seconds < 9
+        assert outcomes[rank].seconds < 45  # a silent one is waited for 60 s
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -535,7 +535,7 @@ def test_a_scaler_that_gossip_does_not_know_alone(mistake):
     ],
 )
 def test_a_scaler_that_gossip_does_not_know(workers, mistake, only):
-    outcomes = workers.outcomes(2, scaler_mistakes, mistake, only, group_timeout=10, timeout=25)
+    outcomes = workers.outcomes(2, scaler_mistakes, mistake, only)
     for rank, outcome in enumerate(outcomes):
         if only in (None, rank):
             assert outcome.error == "RuntimeError", outcome
@@ -544,7 +544,7 @@ def test_a_scaler_that_gossip_does_not_know(workers, mistake, only):
             assert outcome.error == PeerLostError.__name__, outcome
             assert "worker 1" in outcome.message
             assert MISTAKES[mistake] in outcome.message
-        assert outcome.seconds < 9
+        assert outcome.seconds < 45
 
 
 def test_an_unknown_scaler_is_found_after_a_load():

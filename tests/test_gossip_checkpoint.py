@@ -371,8 +371,8 @@ def in_turn(stops: Iterable[int], ways: Sequence[str]) -> list[tuple[int, str]]:
 @pytest.mark.parametrize("name", named(name for name in CASES if name != "random numbers"))
 def test_a_run_that_is_resumed_equals_one_that_was_not_stopped(tmp_path, name, thorough):
     case, n = CASES[name], 3 if thorough or name in OF_THREE else 2
-    whole = run_replicas(n, lambda transport: uninterrupted(case, tmp_path, transport.rank, transport, thorough), 20)
-    parts = run_replicas(n, lambda transport: resumed(case, tmp_path, transport.rank, transport, thorough), 20)
+    whole = run_replicas(n, lambda transport: uninterrupted(case, tmp_path, transport.rank, transport, thorough))
+    parts = run_replicas(n, lambda transport: resumed(case, tmp_path, transport.rank, transport, thorough))
     for rank in range(n):
         for where, end in parts[rank].items():
             assert_equal(end, whole[rank], f"worker {rank}: {where}")
@@ -466,16 +466,16 @@ def test_another_number_of_workers(tmp_path):
         assert run.gossip.stats().rounds == 8
         return found
 
-    before = run_replicas(4, first, 20)
+    before = run_replicas(4, first)
     for how, groups in {"mean": [range(4)] * 2, "spread": [[0, 1], [2, 3]]}.items():
-        halved = run_replicas(2, partial(second, how, "4", f"2 {how}"), 20)
+        halved = run_replicas(2, partial(second, how, "4", f"2 {how}"))
         for (found, seen), group in zip(halved, groups, strict=True):
             assert_close(found, mean_of([before[rank] for rank in group]), how)
             assert seen == [np.mean(group)] * 2
-        doubled = run_replicas(4, partial(second, how, f"2 {how}", f"4 {how}"), 20)
+        doubled = run_replicas(4, partial(second, how, f"2 {how}", f"4 {how}"))
         for rank, (found, _) in enumerate(doubled):
             assert_equal(found, halved[rank // 2][0], how)
-    again = run_replicas(4, partial(second, "spread", "4", "same"), 20)
+    again = run_replicas(4, partial(second, "spread", "4", "same"))
     for rank, (found, _) in enumerate(again):
         assert_equal(found, before[rank])
 
@@ -502,8 +502,8 @@ def test_optimizers_of_many_kinds_on_fewer_workers(tmp_path, name):
         assert run.gossip.stats().rounds == 8
         return found
 
-    expected = mean_of(run_replicas(3, first, 20))
-    for found in run_replicas(2, second, 20):
+    expected = mean_of(run_replicas(3, first))
+    for found in run_replicas(2, second):
         assert_close(found, expected)
 
 
@@ -562,20 +562,20 @@ def test_a_run_may_resume_with_other_settings(tmp_path, way, others):
         run.act(4, 6, transport.rank)
         return flying, at_once, settled, values(run.model)
 
-    before = run_replicas(3, first, 20)
+    before = run_replicas(3, first)
     for name in others:
-        after = run_replicas(3, partial(second, OTHERS[name]), 20)
+        after = run_replicas(3, partial(second, OTHERS[name]))
         for (own, _), (flying, at_once, settled, _) in zip(before, after, strict=True):
             assert flying is None, name
             assert_equal(own, at_once, name)
             assert_equal(at_once, settled, name)
-    exactly = run_replicas(3, partial(second, {}), 20)
+    exactly = run_replicas(3, partial(second, {}))
     mean = mean_of([own for own, _ in before])
     assert_close(mean_of([settled for _, _, settled, _ in exactly]), mean)
     moved = [not torch.equal(found[2]["0.weight"], own["0.weight"]) for found, (own, _) in zip(exactly, before, strict=True)]
     assert moved.count(True) == 2, "the two ends of the round's edge"
     if way == "files":
-        finer = run_replicas(3, partial(second, MANY), 20)
+        finer = run_replicas(3, partial(second, MANY))
         for (_, end), (flying, _, _, resumed) in zip(before, finer, strict=True):
             assert flying["in_flight"]
             assert_equal(end, resumed)
@@ -599,7 +599,7 @@ def test_an_exchange_that_one_worker_has_lost_is_dropped_on_all(flushed):
         run.act(4, 6, transport.rank)
         return run.gossip.stats().rounds
 
-    assert run_replicas(4, work, 20) == [6] * 4
+    assert run_replicas(4, work) == [6] * 4
 
 
 def test_values_that_cannot_be_saved_are_named(tmp_path):
@@ -666,7 +666,7 @@ def test_export_calibration_and_moving_averages(tmp_path):
         run.act(5, 8, transport.rank)
         return found, run.end()
 
-    plain, looked = (run_replicas(3, partial(work, look), 20) for look in (False, True))
+    plain, looked = (run_replicas(3, partial(work, look)) for look in (False, True))
     for (_, end), (_, other) in zip(plain, looked, strict=True):
         assert_equal(end, other)
     rows = [[found["rows"][t] for found, _ in plain] for t in range(5)]

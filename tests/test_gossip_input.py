@@ -251,7 +251,7 @@ def attempt(given: Given) -> tuple[str, str]:
     before, began = (threads(), listening()), time.monotonic()
     found = error_of(lambda: decent_dp.gossip(model, optimizer, **options))
     took = time.monotonic() - began
-    assert took < 8, f"{took} s: {found}"
+    assert took < 45, f"{took} s: {found}"
     gc.collect()
     for _ in range(100):
         left = threads() - before[0], listening() - before[1]
@@ -487,7 +487,7 @@ def later(rank: int, n: int, name: str, who: list[int]) -> Any:
                 optimizer.step()
 
     found = error_of(train)
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 45
     return found
 
 

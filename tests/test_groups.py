@@ -85,10 +85,10 @@ def one_dies(rank: int, n: int, buckets: int) -> list[tuple[str, str]] | None:
 def test_an_exchange_that_waits_for_memory_fails_with_a_lost_worker(workers):
     buckets = 40
     assert 4 * (2 * _BLOCK_ON_CPU) * buckets > 2 * _POOL_BYTES
-    outcomes = workers.outcomes(4, one_dies, buckets, group_timeout=25)
+    outcomes = workers.outcomes(4, one_dies, buckets)
     value: Any = outcomes[0].value
     assert not outcomes[0].error, outcomes[0].trace
-    assert outcomes[0].seconds < 10
+    assert outcomes[0].seconds < 45  # a silent one is waited for 60 s
     assert len(value) == buckets
     assert all(message.startswith("worker 3 is gone") for message in value), value
 

@@ -537,7 +537,7 @@ def test_a_peer_that_dies_in_the_middle_of_a_message(by_hand):
     for future in asked:
         with pytest.raises(OSError):  # noqa: PT011
             future.result(SECONDS)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < SECONDS
     # Earlier messages are still there.
     heard: Future[list[bytes]] = Future()
     by_hand.reactor.when_noted([1], (0, 0, 1), heard.set_result)

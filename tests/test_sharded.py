@@ -215,7 +215,7 @@ def lost(rank: int, n: int) -> None:
 
 def test_a_worker_that_fails_ends_all(workers):
     """The workers of its own replica fail in a collective of FSDP; those of others in an exchange, which names it."""
-    outcomes = workers.outcomes(4, lost, group_timeout=10)
+    outcomes = workers.outcomes(4, lost)
     assert all(outcome.error for outcome in outcomes)
     assert outcomes[3].message == "as it happens"
     texts = [outcome.message for outcome in outcomes]

@@ -137,7 +137,7 @@ def test_a_misfit_is_refused_on_all_workers_and_changes_nothing(bad):
         assert_equal(dumb_copy(take(model.replica)), through[at.rank][2])
         return errors
 
-    found = run_replicas(2, body, timeout=30)
+    found = run_replicas(2, body)
     assert found[0] == found[1]
     for (path, _, kind, match), (name, message) in zip(UNFIT, found[0], strict=True):
         with pytest.raises(AssertionError, match=match):
@@ -400,7 +400,7 @@ def test_a_load_inside_a_backward_of_one_worker():
 
     began = time.monotonic()
     found = run_replicas(2, body)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 45  # a silent one is waited for 60 s
     assert found[0] == found[1]
     assert found[0].startswith("worker 0: load was called inside a backward")
 
@@ -428,7 +428,7 @@ def test_a_load_where_one_worker_has_an_update_to_make(due, overlap):
         put_back(model.replica, saved)
         assert_equal(dumb_copy(take(model.replica)), saved)
 
-    run_replicas(2, body, timeout=5)
+    run_replicas(2, body)
 
 
 @pytest.mark.parametrize(("compression", "unknown"), [(None, 2), ("int8", 2), ("int8", 3)])

@@ -169,4 +169,4 @@ def nobody_waits(rank: int, n: int) -> int:
 
 
 def test_saving_waits_for_nobody(workers):
-    assert workers(2, nobody_waits, group_timeout=8) == [2, 2]
+    assert workers(2, nobody_waits) == [2, 2]

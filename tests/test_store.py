@@ -113,8 +113,8 @@ def test_a_store_whose_process_is_stopped_is_waited_for_no_longer_than_the_limit
             began = time.monotonic()
             for _ in range(5):  # the later ones do not wait
                 with pytest.raises(ConnectionError, match="the store does not answer, and does not fail"):
-                    calls.run(lambda: client.get("a"), 0.5)
-            assert 0.4 < time.monotonic() - began < 2.4
+                    calls.run(lambda: client.get("a"), 2)
+            assert 1.9 < time.monotonic() - began < 9.5
             os.kill(server.pid, signal.SIGCONT)
             time.sleep(0.5)
             assert calls.run(lambda: client.get("a"), 5) == b"1"
@@ -153,4 +153,4 @@ def test_a_thread_that_has_ended_is_known_to_be_gone():
             time.sleep(0.01)
         return transport.lost()
 
-    assert run_replicas(2, work, timeout=10) == [[1], []]
+    assert run_replicas(2, work) == [[1], []]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from decent_dp.compression import Int8, Lossless, MessageId
@@ -23,6 +24,7 @@ from decent_dp.topo import Edge
 from decent_dp.transport import ExchangeId, InProcessTransport, ProcessGroupTransport, process_group, run_replicas
 from decent_dp.transport.tcp import exchange
 from tests.helpers import SGD, came, loss, net, request
+from tests.workers import shorten
 
 
 class Slow(Lossless):
@@ -30,7 +32,7 @@ class Slow(Lossless):
 
     def encode(self, values: Sequence[Tensor], out: Tensor, message_id: MessageId, hints: Sequence[bytes]) -> Iterator[int]:
         for ready in super().encode(values, out, message_id, hints):
-            time.sleep(0.33)
+            time.sleep(0.5)
             yield ready
 
 
@@ -38,6 +40,7 @@ def slow_but_moving(rank: int, n: int) -> float:
     transport, edge = ProcessGroupTransport(), Edge([0, 1], 0.5)
     transport.prepare([edge])
     transport.control.gather(None)
+    shorten(transport, 3.0)
     own = request(torch.full((9 * _BLOCK_ON_CPU,), float(rank)), rank, ExchangeId(0, 0), Slow if rank else Lossless)
     began = time.monotonic()
     transport.start(edge, own).wait()
@@ -48,13 +51,14 @@ def slow_but_moving(rank: int, n: int) -> float:
 
 
 def test_a_message_that_takes_longer_than_the_timeout_arrives_if_it_moves(workers):
-    assert workers(2, slow_but_moving, group_timeout=1.5)[0] > 2.5
+    assert workers(2, slow_but_moving)[0] > 4
 
 
 def silent_for_all_buckets(rank: int, n: int) -> Any:
     transport, edge = ProcessGroupTransport(), Edge(list(range(n)), 1 / n)
     transport.prepare([edge])
     transport.control.gather(None)
+    shorten(transport, 2.0)
     found, began = [], time.monotonic()
     if rank < n - 1:
         handles = [transport.start(edge, request(torch.ones(5000), rank, ExchangeId(2, i))) for i in range(8)]
@@ -63,15 +67,15 @@ def silent_for_all_buckets(rank: int, n: int) -> Any:
                 handle.wait()
             found.append(str(caught.value))
     seconds = time.monotonic() - began
-    time.sleep(max(0.0, 3.0 - seconds))
+    dist.barrier()
     transport.close()
     return found, seconds
 
 
 @pytest.mark.parametrize("n", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_timeout_is_waited_for_once_and_not_per_bucket(workers, n):
-    for rank, (found, seconds) in enumerate(workers(n, silent_for_all_buckets, group_timeout=1)[:-1]):
-        assert 0.9 < seconds < 7  # eight timeouts, if each bucket waited
+    for rank, (found, seconds) in enumerate(workers(n, silent_for_all_buckets)[:-1]):
+        assert 1.9 < seconds < 15  # eight timeouts, if each bucket waited
         for bucket, message in enumerate(found):
             # Worker 0 is the root of a group of one piece and knows who is missing; the leaves know that it is not the root.
             others = [r for r in range(1, n) if r != rank]
@@ -87,18 +91,19 @@ def silent_before_coding(rank: int, n: int) -> str:
     if rank < n - 1:
         transport.send_hint(edge, exchange_id, own.hint)
     transport.control.gather(None)
+    shorten(transport, 1.0)
     message = ""
     if rank < n - 1:
         with pytest.raises(PeerTimeoutError) as caught:
             transport.start(edge, own).wait()
         message = str(caught.value)
-    time.sleep(0.5 if rank < n - 1 else 2.0)
+    dist.barrier()
     transport.close()
     return message
 
 
 def test_a_worker_without_a_hint_is_named(workers):
-    for message in workers(3, silent_before_coding, group_timeout=1)[:-1]:
+    for message in workers(3, silent_before_coding)[:-1]:
         assert message.startswith("worker 2 sent nothing for round 2, bucket 0"), message
 
 
@@ -199,10 +204,10 @@ def test_a_wrapper_that_is_collected_by_the_thread_of_its_peer_leaves():
             loss(model, 1, at.rank).backward()
             dropped.append(model)
             del model
-            there.wait(10)
-            gone.wait(10)
+            there.wait(50)
+            gone.wait(50)
             return 0.0
-        there.wait(10)
+        there.wait(50)
         began = time.monotonic()
         dropped.clear()
         gc.collect()
@@ -211,7 +216,7 @@ def test_a_wrapper_that_is_collected_by_the_thread_of_its_peer_leaves():
         gone.set()
         return seconds
 
-    assert run_replicas(2, body, timeout=8)[0] < 4
+    assert run_replicas(2, body)[0] < 45  # the other waits for 60 s
 
 
 def broken_thread(rank: int, n: int) -> list[str]:
@@ -233,8 +238,8 @@ def broken_thread(rank: int, n: int) -> list[str]:
         with pytest.raises(RuntimeError) as caught:
             handle.wait()
         said.append(str(caught.value))
-        assert time.monotonic() - began < 3
-        transport._reactor._thread.join(5)
+        assert time.monotonic() - began < 45
+        transport._reactor._thread.join(50)
         with pytest.raises(RuntimeError, match="the transport was closed"):
             transport.start(edge, request(torch.ones(3), rank, ExchangeId(1, 0)))
     transport.control.gather(None)
@@ -243,7 +248,7 @@ def broken_thread(rank: int, n: int) -> list[str]:
 
 
 def test_nobody_waits_for_a_thread_that_has_ended(workers):
-    [said], _ = workers(2, broken_thread, group_timeout=20)
+    [said], _ = workers(2, broken_thread)
     assert "round 0, bucket 0" in said
 
 

@@ -14,7 +14,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import count
 from multiprocessing.connection import Connection, wait
@@ -91,6 +91,31 @@ class Workers:
                 if process.is_alive():
                     process.kill()
                 process.join()
+
+
+def shorten(transport: Any, seconds: float) -> None:
+    """From now on waits of ``transport`` fail after ``seconds``; the workers connected with a timeout for busy machines."""
+    timeout = timedelta(seconds=seconds)
+    transport.timeout = transport._tcp._timeout.seconds = seconds
+    transport._rendezvous = transport._control_rendezvous = replace(transport._rendezvous, timeout=timeout)
+    for communicator in transport._communicators.values():
+        communicator._set_default_timeout(timeout)
+
+
+def say(what: str) -> None:
+    """Tells the workers of this launch that are in ``hear(what)``."""
+    _store().set(f"said/{what}", "")
+
+
+def hear(what: str) -> None:
+    """Waits until a worker of this launch has said so."""
+    _store().wait([f"said/{what}"], timedelta(seconds=90))
+
+
+def _store() -> Any:
+    import torch.distributed as dist
+
+    return dist.distributed_c10d._get_default_store()
 
 
 def _collect(pipes: list[Connection], processes: list[Any], timeout: float) -> list[Outcome]:

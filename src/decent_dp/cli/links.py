@@ -105,18 +105,18 @@ class Probe:
         self._seconds, self._timeout, self._ways = seconds, timeout, 1 if nccl else 2
         self._transports: list[Transport] = []
         # A pair that cannot connect fails before the workers that wait for it do.
+        self._group = dist.new_group(timeout=timedelta(seconds=2 * timeout + 10 * seconds))
         self._pairs = self._connect(timeout)
         self._brief: Transport | None = None
-        self._control = self._connect(2 * timeout + 10 * seconds).control
 
     def _connect(self, timeout: float) -> Transport:
-        transport = connect(dist.new_group(timeout=timedelta(seconds=timeout)))
+        transport = connect(self._group, timeout)
         self._transports.append(transport)
         return transport
 
     def gather(self, message: Any) -> list[Any]:
         """The messages of all workers, by rank."""
-        return self._control.gather(message)
+        return self._pairs.control.gather(message)
 
     def nodes(self) -> list[int]:
         """The node of each rank, numbered in the order of their first ranks. Workers on one network stack are one node."""

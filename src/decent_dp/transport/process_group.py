@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -25,8 +27,11 @@ from decent_dp.transport.waiter import Waiter
 __all__ = ["ProcessGroupTransport", "connect"]
 
 
-def connect(process_group: dist.ProcessGroup | None) -> Transport:
+def connect(process_group: dist.ProcessGroup | None, timeout: float | None = None) -> Transport:
     """The transport of this worker in ``process_group`` (None: the default group); called by all its workers together.
+
+    Args:
+        timeout: seconds without progress after which an exchange fails; None: the process group's, as for everything else.
 
     Raises:
         RuntimeError: there is no process group.
@@ -41,7 +46,7 @@ def connect(process_group: dist.ProcessGroup | None) -> Transport:
         raise ValueError("this worker is not a member of process_group: call gossip() or wrap the model on its members only.")
     if dist.get_world_size(process_group) == 1:
         return InProcessTransport()
-    return ProcessGroupTransport(process_group)
+    return ProcessGroupTransport(process_group, timeout)
 
 
 class ProcessGroupTransport(Transport):
@@ -52,10 +57,14 @@ class ProcessGroupTransport(Transport):
 
     Args:
         process_group: whose workers, backend and timeout; None for the default group. All its workers call this together.
+        timeout: of exchanges, in seconds; None: the process group's. The collectives keep the process group's.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
-        self._rendezvous = shared = Rendezvous.create(process_group)
+    def __init__(self, process_group: dist.ProcessGroup | None = None, timeout: float | None = None) -> None:
+        self._control_rendezvous = shared = Rendezvous.create(process_group)
+        if timeout is not None:
+            shared = replace(shared, timeout=timedelta(seconds=timeout))
+        self._rendezvous = shared
         super().__init__(shared.rank, shared.world_size, shared.run_id, shared.timeout.total_seconds(), shared.store)
         self._notes = Notes(shared.store, shared.rank)
         self._waiter = Waiter("decent_dp-staging")
@@ -110,7 +119,7 @@ class ProcessGroupTransport(Transport):
 
     def _nccl_pairs(self) -> NcclPairs:
         everybody = range(self._rendezvous.world_size)
-        communicator = self._get_or_make("nccl", everybody, lambda: self._rendezvous.nccl_communicator("nccl", everybody))
+        communicator = self._get_or_make("nccl", everybody, self._rendezvous, Rendezvous.nccl_communicator)
         return NcclPairs(communicator, self.rank, self._explain)
 
     def _nccl_groups(self) -> NcclGroups:
@@ -118,16 +127,21 @@ class ProcessGroupTransport(Transport):
 
     def _nccl_group(self, ranks: tuple[int, ...]) -> Communicator:
         name = f"nccl/{ranks}"
-        return self._get_or_make(name, ranks, lambda: self._rendezvous.nccl_communicator(name, ranks))
+        return self._get_or_make(name, ranks, self._rendezvous, Rendezvous.nccl_communicator)
 
-    def _get_or_make(self, name: str, ranks: Iterable[int], make: Callable[[], Communicator]) -> Communicator:
+    def _get_or_make(
+        self,
+        name: str,
+        ranks: Sequence[int],
+        rendezvous: Rendezvous,
+        make: Callable[[Rendezvous, str, Sequence[int]], Communicator],
+    ) -> Communicator:
         if name not in self._communicators:
             try:
-                self._communicators[name] = make()
+                self._communicators[name] = make(rendezvous, name, ranks)
             except RuntimeError as error:
                 others = [rank for rank in ranks if rank != self.rank]
-                what = "a communicator"
-                raise peer_error(error, others, what, self._notes, self._rendezvous.timeout) from error
+                raise peer_error(error, others, "a communicator", self._notes, rendezvous.timeout) from error
         return self._communicators[name]
 
     def _explain(self, error: Exception, ranks: list[int], exchange_id: ExchangeId) -> RuntimeError:
@@ -137,9 +151,10 @@ class ProcessGroupTransport(Transport):
         others = [rank for rank in ranks if rank != self.rank]
 
         def explain(error: RuntimeError, what: str) -> RuntimeError:
-            return peer_error(error, others, what, self._notes, self._rendezvous.timeout)
+            return peer_error(error, others, what, self._notes, self._control_rendezvous.timeout)
 
-        self._controls[name] = _GlooControl(self._get_or_make(name, ranks, lambda: self._rendezvous.gloo(name, ranks)), explain)
+        communicator = self._get_or_make(name, ranks, self._control_rendezvous, Rendezvous.gloo)
+        self._controls[name] = _GlooControl(communicator, explain)
 
     def _control_of(self, name: str) -> Control:
         if name not in self._controls:
