@@ -11,6 +11,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["RES_OPTIONS"] = "attempts:0"
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 
+import hypothesis
 import pytest
 import torch
 
@@ -18,6 +19,9 @@ from decent_dp.topo import TopologyReg
 from tests.workers import FOREIGN, Workers
 
 torch.set_num_threads(1)
+# A machine whose cores are lent away for a moment is no fault of the code.
+hypothesis.settings.register_profile("without deadlines", deadline=None)
+hypothesis.settings.load_profile("without deadlines")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -66,7 +66,7 @@ def period_product(topology: Topology) -> np.ndarray:
 
 
 @given(n=st.integers(1, 40), local=st.integers(1, 6), t=st.integers(0, 99), h=st.integers(1, 3))
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_matrices_are_doubly_stochastic(n, local, t, h):
     for name in fitting(n, local):
         topology = made(name, n, local).every(h)
@@ -188,7 +188,7 @@ def test_parts_that_never_mix_have_no_gap():
 
 
 @given(n=st.integers(1, 30), local=st.integers(1, 5), h=st.integers(1, 3))
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 def test_exactness_and_rounds_to_epsilon(n, local, h):
     for name in fitting(n, local):
         topology = made(name, n, local).every(h)

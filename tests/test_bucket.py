@@ -35,7 +35,7 @@ def layouts(draw):
     return specs, order, limit
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(layouts())
 def test_plans(layout):
     specs, order, limit = layout

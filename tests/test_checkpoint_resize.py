@@ -286,7 +286,7 @@ def test_plain_numbers_lose_nothing_on_the_way(tmp_path):
 
 
 @given(st.lists(st.floats(-1e300, 1e300), min_size=2, max_size=6), st.lists(st.integers(), min_size=2, max_size=6))
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30, derandomize=True)
 def test_means_of_plain_numbers(tmp_path_factory, floats, whole):
     n = min(len(floats), len(whole))
     trees = [state(factor=floats[i], steps=whole[i]) for i in range(n)]

@@ -213,7 +213,7 @@ def test_a_store_that_hangs_is_not_waited_for_without_end(tmp_path, monkeypatch,
         # A slow disk is no reason.
         assert save(model, own, {"at": 0}).error is None
         transport.control.gather(None)
-        transport.timeout = 1.0  # of a save; not of the hub
+        transport.timeout = 3.0  # of a save; not of the hub
         store.answers.clear()
         began = time.monotonic()
         first = save(model, own, {"at": 1}, wait=False)

@@ -91,7 +91,7 @@ trees = st.recursive(
 
 
 @given(trees)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_any_tree_of_values_comes_back(tree):
     assert same(there_and_back(tree), tree)
 
@@ -442,7 +442,7 @@ def test_malformed_text_is_refused(text):
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_text_with_an_error_is_refused_or_read(data):
     tree = {"a": [1, 2.5, None, {"b": torch.ones(2)}], 3: (np.arange(2), b"xyz", -(2**80)), "c": math.inf}
     text, tensors = encode(tree, "extra")

@@ -102,7 +102,7 @@ def allowed(kind: type[Compression], pair: Pair, a: Tensor, b: Tensor, block: in
 
 
 @pytest.mark.parametrize("kind", COMPRESSIONS.values(), ids=COMPRESSIONS)
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(case=replicas())
 def test_both_ends_find_opposite_differences(kind, case):
     _, a, b = case
@@ -151,7 +151,7 @@ def test_chunks_that_are_reported_ready_are_final(kind):
 
 
 @pytest.mark.parametrize("kind", COMPRESSIONS.values(), ids=COMPRESSIONS)
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(sizes=st.lists(st.one_of(st.integers(0, 9), st.integers(0, 3 * BLOCK)), max_size=6), dtype=st.sampled_from(FLOATS))
 def test_chunks_contain_every_element_once(kind, sizes, dtype):
     compression = kind([FlatTensor(i, size) for i, size in enumerate(sizes)], dtype, CPU)
@@ -371,7 +371,7 @@ def test_larger_distances_are_detected_by_both_ends(steps):
         assert pair.rejected == [1, 1]
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(
     turns=st.lists(st.tuples(st.integers(0, 63), st.integers(-3, 3)), min_size=1, max_size=8),
     small=st.integers(-127, 127),
@@ -422,7 +422,7 @@ def test_patterns_of_turns_are_detected(pattern, size):
     assert (back == 12345).all()
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(seed=st.integers(0, 2**16), spread=st.sampled_from([20.0, 60.0, 200.0, 2000.0]))
 def test_no_wrong_difference_is_ever_mixed(seed, spread):
     """At random distances from well within the range to far beyond."""
@@ -783,7 +783,7 @@ def test_a_member_out_of_range_rejects_for_all(who, tree):
         assert (differences[0] != 12345).all()
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(places=st.lists(st.integers(-130, 130), min_size=3, max_size=6), tree=st.booleans())
 @example(places=[100] * 18 + [26, -54], tree=True)  # the part's mean is near, one of its members is not
 def test_a_group_decodes_on_all_members_or_on_none(places, tree):

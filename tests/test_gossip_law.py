@@ -154,7 +154,8 @@ def beside(rank: int, n: int, steps: int, makes: list[list[Any]]) -> list[float]
                     worst = max(worst, float((a - b).detach().abs().max()))
             got, want = replica.stats(), wrapper.stats()
             assert (got.updates, got.rounds, got.bytes_sent) == (want.updates, want.rounds, want.bytes_sent)
-            assert replica.consensus_distance() > 0
+            # 'complete' without overlap ends with equal replicas, up to rounding.
+            assert replica.consensus_distance() > 0 or topology == "complete"
             replica.close()
             wrapper.close()
             found.append(worst)

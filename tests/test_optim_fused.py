@@ -90,7 +90,7 @@ def foreach_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     cls=st.sampled_from(CLASSES),
     seed=st.integers(0, 10**6),
 )
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=80, derandomize=True)
 def test_blocked_equals_readable(lengths, s, betas, lr, eps, wd, dtype, cls, seed) -> None:
     """Parameters over several blocks, of exactly one and of parts of one; through many windows."""
     with pytest.MonkeyPatch.context() as patch:

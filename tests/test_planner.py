@@ -343,7 +343,7 @@ def test_a_collectives_bytes_by_backend() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     name=st.sampled_from(["one-peer-exp", "ring", "complete", "alternating-exp-ring", None]),
     local=st.sampled_from([1, 2, 4]),

@@ -30,7 +30,7 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     x=st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=8),
     seed=st.integers(0, 2**16),
@@ -87,7 +87,7 @@ def test_a_difference_of_zero_changes_nothing(bad):
         assert torch.equal(mixed, own)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(sizes=st.lists(st.integers(0, 9), min_size=1, max_size=6), pull=st.floats(0, 1), dtype=st.sampled_from(DTYPES))
 @example(sizes=[5, 9, 9, 9], pull=0.1875, dtype=torch.bfloat16)
 @example(sizes=[5, 9, 9, 9], pull=0.1875, dtype=torch.float16)

@@ -24,7 +24,7 @@ from decent_dp.sim import Batches, Result, Row, Simulation, VirtualCluster, digi
 # -- the split -------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     labels=st.lists(st.sampled_from([0, 1, 2, 7]), min_size=1, max_size=80),
     share=st.floats(0, 1),

@@ -38,7 +38,7 @@ def idle(n: int) -> list[Edge]:
 
 
 @given(st.sampled_from(["ring", "base-2", "random-matching"]), st.integers(1, 9), st.integers(2, 7), st.data())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_every_mixes_with_all_rounds_in_turn(name, n, h, data):
     rank = data.draw(st.integers(0, n - 1))
     inner = made(name, n, rank)
@@ -113,7 +113,7 @@ def test_the_inner_topologys_own_checks_still_hold():
 
 
 @given(st.integers(1, 9), st.integers(1, 6), st.integers(1, 6), st.data())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_switch_starts_each_part_at_its_round_0(n, first, second, data):
     rank = data.draw(st.integers(0, n - 1))
     parts = [made(name, n, rank) for name in ("complete", "ring", "base-2")]

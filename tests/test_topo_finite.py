@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from decent_dp.topo import (
@@ -102,7 +102,6 @@ def test_base_two_of_seven_by_hand():
 
 
 @given(n=st.integers(1, 60), seed=st.integers(0, 2**32 - 1), t=st.integers(0, 10**9), rank=st.integers(0, 59))
-@settings(deadline=None)
 def test_random_matching_pairs_everybody(n, seed, t, rank):
     topology = RandomMatchingTopology(world_size=n, rank=rank % n, seed=seed)
     edges = topology.round(t)
@@ -204,7 +203,6 @@ def test_hierarchical_averages_exactly_and_its_nodes_follow_base_two(local):
 
 
 @given(n_nodes=st.integers(2, 40), local=st.integers(1, 5))
-@settings(deadline=None)
 def test_hierarchical_sends_one_copy_between_nodes(n_nodes, local):
     topology = HierarchicalTopology(local, world_size=n_nodes * local)
     for t in range(topology.period or 0):

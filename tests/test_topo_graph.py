@@ -47,7 +47,7 @@ def checked(graph: nx.Graph, **options: Any) -> Topology:
 
 
 @given(st.integers(1, 14), st.floats(0, 1), st.integers(0, 10**6))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_graph(n, density, seed):
     graph = nx.gnp_random_graph(n, density, seed=seed)
     topology = checked(graph, allow_disconnected=True)
@@ -58,7 +58,7 @@ def test_any_graph(n, density, seed):
 
 
 @given(st.integers(1, 8), st.integers(1, 8), st.floats(0.1, 1), st.integers(0, 10**6))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_bipartite_graphs_need_no_more_rounds_than_neighbours(a, b, density, seed):
     graph = nx.convert_node_labels_to_integers(nx.bipartite.random_graph(a, b, density, seed=seed))
     labels = list(range(a + b))
@@ -107,7 +107,7 @@ def test_vizing_beyond_greedy():
 
 
 @given(st.integers(2, 12), st.floats(0.2, 1), st.integers(0, 10**6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_order_of_nodes_and_links_does_not_matter(n, density, seed):
     graph = nx.gnp_random_graph(n, density, seed=seed)
     shuffled = nx.Graph()

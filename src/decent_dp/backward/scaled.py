@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from typing import Any
 
 import torch
@@ -11,6 +12,9 @@ from decent_dp.replica.registry import live_replicas
 
 __all__ = ["refuse_scaled_loss"]
 
+# Replicas may be threads of one process: what one of them looks at, the collection of another would not free.
+_LOOKING = threading.Lock()
+
 
 def refuse_scaled_loss() -> None:
     """Checks, before the first update, that no GradScaler of this process has scaled a loss without being passed to a replica.
@@ -18,13 +22,15 @@ def refuse_scaled_loss() -> None:
     Raises:
         RuntimeError: there is one; names its scale.
     """
-    if not _untouched():
-        return
-    gc.collect()  # a scaler without references may be part of a cycle
-    for scaler in _untouched():
+    with _LOOKING:
+        if not _untouched():
+            return
+        gc.collect()  # a scaler without references may be part of a cycle
+        scales = [scaler.get_scale() for scaler in _untouched()]
+    if scales:
         raise RuntimeError(
             f"a GradScaler has scaled a loss, and DecentralizedDataParallel was not given it: gradients would be "
-            f"{scaler.get_scale():g} times too large. Pass scaler=, and only scale the loss: the wrapper unscales, steps and "
+            f"{scales[0]:g} times too large. Pass scaler=, and only scale the loss: the wrapper unscales, steps and "
             "updates. If it scales the loss of another model, pass scaler=torch.amp.GradScaler(enabled=False) here."
         )
 
