@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 # Before NumPy and torch are loaded: their pools of threads, one pool per process, would compete for the same cores.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -16,7 +17,8 @@ import pytest
 import torch
 
 from decent_dp.topo import TopologyReg
-from tests.workers import FOREIGN, Workers
+from decent_dp.transport import run_replicas
+from tests.workers import FOREIGN, Workers, over_sockets
 
 torch.set_num_threads(1)
 # A machine whose cores are lent away for a moment is no fault of the code.
@@ -47,6 +49,14 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session")
 def workers() -> Workers:
     return Workers()
+
+
+@pytest.fixture(params=["threads", pytest.param("processes", marks=pytest.mark.slow)])
+def replicas(request: pytest.FixtureRequest, workers: Workers) -> Callable[..., list[Any]]:
+    """Runs ``body(transport, *args)`` on n replicas."""
+    if request.param == "processes":
+        return lambda n, body, *args: workers(n, over_sockets, body, *args)
+    return lambda n, body, *args: run_replicas(n, lambda transport: body(transport, *args))
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ from decent_dp.checkpoint import Saving, latest, load, save
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import CheckpointError
 from decent_dp.replica.snapshot import take
-from decent_dp.transport import InProcessTransport, run_replicas
+from decent_dp.transport import InProcessTransport, Transport, run_replicas
 from tests.checkpoint_cases import AT, KINDS, STEPS, error_of, make, run, seed_all, state
 from tests.helpers import SGD, alone, loss, net, noting_texts, values
 from tests.resuming import JOBS, assert_equal, dumb_copy
@@ -504,7 +504,7 @@ def test_a_folder_that_cannot_be_made(tmp_path, caplog):
 # -- folders of their own ----------------------------------------------------------------------------------------------------
 
 
-def separate(transport: InProcessTransport, path: Path) -> Any:
+def separate(transport: Transport, path: Path) -> Any:
     """Workers 0 and 1 share a disk, worker 2 has its own."""
     rank = transport.rank
     own = f"{path}/disk{rank // 2}"
@@ -540,8 +540,8 @@ def separate(transport: InProcessTransport, path: Path) -> Any:
     return found
 
 
-def test_workers_without_a_shared_disk(tmp_path):
-    results = run_replicas(3, partial(separate, path=tmp_path))
+def test_workers_without_a_shared_disk(replicas, tmp_path):
+    results = replicas(3, separate, tmp_path)
     for rank, (names, files, torn, resized, lost, still_lost) in enumerate(results):
         assert [name[:13] for name in names] == ["latest", "run", "step-00000003", "step-00000004"]
         parts = ["worker-0002.safetensors"] if rank == 2 else ["worker-0000.safetensors", "worker-0001.safetensors"]

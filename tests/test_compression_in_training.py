@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from decent_dp.compression import COMPRESSIONS, int8
 from decent_dp.ddp import DecentralizedDataParallel
-from decent_dp.transport import InProcessTransport, run_replicas
+from decent_dp.transport import InProcessTransport, Transport, run_replicas
 from tests.helpers import SGD, loss, net, values
 
 TOPOLOGIES = ["one-peer-exp", "ring", "complete", "alternating-exp-ring"]
@@ -251,7 +251,7 @@ def test_workers_that_disagree(workers):
     assert "did you mean 'bfloat16'?" in one
 
 
-def loading(transport: InProcessTransport, topology: str) -> Any:
+def loading(transport: Transport, topology: str) -> Any:
     rank, n, inner = transport.rank, transport.world_size, Bag(0)
     sgd = partial(torch.optim.SGD, lr=0.0)
     model = DecentralizedDataParallel(inner, sgd, topology=topology, compression="int8", transport=transport)
@@ -280,8 +280,8 @@ def loading(transport: InProcessTransport, topology: str) -> Any:
 
 
 @pytest.mark.parametrize("topology", ["one-peer-exp", "complete"])
-def test_after_a_load_ranges_are_exceeded_and_recover(topology):
-    for close, distances, rejected, off, stats in run_replicas(4, partial(loading, topology=topology)):
+def test_after_a_load_ranges_are_exceeded_and_recover(replicas, topology):
+    for close, distances, rejected, off, stats in replicas(4, loading, topology):
         assert close < 1
         assert distances[0] > 100
         assert distances[-1] < 0.02 * distances[0], distances

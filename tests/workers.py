@@ -93,6 +93,13 @@ class Workers:
                 process.join()
 
 
+def over_sockets(rank: int, n: int, body: Callable[..., Any], *args: Any) -> Any:
+    """A worker that runs a body of threads, ``body(transport, *args)``."""
+    from decent_dp.transport import ProcessGroupTransport
+
+    return body(ProcessGroupTransport(), *args)
+
+
 def shorten(transport: Any, seconds: float) -> None:
     """From now on waits of ``transport`` fail after ``seconds``; the workers connected with a timeout for busy machines."""
     timeout = timedelta(seconds=seconds)
