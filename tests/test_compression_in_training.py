@@ -338,6 +338,8 @@ def traced(rank: int, n: int) -> list[dict[str, set[int]]]:
 
 
 def test_names_in_a_trace(workers):
+    if "profile_all_threads" not in str(_ExperimentalConfig.__init__.__doc__):
+        pytest.skip("this torch traces no other threads")
     for own, every in workers(2, traced):
         assert set(own) == {"wait", "mix", "step"}
         assert set(every) == {"wait", "mix", "step", "encode", "send"}

@@ -388,7 +388,7 @@ def test_every_kind_can_be_looked_at(name, vectorize):
 
 def test_vectorize_true_says_why_it_does_not_go():
     for name, words in {
-        "checkpointed": "saved tensor hooks",
+        "checkpointed": "saved tensor hooks|vmap over _NoopSaveInputs",  # the latter with torch 2.6
         "hook on a module": "setup_context",
         "new data of a buffer": r"mutating directly with `\.data`",
         "sparse embedding": "it has sparse gradients",

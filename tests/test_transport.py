@@ -508,7 +508,8 @@ def test_a_peer_that_is_silent(workers):
     found = workers(6, a_peer_that_is_silent)
     for start, (kind, message, seconds) in zip(starts, found, strict=False):
         assert kind == "PeerTimeoutError", message
-        assert 1.0 < seconds < 45, seconds
+        # gloo of torch 2.6 keeps the timeout that it began with.
+        assert 1.0 < seconds < (45 if "gather" not in start else 100), seconds
         assert message.startswith(f"{start} within the process group's timeout of 1.2 s"), message
         assert "model.join()" in message
 

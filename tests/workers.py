@@ -24,6 +24,8 @@ from typing import Any
 FOREIGN: list[tuple[str, type[Warning], str]] = [
     # torch 2.15's compiler, with Python 3.13.0 only.
     ("Guards may run slower on Python 3.13.0", RuntimeWarning, "torch._dynamo.guards"),
+    # SequentialLR of torch 2.6, of its own calls.
+    ("The epoch parameter in `scheduler.step()` was not necessary", UserWarning, "torch.optim.lr_scheduler"),
 ]
 
 _CONTEXT = multiprocessing.get_context("forkserver")
