@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,7 +29,7 @@ hypothesis.settings.load_profile("without deadlines")
 
 def pytest_configure(config: pytest.Config) -> None:
     for message, category, module in FOREIGN:
-        config.addinivalue_line("filterwarnings", f"ignore:{message}:{category.__name__}:{module}")
+        config.addinivalue_line("filterwarnings", f"ignore:{re.escape(message)}:{category.__name__}:{re.escape(module)}")
 
 
 @pytest.hookimpl(optionalhook=True)  # also without xdist

@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -24,12 +25,16 @@ SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 def covering(cases: Sequence[Any]) -> list[Any]:
-    """A part of ``cases``, dataclasses or tuples, in which each value of each field and option occurs."""
+    """A part of ``cases``, dataclasses or tuples, in which each value of each field and option occurs.
+
+    Of cases that add as many values, the one whose other values occurred least: so pairs of values differ, too.
+    """
     values = [set(_values_of(case)) for case in cases]
-    missing, chosen = set().union(*values), []
+    missing, chosen, occurred = set().union(*values), [], Counter[Any]()
     while missing:
-        best = max(range(len(cases)), key=lambda i: len(values[i] & missing))
+        best = max(range(len(cases)), key=lambda i: (len(values[i] & missing), -sum(occurred[v] for v in values[i])))
         chosen.append(best)
+        occurred.update(values[best])
         missing -= values[best]
     return [cases[i] for i in sorted(chosen)]
 
