@@ -1,7 +1,8 @@
-"""The sdist and the wheel, and what runs with the wheel alone."""
+"""The sdist and the wheel, what runs with the wheel alone, and the versions that pyproject.toml claims."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -14,7 +15,9 @@ from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.version import Version
 
+from tests.compat import RESULTS, claimed
 from tests.test_docs import blocks, compare
 
 ROOT = Path(__file__).parents[1]
@@ -117,3 +120,20 @@ def test_the_wheel_alone_runs_the_quick_start(tmp_path):
         done = run(*command, folder=tmp_path)
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.stderr
         assert "typer and rich" in done.stderr
+
+
+def test_the_metadata_claims_what_was_run():
+    """`make compat` writes its record only when all fast tests pass."""
+    record = json.loads(RESULTS.read_text(encoding="utf-8"))
+    assert record.keys() == {"oldest", "newest"}
+    described = metadata.metadata("decent-dp")
+    oldest, newest = (int(record[name]["python"].split(".")[1]) for name in ("oldest", "newest"))
+    assert described["Requires-Python"] == f">=3.{oldest}"
+    classified = re.findall(r"Python :: 3\.(\d+)", "\n".join(described.get_all("Classifier", [])))
+    assert sorted(map(int, classified)) == list(range(oldest, newest + 1))
+    ran = {package: Version(version) for package, version in record["oldest"]["packages"].items()}
+    assert {package: Version(bound) for package, bound in claimed().items()} == ran
+    for name, kept in record.items():
+        pins = re.findall(r"^([\w-]+)==(\S+)$", (ROOT / f"constraints-{name}.txt").read_text(encoding="utf-8"), re.MULTILINE)
+        assert kept["packages"].items() <= dict(pins).items()
+        assert sum(kept["skipped"].values()) < kept["passed"] / 20
