@@ -61,7 +61,7 @@ class Workers:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def __call__(
-        self, n: int, body: Callable[..., Any], *args: Any, timeout: float = 110, group_timeout: float = 60
+        self, n: int, body: Callable[..., Any], *args: Any, timeout: float = 200, group_timeout: float = 60
     ) -> list[Any]:
         """Runs ``body(rank, n, *args)`` on n workers and returns the results. Any failure fails the test with its traceback."""
         outcomes = self.outcomes(n, body, *args, timeout=timeout, group_timeout=group_timeout)
@@ -72,7 +72,7 @@ class Workers:
         return [outcome.value for outcome in outcomes]
 
     def outcomes(
-        self, n: int, body: Callable[..., Any], *args: Any, timeout: float = 110, group_timeout: float = 60
+        self, n: int, body: Callable[..., Any], *args: Any, timeout: float = 200, group_timeout: float = 60
     ) -> list[Outcome]:
         """As a call, but failures are returned; a worker that still runs after ``timeout`` seconds is killed and fails."""
         key = f"launch{next(_LAUNCHES)}"
@@ -118,7 +118,7 @@ def say(what: str) -> None:
 
 def hear(what: str) -> None:
     """Waits until a worker of this launch has said so."""
-    _store().wait([f"said/{what}"], timedelta(seconds=90))
+    _store().wait([f"said/{what}"], timedelta(seconds=150))
 
 
 def _store() -> Any:
@@ -168,7 +168,7 @@ def _worker(pipe: Connection, port: int, key: str, rank: int, n: int, group_time
         store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         # Processes start seconds apart on a busy machine, and the group's timeout may be shorter than that.
         store.set(f"started/{key}/{rank}", "")
-        store.wait([f"started/{key}/{other}" for other in range(n)], timedelta(seconds=60))
+        store.wait([f"started/{key}/{other}" for other in range(n)], timedelta(seconds=120))
         dist.init_process_group(
             "gloo", store=dist.PrefixStore(key, store), rank=rank, world_size=n, timeout=timedelta(seconds=group_timeout)
         )
