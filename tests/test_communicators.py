@@ -127,16 +127,20 @@ def test_beside_the_users_groups(workers):
     assert found[3] == [None, True, None, 6.0, None, 6.0, 6.0]
 
 
-def its_timeout(rank: int, n: int) -> tuple[float, float]:
-    short = dist.new_group([0, 1], timeout=timedelta(seconds=1.25))
+def its_timeout(rank: int, n: int) -> tuple[float, ...]:
+    own = ProcessGroupTransport(timeout=0.5)
+    short = dist.new_group([0, 1], timeout=timedelta(seconds=10))
     return (
         ProcessGroupTransport()._rendezvous.timeout.total_seconds(),
         ProcessGroupTransport(short)._rendezvous.timeout.total_seconds(),
+        own._rendezvous.timeout.total_seconds(),
+        own._control_rendezvous.timeout.total_seconds(),
     )
 
 
 def test_the_timeout_is_the_process_groups(workers):
-    assert workers(2, its_timeout, group_timeout=7.5) == [(7.5, 1.25)] * 2
+    """Exchanges may have their own; the workers connect within the process group's."""
+    assert workers(2, its_timeout, group_timeout=20) == [(20, 10, 0.5, 20)] * 2
 
 
 # -- small parts -----------------------------------------------------------------------------------------------------------

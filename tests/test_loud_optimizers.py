@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import decent_dp
+from decent_dp.backward.scaled import refuse_scaled_loss
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.optim import optim_fn_adamw
 from decent_dp.replica.options import warn_of_rates
@@ -378,3 +381,16 @@ def test_scalers_that_are_no_mistake():
     third = alone(nn.Linear(6, 3))
     loss(third, 0).backward()
     assert len(never) == 2
+
+
+def test_a_scaler_that_nobody_holds_is_no_mistake_in_any_thread():
+    """Threads look at the same time, and none keeps it alive for another."""
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(5):
+            scaler: Any = torch.amp.GradScaler("cpu")
+            scaler.scale(torch.ones(()))
+            scaler.itself = scaler
+            del scaler
+            together = threading.Barrier(4)
+            for looked in [threads.submit(lambda: (together.wait(60), refuse_scaled_loss())) for _ in range(4)]:  # noqa: B023
+                looked.result()
