@@ -33,6 +33,7 @@ from decent_dp.replica.settings import Settings, workers_per_node
 from decent_dp.replica.shards import describe_mesh, fsdp_modules, local, reshard
 from decent_dp.replica.shutdown import closed_on_error
 from decent_dp.replica.snapshot import ENGINE_ENTRIES, check_engine_state, check_scaler_state, copied, first_loss_scale, restore
+from decent_dp.replica.statistics import Statistics, sharing_class, tell_replicas
 from decent_dp.rules import Rule
 from decent_dp.rules.base import check_rule
 from decent_dp.topo import Topology
@@ -117,6 +118,7 @@ def gossip(
             {"optimizers": signature_of(optimizers, model)},
             mesh,
             options_of(optimizers, model),
+            sharing_class(optimizers),
         )
 
     agreed = connect_replicas(model, transport, given is None, check)
@@ -165,6 +167,8 @@ class Gossip(Replica):
         self._checked: set[int] = set()
         # Each optimizer's parameters at the call; referenced, so that no other object gets one of their ids.
         self._params_at_call = [params_of(optimizer) for optimizer in self.optimizers]
+        tell_replicas(self.optimizers, self.transport.world_size)
+        self.statistics = Statistics(self.optimizers, {id(param): name for name, param in model.named_parameters()})
         self.engine.install(self._lay_out())
         self._hooks: list[Any] = [
             optimizer.register_step_post_hook(self._after_step(i)) for i, optimizer in enumerate(self.optimizers)
@@ -282,7 +286,9 @@ class Gossip(Replica):
     def _lay_out(self) -> list[Bucket]:
         """Returns buckets in reverse registration order, the usual order of gradients, equal on all workers."""
         specs, limit = self.parameters.specs, self.settings.bucket_size_in_mb * MIB
-        return self.engine.lay_out(specs, self.parameters.locate(), range(len(specs))[::-1], limit, as_view=False)
+        buckets = self.engine.lay_out(specs, self.parameters.locate(), range(len(specs))[::-1], limit, as_view=False)
+        self.statistics.locate()
+        return buckets + self.engine.lay_out_statistics(self.statistics.specs, self.statistics.tensors, len(buckets))
 
     # -- the mean -----------------------------------------------------------------------------------------------------
 

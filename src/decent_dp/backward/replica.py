@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from decent_dp.arguments import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, check_scaler
 from decent_dp.backward.output import tensors_in
 from decent_dp.backward.scaled import refuse_scaled_loss
-from decent_dp.backward.states import check_optim_state, collect_optim_state, load_optim_state
+from decent_dp.backward.states import check_kinds, check_optim_state, collect_optim_state, kind_of, load_optim_state
 from decent_dp.backward.units import Builder, DeferredList, Unit
 from decent_dp.engine import Bucket
 from decent_dp.errors import OutOfStepError
@@ -38,6 +38,7 @@ from decent_dp.replica.module_hooks import copy_values, state_names, strip_prefi
 from decent_dp.replica.options import Options, options_of, warn_of_rates
 from decent_dp.replica.replica import Replica
 from decent_dp.replica.snapshot import check_scaler_state, copied, first_loss_scale
+from decent_dp.replica.statistics import Statistics, refuse_isolated, sharing_class
 from decent_dp.replica.stats import Stats
 from decent_dp.transport import Transport
 
@@ -164,7 +165,8 @@ class BackwardReplica(Replica):
         self._may_be_scaled = scaler is None
         self.policy = GradientPolicy(params, self.scaler, agreed.settings.grad_clip_norm)
         self._needs_all = self.policy.needs_all  # read at every gradient
-        self._builder = Builder(self.engine, self.parameters, agreed.settings, optim_fn, lr_scheduler_fn, as_view=as_view)
+        world, factories = (self.engine, self.transport.world_size, self.parameters), (optim_fn, lr_scheduler_fn)
+        self._builder = Builder(*world, agreed.settings, *factories, as_view=as_view)
         self.units: list[Unit] = []
         # Users keep references to these two lists, so they are changed in place.
         self.optimizers = DeferredList[Optimizer](_NO_OPTIMIZERS)
@@ -188,7 +190,9 @@ class BackwardReplica(Replica):
         self._stepped = False
         self._next = 0
         self._bucket_of: list[int] = []
-        self._loaded: list[Unit] = []  # between prepare_load and install
+        # Between prepare_load and install.
+        self._loaded: list[Unit] = []
+        self._loaded_statistics = self.statistics
         # Per bucket, the number of parameters whose gradients have not arrived in this backward.
         self._missing: list[int] = []
         # The CUDA stream of this backward's gradients, per device, and whether a device has ever had several.
@@ -383,6 +387,7 @@ class BackwardReplica(Replica):
             step = step and self.policy.allows_step()
             while self._next < len(self.units):
                 self._update_next(step=step, keep=keep)
+            self._mix_statistics()
             if not self.settings.overlap:
                 for unit in self.units:
                     self.engine.finish(unit.bucket, unit.edit).raise_if_failed()
@@ -391,6 +396,15 @@ class BackwardReplica(Replica):
         if not keep:
             self.window = Window.IDLE
         self.notify_listeners()
+
+    def _mix_statistics(self) -> None:
+        """Exchanges the optimizers' statistics, after all of them have stepped."""
+        for bucket in self.engine.buckets[len(self.units) :]:
+            if self.settings.overlap:
+                self.engine.finish(bucket).raise_if_failed()
+            self.engine.start(bucket)
+            if not self.settings.overlap:
+                self.engine.finish(bucket).raise_if_failed()
 
     def _update_next(self, *, step: bool, keep: bool) -> None:
         unit = self.units[self._next]
@@ -433,6 +447,9 @@ class BackwardReplica(Replica):
             if self._may_be_scaled:
                 refuse_scaled_loss()
             units = self._builder.lay_out(whole)
+            sharing = sharing_class([unit.optimizer for unit in units])
+            if sharing:
+                refuse_isolated(sharing, self.topology)
             options = options_of([u.optimizer for u in units], self.model, [u.scheduler for u in units])
             if self._pending_state is not None:
                 load_optim_state(units, self._pending_state)
@@ -441,12 +458,13 @@ class BackwardReplica(Replica):
         units, options = check_consistency(control, rank, make)
         warn_of_rates(control.gather(options.rates))
         self._pending_state = None
-        self._use(units, whole)
-        self.engine.install([unit.bucket for unit in units])
+        statistics, statistics_buckets = self._builder.lay_out_statistics(units)
+        self._use(units, whole, statistics)
+        self.engine.install([*(unit.bucket for unit in units), *statistics_buckets])
 
-    def _use(self, units: list[Unit], order: list[int] | None) -> None:
+    def _use(self, units: list[Unit], order: list[int] | None, statistics: Statistics) -> None:
         """Replaces all units."""
-        self.units, self._order = units, order
+        self.units, self._order, self.statistics = units, order, statistics
         self.optimizers[:] = [unit.optimizer for unit in units]
         self.schedulers[:] = [unit.scheduler for unit in units]
         numbers = {id(param): number for number, param in enumerate(self.parameters.params)}
@@ -506,8 +524,8 @@ class BackwardReplica(Replica):
         names = self.parameters.names
         return {
             "optim": self._optim_state(),
-            "optimizer": _kind(self.optimizers),
-            "scheduler": _kind([scheduler for scheduler in self.schedulers if scheduler is not None]),
+            "optimizer": kind_of(self.optimizers),
+            "scheduler": kind_of([scheduler for scheduler in self.schedulers if scheduler is not None]),
             "accumulate": self.accumulate,
             "window": self.window.value,
             "nested": self.nested,
@@ -547,28 +565,17 @@ class BackwardReplica(Replica):
             if not self.units:  # present units rebind their parameters themselves
                 undo.callback(self._builder.release)
             self._loaded = self._builder.lay_out([numbers[name] for name in order])
-            self._check_kinds(snapshot, self._loaded)
+            check_kinds(self._loaded, snapshot)
             load_optim_state(self._loaded, snapshot["optim"], exact=True)
-        return [unit.bucket for unit in self._loaded]
-
-    def _check_kinds(self, snapshot: Mapping[str, Any], units: list[Unit]) -> None:
-        own = {
-            "optimizer": _kind([unit.optimizer for unit in units]),
-            "scheduler": _kind([unit.scheduler for unit in units if unit.scheduler is not None]),
-        }
-        for what, kind in own.items():
-            if snapshot[what] != kind:
-                raise ValueError(
-                    f"the {what} was {snapshot[what]} when this was saved, and is {kind} now: their states do not fit each "
-                    "other. Go on with the same one, or load the parameters alone (load_state_dict)."
-                )
+        self._loaded_statistics, buckets = self._builder.lay_out_statistics(self._loaded)
+        return [*(unit.bucket for unit in self._loaded), *buckets]
 
     def install(self, snapshot: Mapping[str, Any], buckets: list[Bucket]) -> None:
         numbers, order, optim = self.parameters.numbers, snapshot["order"], snapshot["optim"]
         if self.units and not buckets:
             self._builder.release()
-        self._use(self._loaded, None if order is None else [numbers[name] for name in order])
-        self._loaded = []
+        self._use(self._loaded, None if order is None else [numbers[name] for name in order], self._loaded_statistics)
+        self._loaded, self._loaded_statistics = [], Statistics([], {})
         self._pending_state = None
         if order is None and optim["param_groups"]:
             rest = {key: value for key, value in optim.items() if key != "state"}
@@ -579,10 +586,6 @@ class BackwardReplica(Replica):
         if scaler is not None:
             scaler.load_state_dict(optim["scaler"])
             first_loss_scale(scaler, self.parameters.params[0].device)
-
-
-def _kind(objects: list[Any]) -> str | None:
-    return ", ".join(sorted({type(one).__name__ for one in objects})) or None
 
 
 def _gradient_hook(replica: weakref.ref[BackwardReplica], index: int) -> Callable[[Tensor], None]:

@@ -23,11 +23,12 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from decent_dp.backward.units import Unit
+from decent_dp.optim.statistics import SharesStatistics
 from decent_dp.replica.hidden_state import has_own_state_dict
 from decent_dp.replica.optimizers import exact_state, is_like
 from decent_dp.replica.state_checks import check_alike, check_param_states
 
-__all__ = ["check_optim_state", "collect_optim_state", "load_optim_state"]
+__all__ = ["check_kinds", "check_optim_state", "collect_optim_state", "kind_of", "load_optim_state"]
 
 # Attributes of schedulers that are lists with one entry per parameter group.
 _BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "base_momentums", "max_momentums")
@@ -82,6 +83,25 @@ def collect_optim_state(
         "schedulers": schedulers,
         **common_entries,
     }
+
+
+def kind_of(objects: Sequence[Any]) -> str | None:
+    """Returns the classes of some optimizers or schedulers; None if there are none."""
+    return ", ".join(sorted({type(one).__name__ for one in objects})) or None
+
+
+def check_kinds(units: Sequence[Unit], snapshot: Mapping[str, Any]) -> None:
+    """Raises ValueError if the snapshot was saved with other classes of optimizers or schedulers."""
+    own = {
+        "optimizer": kind_of([unit.optimizer for unit in units]),
+        "scheduler": kind_of([unit.scheduler for unit in units if unit.scheduler is not None]),
+    }
+    for what, kind in own.items():
+        if snapshot[what] != kind:
+            raise ValueError(
+                f"the {what} was {snapshot[what]} when this was saved, and is {kind} now: their states do not fit each "
+                "other. Go on with the same one, or load the parameters alone (load_state_dict)."
+            )
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -224,6 +244,7 @@ def _check_shapes(optimizer: Optimizer, names: Mapping[int, str], saved: Mapping
     dimensions. Any other shape is refused for them. The state of other optimizers may have any shape.
     """
     regular = f"{type(optimizer).__module__}.".startswith(("torch.optim.", "decent_dp.optim."))
+    regular = regular and not isinstance(optimizer, SharesStatistics)  # these check their state themselves
     for group in optimizer.param_groups:
         for param in group["params"]:
             name = names[id(param)]

@@ -19,6 +19,7 @@ from decent_dp.engine import Bucket, Edit, Engine
 from decent_dp.engine.layout import FlatBuffer
 from decent_dp.replica.parameters import Parameters
 from decent_dp.replica.settings import Settings
+from decent_dp.replica.statistics import Statistics, tell_replicas
 from decent_dp.topo import Edge
 
 __all__ = ["Builder", "DeferredList", "Unit"]
@@ -93,12 +94,14 @@ class Builder:
     """Makes units with the user's factories.
 
     Args:
+        n: the number of replicas.
         as_view: whether parameters become views of one flat buffer per bucket.
     """
 
     def __init__(
         self,
         engine: Engine,
+        n: int,
         parameters: Parameters,
         settings: Settings,
         optim_fn: OPTIM_FN_TYPE,
@@ -106,7 +109,7 @@ class Builder:
         *,
         as_view: bool,
     ) -> None:
-        self._engine, self._parameters, self._settings = engine, parameters, settings
+        self._engine, self._n, self._parameters, self._settings = engine, n, parameters, settings
         self._optim_fn, self._lr_scheduler_fn, self._as_view = optim_fn, lr_scheduler_fn, as_view
 
     def lay_out(self, order: Sequence[int]) -> list[Unit]:
@@ -123,8 +126,15 @@ class Builder:
         for bucket in self._engine.lay_out(specs, params, order, self._settings.bucket_size_in_mb * MIB, as_view=self._as_view):
             named = [(slot.spec.name, params[slot.index]) for slot in bucket.buffer.plan.slots]
             optimizer = make_optimizer(self._optim_fn, named)
+            tell_replicas([optimizer], self._n)
             units.append(Unit(bucket, optimizer, make_scheduler(self._lr_scheduler_fn, optimizer)))
         return units
+
+    def lay_out_statistics(self, units: Sequence[Unit]) -> tuple[Statistics, list[Bucket]]:
+        """Returns the statistics of these optimizers, and new buckets for them."""
+        names = dict(zip(map(id, self._parameters.params), self._parameters.names, strict=True))
+        found = Statistics([unit.optimizer for unit in units], names)
+        return found, self._engine.lay_out_statistics(found.specs, found.tensors, len(units))
 
     @torch.no_grad()
     def release(self) -> None:

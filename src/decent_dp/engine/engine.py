@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,11 +19,11 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from decent_dp._sizes import choose_sizes
-from decent_dp.compression import Compression
+from decent_dp.compression import Compression, Lossless
 from decent_dp.engine.bucket import Bucket, Edit, InFlight
 from decent_dp.engine.layout import FlatBuffer, TensorSpec, plan_buckets
 from decent_dp.errors import NonFiniteError, PeerError, PeerLostError
-from decent_dp.rules import Round, Rule
+from decent_dp.rules import Gossip, Round, Rule
 from decent_dp.topo import Edge, Topology
 from decent_dp.transport import ExchangeId, ExchangeRequest, Transport
 
@@ -178,6 +179,20 @@ class Engine:
                 self.rule,
             )
             for number, plan in enumerate(plan_buckets(specs, order, limit, first))
+        ]
+
+    def lay_out_statistics(self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], after: int) -> list[Bucket]:
+        """Returns new buckets for small tensors that are averaged by plain gossip and sent as they are, one per device.
+
+        Args:
+            tensors: become views of one flat tensor per bucket.
+            after: the number of buckets that are installed before these.
+        """
+        first = self._gone + len(self.buckets) + after
+        plans = plan_buckets(specs, range(len(specs)), math.inf)
+        return [
+            Bucket(first + number, FlatBuffer(plan, tensors, as_view=True), Lossless, Gossip())
+            for number, plan in enumerate(plans)
         ]
 
     def install(self, buckets: list[Bucket]) -> None:

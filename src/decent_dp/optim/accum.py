@@ -14,8 +14,7 @@ and ``step`` change. With s = 1 this is Adam(W). Source: arXiv 2410.11998 (ICLR 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from itertools import chain
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from .compiled import compiled_accum_adam
+from .loading import given_state, pairs
 from .update import Hyperparameters, TensorLists, multi_tensor_accum_adam, single_tensor_accum_adam, state_dtype
 
 __all__ = ["AccumAdam", "AccumAdamW", "accum_adam_foreach", "accum_adamw_foreach"]
@@ -155,34 +155,18 @@ class _AccumAdamBase(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the result of `state_dict`, without loss and without sharing memory with it.
 
-        torch casts state to the parameter's dtype, which would round the moments of bfloat16 parameters, and shares the
-        tensors that need no cast, so that two optimizers would write to one state. So the state is copied once more from the
-        given dict (after the user's own pre-hooks, before their post-hooks).
-
         Raises:
             ValueError: the dict is not from an AccumAdam(W), or its shapes are not those of the parameters.
         """
-        loaded: list[dict[str, Any]] = []
 
-        def check(_: Optimizer, given: dict[str, Any]) -> None:
-            self._check_loadable(given)
-            loaded.append(given)
-
-        def restore(_: Optimizer) -> None:
-            for _key, param, state in _pairs(self.param_groups, loaded[0]):
+        def restore(given: dict[str, Any]) -> None:
+            for _key, param, state in pairs(self.param_groups, given):
                 like = {"device": param.device, "dtype": state_dtype(param), "copy": True}
                 moments = {entry: state[entry].detach().to(**like) for entry in _MOMENTS}
                 self.state[param].update(moments, step=_new_step(float(state["step"])))
 
-        hooks = (
-            self.register_load_state_dict_pre_hook(check),
-            self.register_load_state_dict_post_hook(restore, prepend=True),
-        )
-        try:
+        with given_state(self, self._check_loadable, restore):
             super().load_state_dict(state_dict)
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def _check_loadable(self, given: dict[str, Any]) -> None:
         name = type(self).__name__
@@ -190,7 +174,7 @@ class _AccumAdamBase(Optimizer):
             missing = [option for option in _OPTIONS if option not in group]
             if missing:
                 raise ValueError(f"{name} cannot load this state dict: its param group {i} has no {', '.join(missing)}")
-        for key, param, state in _pairs(self.param_groups, given):
+        for key, param, state in pairs(self.param_groups, given):
             missing = [entry for entry in ("step", *_MOMENTS) if entry not in state]
             if missing:
                 raise ValueError(f"{name} cannot load this state dict: its state {key} has no {', '.join(missing)}")
@@ -306,11 +290,3 @@ def _label(group: dict[str, Any], i: int) -> str:
 
 def _new_step(step: float = 0.0) -> Tensor:
     return torch.tensor(step, dtype=torch.float32, device="cpu")
-
-
-def _pairs(groups: list[dict[str, Any]], given: dict[str, Any]) -> Iterable[tuple[int, Tensor, dict[str, Any]]]:
-    """(key, parameter, state) for each parameter with state in the given dict, matched by position as in torch."""
-    keys = chain.from_iterable(group["params"] for group in given["param_groups"])
-    params = chain.from_iterable(group["params"] for group in groups)
-    states = given["state"]  # with another number of parameters torch raises
-    return [(key, param, states[key]) for key, param in zip(keys, params, strict=False) if key in states]

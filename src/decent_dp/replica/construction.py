@@ -15,6 +15,7 @@ from decent_dp.replica.options import Options, warn_of_rates
 from decent_dp.replica.settings import Settings
 from decent_dp.replica.shards import Replicas, is_sharded, local
 from decent_dp.replica.shutdown import closed_on_error
+from decent_dp.replica.statistics import refuse_isolated
 from decent_dp.rules import Rule
 from decent_dp.rules.base import rule_settings
 from decent_dp.topo import Topology, make_topology
@@ -35,6 +36,7 @@ class Arguments:
         more: further settings (JSON) that must be equal on all workers.
         mesh: the workers that hold this replica (``describe_mesh``); None if this worker holds all of it.
         options: of the optimizers, as far as they exist.
+        sharing: the class of an optimizer whose statistics are averaged; '' for none.
     """
 
     settings: Settings
@@ -44,6 +46,7 @@ class Arguments:
     more: Mapping[str, Any] = field(default_factory=dict)
     mesh: dict[str, Any] | None = None
     options: Options = field(default_factory=Options)
+    sharing: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,8 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
                 raise
             numbers = f"{peers.world_size}, of {replicas.shards} workers each"
             raise ValueError(f"{error} (A topology counts replicas, and there are {numbers}.)") from error
+        if given.sharing:
+            refuse_isolated(given.sharing, made)
         # Called on the class, because a subclass may have an attribute named `every`.
         mixing = Topology.every(made, given.settings.mix_every)
         shared: Mapping[str, Any] = {

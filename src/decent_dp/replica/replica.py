@@ -35,6 +35,7 @@ from decent_dp.replica.parameters import Parameters
 from decent_dp.replica.registry import register
 from decent_dp.replica.shards import holds_first_copy, is_sharded, local
 from decent_dp.replica.shutdown import shut_down
+from decent_dp.replica.statistics import Statistics, tell_replicas
 from decent_dp.replica.stats import Stats
 from decent_dp.rules.base import rule_settings
 from decent_dp.transport import Handle, Transport
@@ -71,6 +72,7 @@ class Replica(ABC):
             ``everyone`` if each worker holds a whole replica.
         replicas: the workers of each replica.
         parameters: the trainable parameters, with their names.
+        statistics: those of the optimizers, which are averaged in buckets of their own.
         mean: the backup while the replica holds the mean.
         listeners: notified of every round.
         optimizers: the ones that train this replica.
@@ -97,6 +99,7 @@ class Replica(ABC):
         self.topology = agreed.topology
         self.engine = Engine(self.transport, self.topology, agreed.rule, COMPRESSIONS[agreed.settings.compression])
         self.mean = Mean(self.parameters.locate)
+        self.statistics = Statistics([], {})
         self.listeners: list[Listener] = []
         self.optimizers: list[Optimizer] = []
         self.scaler: torch.amp.GradScaler | None = None
@@ -155,6 +158,9 @@ class Replica(ABC):
     def rebind(self) -> None:
         """Updates the buckets to the parameters' present storage."""
         self.parameters.locate()
+        replaced = self.statistics.locate()
+        if replaced:  # the difference in flight belongs to the old ones
+            self.engine.mark_stale(replaced)
         for bucket in self.engine.buckets:
             bucket.buffer.rebind()
 
@@ -327,6 +333,7 @@ class Replica(ABC):
         finally:
             self.closed = True
             self.remove_hooks()
+            tell_replicas(self.optimizers, 1)
             self.everyone.close()
 
     @property
@@ -481,7 +488,9 @@ class Replica(ABC):
     def link(self, round_: int) -> dict[str, Any]:
         """Returns all that the exchange before round ``round_`` depends on, as JSON."""
         edge = self.topology.get_edge(round_ - 1) if round_ else None
-        return {**self._fixed_link, "edge": None if edge is None else [list(edge.ranks), edge.weight]}
+        statistics = self.statistics.digest()
+        also = {"statistics": statistics} if statistics else {}
+        return {**self._fixed_link, **also, "edge": None if edge is None else [list(edge.ranks), edge.weight]}
 
     def engine_entries(self) -> dict[str, Any]:
         """Returns the engine's entries of a snapshot (``decent_dp.replica.snapshot``)."""

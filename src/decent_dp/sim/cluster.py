@@ -19,6 +19,7 @@ from decent_dp.rules.base import check_rule
 from decent_dp.sim.exchange import CompressedExchange, LosslessExchange, SimulatedExchange
 from decent_dp.sim.gradients import LOSS_FN_TYPE, Gradients, StepGradients
 from decent_dp.sim.stack import Stack
+from decent_dp.sim.statistics import StatisticsExchange
 from decent_dp.sim.steppers import Shared, Stepper, make_stepper
 from decent_dp.topo import Topology, make_topology
 
@@ -115,9 +116,10 @@ class VirtualCluster:
         self.topology = Topology.every(made, mix_every)  # of the class: a subclass may have an attribute of this name
         self._stack = Stack(model, n)
         kind = check_compression(compression)
-        shared = self._stack, self.topology, check_rule(rule)
+        shared = self._stack.params, self.topology, check_rule(rule)
         lossless = kind is Lossless
         self._exchange: SimulatedExchange = LosslessExchange(*shared) if lossless else CompressedExchange(*shared, kind)
+        self._statistics = StatisticsExchange(self.topology)
         self._gradients = Gradients(self._stack, loss_fn or _cross_entropy, vectorize)
         self._stepper = self._make_stepper()
         self._failure: BaseException | None = None
@@ -166,9 +168,13 @@ class VirtualCluster:
         if self._overlap:
             self._exchange.finish()
         self._stepper.step(gradients)
+        if self._overlap:
+            self._statistics.finish()
         self._exchange.start(self.round)
+        self._statistics.start(self._stepper, self.round)
         if not self._overlap:
             self._exchange.finish()
+            self._statistics.finish()
 
     def _make_stepper(self) -> Stepper:
         may_share = self._gradients.vectorized is not False
@@ -197,7 +203,7 @@ class VirtualCluster:
             raise TypeError(f"the adaptive factor must be a number in [0, 1], got {factor!r}")
         if not 0.0 <= factor <= 1.0:
             raise ValueError(f"the adaptive factor must be in [0, 1], got {factor!r}")
-        self._exchange.factor = float(factor)
+        self._exchange.factor = self._statistics.factor = float(factor)
 
     # -- state and results ------------------------------------------------------------------------------------------------
 
@@ -243,7 +249,7 @@ class VirtualCluster:
         The workers of a pair send one message each; a group of m sends 2 (m - 1) in all, as its sums and means travel along
         trees.
         """
-        return self._exchange.bytes_sent
+        return self._exchange.bytes_sent + self._statistics.bytes_sent
 
     @property
     def rejected(self) -> int:

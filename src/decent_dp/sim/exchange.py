@@ -10,7 +10,7 @@ tensors; with it they use the engine's own buckets, replica by replica.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,6 @@ from decent_dp.engine.bucket import Bucket, InFlight
 from decent_dp.engine.layout import FlatBuffer, TensorSpec, plan_buckets
 from decent_dp.rules import Round, Rule
 from decent_dp.rules.base import apply_rule, mixing_rate
-from decent_dp.sim.stack import Stack
 from decent_dp.topo import Edge, Topology
 
 __all__ = ["CompressedExchange", "LosslessExchange", "SimulatedExchange"]
@@ -31,7 +30,7 @@ class SimulatedExchange(ABC):
     """The exchanges of all replicas.
 
     Args:
-        stack: the replicas.
+        params: the tensors to exchange by name, (n, *shape).
         topology: the edges of each round.
         rule: the proposals, and the use of the received values.
 
@@ -40,8 +39,8 @@ class SimulatedExchange(ABC):
         bytes_sent: by all workers. A pair sends one message per worker, a group of m sends 2 (m - 1) in all.
     """
 
-    def __init__(self, stack: Stack, topology: Topology, rule: Rule) -> None:
-        self._stack, self._topology = stack, topology
+    def __init__(self, params: Mapping[str, Tensor], topology: Topology, rule: Rule) -> None:
+        self._topology = topology
         self._rule = rule
         self.factor = 1.0
         self.bytes_sent = 0
@@ -87,9 +86,9 @@ class _EqualEdges:
 class LosslessExchange(SimulatedExchange):
     """Values as they are, for all equal edges at once. ``CompressedExchange`` with ``Lossless`` is its readable twin."""
 
-    def __init__(self, stack: Stack, topology: Topology, rule: Rule) -> None:
-        super().__init__(stack, topology, rule)
-        self._params: list[Tensor] = [param.detach() for param in stack.params.values()]
+    def __init__(self, params: Mapping[str, Tensor], topology: Topology, rule: Rule) -> None:
+        super().__init__(params, topology, rule)
+        self._params: list[Tensor] = [param.detach() for param in params.values()]
         self._states = [rule.state(param) for param in self._params]
         self._nbytes = sum(param[0].numel() * param.itemsize for param in self._params)
         self._in_flight: tuple[Round, list[tuple[_EqualEdges, list[Tensor | None]]]] | None = None
@@ -104,7 +103,7 @@ class LosslessExchange(SimulatedExchange):
             alone = {rank: Edge([rank], 1.0) for edge in edges if not excluded.isdisjoint(edge.ranks) for rank in edge.ranks}
             edges = [*(edge for edge in edges if edge.ranks[0] not in alone), *alone.values()]
         used = [edge for edge in edges if len(edge.ranks) > 1 or self._rule.acts_alone]
-        parts = _equal_edges(used, self._stack.n, self._params[0].device)
+        parts = _equal_edges(used, self._topology.world_size, self._params[0].device)
         self._in_flight = round_, [(part, [_differences(proposal, part) for proposal in proposed]) for part in parts]
 
     @torch.no_grad()
@@ -169,14 +168,14 @@ class CompressedExchange(SimulatedExchange):
         compression: its class.
     """
 
-    def __init__(self, stack: Stack, topology: Topology, rule: Rule, compression: type[Compression]) -> None:
-        super().__init__(stack, topology, rule)
-        replicas = [[param.detach()[i] for param in stack.params.values()] for i in range(stack.n)]
-        specs = [TensorSpec.of(name, param) for name, param in zip(stack.params, replicas[0], strict=True)]
+    def __init__(self, params: Mapping[str, Tensor], topology: Topology, rule: Rule, compression: type[Compression]) -> None:
+        super().__init__(params, topology, rule)
+        replicas = [[param.detach()[i] for param in params.values()] for i in range(topology.world_size)]
+        specs = [TensorSpec.of(name, param) for name, param in zip(params, replicas[0], strict=True)]
         plans = plan_buckets(specs, range(len(specs)), float("inf"))
         # By kind of parameter, then by replica.
         self._buckets = [
-            [Bucket(0, FlatBuffer(plan, params, as_view=False), compression, rule) for params in replicas] for plan in plans
+            [Bucket(0, FlatBuffer(plan, own, as_view=False), compression, rule) for own in replicas] for plan in plans
         ]
 
     @property

@@ -19,16 +19,17 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from decent_dp.arguments import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, make_optimizer, make_scheduler
 from decent_dp.gradients import GradientPolicy
-from decent_dp.optim import AccumAdam, AccumAdamW
+from decent_dp.optim import AccumAdam, AccumAdamW, GossipAdamW, SharesStatistics
 from decent_dp.sim.gradients import StepGradients
 from decent_dp.sim.stack import Stack
 
 __all__ = ["PerReplica", "Shared", "Stepper", "make_stepper"]
 
-# Known to work element by element, and alike on any shape. Subclasses may not.
-_ELEMENTWISE = {
+# Known to work element by element, and alike on any shape; GossipAdamW knows stacked parameters. Subclasses may not.
+_STACKABLE = {
     AccumAdam,
     AccumAdamW,
+    GossipAdamW,
     torch.optim.ASGD,
     torch.optim.Adadelta,
     torch.optim.Adagrad,
@@ -66,6 +67,11 @@ class Stepper(ABC):
         """The factors of the replicas' losses in the backward, (n,); None for none."""
         return None
 
+    def statistics(self) -> list[list[Tensor]]:
+        """The statistics that optimizers share: of each optimizer, one tensor per parameter."""
+        sharing = [optimizer for optimizer in self.optimizers if isinstance(optimizer, SharesStatistics)]
+        return [[tensor for _, tensor in optimizer.statistics()] for optimizer in sharing]
+
 
 def make_stepper(
     stack: Stack,
@@ -89,11 +95,16 @@ def make_stepper(
             *getattr(optimizer, "_optimizer_step_post_hooks", {}).values(),
         ]
         known = all(getattr(hook, "__module__", "").startswith("decent_dp.optim") for hook in hooks)
-        if type(optimizer) in _ELEMENTWISE and known:
+        if type(optimizer) in _STACKABLE and known:
             _stack_parameters(optimizer, {id(param): stack.params[name] for name, param in named}, stack.n)
+            if isinstance(optimizer, GossipAdamW):
+                optimizer.set_replicas(stack.n, stacked=True)
             return Shared(stack, optimizer, lr_scheduler_fn, max_norm)
     params = [[Parameter(param.detach()[i]) for param in stack.params.values()] for i in range(stack.n)]
     optimizers = [_make_optimizer(optim_fn, list(zip(stack.names, own, strict=True))) for own in params]
+    for optimizer in optimizers:
+        if isinstance(optimizer, SharesStatistics):
+            optimizer.set_replicas(stack.n)
     return PerReplica(params, optimizers, lr_scheduler_fn, scaler, max_norm)
 
 

@@ -1,0 +1,320 @@
+"""AdamW with the second moment that the gradient of the global batch has.
+
+AdamW divides by the root of v, an average of squared gradients. Let g be the gradient of one replica's batch and ḡ that of
+the global batch, the mean over n replicas. With signal E[ḡ]² and noise variance σ² per replica, a replica's own v estimates
+E[ḡ]² + σ², and DDP's v estimates E[ḡ]² + σ²/n. So a replica whose gradients are mostly noise takes steps that are up to √n
+times too small. For each matrix (any parameter of two or more dimensions, as shape[0] × rest), GossipAdamW estimates
+
+    s  <-  β2·s + (1-β2)·g⊙m/(1-β1^(t-1))      the squared signal, where m is the momentum before this step
+    κ   =  clamp(s / v, 0, 1)                  its share in v
+    F   =  1/n + (1 - 1/n)·κ                   the second moment of the global batch as a share of v
+
+The noise of m and that of today's g are independent, so the mean of their product has no noise. In the first steps, where m
+is an average of few gradients, s takes g⊙g, so κ starts at 1. Only the means of s and v over each row and each column are
+kept (as in Adafactor, arXiv 1804.04235), and replicas average these through the mix. Let v_r, v_c and v̄ be the means of v over
+row r, column c and all of this replica's matrix, and V and S the averages of such means of v and s over the replicas:
+
+    ρ_r = V_r / v_r,   ρ_c = V_c / v_c,   ρ = V̄ / v̄       at least 1/n, because V contains v/n
+    F_r = 1/n + (1 - 1/n)·clamp(S_r / V_r, 0, 1),   F_c likewise
+    v'  = v · (ρ_r·ρ_c/ρ) · √(F_r·F_c)                      the second moment to divide by
+
+The update is AdamW's times the gain √(v/v') of its row and column. Biases and other vectors get AdamW's update.
+docs/gossip-adamw.md derives this, with the bias and the variance of the estimates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import AdamW, adamw
+from torch.optim.optimizer import ParamsT
+
+from decent_dp._checks import check_integer
+from decent_dp.optim.loading import given_state, pairs
+from decent_dp.optim.statistics import SharesStatistics
+
+__all__ = ["GossipAdamW"]
+
+# Steps in which s takes g⊙g. After ten steps the momentum averages about six gradients.
+_PLAIN_STEPS = 10
+_MEANS, _SHARED = "means", "shared_means"
+# Bounds that keep the gains of rows without a gradient, whose update is zero, finite.
+_TINY, _LARGE = 1e-38, 1e30
+
+
+class _Row(NamedTuple):
+    """A parameter of one update and its state."""
+
+    param: Tensor
+    grad: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    max_exp_avg_sq: Tensor | None
+    step: Tensor
+    state: dict[str, Any]
+
+
+class GossipAdamW(AdamW, SharesStatistics):
+    """AdamW whose steps are as large as those of DDP with the same settings, although a replica sees only its own batch.
+
+    ``gossip`` and ``DecentralizedDataParallel`` tell it the number of replicas, and average its statistics with the
+    parameters (one to two per cent more bytes). On its own, and with one replica, it is ``torch.optim.AdamW`` bit for bit.
+    Bring the learning rate, betas and weight decay of the DDP run. The formula is at the top of this module.
+
+    The state is AdamW's, and for each matrix of R rows and C columns two vectors of R + C and 2(R + C) float32 numbers. The
+    state dict of an AdamW can be loaded: the statistics then start from its second moment. Of a sharded parameter (DTensor),
+    each worker keeps the means over its own part.
+
+    Args:
+        params: parameters, named parameters ``(name, parameter)`` or param groups; dense.
+        lr: learning rate, a number or a 1-element tensor.
+        betas: (β1, β2), each in [0, 1).
+        eps: ε, added to the root of this replica's own second moment.
+        weight_decay: every update first shrinks x by the factor 1 - lr·weight_decay.
+        amsgrad, maximize, foreach, fused: as in ``torch.optim.AdamW``. All forms are equal up to rounding.
+
+    Raises:
+        ValueError: an option is out of its range.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, foreach=foreach, fused=fused)
+        self._replicas = 1
+        # The parameters of this many replicas lie in each tensor, one after another along the first dimension (the simulator).
+        self._stacked = 1
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        vars(self).setdefault("_replicas", 1)
+        vars(self).setdefault("_stacked", 1)
+
+    # -- with other replicas ------------------------------------------------------------------------------------------------
+
+    def set_replicas(self, n: int, *, stacked: bool = False) -> None:
+        """Sets the number of replicas; 1 when the optimizer is on its own again.
+
+        Args:
+            stacked: the parameters of all n replicas lie in each tensor, one after another along the first dimension, as in the
+                simulator.
+        """
+        self._replicas = check_integer("the number of replicas", n, 1)
+        self._stacked = n if stacked else 1
+        if self._replicas == 1:
+            for state in self.state.values():
+                state.pop(_MEANS, None)
+                state.pop(_SHARED, None)
+        else:
+            # An overflow on a GPU would be known only to the kernel, and the statistics must not take it: the GradScaler
+            # unscales the gradients and skips the step itself.
+            self._step_supports_amp_scaling = False
+            self.statistics()
+
+    @torch.no_grad()
+    def statistics(self) -> list[tuple[Tensor, Tensor]]:
+        if self._replicas == 1:
+            return []
+        params = [param for group in self.param_groups for param in group["params"] if self._is_matrix(param)]
+        return [(param, self._statistics_of(param)) for param in params]
+
+    def _is_matrix(self, param: Tensor) -> bool:
+        return param.ndim - (self._stacked > 1) >= 2 and param.numel() > 0 and param.is_floating_point()
+
+    def _matrices(self, tensor: Tensor) -> Tensor:
+        """The part of a tensor on this worker as (stacked, rows, columns)."""
+        own = _local(tensor)
+        rows = own.shape[1] if self._stacked > 1 else own.shape[0]
+        return own.reshape(self._stacked, rows, -1)
+
+    def _statistics_of(self, param: Tensor) -> Tensor:
+        """The shared means; made from the second moment if there are none."""
+        state = self.state[param]
+        if _SHARED not in state:
+            if "exp_avg_sq" in state:
+                means = _row_and_column_means(self._matrices(state["exp_avg_sq"]).float())
+            else:
+                stacked, rows, columns = self._matrices(param).shape
+                means = torch.zeros(stacked, rows + columns, device=_local(param).device)
+            state[_MEANS] = means if self._stacked > 1 else means[0]
+            # v and, with κ = 1, s. (v/n + (1-1/n)·s is linear in both, so a second moment that was loaded fades out.)
+            state[_SHARED] = torch.cat([state[_MEANS], state[_MEANS]], dim=-1)
+        shared: Tensor = state[_SHARED]
+        return shared
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads the result of `state_dict`, or of that of a ``torch.optim.AdamW``.
+
+        Raises:
+            ValueError: the statistics in it do not have the parameters' shapes.
+        """
+
+        def check(given: dict[str, Any]) -> None:
+            for key, param, state in pairs(self.param_groups, given):
+                for entry in ("exp_avg", "exp_avg_sq"):
+                    if entry in state and state[entry].shape != param.shape:
+                        self._refuse_shape(key, entry, state[entry], param, tuple(param.shape))
+                size = sum(self._matrices(param).shape[1:]) if self._is_matrix(param) else 0
+                for entry, wanted in ((_MEANS, size), (_SHARED, 2 * size)):
+                    if entry in state and state[entry].shape[-1:] != (wanted,):
+                        self._refuse_shape(key, entry, state[entry], param, (wanted,))
+
+        def restore(given: dict[str, Any]) -> None:
+            for _, param, state in pairs(self.param_groups, given):
+                for entry in {_MEANS, _SHARED} & state.keys():
+                    self.state[param][entry] = state[entry].detach().to(param.device, torch.float32, copy=True)
+
+        with given_state(self, check, restore):
+            super().load_state_dict(state_dict)
+
+    def _refuse_shape(self, key: int, entry: str, found: Tensor, param: Tensor, wanted: tuple[int, ...]) -> NoReturn:
+        raise ValueError(
+            f"{type(self).__name__} cannot load this state dict: {entry} of its state {key} has shape {tuple(found.shape)}, "
+            f"and should be {wanted} for a parameter of shape {tuple(param.shape)}"
+        )
+
+    # -- steps --------------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Updates every parameter that has a gradient.
+
+        Args:
+            closure: computes the gradients anew and returns the loss, which is returned.
+
+        Raises:
+            RuntimeError: a gradient is sparse.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group, rows in [(group, self._gather(group)) for group in self.param_groups]:
+            gained = [row for row in rows if self._replicas > 1 and self._is_matrix(row.param)]
+            chosen = {id(row.param) for row in gained}
+            self._adamw(group, [row for row in rows if id(row.param) not in chosen])
+            self._step_matrices(group, gained)
+        return loss
+
+    def _gather(self, group: dict[str, Any]) -> list[_Row]:
+        """The parameters that have a gradient; makes missing state, as AdamW does."""
+        rows = []
+        for param in group["params"]:
+            if param.grad is None:
+                continue
+            if param.grad.layout != torch.strided:
+                raise RuntimeError(
+                    f"{type(self).__name__} does not support sparse gradients, but a parameter of shape "
+                    f"{tuple(param.shape)} has one ({param.grad.layout}): make it dense (nn.Embedding(..., sparse=False)) or "
+                    "use torch.optim.SparseAdam"
+                )
+            state = self.state[param]
+            if "exp_avg" not in state:
+                on = param.device if group["fused"] else torch.device("cpu")
+                wide = torch.get_default_dtype() == torch.float64 and not group["fused"]
+                state["step"] = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=on)
+                for key in ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])):
+                    state[key] = torch.zeros_like(param, memory_format=torch.preserve_format)
+            largest = state["max_exp_avg_sq"] if group["amsgrad"] else None
+            rows.append(_Row(param, param.grad, state["exp_avg"], state["exp_avg_sq"], largest, state["step"], state))
+        return rows
+
+    def _adamw(
+        self, group: dict[str, Any], rows: list[_Row], params: list[Tensor] | None = None, decay: float | None = None
+    ) -> None:
+        """AdamW's update; of ``params`` in place of the rows' own, if given, and with another decay."""
+        if not rows:
+            return
+        beta1, beta2 = group["betas"]
+        adamw(
+            [row.param for row in rows] if params is None else params,
+            [row.grad for row in rows],
+            [row.exp_avg for row in rows],
+            [row.exp_avg_sq for row in rows],
+            [row.max_exp_avg_sq for row in rows if row.max_exp_avg_sq is not None],
+            [row.step for row in rows],
+            foreach=group["foreach"],
+            fused=group["fused"],
+            grad_scale=getattr(self, "grad_scale", None),
+            found_inf=getattr(self, "found_inf", None),
+            has_complex=any(row.param.is_complex() for row in rows),
+            amsgrad=group["amsgrad"],
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"] if decay is None else decay,
+            eps=group["eps"],
+            maximize=group["maximize"],
+        )
+
+    def _step_matrices(self, group: dict[str, Any], rows: list[_Row]) -> None:
+        """AdamW's update of zeros gives the change of each matrix, which is multiplied by the gains of its rows and columns."""
+        if not rows:
+            return
+        gains = [gain for row, gain in zip(rows, self._gains(group, rows), strict=True)]
+        changes = [torch.zeros_like(row.param, requires_grad=False) for row in rows]
+        self._adamw(group, rows, changes, decay=0.0)
+        keep = 1 - group["lr"] * group["weight_decay"]
+        for row, change, (of_rows, of_columns) in zip(rows, changes, gains, strict=True):
+            param, delta = self._matrices(row.param.detach()), self._matrices(change)
+            if param.dtype in (torch.float16, torch.bfloat16):  # rounded once
+                wide = param.float().mul_(keep).addcmul_(delta * of_rows, of_columns)
+                _local(row.param).copy_(wide.view(_local(row.param).shape))
+            else:
+                _local(row.param).mul_(keep).add_((delta.mul_(of_rows).mul_(of_columns)).view(_local(row.param).shape))
+
+    def _gains(self, group: dict[str, Any], rows: list[_Row]) -> Iterable[tuple[Tensor, Tensor]]:
+        """Takes today's gradients into the statistics; returns the gains of rows (…, R, 1) and columns (…, 1, C)."""
+        beta1, beta2 = group["betas"]
+        steps = torch.stack([row.step for row in rows]).float()
+        # The weights of g⊙m and of g⊙g in s.
+        late = steps >= _PLAIN_STEPS
+        corrections = torch.where(late, 1 / (1 - torch.pow(beta1, steps.clamp(min=1))), 0.0)
+        if group["maximize"]:
+            corrections.neg_()  # m is the average of -g
+        for row, correction, plain in zip(rows, corrections.unbind(), late.logical_not().float().unbind(), strict=True):
+            shared = self._statistics_of(row.param)
+            grad, momentum = self._matrices(row.grad).float(), self._matrices(row.exp_avg).float()
+            square = grad * grad
+            own = _row_and_column_means(square)
+            signal = _row_and_column_means(momentum.mul(grad).mul_(correction).addcmul_(square, plain))
+            means = row.state[_MEANS].view_as(own).lerp_(own, 1 - beta2)
+            shared.view(len(own), -1).lerp_(torch.cat([own, signal], dim=1), 1 - beta2)
+            yield _gain(means, shared.view(len(own), -1), grad.shape[1], self._replicas)
+
+
+def _row_and_column_means(matrices: Tensor) -> Tensor:
+    """(stacked, R, C) -> (stacked, R + C)."""
+    return torch.cat([matrices.mean(2), matrices.mean(1)], dim=1)
+
+
+def _gain(means: Tensor, shared: Tensor, rows: int, n: int) -> tuple[Tensor, Tensor]:
+    """The gains of the formula; ``means`` (stacked, R + C) of this replica, ``shared`` (stacked, 2(R + C))."""
+    v, s = shared.chunk(2, dim=1)
+    rho = (v / means.clamp(min=_TINY)).clamp_(1 / n, _LARGE)
+    whole = (v[:, :rows].mean(1) / means[:, :rows].mean(1).clamp(min=_TINY)).clamp_(1 / n, _LARGE)
+    kappa = (s / v.clamp(min=_TINY)).clamp_(0, 1)
+    gain = rho.rsqrt_() * (1 / n + (1 - 1 / n) * kappa).pow_(-0.25)
+    return (gain[:, :rows] * whole.sqrt_()[:, None])[:, :, None], gain[:, None, rows:]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The part of a DTensor on this worker, which shares its memory; any other tensor itself."""
+    if type(tensor).__name__ != "DTensor":
+        return tensor
+    sharded: Any = tensor
+    part: Tensor = sharded.to_local()
+    return part

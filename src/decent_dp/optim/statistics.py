@@ -1,0 +1,28 @@
+"""The interface of optimizers with statistics that replicas average."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+__all__ = ["SharesStatistics"]
+
+
+class SharesStatistics(ABC):
+    """Base class of optimizers that keep statistics of the gradients which replicas average along with the parameters.
+
+    ``gossip`` and ``DecentralizedDataParallel`` call ``set_replicas`` before the first step, and average the tensors of
+    ``statistics`` after each step: in float32, by plain gossip, with the topology of the parameters.
+    """
+
+    @abstractmethod
+    def set_replicas(self, n: int) -> None:
+        """Sets the number of replicas; 1 when the optimizer is on its own again."""
+
+    @abstractmethod
+    def statistics(self) -> list[tuple[Tensor, Tensor]]:
+        """Returns (parameter, statistics) pairs, of float32 tensors that the mix writes to.
+
+        The same parameters and shapes on every call and on every worker. The tensors may be other ones after a load.
+        """

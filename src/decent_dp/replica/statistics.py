@@ -1,0 +1,91 @@
+"""The statistics of optimizers that replicas average with their parameters (``SharesStatistics``)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+
+from torch.optim import Optimizer
+
+from decent_dp.engine.layout import TensorSpec
+from decent_dp.optim.statistics import SharesStatistics
+from decent_dp.topo import Topology
+
+__all__ = ["Statistics", "refuse_isolated", "sharing_class", "tell_replicas"]
+
+# Rounds of a topology without a period in which all workers must be connected.
+_ROUNDS = 256
+
+
+class Statistics:
+    """The statistics of some optimizers, by parameter name.
+
+    Args:
+        optimizers: all of them; those without statistics are ignored.
+        names: of the parameters, by id.
+
+    Attributes:
+        tensors: as of the last ``locate``; always the same list.
+        specs: of ``tensors``.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> None:
+        self._sharing = [optimizer for optimizer in optimizers if isinstance(optimizer, SharesStatistics)]
+        found = [pair for optimizer in self._sharing for pair in optimizer.statistics()]
+        self.tensors = [tensor for _, tensor in found]
+        self.specs = [TensorSpec.of(f"{names[id(param)]} (statistics)", tensor) for param, tensor in found]
+
+    def locate(self) -> list[str]:
+        """Updates ``tensors``, and returns the names of those that were replaced since the last call (by a load)."""
+        if not self._sharing:
+            return []
+        now = [tensor for optimizer in self._sharing for _, tensor in optimizer.statistics()]
+        replaced = [spec.name for spec, old, new in zip(self.specs, self.tensors, now, strict=True) if old is not new]
+        self.tensors[:] = now
+        return replaced
+
+    def digest(self) -> str:
+        """Returns a text that is equal on workers with the same statistics; '' without any."""
+        specs = [[spec.name, list(spec.shape)] for spec in self.specs]
+        return hashlib.sha256(json.dumps(specs).encode()).hexdigest()[:16] if specs else ""
+
+
+def sharing_class(optimizers: Sequence[Optimizer]) -> str:
+    """Returns the class of the first optimizer that shares statistics; '' if there is none."""
+    return next((type(optimizer).__name__ for optimizer in optimizers if isinstance(optimizer, SharesStatistics)), "")
+
+
+def tell_replicas(optimizers: Sequence[Optimizer], n: int) -> None:
+    """Tells optimizers that share statistics the number of replicas."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, SharesStatistics):
+            optimizer.set_replicas(n)
+
+
+def refuse_isolated(optimizer: str, topology: Topology) -> None:
+    """Checks that the topology connects all workers, directly or through others, so that averages reach all of them.
+
+    Args:
+        optimizer: its class, for the error.
+
+    Raises:
+        ValueError: it does not; names a worker and those that it reaches.
+    """
+    topology = topology._final_part()[0]
+    rounds = topology.period or _ROUNDS
+    groups = [{rank} for rank in range(topology.world_size)]
+    for t in range(rounds):
+        for edge in topology.round(t):
+            joined = set.union(*(groups[rank] for rank in edge.ranks))
+            for rank in joined:
+                groups[rank] = joined
+        if len(groups[0]) == len(groups):
+            return
+    lonely = min(groups, key=len)
+    names = ", ".join(map(str, sorted(lonely)[:8])) + (", ..." if len(lonely) > 8 else "")
+    raise ValueError(
+        f"{optimizer} divides by the second moment of the mean gradient of all {len(groups)} replicas, but {topology!r} never "
+        f"mixes replica{'s' if len(lonely) > 1 else ''} {names} with the others (rounds 0 to {rounds - 1}): use a topology "
+        "that connects all, such as 'base-2', or torch.optim.AdamW."
+    )

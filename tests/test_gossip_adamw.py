@@ -1,0 +1,653 @@
+"""GossipAdamW: its formula in NumPy, the mix of its statistics in every driver and in the simulator, saves, loads and refusals."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from decent_dp import gossip
+from decent_dp.checkpoint import load, save
+from decent_dp.ddp import DecentralizedDataParallel
+from decent_dp.errors import NonFiniteError
+from decent_dp.optim import GossipAdamW, SharesStatistics
+from decent_dp.sim import VirtualCluster
+from decent_dp.topo import Edge, Topology, TopologyReg
+from decent_dp.transport import run_replicas
+from tests.test_law import Linear, Varying, data, gradient, matrix
+
+N, STEPS, PLAIN_STEPS = 4, 25, 10
+OPTIONS = {"lr": 0.03, "betas": (0.8, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
+def optim_fn(params: Any) -> GossipAdamW:
+    return GossipAdamW(params, **OPTIONS)
+
+
+# -- the formula, in NumPy ---------------------------------------------------------------------------------------------------
+
+
+class Matrix:
+    """One matrix on one replica: AdamW's moments, and the means of v and s. All in float64, as the module's text has them."""
+
+    def __init__(self, shape: tuple[int, int]) -> None:
+        self.t = 0
+        self.m, self.v = np.zeros(shape), np.zeros(shape)
+        self.rows, self.columns = (np.zeros((2, size)) for size in shape)  # shared: of v, of s
+        self.seen: list[np.ndarray] = []
+
+    def step(self, x: np.ndarray, g: np.ndarray, n: int) -> np.ndarray:
+        (beta1, beta2), lr = OPTIONS["betas"], OPTIONS["lr"]
+        signal = g * g if self.t < PLAIN_STEPS else g * self.m / (1 - beta1**self.t)
+        for means, axis in ((self.rows, 1), (self.columns, 0)):
+            means *= beta2
+            means += (1 - beta2) * np.stack([(g * g).mean(axis), signal.mean(axis)])
+        self.t += 1
+        self.m = beta1 * self.m + (1 - beta1) * g
+        self.v = beta2 * self.v + (1 - beta2) * g * g
+        of_v = self.v
+        if n > 1:
+            rho_r = np.maximum(self.rows[0] / self.v.mean(1), 1 / n)[:, None]
+            rho_c = np.maximum(self.columns[0] / self.v.mean(0), 1 / n)
+            rho = max(self.rows[0].mean() / self.v.mean(), 1 / n)
+            f_r, f_c = (1 / n + (1 - 1 / n) * np.clip(means[1] / means[0], 0, 1) for means in (self.rows, self.columns))
+            of_v = self.v * rho_r * rho_c / rho * np.sqrt(f_r[:, None] * f_c)
+        root = np.sqrt(of_v / (1 - beta2**self.t))
+        return x * (1 - lr * OPTIONS["weight_decay"]) - lr * self.m / (1 - beta1**self.t) / root
+
+
+def law(topology: Topology, n: int, overlap: bool, factor: float = 1.0) -> list[np.ndarray]:
+    """Steps; mixes parameters and statistics with what was sent a round ago; sends. The model is that of ``test_law``."""
+    start = np.random.default_rng(7).normal(size=(5, 3))
+    x = [start.copy() for _ in range(n)]
+    blocks = [[Matrix((2, 3)), Matrix((3, 3))] for _ in range(n)]
+    sent: list[list[np.ndarray]] = []
+
+    def held(i: int) -> list[np.ndarray]:
+        return [x[i], *(means for block in blocks[i] for means in (block.rows, block.columns))]
+
+    def mix(t: int) -> None:
+        w = matrix(topology.round(t), n)
+        for i in range(n):
+            for k, values in enumerate(held(i)):
+                values += factor * sum(w[i, j] * (sent[j][k] - sent[i][k]) for j in range(n))
+
+    for t in range(STEPS):
+        gradients = [gradient(x[i], i, t) for i in range(n)]
+        for i, g in enumerate(gradients):
+            halves = zip(blocks[i], np.split(x[i], [2]), np.split(g, [2]), strict=True)
+            x[i] = np.concatenate([block.step(values, grad, n) for block, values, grad in halves])
+        if overlap and t > 0:
+            mix(t - 1)
+        sent = [[values.copy() for values in held(i)] for i in range(n)]
+        if not overlap:
+            mix(t)
+    return x
+
+
+def train_gossip(transport: Any, topology: Any, overlap: bool, **how: Any) -> np.ndarray:
+    model = Linear()
+    optimizer = GossipAdamW(model.parameters(), **{**OPTIONS, **how})
+    replica = gossip(model, optimizer, topology=topology, overlap=overlap, transport=transport)
+    for t in range(STEPS):
+        one_step(model, optimizer, transport.rank, t)
+    replica.close()
+    return whole(model)
+
+
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, t: int) -> None:
+    a, b = (torch.from_numpy(array) for array in data(rank, t))
+    optimizer.zero_grad()
+    (model(a) - b).square().mean().backward()
+    optimizer.step()
+
+
+def whole(model: nn.Module) -> np.ndarray:
+    return torch.cat([p.detach().clone() for p in model.parameters()]).numpy()
+
+
+def train_wrapper(transport: Any, topology: Any, overlap: bool, **how: Any) -> np.ndarray:
+    model = DecentralizedDataParallel(Linear(), optim_fn, topology=topology, overlap=overlap, transport=transport, **how)
+    for t in range(STEPS):
+        a, b = (torch.from_numpy(array) for array in data(transport.rank, t))
+        (model(a) - b).square().mean().backward()
+    values = whole(model.module)
+    model.close()
+    return values
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("name", ["one-peer-exp", "complete", "varying"])
+@pytest.mark.timeout(300)
+def test_training_equals_the_formula_in_numpy(replicas, name, overlap):
+    TopologyReg.registry["varying"] = Varying
+    want = law(TopologyReg.registry[name](1, world_size=N, rank=0), N, overlap)
+    found = replicas(N, train_gossip, name, overlap)
+    for rank in range(N):
+        # The statistics are float32.
+        np.testing.assert_allclose(found[rank], want[rank], rtol=0, atol=1e-6, err_msg=f"worker {rank}")
+
+
+def test_neither_kappa_nor_the_shared_means_are_nothing_in_that_comparison():
+    """Otherwise the test above would prove nothing: the results with other formulas are far from it."""
+    topology = TopologyReg.registry["one-peer-exp"](1, world_size=N, rank=0)
+    want = law(topology, N, True)
+    alone = [run_alone(rank) for rank in range(N)]
+    assert all(np.abs(want[rank] - alone[rank]).max() > 1e-2 for rank in range(N))
+    unmixed = law(topology, N, True, factor=0.0)
+    assert all(np.abs(want[rank] - unmixed[rank]).max() > 1e-2 for rank in range(N))
+
+
+def run_alone(rank: int) -> np.ndarray:
+    model = Linear()
+    optimizer = torch.optim.AdamW(model.parameters(), **OPTIONS)
+    for t in range(STEPS):
+        one_step(model, optimizer, rank, t)
+    return whole(model)
+
+
+@pytest.mark.parametrize("bucket_size", [25, 1e-6])
+def test_the_wrapper_equals_gossip_on_any_buckets(bucket_size):
+    """The wrapper steps after the mix and gossip() before it, which decoupled decay feels in second order."""
+    ours = run_replicas(N, lambda t: train_wrapper(t, "one-peer-exp", True, bucket_size_in_mb=bucket_size))
+    theirs = run_replicas(N, lambda t: train_gossip(t, "one-peer-exp", True))
+    for rank in range(N):
+        np.testing.assert_allclose(ours[rank], theirs[rank], rtol=0, atol=1e-2)
+    with_one = run_replicas(N, lambda t: train_wrapper(t, "one-peer-exp", True))
+    for rank in range(N):
+        np.testing.assert_allclose(ours[rank], with_one[rank], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("how", [{"fused": True}, {"foreach": True}, {"foreach": False}])
+def test_all_forms_are_equal(how):
+    plain = run_replicas(2, lambda t: train_gossip(t, "complete", True))
+    found = run_replicas(2, lambda t: train_gossip(t, "complete", True, **how))
+    for rank in range(2):
+        np.testing.assert_allclose(found[rank], plain[rank], rtol=0, atol=1e-9)
+
+
+def test_descent_and_ascent_are_mirrored():
+    def train(sign: float, maximize: bool) -> np.ndarray:
+        model = Linear()
+        optimizer = GossipAdamW(model.parameters(), **OPTIONS, maximize=maximize)
+        optimizer.set_replicas(3)
+        for t in range(STEPS):
+            a, b = (torch.from_numpy(array) for array in data(0, t))
+            optimizer.zero_grad()
+            (sign * (model(a) - b).square().mean()).backward()
+            optimizer.step()
+        return whole(model)
+
+    np.testing.assert_array_equal(train(1.0, False), train(-1.0, True))
+
+
+# -- alone ---------------------------------------------------------------------------------------------------------------------
+
+
+def small(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Conv2d(1, 3, 3), nn.Flatten(), nn.Linear(12, 6), nn.LayerNorm(6), nn.Linear(6, 3)).to(dtype)
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 15) -> nn.Module:
+    for t in range(steps):
+        x = torch.from_numpy(np.random.default_rng(t).normal(size=(5, 1, 4, 4))).to(next(model.parameters()).dtype)
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"fused": True}, {"foreach": False}, {"foreach": True}, {"amsgrad": True}, {"maximize": True}, {"weight_decay": 0.0}],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_alone_and_with_one_replica_it_is_adamw_bit_for_bit(how, dtype):
+    want = small(dtype)
+    reference = torch.optim.AdamW(want.parameters(), lr=0.01, **how)
+    trained(want, reference)
+    for connected in (False, True):
+        model = small(dtype)
+        optimizer = GossipAdamW(model.parameters(), lr=0.01, **how)
+        if connected:
+            replica = run_replicas(1, lambda t: gossip(model, optimizer, transport=t))[0]
+        trained(model, optimizer)
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, want.state_dict()[name]), name
+        assert optimizer.state_dict()["state"].keys() == reference.state_dict()["state"].keys()
+        for key, state in optimizer.state_dict()["state"].items():
+            assert state.keys() == reference.state_dict()["state"][key].keys()
+        if connected:
+            replica.close()
+
+
+def test_closures_and_gradients_that_are_missing():
+    model = small()
+    optimizer = GossipAdamW(model.parameters(), lr=0.01)
+    optimizer.set_replicas(2)
+    model[0].requires_grad_(False)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 1, 4, 4)).square().mean()
+        loss.backward()
+        return loss
+
+    frozen = model[0].weight.clone()
+    first, second = optimizer.step(closure), optimizer.step(closure)
+    assert second.item() < first.item()
+    assert torch.equal(model[0].weight, frozen)
+
+
+def test_vectors_get_the_update_of_adamw():
+    model, twin = small(), small()
+    optimizer, reference = GossipAdamW(model.parameters(), lr=0.01), torch.optim.AdamW(twin.parameters(), lr=0.01)
+    optimizer.set_replicas(8)
+    for _ in range(PLAIN_STEPS + 3):
+        for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+            ours.grad = theirs.grad = torch.randn_like(ours)
+        optimizer.step()
+        reference.step()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours, theirs) == (ours.ndim < 2)
+
+
+def test_rows_without_a_gradient_stay_finite():
+    """As rows of an embedding whose tokens do not come, and inputs that are always zero."""
+    weight = nn.Parameter(torch.ones(4, 3))
+    optimizer = GossipAdamW([weight], lr=0.1, weight_decay=0.0)
+    optimizer.set_replicas(2)
+    weight.grad = torch.zeros(4, 3)
+    weight.grad[1, 2] = 1e-25  # its square is no float32
+    for _ in range(20):
+        optimizer.step()
+    assert weight.isfinite().all()
+    assert torch.equal(weight[0], torch.ones(3))
+
+
+def test_channels_last_and_transposed_parameters_train_as_contiguous_ones():
+    def train(change: Any) -> list[Tensor]:
+        model = change(small())
+        optimizer = GossipAdamW(model.parameters(), lr=0.01)
+        optimizer.set_replicas(3)
+        return [param.detach().contiguous() for param in trained(model, optimizer).parameters()]
+
+    def transposed(model: nn.Module) -> nn.Module:
+        model[2].weight = nn.Parameter(model[2].weight.detach().t().contiguous().t())
+        return model
+
+    for change in (lambda m: m.to(memory_format=torch.channels_last), transposed):
+        for ours, theirs in zip(train(change), train(lambda m: m), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+def test_bfloat16_parameters_are_rounded_once_and_their_statistics_stay_float32(tmp_path):
+    model = small(torch.bfloat16)
+    optimizer = GossipAdamW(model.parameters(), lr=0.01)
+    optimizer.set_replicas(4)
+    trained(model, optimizer)
+    again = GossipAdamW(small(torch.bfloat16).parameters(), lr=0.01)
+    again.set_replicas(4)
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    again.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
+    pairs = list(zip(optimizer.statistics(), again.statistics(), strict=True))
+    assert len(pairs) == 3
+    for (_, ours), (_, theirs) in pairs:
+        assert ours.dtype == theirs.dtype == torch.float32
+        assert torch.equal(ours, theirs)
+        assert ours.data_ptr() != theirs.data_ptr()
+
+
+def test_large_steps_where_gradients_are_noise_and_plain_ones_where_they_are_signal():
+    """The gain is √n for noise and 1 for a constant gradient."""
+    generator = torch.Generator().manual_seed(0)
+    noise, signal = nn.Parameter(torch.zeros(40, 50)), nn.Parameter(torch.zeros(40, 50))
+    direction = torch.randn(40, 50, generator=generator)
+    twins = [nn.Parameter(torch.zeros(40, 50)) for _ in range(2)]
+    ours, theirs = (
+        GossipAdamW([noise, signal], lr=1.0, weight_decay=0.0, betas=(0.9, 0.99)),
+        torch.optim.AdamW(twins, lr=1.0, weight_decay=0.0, betas=(0.9, 0.99)),
+    )
+    ours.set_replicas(16)
+    for t in range(400):
+        before = [p.detach().clone() for p in (noise, *twins, signal)]
+        noise.grad = twins[0].grad = torch.randn(40, 50, generator=generator)
+        signal.grad = twins[1].grad = direction.clone()
+        ours.step()
+        theirs.step()
+    moved = [float((p.detach() - was).norm()) for p, was in zip((noise, *twins, signal), before, strict=True)]
+    assert moved[0] / moved[1] == pytest.approx(4.0, rel=0.1)
+    assert moved[3] / moved[2] == pytest.approx(1.0, rel=0.01)
+
+
+# -- states --------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_state_of_an_adamw_can_be_loaded_and_fades_out():
+    """The second moment that was loaded is divided by as it is; what comes after it gets the gain."""
+    model = small()
+    reference = torch.optim.AdamW(model.parameters(), lr=0.01)
+    trained(model, reference)
+    optimizer = GossipAdamW(model.parameters(), lr=0.01)
+    optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
+    optimizer.set_replicas(9)
+    weight, own = model[4].weight, reference.state[model[4].weight]["exp_avg_sq"]
+    shared = dict((id(param), tensor) for param, tensor in optimizer.statistics())[id(weight)]
+    expected = torch.cat([own.mean(1), own.mean(0)])
+    torch.testing.assert_close(shared, torch.cat([expected, expected]))
+
+
+def test_a_state_of_other_shapes_is_refused():
+    other = GossipAdamW(nn.Linear(3, 4).parameters())
+    mine = GossipAdamW(nn.Linear(4, 3).parameters())
+    mine.set_replicas(2)
+    other.set_replicas(2)
+    wrong = other.state_dict()
+    wrong["state"][0]["exp_avg"] = torch.zeros(3, 4)
+    with pytest.raises(ValueError, match=r" means of its state 0 has shape \(9,\), and should be \(7,\)"):
+        bad = copy.deepcopy(mine.state_dict())
+        bad["state"][0]["means"] = torch.zeros(9)
+        mine.load_state_dict(bad)
+    with pytest.raises(ValueError, match=r"exp_avg of its state 0 has shape \(2, 2\)"):
+        bad = copy.deepcopy(wrong)
+        bad["state"][0]["exp_avg"] = torch.zeros(2, 2)
+        mine.load_state_dict(bad)
+
+
+def test_a_sparse_gradient_is_refused_and_nothing_steps():
+    model = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 2))
+    optimizer = GossipAdamW(model.parameters())
+    model(torch.tensor([1])).sum().backward()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(RuntimeError, match=r"GossipAdamW does not support sparse gradients.*shape \(4, 3\)"):
+        optimizer.step()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_statistics_follow_a_load_of_the_optimizer_in_the_middle_of_a_run():
+    """The tensors that are mixed are then those of the loaded state, and the difference in flight is dropped."""
+
+    def run(transport: Any) -> list[np.ndarray]:
+        model = Linear()
+        optimizer = GossipAdamW(model.parameters(), **OPTIONS)
+        replica = gossip(model, optimizer, topology="complete", transport=transport)
+        for t in range(5):
+            one_step(model, optimizer, transport.rank, t)
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        one_step(model, optimizer, transport.rank, 5)
+        replica.flush()
+        found = [tensor.numpy().copy() for _, tensor in optimizer.statistics()]
+        one_step(model, optimizer, transport.rank, 6)
+        replica.flush()
+        replica.close()
+        return found
+
+    found = run_replicas(3, run)
+    for one, other in zip(found[0], found[1], strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
+# -- the simulator -----------------------------------------------------------------------------------------------------------------
+
+
+def simulate(topology: str, overlap: bool, vectorize: bool | None) -> tuple[VirtualCluster, np.ndarray]:
+    cluster = VirtualCluster(
+        Linear(),
+        optim_fn,
+        topology,
+        N,
+        loss_fn=lambda model, a, b: (model(a) - b).square().mean(),
+        overlap=overlap,
+        vectorize=vectorize,
+    )
+    for t in range(STEPS):
+        batches = [[torch.from_numpy(array) for array in data(rank, t)] for rank in range(N)]
+        cluster.step(*(torch.stack(column) for column in zip(*batches, strict=True)))
+    return cluster, np.concatenate([param.numpy() for param in cluster.parameters.values()], axis=1)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("vectorize", [True, False])
+def test_the_simulator_equals_real_workers(overlap, vectorize):
+    cluster, found = simulate("one-peer-exp", overlap, vectorize)
+    sent: dict[int, int] = {}
+
+    def run(transport: Any) -> np.ndarray:
+        model = DecentralizedDataParallel(Linear(), optim_fn, topology="one-peer-exp", overlap=overlap, transport=transport)
+        for t in range(STEPS):
+            a, b = (torch.from_numpy(array) for array in data(transport.rank, t))
+            (model(a) - b).square().mean().backward()
+        sent[transport.rank] = model.stats().bytes_sent
+        values = whole(model.module)
+        model.close()
+        return values
+
+    real = run_replicas(N, run)
+    for rank in range(N):
+        np.testing.assert_allclose(found[rank], real[rank], rtol=0, atol=1e-6)
+    # Parameters of 8 bytes, and two vectors of rows and columns of 4 bytes for each of two matrices.
+    floats = 2 * (2 + 3) + 2 * (3 + 3)
+    assert cluster.bytes_sent == N * STEPS * (15 * 8 + floats * 4)
+    assert sum(sent.values()) >= cluster.bytes_sent
+
+
+def test_vectorized_and_one_by_one_are_equal():
+    np.testing.assert_allclose(simulate("base-2", True, True)[1], simulate("base-2", True, False)[1], rtol=0, atol=1e-7)
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------------------
+
+
+def resumed(transport: Any, folder: Path, kind: str, steps: int, stop: int | None) -> list[np.ndarray]:
+    """Parameters and statistics after some steps; with ``stop``, half of it in a second run that loads what the first saved."""
+
+    def build() -> tuple[Any, Any]:
+        model = Linear()
+        if kind == "wrapper":
+            replica: Any = DecentralizedDataParallel(
+                model, optim_fn, topology="one-peer-exp", transport=transport, bucket_size_in_mb=1e-6
+            )
+            return model, replica
+        optimizer = GossipAdamW(model.parameters(), **OPTIONS)
+        return model, gossip(model, optimizer, topology="one-peer-exp", transport=transport)
+
+    def step(model: nn.Module, replica: Any, t: int) -> None:
+        if kind == "gossip":
+            one_step(model, replica.optimizers[0], transport.rank, t)
+            return
+        a, b = (torch.from_numpy(array) for array in data(transport.rank, t))
+        (replica(a) - b).square().mean().backward()
+
+    model, replica = build()
+    for t in range(stop or steps):
+        step(model, replica, t)
+    if stop is not None:
+        save(replica, folder)
+        for t in range(stop, stop + 3):  # moves on, so that the load has something to undo
+            step(model, replica, t)
+        load(replica, folder)
+        for t in range(stop, steps):
+            step(model, replica, t)
+    statistics = [
+        tensor
+        for optimizer in (replica.replica if kind == "wrapper" else replica).optimizers
+        for _, tensor in optimizer.statistics()
+    ]
+    found = [whole(model), *(tensor.numpy().copy() for tensor in statistics)]
+    replica.close()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["gossip", "wrapper"])
+def test_a_resumed_run_equals_one_that_was_not_stopped(tmp_path, kind):
+    want = run_replicas(N, lambda t: resumed(t, tmp_path / "none", kind, 16, None))
+    found = run_replicas(N, lambda t: resumed(t, tmp_path / "saved", kind, 16, 12))
+    for rank in range(N):
+        assert len(found[rank]) == 3
+        for one, other in zip(found[rank], want[rank], strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("n", [1, 2, 6])
+@pytest.mark.parametrize("kind", ["gossip", "wrapper"])
+def test_another_number_of_workers_takes_the_mean_of_the_statistics(tmp_path, kind, n):
+    run_replicas(N, lambda t: resumed(t, tmp_path, kind, 14, 12))
+
+    def go_on(transport: Any) -> np.ndarray:
+        model = Linear()
+        if kind == "wrapper":
+            replica: Any = DecentralizedDataParallel(model, optim_fn, topology="base-2", transport=transport)
+        else:
+            replica = gossip(model, GossipAdamW(model.parameters(), **OPTIONS), topology="base-2", transport=transport)
+        load(replica, tmp_path, resize="mean")
+        if kind == "gossip":
+            for t in range(3):
+                one_step(model, replica.optimizers[0], transport.rank, t)
+        else:
+            for t in range(3):
+                a, b = (torch.from_numpy(array) for array in data(transport.rank, t))
+                (replica(a) - b).square().mean().backward()
+        replica.close()
+        return whole(model)
+
+    for values in run_replicas(n, go_on):
+        assert np.isfinite(values).all()
+
+
+# -- bad input -----------------------------------------------------------------------------------------------------------------------
+
+
+class Islands(Topology):
+    """Workers 0 to n - 2 mix, the last one never does."""
+
+    def _get_topo_edges(self) -> list[list[Edge]]:
+        last = self._world_size - 1
+        return [[Edge(list(range(last)), 1 / last), Edge([last], 1.0)]]
+
+
+@pytest.mark.parametrize("kind", ["gossip", "wrapper"])
+def test_a_worker_that_never_mixes_is_refused_everywhere(kind):
+    def run(transport: Any) -> str:
+        topology = Islands(1, world_size=3, rank=transport.rank)
+        try:
+            train = train_gossip if kind == "gossip" else train_wrapper
+            train(transport, topology, True)
+        except ValueError as error:
+            return str(error)
+        return "nothing"
+
+    messages = run_replicas(3, run)
+    assert len(set(messages)) == 1
+    assert "GossipAdamW" in messages[0] and "never mixes replica 2 with the others" in messages[0]
+
+
+def test_other_optimizers_may_have_a_worker_that_never_mixes():
+    def run(transport: Any) -> None:
+        model = Linear()
+        topology = Islands(1, world_size=3, rank=transport.rank)
+        gossip(model, torch.optim.SGD(model.parameters(), lr=0.1), topology=topology, transport=transport).close()
+
+    run_replicas(3, run)
+
+
+@pytest.mark.parametrize("option", [{"betas": (0.9, 0.99)}, {"eps": 1e-6}, {"weight_decay": 0.3}, {"amsgrad": True}])
+def test_workers_with_different_settings_raise_the_same_error(option):
+    def run(transport: Any) -> str:
+        try:
+            train_gossip(transport, "complete", True, **(option if transport.rank == 1 else {}))
+        except ValueError as error:
+            return str(error)
+        return "nothing"
+
+    messages = run_replicas(2, run)
+    assert messages[0] == messages[1]
+    assert next(iter(option)) in messages[0]
+
+
+def test_a_plain_adamw_on_one_worker_is_refused_everywhere():
+    def run(transport: Any) -> str:
+        model = Linear()
+        kind = GossipAdamW if transport.rank else torch.optim.AdamW
+        try:
+            gossip(model, kind(model.parameters()), transport=transport)
+        except ValueError as error:
+            return str(error)
+        return "nothing"
+
+    messages = run_replicas(2, run)
+    assert messages[0] == messages[1]
+    assert "GossipAdamW" in messages[0] and "AdamW" in messages[0]
+
+
+def test_statistics_that_are_not_finite_stay_on_their_worker_and_end_the_run(caplog):
+    """Each worker's own statistics of one matrix; the parameters stay finite."""
+
+    def run(transport: Any) -> tuple[str, bool]:
+        model = Linear()
+        optimizer = GossipAdamW(model.parameters(), **OPTIONS)
+        replica = gossip(model, optimizer, topology="complete", transport=transport)
+        one_step(model, optimizer, transport.rank, 0)
+        if transport.rank == 1:
+            optimizer.statistics()[0][1][0] = torch.nan
+        try:
+            for t in range(1, 20):
+                if transport.rank == 1:
+                    for param in model.parameters():
+                        param.grad = None
+                    for tensor in (tensor for _, tensor in optimizer.statistics()):
+                        tensor[0] = torch.nan
+                    optimizer.step()
+                else:
+                    one_step(model, optimizer, transport.rank, t)
+        except NonFiniteError as error:
+            finite = all(bool(tensor.isfinite().all()) for _, tensor in optimizer.statistics())
+            return str(error), finite
+        finally:
+            replica.close()
+        return "nothing", True
+
+    with caplog.at_level(logging.WARNING):
+        found = run_replicas(3, run)
+    for rank, (message, finite) in enumerate(found):
+        assert "that of worker 1" in message and "(statistics)" in message
+        assert finite == (rank != 1)
+
+
+def test_only_the_interface_is_needed_of_an_optimizer_of_the_users():
+    """An optimizer that counts: its count is averaged."""
+
+    class Counting(torch.optim.SGD, SharesStatistics):
+        replicas = 0
+
+        def set_replicas(self, n: int) -> None:
+            self.replicas = n
+
+        def statistics(self) -> list[tuple[Tensor, Tensor]]:
+            found = []
+            for group in self.param_groups:
+                for param in group["params"]:
+                    found.append((param, self.state[param].setdefault("count", torch.zeros(1))))
+            return found
+
+    def run(transport: Any) -> tuple[int, list[float]]:
+        model = Linear()
+        optimizer = Counting(model.parameters(), lr=0.1)
+        replica = gossip(model, optimizer, topology="complete", overlap=False, transport=transport)
+        told = optimizer.replicas
+        for _, tensor in optimizer.statistics():
+            tensor.fill_(float(transport.rank))
+        one_step(model, optimizer, transport.rank, 0)
+        found = [float(tensor) for _, tensor in optimizer.statistics()]
+        replica.close()
+        assert optimizer.replicas == 1
+        return told, found
+
+    assert run_replicas(3, run) == [(3, [1.0, 1.0])] * 3
