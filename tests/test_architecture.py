@@ -336,14 +336,14 @@ def old_shape(callable_: Any) -> str:
 
 PUBLIC = {
     "": """AccumAdam AccumAdamW AveragedReplica CheckpointError DecentralizedDataParallel DisagreementError Edge Gossip
-        NonFiniteError OutOfStepError OuterNesterov PeerError PeerLostError PeerTimeoutError Preemption Rule Saving Stats
-        Topology TopologyReg WireError calibrate export gossip initialize_dist latest load read_parameters save""",
+        GossipAdamW NonFiniteError OutOfStepError OuterNesterov PeerError PeerLostError PeerTimeoutError Preemption Rule Saving
+        Stats Topology TopologyReg WireError calibrate export gossip initialize_dist latest load read_parameters save""",
     ".checkpoint": "AveragedReplica Preemption Saving calibrate export latest load read_parameters save",
     ".ddp": "LR_SCHEDULER_FN_TYPE OPTIM_FN_TYPE DecentralizedDataParallel Stats",
     ".errors": """CheckpointError DisagreementError NonFiniteError OutOfStepError PeerError PeerLostError PeerTimeoutError
         WireError""",
-    ".optim": """AccumAdam AccumAdamW accum_adam_foreach accum_adamw_foreach lr_scheduler_fn_cosine_with_warmup
-        optim_fn_accum_adam optim_fn_accum_adamw optim_fn_adam optim_fn_adamw""",
+    ".optim": """AccumAdam AccumAdamW GossipAdamW SharesStatistics accum_adam_foreach accum_adamw_foreach
+        lr_scheduler_fn_cosine_with_warmup optim_fn_accum_adam optim_fn_accum_adamw optim_fn_adam optim_fn_adamw""",
     ".rules": "Gossip OuterNesterov Round Rule",
     ".topo": """AlternatingExpRingTopology BaseTwoTopology CompleteTopology Edge EveryTopology GraphTopology
         HierarchicalTopology OnePeerExpTopology RandomMatchingTopology RingTopology SwitchTopology Topology TopologyReg

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     )
     from decent_dp.ddp import DecentralizedDataParallel, Stats
     from decent_dp.launch import initialize_dist
-    from decent_dp.optim import AccumAdam, AccumAdamW
+    from decent_dp.optim import AccumAdam, AccumAdamW, GossipAdamW
     from decent_dp.rules import OuterNesterov, Rule
     from decent_dp.topo import Edge, Topology, TopologyReg
 
@@ -51,6 +51,7 @@ __all__ = [
     "DisagreementError",
     "Edge",
     "Gossip",
+    "GossipAdamW",
     "NonFiniteError",
     "OutOfStepError",
     "OuterNesterov",
@@ -90,7 +91,7 @@ _NAMES = {
     ),
     "ddp": ("DecentralizedDataParallel", "Stats"),
     "launch": ("initialize_dist",),
-    "optim": ("AccumAdam", "AccumAdamW"),
+    "optim": ("AccumAdam", "AccumAdamW", "GossipAdamW"),
     "rules": ("OuterNesterov", "Rule"),
     "topo": ("Edge", "Topology", "TopologyReg"),
 }
