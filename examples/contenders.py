@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from decent_dp.utils import initialize_dist
 from examples.digits import WARM_UP_STEPS, Config, Trainee, leave, load_data, make_model, max_over_workers, train
 
-OPTIMIZERS = {"AdamW": "adamw", "AccumAdamW": "accum-adamw"}
+OPTIMIZERS = {"GossipAdamW": "gossip-adamw", "AdamW": "adamw"}
 
 
 @dataclass(frozen=True)

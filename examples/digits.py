@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import decent_dp
 from decent_dp import checkpoint
-from decent_dp.optim import lr_scheduler_fn_cosine_with_warmup, optim_fn_accum_adamw, optim_fn_adamw
+from decent_dp.optim import GossipAdamW, lr_scheduler_fn_cosine_with_warmup, optim_fn_accum_adamw, optim_fn_adamw
 from decent_dp.utils import initialize_dist
 
 try:
@@ -40,7 +40,8 @@ try:
 except ImportError:
     raise SystemExit("The digits need scikit-learn; in the clone of the repository: pip install -e '.[demo]'") from None
 
-OPTIMIZERS = {"adamw": optim_fn_adamw, "accum-adamw": optim_fn_accum_adamw}
+# GossipAdamW is AdamW with DDP.
+OPTIMIZERS = {"gossip-adamw": GossipAdamW, "adamw": optim_fn_adamw, "accum-adamw": optim_fn_accum_adamw}
 WARM_UP_STEPS = 10  # also excluded from the time of a step
 
 
@@ -49,7 +50,7 @@ class Config:
     method: str = "gossip"  # or "wrapper", or "ddp"
     topology: str = "base-2"
     compression: str | None = None
-    optimizer: str = "adamw"
+    optimizer: str = "gossip-adamw"
     epochs: int = 30
     batch_size: int = 32  # of each worker
     lr: float = 2e-3

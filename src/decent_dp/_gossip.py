@@ -287,8 +287,9 @@ class Gossip(Replica):
         """Returns buckets in reverse registration order, the usual order of gradients, equal on all workers."""
         specs, limit = self.parameters.specs, self.settings.bucket_size_in_mb * MIB
         buckets = self.engine.lay_out(specs, self.parameters.locate(), range(len(specs))[::-1], limit, as_view=False)
-        self.statistics.locate()
-        return buckets + self.engine.lay_out_statistics(self.statistics.specs, self.statistics.tensors, len(buckets))
+        found = self.statistics
+        found.locate()
+        return buckets + self.engine.lay_out_statistics(found.specs, found.tensors, found.every, after=len(buckets))
 
     # -- the mean -----------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from decent_dp.compression import Compression, FlatTensor, part_of
 from decent_dp.engine.layout import FlatBuffer
 from decent_dp.rules import Round, Rule
 from decent_dp.rules.base import apply_rule, group_scale, mixing_rate
-from decent_dp.topo import Edge
+from decent_dp.topo import Edge, Topology
 from decent_dp.transport import Handle
 
 __all__ = ["Bucket", "Edit", "InFlight"]
@@ -50,6 +50,7 @@ class Bucket:
 
     Args:
         number: identifies its messages; never reused within an engine.
+        topology: the groups that mix in each round.
 
     Attributes:
         hint_next: the scale hint for the coming round, made a round ahead of what was proposed then; None before the first.
@@ -57,8 +58,9 @@ class Bucket:
         stale: names of tensors whose values were replaced, so that the difference in flight does not belong to them.
     """
 
-    def __init__(self, number: int, buffer: FlatBuffer, compression: type[Compression], rule: Rule) -> None:
+    def __init__(self, number: int, buffer: FlatBuffer, compression: type[Compression], rule: Rule, topology: Topology) -> None:
         self.number = number
+        self.topology = topology
         self.buffer = buffer
         self.rule = rule
         slots, plan = buffer.plan.slots, buffer.plan

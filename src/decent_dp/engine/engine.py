@@ -148,6 +148,7 @@ class Engine:
         self.bytes_sent = 0
         self.waited = 0.0
         self.nonfinite = _NonFinite(transport.rank_in_all)
+        self._nonfinite_statistics = _NonFinite(transport.rank_in_all)
         self.started: int | None = None
         # Rejected blocks and the number of replaced buckets. Bucket numbers are never reused, so that a hint for an old
         # bucket is not taken for a new one's.
@@ -177,21 +178,25 @@ class Engine:
                 FlatBuffer(plan, tensors, as_view=as_view),
                 self._compression,
                 self.rule,
+                self._topology,
             )
             for number, plan in enumerate(plan_buckets(specs, order, limit, first))
         ]
 
-    def lay_out_statistics(self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], after: int) -> list[Bucket]:
+    def lay_out_statistics(
+        self, specs: Sequence[TensorSpec], tensors: Sequence[Tensor], every: int, after: int
+    ) -> list[Bucket]:
         """Returns new buckets for small tensors that are averaged by plain gossip and sent as they are, one per device.
 
         Args:
             tensors: become views of one flat tensor per bucket.
+            every: the number of the parameters' exchanges to one of these.
             after: the number of buckets that are installed before these.
         """
         first = self._gone + len(self.buckets) + after
-        plans = plan_buckets(specs, range(len(specs)), math.inf)
+        plans, topology = plan_buckets(specs, range(len(specs)), math.inf), Topology.every(self._topology, every)
         return [
-            Bucket(first + number, FlatBuffer(plan, tensors, as_view=True), Lossless, Gossip())
+            Bucket(first + number, FlatBuffer(plan, tensors, as_view=True), Lossless, Gossip(), topology)
             for number, plan in enumerate(plans)
         ]
 
@@ -233,7 +238,9 @@ class Engine:
         flags = in_flight.handle.flags or tuple(map(bucket.compression.flag, bucket.messages))
         ranks = {flag - 1 for flag in flags if flag}
         message = bucket.messages[0 if flags[0] else 1]
-        unmixable = self.nonfinite.record(in_flight, ranks, bucket, message)
+        # Between two exchanges of statistics there are others, which would end a sequence of rounds that are left out.
+        record = self.nonfinite if bucket.topology is self._topology else self._nonfinite_statistics
+        unmixable = record.record(in_flight, ranks, bucket, message)
         if unmixable is not None:
             bucket.mix_nothing(in_flight.round)
             return unmixable
@@ -263,7 +270,7 @@ class Engine:
         """Sends the rule's proposal to the neighbours of the current round."""
         assert bucket.in_flight is None, "an exchange is started when the one before is finished"
         bucket.stale.clear()
-        round_, edge = self._round(self.round), self._topology.get_edge(self.round)
+        round_, edge = self._round(bucket, self.round), bucket.topology.get_edge(self.round)
         proposal = bucket.propose(round_)
         hint = self._send_hint(bucket, edge, proposal) if bucket.compression.needs_hints else b""
         self.started = self.round
@@ -314,8 +321,8 @@ class Engine:
         if errors:
             raise errors[0]
 
-    def _round(self, number: int) -> Round:
-        return Round(number, Topology.mixes(self._topology, number))
+    def _round(self, bucket: Bucket, number: int) -> Round:
+        return Round(number, Topology.mixes(bucket.topology, number))
 
     def _send(
         self, bucket: Bucket, round_: Round, edge: Edge, proposal: list[Tensor], hint: bytes, *, coded: bool = False
@@ -340,7 +347,7 @@ class Engine:
         return now
 
     def _send_hint_ahead(self, bucket: Bucket, round_: int) -> None:
-        edge, hint = self._topology.get_edge(round_), bucket.hint_next
+        edge, hint = bucket.topology.get_edge(round_), bucket.hint_next
         if hint is not None and len(edge.ranks) > 1:
             # A worker may have exited after its last update. If the round comes, its exchange raises.
             with contextlib.suppress(PeerLostError):
@@ -412,8 +419,8 @@ class Engine:
         if not resumed:
             return None
         if bucket.compression.needs_hints:
-            self._topology.get_edge(round_)  # raises here if the edge of the hint cannot be made
-        sending = state["exchange"]["in_flight"] and len(self._topology.get_edge(round_ - 1).ranks) > 1
+            bucket.topology.get_edge(round_)  # raises here if the edge of the hint cannot be made
+        sending = state["exchange"]["in_flight"] and len(bucket.topology.get_edge(round_ - 1).ranks) > 1
         return bucket.load_exchange(state["exchange"]["parameters"], sending=sending)
 
     @torch.no_grad()
@@ -426,8 +433,8 @@ class Engine:
         """
         self.started = self.round - 1
         stale = set(state["exchange"]["stale"])
-        round_, edge = self._round(self.round - 1), self._topology.get_edge(self.round - 1)
         for bucket, hint in zip(self.buckets, hints, strict=True):
+            round_, edge = self._round(bucket, self.round - 1), bucket.topology.get_edge(self.round - 1)
             if hint is not None:
                 if bucket.compression.needs_hints:
                     self._transport.send_hint(edge, ExchangeId(round_.number, bucket.number), hint)

@@ -18,7 +18,8 @@ row r, column c and all of this replica's matrix, and V and S the averages of su
     F_r = 1/n + (1 - 1/n)·clamp(S_r / V_r, 0, 1),   F_c likewise
     v'  = v · (ρ_r·ρ_c/ρ) · √(F_r·F_c)                      the second moment to divide by
 
-The update is AdamW's times the gain √(v/v') of its row and column. Biases and other vectors get AdamW's update.
+The update is AdamW's times the gain √(v/v') of its row and column. Statistics and gains are renewed in every fourth step (with
+β2⁴, and with m as it is then), and averaged in every fourth round. Biases and other vectors get AdamW's update.
 docs/gossip-adamw.md derives this, with the bias and the variance of the estimates.
 """
 
@@ -41,9 +42,8 @@ __all__ = ["GossipAdamW"]
 
 # Steps in which s takes g⊙g. After ten steps the momentum averages about six gradients.
 _PLAIN = 10
-# After so many steps only every fourth gradient is taken into the statistics, which change slowly then.
-_EACH, _EVERY = 64, 4
-_MEANS, _SHARED, _COUNT = "means", "shared_means", "statistics_step"
+_MEANS, _SHARED, _GAINS, _COUNT = "means", "shared_means", "gains", "statistics_step"
+_STATISTICS = frozenset({_MEANS, _SHARED, _GAINS, _COUNT})
 # Elements of a block of rows on the CPU: operands and temporaries of a few blocks fit into a cache of some MiB.
 _BLOCK = 256 * 1024
 # Bounds that keep the gains of rows without a gradient, whose update is zero, finite.
@@ -97,6 +97,9 @@ class GossipAdamW(AdamW, SharesStatistics):
         ValueError: an option is out of its range.
     """
 
+    # Also the number of steps from one gradient that is taken into the statistics to the next. They change slowly.
+    EVERY = 4
+
     def __init__(
         self,
         params: ParamsT,
@@ -133,7 +136,7 @@ class GossipAdamW(AdamW, SharesStatistics):
         self._stacked = n if stacked else 1
         if self._replicas == 1:
             for state in self.state.values():
-                for entry in (_MEANS, _SHARED, _COUNT):
+                for entry in _STATISTICS:
                     state.pop(entry, None)
         else:
             # An overflow on a GPU would be known only to the kernel, and the statistics must not take it: the GradScaler
@@ -170,6 +173,7 @@ class GossipAdamW(AdamW, SharesStatistics):
             state[_MEANS] = means if self._stacked > 1 else means[0]
             # v and, with κ = 1, s. (v/n + (1-1/n)·s is linear in both, so a second moment that was loaded fades out.)
             state[_SHARED] = torch.cat([state[_MEANS], state[_MEANS]], dim=-1)
+            state[_GAINS] = torch.ones_like(state[_MEANS])
             # AdamW's own count may be on a GPU, where reading it in each step would wait.
             state[_COUNT] = torch.tensor(float(state.get("step", 0)), device="cpu")
         shared: Tensor = state[_SHARED]
@@ -188,13 +192,13 @@ class GossipAdamW(AdamW, SharesStatistics):
                     if entry in state and state[entry].shape != param.shape:
                         self._refuse_shape(key, entry, state[entry], param, tuple(param.shape))
                 size = sum(self._matrices(param).shape[1:]) if self._is_matrix(param) else 0
-                for entry, wanted in ((_MEANS, size), (_SHARED, 2 * size)):
+                for entry, wanted in ((_MEANS, size), (_SHARED, 2 * size), (_GAINS, size)):
                     if entry in state and state[entry].shape[-1:] != (wanted,):
                         self._refuse_shape(key, entry, state[entry], param, (wanted,))
 
         def restore(given: dict[str, Any]) -> None:
             for _, param, state in pairs(self.param_groups, given):
-                for entry in {_MEANS, _SHARED, _COUNT} & state.keys():
+                for entry in _STATISTICS & state.keys():
                     on = "cpu" if entry == _COUNT else param.device
                     self.state[param][entry] = state[entry].detach().to(on, torch.float32, copy=True)
 
@@ -279,7 +283,7 @@ class GossipAdamW(AdamW, SharesStatistics):
 
     def _step_matrices(self, group: dict[str, Any], rows: list[_Row]) -> None:
         """AdamW's update of zeros gives the change of each matrix, which is multiplied by the gains of its rows and columns."""
-        pieces = [piece for row in rows for piece in self._pieces(row, *self._take_gradient(group, row))]
+        pieces = [piece for row in rows for piece in self._pieces(row, *self._gains_of(group, row))]
         on_cpu = all(piece.param.device.type == "cpu" for piece, _, _ in pieces)
         # One after another, pieces stay in the cache of a CPU. On a GPU fewer kernels are faster.
         for together in [[piece] for piece in pieces] if on_cpu else [pieces]:
@@ -314,24 +318,31 @@ class GossipAdamW(AdamW, SharesStatistics):
         if narrow:  # rounded once
             param.copy_(wide)
 
-    def _take_gradient(self, group: dict[str, Any], row: _Row) -> tuple[Tensor, Tensor]:
-        """Takes a gradient into the statistics; returns the gains of rows (stacked, R, 1) and columns (stacked, 1, C)."""
-        shared, state = self._statistics_of(row.param), self.state[row.param]
-        t = int(state[_COUNT])
-        grad = self._matrices(row.grad)
-        of_v, of_both = state[_MEANS].view(len(grad), -1), shared.view(len(grad), -1)
-        if t < _EACH or t % _EVERY == 0:
-            beta1, beta2 = group["betas"]
-            squares = signal = _means_of_product(grad, grad)
-            if t >= _PLAIN:
-                # m is the average of -g if the loss is maximized.
-                correction = (-1 if group["maximize"] else 1) / (1 - beta1**t)
-                signal = _means_of_product(grad, self._matrices(row.exp_avg)).mul_(correction)
-            weight = 1 - beta2 ** (1 if t <= _EACH else _EVERY)
-            of_v.lerp_(squares, weight)
-            of_both.lerp_(torch.cat([squares, signal], dim=1), weight)
+    def _gains_of(self, group: dict[str, Any], row: _Row) -> tuple[Tensor, Tensor]:
+        """Returns the gains of rows (stacked, R, 1) and columns (stacked, 1, C), renewed in every fourth step."""
+        self._statistics_of(row.param)
+        state = self.state[row.param]
+        gains = state[_GAINS] if self._stacked > 1 else state[_GAINS][None]
+        if int(state[_COUNT]) % self.EVERY == 0:
+            self._take_gradient(group, row, state, gains)
         state[_COUNT] += 1
-        return _gains(of_v, of_both, grad.shape[1], self._replicas)
+        rows = _local(row.param).shape[1 if self._stacked > 1 else 0]
+        return gains[:, :rows, None], gains[:, None, rows:]
+
+    def _take_gradient(self, group: dict[str, Any], row: _Row, state: dict[str, Any], gains: Tensor) -> None:
+        """Takes a gradient into the statistics, and writes the new gains."""
+        (beta1, beta2), t = group["betas"], int(state[_COUNT])
+        grad = self._matrices(row.grad)
+        of_v, of_both = state[_MEANS].view(len(grad), -1), state[_SHARED].view(len(grad), -1)
+        squares = signal = _means_of_product(grad, grad)
+        if t >= _PLAIN:
+            # m is the average of -g if the loss is maximized.
+            correction = (-1 if group["maximize"] else 1) / (1 - beta1**t)
+            signal = _means_of_product(grad, self._matrices(row.exp_avg)).mul_(correction)
+        weight = 1 - beta2 ** (self.EVERY if t else 1)
+        of_v.lerp_(squares, weight)
+        of_both.lerp_(torch.cat([squares, signal], dim=1), weight)
+        gains.copy_(_gains(of_v, of_both, grad.shape[1], self._replicas))
 
 
 def _means_of_product(a: Tensor, b: Tensor) -> Tensor:
@@ -356,14 +367,15 @@ def _is_plain(row: _Row) -> bool:
     return found == {(True, True, row.param.dtype)} and row.step.dtype == torch.float32
 
 
-def _gains(means: Tensor, shared: Tensor, rows: int, n: int) -> tuple[Tensor, Tensor]:
-    """The gains of the formula; ``means`` (stacked, R + C) of this replica, ``shared`` (stacked, 2(R + C))."""
+def _gains(means: Tensor, shared: Tensor, rows: int, n: int) -> Tensor:
+    """The gains of the formula and ``means`` of this replica are (stacked, R + C), ``shared`` is (stacked, 2(R + C))."""
     v, s = shared.chunk(2, dim=1)
     rho = (v / means.clamp(min=_TINY)).clamp_(1 / n, _LARGE)
     whole = (v[:, :rows].mean(1) / means[:, :rows].mean(1).clamp(min=_TINY)).clamp_(1 / n, _LARGE)
     kappa = (s / v.clamp(min=_TINY)).clamp_(0, 1)
-    gain = rho.rsqrt_() * (1 / n + (1 - 1 / n) * kappa).pow_(-0.25)
-    return (gain[:, :rows] * whole.sqrt_()[:, None])[:, :, None], gain[:, None, rows:]
+    gains = rho.rsqrt_() * (1 / n + (1 - 1 / n) * kappa).pow_(-0.25)
+    gains[:, :rows] *= whole.sqrt_()[:, None]
+    return gains
 
 
 def _local(tensor: Tensor) -> Tensor:

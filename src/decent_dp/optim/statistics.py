@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -13,8 +14,13 @@ class SharesStatistics(ABC):
     """Base class of optimizers that keep statistics of the gradients which replicas average along with the parameters.
 
     ``gossip`` and ``DecentralizedDataParallel`` call ``set_replicas`` before the first step, and average the tensors of
-    ``statistics`` after each step: in float32, by plain gossip, with the topology of the parameters.
+    ``statistics`` after the steps: in float32, by plain gossip, with the topology of the parameters.
+
+    Attributes:
+        EVERY: the number of rounds from one exchange of the statistics to the next.
     """
+
+    EVERY: ClassVar[int] = 1
 
     @abstractmethod
     def set_replicas(self, n: int) -> None:

@@ -28,11 +28,13 @@ class Statistics:
     Attributes:
         tensors: as of the last ``locate``; always the same list.
         specs: of ``tensors``.
+        every: the number of the parameters' exchanges to one of the statistics.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> None:
         self._sharing = [optimizer for optimizer in optimizers if isinstance(optimizer, SharesStatistics)]
         found = [pair for optimizer in self._sharing for pair in optimizer.statistics()]
+        self.every = min((optimizer.EVERY for optimizer in self._sharing), default=1)
         self.tensors = [tensor for _, tensor in found]
         self.specs = [TensorSpec.of(f"{names[id(param)]} (statistics)", tensor) for param, tensor in found]
 

@@ -175,7 +175,7 @@ class CompressedExchange(SimulatedExchange):
         plans = plan_buckets(specs, range(len(specs)), float("inf"))
         # By kind of parameter, then by replica.
         self._buckets = [
-            [Bucket(0, FlatBuffer(plan, own, as_view=False), compression, rule) for own in replicas] for plan in plans
+            [Bucket(0, FlatBuffer(plan, own, as_view=False), compression, rule, topology) for own in replicas] for plan in plans
         ]
 
     @property

@@ -47,7 +47,8 @@ class StatisticsExchange:
         if [id(tensor) for tensor in tensors] != [id(tensor) for tensor in self._tensors]:
             # The first step, or a state was loaded. The difference in flight belonged to the old ones.
             self._tensors, self._sent_before = tensors, self.bytes_sent
-            self._exchange = LosslessExchange(_stacked(found), self._topology, Gossip())
+            topology = Topology.every(self._topology, stepper.every)
+            self._exchange = LosslessExchange(_stacked(found), topology, Gossip())
         assert self._exchange is not None
         self._exchange.start(t)
 

@@ -67,10 +67,18 @@ class Stepper(ABC):
         """The factors of the replicas' losses in the backward, (n,); None for none."""
         return None
 
+    @property
+    def _sharing(self) -> list[SharesStatistics]:
+        return [optimizer for optimizer in self.optimizers if isinstance(optimizer, SharesStatistics)]
+
     def statistics(self) -> list[list[Tensor]]:
         """The statistics that optimizers share: of each optimizer, one tensor per parameter."""
-        sharing = [optimizer for optimizer in self.optimizers if isinstance(optimizer, SharesStatistics)]
-        return [[tensor for _, tensor in optimizer.statistics()] for optimizer in sharing]
+        return [[tensor for _, tensor in optimizer.statistics()] for optimizer in self._sharing]
+
+    @property
+    def every(self) -> int:
+        """The number of the parameters' exchanges to one of the statistics."""
+        return min((optimizer.EVERY for optimizer in self._sharing), default=1)
 
 
 def make_stepper(
