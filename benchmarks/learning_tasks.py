@@ -1,0 +1,171 @@
+"""What ``benchmarks.learning`` trains: three small tasks, each with batches for any number of workers."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from functools import cache
+from pydoc_data.topics import topics
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from decent_dp.sim import Batches, Data, digits, dirichlet_split
+
+__all__ = ["TASKS", "Task", "loss_fn", "make_task"]
+
+
+class Task(ABC):
+    """A task with the data of n workers.
+
+    Attributes:
+        warm_up: steps of the warm-up.
+        measured: what the second result of ``evaluate`` is.
+    """
+
+    warm_up = 25
+    measured = "test accuracy, %"
+
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """A new model; its values depend on torch's generator."""
+
+    @abstractmethod
+    def batch(self, t: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of step t, (n, samples, ...)."""
+
+    @abstractmethod
+    def evaluate(self, model: nn.Module) -> tuple[float, float]:
+        """The loss on training data, and the measure on others."""
+
+
+class Classes(Task):
+    """Classification of vectors by two hidden layers."""
+
+    samples = 32
+
+    def __init__(self, data: Data, n: int, alpha: float | None, seed: int) -> None:
+        self._data, self._draw = data, Batches(dirichlet_split(data.y, n, alpha, seed), self.samples, seed)
+
+    def model(self) -> nn.Module:
+        inputs, classes = self._data.x.shape[1], self._data.classes
+        return nn.Sequential(
+            nn.Linear(inputs, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, classes)
+        )  # fmt: skip
+
+    def batch(self, t: int) -> tuple[Tensor, Tensor]:
+        indices = self._draw(t)
+        return self._data.x[indices], self._data.y[indices]
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module) -> tuple[float, float]:
+        right = model(self._data.x_test).argmax(1) == self._data.y_test
+        return float(F.cross_entropy(model(self._data.x), self._data.y)), 100 * float(right.float().mean())
+
+
+@cache
+def mnist1d() -> Data:
+    """MNIST-1D (Greydanus and Kobak, arXiv 2011.14439): 4000 signals of 40 numbers to train on, and 1000 to test with."""
+    try:
+        from mnist1d.data import get_dataset_args, make_dataset
+    except ImportError as error:
+        raise SystemExit("MNIST-1D needs the package mnist1d: pip install -e '.[learning]'") from error
+    made: dict[str, Any] = make_dataset(get_dataset_args())
+    x, x_test = (torch.tensor(made[key], dtype=torch.float32) for key in ("x", "x_test"))
+    y, y_test = (torch.tensor(made[key], dtype=torch.int64) for key in ("y", "y_test"))
+    return Data(x, y, x_test, y_test, 10)
+
+
+class Block(nn.Module):
+    """Attention and a network of two layers, each behind a norm and beside a shortcut."""
+
+    HEADS = 4
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.inputs, self.outputs = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        samples, length, width = x.shape
+        parts = self.inputs(self.before(x)).view(samples, length, 3, self.HEADS, width // self.HEADS)
+        query, key, value = parts.permute(2, 0, 3, 1, 4)
+        scores = query @ key.transpose(-1, -2) / math.sqrt(width // self.HEADS)
+        later = torch.ones(length, length, dtype=torch.bool).triu(1)
+        mixed = scores.masked_fill(later, -1e9).softmax(-1) @ value
+        x = x + self.outputs(mixed.transpose(1, 2).reshape(samples, length, width))
+        result: Tensor = x + self.down(F.gelu(self.up(self.between(x))))
+        return result
+
+
+class CharacterTransformer(nn.Module):
+    """Two blocks of width 48; 65,000 parameters."""
+
+    def __init__(self, characters: int, length: int, width: int = 48) -> None:
+        super().__init__()
+        self.characters, self.places = nn.Embedding(characters, width), nn.Embedding(length, width)
+        self.blocks = nn.Sequential(Block(width), Block(width))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, characters, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.norm(self.blocks(self.characters(x) + self.places.weight[: x.shape[1]])))
+        return result
+
+
+@cache
+def text() -> tuple[Tensor, Tensor, int]:
+    """Python's help on its language as numbers: nine tenths to train on, the rest, and the number of characters."""
+    whole = "\n".join(topics[name] for name in sorted(topics))
+    numbers = {character: i for i, character in enumerate(sorted(set(whole)))}
+    data = torch.tensor([numbers[character] for character in whole])
+    cut = int(0.9 * len(data))
+    return data[:cut], data[cut:], len(numbers)
+
+
+class Characters(Task):
+    """The next character, from those before it. Losses are in nats."""
+
+    warm_up = 50
+    measured = "validation loss"
+    samples, length = 8, 32
+
+    def __init__(self, n: int, alpha: float | None, seed: int) -> None:
+        if alpha is not None:
+            raise ValueError("text has no classes to be dealt out unevenly")
+        self._n, self._seed = n, seed
+
+    def model(self) -> nn.Module:
+        return CharacterTransformer(text()[2], self.length)
+
+    def batch(self, t: int) -> tuple[Tensor, Tensor]:
+        return self._windows(text()[0], np.random.default_rng([self._seed, t]), (self._n, self.samples))
+
+    def _windows(self, data: Tensor, rng: np.random.Generator, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        starts = torch.from_numpy(rng.integers(0, len(data) - self.length - 1, shape))
+        found = data[starts[..., None] + torch.arange(self.length + 1)]
+        return found[..., :-1], found[..., 1:]
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module) -> tuple[float, float]:
+        samples = [self._windows(data, np.random.default_rng(7), (1024,)) for data in text()[:2]]
+        trained, other = (float(loss_fn(model, x, y)) for x, y in samples)
+        return trained, other
+
+
+def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """The mean cross entropy."""
+    return F.cross_entropy(model(x).flatten(0, -2), y.flatten())
+
+
+TASKS = ("digits", "mnist1d", "characters")
+
+
+def make_task(name: str, n: int, alpha: float | None, seed: int) -> Task:
+    """The task with the data of n workers; ``alpha`` is that of the Dirichlet split of the classes, None for an even one."""
+    if name == "characters":
+        return Characters(n, alpha, seed)
+    return Classes(digits() if name == "digits" else mnist1d(), n, alpha, seed)
