@@ -41,9 +41,11 @@ RATES, SGD_RATES = (1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2), (0.02, 0.05, 0.1, 0.2, 
 REAL, SIMULATED, MANY = (4, 8), 16, 64
 ALPHAS = (0.3, 0.1)
 # Contenders with even data, with many workers, and with uneven data.
-EVEN = ("DDP", "AdamW", "AdamW, √n·lr", "AccumAdamW", "gradient tracking", "GossipAdamW")
 FEW = ("DDP", "AdamW", "GossipAdamW")
-UNEVEN = (*EVEN, "DDP, SGD", "SGD", "quasi-global momentum")
+NO_OVERLAP, COMPLETE = "GossipAdamW, no overlap", "GossipAdamW, complete, no overlap"
+OTHERS = ("AdamW, √n·lr", "AccumAdamW", "gradient tracking")
+EVEN = (*FEW, NO_OVERLAP, COMPLETE, *OTHERS)
+UNEVEN = (*FEW, *OTHERS, "DDP, SGD", "SGD", "quasi-global momentum")
 # Training loss as a share of DDP's; points of accuracy, with even and uneven data.
 MAX_LOSS, MAX_GAP, MAX_GAP_UNEVEN = 1.05, 0.3, 1.0
 
@@ -89,7 +91,7 @@ def optim_fn(contender: str, lr: float, n: int) -> Callable[[Any], torch.optim.O
     if contender == "AdamW, √n·lr":
         return partial(torch.optim.AdamW, lr=lr * math.sqrt(n))
     kinds: dict[str, Any] = {"AccumAdamW": AccumAdamW, "GossipAdamW": GossipAdamW}
-    return partial(kinds.get(contender, torch.optim.AdamW), lr=lr, weight_decay=0.01)
+    return partial(kinds.get(contender.partition(",")[0], torch.optim.AdamW), lr=lr, weight_decay=0.01)
 
 
 def schedule(task: Task, run: Run) -> Callable[..., Any]:
@@ -112,10 +114,11 @@ def train(run: Run) -> Outcome:
     cluster = VirtualCluster(
         model,
         optim_fn(run.contender, run.lr, run.n),
-        TOPOLOGY,
+        "complete" if run.contender == COMPLETE else TOPOLOGY,
         run.n,
         loss_fn=loss_fn,
         lr_scheduler_fn=schedule(task, run),
+        overlap=run.contender not in (NO_OVERLAP, COMPLETE),
     )
     for t in range(run.steps):
         before = _mean(cluster.parameters) if t == run.steps - 1 else {}
@@ -397,6 +400,58 @@ def verdict(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     return said
 
 
+# Okabe and Ito's colours, and a marker.
+STYLES = {
+    "AdamW": ("#000000", "o"),
+    "AdamW, √n·lr": ("#E69F00", "s"),
+    "AccumAdamW": ("#56B4E9", "^"),
+    "gradient tracking": ("#009E73", "v"),
+    "GossipAdamW": ("#D55E00", "D"),
+}
+
+
+def plot(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Training losses relative to DDP's with even data, and accuracies below DDP's with uneven data."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10.5, 4.6), layout="constrained")
+    for axes, even, key, label in zip(
+        figure.subplots(1, 2),
+        (True, False),
+        ("loss_ratio", "gap"),
+        ("training loss, DDP = 1", "points of accuracy below DDP"),
+        strict=True,
+    ):
+        places = list(dict.fromkeys(place(line) for line in lines if (line["alpha"] is None) == even))
+        for contender, (colour, marker) in STYLES.items():
+            points = [
+                (line[key], places.index(place(line)))
+                for line in lines
+                if line["contender"] == contender and (line["alpha"] is None) == even
+            ]
+            x, y = zip(*points, strict=True)
+            axes.plot(x, y, marker, color=colour, label=contender, markersize=7, alpha=0.9)
+        axes.axvline(1 if even else 0, color="0.4", linewidth=1)
+        axes.set_yticks(range(len(places)), places)
+        axes.invert_yaxis()
+        axes.set_xlabel(label)
+        axes.grid(True, axis="x", color="0.9", linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+        if even:
+            axes.set_xscale("log")
+            axes.set_xticks([1, 2, 5, 10], ["1", "2", "5", "10"])
+            axes.minorticks_off()
+    handles, names = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False)
+    figure.savefig(path, dpi=130, metadata={"Software": None})
+
+
+def place(line: Mapping[str, Any]) -> str:
+    """A setting, for the axis of the plot."""
+    data = "" if line["alpha"] is None else f", α = {line['alpha']:g}"
+    return f"{line['task']}, {line['n']} workers{data}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.learning", description="Learning, compared with DDP.")
     parser.add_argument("--only", choices=TASKS, nargs="+", default=list(TASKS), help="tasks")
@@ -414,6 +469,7 @@ def main() -> None:
     document = {"topology": TOPOLOGY, "steps": STEPS, "seeds": options.seeds, "machine": machine(), "lines": lines}
     (options.out / "learning.json").write_text(json.dumps(document, indent=1) + "\n")
     (options.out / "learning.md").write_text(table(lines))
+    plot(lines, options.out / "learning.png")
     print(table(lines), *verdict(lines), sep="\n")
 
 

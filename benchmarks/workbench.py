@@ -40,7 +40,7 @@ EPSILON = 1e-3
 ROUNDS_SHOWN, FLOOR = 40, 1e-8
 
 UNEVEN = Simulation(n=16, local_world_size=4, steps=500, batch=32, eval_every=500)
-RATES = {"momentum": 0.1, "adamw": 5e-3}
+RATES = {"momentum": 0.1, "gossip-adamw": 5e-3, "adamw": 5e-3}
 ALPHAS = (None, 1.0, 0.1)
 COMPOSED = ("complete:100,ring",)
 EVERY = 4

@@ -47,7 +47,7 @@ def simulate(
     steps: Annotated[int, typer.Option(help="Updates of every worker.", min=1)] = 500,
     lr: Annotated[float | None, typer.Option(help="Learning rate. Not given: a good one for the optimizer.")] = None,
     batch: Annotated[int, typer.Option(help="Samples per worker and step.", min=1)] = 32,
-    optimizer: Annotated[str, typer.Option(help="adamw, accum-adamw, sgd or momentum.")] = "adamw",
+    optimizer: Annotated[str, typer.Option(help="gossip-adamw, adamw, accum-adamw, sgd or momentum.")] = "adamw",
     compression: Annotated[str, typer.Option(help="none, bfloat16 or int8.")] = "none",
     mix_every: Annotated[int, typer.Option(help="Mix only in every h-th update.", metavar="H", min=1)] = 1,
     overlap: Annotated[

@@ -15,7 +15,7 @@ from torch import nn
 
 from decent_dp._checks import check_choice, check_integer, check_number, to_float
 from decent_dp.compression import check_compression
-from decent_dp.optim import lr_scheduler_fn_cosine_with_warmup, optim_fn_accum_adamw, optim_fn_adamw
+from decent_dp.optim import GossipAdamW, lr_scheduler_fn_cosine_with_warmup, optim_fn_accum_adamw, optim_fn_adamw
 from decent_dp.sim.cluster import VirtualCluster
 from decent_dp.sim.data import Batches, Data, check_alpha, digits, dirichlet_split
 from decent_dp.topo import make_topology
@@ -31,6 +31,7 @@ _ONE_THREAD = 100_000
 
 # By name: the factory, and a learning rate for the digits.
 OPTIMIZERS: dict[str, tuple[Callable[..., Any], float]] = {
+    "gossip-adamw": (partial(GossipAdamW, weight_decay=0.1), 2e-3),
     "adamw": (partial(optim_fn_adamw, weight_decay=0.1), 2e-3),
     "accum-adamw": (partial(optim_fn_accum_adamw, weight_decay=0.1), 2e-3),
     "sgd": (torch.optim.SGD, 0.1),
@@ -51,7 +52,7 @@ class Simulation:
         steps: of every worker.
         batch: samples per worker and step.
         lr: the highest learning rate; None: a good one for the optimizer on these data.
-        optimizer: 'adamw', 'accum-adamw', 'sgd' or 'momentum'.
+        optimizer: 'gossip-adamw', 'adamw', 'accum-adamw', 'sgd' or 'momentum'.
         schedule: 'cosine' (with a warm-up over the first 5 % of the steps) or 'constant'.
         compression: None (the parameters' own dtype), 'bfloat16' or 'int8'.
         overlap: mix with the values sent in the last step.
