@@ -180,6 +180,45 @@ def test_all_forms_are_equal(how):
         np.testing.assert_allclose(found[rank], plain[rank], rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("fused", [True, None])
+def test_a_grad_scaler_scales_neither_statistics_nor_a_skipped_step(fused):
+    def run(transport: Any, scaled: bool) -> tuple[np.ndarray, list[np.ndarray]]:
+        model = Linear().float()
+        optimizer = GossipAdamW(model.parameters(), **OPTIONS, fused=fused)
+        scaler = torch.GradScaler("cpu", init_scale=2.0**7, growth_interval=1000) if scaled else None
+        replica = gossip(model, optimizer, topology="complete", transport=transport, scaler=scaler)
+        for t in range(30):
+            a, b = (torch.from_numpy(array).float() for array in data(transport.rank, t))
+            optimizer.zero_grad()
+            loss = (model(a) - b).square().mean()
+            if scaler is None:
+                loss.backward()
+                optimizer.step()
+                continue
+            if t == 20:  # overflows, and is repeated: the first of the two steps is skipped
+                before = [tensor.clone() for _, tensor in optimizer.statistics()]
+                (scaler.scale(loss) * torch.inf).backward(retain_graph=True)
+                scaler.step(optimizer)
+                assert all(torch.equal(tensor, was) for (_, tensor), was in zip(optimizer.statistics(), before, strict=True))
+                scaler.update(scaler.get_scale() * 1.0)
+                optimizer.zero_grad()
+                loss = (model(a) - b).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        replica.flush()
+        found = [tensor.numpy().copy() for _, tensor in optimizer.statistics()]
+        replica.close()
+        return whole(model), found
+
+    alone = run(LocalHub(1).transport(0), False), run(LocalHub(1).transport(0), True)
+    np.testing.assert_allclose(alone[0][0], alone[1][0], rtol=0, atol=1e-4)
+    _, scaled = run_replicas(2, lambda t: run(t, True))[0]
+    for values in scaled:
+        assert np.isfinite(values).all()
+        assert values.max() < 100  # the squares of scaled gradients would be 16,384 times as large
+
+
 def test_descent_and_ascent_are_mirrored():
     def train(sign: float, maximize: bool) -> np.ndarray:
         model = Linear()

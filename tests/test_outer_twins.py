@@ -160,5 +160,5 @@ def _cluster(one: Case, n: int, *, messages: bool) -> Any:
     topology = make_topology(one.topology, n, 0)
     cluster = VirtualCluster(one.make_model(), OPTIMIZERS[one.optimizer], topology, n, **one.both())
     if messages:
-        cluster._exchange = CompressedExchange(cluster._stack, cluster.topology, one.options["rule"], Lossless)
+        cluster._exchange = CompressedExchange(cluster._stack.params, cluster.topology, one.options["rule"], Lossless)
     return cluster

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from decent_dp.errors import NonFiniteError
+from decent_dp.optim import GossipAdamW
 from decent_dp.rules import OuterNesterov
 from decent_dp.transport import run_replicas
 from tests.sharded_cases import (
@@ -41,6 +42,8 @@ CASES = {
     # How it rounds depends on where a tensor is cut.
     "bfloat16": Case({"compression": "bfloat16"}, tolerance=0.02),
     "int8": Case({"compression": "int8", "topology": "complete", "overlap": False}, tolerance=0.05, steps=15),
+    # The means of columns are those of a shard.
+    "gossip-adamw": Case({}, partial(GossipAdamW, lr=0.01), tolerance=0.03, clip=0.3),
     # Several of them together, for the fast tests.
     "outer in windows": Case(
         {"rule": OuterNesterov(), "topology": "complete", "mix_every": 2},
@@ -52,7 +55,7 @@ CASES = {
         steps=15,
     ),
 }
-SIX = ("base-2", "one-peer-exp", "window", "bf16", "outer")
+SIX = ("base-2", "one-peer-exp", "window", "bf16", "outer", "gossip-adamw")
 THREE = ("complete", "int8")
 
 
@@ -71,7 +74,7 @@ def unsharded(transport: Any, case: Case, shards: int) -> Any:
 
 FOUR = [(2, 2, name) for name in CASES]
 PLANS = [
-    pytest.param(4, [(2, 2, name) for name in ("outer in windows", "int8")], id="some"),
+    pytest.param(4, [(2, 2, name) for name in ("outer in windows", "int8", "gossip-adamw")], id="some"),
     pytest.param(4, FOUR, id="4", marks=pytest.mark.slow),
     pytest.param(6, [*((2, 3, name) for name in SIX), *((3, 2, name) for name in THREE)], id="6", marks=pytest.mark.slow),
 ]

@@ -152,7 +152,8 @@ class GossipAdamW(AdamW, SharesStatistics):
         return [(param, self._statistics_of(param)) for param in params]
 
     def _is_matrix(self, param: Tensor) -> bool:
-        return param.ndim - (self._stacked > 1) >= 2 and param.numel() > 0 and param.is_floating_point()
+        # A worker may hold no row of a sharded parameter.
+        return param.ndim - (self._stacked > 1) >= 2 and param.is_floating_point() and _local(param).numel() > 0
 
     def _matrices(self, tensor: Tensor) -> Tensor:
         """The part of a tensor on this worker as (stacked, rows, columns)."""
