@@ -40,7 +40,7 @@ __all__ = ["HOW", "combined", "mean_tensors", "sources", "state_of_worker"]
 HOW = ("mean", "spread")
 
 # Floating numbers that count: optimizers keep their steps as float32.
-_COUNTERS = frozenset({"step", "statistics_step", "_step_count", "last_epoch"})
+_COUNTERS = frozenset({"step", "_step_count", "last_epoch"})
 # float64 represents every integer up to here.
 _EXACT = 1 << 53
 

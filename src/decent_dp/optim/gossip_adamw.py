@@ -134,11 +134,7 @@ class GossipAdamW(AdamW, SharesStatistics):
         """
         self._replicas = check_integer("the number of replicas", n, 1)
         self._stacked = n if stacked else 1
-        if self._replicas == 1:
-            for state in self.state.values():
-                for entry in _STATISTICS:
-                    state.pop(entry, None)
-        else:
+        if self._replicas > 1:
             # An overflow on a GPU would be known only to the kernel, and the statistics must not take it: the GradScaler
             # unscales the gradients and skips the step itself.
             self._step_supports_amp_scaling = False
