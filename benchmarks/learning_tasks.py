@@ -23,7 +23,7 @@ class Task(ABC):
 
     Attributes:
         warm_up: steps of the warm-up.
-        measured: what the second result of ``evaluate`` is.
+        measured: what the last result of ``evaluate`` is.
     """
 
     warm_up = 25
@@ -38,8 +38,8 @@ class Task(ABC):
         """Inputs and targets of step t, (n, samples, ...)."""
 
     @abstractmethod
-    def evaluate(self, model: nn.Module) -> tuple[float, float]:
-        """The loss on training data, and the measure on others."""
+    def evaluate(self, model: nn.Module) -> tuple[float, float, float]:
+        """The loss on training data, the loss on others, and the measure on others."""
 
 
 class Classes(Task):
@@ -61,9 +61,10 @@ class Classes(Task):
         return self._data.x[indices], self._data.y[indices]
 
     @torch.no_grad()
-    def evaluate(self, model: nn.Module) -> tuple[float, float]:
-        right = model(self._data.x_test).argmax(1) == self._data.y_test
-        return float(F.cross_entropy(model(self._data.x), self._data.y)), 100 * float(right.float().mean())
+    def evaluate(self, model: nn.Module) -> tuple[float, float, float]:
+        data = self._data
+        trained, other = (float(F.cross_entropy(model(x), y)) for x, y in ((data.x, data.y), (data.x_test, data.y_test)))
+        return trained, other, 100 * float((model(data.x_test).argmax(1) == data.y_test).float().mean())
 
 
 @cache
@@ -150,10 +151,10 @@ class Characters(Task):
         return found[..., :-1], found[..., 1:]
 
     @torch.no_grad()
-    def evaluate(self, model: nn.Module) -> tuple[float, float]:
+    def evaluate(self, model: nn.Module) -> tuple[float, float, float]:
         samples = [self._windows(data, np.random.default_rng(7), (1024,)) for data in text()[:2]]
         trained, other = (float(loss_fn(model, x, y)) for x, y in samples)
-        return trained, other
+        return trained, other, other
 
 
 def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
