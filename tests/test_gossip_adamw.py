@@ -219,6 +219,25 @@ def test_a_grad_scaler_scales_neither_statistics_nor_a_skipped_step(fused):
         assert values.max() < 100  # the squares of scaled gradients would be 16,384 times as large
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_compiled_step_is_the_same(n):
+    def train(compiled: bool) -> nn.Module:
+        model = small()
+        optimizer = GossipAdamW(model.parameters(), lr=0.01)
+        optimizer.set_replicas(n)
+        step = torch.compile(optimizer.step) if compiled else optimizer.step
+        for t in range(14):
+            optimizer.zero_grad()
+            model(torch.from_numpy(np.random.default_rng(t).normal(size=(5, 1, 4, 4))).float()).square().mean().backward()
+            step()
+        return model
+
+    for ours, theirs in zip(train(True).parameters(), train(False).parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
 def test_descent_and_ascent_are_mirrored():
     def train(sign: float, maximize: bool) -> np.ndarray:
         model = Linear()

@@ -31,6 +31,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim.adamw import AdamW, adamw
 from torch.optim.optimizer import ParamsT
 
@@ -278,6 +279,8 @@ class GossipAdamW(AdamW, SharesStatistics):
             **given,
         )
 
+    # Its blocks have many shapes, for each of which torch.compile would trace it anew.
+    @_disable_dynamo
     def _step_matrices(self, group: dict[str, Any], rows: list[_Row]) -> None:
         """AdamW's update of zeros gives the change of each matrix, which is multiplied by the gains of its rows and columns."""
         pieces = [piece for row in rows for piece in self._pieces(row, *self._gains_of(group, row))]

@@ -43,7 +43,8 @@ class Statistics:
         if not self._sharing:
             return []
         now = [tensor for optimizer in self._sharing for _, tensor in optimizer.statistics()]
-        replaced = [spec.name for spec, old, new in zip(self.specs, self.tensors, now, strict=True) if old is not new]
+        # With another number of parameters (add_param_group) the next round raises.
+        replaced = [spec.name for spec, old, new in zip(self.specs, self.tensors, now, strict=False) if old is not new]
         self.tensors[:] = now
         return replaced
 
