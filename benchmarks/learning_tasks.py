@@ -43,12 +43,16 @@ class Task(ABC):
 
 
 class Classes(Task):
-    """Classification of vectors by two hidden layers."""
+    """Classification of vectors by two hidden layers.
+
+    With even data every worker draws from all samples, as with a ``DistributedSampler``, which shuffles all in each epoch.
+    """
 
     samples = 32
 
     def __init__(self, data: Data, n: int, alpha: float | None, seed: int) -> None:
-        self._data, self._draw = data, Batches(dirichlet_split(data.y, n, alpha, seed), self.samples, seed)
+        shards = [np.arange(len(data.y))] * n if alpha is None else dirichlet_split(data.y, n, alpha, seed)
+        self._data, self._draw = data, Batches(shards, self.samples, seed)
 
     def model(self) -> nn.Module:
         inputs, classes = self._data.x.shape[1], self._data.classes
