@@ -327,13 +327,19 @@ def measure(tasks: Sequence[str], seeds: Sequence[int], jobs: int, path: Path) -
     """The rows of the table: means over seeds."""
     kept, planned = Kept(path), settings(tasks)
     sweeps = {
-        (at, base): [replace(at, contender=base, lr=lr, real=False) for lr in (SGD_RATES if is_sgd(base) else RATES)]
+        (at, base): [
+            [
+                replace(at, contender=base, lr=lr, seed=seed, real=False)
+                for seed in (seeds[:1] if at.task == "characters" else seeds)
+            ]
+            for lr in (SGD_RATES if is_sgd(base) else RATES)
+        ]
         for at, contenders in planned
         for base in ("DDP", "DDP, SGD")
         if base in contenders
     }
-    kept.make((run for runs in sweeps.values() for run in runs), jobs)
-    best = {key: min(runs, key=lambda run: kept[run].held_out).lr for key, runs in sweeps.items()}
+    kept.make((run for rates in sweeps.values() for runs in rates for run in runs), jobs)
+    best = {key: min(rates, key=lambda runs: fmean(kept[run].held_out for run in runs))[0].lr for key, rates in sweeps.items()}
     rows: list[tuple[Run, list[Run]]] = []
     for at, contenders in planned:
         for contender in contenders:
