@@ -100,6 +100,7 @@ def law(topology: Topology, n: int, overlap: bool, factor: float = 1.0) -> list[
 
 
 def train_gossip(transport: Any, topology: Any, overlap: bool, **how: Any) -> np.ndarray:
+    TopologyReg.registry["varying"] = Varying  # also where it runs in another process
     model = Linear()
     optimizer = GossipAdamW(model.parameters(), **{**OPTIONS, **how})
     replica = gossip(model, optimizer, topology=topology, overlap=overlap, transport=transport)
