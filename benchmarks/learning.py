@@ -384,7 +384,7 @@ def table(lines: Sequence[Mapping[str, Any]]) -> str:
         workers = f"{line['n']}{', real' if line['real'] else ''}"
         loss = f"{line['loss']:.4f}" if line["loss"] < 1 else f"{line['loss']:.3f}"
         digits = 3 if line["task"] == "characters" else 1
-        measured = [f"{line[key]:.{digits}f}" for key in ("measure", "gap")]
+        measured = [f"{round(line[key], digits) + 0.0:.{digits}f}" for key in ("measure", "gap")]  # no -0.0
         cells = [line["task"], data, workers, f"{line['lr']:g}", line["contender"], f"{line['bytes']:.2f}"]
         rows.append([*cells, loss, f"{line['loss_ratio']:.2f}", *measured])
     return markdown(HEADINGS, rows, words=5)
