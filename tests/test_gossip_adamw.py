@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from decent_dp.transport import LocalHub, run_replicas
 from tests.test_law import Linear, Varying, data, gradient, matrix
 
 N, STEPS = 4, 75
-PLAIN_STEPS, EVERY = 10, 4
+PLAIN_STEPS, EVERY, KEPT = 10, 4, 0.97
 OPTIONS = {"lr": 0.03, "betas": (0.8, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
@@ -36,16 +37,22 @@ def optim_fn(params: Any) -> GossipAdamW:
 
 
 class Matrix:
-    """One matrix on one replica: AdamW's moments, and the means of v and s. All in float64, as the module's text has them."""
+    """One matrix on one replica: AdamW's moments, the means of v and s, and the sketches. All in float64, as the module's text
+    has them.
+    """
 
-    def __init__(self, shape: tuple[int, int]) -> None:
+    def __init__(self, shape: tuple[int, int], sketches: bool) -> None:
         self.t = 0
+        self.sketches = sketches
         self.m, self.v = np.zeros(shape), np.zeros(shape)
         self.rows, self.columns = (np.zeros((2, size)) for size in shape)  # shared: of v, of s
         self.own = [np.zeros(size) for size in shape]  # of this replica's v
+        self.sketch, self.own_sketch = np.zeros(sum(shape)), np.zeros(sum(shape))
+        self.products = np.zeros(2)
+        self.signs = [signs(size) for size in shape]
 
-    def shared(self) -> tuple[np.ndarray, np.ndarray]:
-        return self.rows, self.columns
+    def shared(self) -> tuple[np.ndarray, ...]:
+        return self.rows, self.columns, self.sketch, self.products
 
     def step(self, x: np.ndarray, g: np.ndarray, n: int) -> np.ndarray:
         (beta1, beta2), lr = OPTIONS["betas"], OPTIONS["lr"]
@@ -57,9 +64,19 @@ class Matrix:
                 means += (1 - kept) * np.stack([(g * g).mean(axis), signal.mean(axis)])
                 own *= kept
                 own += (1 - kept) * (g * g).mean(axis)
-            rho_r, rho_c = (np.maximum(means[0] / own, 1 / n) for means, own in zip(self.shared(), self.own, strict=True))
+            now = np.concatenate([g @ self.signs[1], self.signs[0] @ g])
+            before = self.own_sketch if self.t < PLAIN_STEPS else self.sketch
+            self.products *= kept
+            self.products += (1 - kept) * np.array([now @ before, now @ self.own_sketch])
+            for average in (self.sketch, self.own_sketch):
+                average *= KEPT
+                average += (1 - KEPT) * now
+            a, b = self.products
+            h = np.clip(a / b, 0, 1) if b > 0 and self.sketches else 1.0
+            both = (self.rows, self.columns)
+            rho_r, rho_c = (np.maximum(means[0] / own, 1 / n) for means, own in zip(both, self.own, strict=True))
             rho = max(self.rows[0].mean() / self.own[0].mean(), 1 / n)
-            f_r, f_c = (1 / n + (1 - 1 / n) * np.clip(means[1] / means[0], 0, 1) for means in self.shared())
+            f_r, f_c = (1 / n + (1 - 1 / n) * np.clip(h * means[1] / means[0], 0, 1) for means in both)
             self.factor = rho_r[:, None] * rho_c / rho * np.sqrt(f_r[:, None] * f_c)
         self.t += 1
         self.m = beta1 * self.m + (1 - beta1) * g
@@ -69,11 +86,16 @@ class Matrix:
         return x * (1 - lr * OPTIONS["weight_decay"]) - lr * self.m / (1 - beta1**self.t) / root
 
 
-def law(topology: Topology, n: int, overlap: bool, factor: float = 1.0) -> list[np.ndarray]:
+def signs(size: int) -> np.ndarray:
+    drawn = random.Random(size).randbytes(size // 8 + 1)
+    return np.array([1 - 2 * (drawn[i // 8] >> 7 - i % 8 & 1) for i in range(size)]) / size**0.5
+
+
+def law(topology: Topology, n: int, overlap: bool, factor: float = 1.0, sketches: bool = True) -> list[np.ndarray]:
     """Steps; mixes parameters and statistics with what was sent a round ago; sends. The model is that of ``test_law``."""
     start = np.random.default_rng(7).normal(size=(5, 3))
     x = [start.copy() for _ in range(n)]
-    blocks = [[Matrix((2, 3)), Matrix((3, 3))] for _ in range(n)]
+    blocks = [[Matrix((2, 3), sketches), Matrix((3, 3), sketches)] for _ in range(n)]
     sent: list[list[np.ndarray]] = []
 
     def held(i: int) -> list[np.ndarray]:
@@ -151,6 +173,8 @@ def test_neither_kappa_nor_the_shared_means_are_nothing_in_that_comparison():
     assert all(np.abs(want[rank] - alone[rank]).max() > 1e-2 for rank in range(N))
     unmixed = law(topology, N, True, factor=0.0)
     assert all(np.abs(want[rank] - unmixed[rank]).max() > 1e-2 for rank in range(N))
+    without_h = law(topology, N, True, sketches=False)
+    assert all(np.abs(want[rank] - without_h[rank]).max() > 1e-3 for rank in range(N))
 
 
 def run_alone(rank: int) -> np.ndarray:
@@ -394,6 +418,33 @@ def test_large_steps_where_gradients_are_noise_and_plain_ones_where_they_are_sig
     assert moved[3] / moved[2] == pytest.approx(1.0, rel=0.01)
 
 
+@pytest.mark.parametrize(("common", "gain"), [(0.0, 2.0), (0.5, 1 / 0.625**0.5), (1.0, 1.0)])
+def test_what_replicas_do_not_have_in_common_is_no_signal(common, gain):
+    """Gradients without noise: a share of their squares is equal everywhere, the rest cancels in the mean of four replicas."""
+    everywhere, here = torch.randn(2, 60, 80, generator=torch.Generator().manual_seed(3))
+    gradients = [common**0.5 * everywhere + sign * (1 - common) ** 0.5 * here for sign in (1, -1, 1, -1)]
+    options = {"lr": 1.0, "weight_decay": 0.0, "betas": (0.9, 0.99)}
+    ours, theirs = ([nn.Parameter(torch.zeros(60, 80)) for _ in gradients] for _ in range(2))
+    optimizers = [GossipAdamW([param], **options) for param in ours]
+    references = [torch.optim.AdamW([param], **options) for param in theirs]
+    for optimizer in optimizers:
+        optimizer.set_replicas(4)
+    for t in range(400):
+        before = [param.detach().clone() for param in (*ours, *theirs)]
+        for param, g in zip((*ours, *theirs), gradients * 2, strict=True):
+            param.grad = g.clone()
+        for optimizer in (*optimizers, *references):
+            optimizer.step()
+        if t % EVERY == EVERY - 1:
+            shared = [optimizer.statistics()[0][1] for optimizer in optimizers]
+            mean = torch.stack(shared).mean(0)
+            for tensor in shared:
+                tensor.copy_(mean)
+    moved = [float((param.detach() - was).norm()) for param, was in zip((*ours, *theirs), before, strict=True)]
+    for one, other in zip(moved[:4], moved[4:], strict=True):
+        assert one / other == pytest.approx(gain, rel=0.08)
+
+
 # -- states -------------------------------------------------------------------------------------------------------------
 
 
@@ -408,14 +459,17 @@ def test_the_state_of_an_adamw_can_be_loaded_and_fades_out():
     weight, own = model[4].weight, reference.state[model[4].weight]["exp_avg_sq"]
     shared = next(tensor for param, tensor in optimizer.statistics() if param is weight)
     expected = torch.cat([own.mean(1), own.mean(0)])
-    torch.testing.assert_close(shared, torch.cat([expected, expected]))
+    torch.testing.assert_close(shared, torch.cat([expected, expected, torch.zeros(len(expected) + 2)]))
     assert float(optimizer.state[weight]["statistics_step"]) == float(reference.state[weight]["step"]) == 15
+    trained(model, optimizer, steps=2)  # the second of them is the first that takes a gradient
+    assert int(optimizer.state[weight]["statistics_step"]) == 17
+    torch.testing.assert_close(optimizer.state[weight]["gains"], torch.ones(len(expected)), rtol=0, atol=0.02)
 
 
 def test_a_state_of_other_shapes_is_refused():
     mine = GossipAdamW(nn.Linear(4, 3).parameters())
     mine.set_replicas(2)
-    for entry, found, wanted in (("means", (9,), (7,)), ("shared_means", (7,), (14,)), ("exp_avg", (2, 2), (3, 4))):
+    for entry, found, wanted in (("means", (9,), (14,)), ("shared_means", (14,), (23,)), ("exp_avg", (2, 2), (3, 4))):
         wrong = copy.deepcopy(mine.state_dict())
         wrong["state"][0][entry] = torch.zeros(found)
         with pytest.raises(ValueError, match=re.escape(f" {entry} of its state 0 has shape {found}, and should be {wanted}")):
@@ -498,8 +552,8 @@ def test_the_simulator_equals_real_workers(overlap, vectorize):
     real = run_replicas(N, run)
     for rank in range(N):
         np.testing.assert_allclose(found[rank], real[rank], rtol=0, atol=1e-6)
-    # Parameters of 8 bytes, and two vectors of rows and columns of 4 bytes for each of two matrices.
-    floats = 2 * (2 + 3) + 2 * (3 + 3)
+    # Parameters of 8 bytes, and for each of two matrices three vectors of rows and columns and two numbers, of 4 bytes.
+    floats = (3 * (2 + 3) + 2) + (3 * (3 + 3) + 2)
     assert cluster.bytes_sent == N * (STEPS * 15 * 8 + STEPS // EVERY * floats * 4)
     assert sum(sent.values()) >= cluster.bytes_sent
 

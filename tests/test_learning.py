@@ -135,7 +135,7 @@ def test_gossip_adamw_keeps_what_the_pages_say():
             assert line["loss"] < 1.01 * by[(*where, "AdamW")]["loss"], where
             if where[2] is None and where[0] != "characters":
                 assert line["gap"] <= 0.3, where
-            assert line["bytes"] <= 1.02
+            assert line["bytes"] <= 1.03
 
 
 def test_the_verdict_names_what_was_missed():

@@ -11,11 +11,20 @@ times too small. For each matrix (any parameter of two or more dimensions, as sh
 
 The noise of m and that of today's g are independent, so the mean of their product has no noise. In the first steps, where m
 is an average of few gradients, s takes g⊙g, so κ starts at 1. Only the means of s and v over each row and each column are
-kept (as in Adafactor, arXiv 1804.04235), and replicas average these through the mix. Let v_r, v_c and v̄ be the means of v over
-row r, column c and all of this replica's matrix, and V and S the averages of such means of v and s over the replicas:
+kept (as in Adafactor, arXiv 1804.04235), and replicas average these through the mix.
+
+With uneven data the mean gradients of the replicas differ, and s contains what they do not have in common. So replicas compare
+a sketch z of their gradients, the sums over each row and each column with fixed random signs. y is a moving average of a
+replica's own sketches, and Y that of all sketches, averaged through the mix, both before this step:
+
+    a  <-  β2·a + (1-β2)·Σ z⊙Y,    b  <-  β2·b + (1-β2)·Σ z⊙y        averaged through the mix, too
+    h   =  clamp(a / b, 0, 1)                 the share of the common signal in all of it
+
+Let v_r, v_c and v̄ be the means of v over row r, column c and all of this replica's matrix, and V and S the averages of such
+means of v and s over the replicas:
 
     ρ_r = V_r / v_r,   ρ_c = V_c / v_c,   ρ = V̄ / v̄       at least 1/n, because V contains v/n
-    F_r = 1/n + (1 - 1/n)·clamp(S_r / V_r, 0, 1),   F_c likewise
+    F_r = 1/n + (1 - 1/n)·clamp(h·S_r / V_r, 0, 1),   F_c likewise
     v'  = v · (ρ_r·ρ_c/ρ) · √(F_r·F_c)                      the second moment to divide by
 
 The update is AdamW's times the gain √(v/v') of its row and column. Statistics and gains are renewed in every fourth step (with
@@ -25,10 +34,13 @@ docs/gossip-adamw.md derives this, with the bias and the variance of the estimat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
@@ -43,6 +55,9 @@ __all__ = ["GossipAdamW"]
 
 # Steps in which s takes g⊙g. After ten steps the momentum averages about six gradients.
 _PLAIN = 10
+# The moving averages of sketches are renewed in every fourth step, so this is a memory of 130 steps: the longer it is, the less
+# does Y contain of the replica's own sketches that were not mixed yet.
+_KEPT = 0.97
 _MEANS, _SHARED, _GAINS, _COUNT = "means", "shared_means", "gains", "statistics_step"
 _STATISTICS = frozenset({_MEANS, _SHARED, _GAINS, _COUNT})
 # Elements of a block of rows on the CPU: operands and temporaries of a few blocks fit into a cache of some MiB.
@@ -79,10 +94,10 @@ class GossipAdamW(AdamW, SharesStatistics):
     """AdamW whose steps are as large as those of DDP with the same settings, although a replica sees only its own batch.
 
     ``gossip`` and ``DecentralizedDataParallel`` tell it the number of replicas, and average its statistics with the
-    parameters (one to two per cent more bytes). On its own, and with one replica, it is ``torch.optim.AdamW`` bit for bit.
+    parameters (about two per cent more bytes). On its own, and with one replica, it is ``torch.optim.AdamW`` bit for bit.
     Bring the learning rate, betas and weight decay of the DDP run. The formula is at the top of this module.
 
-    The state is AdamW's, and for each matrix of R rows and C columns two vectors of R + C and 2(R + C) float32 numbers. The
+    The state is AdamW's, and for each matrix of R rows and C columns three vectors, of 6(R + C) + 2 float32 numbers. The
     state dict of an AdamW can be loaded: the statistics then start from its second moment. Of a sharded parameter (DTensor),
     each worker keeps the means over its own part.
 
@@ -168,10 +183,11 @@ class GossipAdamW(AdamW, SharesStatistics):
             else:
                 stacked, rows, columns = self._matrices(param).shape
                 means = torch.zeros(stacked, rows + columns, device=_local(param).device)
-            state[_MEANS] = means if self._stacked > 1 else means[0]
-            # v and, with κ = 1, s. (v/n + (1-1/n)·s is linear in both, so a second moment that was loaded fades out.)
-            state[_SHARED] = torch.cat([state[_MEANS], state[_MEANS]], dim=-1)
-            state[_GAINS] = torch.ones_like(state[_MEANS])
+            means = means if self._stacked > 1 else means[0]
+            state[_MEANS] = torch.cat([means, torch.zeros_like(means)], dim=-1)  # v, y
+            # V and, with κ = 1, S. (v/n + (1-1/n)·s is linear in both, so a second moment that was loaded fades out.) Y, a, b.
+            state[_SHARED] = torch.cat([means, means, torch.zeros_like(means), means.new_zeros(*means.shape[:-1], 2)], dim=-1)
+            state[_GAINS] = torch.ones_like(means)
             # AdamW's own count may be on a GPU, where reading it in each step would wait.
             state[_COUNT] = torch.tensor(float(state.get("step", 0)), device="cpu")
         shared: Tensor = state[_SHARED]
@@ -190,7 +206,7 @@ class GossipAdamW(AdamW, SharesStatistics):
                     if entry in state and state[entry].shape != param.shape:
                         self._refuse_shape(key, entry, state[entry], param, tuple(param.shape))
                 size = sum(self._matrices(param).shape[1:]) if self._is_matrix(param) else 0
-                for entry, wanted in ((_MEANS, size), (_SHARED, 2 * size), (_GAINS, size)):
+                for entry, wanted in ((_MEANS, 2 * size), (_SHARED, 3 * size + 2 if size else 0), (_GAINS, size)):
                     if entry in state and state[entry].shape[-1:] != (wanted,):
                         self._refuse_shape(key, entry, state[entry], param, (wanted,))
 
@@ -333,7 +349,9 @@ class GossipAdamW(AdamW, SharesStatistics):
         """Takes a gradient into the statistics, and writes the new gains."""
         (beta1, beta2), t = group["betas"], int(state[_COUNT])
         grad = self._matrices(row.grad)
-        of_v, of_both = state[_MEANS].view(len(grad), -1), state[_SHARED].view(len(grad), -1)
+        size = gains.shape[1]
+        of_v, own_sketch = state[_MEANS].view(len(grad), -1).split(size, dim=1)
+        of_both, sketch, common = state[_SHARED].view(len(grad), -1).split([2 * size, size, 2], dim=1)
         squares = signal = _means_of_product(grad, grad)
         if t >= _PLAIN:
             # m is the average of -g if the loss is maximized.
@@ -342,20 +360,50 @@ class GossipAdamW(AdamW, SharesStatistics):
         weight = 1 - beta2 ** (self.EVERY if t else 1)
         of_v.lerp_(squares, weight)
         of_both.lerp_(torch.cat([squares, signal], dim=1), weight)
-        gains.copy_(_gains(of_v, of_both, grad.shape[1], self._replicas))
+        now = _sketch(grad)
+        # At first, the average has hardly been mixed.
+        products = [(now * before).sum(1, keepdim=True) for before in (own_sketch if t < _PLAIN else sketch, own_sketch)]
+        common.lerp_(torch.cat(products, dim=1), weight)
+        own_sketch.lerp_(now, 1 - _KEPT)
+        sketch.lerp_(now, 1 - _KEPT)
+        gains.copy_(_gains(of_v, of_both, common, grad.shape[1], self._replicas))
 
 
 def _means_of_product(a: Tensor, b: Tensor) -> Tensor:
     """The means of a⊙b over each row and each column: (stacked, R, C), twice -> (stacked, R + C), float32."""
-    stacked, rows, columns = a.shape
-    size = max(1, _BLOCK * rows // a.numel()) if a.device.type == "cpu" and stacked == 1 else rows
-    of_rows, of_columns = [], torch.zeros(stacked, columns, device=a.device)
-    for part, other in zip(torch.split(a, size, dim=1), torch.split(b, size, dim=1), strict=True):
-        product = part.float() * other.float()
-        # Products with vectors are several times as fast as means, of columns above all.
-        of_rows.append(product @ product.new_full((columns,), 1 / columns))
-        of_columns += product.transpose(1, 2) @ product.new_full((product.shape[1],), 1 / rows)
-    return torch.cat([*of_rows, of_columns], dim=1)
+    _, rows, columns = a.shape
+    products = (part.float() * other.float() for part, other in zip(_blocks(a), _blocks(b), strict=True))
+    # Products with vectors are several times as fast as means, of columns above all.
+    return _sums(products, torch.full((rows,), 1 / rows, device=a.device), torch.full((columns,), 1 / columns, device=a.device))
+
+
+def _sketch(a: Tensor) -> Tensor:
+    """The sums over each row and each column with random signs, as large as one entry: (stacked, R, C) -> (stacked, R + C)."""
+    _, rows, columns = a.shape
+    return _sums((part.float() for part in _blocks(a)), _signs(rows, a.device), _signs(columns, a.device))
+
+
+@cache
+def _signs(size: int, device: torch.device) -> Tensor:
+    """±1/√size, the same in every process. Without signs, the sums of many gradients are 0, as behind a layer norm."""
+    bits = np.unpackbits(np.frombuffer(random.Random(size).randbytes(size // 8 + 1), np.uint8), count=size)
+    return torch.from_numpy((1 - 2 * bits.astype(np.float32)) / np.float32(size**0.5)).to(device)
+
+
+def _blocks(a: Tensor) -> tuple[Tensor, ...]:
+    """Blocks of rows on the CPU, else the whole: (stacked, R_i, C)."""
+    size = max(1, _BLOCK * a.shape[1] // a.numel()) if a.device.type == "cpu" and len(a) == 1 else a.shape[1]
+    return torch.split(a, size, dim=1)
+
+
+def _sums(parts: Iterable[Tensor], over_rows: Tensor, over_columns: Tensor) -> Tensor:
+    """The sums, with the given weights, of each row and each column of blocks (stacked, R_i, C): (stacked, R + C), float32."""
+    of_rows, of_columns, done = [], [], 0
+    for part in parts:
+        of_rows.append(part @ over_columns)
+        of_columns.append(part.transpose(1, 2) @ over_rows[done : done + part.shape[1]])
+        done += part.shape[1]
+    return torch.cat([*of_rows, torch.stack(of_columns).sum(0)], dim=1)
 
 
 def _is_plain(row: _Row) -> bool:
@@ -367,12 +415,14 @@ def _is_plain(row: _Row) -> bool:
     return found == {(True, True, row.param.dtype)} and row.step.dtype == torch.float32
 
 
-def _gains(means: Tensor, shared: Tensor, rows: int, n: int) -> Tensor:
-    """The gains of the formula and ``means`` of this replica are (stacked, R + C), ``shared`` is (stacked, 2(R + C))."""
+def _gains(means: Tensor, shared: Tensor, common: Tensor, rows: int, n: int) -> Tensor:
+    """The gains of the formula and ``means`` (v) are (stacked, R + C), ``shared`` (V, S) twice that, ``common`` (a, b) two."""
     v, s = shared.chunk(2, dim=1)
     rho = (v / means.clamp(min=_TINY)).clamp_(1 / n, _LARGE)
     whole = (v[:, :rows].mean(1) / means[:, :rows].mean(1).clamp(min=_TINY)).clamp_(1 / n, _LARGE)
-    kappa = (s / v.clamp(min=_TINY)).clamp_(0, 1)
+    a, b = common.chunk(2, dim=1)
+    h = torch.where(b > 0, a / b.clamp(min=_TINY), 1.0).clamp_(0, 1)
+    kappa = (h * s / v.clamp(min=_TINY)).clamp_(0, 1)
     gains = rho.rsqrt_() * (1 / n + (1 - 1 / n) * kappa).pow_(-0.25)
     gains[:, :rows] *= whole.sqrt_()[:, None]
     return gains
