@@ -71,9 +71,9 @@ class Matrix:
             for average in (self.sketch, self.own_sketch):
                 average *= KEPT
                 average += (1 - KEPT) * now
-            prior = 0.02 * max(self.rows[1].sum() + self.columns[1].sum(), 0)
-            a, b = np.maximum(self.products, 0) + prior
-            h = min(a / b, 1) if b > 0 and self.sketches else 1.0
+            p = 0.05 * max(self.rows[1].sum() + self.columns[1].sum(), 0)
+            a, b = np.maximum(self.products, 0)
+            h = (min(a, b) * b + p * p) / (b * b + p * p) if (b > 0 or p > 0) and self.sketches else 1.0
             both = (self.rows, self.columns)
             rho_r, rho_c = (np.maximum(means[0] / own, 1 / n) for means, own in zip(both, self.own, strict=True))
             rho = max(self.rows[0].mean() / self.own[0].mean(), 1 / n)

@@ -18,8 +18,7 @@ a sketch z of their gradients, the sums over each row and each column with fixed
 replica's own sketches, and Y that of all sketches, averaged through the mix, both before this step:
 
     a  <-  β2·a + (1-β2)·Σ z⊙Y,    b  <-  β2·b + (1-β2)·Σ z⊙y        averaged through the mix, too
-    p   =  0.02·max(Σ S, 0)
-    h   =  clamp((max(a, 0) + p) / (max(b, 0) + p), 0, 1)      the share of the common signal in all of it
+    h   =  (a·b + p²) / (b² + p²),  p = 0.05·Σ S            the share of the common signal, with a clamped to [0, b]
 
 With p, h is near 1 where the sketches contain next to nothing of the signal. Let v_r, v_c and v̄ be the means of v over row r,
 column c and all of this replica's matrix, and V and S the averages of such means of v and s over the replicas:
@@ -59,8 +58,8 @@ _PLAIN = 10
 # The moving averages of sketches are renewed in every fourth step, so this is a memory of 130 steps: the longer it is, the less
 # does Y contain of the replica's own sketches that were not mixed yet.
 _KEPT = 0.97
-# The weight of what h is without sketches, 1.
-_PRIOR = 0.02
+# Sketches count as far as the signal in them is large by this share of all signal.
+_PRIOR = 0.05
 _MEANS, _SHARED, _GAINS, _COUNT = "means", "shared_means", "gains", "statistics_step"
 _STATISTICS = frozenset({_MEANS, _SHARED, _GAINS, _COUNT})
 # Elements of a block of rows on the CPU: operands and temporaries of a few blocks fit into a cache of some MiB.
@@ -423,10 +422,12 @@ def _gains(means: Tensor, shared: Tensor, common: Tensor, rows: int, n: int) -> 
     v, s = shared.chunk(2, dim=1)
     rho = (v / means.clamp(min=_TINY)).clamp_(1 / n, _LARGE)
     whole = (v[:, :rows].mean(1) / means[:, :rows].mean(1).clamp(min=_TINY)).clamp_(1 / n, _LARGE)
-    # The sums of s and the sketches' products have the same unit: a mean of squares, times R + C.
-    prior = _PRIOR * s.sum(1, keepdim=True).clamp_(min=0) + _TINY
-    a, b = (common.clamp(min=0) + prior).chunk(2, dim=1)
-    h = (a / b).clamp_(max=1)
+    # The sum of s and the products of sketches estimate the same. In the unit of the larger, no square leaves float32's range.
+    total = s.sum(1, keepdim=True).clamp_(min=0)
+    unit = torch.maximum(common[:, 1:], total).clamp_(min=_TINY)
+    a, b = (common / unit).clamp_(min=0).chunk(2, dim=1)
+    prior = (_PRIOR * total / unit).square_() + _TINY
+    h = (torch.minimum(a, b) * b + prior) / (b * b + prior)
     kappa = (h * s / v.clamp(min=_TINY)).clamp_(0, 1)
     gains = rho.rsqrt_() * (1 / n + (1 - 1 / n) * kappa).pow_(-0.25)
     gains[:, :rows] *= whole.sqrt_()[:, None]
