@@ -96,7 +96,7 @@ bench-gossip: $(VENV)/.installed  ## gossip() and the wrapper over slow links (7
 	$(BIN)/python -m benchmarks.net --setup 8x1-60 --out benchmarks/results/gossip --contender alone 'ours:one-peer-exp*' \
 		'gossip:one-peer-exp*'
 
-bench-optim: $(VENV)/.installed  ## an update of AccumAdamW compared with torch's fused AdamW
+bench-optim: $(VENV)/.installed  ## updates of GossipAdamW and AccumAdamW compared with torch's fused AdamW
 	$(BIN)/python -m benchmarks.optim --compiled
 
 bench-overhead: $(VENV)/.installed  ## the Python part of a step, per parameter tensor

@@ -1,7 +1,8 @@
-"""Times an update of AccumAdamW beside torch's fused AdamW: ``python -m benchmarks.optim``, or ``make bench-optim``.
+"""Times updates of this library's optimizers beside torch's AdamW: ``python -m benchmarks.optim``, or ``make bench-optim``.
 
-The parameters are those of the lab's model, on one thread. Forms take turns, update by update, so that other load on the
-machine slows all of them alike. Medians are printed and written to optim.json. ``--compiled`` needs a C++ compiler.
+The parameters are those of the lab's model, on one thread. Forms take turns, four updates each, so that other load on the
+machine slows all of them alike. (GossipAdamW renews its statistics in every fourth.) Medians over the turns of an update's time
+are printed and written to optim.json. ``--compiled`` needs a C++ compiler.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 
 from benchmarks.report import machine
 from benchmarks.setups import BLOCKS, HIDDEN, PARAMETERS, WIDTH
-from decent_dp.optim import AccumAdamW
+from decent_dp.optim import AccumAdamW, GossipAdamW
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -33,27 +34,31 @@ def make_params() -> list[torch.nn.Parameter]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.optim", description="Times an update of AccumAdamW.")
-    parser.add_argument("--updates", type=int, default=200, help="timed updates of each form")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.optim", description="Times updates of optimizers.")
+    parser.add_argument("--updates", type=int, default=200, help="timed updates of each form, in turns of four")
     parser.add_argument("--compiled", action="store_true", help="also the form made by torch.compile")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    gossip_adamw = GossipAdamW(make_params())
+    gossip_adamw.set_replicas(16)
     forms: dict[str, Callable[[], object]] = {
         "torch AdamW, fused": torch.optim.AdamW(make_params(), fused=True).step,
         "torch AdamW, foreach": torch.optim.AdamW(make_params(), foreach=True).step,
+        "GossipAdamW": gossip_adamw.step,
         "AccumAdamW": AccumAdamW(make_params()).step,
         "AccumAdamW, readable": AccumAdamW(make_params(), foreach=False).step,
     }
     if args.compiled:
         forms["AccumAdamW, compiled"] = AccumAdamW(make_params(), compiled=True).step
     times: dict[str, list[float]] = {name: [] for name in forms}
-    for update in range(8 + args.updates):
+    for turn in range(2 + args.updates // 4):
         for name, step in forms.items():
             began = time.perf_counter()
-            step()
-            if update >= 8:  # two windows of warm-up, in which every form is compiled
-                times[name].append(1e3 * (time.perf_counter() - began))
+            for _ in range(4):
+                step()
+            if turn >= 2:  # two windows of warm-up, in which every form is compiled
+                times[name].append(1e3 * (time.perf_counter() - began) / 4)
     base = median(times["torch AdamW, fused"])
     lines = {name: {"ms": round(median(own), 2), "to_fused": round(median(own) / base, 2)} for name, own in times.items()}
     for name, line in lines.items():

@@ -523,7 +523,7 @@ def test_the_committed_results_keep_the_promises():
     topologies = {"base-2", "complete", "ring", "one-peer-exp", "alternating-exp-ring"}
     assert topologies <= decent_dp.TopologyReg.registry.keys()
     assert lines.keys() == {(name, o) for name in {compare.BASELINE, "base-2, wrapper", *topologies} for o in optimizers}
-    assert optimizers == {"AdamW", "AccumAdamW"}
+    assert optimizers == {"GossipAdamW", "AdamW"}
     for (name, optimizer), line in lines.items():
         assert len(line["accuracy_by_seed"]) == 3
         assert line["accuracy"] == pytest.approx(sum(line["accuracy_by_seed"]) / 3)
