@@ -264,6 +264,24 @@ def test_a_compiled_step_is_the_same(n):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
+def test_a_step_inside_of_autocast_is_the_same():
+    """As that of a wrapper whose backward is called there."""
+
+    def train(enabled: bool) -> nn.Module:
+        model = small()
+        optimizer = GossipAdamW(model.parameters(), lr=0.01)
+        optimizer.set_replicas(4)
+        for t in range(6):
+            for i, param in enumerate(model.parameters()):
+                param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(100 * t + i))
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                optimizer.step()
+        return model
+
+    for ours, theirs in zip(train(True).parameters(), train(False).parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_descent_and_ascent_are_mirrored():
     def train(sign: float, maximize: bool) -> np.ndarray:
         model = Linear()

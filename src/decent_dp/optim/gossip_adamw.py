@@ -401,10 +401,12 @@ def _blocks(a: Tensor) -> tuple[Tensor, ...]:
 def _sums(parts: Iterable[Tensor], over_rows: Tensor, over_columns: Tensor) -> Tensor:
     """The sums, with the given weights, of each row and each column of blocks (stacked, R_i, C): (stacked, R + C), float32."""
     of_rows, of_columns, done = [], [], 0
-    for part in parts:
-        of_rows.append(part @ over_columns)
-        of_columns.append(part.transpose(1, 2) @ over_rows[done : done + part.shape[1]])
-        done += part.shape[1]
+    # A backward inside of autocast runs the wrapper's steps there, too.
+    with torch.autocast(over_rows.device.type, enabled=False):
+        for part in parts:
+            of_rows.append(part @ over_columns)
+            of_columns.append(part.transpose(1, 2) @ over_rows[done : done + part.shape[1]])
+            done += part.shape[1]
     return torch.cat([*of_rows, torch.stack(of_columns).sum(0)], dim=1)
 
 
