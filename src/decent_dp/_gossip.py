@@ -169,7 +169,7 @@ class Gossip(Replica):
         self._params_at_call = [params_of(optimizer) for optimizer in self.optimizers]
         tell_replicas(self.optimizers, self.transport.world_size)
         self.statistics = Statistics(self.optimizers, {id(param): name for name, param in model.named_parameters()})
-        self.engine.install(self._lay_out())
+        self.use_buckets(self._lay_out())
         self._hooks: list[Any] = [
             optimizer.register_step_post_hook(self._after_step(i)) for i, optimizer in enumerate(self.optimizers)
         ]

@@ -460,7 +460,7 @@ class BackwardReplica(Replica):
         self._pending_state = None
         statistics, statistics_buckets = self._builder.lay_out_statistics(units)
         self._use(units, whole, statistics)
-        self.engine.install([*(unit.bucket for unit in units), *statistics_buckets])
+        self.use_buckets([*(unit.bucket for unit in units), *statistics_buckets])
 
     def _use(self, units: list[Unit], order: list[int] | None, statistics: Statistics) -> None:
         """Replaces all units."""

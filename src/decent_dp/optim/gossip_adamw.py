@@ -13,34 +13,32 @@ The noise of m and that of today's g are independent, so the mean of their produ
 is an average of few gradients, s takes g⊙g, so κ starts at 1. Only the means of s and v over each row and each column are
 kept (as in Adafactor, arXiv 1804.04235), and replicas average these through the mix.
 
-With uneven data the mean gradients of the replicas differ, and s contains what they do not have in common. So replicas compare
-a sketch z of their gradients, the sums over each row and each column with fixed random signs. y is a moving average of a
-replica's own sketches, and Y that of all sketches, averaged through the mix, both before this step:
+With uneven data the mean gradients of the replicas differ, and s contains what they do not have in common. The rule
+``DriftCorrection`` estimates the drift D of a replica, by which its steps differ from the mean of all steps. In units of the
+gradient that is d = -D·(√v'+ε)/lr, and the signal that all have in common is
 
-    a  <-  β2·a + (1-β2)·Σ z⊙Y,    b  <-  β2·b + (1-β2)·Σ z⊙y        averaged through the mix, too
-    h   =  (a·b + p²) / (b² + p²),  p = 0.05·Σ S            the share of the common signal, with a clamped to [0, b]
+    c  <-  β2·c + (1-β2)·g⊙(m/(1-β1^(t-1)) - d)                without this rule c = s
 
-With p, h is near 1 where the sketches contain next to nothing of the signal. Let v_r, v_c and v̄ be the means of v over row r,
-column c and all of this replica's matrix, and V and S the averages of such means of v and s over the replicas:
+Let v_r, v_c and v̄ be the means of v over row r, column c and all of this replica's matrix, and V, S and C the averages of such
+means of v, s and c over the replicas:
 
+    F_r = C_r / V_r + (1 - S_r / V_r)/n,   F_c likewise     with S/V and C/V clamped to [0, 1], and F at least 1/(4n)
     ρ_r = V_r / v_r,   ρ_c = V_c / v_c,   ρ = V̄ / v̄       at least 1/n, because V contains v/n
-    F_r = 1/n + (1 - 1/n)·clamp(h·S_r / V_r, 0, 1),   F_c likewise
     v'  = v · (ρ_r·ρ_c/ρ) · √(F_r·F_c)                      the second moment to divide by
+    v'  = V_r·V_c/V̄ · √(F_r·F_c)                           with the rule: the same for all replicas; at least v/n²
 
-The update is AdamW's times the gain √(v/v') of its row and column. Statistics and gains are renewed in every fourth step (with
-β2⁴, and with m as it is then), and averaged in every fourth round. Biases and other vectors get AdamW's update.
+The update is AdamW's with v' in place of v. Without the rule it is computed as AdamW's times the gain √(v/v') of its row and
+column. Statistics and gains are renewed in every fourth step (with β2⁴, and with m as it is then), and averaged in every fourth
+round. Biases and other vectors get AdamW's update.
 docs/gossip-adamw.md derives this, with the bias and the variance of the estimates.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
@@ -55,15 +53,13 @@ __all__ = ["GossipAdamW"]
 
 # Steps in which s takes g⊙g. After ten steps the momentum averages about six gradients.
 _PLAIN = 10
-# The moving averages of sketches are renewed in every fourth step, so this is a memory of 130 steps: the longer it is, the less
-# does Y contain of the replica's own sketches that were not mixed yet.
-_KEPT = 0.97
-# Sketches count as far as the signal in them is large by this share of all signal.
-_PRIOR = 0.05
-_MEANS, _SHARED, _GAINS, _COUNT = "means", "shared_means", "gains", "statistics_step"
-_STATISTICS = frozenset({_MEANS, _SHARED, _GAINS, _COUNT})
+_MEANS, _SHARED, _GAINS, _ROOTS = "means", "shared_means", "gains", "shared_roots"
+_COUNT, _LR = "statistics_step", "statistics_lr"
+_STATISTICS = frozenset({_MEANS, _SHARED, _GAINS, _ROOTS, _COUNT, _LR})
 # Elements of a block of rows on the CPU: operands and temporaries of a few blocks fit into a cache of some MiB.
 _BLOCK = 256 * 1024
+# F is at least this by n.
+_SMALLEST = 0.25
 # Bounds that keep the gains of rows without a gradient, whose update is zero, finite.
 _TINY, _LARGE = 1e-38, 1e30
 
@@ -99,15 +95,15 @@ class GossipAdamW(AdamW, SharesStatistics):
     parameters (about two per cent more bytes). On its own, and with one replica, it is ``torch.optim.AdamW`` bit for bit.
     Bring the learning rate, betas and weight decay of the DDP run. The formula is at the top of this module.
 
-    The state is AdamW's, and for each matrix of R rows and C columns three vectors, of 6(R + C) + 2 float32 numbers. The
-    state dict of an AdamW can be loaded: the statistics then start from its second moment. Of a sharded parameter (DTensor),
-    each worker keeps the means over its own part.
+    The state is AdamW's, and for each matrix of R rows and C columns three vectors of 5(R + C) float32 numbers in all (with
+    ``DriftCorrection`` four, of 6(R + C)). The state dict of an AdamW can be loaded: the statistics then start from its second
+    moment. Of a sharded parameter (DTensor), each worker keeps the means over its own part.
 
     Args:
         params: parameters, named parameters ``(name, parameter)`` or param groups; dense.
         lr: learning rate, a number or a 1-element tensor.
         betas: (β1, β2), each in [0, 1).
-        eps: ε, added to the root of this replica's own second moment.
+        eps: ε, added to the root of this replica's own second moment (with ``DriftCorrection``, of v').
         weight_decay: every update first shrinks x by the factor 1 - lr·weight_decay.
         amsgrad, maximize, foreach, fused: as in ``torch.optim.AdamW``. All forms are equal up to rounding.
 
@@ -135,11 +131,13 @@ class GossipAdamW(AdamW, SharesStatistics):
         self._replicas = 1
         # The parameters of this many replicas lie in each tensor, one after another along the first dimension (the simulator).
         self._stacked = 1
+        self._drifts: Mapping[Tensor, Tensor] = {}
+        self._drift_share = 1.0
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        vars(self).setdefault("_replicas", 1)
-        vars(self).setdefault("_stacked", 1)
+        for name, value in {"_replicas": 1, "_stacked": 1, "_drifts": {}, "_drift_share": 1.0}.items():
+            vars(self).setdefault(name, value)
 
     # -- with other replicas ------------------------------------------------------------------------------------------------
 
@@ -157,6 +155,16 @@ class GossipAdamW(AdamW, SharesStatistics):
             # unscales the gradients and skips the step itself.
             self._step_supports_amp_scaling = False
             self.statistics()
+        else:
+            self._drifts = {}
+
+    def set_drifts(self, drifts: Mapping[Tensor, Tensor], share: float) -> None:
+        if any(group["amsgrad"] for group in self.param_groups):
+            raise ValueError(
+                "GossipAdamW(amsgrad=True) with the rule DriftCorrection is not supported: all replicas divide by one second "
+                "moment, of which there is no maximum. Use amsgrad=False, or no rule."
+            )
+        self._drifts, self._drift_share = drifts, share
 
     @torch.no_grad()
     def statistics(self) -> list[tuple[Tensor, Tensor]]:
@@ -186,12 +194,13 @@ class GossipAdamW(AdamW, SharesStatistics):
                 stacked, rows, columns = self._matrices(param).shape
                 means = torch.zeros(stacked, rows + columns, device=_local(param).device)
             means = means if self._stacked > 1 else means[0]
-            state[_MEANS] = torch.cat([means, torch.zeros_like(means)], dim=-1)  # v, y
-            # V and, with κ = 1, S. (v/n + (1-1/n)·s is linear in both, so a second moment that was loaded fades out.) Y, a, b.
-            state[_SHARED] = torch.cat([means, means, torch.zeros_like(means), means.new_zeros(*means.shape[:-1], 2)], dim=-1)
+            state[_MEANS] = means.clone()
+            # V and, with κ = 1, S and C. (c + (v - s)/n is linear in them, so a second moment that was loaded fades out.)
+            state[_SHARED] = torch.cat([means, means, means], dim=-1)
             state[_GAINS] = torch.ones_like(means)
             # AdamW's own count may be on a GPU, where reading it in each step would wait.
             state[_COUNT] = torch.tensor(float(state.get("step", 0)), device="cpu")
+            state[_LR] = torch.zeros((), device="cpu")
         shared: Tensor = state[_SHARED]
         return shared
 
@@ -208,14 +217,14 @@ class GossipAdamW(AdamW, SharesStatistics):
                     if entry in state and state[entry].shape != param.shape:
                         self._refuse_shape(key, entry, state[entry], param, tuple(param.shape))
                 size = sum(self._matrices(param).shape[1:]) if self._is_matrix(param) else 0
-                for entry, wanted in ((_MEANS, 2 * size), (_SHARED, 3 * size + 2 if size else 0), (_GAINS, size)):
+                for entry, wanted in ((_MEANS, size), (_SHARED, 3 * size), (_GAINS, size), (_ROOTS, size)):
                     if entry in state and state[entry].shape[-1:] != (wanted,):
                         self._refuse_shape(key, entry, state[entry], param, (wanted,))
 
         def restore(given: dict[str, Any]) -> None:
             for _, param, state in pairs(self.param_groups, given):
                 for entry in _STATISTICS & state.keys():
-                    on = "cpu" if entry == _COUNT else param.device
+                    on = "cpu" if entry in (_COUNT, _LR) else param.device
                     self.state[param][entry] = state[entry].detach().to(on, torch.float32, copy=True)
 
         with given_state(self, check, restore):
@@ -301,7 +310,11 @@ class GossipAdamW(AdamW, SharesStatistics):
     @_disable_dynamo
     def _step_matrices(self, group: dict[str, Any], rows: list[_Row]) -> None:
         """AdamW's update of zeros gives the change of each matrix, which is multiplied by the gains of its rows and columns."""
-        pieces = [piece for row in rows for piece in self._pieces(row, *self._gains_of(group, row))]
+        for row in rows:
+            if row.param in self._drifts:
+                self._step_by_shared_moment(group, row)
+        rows = [row for row in rows if row.param not in self._drifts]
+        pieces = [piece for row in rows for piece in self._pieces(row, *self._factors_of(group, row, _GAINS))]
         on_cpu = all(piece.param.device.type == "cpu" for piece, _, _ in pieces)
         # One after another, pieces stay in the cache of a CPU. On a GPU fewer kernels are faster.
         for together in [[piece] for piece in pieces] if on_cpu else [pieces]:
@@ -314,6 +327,22 @@ class GossipAdamW(AdamW, SharesStatistics):
                 self._move(row.param, change.param, of_rows, of_columns, 1 - group["lr"] * group["weight_decay"])
         for row in rows:
             row.step.add_(1)
+
+    def _step_by_shared_moment(self, group: dict[str, Any], row: _Row) -> None:
+        """AdamW's update with the second moment that all replicas have in common."""
+        (beta1, beta2), lr = group["betas"], group["lr"]
+        of_rows, of_columns = self._factors_of(group, row, _ROOTS)
+        t = int(self.state[row.param][_COUNT])
+        # A row may get its first gradient between two renewals. If no other replica has one, this is the second moment of ḡ.
+        scale, smallest = -lr / (1 - beta1**t), _SMALLEST / (self._replicas**2 * (1 - beta2**t))
+        for piece, roots, _ in self._pieces(row, of_rows, of_columns):
+            grad = -piece.grad if group["maximize"] else piece.grad
+            piece.exp_avg.lerp_(grad, 1 - beta1)
+            piece.exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+            own = self._matrices(piece.exp_avg_sq * smallest).sqrt_()
+            change = self._matrices(piece.exp_avg) / torch.maximum(roots * of_columns, own).add_(group["eps"])
+            _shrink_and_add(piece.param, 1 - lr * group["weight_decay"], change.mul_(scale).view(piece.param.shape))
+        row.step.add_(1)
 
     def _pieces(self, row: _Row, of_rows: Tensor, of_columns: Tensor) -> Iterator[tuple[_Row, Tensor, Tensor]]:
         """The parts of a matrix on this worker with their gains: blocks of rows on the CPU, else the whole."""
@@ -329,85 +358,87 @@ class GossipAdamW(AdamW, SharesStatistics):
 
     def _move(self, param: Tensor, change: Tensor, of_rows: Tensor, of_columns: Tensor, keep: float | Tensor) -> None:
         """param <- keep·param + change·gains"""
-        narrow = param.dtype in (torch.float16, torch.bfloat16)
-        wide = param.float() if narrow else param
-        matrices = self._matrices(change.float() if narrow else change)
-        wide.mul_(keep).add_(matrices.mul_(of_rows).mul_(of_columns).view(param.shape))
-        if narrow:  # rounded once
-            param.copy_(wide)
+        matrices = self._matrices(change.float() if _is_narrow(param) else change)
+        _shrink_and_add(param, keep, matrices.mul_(of_rows).mul_(of_columns).view(param.shape))
 
-    def _gains_of(self, group: dict[str, Any], row: _Row) -> tuple[Tensor, Tensor]:
-        """Returns the gains of rows (stacked, R, 1) and columns (stacked, 1, C), renewed in every fourth step."""
+    def _factors_of(self, group: dict[str, Any], row: _Row, kind: str) -> tuple[Tensor, Tensor]:
+        """Returns gains or roots of rows (stacked, R, 1) and columns (stacked, 1, C), renewed in every fourth step."""
         self._statistics_of(row.param)
         state = self.state[row.param]
-        gains = state[_GAINS] if self._stacked > 1 else state[_GAINS][None]
         if int(state[_COUNT]) % self.EVERY == 0:
-            self._take_gradient(group, row, state, gains)
+            self._take_gradient(group, row, state)
+        elif kind == _ROOTS and _ROOTS not in state:  # the state is of a run without the rule
+            self._renew(state, group["betas"][1] ** int(state[_COUNT]), row)
         state[_COUNT] += 1
-        rows = _local(row.param).shape[1 if self._stacked > 1 else 0]
-        return gains[:, :rows, None], gains[:, None, rows:]
+        factors = state[kind] if self._stacked > 1 else state[kind][None]
+        rows = self._matrices(row.param).shape[1]
+        return factors[:, :rows, None], factors[:, None, rows:]
 
-    def _take_gradient(self, group: dict[str, Any], row: _Row, state: dict[str, Any], gains: Tensor) -> None:
-        """Takes a gradient into the statistics, and writes the new gains."""
+    def _renew(self, state: dict[str, Any], fading: float, row: _Row) -> None:
+        """Writes the gains, or the roots for a parameter with a drift; ``fading`` is the weight of zeros in the averages."""
+        rows = self._matrices(row.param).shape[1]
+        of_v, of_all = state[_MEANS].view(self._stacked, -1), state[_SHARED].view(self._stacked, -1)
+        if row.param in self._drifts:
+            state[_ROOTS] = _roots(of_all, rows, self._replicas, fading).view_as(state[_MEANS])
+        else:
+            state[_GAINS].copy_(_gains(of_v, of_all, rows, self._replicas).view_as(state[_GAINS]))
+
+    def _take_gradient(self, group: dict[str, Any], row: _Row, state: dict[str, Any]) -> None:
+        """Takes a gradient into the statistics, and renews what follows from them."""
         (beta1, beta2), t = group["betas"], int(state[_COUNT])
         grad = self._matrices(row.grad)
-        size = gains.shape[1]
-        of_v, own_sketch = state[_MEANS].view(len(grad), -1).split(size, dim=1)
-        of_both, sketch, common = state[_SHARED].view(len(grad), -1).split([2 * size, size, 2], dim=1)
-        squares = signal = _means_of_product(grad, grad)
+        of_v, of_all = state[_MEANS].view(len(grad), -1), state[_SHARED].view(len(grad), -1)
+        squares = signal = common = _means_of_product(grad, grad)
         if t >= _PLAIN:
             # m is the average of -g if the loss is maximized.
-            correction = (-1 if group["maximize"] else 1) / (1 - beta1**t)
-            signal = _means_of_product(grad, self._matrices(row.exp_avg)).mul_(correction)
+            sign = -1 if group["maximize"] else 1
+            signal = common = _means_of_product(grad, self._matrices(row.exp_avg)).mul_(sign / (1 - beta1**t))
+            # A drift that was found at a higher rate is halved from one of these steps to the next.
+            state[_LR].copy_(torch.clamp(state[_LR] / 2, min=float(group["lr"])))
+            if row.param in self._drifts and _ROOTS in state and state[_LR] > 0:
+                drift = self._drift_by_gradient(row, grad, state[_ROOTS].view(len(grad), -1), group["eps"])
+                common = signal + drift.mul_(sign / (float(state[_LR]) * self._drift_share))
         weight = 1 - beta2 ** (self.EVERY if t else 1)
         of_v.lerp_(squares, weight)
-        of_both.lerp_(torch.cat([squares, signal], dim=1), weight)
-        now = _sketch(grad)
-        # At first, the average has hardly been mixed.
-        products = [(now * before).sum(1, keepdim=True) for before in (own_sketch if t < _PLAIN else sketch, own_sketch)]
-        common.lerp_(torch.cat(products, dim=1), weight)
-        own_sketch.lerp_(now, 1 - _KEPT)
-        sketch.lerp_(now, 1 - _KEPT)
-        gains.copy_(_gains(of_v, of_both, common, grad.shape[1], self._replicas))
+        of_all.lerp_(torch.cat([squares, signal, common], dim=1), weight)
+        self._renew(state, beta2 ** (t + 1), row)
+
+    def _drift_by_gradient(self, row: _Row, grad: Tensor, roots: Tensor, eps: float) -> Tensor:
+        """The means of g⊙D⊙(√v'+ε), where D is the drift, over each row and each column: (stacked, R + C), float32."""
+        rows = grad.shape[1]
+        tensors = grad, self._matrices(self._drifts[row.param]), roots[:, :rows, None]
+        return _means(
+            # In an order that forms no products of small numbers.
+            ((of_rows * roots[:, None, rows:]).add_(eps).mul_(drift).mul_(g) for g, drift, of_rows in _blocks(*tensors)),
+            grad,
+        )
 
 
 def _means_of_product(a: Tensor, b: Tensor) -> Tensor:
     """The means of a⊙b over each row and each column: (stacked, R, C), twice -> (stacked, R + C), float32."""
-    _, rows, columns = a.shape
-    products = (part.float() * other.float() for part, other in zip(_blocks(a), _blocks(b), strict=True))
+    return _means((part.float() * other.float() for part, other in _blocks(a, b)), a)
+
+
+def _means(parts: Iterable[Tensor], whole: Tensor) -> Tensor:
+    """The means over each row and each column of the blocks of a matrix: (stacked, R_i, C) -> (stacked, R + C)."""
+    _, rows, columns = whole.shape
     # Products with vectors are several times as fast as means, of columns above all.
-    return _sums(products, torch.full((rows,), 1 / rows, device=a.device), torch.full((columns,), 1 / columns, device=a.device))
-
-
-def _sketch(a: Tensor) -> Tensor:
-    """The sums over each row and each column with random signs, as large as one entry: (stacked, R, C) -> (stacked, R + C)."""
-    _, rows, columns = a.shape
-    return _sums((part.float() for part in _blocks(a)), _signs(rows, a.device), _signs(columns, a.device))
-
-
-@cache
-def _signs(size: int, device: torch.device) -> Tensor:
-    """±1/√size, the same in every process. Without signs, the sums of many gradients are 0, as behind a layer norm."""
-    bits = np.unpackbits(np.frombuffer(random.Random(size).randbytes(size // 8 + 1), np.uint8), count=size)
-    return torch.from_numpy((1 - 2 * bits.astype(np.float32)) / np.float32(size**0.5)).to(device)
-
-
-def _blocks(a: Tensor) -> tuple[Tensor, ...]:
-    """Blocks of rows on the CPU, else the whole: (stacked, R_i, C)."""
-    size = max(1, _BLOCK * a.shape[1] // a.numel()) if a.device.type == "cpu" and len(a) == 1 else a.shape[1]
-    return torch.split(a, size, dim=1)
-
-
-def _sums(parts: Iterable[Tensor], over_rows: Tensor, over_columns: Tensor) -> Tensor:
-    """The sums, with the given weights, of each row and each column of blocks (stacked, R_i, C): (stacked, R + C), float32."""
+    over_rows, over_columns = (torch.full((size,), 1 / size, device=whole.device) for size in (rows, columns))
     of_rows, of_columns, done = [], [], 0
     # A backward inside of autocast runs the wrapper's steps there, too.
-    with torch.autocast(over_rows.device.type, enabled=False):
+    with torch.autocast(whole.device.type, enabled=False):
         for part in parts:
             of_rows.append(part @ over_columns)
             of_columns.append(part.transpose(1, 2) @ over_rows[done : done + part.shape[1]])
             done += part.shape[1]
     return torch.cat([*of_rows, torch.stack(of_columns).sum(0)], dim=1)
+
+
+def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Blocks of rows of each tensor on the CPU, else the whole: (stacked, R_i, C)."""
+    a = tensors[0]
+    size = max(1, _BLOCK * a.shape[1] // a.numel()) if a.device.type == "cpu" and len(a) == 1 else a.shape[1]
+    return zip(*(torch.split(tensor, size, dim=1) for tensor in tensors), strict=True)
 
 
 def _is_plain(row: _Row) -> bool:
@@ -419,21 +450,42 @@ def _is_plain(row: _Row) -> bool:
     return found == {(True, True, row.param.dtype)} and row.step.dtype == torch.float32
 
 
-def _gains(means: Tensor, shared: Tensor, common: Tensor, rows: int, n: int) -> Tensor:
-    """The gains of the formula and ``means`` (v) are (stacked, R + C), ``shared`` (V, S) twice that, ``common`` (a, b) two."""
-    v, s = shared.chunk(2, dim=1)
+def _gains(means: Tensor, shared: Tensor, rows: int, n: int) -> Tensor:
+    """The gains of the formula; they and ``means`` (v) are (stacked, R + C), ``shared`` (V, S, C) three times that."""
+    v, s, c = shared.chunk(3, dim=1)
     rho = (v / means.clamp(min=_TINY)).clamp_(1 / n, _LARGE)
     whole = (v[:, :rows].mean(1) / means[:, :rows].mean(1).clamp(min=_TINY)).clamp_(1 / n, _LARGE)
-    # The sum of s and the products of sketches estimate the same. In the unit of the larger, no square leaves float32's range.
-    total = s.sum(1, keepdim=True).clamp_(min=0)
-    unit = torch.maximum(common[:, 1:], total).clamp_(min=_TINY)
-    a, b = (common / unit).clamp_(min=0).chunk(2, dim=1)
-    prior = (_PRIOR * total / unit).square_() + _TINY
-    h = (torch.minimum(a, b) * b + prior) / (b * b + prior)
-    kappa = (h * s / v.clamp(min=_TINY)).clamp_(0, 1)
-    gains = rho.rsqrt_() * (1 / n + (1 - 1 / n) * kappa).pow_(-0.25)
+    gains = rho.rsqrt_() * _share_of_global_batch(v, s, c, n).pow_(-0.25)
     gains[:, :rows] *= whole.sqrt_()[:, None]
     return gains
+
+
+def _roots(shared: Tensor, rows: int, n: int, fading: float) -> Tensor:
+    """The factors of √v' of the formula that is the same for all replicas: (stacked, R + C)."""
+    v, s, c = shared.chunk(3, dim=1)
+    # √F is the product of the fourth roots of rows and columns.
+    roots = v.sqrt() * _share_of_global_batch(v, s, c, n).pow_(0.25)
+    # The weight of zeros cancels here, so that it is corrected once in a product of roots.
+    roots[:, :rows] *= (v[:, :rows].mean(1, keepdim=True) * (1 - fading)).clamp_(min=_TINY).rsqrt_()
+    return roots
+
+
+def _share_of_global_batch(v: Tensor, s: Tensor, c: Tensor, n: int) -> Tensor:
+    """F of the formula."""
+    of_signal, common = ((part / v.clamp(min=_TINY)).clamp_(0, 1) for part in (s, c))
+    return (common + (1 - of_signal) / n).clamp_(min=_SMALLEST / n)
+
+
+def _is_narrow(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.float16, torch.bfloat16)
+
+
+def _shrink_and_add(param: Tensor, keep: float | Tensor, change: Tensor) -> None:
+    """param <- keep·param + change, rounded once."""
+    wide = param.float() if _is_narrow(param) else param
+    wide.mul_(keep).add_(change)
+    if wide is not param:
+        param.copy_(wide)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import ClassVar
 
 from torch import Tensor
@@ -31,4 +32,12 @@ class SharesStatistics(ABC):
         """Returns (parameter, statistics) pairs, of float32 tensors that the mix writes to.
 
         The same parameters and shapes on every call and on every worker. The tensors may be other ones after a load.
+        """
+
+    def set_drifts(self, drifts: Mapping[Tensor, Tensor], share: float) -> None:  # noqa: B027
+        """Called if the rule is ``DriftCorrection``; by default does nothing.
+
+        Args:
+            drifts: by parameter, in its shape: the drift of this replica per round, which the rule keeps up to date.
+            share: the part of a constant drift that is in it.
         """

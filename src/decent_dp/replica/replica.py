@@ -35,7 +35,7 @@ from decent_dp.replica.parameters import Parameters
 from decent_dp.replica.registry import register
 from decent_dp.replica.shards import holds_first_copy, is_sharded, local
 from decent_dp.replica.shutdown import shut_down
-from decent_dp.replica.statistics import Statistics, tell_replicas
+from decent_dp.replica.statistics import Statistics, tell_drifts, tell_replicas
 from decent_dp.replica.stats import Stats
 from decent_dp.rules.base import rule_settings
 from decent_dp.transport import Handle, Transport
@@ -154,6 +154,11 @@ class Replica(ABC):
             self.invalidate()
         self.rebind()
         self.engine.renew()
+
+    def use_buckets(self, buckets: list[Bucket]) -> None:
+        """Replaces all buckets, after the optimizers."""
+        self.engine.install(buckets)
+        tell_drifts(self.optimizers, dict(zip(self.parameters.names, self.parameters.params, strict=True)), self.engine)
 
     def rebind(self) -> None:
         """Updates the buckets to the parameters' present storage."""

@@ -147,7 +147,7 @@ def restore(replica: Replica, state: dict[str, Any], check: Callable[[], None], 
             engine = replica.engine
             write()
             replica.install(state, buckets)
-            engine.install(buckets)
+            replica.use_buckets(buckets)
             engine.round, engine.factor = state["round"], state["factor"]
             if not state["rule"]["state"]:
                 engine.mark_stale()  # the rule's state is reset to these values

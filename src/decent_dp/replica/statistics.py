@@ -6,13 +6,16 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 
+from torch import Tensor
 from torch.optim import Optimizer
 
+from decent_dp.engine import Engine
 from decent_dp.engine.layout import TensorSpec
 from decent_dp.optim.statistics import SharesStatistics
+from decent_dp.rules import DriftCorrection
 from decent_dp.topo import Topology
 
-__all__ = ["Statistics", "refuse_isolated", "sharing_class", "tell_replicas"]
+__all__ = ["Statistics", "refuse_isolated", "sharing_class", "tell_drifts", "tell_replicas"]
 
 # Rounds of a topology without a period in which all workers must be connected.
 _ROUNDS = 256
@@ -64,6 +67,22 @@ def tell_replicas(optimizers: Sequence[Optimizer], n: int) -> None:
     for optimizer in optimizers:
         if isinstance(optimizer, SharesStatistics):
             optimizer.set_replicas(n)
+
+
+def tell_drifts(optimizers: Sequence[Optimizer], params: Mapping[str, Tensor], engine: Engine) -> None:
+    """Gives optimizers that share statistics the drifts that the engine's rule estimates, if it does.
+
+    Args:
+        params: by name.
+    """
+    rule = engine.rule
+    if not isinstance(rule, DriftCorrection):
+        return
+    states = {name: state for bucket in engine.buckets for name, state in bucket.rule_state().items()}
+    drifts = {params[name]: state["drift"] for name, state in states.items() if name in params}
+    for optimizer in optimizers:
+        if isinstance(optimizer, SharesStatistics):
+            optimizer.set_drifts(drifts, rule.share)
 
 
 def refuse_isolated(optimizer: str, topology: Topology) -> None:

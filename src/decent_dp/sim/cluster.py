@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from decent_dp._checks import check_integer, check_number, to_float
 from decent_dp.arguments import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, check_factories, check_scaler
 from decent_dp.compression import Lossless, check_compression
-from decent_dp.rules import Rule
+from decent_dp.rules import DriftCorrection, Rule
 from decent_dp.rules.base import check_rule
 from decent_dp.sim.exchange import CompressedExchange, LosslessExchange, SimulatedExchange
 from decent_dp.sim.gradients import LOSS_FN_TYPE, Gradients, StepGradients
@@ -116,7 +116,8 @@ class VirtualCluster:
         self.topology = Topology.every(made, mix_every)  # of the class: a subclass may have an attribute of this name
         self._stack = Stack(model, n)
         kind = check_compression(compression)
-        shared = self._stack.params, self.topology, check_rule(rule)
+        self._rule = check_rule(rule)
+        shared = self._stack.params, self.topology, self._rule
         lossless = kind is Lossless
         self._exchange: SimulatedExchange = LosslessExchange(*shared) if lossless else CompressedExchange(*shared, kind)
         self._statistics = StatisticsExchange(self.topology)
@@ -178,7 +179,11 @@ class VirtualCluster:
 
     def _make_stepper(self) -> Stepper:
         may_share = self._gradients.vectorized is not False
-        return make_stepper(self._stack, *self._factories, self._scaler, self._max_norm, may_share=may_share)
+        stepper = make_stepper(self._stack, *self._factories, self._scaler, self._max_norm, may_share=may_share)
+        if isinstance(self._rule, DriftCorrection):
+            states = self._exchange.states
+            stepper.set_drifts({name: states[name]["drift"] for name in self._stack.names}, self._rule.share)
+        return stepper
 
     def _check_batch(self, batch: Sequence[Any]) -> None:
         if not batch:

@@ -36,6 +36,7 @@ class SimulatedExchange(ABC):
 
     Attributes:
         factor: the adaptive factor γ.
+        states: the rule's state of each tensor by name, (n, *shape).
         bytes_sent: by all workers. A pair sends one message per worker, a group of m sends 2 (m - 1) in all.
     """
 
@@ -43,6 +44,7 @@ class SimulatedExchange(ABC):
         self._topology = topology
         self._rule = rule
         self.factor = 1.0
+        self.states: dict[str, dict[str, Tensor]] = {}
         self.bytes_sent = 0
 
     @abstractmethod
@@ -89,7 +91,8 @@ class LosslessExchange(SimulatedExchange):
     def __init__(self, params: Mapping[str, Tensor], topology: Topology, rule: Rule) -> None:
         super().__init__(params, topology, rule)
         self._params: list[Tensor] = [param.detach() for param in params.values()]
-        self._states = [rule.state(param) for param in self._params]
+        self.states = {name: rule.state(param) for name, param in zip(params, self._params, strict=True)}
+        self._states = list(self.states.values())
         self._nbytes = sum(param[0].numel() * param.itemsize for param in self._params)
         self._in_flight: tuple[Round, list[tuple[_EqualEdges, list[Tensor | None]]]] | None = None
 
@@ -177,6 +180,13 @@ class CompressedExchange(SimulatedExchange):
         self._buckets = [
             [Bucket(0, FlatBuffer(plan, own, as_view=False), compression, rule, topology) for own in replicas] for plan in plans
         ]
+        for plan, buckets in zip(plans, self._buckets, strict=True):
+            for i, slot in enumerate(plan.slots):
+                stacked = {key: torch.stack([bucket.states[i][key] for bucket in buckets]) for key in buckets[0].states[i]}
+                for row, bucket in enumerate(buckets):
+                    bucket.states[i] = {key: tensor[row] for key, tensor in stacked.items()}
+                shape, strides = (len(buckets), *slot.spec.shape), (slot.spec.numel, *slot.spec.stride)
+                self.states[slot.spec.name] = {key: tensor.as_strided(shape, strides) for key, tensor in stacked.items()}
 
     @property
     def rejected(self) -> int:

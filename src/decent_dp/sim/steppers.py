@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,6 +74,10 @@ class Stepper(ABC):
     def statistics(self) -> list[list[Tensor]]:
         """The statistics that optimizers share: of each optimizer, one tensor per parameter."""
         return [[tensor for _, tensor in optimizer.statistics()] for optimizer in self._sharing]
+
+    @abstractmethod
+    def set_drifts(self, drifts: Mapping[str, Tensor], share: float) -> None:
+        """Gives optimizers the drifts of the rule ``DriftCorrection``, (n, *shape), by parameter name."""
 
     @property
     def every(self) -> int:
@@ -149,7 +153,11 @@ class Shared(Stepper):
         self, stack: Stack, optimizer: Optimizer, lr_scheduler_fn: LR_SCHEDULER_FN_TYPE | None, max_norm: float
     ) -> None:
         super().__init__([optimizer], lr_scheduler_fn, stack.n)
-        self._params, self._max_norm = list(stack.params.values()), max_norm
+        self._named, self._params, self._max_norm = stack.params, list(stack.params.values()), max_norm
+
+    def set_drifts(self, drifts: Mapping[str, Tensor], share: float) -> None:
+        for optimizer in self._sharing:
+            optimizer.set_drifts({param: drifts[name] for name, param in self._named.items()}, share)
 
     def step(self, gradients: StepGradients) -> None:
         assert gradients.stacked is not None
@@ -198,6 +206,10 @@ class PerReplica(Stepper):
         super().__init__(optimizers, lr_scheduler_fn, len(params))
         self._params = params
         self._policies = [GradientPolicy(own, copy.deepcopy(scaler), max_norm) for own in params]
+
+    def set_drifts(self, drifts: Mapping[str, Tensor], share: float) -> None:
+        for i, optimizer in enumerate(self._sharing):
+            optimizer.set_drifts(dict(zip(self._params[i], [drift[i] for drift in drifts.values()], strict=True)), share)
 
     def scales(self) -> Tensor | None:
         one = torch.ones((), device=self._params[0][0].device)
