@@ -335,9 +335,10 @@ def old_shape(callable_: Any) -> str:
 
 
 PUBLIC = {
-    "": """AccumAdam AccumAdamW AveragedReplica CheckpointError DecentralizedDataParallel DisagreementError Edge Gossip
-        GossipAdamW NonFiniteError OutOfStepError OuterNesterov PeerError PeerLostError PeerTimeoutError Preemption Rule Saving
-        Stats Topology TopologyReg WireError calibrate export gossip initialize_dist latest load read_parameters save""",
+    "": """AccumAdam AccumAdamW AveragedReplica CheckpointError DecentralizedDataParallel DisagreementError
+        DriftCorrection Edge Gossip GossipAdamW NonFiniteError OutOfStepError OuterNesterov PeerError PeerLostError
+        PeerTimeoutError Preemption Rule Saving Stats Topology TopologyReg WireError calibrate
+        export gossip initialize_dist latest load read_parameters save""",
     ".checkpoint": "AveragedReplica Preemption Saving calibrate export latest load read_parameters save",
     ".ddp": "LR_SCHEDULER_FN_TYPE OPTIM_FN_TYPE DecentralizedDataParallel Stats",
     ".errors": """CheckpointError DisagreementError NonFiniteError OutOfStepError PeerError PeerLostError PeerTimeoutError

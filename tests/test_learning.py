@@ -143,4 +143,7 @@ def test_the_verdict_names_what_was_missed():
     met, missed = ({**line, "loss_ratio": ratio, "gap": 0.0} for ratio in (1.05, 1.06))
     assert [text.partition(":")[0] for text in learning.verdict([met, missed])] == ["met", "missed"]
     uneven = {**line, "alpha": 0.1, "loss_ratio": 9.0, "gap": 1.1}
-    assert learning.verdict([uneven])[0].startswith("missed: digits, 4 workers, α = 0.1")
+    assert learning.verdict([uneven]) == []
+    assert learning.verdict([{**uneven, "contender": learning.DRIFT}])[0].startswith(
+        "missed: GossipAdamW, DriftCorrection, digits, 4 workers, α = 0.1"
+    )

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from decent_dp.compression import Lossless
-from decent_dp.rules import Gossip, OuterNesterov, Rule
+from decent_dp.rules import DriftCorrection, Gossip, OuterNesterov, Rule
 from decent_dp.sim.exchange import CompressedExchange
 from decent_dp.transport import run_replicas
 from tests.helpers import some_and_all
@@ -21,6 +21,7 @@ from tests.sim_cases import OPTIMIZERS, STEPS, Case, compare, make_topology, tra
 from tests.test_sim_exact import hold
 
 OUTER, SLOW = OuterNesterov(), OuterNesterov(lr=0.5, momentum=0.6)
+DRIFT = DriftCorrection(gain=0.4, decay=0.8)
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,12 @@ CASES = [
     case("varying", "mlp", "adamw", compression="int8", overlap=False),
     # More than one run in a parameter.
     case("varying", "wide", "sgd", SLOW, compression="int8"),
+    # Corrections of drifts, also of workers that sit a round out.
+    case("varying", "mlp", "momentum", DRIFT),
+    case("ring", "conv", "adamw", DRIFT, mix_every=2, overlap=False),
+    case("complete", "mlp", "sgd", DRIFT, dtype="float32"),
+    case("one-peer-exp", "mlp", "sgd", DRIFT, compression="bfloat16"),
+    case("varying", "wide", "sgd", DRIFT, compression="int8"),
     # Rules of users, one with a proposal of its own.
     case("varying", "mlp", "momentum", MomentumGossip(0.3)),
     case("complete", "mlp", "sgd", MomentumGossip(0.5), compression="int8", mix_every=2),

@@ -18,7 +18,7 @@ from decent_dp.checkpoint import load, save
 from decent_dp.compression import COMPRESSIONS, Lossless, MessageId
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.replica.snapshot import put_back, take
-from decent_dp.rules import Gossip, OuterNesterov, Rule
+from decent_dp.rules import DriftCorrection, Gossip, OuterNesterov, Rule
 from decent_dp.topo import TopologyReg
 from decent_dp.transport import InProcessTransport, run_replicas
 from tests.checkpoint_cases import error_of, state
@@ -42,6 +42,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "synchronous": {"rule": OuterNesterov(), "mix_every": 3, "overlap": False},
     "complete": {"rule": OuterNesterov(), "mix_every": 2, "topology": "complete", "grad_clip_norm": 0.5},
     "int8": {"rule": OuterNesterov(), "compression": "int8", "mix_every": 2},
+    "drift": {"rule": DriftCorrection(gain=0.4, decay=0.8), "compression": "int8"},
     "bfloat16": {"rule": OuterNesterov(momentum=0.5), "compression": "bfloat16", "param_as_bucket_view": False},
     "momentum": {"rule": MomentumGossip(), "mix_every": 2},
     "scaled": {"rule": Scaled(), "compression": "int8"},

@@ -35,7 +35,7 @@ docs/gossip-adamw.md derives this, with the bias and the variance of the estimat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -131,12 +131,12 @@ class GossipAdamW(AdamW, SharesStatistics):
         self._replicas = 1
         # The parameters of this many replicas lie in each tensor, one after another along the first dimension (the simulator).
         self._stacked = 1
-        self._drifts: Mapping[Tensor, Tensor] = {}
+        self._drift_of: Callable[[Tensor], Tensor | None] = _no_drift
         self._drift_share = 1.0
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        for name, value in {"_replicas": 1, "_stacked": 1, "_drifts": {}, "_drift_share": 1.0}.items():
+        for name, value in {"_replicas": 1, "_stacked": 1, "_drift_of": _no_drift, "_drift_share": 1.0}.items():
             vars(self).setdefault(name, value)
 
     # -- with other replicas ------------------------------------------------------------------------------------------------
@@ -156,15 +156,15 @@ class GossipAdamW(AdamW, SharesStatistics):
             self._step_supports_amp_scaling = False
             self.statistics()
         else:
-            self._drifts = {}
+            self._drift_of = _no_drift
 
-    def set_drifts(self, drifts: Mapping[Tensor, Tensor], share: float) -> None:
+    def set_drifts(self, drift_of: Callable[[Tensor], Tensor | None], share: float) -> None:
         if any(group["amsgrad"] for group in self.param_groups):
             raise ValueError(
                 "GossipAdamW(amsgrad=True) with the rule DriftCorrection is not supported: all replicas divide by one second "
                 "moment, of which there is no maximum. Use amsgrad=False, or no rule."
             )
-        self._drifts, self._drift_share = drifts, share
+        self._drift_of, self._drift_share = drift_of, share
 
     @torch.no_grad()
     def statistics(self) -> list[tuple[Tensor, Tensor]]:
@@ -310,10 +310,11 @@ class GossipAdamW(AdamW, SharesStatistics):
     @_disable_dynamo
     def _step_matrices(self, group: dict[str, Any], rows: list[_Row]) -> None:
         """AdamW's update of zeros gives the change of each matrix, which is multiplied by the gains of its rows and columns."""
-        for row in rows:
-            if row.param in self._drifts:
-                self._step_by_shared_moment(group, row)
-        rows = [row for row in rows if row.param not in self._drifts]
+        shared = [row for row in rows if self._drift_of(row.param) is not None]
+        for row in shared:
+            self._step_by_shared_moment(group, row)
+        chosen = {id(row.param) for row in shared}
+        rows = [row for row in rows if id(row.param) not in chosen]
         pieces = [piece for row in rows for piece in self._pieces(row, *self._factors_of(group, row, _GAINS))]
         on_cpu = all(piece.param.device.type == "cpu" for piece, _, _ in pieces)
         # One after another, pieces stay in the cache of a CPU. On a GPU fewer kernels are faster.
@@ -378,7 +379,7 @@ class GossipAdamW(AdamW, SharesStatistics):
         """Writes the gains, or the roots for a parameter with a drift; ``fading`` is the weight of zeros in the averages."""
         rows = self._matrices(row.param).shape[1]
         of_v, of_all = state[_MEANS].view(self._stacked, -1), state[_SHARED].view(self._stacked, -1)
-        if row.param in self._drifts:
+        if self._drift_of(row.param) is not None:
             state[_ROOTS] = _roots(of_all, rows, self._replicas, fading).view_as(state[_MEANS])
         else:
             state[_GAINS].copy_(_gains(of_v, of_all, rows, self._replicas).view_as(state[_GAINS]))
@@ -395,21 +396,22 @@ class GossipAdamW(AdamW, SharesStatistics):
             signal = common = _means_of_product(grad, self._matrices(row.exp_avg)).mul_(sign / (1 - beta1**t))
             # A drift that was found at a higher rate is halved from one of these steps to the next.
             state[_LR].copy_(torch.clamp(state[_LR] / 2, min=float(group["lr"])))
-            if row.param in self._drifts and _ROOTS in state and state[_LR] > 0:
-                drift = self._drift_by_gradient(row, grad, state[_ROOTS].view(len(grad), -1), group["eps"])
-                common = signal + drift.mul_(sign / (float(state[_LR]) * self._drift_share))
+            drift = self._drift_of(row.param)
+            if drift is not None and _ROOTS in state and state[_LR] > 0:
+                by_gradient = self._drift_by_gradient(drift, grad, state[_ROOTS].view(len(grad), -1), group["eps"])
+                common = signal + by_gradient.mul_(sign / (float(state[_LR]) * self._drift_share))
         weight = 1 - beta2 ** (self.EVERY if t else 1)
         of_v.lerp_(squares, weight)
         of_all.lerp_(torch.cat([squares, signal, common], dim=1), weight)
         self._renew(state, beta2 ** (t + 1), row)
 
-    def _drift_by_gradient(self, row: _Row, grad: Tensor, roots: Tensor, eps: float) -> Tensor:
+    def _drift_by_gradient(self, drift: Tensor, grad: Tensor, roots: Tensor, eps: float) -> Tensor:
         """The means of g⊙D⊙(√v'+ε), where D is the drift, over each row and each column: (stacked, R + C), float32."""
         rows = grad.shape[1]
-        tensors = grad, self._matrices(self._drifts[row.param]), roots[:, :rows, None]
+        tensors = grad, self._matrices(drift), roots[:, :rows, None]
         return _means(
             # In an order that forms no products of small numbers.
-            ((of_rows * roots[:, None, rows:]).add_(eps).mul_(drift).mul_(g) for g, drift, of_rows in _blocks(*tensors)),
+            ((of_rows * roots[:, None, rows:]).add_(eps).mul_(part).mul_(g) for g, part, of_rows in _blocks(*tensors)),
             grad,
         )
 
@@ -486,6 +488,10 @@ def _shrink_and_add(param: Tensor, keep: float | Tensor, change: Tensor) -> None
     wide.mul_(keep).add_(change)
     if wide is not param:
         param.copy_(wide)
+
+
+def _no_drift(_: Tensor) -> None:
+    """Of a replica whose rule estimates none."""
 
 
 def _local(tensor: Tensor) -> Tensor:

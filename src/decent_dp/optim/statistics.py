@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import ClassVar
 
 from torch import Tensor
@@ -34,10 +34,11 @@ class SharesStatistics(ABC):
         The same parameters and shapes on every call and on every worker. The tensors may be other ones after a load.
         """
 
-    def set_drifts(self, drifts: Mapping[Tensor, Tensor], share: float) -> None:  # noqa: B027
+    def set_drifts(self, drift_of: Callable[[Tensor], Tensor | None], share: float) -> None:  # noqa: B027
         """Called if the rule is ``DriftCorrection``; by default does nothing.
 
         Args:
-            drifts: by parameter, in its shape: the drift of this replica per round, which the rule keeps up to date.
+            drift_of: returns the drift of this replica per round, in the shape of the given parameter; None for other
+                parameters. The rule saves it and keeps it up to date.
             share: the part of a constant drift that is in it.
         """

@@ -94,6 +94,7 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
             raise ValueError(f"{error} (A topology counts replicas, and there are {numbers}.)") from error
         if given.sharing:
             refuse_isolated(given.sharing, made)
+        given.rule.check(made)
         # Called on the class, because a subclass may have an attribute named `every`.
         mixing = Topology.every(made, given.settings.mix_every)
         shared: Mapping[str, Any] = {

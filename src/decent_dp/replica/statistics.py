@@ -79,10 +79,10 @@ def tell_drifts(optimizers: Sequence[Optimizer], params: Mapping[str, Tensor], e
     if not isinstance(rule, DriftCorrection):
         return
     states = {name: state for bucket in engine.buckets for name, state in bucket.rule_state().items()}
-    drifts = {params[name]: state["drift"] for name, state in states.items() if name in params}
+    drifts = {id(params[name]): state["drift"] for name, state in states.items() if name in params}
     for optimizer in optimizers:
         if isinstance(optimizer, SharesStatistics):
-            optimizer.set_drifts(drifts, rule.share)
+            optimizer.set_drifts(lambda param: drifts.get(id(param)), rule.share)
 
 
 def refuse_isolated(optimizer: str, topology: Topology) -> None:

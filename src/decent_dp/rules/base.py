@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from decent_dp.topo import Edge
+from decent_dp.topo import Edge, Topology
 
 __all__ = ["Gossip", "Round", "Rule", "apply_rule", "check_rule", "group_scale", "mixing_rate", "rule_settings"]
 
@@ -69,6 +69,9 @@ class Rule(ABC):
         nothing is sent (``round.mixes`` is False, or this worker sits the round out), scale hints are computed from it.
         """
         return values
+
+    def check(self, topology: Topology) -> None:  # noqa: B027
+        """Raises ValueError if the rule does not work with this topology; called at construction. Default: any works."""
 
     @abstractmethod
     def apply(self, values: Tensor, state: dict[str, Tensor], difference: Tensor | None, round: Round) -> None:

@@ -113,10 +113,11 @@ class VirtualCluster:
         made = make_topology(
             topology, local_world_size=check_integer("local_world_size", local_world_size, 1), world_size=n, rank=0
         )
+        self._rule = check_rule(rule)
+        self._rule.check(made)
         self.topology = Topology.every(made, mix_every)  # of the class: a subclass may have an attribute of this name
         self._stack = Stack(model, n)
         kind = check_compression(compression)
-        self._rule = check_rule(rule)
         shared = self._stack.params, self.topology, self._rule
         lossless = kind is Lossless
         self._exchange: SimulatedExchange = LosslessExchange(*shared) if lossless else CompressedExchange(*shared, kind)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -120,6 +120,12 @@ def make_stepper(
     return PerReplica(params, optimizers, lr_scheduler_fn, scaler, max_norm)
 
 
+def _lookup(params: Iterable[Parameter], drifts: Iterable[Tensor]) -> Callable[[Tensor], Tensor | None]:
+    """A function from a parameter to its drift."""
+    by_param = {id(param): drift for param, drift in zip(params, drifts, strict=True)}
+    return lambda param: by_param.get(id(param))
+
+
 def _make_optimizer(optim_fn: OPTIM_FN_TYPE, named: Sequence[tuple[str, Parameter]]) -> Optimizer:
     optimizer = make_optimizer(optim_fn, named)
     if getattr(optimizer, "pre_average_hook", None) is not None:
@@ -157,7 +163,7 @@ class Shared(Stepper):
 
     def set_drifts(self, drifts: Mapping[str, Tensor], share: float) -> None:
         for optimizer in self._sharing:
-            optimizer.set_drifts({param: drifts[name] for name, param in self._named.items()}, share)
+            optimizer.set_drifts(_lookup(self._named.values(), (drifts[name] for name in self._named)), share)
 
     def step(self, gradients: StepGradients) -> None:
         assert gradients.stacked is not None
@@ -209,7 +215,7 @@ class PerReplica(Stepper):
 
     def set_drifts(self, drifts: Mapping[str, Tensor], share: float) -> None:
         for i, optimizer in enumerate(self._sharing):
-            optimizer.set_drifts(dict(zip(self._params[i], [drift[i] for drift in drifts.values()], strict=True)), share)
+            optimizer.set_drifts(_lookup(self._params[i], (drift[i] for drift in drifts.values())), share)
 
     def scales(self) -> Tensor | None:
         one = torch.ones((), device=self._params[0][0].device)

@@ -1,0 +1,145 @@
+"""DriftCorrection: what it does to replicas with different data, and refusals. test_outer_twins.py has it over all transports."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from decent_dp import gossip
+from decent_dp.rules import DriftCorrection
+from decent_dp.sim import VirtualCluster
+from decent_dp.topo import make_topology
+from decent_dp.transport import run_replicas
+from tests.test_law import matrix
+
+N, LR = 8, 0.01
+
+
+class Point(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.at = nn.Parameter(torch.zeros(16))
+
+
+def pull(model: Any, direction: torch.Tensor) -> torch.Tensor:
+    """The gradient is the batch."""
+    return (model.at * direction).sum()
+
+
+def train(rule: DriftCorrection | None, topology: str, directions: torch.Tensor, steps: int, **how: Any) -> VirtualCluster:
+    cluster = VirtualCluster(
+        Point(), lambda params: torch.optim.SGD(params, lr=LR), topology, N, loss_fn=pull, rule=rule, **how
+    )
+    for _ in range(steps):
+        cluster.step(directions)
+    return cluster
+
+
+@pytest.fixture
+def directions() -> torch.Tensor:
+    return torch.randn(N, 16, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("topology", ["complete", "ring", "base-2", "random-matching"])
+def test_a_constant_drift_is_cancelled_up_to_its_share(topology, directions):
+    """The state is the share of the drift in the mean over a period, and replicas are that much closer together."""
+    rule = DriftCorrection()
+    assert rule.share == pytest.approx(0.2 / 0.21)
+    plain, corrected = (train(one, topology, directions, 1500) for one in (None, rule))
+    assert corrected.consensus_distance() < 0.1 * plain.consensus_distance()
+    if topology == "complete":
+        drift = -LR * (directions - directions.mean(0))
+        torch.testing.assert_close(corrected._exchange.states["at"]["drift"], rule.share * drift, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("how", [{}, {"overlap": False}, {"mix_every": 3}, {"compression": "int8"}])
+def test_the_mean_moves_by_the_mean_of_the_steps(how, directions):
+    cluster = train(DriftCorrection(), "ring", directions, 90, **how)
+    torch.testing.assert_close(cluster.mean_model().at.detach(), -90 * LR * directions.mean(0), rtol=0, atol=1e-5)
+
+
+def test_the_noise_of_single_steps_is_reduced_too():
+    generator = torch.Generator().manual_seed(0)
+    distances = []
+    for rule in (None, DriftCorrection()):
+        cluster = VirtualCluster(
+            Point(), lambda params: torch.optim.SGD(params, lr=LR, momentum=0.9), "base-2", N, loss_fn=pull, rule=rule
+        )
+        found = []
+        for _ in range(400):
+            cluster.step(torch.randn(N, 16, generator=generator))
+            found.append(cluster.consensus_distance() ** 2)
+        distances.append(np.mean(found[100:]) ** 0.5)
+    assert distances[1] < 0.8 * distances[0]
+
+
+# -- topologies in which it would oscillate ---------------------------------------------------------------------------------
+
+
+def radius(rule: DriftCorrection, topology: Any) -> float:
+    """The spectral radius of a period, for replicas without steps and without the mode in which all are equal."""
+    n = topology.world_size
+    away = np.eye(n) - 1 / n
+    whole = np.eye(2 * n)
+    for t in range(topology.period):
+        pulled = matrix(topology.round(t), n) - np.eye(n)
+        drift = np.block([-rule.gain * pulled, rule.decay * np.eye(n)])
+        moved = np.block([np.eye(n) + pulled, np.zeros((n, n))]) - drift
+        whole = np.block([[moved], [drift]]) @ whole
+    outside = np.kron(np.eye(2), away)
+    return float(np.abs(np.linalg.eigvals(outside @ whole @ outside)).max())
+
+
+@pytest.mark.parametrize("name", ["complete", "ring", "one-peer-exp", "base-2"])
+@pytest.mark.parametrize("n", [4, 16, 32, 100])
+@pytest.mark.parametrize("gain", [0.1, 0.2, 0.3, 0.45])
+def test_refused_where_the_corrections_would_grow(name, n, gain):
+    if name == "one-peer-exp" and n == 100:
+        return
+    rule, topology = DriftCorrection(gain=gain), make_topology(name, local_world_size=1, world_size=n, rank=0)
+    expected = radius(rule, topology)
+    if abs(expected - 1) < 0.01:  # too slow to be seen in some hundred rounds
+        return
+    if expected < 1:
+        rule.check(topology)
+    else:
+        with pytest.raises(ValueError, match=r"oscillate there, and grow\. Use gain=0\.\d+\.") as caught:
+            rule.check(topology)
+        advised = float(re.search(r"gain=(0\.\d+)\.$", str(caught.value))[1])
+        assert radius(DriftCorrection(gain=advised), topology) < 1
+
+
+def test_all_workers_refuse_it():
+    def run(transport: Any) -> str:
+        model = Point()
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        try:
+            gossip(model, optimizer, topology="base-2", rule=DriftCorrection(gain=0.49), transport=transport)
+        except ValueError as error:
+            return str(error)
+        return "nothing"
+
+    messages = run_replicas(5, run)
+    assert len(set(messages)) == 1
+    assert "5 replicas oscillate there" in messages[0]
+    with pytest.raises(ValueError, match="5 replicas oscillate there"):
+        VirtualCluster(Point(), lambda p: torch.optim.SGD(p, lr=LR), "base-2", 5, loss_fn=pull, rule=DriftCorrection(gain=0.49))
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"gain": 0.0}, r"gain of DriftCorrection must be in \(0, 0.5\), got 0.0"),
+        ({"gain": 0.5}, r"gain of DriftCorrection must be in \(0, 0.5\), got 0.5"),
+        ({"decay": 1.0}, r"decay of DriftCorrection must be in \[0, 1\), got 1.0"),
+        ({"decay": -0.1}, r"decay of DriftCorrection must be in \[0, 1\), got -0.1"),
+    ],
+)
+def test_settings_out_of_range(how, message):
+    with pytest.raises(ValueError, match=message):
+        DriftCorrection(**how)
