@@ -1,4 +1,4 @@
-"""DriftCorrection: what it does to replicas with different data, and refusals. test_outer_twins.py has it over all transports."""
+"""DriftCorrection: its effect on replicas with different data, and refusals. test_outer_twins.py has it over all transports."""
 
 from __future__ import annotations
 

@@ -64,8 +64,8 @@ class DriftCorrection(Rule):
             smaller = next((gain for gain in (0.1, 0.05, 0.02, 0.01) if not self._grows(topology, gain)), None)
             advice = "another rule" if smaller is None else f"gain={smaller}"
             raise ValueError(
-                f"{self!r} does not work with {topology!r}: the corrections of {topology.world_size} replicas oscillate there, and "
-                f"grow. Use {advice}."
+                f"{self!r} does not work with {topology!r}: the corrections of {topology.world_size} replicas oscillate there, "
+                f"and grow. Use {advice}."
             )
 
     def _grows(self, topology: Topology, gain: float) -> bool:
