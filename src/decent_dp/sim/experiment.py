@@ -16,6 +16,7 @@ from torch import nn
 from decent_dp._checks import check_choice, check_integer, check_number, to_float
 from decent_dp.compression import check_compression
 from decent_dp.optim import GossipAdamW, lr_scheduler_fn_cosine_with_warmup, optim_fn_accum_adamw, optim_fn_adamw
+from decent_dp.rules import DriftCorrection
 from decent_dp.sim.cluster import VirtualCluster
 from decent_dp.sim.data import Batches, Data, check_alpha, digits, dirichlet_split
 from decent_dp.topo import make_topology
@@ -57,6 +58,7 @@ class Simulation:
         compression: None (the parameters' own dtype), 'bfloat16' or 'int8'.
         overlap: mix with the values sent in the last step.
         mix_every: mix only in every h-th step.
+        drift_correction: with the rule ``DriftCorrection``.
         grad_clip_norm: of each replica's gradients; 0.0 for no clipping.
         hidden: widths of the network's hidden layers.
         seed: of the weights, the split and the batches.
@@ -79,6 +81,7 @@ class Simulation:
     compression: str | None = None
     overlap: bool = True
     mix_every: int = 1
+    drift_correction: bool = False
     grad_clip_norm: float = 0.0
     hidden: tuple[int, ...] = (128, 64)
     seed: int = 0
@@ -90,9 +93,10 @@ class Simulation:
         object.__setattr__(self, "seed", check_integer("seed", self.seed, 0))
         if self.seed >= 2**64:
             raise ValueError(f"seed must be less than 2**64, got {self.seed}")
-        if self.overlap not in (True, False):
-            raise TypeError(f"overlap must be True or False, got {self.overlap!r}")
-        object.__setattr__(self, "overlap", bool(self.overlap))
+        for name in ("overlap", "drift_correction"):
+            if getattr(self, name) not in (True, False):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+            object.__setattr__(self, name, bool(getattr(self, name)))
         hidden: Any = self.hidden
         if not isinstance(hidden, (tuple, list)):
             raise TypeError(f"hidden must be the widths of the hidden layers, such as (128, 64), got {hidden!r}")
@@ -255,5 +259,6 @@ def _make_cluster(simulation: Simulation, data: Data) -> VirtualCluster:
         compression=simulation.compression,
         overlap=simulation.overlap,
         mix_every=simulation.mix_every,
+        rule=DriftCorrection() if simulation.drift_correction else None,
         grad_clip_norm=simulation.grad_clip_norm,
     )
