@@ -42,10 +42,15 @@ def main() -> None:
     torch.set_num_threads(1)
     gossip_adamw = GossipAdamW(make_params())
     gossip_adamw.set_replicas(16)
+    corrected = GossipAdamW(make_params())
+    corrected.set_replicas(16)
+    drifts = {id(param): 1e-4 * torch.randn_like(param) for param in corrected.param_groups[0]["params"]}
+    corrected.set_drifts(lambda param: drifts[id(param)], 0.95)
     forms: dict[str, Callable[[], object]] = {
         "torch AdamW, fused": torch.optim.AdamW(make_params(), fused=True).step,
         "torch AdamW, foreach": torch.optim.AdamW(make_params(), foreach=True).step,
         "GossipAdamW": gossip_adamw.step,
+        "GossipAdamW, DriftCorrection": corrected.step,
         "AccumAdamW": AccumAdamW(make_params()).step,
         "AccumAdamW, readable": AccumAdamW(make_params(), foreach=False).step,
     }
@@ -62,7 +67,7 @@ def main() -> None:
     base = median(times["torch AdamW, fused"])
     lines = {name: {"ms": round(median(own), 2), "to_fused": round(median(own) / base, 2)} for name, own in times.items()}
     for name, line in lines.items():
-        print(f"{name:24}{line['ms']:8.2f} ms{line['to_fused']:8.2f} x fused")
+        print(f"{name:32}{line['ms']:8.2f} ms{line['to_fused']:8.2f} x fused")
     args.out.mkdir(parents=True, exist_ok=True)
     settings = {"parameters": PARAMETERS, "tensors": 6 * BLOCKS, "updates": args.updates, "threads": 1}
     (args.out / "optim.json").write_text(json.dumps({**settings, "machine": machine(), "forms": lines}, indent=2) + "\n")

@@ -49,12 +49,13 @@ def directions() -> torch.Tensor:
 def test_a_constant_drift_is_cancelled_up_to_its_share(topology, directions):
     """The state is the share of the drift in the mean over a period, and replicas are that much closer together."""
     rule = DriftCorrection()
-    assert rule.share == pytest.approx(0.2 / 0.21)
     plain, corrected = (train(one, topology, directions, 1500) for one in (None, rule))
     assert corrected.consensus_distance() < 0.1 * plain.consensus_distance()
     if topology == "complete":
         drift = -LR * (directions - directions.mean(0))
-        torch.testing.assert_close(corrected._exchange.states["at"]["drift"], rule.share * drift, rtol=1e-3, atol=1e-6)
+        share = 0.2 / 0.21
+        assert rule.fit(corrected.topology, lossy=False).scale(corrected.topology) == pytest.approx(share)
+        torch.testing.assert_close(corrected._exchange.states["at"]["drift"], share * drift, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("how", [{}, {"overlap": False}, {"mix_every": 3}, {"compression": "int8"}])
@@ -98,7 +99,7 @@ def radius(rule: DriftCorrection, topology: Any) -> float:
 @pytest.mark.parametrize("name", ["complete", "ring", "one-peer-exp", "base-2"])
 @pytest.mark.parametrize("n", [4, 16, 32, 100])
 @pytest.mark.parametrize("gain", [0.1, 0.2, 0.3, 0.45])
-def test_refused_where_the_corrections_would_grow(name, n, gain):
+def test_refused_where_corrections_would_grow(name, n, gain):
     if name == "one-peer-exp" and n == 100:
         return
     rule, topology = DriftCorrection(gain=gain), make_topology(name, local_world_size=1, world_size=n, rank=0)
@@ -106,12 +107,54 @@ def test_refused_where_the_corrections_would_grow(name, n, gain):
     if abs(expected - 1) < 0.01:  # too slow to be seen in some hundred rounds
         return
     if expected < 1:
-        rule.check(topology)
+        assert rule.fit(topology, lossy=False) == rule
     else:
         with pytest.raises(ValueError, match=r"oscillate there, and grow\. Use gain=0\.\d+\.") as caught:
-            rule.check(topology)
+            rule.fit(topology, lossy=False)
         advised = float(re.search(r"gain=(0\.\d+)\.$", str(caught.value))[1])
+        assert advised < gain
         assert radius(DriftCorrection(gain=advised), topology) < 1
+
+
+@pytest.mark.parametrize("name", ["complete", "ring", "base-2", "random-matching", "hierarchical", "alternating-exp-ring"])
+@pytest.mark.parametrize("n", [1, 2, 34, 100, 256])
+def test_without_a_gain_one_is_chosen(name, n):
+    try:
+        topology = make_topology(name, local_world_size=2 if n % 2 == 0 else 1, world_size=n, rank=0)
+    except ValueError:
+        return
+    rule = DriftCorrection().fit(topology, lossy=False)
+    assert rule.gain in (0.1, 0.2)
+    assert n > 1 or rule.gain == 0.2
+    if topology.period is not None and n > 1:
+        assert radius(rule, topology) < 1
+
+
+def test_every_part_of_a_composition_counts():
+    for name in ("one-peer-exp:2000,complete", "complete:5,one-peer-exp"):
+        topology = make_topology(name, local_world_size=1, world_size=32, rank=0)
+        with pytest.raises(ValueError, match="oscillate"):
+            DriftCorrection(gain=0.45).fit(topology, lossy=False)
+
+
+@pytest.mark.parametrize("how", [{"compression": "int8"}, {"compression": "bfloat16"}, {"dtype": torch.bfloat16}])
+def test_rounded_means_of_groups_are_refused(how):
+    """Their errors do not add up to zero over the replicas, and the corrections would add them up over the rounds."""
+    options = dict(how)
+    dtype = options.pop("dtype", torch.float32)
+
+    def run(transport: Any) -> str:
+        model = Point().to(dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        try:
+            gossip(model, optimizer, topology="complete", rule=DriftCorrection(), transport=transport, **options)
+        except ValueError as error:
+            return str(error)
+        return "nothing"
+
+    messages = run_replicas(3, run)
+    assert len(set(messages)) == 1
+    assert "groups of 3 workers" in messages[0]
 
 
 def test_all_workers_refuse_it():

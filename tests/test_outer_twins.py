@@ -70,7 +70,7 @@ CASES = [
     case("ring", "conv", "adamw", DRIFT, mix_every=2, overlap=False),
     case("complete", "mlp", "sgd", DRIFT, dtype="float32"),
     case("one-peer-exp", "mlp", "sgd", DRIFT, compression="bfloat16"),
-    case("varying", "wide", "sgd", DRIFT, compression="int8"),
+    case("ring", "wide", "sgd", DRIFT, compression="int8"),
     # Rules of users, one with a proposal of its own.
     case("varying", "mlp", "momentum", MomentumGossip(0.3)),
     case("complete", "mlp", "sgd", MomentumGossip(0.5), compression="int8", mix_every=2),

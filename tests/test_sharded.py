@@ -11,7 +11,7 @@ import torch
 
 from decent_dp.errors import NonFiniteError
 from decent_dp.optim import GossipAdamW
-from decent_dp.rules import OuterNesterov
+from decent_dp.rules import DriftCorrection, OuterNesterov
 from decent_dp.transport import run_replicas
 from tests.sharded_cases import (
     ADAMW,
@@ -44,6 +44,7 @@ CASES = {
     "int8": Case({"compression": "int8", "topology": "complete", "overlap": False}, tolerance=0.05, steps=15),
     # The means of columns are those of a shard.
     "gossip-adamw": Case({}, partial(GossipAdamW, lr=0.01), tolerance=0.03, clip=0.3),
+    "drift": Case({"rule": DriftCorrection()}, partial(GossipAdamW, lr=0.01), tolerance=0.03, clip=0.3),
     # Several of them together, for the fast tests.
     "outer in windows": Case(
         {"rule": OuterNesterov(), "topology": "complete", "mix_every": 2},
@@ -74,7 +75,7 @@ def unsharded(transport: Any, case: Case, shards: int) -> Any:
 
 FOUR = [(2, 2, name) for name in CASES]
 PLANS = [
-    pytest.param(4, [(2, 2, name) for name in ("outer in windows", "int8", "gossip-adamw")], id="some"),
+    pytest.param(4, [(2, 2, name) for name in ("outer in windows", "int8", "gossip-adamw", "drift")], id="some"),
     pytest.param(4, FOUR, id="4", marks=pytest.mark.slow),
     pytest.param(6, [*((2, 3, name) for name in SIX), *((3, 2, name) for name in THREE)], id="6", marks=pytest.mark.slow),
 ]

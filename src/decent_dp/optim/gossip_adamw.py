@@ -14,10 +14,13 @@ is an average of few gradients, s takes g⊙g, so κ starts at 1. Only the means
 kept (as in Adafactor, arXiv 1804.04235), and replicas average these through the mix.
 
 With uneven data the mean gradients of the replicas differ, and s contains what they do not have in common. The rule
-``DriftCorrection`` estimates the drift D of a replica, by which its steps differ from the mean of all steps. In units of the
-gradient that is d = -D·(√v'+ε)/lr, and the signal that all have in common is
+``DriftCorrection`` estimates the drift D of a replica, by which one of its steps differs from the mean of all. In units of the
+gradient that is δ = -D·(√v'+ε)/lr, and the signal that all have in common is
 
-    c  <-  β2·c + (1-β2)·g⊙(m/(1-β1^(t-1)) - d)                without this rule c = s
+    c  <-  β2·c + (1-β2)·g⊙(m/(1-β1^(t-1)) - δ)                without this rule c = s
+
+Row and column means of g⊙δ are bounded by those of g⊙g. While the rate falls faster than a drift is forgotten, D belongs to
+higher rates, and c takes the share of s that it has.
 
 Let v_r, v_c and v̄ be the means of v over row r, column c and all of this replica's matrix, and V, S and C the averages of such
 means of v, s and c over the replicas:
@@ -25,7 +28,7 @@ means of v, s and c over the replicas:
     F_r = C_r / V_r + (1 - S_r / V_r)/n,   F_c likewise     with S/V and C/V clamped to [0, 1], and F at least 1/(4n)
     ρ_r = V_r / v_r,   ρ_c = V_c / v_c,   ρ = V̄ / v̄       at least 1/n, because V contains v/n
     v'  = v · (ρ_r·ρ_c/ρ) · √(F_r·F_c)                      the second moment to divide by
-    v'  = V_r·V_c/V̄ · √(F_r·F_c)                           with the rule: the same for all replicas; at least v/n²
+    v'  = V_r·V_c/V̄ · √(F_r·F_c)                           with the rule: the same for all replicas; at least v/(4n²)
 
 The update is AdamW's with v' in place of v. Without the rule it is computed as AdamW's times the gain √(v/v') of its row and
 column. Statistics and gains are renewed in every fourth step (with β2⁴, and with m as it is then), and averaged in every fourth
@@ -55,7 +58,10 @@ __all__ = ["GossipAdamW"]
 _PLAIN = 10
 _MEANS, _SHARED, _GAINS, _ROOTS = "means", "shared_means", "gains", "shared_roots"
 _COUNT, _LR = "statistics_step", "statistics_lr"
-_STATISTICS = frozenset({_MEANS, _SHARED, _GAINS, _ROOTS, _COUNT, _LR})
+_KEPT = frozenset({_MEANS, _SHARED, _COUNT, _LR})
+_STATISTICS = _KEPT | {_GAINS, _ROOTS}
+# The rate below which a drift belongs to higher rates falls by this factor per renewal, more slowly than drifts are forgotten.
+_FALL = 0.9
 # Elements of a block of rows on the CPU: operands and temporaries of a few blocks fit into a cache of some MiB.
 _BLOCK = 256 * 1024
 # F is at least this by n.
@@ -105,7 +111,8 @@ class GossipAdamW(AdamW, SharesStatistics):
         betas: (β1, β2), each in [0, 1).
         eps: ε, added to the root of this replica's own second moment (with ``DriftCorrection``, of v').
         weight_decay: every update first shrinks x by the factor 1 - lr·weight_decay.
-        amsgrad, maximize, foreach, fused: as in ``torch.optim.AdamW``. All forms are equal up to rounding.
+        amsgrad, maximize, foreach, fused: as in ``torch.optim.AdamW``. All forms are equal up to rounding. With
+            ``DriftCorrection`` matrices are updated one after another in any form. With amsgrad, drifts are not used.
 
     Raises:
         ValueError: an option is out of its range.
@@ -132,11 +139,11 @@ class GossipAdamW(AdamW, SharesStatistics):
         # The parameters of this many replicas lie in each tensor, one after another along the first dimension (the simulator).
         self._stacked = 1
         self._drift_of: Callable[[Tensor], Tensor | None] = _no_drift
-        self._drift_share = 1.0
+        self._drift_scale = 1.0
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        for name, value in {"_replicas": 1, "_stacked": 1, "_drift_of": _no_drift, "_drift_share": 1.0}.items():
+        for name, value in {"_replicas": 1, "_stacked": 1, "_drift_of": _no_drift, "_drift_scale": 1.0}.items():
             vars(self).setdefault(name, value)
 
     # -- with other replicas ------------------------------------------------------------------------------------------------
@@ -148,6 +155,11 @@ class GossipAdamW(AdamW, SharesStatistics):
             stacked: the parameters of all n replicas lie in each tensor, one after another along the first dimension, as in the
                 simulator.
         """
+        if self._replicas == 1:
+            for state in self.state.values():
+                # It has stepped on its own since then: the second moment is newer than the statistics.
+                if _COUNT in state and float(state[_COUNT]) != float(state.get("step", 0)):
+                    _drop_statistics(state)
         self._replicas = check_integer("the number of replicas", n, 1)
         self._stacked = n if stacked else 1
         if self._replicas > 1:
@@ -158,13 +170,12 @@ class GossipAdamW(AdamW, SharesStatistics):
         else:
             self._drift_of = _no_drift
 
-    def set_drifts(self, drift_of: Callable[[Tensor], Tensor | None], share: float) -> None:
-        if any(group["amsgrad"] for group in self.param_groups):
-            raise ValueError(
-                "GossipAdamW(amsgrad=True) with the rule DriftCorrection is not supported: all replicas divide by one second "
-                "moment, of which there is no maximum. Use amsgrad=False, or no rule."
-            )
-        self._drift_of, self._drift_share = drift_of, share
+    def set_drifts(self, drift_of: Callable[[Tensor], Tensor | None], scale: float) -> None:
+        self._drift_of, self._drift_scale = drift_of, scale
+
+    def _drift(self, group: dict[str, Any], param: Tensor) -> Tensor | None:
+        # Of the common second moment there is no maximum.
+        return None if group["amsgrad"] else self._drift_of(param)
 
     @torch.no_grad()
     def statistics(self) -> list[tuple[Tensor, Tensor]]:
@@ -186,7 +197,8 @@ class GossipAdamW(AdamW, SharesStatistics):
     def _statistics_of(self, param: Tensor) -> Tensor:
         """The shared means; made from the second moment if there are none."""
         state = self.state[param]
-        if _SHARED not in state:
+        if not state.keys() >= _KEPT:
+            _drop_statistics(state)
             if "exp_avg_sq" in state:
                 moment = self._matrices(state["exp_avg_sq"])
                 means = _means_of_product(moment, torch.ones_like(moment))
@@ -197,7 +209,6 @@ class GossipAdamW(AdamW, SharesStatistics):
             state[_MEANS] = means.clone()
             # V and, with κ = 1, S and C. (c + (v - s)/n is linear in them, so a second moment that was loaded fades out.)
             state[_SHARED] = torch.cat([means, means, means], dim=-1)
-            state[_GAINS] = torch.ones_like(means)
             # AdamW's own count may be on a GPU, where reading it in each step would wait.
             state[_COUNT] = torch.tensor(float(state.get("step", 0)), device="cpu")
             state[_LR] = torch.zeros((), device="cpu")
@@ -310,7 +321,7 @@ class GossipAdamW(AdamW, SharesStatistics):
     @_disable_dynamo
     def _step_matrices(self, group: dict[str, Any], rows: list[_Row]) -> None:
         """AdamW's update of zeros gives the change of each matrix, which is multiplied by the gains of its rows and columns."""
-        shared = [row for row in rows if self._drift_of(row.param) is not None]
+        shared = [row for row in rows if self._drift(group, row.param) is not None]
         for row in shared:
             self._step_by_shared_moment(group, row)
         chosen = {id(row.param) for row in shared}
@@ -340,9 +351,11 @@ class GossipAdamW(AdamW, SharesStatistics):
             grad = -piece.grad if group["maximize"] else piece.grad
             piece.exp_avg.lerp_(grad, 1 - beta1)
             piece.exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-            own = self._matrices(piece.exp_avg_sq * smallest).sqrt_()
-            change = self._matrices(piece.exp_avg) / torch.maximum(roots * of_columns, own).add_(group["eps"])
-            _shrink_and_add(piece.param, 1 - lr * group["weight_decay"], change.mul_(scale).view(piece.param.shape))
+            v = piece.exp_avg_sq.float() if _is_narrow(piece.exp_avg_sq) else piece.exp_avg_sq
+            change = self._matrices(v * smallest).sqrt_()  # in place from here on, so that blocks stay in the cache
+            torch.maximum(roots * of_columns, change, out=change).add_(group["eps"])
+            torch.div(self._matrices(piece.exp_avg), change, out=change).mul_(scale)
+            _shrink_and_add(piece.param, 1 - lr * group["weight_decay"], change.view(piece.param.shape))
         row.step.add_(1)
 
     def _pieces(self, row: _Row, of_rows: Tensor, of_columns: Tensor) -> Iterator[tuple[_Row, Tensor, Tensor]]:
@@ -367,24 +380,27 @@ class GossipAdamW(AdamW, SharesStatistics):
         self._statistics_of(row.param)
         state = self.state[row.param]
         if int(state[_COUNT]) % self.EVERY == 0:
-            self._take_gradient(group, row, state)
-        elif kind == _ROOTS and _ROOTS not in state:  # the state is of a run without the rule
-            self._renew(state, group["betas"][1] ** int(state[_COUNT]), row)
+            self._take_gradient(group, row, state, kind)
+        elif kind not in state:  # it is that of an AdamW, or of a run with another rule
+            self._renew(state, group["betas"][1] ** int(state[_COUNT]), row, kind)
         state[_COUNT] += 1
         factors = state[kind] if self._stacked > 1 else state[kind][None]
         rows = self._matrices(row.param).shape[1]
         return factors[:, :rows, None], factors[:, None, rows:]
 
-    def _renew(self, state: dict[str, Any], fading: float, row: _Row) -> None:
-        """Writes the gains, or the roots for a parameter with a drift; ``fading`` is the weight of zeros in the averages."""
+    def _renew(self, state: dict[str, Any], fading: float, row: _Row, kind: str) -> None:
+        """Writes the gains or the roots; ``fading`` is the weight of zeros in the averages."""
         rows = self._matrices(row.param).shape[1]
         of_v, of_all = state[_MEANS].view(self._stacked, -1), state[_SHARED].view(self._stacked, -1)
-        if self._drift_of(row.param) is not None:
-            state[_ROOTS] = _roots(of_all, rows, self._replicas, fading).view_as(state[_MEANS])
+        for entry in (_GAINS, _ROOTS):
+            state.pop(entry, None)
+        if kind == _ROOTS:
+            factors = _roots(of_v, of_all, rows, self._replicas, fading)
         else:
-            state[_GAINS].copy_(_gains(of_v, of_all, rows, self._replicas).view_as(state[_GAINS]))
+            factors = _gains(of_v, of_all, rows, self._replicas)
+        state[kind] = factors.view_as(state[_MEANS])
 
-    def _take_gradient(self, group: dict[str, Any], row: _Row, state: dict[str, Any]) -> None:
+    def _take_gradient(self, group: dict[str, Any], row: _Row, state: dict[str, Any], kind: str) -> None:
         """Takes a gradient into the statistics, and renews what follows from them."""
         (beta1, beta2), t = group["betas"], int(state[_COUNT])
         grad = self._matrices(row.grad)
@@ -394,16 +410,20 @@ class GossipAdamW(AdamW, SharesStatistics):
             # m is the average of -g if the loss is maximized.
             sign = -1 if group["maximize"] else 1
             signal = common = _means_of_product(grad, self._matrices(row.exp_avg)).mul_(sign / (1 - beta1**t))
-            # A drift that was found at a higher rate is halved from one of these steps to the next.
-            state[_LR].copy_(torch.clamp(state[_LR] / 2, min=float(group["lr"])))
-            drift = self._drift_of(row.param)
-            if drift is not None and _ROOTS in state and state[_LR] > 0:
+            drift, lr = self._drift(group, row.param), float(group["lr"])
+            falls = lr < _FALL * float(state[_LR])
+            state[_LR].fill_(_FALL * float(state[_LR]) if falls else lr)
+            if drift is not None and (falls or lr == 0 or _ROOTS not in state):
+                _, s, c = of_all.chunk(3, dim=1)
+                common = signal * (c / s.clamp(min=_TINY)).clamp_(0, 1)
+            elif drift is not None:
                 by_gradient = self._drift_by_gradient(drift, grad, state[_ROOTS].view(len(grad), -1), group["eps"])
-                common = signal + by_gradient.mul_(sign / (float(state[_LR]) * self._drift_share))
+                by_gradient.mul_(sign / (lr * self._drift_scale))
+                common = signal + torch.clamp(by_gradient, -squares, squares)
         weight = 1 - beta2 ** (self.EVERY if t else 1)
         of_v.lerp_(squares, weight)
         of_all.lerp_(torch.cat([squares, signal, common], dim=1), weight)
-        self._renew(state, beta2 ** (t + 1), row)
+        self._renew(state, beta2 ** (t + 1), row, kind)
 
     def _drift_by_gradient(self, drift: Tensor, grad: Tensor, roots: Tensor, eps: float) -> Tensor:
         """The means of g⊙D⊙(√v'+ε), where D is the drift, over each row and each column: (stacked, R + C), float32."""
@@ -462,9 +482,11 @@ def _gains(means: Tensor, shared: Tensor, rows: int, n: int) -> Tensor:
     return gains
 
 
-def _roots(shared: Tensor, rows: int, n: int, fading: float) -> Tensor:
+def _roots(means: Tensor, shared: Tensor, rows: int, n: int, fading: float) -> Tensor:
     """The factors of √v' of the formula that is the same for all replicas: (stacked, R + C)."""
     v, s, c = shared.chunk(3, dim=1)
+    # V contains v/n. With overlap a difference is added to averages that have faded since, which can leave less than zero.
+    v = torch.maximum(v, means / n)
     # √F is the product of the fourth roots of rows and columns.
     roots = v.sqrt() * _share_of_global_batch(v, s, c, n).pow_(0.25)
     # The weight of zeros cancels here, so that it is corrected once in a product of roots.
@@ -488,6 +510,11 @@ def _shrink_and_add(param: Tensor, keep: float | Tensor, change: Tensor) -> None
     wide.mul_(keep).add_(change)
     if wide is not param:
         param.copy_(wide)
+
+
+def _drop_statistics(state: dict[str, Any]) -> None:
+    for entry in _STATISTICS & state.keys():
+        del state[entry]
 
 
 def _no_drift(_: Tensor) -> None:

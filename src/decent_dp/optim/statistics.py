@@ -34,11 +34,10 @@ class SharesStatistics(ABC):
         The same parameters and shapes on every call and on every worker. The tensors may be other ones after a load.
         """
 
-    def set_drifts(self, drift_of: Callable[[Tensor], Tensor | None], share: float) -> None:  # noqa: B027
-        """Called if the rule is ``DriftCorrection``; by default does nothing.
+    def set_drifts(self, drift_of: Callable[[Tensor], Tensor | None], scale: float) -> None:  # noqa: B027
+        """Called if the rule is ``DriftCorrection``; by default does nothing. Holds until ``set_replicas(1)``.
 
         Args:
-            drift_of: returns the drift of this replica per round, in the shape of the given parameter; None for other
-                parameters. The rule saves it and keeps it up to date.
-            share: the part of a constant drift that is in it.
+            drift_of: returns ``scale`` times the drift of this replica per step, in the shape of the given parameter; None for
+                parameters of others. The tensor is the rule's, which saves it and keeps it up to date.
         """

@@ -94,16 +94,17 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
             raise ValueError(f"{error} (A topology counts replicas, and there are {numbers}.)") from error
         if given.sharing:
             refuse_isolated(given.sharing, made)
-        given.rule.check(made)
         # Called on the class, because a subclass may have an attribute named `every`.
         mixing = Topology.every(made, given.settings.mix_every)
+        lossy = given.settings.compression is not None or any(param.itemsize < 4 for param in model.parameters())
+        rule = given.rule.fit(mixing, lossy=lossy)
         shared: Mapping[str, Any] = {
             "model": model_signature(model),
             "topology": made.fingerprint(),
             "settings": {**given.settings.signature(), "rule": rule_settings(given.rule), **given.more},
             "optimizers": given.options.alike,
         }
-        return Agreement(given.settings, mixing, given.rule, replicas, peers), dict(shared)
+        return Agreement(given.settings, mixing, rule, replicas, peers), dict(shared)
 
     with closed_on_error(transport, owned), torch.no_grad():
         given = call_on_all(transport.control, check)

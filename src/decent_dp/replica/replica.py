@@ -158,7 +158,8 @@ class Replica(ABC):
     def use_buckets(self, buckets: list[Bucket]) -> None:
         """Replaces all buckets, after the optimizers."""
         self.engine.install(buckets)
-        tell_drifts(self.optimizers, dict(zip(self.parameters.names, self.parameters.params, strict=True)), self.engine)
+        params = dict(zip(self.parameters.names, self.parameters.params, strict=True))
+        tell_drifts(self.optimizers, params, self.engine, self.topology)
 
     def rebind(self) -> None:
         """Updates the buckets to the parameters' present storage."""

@@ -70,8 +70,18 @@ class Rule(ABC):
         """
         return values
 
-    def check(self, topology: Topology) -> None:  # noqa: B027
-        """Raises ValueError if the rule does not work with this topology; called at construction. Default: any works."""
+    def fit(self, topology: Topology, *, lossy: bool) -> Rule:
+        """Returns the rule to use with this topology: by default itself. Called at construction, on all workers.
+
+        Args:
+            topology: includes ``mix_every``.
+            lossy: whether values are rounded on the way, so that in groups of more than two the differences add up to zero on
+                average only.
+
+        Raises:
+            ValueError: the rule does not work with it.
+        """
+        return self
 
     @abstractmethod
     def apply(self, values: Tensor, state: dict[str, Tensor], difference: Tensor | None, round: Round) -> None:

@@ -1,7 +1,8 @@
-"""Plain gossip that removes what the steps of one replica have beyond the mean of all."""
+"""Plain gossip that takes out of a replica's movement what its neighbours pull back again and again."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,68 +15,96 @@ from decent_dp.topo import Topology
 
 __all__ = ["DriftCorrection"]
 
-# Rounds in which the corrections of replicas that differ must become smaller.
-_ROUNDS = 256
+# Rounds in which the corrections of replicas that differ must become smaller: at least the first and at most the second number,
+# so that 1000 workers take less than a second.
+_ROUNDS, _MOST_ROUNDS, _ROUNDS_OF_ONE = 256, 1024, 2**18
+# The gains to choose from.
+_GAINS = (0.2, 0.1, 0.05, 0.02, 0.01)
 
 
 @dataclass(frozen=True)
 class DriftCorrection(Rule):
-    """Gossip with a correction for workers whose data differ: every replica moves as the mean of all does.
+    """Gossip for workers whose data differ: every replica moves nearly as the mean of all does.
 
-    With data of its own kind, a replica drifts in its own direction between two mixes, and the mix pulls it back by the
-    difference ``d``. So what the mix does to it, averaged over some rounds, is minus its drift ``c``. At each mix,
+    With data of its own kind, a replica drifts in a direction of its own between two mixes, and the mix pulls it back by the
+    difference d. The rule estimates the drift D from these pulls, and removes it. At each mix,
 
-        c  <-  decay·c - gain·d          x  <-  x + d - c
+        D  <-  decay·D - gain·d          x  <-  x + d - D
 
-    The differences of all replicas add up to zero, and so do their corrections: the mean of the replicas moves by the mean of
-    their steps, as under plain gossip. A drift that lasts is cancelled up to its part ``1 - share``. The noise of single steps
-    is reduced as well, so that replicas are closer together. This is the control variate of ProxSkip (arXiv 2202.09357) and
-    SCAFFOLD (arXiv 1910.06378), without exchanges of its own, and for any optimizer and topology.
+    The differences of all replicas add up to zero, and so do all D: the mean of the replicas moves by the mean of their steps,
+    as under plain gossip. A lasting drift is cancelled up to the part (1 - decay)/(1 - decay + gain). The noise of single
+    steps becomes smaller, too, so that replicas are closer together. This is the control variate of ProxSkip (arXiv
+    2202.09357) and SCAFFOLD (arXiv 1910.06378), without exchanges of its own, for any optimizer and topology.
 
-    A worker that sits a mix out moves by its correction too. The state is one more copy of the parameters, of at least float32.
+    A worker that sits a mix out moves by its D, too. The state is one more copy of the parameters, of at least float32. If a
+    worker alone loads parameters in the middle of a run, its D starts anew, and the mean moves by what is missing: load on all.
 
     Args:
-        gain: in (0, 0.5). The larger, the faster a drift is found. If it takes r rounds until a worker has met all others in
-            turn, it must be below 2/r, or the corrections oscillate and grow: with 'base-2' and 'one-peer-exp', r is log2 of
-            their number.
-        decay: in [0, 1): the part of the correction that is kept at each mix.
+        gain: in (0, 0.5). The larger, the faster a drift is found. None: 0.2, or the largest of 0.1, 0.05, 0.02 and 0.01 with
+            which D does not oscillate and grow. That depends on the number of rounds r in which a worker meets all others in
+            turn: the gain must be below about 2/r.
+        decay: in [0, 1): the part of D that is kept at each mix.
 
     Raises:
         TypeError, ValueError: an argument is wrong.
     """
 
-    gain: float = 0.2
+    gain: float | None = None
     decay: float = 0.99
 
     def __post_init__(self) -> None:
-        gain = check_number("gain of DriftCorrection", self.gain, "in (0, 0.5)", above=0.0, below=0.5)
+        if self.gain is not None:
+            gain = check_number("gain of DriftCorrection", self.gain, "in (0, 0.5)", above=0.0, below=0.5)
+            object.__setattr__(self, "gain", gain)
         decay = check_number("decay of DriftCorrection", self.decay, "in [0, 1)", at_least=0.0, below=1.0)
-        object.__setattr__(self, "gain", gain)
         object.__setattr__(self, "decay", decay)
 
-    @property
-    def share(self) -> float:
-        """The part of a constant drift that is cancelled: with c = -gain·d/(1 - decay) and d = c - drift."""
-        return self.gain / (self.gain + 1 - self.decay)
+    def scale(self, topology: Topology) -> float:
+        """Returns the ratio of D to a lasting drift per step; D covers the steps between two mixes."""
+        assert self.gain is not None, "the rule is fitted to a topology"
+        # From D = -gain·d/(1 - decay) and, in balance, d = D - drift.
+        return topology._final_part()[1] * self.gain / (self.gain + 1 - self.decay)
 
-    def check(self, topology: Topology) -> None:
-        """Raises ValueError if the corrections of replicas that take no steps grow."""
-        if self._grows(topology, self.gain):
-            smaller = next((gain for gain in (0.1, 0.05, 0.02, 0.01) if not self._grows(topology, gain)), None)
-            advice = "another rule" if smaller is None else f"gain={smaller}"
+    def fit(self, topology: Topology, *, lossy: bool) -> DriftCorrection:
+        """Returns the rule with a gain for this topology.
+
+        Raises:
+            ValueError: D would grow, or it would add up the errors of rounded means.
+        """
+        parts = _parts(topology)
+        largest = max(len(edge.ranks) for part in parts for t in range(_ROUNDS) for edge in part.round(t))
+        if lossy and largest > 2:
             raise ValueError(
-                f"{self!r} does not work with {topology!r}: the corrections of {topology.world_size} replicas oscillate there, "
-                f"and grow. Use {advice}."
+                f"DriftCorrection would add up the rounding errors of means: {topology!r} mixes groups of {largest} workers, "
+                "and numbers are rounded on the way (compression, or parameters of less than 32 bits). Use compression=None "
+                "with float32 parameters, or a topology of pairs, such as 'random-matching'."
             )
+        wanted = _GAINS if self.gain is None else (self.gain,)
+        gain = next((gain for gain in wanted if not self._grows(topology, gain)), None)
+        if gain is not None:
+            return dataclasses.replace(self, gain=gain)
+        smaller = (gain for gain in _GAINS if self.gain is not None and gain < self.gain)
+        works = next((gain for gain in smaller if not self._grows(topology, gain)), None)
+        raise ValueError(
+            f"{self!r} does not work with {topology!r}: the corrections of {topology.world_size} replicas oscillate there, and "
+            f"grow. Use {'another rule' if works is None else f'gain={works}'}."
+        )
 
     def _grows(self, topology: Topology, gain: float) -> bool:
-        last = topology._final_part()[0]
+        return any(self._grows_in(part, gain) for part in _parts(topology))
+
+    def _grows_in(self, topology: Topology, gain: float) -> bool:
         rng = np.random.default_rng(0)
-        x, drift = rng.normal(size=(last.world_size, 2)), np.zeros((last.world_size, 2))
-        norms = []
-        for t in range(_ROUNDS):
+        x, drift = rng.normal(size=(topology.world_size, 2)), np.zeros((topology.world_size, 2))
+        norms: list[float] = []
+        t = -1
+        rounds = max(_ROUNDS, min(_MOST_ROUNDS, _ROUNDS_OF_ONE // topology.world_size))
+        while len(norms) < rounds:
+            t += 1
+            if not Topology.mixes(topology, t):
+                continue
             difference = np.zeros_like(x)
-            for edge in last.round(t):
+            for edge in topology.round(t):
                 own = x[edge.ranks]
                 if len(own) > 1:
                     others = (own.sum(0) - own) / (len(own) - 1)
@@ -83,7 +112,7 @@ class DriftCorrection(Rule):
             drift = self.decay * drift - gain * difference
             x += difference - drift
             norms.append(float(np.linalg.norm(drift)))
-        quarter = _ROUNDS // 4
+        quarter = rounds // 4
         return max(norms[-quarter:]) > max(norms[quarter : 2 * quarter])
 
     def state(self, values: Tensor) -> dict[str, Tensor]:
@@ -92,9 +121,16 @@ class DriftCorrection(Rule):
     def apply(self, values: Tensor, state: dict[str, Tensor], difference: Tensor | None, round: Round) -> None:
         if not round.mixes:
             return
+        assert self.gain is not None, "the rule is fitted to a topology"
         drift = state["drift"].mul_(self.decay)
         if difference is None:
             values.sub_(drift)
             return
         drift.sub_(difference * self.gain)
         values.add_(difference.sub_(drift))
+
+
+def _parts(topology: Topology) -> list[Topology]:
+    """The topology, for the first rounds of a composition, and its last part."""
+    last = topology._final_part()[0]
+    return [topology] if last is topology else [topology, last]

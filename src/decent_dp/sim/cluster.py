@@ -113,11 +113,11 @@ class VirtualCluster:
         made = make_topology(
             topology, local_world_size=check_integer("local_world_size", local_world_size, 1), world_size=n, rank=0
         )
-        self._rule = check_rule(rule)
-        self._rule.check(made)
         self.topology = Topology.every(made, mix_every)  # of the class: a subclass may have an attribute of this name
         self._stack = Stack(model, n)
         kind = check_compression(compression)
+        lossy = kind is not Lossless or any(param.itemsize < 4 for param in self._stack.params.values())
+        self._rule = check_rule(rule).fit(self.topology, lossy=lossy)
         shared = self._stack.params, self.topology, self._rule
         lossless = kind is Lossless
         self._exchange: SimulatedExchange = LosslessExchange(*shared) if lossless else CompressedExchange(*shared, kind)
@@ -183,7 +183,8 @@ class VirtualCluster:
         stepper = make_stepper(self._stack, *self._factories, self._scaler, self._max_norm, may_share=may_share)
         if isinstance(self._rule, DriftCorrection):
             states = self._exchange.states
-            stepper.set_drifts({name: states[name]["drift"] for name in self._stack.names}, self._rule.share)
+            drifts = [states[name]["drift"] for name in self._stack.names]
+            stepper.set_drifts(drifts, self._rule.scale(self.topology))
         return stepper
 
     def _check_batch(self, batch: Sequence[Any]) -> None:

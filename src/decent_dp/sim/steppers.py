@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -76,8 +76,8 @@ class Stepper(ABC):
         return [[tensor for _, tensor in optimizer.statistics()] for optimizer in self._sharing]
 
     @abstractmethod
-    def set_drifts(self, drifts: Mapping[str, Tensor], share: float) -> None:
-        """Gives optimizers the drifts of the rule ``DriftCorrection``, (n, *shape), by parameter name."""
+    def set_drifts(self, drifts: Sequence[Tensor], scale: float) -> None:
+        """Gives optimizers the drifts of the rule ``DriftCorrection``, (n, *shape), in the order of the parameters."""
 
     @property
     def every(self) -> int:
@@ -159,11 +159,11 @@ class Shared(Stepper):
         self, stack: Stack, optimizer: Optimizer, lr_scheduler_fn: LR_SCHEDULER_FN_TYPE | None, max_norm: float
     ) -> None:
         super().__init__([optimizer], lr_scheduler_fn, stack.n)
-        self._named, self._params, self._max_norm = stack.params, list(stack.params.values()), max_norm
+        self._params, self._max_norm = list(stack.params.values()), max_norm
 
-    def set_drifts(self, drifts: Mapping[str, Tensor], share: float) -> None:
+    def set_drifts(self, drifts: Sequence[Tensor], scale: float) -> None:
         for optimizer in self._sharing:
-            optimizer.set_drifts(_lookup(self._named.values(), (drifts[name] for name in self._named)), share)
+            optimizer.set_drifts(_lookup(self._params, drifts), scale)
 
     def step(self, gradients: StepGradients) -> None:
         assert gradients.stacked is not None
@@ -213,9 +213,10 @@ class PerReplica(Stepper):
         self._params = params
         self._policies = [GradientPolicy(own, copy.deepcopy(scaler), max_norm) for own in params]
 
-    def set_drifts(self, drifts: Mapping[str, Tensor], share: float) -> None:
-        for i, optimizer in enumerate(self._sharing):
-            optimizer.set_drifts(_lookup(self._params[i], (drift[i] for drift in drifts.values())), share)
+    def set_drifts(self, drifts: Sequence[Tensor], scale: float) -> None:
+        for i, optimizer in enumerate(self.optimizers):
+            if isinstance(optimizer, SharesStatistics):
+                optimizer.set_drifts(_lookup(self._params[i], [drift[i] for drift in drifts]), scale)
 
     def scales(self) -> Tensor | None:
         one = torch.ones((), device=self._params[0][0].device)
