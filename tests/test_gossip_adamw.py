@@ -64,7 +64,7 @@ class Matrix:
                 means *= kept
                 squares, in_common = (g * g).mean(axis), signal.mean(axis)
                 if by_gradient is not None:
-                    in_common = in_common + np.clip(by_gradient.mean(axis), -squares, squares)
+                    in_common = in_common + np.clip(by_gradient.mean(axis), -4 * squares, 4 * squares)
                 means += (1 - kept) * np.stack([squares, signal.mean(axis), in_common])
                 own *= kept
                 own += (1 - kept) * (g * g).mean(axis)

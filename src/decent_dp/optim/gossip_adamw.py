@@ -19,7 +19,7 @@ gradient that is δ = -D·(√v'+ε)/lr, and the signal that all have in common 
 
     c  <-  β2·c + (1-β2)·g⊙(m/(1-β1^(t-1)) - δ)                without this rule c = s
 
-Row and column means of g⊙δ are bounded by those of g⊙g. While the rate falls faster than a drift is forgotten, D belongs to
+Row and column means of g⊙δ are bounded by four times those of g⊙g. While the rate falls faster than drifts are forgotten, D is of
 higher rates, and c takes the share of s that it has.
 
 Let v_r, v_c and v̄ be the means of v over row r, column c and all of this replica's matrix, and V, S and C the averages of such
@@ -62,6 +62,8 @@ _KEPT = frozenset({_MEANS, _SHARED, _COUNT, _LR})
 _STATISTICS = _KEPT | {_GAINS, _ROOTS}
 # The rate below which a drift belongs to higher rates falls by this factor per renewal, more slowly than drifts are forgotten.
 _FALL = 0.9
+# Of the means of g⊙δ, in units of those of g⊙g: they may be larger in one step, and rarely are.
+_BOUND = 4.0
 # Elements of a block of rows on the CPU: operands and temporaries of a few blocks fit into a cache of some MiB.
 _BLOCK = 256 * 1024
 # F is at least this by n.
@@ -419,7 +421,7 @@ class GossipAdamW(AdamW, SharesStatistics):
             elif drift is not None:
                 by_gradient = self._drift_by_gradient(drift, grad, state[_ROOTS].view(len(grad), -1), group["eps"])
                 by_gradient.mul_(sign / (lr * self._drift_scale))
-                common = signal + torch.clamp(by_gradient, -squares, squares)
+                common = signal + torch.clamp(by_gradient, -_BOUND * squares, _BOUND * squares)
         weight = 1 - beta2 ** (self.EVERY if t else 1)
         of_v.lerp_(squares, weight)
         of_all.lerp_(torch.cat([squares, signal, common], dim=1), weight)
