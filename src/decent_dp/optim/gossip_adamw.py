@@ -19,8 +19,8 @@ gradient that is δ = -D·(√v'+ε)/lr, and the signal that all have in common 
 
     c  <-  β2·c + (1-β2)·g⊙(m/(1-β1^(t-1)) - δ)                without this rule c = s
 
-Row and column means of g⊙δ are bounded by four times those of g⊙g. While the rate falls faster than drifts are forgotten, D is of
-higher rates, and c takes the share of s that it has.
+Row and column means of g⊙δ are bounded by four times those of g⊙g. While the rate falls faster than drifts are forgotten, D
+belongs to higher rates, and c takes the share of s that it has.
 
 Let v_r, v_c and v̄ be the means of v over row r, column c and all of this replica's matrix, and V, S and C the averages of such
 means of v, s and c over the replicas:
