@@ -131,11 +131,16 @@ def test_gossip_adamw_keeps_what_the_pages_say():
     by = {(line["task"], line["n"], line["alpha"], line["real"], line["contender"]): line for line in committed()}
     for (*where, contender), line in by.items():
         if contender == "GossipAdamW":
-            # They are equal at the edge of what the rate allows: 64 workers, characters, 0.05.
-            assert line["loss"] < 1.02 * by[(*where, "AdamW")]["loss"], where
+            # They are equal at the edge of what the rate allows: 64 workers, characters, 0.05; and where nothing is left to learn.
+            assert line["loss"] < max(1.02 * by[(*where, "AdamW")]["loss"], 1e-3), where
             if where[2] is None and where[0] != "characters":
                 assert line["gap"] <= 0.5, where
             assert line["bytes"] <= 1.03
+        if where[2] is not None and contender in (learning.DRIFT, learning.DRIFT_SGD):
+            # What uneven-data.md says.
+            within = 1.0 if where[0] == "digits" or contender == learning.DRIFT_SGD else 14
+            assert line["gap"] < within + 0.05, (where, contender)
+            assert line["loss"] < by[(*where, contender.partition(",")[0])]["loss"]
 
 
 def test_the_verdict_names_what_was_missed():
