@@ -131,7 +131,7 @@ def test_gossip_adamw_keeps_what_the_pages_say():
     by = {(line["task"], line["n"], line["alpha"], line["real"], line["contender"]): line for line in committed()}
     for (*where, contender), line in by.items():
         if contender == "GossipAdamW":
-            # They are equal at the edge of what the rate allows: 64 workers, characters, 0.05; and where nothing is left to learn.
+            # Equal at the edge of what the rate allows (64 workers, characters, 0.05), and where nothing is left to learn.
             assert line["loss"] < max(1.02 * by[(*where, "AdamW")]["loss"], 1e-3), where
             if where[2] is None and where[0] != "characters":
                 assert line["gap"] <= 0.5, where

@@ -159,7 +159,7 @@ class Replica(ABC):
         """Replaces all buckets, after the optimizers."""
         self.engine.install(buckets)
         params = dict(zip(self.parameters.names, self.parameters.params, strict=True))
-        tell_drifts(self.optimizers, params, self.engine, self.topology)
+        tell_drifts(self.optimizers, params, self.engine)
 
     def rebind(self) -> None:
         """Updates the buckets to the parameters' present storage."""

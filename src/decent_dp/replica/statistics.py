@@ -69,7 +69,7 @@ def tell_replicas(optimizers: Sequence[Optimizer], n: int) -> None:
             optimizer.set_replicas(n)
 
 
-def tell_drifts(optimizers: Sequence[Optimizer], params: Mapping[str, Tensor], engine: Engine, topology: Topology) -> None:
+def tell_drifts(optimizers: Sequence[Optimizer], params: Mapping[str, Tensor], engine: Engine) -> None:
     """Gives optimizers that share statistics the drifts that the engine's rule estimates, if it does.
 
     Args:
@@ -80,10 +80,9 @@ def tell_drifts(optimizers: Sequence[Optimizer], params: Mapping[str, Tensor], e
         return
     states = {name: state for bucket in engine.buckets for name, state in bucket.rule_state().items()}
     drifts = {id(params[name]): state["drift"] for name, state in states.items() if name in params}
-    scale = rule.scale(topology)
     for optimizer in optimizers:
         if isinstance(optimizer, SharesStatistics):
-            optimizer.set_drifts(lambda param: drifts.get(id(param)), scale)
+            optimizer.set_drifts(lambda param: drifts.get(id(param)), rule.scale)
 
 
 def refuse_isolated(optimizer: str, topology: Topology) -> None:

@@ -27,7 +27,7 @@ class DriftCorrection(Rule):
     """Gossip for workers whose data differ: every replica moves nearly as the mean of all does.
 
     With data of its own kind, a replica drifts in a direction of its own between two mixes, and the mix pulls it back by the
-    difference d. The rule estimates the drift D from these pulls, and removes it. At each mix,
+    difference d. The rule estimates the drift D from these pulls, and removes it. In each round,
 
         D  <-  decay·D - gain·d          x  <-  x + d - D
 
@@ -36,14 +36,14 @@ class DriftCorrection(Rule):
     steps becomes smaller, too, so that replicas are closer together. This is the control variate of ProxSkip (arXiv
     2202.09357) and SCAFFOLD (arXiv 1910.06378), without exchanges of its own, for any optimizer and topology.
 
-    A worker that sits a mix out moves by its D, too. The state is one more copy of the parameters, of at least float32. If a
+    A worker that sits a round out moves by its D, too. The state is one more copy of the parameters, of at least float32. If a
     worker alone loads parameters in the middle of a run, its D starts anew, and the mean moves by what is missing: load on all.
 
     Args:
         gain: in (0, 0.5). The larger, the faster a drift is found. None: 0.2, or the largest of 0.1, 0.05, 0.02 and 0.01 with
             which D does not oscillate and grow. That depends on the number of rounds r in which a worker meets all others in
             turn: the gain must be below about 2/r.
-        decay: in [0, 1): the part of D that is kept at each mix.
+        decay: in [0, 1): the part of D that is kept in each round.
 
     Raises:
         TypeError, ValueError: an argument is wrong.
@@ -59,11 +59,12 @@ class DriftCorrection(Rule):
         decay = check_number("decay of DriftCorrection", self.decay, "in [0, 1)", at_least=0.0, below=1.0)
         object.__setattr__(self, "decay", decay)
 
-    def scale(self, topology: Topology) -> float:
-        """Returns the ratio of D to a lasting drift per step; D covers the steps between two mixes."""
+    @property
+    def scale(self) -> float:
+        """The ratio of D to a lasting drift, of a rule that is fitted to a topology."""
         assert self.gain is not None, "the rule is fitted to a topology"
         # From D = -gain·d/(1 - decay) and, in balance, d = D - drift.
-        return topology._final_part()[1] * self.gain / (self.gain + 1 - self.decay)
+        return self.gain / (self.gain + 1 - self.decay)
 
     def fit(self, topology: Topology, *, lossy: bool) -> DriftCorrection:
         """Returns the rule with a gain for this topology.
@@ -72,6 +73,11 @@ class DriftCorrection(Rule):
             ValueError: D would grow, or it would add up the errors of rounded means.
         """
         parts = _parts(topology)
+        if not all(Topology.mixes(topology, t) for t in range(_ROUNDS)):
+            raise ValueError(
+                f"DriftCorrection does not work with {topology!r}: it needs a mix in every round, because a correction for "
+                "several steps at once is taken for a drift by the next of them, and grows. Use mix_every=1, or another rule."
+            )
         largest = max(len(edge.ranks) for part in parts for t in range(_ROUNDS) for edge in part.round(t))
         if lossy and largest > 2:
             raise ValueError(
@@ -97,12 +103,8 @@ class DriftCorrection(Rule):
         rng = np.random.default_rng(0)
         x, drift = rng.normal(size=(topology.world_size, 2)), np.zeros((topology.world_size, 2))
         norms: list[float] = []
-        t = -1
         rounds = max(_ROUNDS, min(_MOST_ROUNDS, _ROUNDS_OF_ONE // topology.world_size))
-        while len(norms) < rounds:
-            t += 1
-            if not Topology.mixes(topology, t):
-                continue
+        for t in range(rounds):
             difference = np.zeros_like(x)
             for edge in topology.round(t):
                 own = x[edge.ranks]
@@ -120,8 +122,6 @@ class DriftCorrection(Rule):
         return {"drift": torch.zeros_like(values, dtype=torch.promote_types(values.dtype, torch.float32))}
 
     def apply(self, values: Tensor, state: dict[str, Tensor], difference: Tensor | None, round: Round) -> None:
-        if not round.mixes:
-            return
         assert self.gain is not None, "the rule is fitted to a topology"
         drift = state["drift"].mul_(self.decay)
         if difference is None:

@@ -184,7 +184,7 @@ class VirtualCluster:
         if isinstance(self._rule, DriftCorrection):
             states = self._exchange.states
             drifts = [states[name]["drift"] for name in self._stack.names]
-            stepper.set_drifts(drifts, self._rule.scale(self.topology))
+            stepper.set_drifts(drifts, self._rule.scale)
         return stepper
 
     def _check_batch(self, batch: Sequence[Any]) -> None:
