@@ -412,16 +412,17 @@ class GossipAdamW(AdamW, SharesStatistics):
             # m is the average of -g if the loss is maximized.
             sign = -1 if group["maximize"] else 1
             signal = common = _means_of_product(grad, self._matrices(row.exp_avg)).mul_(sign / (1 - beta1**t))
-            drift, lr = self._drift(group, row.param), float(group["lr"])
-            falls = lr < _FALL * float(state[_LR])
-            state[_LR].fill_(_FALL * float(state[_LR]) if falls else lr)
-            if drift is not None and (falls or lr == 0 or _ROOTS not in state):
-                _, s, c = of_all.chunk(3, dim=1)
-                common = signal * (c / s.clamp(min=_TINY)).clamp_(0, 1)
-            elif drift is not None:
-                by_gradient = self._drift_by_gradient(drift, grad, state[_ROOTS].view(len(grad), -1), group["eps"])
-                by_gradient.mul_(sign / (lr * self._drift_scale))
-                common = signal + torch.clamp(by_gradient, -_BOUND * squares, _BOUND * squares)
+            drift = self._drift(group, row.param)
+            if drift is not None:
+                lr, slowest = float(group["lr"]), _FALL * float(state[_LR])
+                state[_LR].fill_(max(lr, slowest))
+                if lr < slowest or lr == 0 or _ROOTS not in state:
+                    _, s, c = of_all.chunk(3, dim=1)
+                    common = signal * (c / s.clamp(min=_TINY)).clamp_(0, 1)
+                else:
+                    by_gradient = self._drift_by_gradient(drift, grad, state[_ROOTS].view(len(grad), -1), group["eps"])
+                    by_gradient.mul_(sign / (lr * self._drift_scale))
+                    common = signal + torch.clamp(by_gradient, -_BOUND * squares, _BOUND * squares)
         weight = 1 - beta2 ** (self.EVERY if t else 1)
         of_v.lerp_(squares, weight)
         of_all.lerp_(torch.cat([squares, signal, common], dim=1), weight)
