@@ -137,60 +137,37 @@ def test_every_part_of_a_composition_counts():
             DriftCorrection(gain=0.45).fit(topology, lossy=False)
 
 
+def refusal(n: int, dtype: torch.dtype = torch.float32, **how: Any) -> str:
+    """The error of ``gossip``, which must be the same on all n workers."""
+
+    def run(transport: Any) -> str:
+        model = Point().to(dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        with pytest.raises(ValueError, match="DriftCorrection") as caught:
+            gossip(model, optimizer, transport=transport, **how)
+        return str(caught.value)
+
+    (message,) = set(run_replicas(n, run))
+    return message
+
+
 @pytest.mark.parametrize(("topology", "mix_every"), [("ring", 4), ("ring:20,ring", 2)])
 def test_rounds_without_a_mix_are_refused(topology, mix_every):
     """A correction for several steps moves a replica so far that its gradients pull it back, which looks like a drift."""
-
-    def run(transport: Any) -> str:
-        model = Point()
-        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-        how = {"topology": topology, "mix_every": mix_every, "rule": DriftCorrection()}
-        try:
-            gossip(model, optimizer, transport=transport, **how)
-        except ValueError as error:
-            return str(error)
-        return "nothing"
-
-    messages = run_replicas(3, run)
-    assert len(set(messages)) == 1
-    assert "Use mix_every=1" in messages[0]
+    assert "Use mix_every=1" in refusal(3, topology=topology, mix_every=mix_every, rule=DriftCorrection())
 
 
 @pytest.mark.parametrize("how", [{"compression": "int8"}, {"compression": "bfloat16"}, {"dtype": torch.bfloat16}])
 def test_rounded_means_of_groups_are_refused(how):
     """Their errors do not add up to zero over the replicas, and the corrections would add them up over the rounds."""
-    options = dict(how)
-    dtype = options.pop("dtype", torch.float32)
-
-    def run(transport: Any) -> str:
-        model = Point().to(dtype)
-        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-        try:
-            gossip(model, optimizer, topology="complete", rule=DriftCorrection(), transport=transport, **options)
-        except ValueError as error:
-            return str(error)
-        return "nothing"
-
-    messages = run_replicas(3, run)
-    assert len(set(messages)) == 1
-    assert "groups of 3 workers" in messages[0]
+    assert "groups of 3 workers" in refusal(3, topology="complete", rule=DriftCorrection(), **how)
 
 
-def test_all_workers_refuse_it():
-    def run(transport: Any) -> str:
-        model = Point()
-        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-        try:
-            gossip(model, optimizer, topology="base-2", rule=DriftCorrection(gain=0.49), transport=transport)
-        except ValueError as error:
-            return str(error)
-        return "nothing"
-
-    messages = run_replicas(5, run)
-    assert len(set(messages)) == 1
-    assert "5 replicas oscillate there" in messages[0]
+def test_all_workers_and_the_simulator_refuse_it():
+    rule = DriftCorrection(gain=0.49)
+    assert "5 replicas oscillate there" in refusal(5, topology="base-2", rule=rule)
     with pytest.raises(ValueError, match="5 replicas oscillate there"):
-        VirtualCluster(Point(), lambda p: torch.optim.SGD(p, lr=LR), "base-2", 5, loss_fn=pull, rule=DriftCorrection(gain=0.49))
+        VirtualCluster(Point(), lambda p: torch.optim.SGD(p, lr=LR), "base-2", 5, loss_fn=pull, rule=rule)
 
 
 @pytest.mark.parametrize(
