@@ -387,6 +387,8 @@ BAD = {
     "simulate --topology ring -n 4 --steps 0": "Invalid value for '--steps'",
     "simulate --topology ring -n 4 --batch 0": "Invalid value for '--batch'",
     "simulate --topology ring -n 4 --mix-every 0": "Invalid value for '--mix-every'",
+    "simulate --topology ring -n 4 --mix-every 2 --drift-correction": "Use mix_every=1",
+    "simulate --topology complete -n 4 --compression int8 --drift-correction": "groups of 4 workers",
     "simulate --topology ring -n 4 --seed -1": "Invalid value for '--seed'",
     "simulate --topology ring -n 4 --seed 9223372036854775808": "Invalid value for '--seed'",
     "simulate --topology ring -n 4 --batch 100000000": "write --batch 262144 or less",
@@ -535,3 +537,26 @@ def test_a_fault_of_the_program_keeps_its_traceback(monkeypatch, fault):
     monkeypatch.setattr(typer.main, "get_command", lambda _: SimpleNamespace(main=fail))
     with pytest.raises(fault, match="deep inside"):
         main(["plan"])
+
+
+def test_simulate_corrects_drifts(capsys):
+    """With uneven data the replicas are closer together."""
+    distances = []
+    for more in ([], ["--drift-correction"]):
+        given = [
+            "simulate",
+            "--topology",
+            "ring",
+            "-n",
+            "8",
+            "--steps",
+            "60",
+            "--alpha",
+            "0.1",
+            "--optimizer",
+            "momentum",
+            "--json",
+        ]
+        assert main([*given, *more]) == 0
+        distances.append(json.loads(capsys.readouterr().out)["rows"][-2]["consensus_distance"])
+    assert distances[1] < 0.9 * distances[0]

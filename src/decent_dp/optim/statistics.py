@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import ClassVar
 
 from torch import Tensor
 
-__all__ = ["SharesStatistics"]
+__all__ = ["SharesStatistics", "drift_lookup"]
 
 
 class SharesStatistics(ABC):
@@ -41,3 +41,9 @@ class SharesStatistics(ABC):
             drift_of: returns ``scale`` times the drift of this replica per step, in the shape of the given parameter; None for
                 parameters of others. The tensor is the rule's, which saves it and keeps it up to date.
         """
+
+
+def drift_lookup(pairs: Iterable[tuple[Tensor, Tensor]]) -> Callable[[Tensor], Tensor | None]:
+    """A function for ``set_drifts``, from (parameter, drift) pairs."""
+    by_param = {id(param): drift for param, drift in pairs}
+    return lambda param: by_param.get(id(param))

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from decent_dp.engine import Engine
 from decent_dp.engine.layout import TensorSpec
-from decent_dp.optim.statistics import SharesStatistics
+from decent_dp.optim.statistics import SharesStatistics, drift_lookup
 from decent_dp.rules import DriftCorrection
 from decent_dp.topo import Topology
 
@@ -79,10 +79,10 @@ def tell_drifts(optimizers: Sequence[Optimizer], params: Mapping[str, Tensor], e
     if not isinstance(rule, DriftCorrection):
         return
     states = {name: state for bucket in engine.buckets for name, state in bucket.rule_state().items()}
-    drifts = {id(params[name]): state["drift"] for name, state in states.items() if name in params}
+    drift_of = drift_lookup((params[name], state["drift"]) for name, state in states.items() if name in params)
     for optimizer in optimizers:
         if isinstance(optimizer, SharesStatistics):
-            optimizer.set_drifts(lambda param: drifts.get(id(param)), rule.scale)
+            optimizer.set_drifts(drift_of, rule.scale)
 
 
 def refuse_isolated(optimizer: str, topology: Topology) -> None:

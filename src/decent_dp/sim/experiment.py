@@ -19,7 +19,7 @@ from decent_dp.optim import GossipAdamW, lr_scheduler_fn_cosine_with_warmup, opt
 from decent_dp.rules import DriftCorrection
 from decent_dp.sim.cluster import VirtualCluster
 from decent_dp.sim.data import Batches, Data, check_alpha, digits, dirichlet_split
-from decent_dp.topo import make_topology
+from decent_dp.topo import Topology, make_topology
 
 __all__ = ["DATA", "OPTIMIZERS", "Result", "Row", "Simulation", "run"]
 
@@ -115,7 +115,9 @@ class Simulation:
         check_compression(self.compression)
         if not isinstance(self.topology, str):
             raise TypeError(f"topology must be a name, got {self.topology!r}: for a Topology of your own use VirtualCluster")
-        make_topology(self.topology, local_world_size=self.local_world_size, world_size=self.n, rank=0)
+        made = make_topology(self.topology, local_world_size=self.local_world_size, world_size=self.n, rank=0)
+        if self.drift_correction:
+            DriftCorrection().fit(Topology.every(made, self.mix_every), lossy=self.compression is not None)
 
     def to_json(self) -> dict[str, Any]:
         """The settings as JSON values."""

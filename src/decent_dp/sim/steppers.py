@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from decent_dp.arguments import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, make_optimizer, make_scheduler
 from decent_dp.gradients import GradientPolicy
 from decent_dp.optim import AccumAdam, AccumAdamW, GossipAdamW, SharesStatistics
+from decent_dp.optim.statistics import drift_lookup
 from decent_dp.sim.gradients import StepGradients
 from decent_dp.sim.stack import Stack
 
@@ -120,12 +121,6 @@ def make_stepper(
     return PerReplica(params, optimizers, lr_scheduler_fn, scaler, max_norm)
 
 
-def _lookup(params: Iterable[Parameter], drifts: Iterable[Tensor]) -> Callable[[Tensor], Tensor | None]:
-    """A function from a parameter to its drift."""
-    by_param = {id(param): drift for param, drift in zip(params, drifts, strict=True)}
-    return lambda param: by_param.get(id(param))
-
-
 def _make_optimizer(optim_fn: OPTIM_FN_TYPE, named: Sequence[tuple[str, Parameter]]) -> Optimizer:
     optimizer = make_optimizer(optim_fn, named)
     if getattr(optimizer, "pre_average_hook", None) is not None:
@@ -163,7 +158,7 @@ class Shared(Stepper):
 
     def set_drifts(self, drifts: Sequence[Tensor], scale: float) -> None:
         for optimizer in self._sharing:
-            optimizer.set_drifts(_lookup(self._params, drifts), scale)
+            optimizer.set_drifts(drift_lookup(zip(self._params, drifts, strict=True)), scale)
 
     def step(self, gradients: StepGradients) -> None:
         assert gradients.stacked is not None
@@ -216,7 +211,7 @@ class PerReplica(Stepper):
     def set_drifts(self, drifts: Sequence[Tensor], scale: float) -> None:
         for i, optimizer in enumerate(self.optimizers):
             if isinstance(optimizer, SharesStatistics):
-                optimizer.set_drifts(_lookup(self._params[i], [drift[i] for drift in drifts]), scale)
+                optimizer.set_drifts(drift_lookup(zip(self._params[i], [drift[i] for drift in drifts], strict=True)), scale)
 
     def scales(self) -> Tensor | None:
         one = torch.ones((), device=self._params[0][0].device)
