@@ -616,6 +616,26 @@ def test_what_belongs_to_another_rule_is_made_anew_at_once():
         step(other)
 
 
+def test_drifts_are_those_of_the_present_run():
+    """After a run with the rule and close(), another one without it."""
+    models = [Linear() for _ in range(2)]
+    optimizers = [GossipAdamW(model.parameters(), **OPTIONS) for model in models]
+
+    def run(rule: DriftCorrection | None) -> list[tuple[bool, bool]]:
+        def work(transport: Any) -> tuple[bool, bool]:
+            model, optimizer = models[transport.rank], optimizers[transport.rank]
+            replica = gossip(model, optimizer, topology="complete", rule=rule, transport=transport)
+            one_step(model, optimizer, transport.rank, 0)
+            replica.close()
+            state = optimizer.state[next(model.parameters())]
+            return "shared_roots" in state, "gains" in state
+
+        return run_replicas(2, work)
+
+    assert run(DriftCorrection()) == [(True, False)] * 2
+    assert run(None) == [(False, True)] * 2
+
+
 def test_with_amsgrad_drifts_are_not_used():
     found = []
     for drift in (0.0, 1.0):
