@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from decent_dp.compression import COMPRESSIONS, BFloat16, Compression, FlatTensor, Int8, Lossless, MessageId, check_compression
-from decent_dp.compression.base import _BLOCK_ON_CPU
+from decent_dp.compression.blockwise import _BLOCK_ON_CPU
 from tests.helpers import compression_of, expect_the_most, some_in_the_fast_tests
 
 CPU = torch.device("cpu")
@@ -861,7 +861,7 @@ def test_names_of_compressions():
 )
 def test_an_unknown_compression(name, hint):
     with pytest.raises(
-        ValueError, match=r"compression must be None \(every dtype as it is\), 'bfloat16' or 'int8', got"
+        ValueError, match=r"compression must be None \(every dtype as it is\), 'bfloat16', 'int8' or 'low-rank:R' .*, got"
     ) as caught:
         check_compression(name)
     assert repr(name) in str(caught.value)

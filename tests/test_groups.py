@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from decent_dp.compression import COMPRESSIONS
-from decent_dp.compression.base import _BLOCK_ON_CPU
+from decent_dp.compression.blockwise import _BLOCK_ON_CPU
 from decent_dp.errors import PeerLostError
 from decent_dp.topo import Edge
 from decent_dp.transport import ExchangeId, ProcessGroupTransport, communicators

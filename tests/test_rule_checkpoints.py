@@ -401,11 +401,14 @@ class Counting(Lossless):
         super().__init__(*args)
         self.counts: list[dict[str, Tensor]] = [{} for _ in self.tensors]
 
+    def begin(self, edge: tuple[int, ...], rank: int, lap: int) -> None:
+        assert rank in edge
+        assert list(edge) == sorted(edge)
+        self.edge = "-".join(map(str, edge))
+
     def encode(self, values: Sequence[Tensor], out: Tensor, message_id: MessageId, hints: Sequence[bytes]) -> Iterator[int]:
-        assert message_id.rank in message_id.edge
-        assert list(message_id.edge) == sorted(message_id.edge)
         for counts in self.counts:
-            counts.setdefault("-".join(map(str, message_id.edge)), torch.zeros(1, dtype=torch.int64)).add_(1)
+            counts.setdefault(self.edge, torch.zeros(1, dtype=torch.int64)).add_(1)
         yield from super().encode(values, out, message_id, hints)
 
     def edge_state(self) -> list[dict[str, Tensor]]:

@@ -17,7 +17,7 @@ from decent_dp.checkpoint.files import Record, Shard, write_shard
 from decent_dp.checkpoint.serialization import encode
 from decent_dp.checkpoint.staging import Staging
 from decent_dp.compression import COMPRESSIONS, Compression, FlatTensor, MessageId
-from decent_dp.compression.base import _BLOCK_ON_CPU
+from decent_dp.compression.blockwise import _BLOCK_ON_CPU
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.replica.snapshot import put_back, take
 from decent_dp.transport import InProcessTransport, run_replicas

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from decent_dp.compression import Int8, Lossless, MessageId
-from decent_dp.compression.base import _BLOCK_ON_CPU
+from decent_dp.compression.blockwise import _BLOCK_ON_CPU
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import PeerTimeoutError
 from decent_dp.replica.shutdown import shut_down

@@ -8,13 +8,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from decent_dp.compression.base import Block, Chunk, Compression, MessageId, all_finite, part_of
+from decent_dp.compression.base import Block, Chunk, MessageId, all_finite, part_of
+from decent_dp.compression.blockwise import Blockwise
 from decent_dp.compression.stochastic_rounding import NOISE_LENGTH, noise_at
 
 __all__ = ["BFloat16", "Lossless"]
 
 
-class Lossless(Compression):
+class Lossless(Blockwise):
     """Every value as it is, in the bucket's own dtype."""
 
     name: ClassVar[str | None] = None

@@ -31,7 +31,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from decent_dp.compression.base import Block, Chunk, Compression, FlatTensor, MessageId
+from decent_dp.compression.base import Block, Chunk, FlatTensor, MessageId
+from decent_dp.compression.blockwise import Blockwise
 from decent_dp.compression.stochastic_rounding import noise_at
 
 __all__ = ["Int8"]
@@ -70,7 +71,7 @@ _NOT_FINITE, _NOTHING = math.nan, math.inf
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 
 
-class Int8(Compression):
+class Int8(Blockwise):
     """One byte per value, relative to the distance between replicas; see the module."""
 
     name = "int8"
@@ -137,7 +138,7 @@ class Int8(Compression):
         self._rejections[place] = 0
 
     def _reject(self, place: int) -> None:
-        self.rejected += 1
+        self._rejected += 1
         self._rejections[place] += 1
         reach, before, enough = 127 * self._steps[place], self._failed[place], _ENOUGH * self._largest[place]
         if reach <= before:

@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from decent_dp.engine.bucket import Bucket, Edit
 from decent_dp.engine.engine import Engine, Outcome
+from decent_dp.engine.fit import fit_rule
 
-__all__ = ["Bucket", "Edit", "Engine", "Outcome"]
+__all__ = ["Bucket", "Edit", "Engine", "Outcome", "fit_rule"]

@@ -65,7 +65,7 @@ class Bucket:
         self.rule = rule
         slots, plan = buffer.plan.slots, buffer.plan
         if compression.by_parameter or buffer.flat is None:
-            tensors = [FlatTensor(slot.index, slot.spec.numel) for slot in slots]
+            tensors = [FlatTensor(slot.index, slot.spec.numel, slot.spec.rows) for slot in slots]
         else:
             tensors = [FlatTensor(slots[0].index, plan.numel)]
         self.compression = compression(tensors, plan.dtype, plan.device)
@@ -86,12 +86,13 @@ class Bucket:
 
     @property
     def messages(self) -> tuple[Tensor, Tensor]:
-        """The memory for the sent and the received message."""
+        """The sent and the received message."""
         if self._messages is None:
-            device, nbytes = self.buffer.plan.device, self.compression.nbytes
-            sent, received = (torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+            device, most = self.buffer.plan.device, self.compression.most_nbytes
+            sent, received = (torch.empty(most, dtype=torch.uint8, device=device) for _ in range(2))
             self._messages = sent, received
-        return self._messages
+        sent, received = self._messages
+        return sent[: self.compression.nbytes], received[: self.compression.nbytes]
 
     def first_nonfinite(self, message: Tensor) -> str:
         """Returns the name of the first tensor with a NaN or an infinity in a message; '?' if the message does not show it."""
@@ -278,7 +279,7 @@ class Bucket:
             ValueError: an entry is missing, or has another shape or dtype; names the tensor.
         """
         compression, device = self.compression, self.buffer.plan.device
-        blank = bytes(sum(len(chunk.blocks) for chunk in compression.chunks))  # a byte per block
+        blank = bytes(compression.hint_nbytes)
         wanted = self._exchange_entries(blank, blank if sending else None)
         entries = [_checked(name, by_name.get(name, {}), own) for name, own in wanted.items()]
         if compression.needs_hints:
@@ -294,8 +295,10 @@ class Bucket:
 
     def edge_state(self) -> dict[str, dict[str, Tensor]]:
         """Returns the compression's state per edge by tensor name; only compressions with ``by_parameter`` have any."""
-        by_tensor = self.compression.edge_state()
-        return dict(zip(self.buffer.names, by_tensor, strict=True)) if any(by_tensor) else {}
+        # One flat tensor for all parameters has no state.
+        return {
+            name: entries for name, entries in zip(self.buffer.names, self.compression.edge_state(), strict=False) if entries
+        }
 
     def load_edge_state(self, by_name: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Loads the result of ``edge_state``, which may come from other buckets."""

@@ -329,13 +329,18 @@ class Engine:
     ) -> None:
         handle = None
         if len(edge.ranks) > 1:
-            exchange_id, members = ExchangeId(round_.number, bucket.number), tuple(sorted(edge.ranks))
+            if not coded:
+                self._begin(bucket, round_.number, edge)
+            exchange_id = ExchangeId(round_.number, bucket.number)
             request = ExchangeRequest(
-                bucket.compression, proposal, *bucket.messages, hint, self._transport.rank, exchange_id, members, coded
+                bucket.compression, proposal, *bucket.messages, hint, self._transport.rank, exchange_id, coded
             )
             handle = self._transport.start(edge, request)
             self.bytes_sent += handle.bytes_sent
         bucket.in_flight = InFlight(round_, edge, hint, handle, None if coded else proposal)
+
+    def _begin(self, bucket: Bucket, round_: int, edge: Edge) -> None:
+        bucket.compression.begin(tuple(sorted(edge.ranks)), self._transport.rank, Topology.laps(bucket.topology, round_))
 
     def _send_hint(self, bucket: Bucket, edge: Edge, proposal: list[Tensor]) -> bytes:
         """Sends the hint for the next exchange to the members of its edge, and returns that for this one."""
@@ -420,7 +425,12 @@ class Engine:
             return None
         if bucket.compression.needs_hints:
             bucket.topology.get_edge(round_)  # raises here if the edge of the hint cannot be made
-        sending = state["exchange"]["in_flight"] and len(bucket.topology.get_edge(round_ - 1).ranks) > 1
+        sending = False
+        if state["exchange"]["in_flight"]:
+            edge = bucket.topology.get_edge(round_ - 1)
+            sending = len(edge.ranks) > 1
+            if sending:
+                self._begin(bucket, round_ - 1, edge)
         return bucket.load_exchange(state["exchange"]["parameters"], sending=sending)
 
     @torch.no_grad()

@@ -34,6 +34,13 @@ class TensorSpec:
     def numel(self) -> int:
         return torch.Size(self.shape).numel()
 
+    @property
+    def rows(self) -> int:
+        """The rows of the matrix that its memory is: the size of its outermost dimension; 1 below two dimensions."""
+        if len(self.shape) < 2 or not self.numel:
+            return 1
+        return max(zip(self.stride, self.shape, strict=True), key=lambda dimension: (dimension[1] > 1, dimension[0]))[1]
+
     def check(self, tensor: Tensor) -> None:
         """Raises RuntimeError if ``tensor`` has another shape, dtype or device; strides may differ."""
         if tensor.shape != self.shape or tensor.dtype != self.dtype or tensor.device != self.device:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from decent_dp.compression import check_compression
+from decent_dp.engine import fit_rule
 from decent_dp.replica.averages import broadcast_
 from decent_dp.replica.consistency import call_on_all, check_consistency, model_signature
 from decent_dp.replica.options import Options, warn_of_rates
@@ -96,8 +98,8 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
             refuse_isolated(given.sharing, made)
         # Called on the class, because a subclass may have an attribute named `every`.
         mixing = Topology.every(made, given.settings.mix_every)
-        lossy = given.settings.compression is not None or any(param.itemsize < 4 for param in model.parameters())
-        rule = given.rule.fit(mixing, lossy=lossy)
+        narrow = any(param.itemsize < 4 for param in model.parameters())
+        rule = fit_rule(given.rule, check_compression(given.settings.compression), mixing, narrow=narrow)
         shared: Mapping[str, Any] = {
             "model": model_signature(model),
             "topology": made.fingerprint(),

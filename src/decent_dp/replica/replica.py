@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from decent_dp.arguments import FLOAT_DTYPES
-from decent_dp.compression import COMPRESSIONS, all_finite
+from decent_dp.compression import all_finite, check_compression
 from decent_dp.engine import Bucket, Engine
 from decent_dp.errors import NonFiniteError
 from decent_dp.replica.averages import average_, squared_distance
@@ -97,7 +97,7 @@ class Replica(ABC):
         self.settings = agreed.settings
         self.parameters = Parameters(model)
         self.topology = agreed.topology
-        self.engine = Engine(self.transport, self.topology, agreed.rule, COMPRESSIONS[agreed.settings.compression])
+        self.engine = Engine(self.transport, self.topology, agreed.rule, check_compression(agreed.settings.compression))
         self.mean = Mean(self.parameters.locate)
         self.statistics = Statistics([], {})
         self.listeners: list[Listener] = []

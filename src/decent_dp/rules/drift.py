@@ -72,13 +72,12 @@ class DriftCorrection(Rule):
         Raises:
             ValueError: D would grow, or it would add up the errors of rounded means.
         """
-        parts = _parts(topology)
         if not all(Topology.mixes(topology, t) for t in range(_ROUNDS)):
             raise ValueError(
                 f"DriftCorrection does not work with {topology!r}: it needs a mix in every round, because a correction for "
                 "several steps at once is taken for a drift by the next of them, and grows. Use mix_every=1, or another rule."
             )
-        largest = max(len(edge.ranks) for part in parts for t in range(_ROUNDS) for edge in part.round(t))
+        largest = Topology.largest_group(topology)
         if lossy and largest > 2:
             raise ValueError(
                 f"DriftCorrection would add up the rounding errors of means: {topology!r} mixes groups of {largest} workers, "

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from decent_dp._checks import check_integer, check_number, to_float
 from decent_dp.arguments import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, check_factories, check_scaler
 from decent_dp.compression import Lossless, check_compression
+from decent_dp.engine import fit_rule
 from decent_dp.rules import DriftCorrection, Rule
 from decent_dp.rules.base import check_rule
 from decent_dp.sim.exchange import CompressedExchange, LosslessExchange, SimulatedExchange
@@ -116,8 +117,8 @@ class VirtualCluster:
         self.topology = Topology.every(made, mix_every)  # of the class: a subclass may have an attribute of this name
         self._stack = Stack(model, n)
         kind = check_compression(compression)
-        lossy = kind is not Lossless or any(param.itemsize < 4 for param in self._stack.params.values())
-        self._rule = check_rule(rule).fit(self.topology, lossy=lossy)
+        narrow = any(param.itemsize < 4 for param in self._stack.params.values())
+        self._rule = fit_rule(check_rule(rule), kind, self.topology, narrow=narrow)
         shared = self._stack.params, self.topology, self._rule
         lossless = kind is Lossless
         self._exchange: SimulatedExchange = LosslessExchange(*shared) if lossless else CompressedExchange(*shared, kind)

@@ -214,9 +214,11 @@ class CompressedExchange(SimulatedExchange):
     ) -> None:
         ranks = tuple(sorted(edge.ranks))
         all_hints = [hints[rank] for rank in ranks] if hints else []
+        lap = Topology.laps(self._topology, t)
         for rank in ranks:
             bucket = buckets[rank]
-            for _ in bucket.compression.encode(proposals[rank], bucket.messages[0], MessageId(t, rank, ranks), all_hints):
+            bucket.compression.begin(ranks, rank, lap)
+            for _ in bucket.compression.encode(proposals[rank], bucket.messages[0], MessageId(t, rank), all_hints):
                 pass
         sent = [buckets[rank].messages[0] for rank in ranks]
         compression = buckets[ranks[0]].compression
@@ -229,7 +231,7 @@ class CompressedExchange(SimulatedExchange):
         mean = torch.empty_like(sent[0])
         for chunk in compression.chunks:
             there = slice(chunk.start, chunk.stop)
-            message_id = MessageId(t, -1, ranks)
+            message_id = MessageId(t, -1)
             compression.reduce(chunk, [message[there] for message in sent], [1] * len(sent), mean[there], message_id)
         for rank in ranks:
             buckets[rank].messages[1].copy_(mean)

@@ -15,8 +15,9 @@ from torch import nn
 
 from decent_dp._checks import check_choice, check_integer, check_number, to_float
 from decent_dp.compression import check_compression
+from decent_dp.engine import fit_rule
 from decent_dp.optim import GossipAdamW, lr_scheduler_fn_cosine_with_warmup, optim_fn_accum_adamw, optim_fn_adamw
-from decent_dp.rules import DriftCorrection
+from decent_dp.rules import DriftCorrection, Gossip
 from decent_dp.sim.cluster import VirtualCluster
 from decent_dp.sim.data import Batches, Data, check_alpha, digits, dirichlet_split
 from decent_dp.topo import Topology, make_topology
@@ -112,12 +113,12 @@ class Simulation:
             object.__setattr__(self, "lr", check_number("lr", self.lr, "a positive learning rate", above=0.0, below=2.0**128))
         check_alpha(self.alpha)
         object.__setattr__(self, "alpha", None if self.alpha is None else to_float(self.alpha))
-        check_compression(self.compression)
+        kind = check_compression(self.compression)
         if not isinstance(self.topology, str):
             raise TypeError(f"topology must be a name, got {self.topology!r}: for a Topology of your own use VirtualCluster")
         made = make_topology(self.topology, local_world_size=self.local_world_size, world_size=self.n, rank=0)
-        if self.drift_correction:
-            DriftCorrection().fit(Topology.every(made, self.mix_every), lossy=self.compression is not None)
+        rule = DriftCorrection() if self.drift_correction else Gossip()
+        fit_rule(rule, kind, Topology.every(made, self.mix_every), narrow=False)
 
     def to_json(self) -> dict[str, Any]:
         """The settings as JSON values."""

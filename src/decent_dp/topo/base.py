@@ -26,6 +26,8 @@ __all__ = ["Edge", "Topology", "listing", "worker_scope"]
 
 FINGERPRINT_ROUNDS = 64
 _SHOWN_ROUNDS = 16
+# Rounds of a topology without a period that are looked at for a property of all.
+_SEEN_ROUNDS = 256
 
 # True while topologies are constructed to find out which ones fit: their errors do not list what fits, without end.
 listing: ContextVar[bool] = ContextVar("decent_dp_listing", default=False)
@@ -221,6 +223,21 @@ class Topology(metaclass=TopologyMeta):
 
     def _mixes(self, t: int) -> bool:
         return True
+
+    def largest_group(self) -> int:
+        """The number of workers in the largest edge; of a topology without a period, in its first 256 rounds."""
+        return self._largest_group()
+
+    def _largest_group(self) -> int:
+        rounds = range(self.period or _SEEN_ROUNDS)
+        return max(len(edge.ranks) for t in rounds for edge in self._checked(t))
+
+    def laps(self, t: int) -> int:
+        """The number of periods that are over before round ``t``; of a topology without a period, ``t``."""
+        return self._laps(check_integer("round", t, 0))
+
+    def _laps(self, t: int) -> int:
+        return t // (self.period or 1)
 
     def _final_part(self) -> tuple[Topology, int]:
         """The last part of a composition, and the number of updates from one of its mixes to the next."""

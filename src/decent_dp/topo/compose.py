@@ -49,6 +49,12 @@ class EveryTopology(Topology):
         mix, update = divmod(t, self._h)
         return update == self._h - 1 and self._inner._mixes(mix)
 
+    def _largest_group(self) -> int:
+        return self._inner._largest_group()
+
+    def _laps(self, t: int) -> int:
+        return self._inner._laps(t // self._h)
+
     def _final_part(self) -> tuple[Topology, int]:
         topology, h = self._inner._final_part()
         return topology, h * self._h
@@ -123,6 +129,13 @@ class SwitchTopology(Topology):
     def _mixes(self, t: int) -> bool:
         part, at = self._at(t)
         return part._mixes(at)
+
+    def _largest_group(self) -> int:
+        return max(part._largest_group() for part in self._parts)
+
+    def _laps(self, t: int) -> int:
+        part, at = self._at(t)
+        return part._laps(at)
 
     def _final_part(self) -> tuple[Topology, int]:
         return self._parts[-1]._final_part()

@@ -61,7 +61,6 @@ class ExchangeRequest:
         hint: this worker's scale hint for the exchange.
         rank: this worker's.
         exchange_id: which exchange it is.
-        edge: the members of the edge, sorted.
         coded: ``sent`` was written before the run was resumed, and is sent as it is.
     """
 
@@ -72,12 +71,11 @@ class ExchangeRequest:
     hint: bytes
     rank: int
     exchange_id: ExchangeId
-    edge: tuple[int, ...] = ()
     coded: bool = False
 
     def encode(self, hints: Sequence[bytes]) -> Iterator[int]:
         """Writes ``sent`` front to back, given the others' hints; yields how many bytes of it are final."""
-        message_id = MessageId(self.exchange_id.round, self.rank, self.edge)
+        message_id = MessageId(self.exchange_id.round, self.rank)
         if self.coded:
             self.compression.resume(self.sent, message_id, [self.hint, *hints])
             yield self.compression.nbytes
@@ -92,7 +90,7 @@ class ExchangeRequest:
 
     def reduce(self, chunk: int, messages: Sequence[Tensor], sizes: Sequence[int], out: Tensor, part: int) -> None:
         """Writes one chunk of the mean of messages: of the whole group (``part`` 0), or of a part of it (from 1)."""
-        compression, message_id = self.compression, MessageId(self.exchange_id.round, -1 - part, self.edge)
+        compression, message_id = self.compression, MessageId(self.exchange_id.round, -1 - part)
         with torch.no_grad():
             if out.device == compression.device:
                 compression.reduce(compression.chunks[chunk], messages, sizes, out, message_id)

@@ -1,0 +1,375 @@
+"""Low-rank messages: projections of matrices, from which both ends of an edge find a low-rank part of their difference.
+
+Let X_i and X_j be a matrix (a × b) of two replicas, and V a basis (b × r) that both ends know. Each end sends P = X·V (a × r)
+instead of X, and the difference that is mixed is
+
+    (P_j - P_i)·Vᵀ
+
+The ends find opposite differences, so the mean of the replicas does not move. The part of X_j - X_i that is orthogonal to V is
+not mixed; it stays in the replicas, and so in the next difference. V follows the difference: an orthonormal basis of P_j - P_i
+is the basis U (a × r) of a later exchange of the same edge, in which Q = Xᵀ·U (b × r) is sent, and Q_j - Q_i gives the next V.
+So two exchanges are one step of a subspace iteration for the largest singular vectors of the difference. This is PowerGossip
+(Vogels, Karimireddy and Jaggi, arXiv 2008.01425) with one message per exchange, and with differences of sent values.
+
+Both ends must have the same basis to the last bit. They compute it from the same numbers in float64 and round it to bfloat16,
+so that other processors find the same. A digest of all bases is sent along. If the ends disagree, they mix no matrix, and
+start anew from bases that are drawn from a seed.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from decent_dp.compression.base import Block, Chunk, Compression, FlatTensor, MessageId
+from decent_dp.compression.blockwise import Blockwise
+from decent_dp.compression.stochastic_rounding import NOISE_LENGTH, noise_at
+
+__all__ = ["LowRank", "low_rank"]
+
+# Bytes of the digest in front of a message, an int64.
+_DIGEST = 8
+# Elements of a matrix that are multiplied or written at once.
+_ELEMENTS_ON_CPU, _ELEMENTS_ON_GPU = 2**16, 2**22
+# The share of noise in a basis. It gives directions to columns that are zero or parallel, as when two replicas are equal.
+_NOISE = 1e-3
+
+_Bases = list["Tensor | None"]
+
+
+class LowRank(Compression):
+    """Projections of matrices, and everything else whole, as another compression codes them; see the module.
+
+    Each end of an edge multiplies from the right (side 0) and from the left (side 1) in turn. A matrix is projected if that is
+    shorter in the mean of both sides.
+
+    Attributes:
+        rank: the number of columns of a basis.
+        inner: codes the numbers that are sent.
+    """
+
+    by_parameter = True
+    pairs_only = True
+    rank: ClassVar[int]
+    inner: ClassVar[type[Blockwise]]
+
+    def __init__(self, tensors: Sequence[FlatTensor], dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(tensors, dtype, device)
+        self._matrices = [self.rank * (t.rows + t.columns) < t.numel for t in self.tensors]
+        # One layout of the message for each side. Projections of half-precision values are sent in float32.
+        self._sides = tuple(
+            self.inner(
+                [self._projected(tensor, number, side) for number, tensor in enumerate(self.tensors)], self.compute, device
+            )
+            for side in (0, 1)
+        )
+        self._elements = _ELEMENTS_ON_CPU if device.type == "cpu" else _ELEMENTS_ON_GPU
+        self.hint_nbytes = sum(inner.hint_nbytes for inner in self._sides)
+        # The bases that single edges have learned, by members and side, and their digests.
+        self._learned: dict[tuple[tuple[int, ...], int], _Bases] = {}
+        # Exchanges in a row in which the ends had other bases, and rejected matrices, so far.
+        self._mismatches = self._unmixed = 0
+        self._edge: tuple[int, ...] = ()
+        self._lower = True
+        self._side = 0
+        self._bases: _Bases = []
+        self.begin((), 0, 0)
+
+    def _projected(self, tensor: FlatTensor, number: int, side: int) -> FlatTensor:
+        if not self._matrices[number]:
+            return FlatTensor(tensor.index, tensor.numel)
+        return FlatTensor(tensor.index, self.rank * (tensor.columns if side else tensor.rows))
+
+    @property
+    def _inner(self) -> Blockwise:
+        return self._sides[self._side]
+
+    @property
+    def rejected(self) -> int:
+        return self._unmixed + sum(inner.rejected for inner in self._sides)
+
+    @property
+    def most_nbytes(self) -> int:
+        return max(self._length(inner) for inner in self._sides)
+
+    def _length(self, inner: Blockwise) -> int:
+        return inner.nbytes + _DIGEST if inner.nbytes else 0
+
+    def begin(self, edge: tuple[int, ...], rank: int, lap: int) -> None:
+        self._edge, self._side = edge, lap % 2
+        # Differences have a sign, and both ends take that of the higher rank.
+        self._lower = not edge or rank == edge[0]
+        self.nbytes = self._length(self._inner)
+        self.chunks = (Chunk(0, self.nbytes, ()),) if self.nbytes else ()
+        self._bases = self._bases_of(edge, self._side)
+
+    # -- bases --------------------------------------------------------------------------------------------------------
+
+    def _bases_of(self, edge: tuple[int, ...], side: int) -> _Bases:
+        """The bases with which ``edge`` multiplies from ``side``, one for each matrix: what it has learned, or as drawn."""
+        learned = self._learned.get((edge, side), [None] * len(self.tensors))
+        missing = [number for number, is_matrix in enumerate(self._matrices) if is_matrix and learned[number] is None]
+        drawn = dict(zip(missing, _orthonormal([self._noise(number, side, edge) for number in missing]), strict=True))
+        return [drawn.get(number, basis) for number, basis in enumerate(learned)]
+
+    def _noise(self, number: int, side: int, edge: tuple[int, ...]) -> Tensor:
+        """Columns of unit length for the basis of a matrix, the same on all workers; float64."""
+        tensor = self.tensors[number]
+        rows = tensor.rows if side else tensor.columns
+        columns = [
+            torch.cat(
+                [
+                    noise_at(
+                        min(NOISE_LENGTH, rows - start), torch.float64, self.device, tensor.index, side, column, start, *edge
+                    )
+                    for start in range(0, rows, NOISE_LENGTH)
+                ]
+            )
+            for column in range(self.rank)
+        ]
+        return torch.stack(columns, dim=1).mul_(math.sqrt(12 / rows))
+
+    def _learn(self, found: Mapping[int, Tensor]) -> None:
+        """Makes the bases of the other side from differences of projections."""
+        other, key = 1 - self._side, (self._edge, 1 - self._side)
+        columns = []
+        for number, difference in found.items():
+            wide = difference.to(torch.float64)
+            wide = wide.mul_(1.0 if self._lower else -1.0) / wide.norm(dim=0).clamp_min(1e-300)
+            columns.append(wide.add_(self._noise(number, other, self._edge), alpha=_NOISE))
+        learned = self._learned.setdefault(key, [None] * len(self.tensors))
+        for number, basis in zip(found, _orthonormal(columns), strict=True):
+            learned[number] = basis
+
+    def _digest(self) -> Tensor:
+        """Of the bases of this exchange: int64, of shape (1,)."""
+        total = torch.zeros(1, dtype=torch.int64, device=self.device)
+        for number, basis in enumerate(self._bases):
+            if basis is not None:
+                bits = basis.view(torch.int16).flatten().to(torch.int64)
+                # Odd weights: no changed bit is lost modulo 2^64.
+                weights = torch.arange(1, 2 * len(bits), 2, device=self.device)
+                total = total * 31 + (bits * weights).sum() + number
+        return total
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    def hint(self, values: Sequence[Tensor]) -> bytes:
+        # Of both sides, as the next exchange may be of either.
+        return b"".join(inner.hint(self._numbers(values, side, None)) for side, inner in enumerate(self._sides))
+
+    def _own_part(self, hints: Sequence[bytes]) -> list[bytes]:
+        start = self._side * self._sides[0].hint_nbytes
+        return [hint[start : start + self._inner.hint_nbytes] for hint in hints]
+
+    def encode(self, values: Sequence[Tensor], out: Tensor, message_id: MessageId, hints: Sequence[bytes]) -> Iterator[int]:
+        if not self.nbytes:
+            return
+        out[:_DIGEST].view(torch.int64).copy_(self._digest())
+        for ready in self._inner.encode(
+            self._numbers(values, self._side, self._bases), out[_DIGEST:], message_id, self._own_part(hints)
+        ):
+            yield _DIGEST + ready
+
+    def reduce(
+        self, chunk: Chunk, messages: Sequence[Tensor], sizes: Sequence[int], out: Tensor, message_id: MessageId
+    ) -> None:
+        raise AssertionError("groups of more than two are refused at construction")
+
+    def _numbers(self, values: Sequence[Tensor], side: int, bases: _Bases | None) -> _Numbers:
+        """The numbers that are sent for each flat tensor. Without bases: of about their size, as others would give them."""
+
+        def make(number: int) -> Tensor:
+            if not self._matrices[number]:
+                return values[number]
+            basis = _orthonormal([self._noise(number, side, ())])[0] if bases is None else bases[number]
+            assert basis is not None
+            return self._project(values[number], number, side, basis)
+
+        return _Numbers(len(values), make)
+
+    def _project(self, values: Tensor, number: int, side: int, basis: Tensor) -> Tensor:
+        """``X·V``, or ``Xᵀ·U`` if ``side`` is 1, flat, of the dtype ``compute``."""
+        tensor = self.tensors[number]
+        wide, matrix = basis.to(torch.float64), values.view(tensor.rows, tensor.columns)
+        # In float64: the precision of narrower products depends on settings and on autocast.
+        if side:
+            total = torch.zeros(tensor.columns, self.rank, dtype=torch.float64, device=self.device)
+            for rows, part in self._in_rows(matrix):
+                total.addmm_(part.to(torch.float64).T, wide[rows])
+            return total.flatten().to(self.compute)
+        out = torch.empty(tensor.rows, self.rank, dtype=self.compute, device=self.device)
+        for rows, part in self._in_rows(matrix):
+            out[rows] = (part.to(torch.float64) @ wide).to(self.compute)
+        return out.flatten()
+
+    def _in_rows(self, matrix: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        step = max(1, self._elements // matrix.shape[1])
+        for start in range(0, len(matrix), step):
+            rows = slice(start, min(start + step, len(matrix)))
+            yield rows, matrix[rows]
+
+    def differences(self, sent: Tensor, received: Tensor) -> Iterator[tuple[Block, Tensor | None, float]]:
+        if not self.nbytes:
+            return
+        agree = torch.equal(sent[:_DIGEST], received[:_DIGEST])
+        self._mismatches = 0 if agree else self._mismatches + 1
+        found: dict[int, Tensor] = {}
+        broken: set[int] = set()
+        for block, difference, unit in self._inner.differences(sent[_DIGEST:], received[_DIGEST:]):
+            number, tensor = block.tensor, self.tensors[block.tensor]
+            if not self._matrices[number]:
+                yield block, difference, unit
+                continue
+            if number not in found:
+                height = tensor.columns if self._side else tensor.rows
+                found[number] = torch.empty(height, self.rank, dtype=self.compute, device=self.device)
+            if difference is None:
+                broken.add(number)
+            else:
+                found[number].view(-1)[block.start : block.stop] = difference.mul_(unit)
+            if block.stop < found[number].numel():
+                continue
+            if agree and number not in broken:
+                yield from self._expand(number, found[number])
+                continue
+            self._unmixed += not agree
+            found.pop(number)
+            yield Block(number, 0, tensor.numel, 0, 0), None, 1.0
+        if agree:
+            self._learn(found)
+        else:
+            for side in (0, 1):
+                self._learned.pop((self._edge, side), None)
+
+    def _expand(self, number: int, difference: Tensor) -> Iterator[tuple[Block, Tensor, float]]:
+        """The difference of the matrices, some rows at a time."""
+        tensor, basis = self.tensors[number], self._bases[number]
+        assert basis is not None
+        left, right = difference.to(torch.float64), basis.to(torch.float64)
+        if self._side:
+            left, right = right, left
+        step = max(1, self._elements // tensor.columns)
+        for start in range(0, tensor.rows, step):
+            rows = left[start : start + step] @ right.T
+            first = start * tensor.columns
+            yield Block(number, first, first + rows.numel(), 0, 0), rows.flatten().to(self.compute), 1.0
+
+    def proposals(self, values: Sequence[Tensor], sent: Tensor) -> Iterator[tuple[Block, Tensor]]:
+        # A difference of matrices is added to the values themselves.
+        for number, (value, is_matrix) in enumerate(zip(values, self._matrices, strict=True)):
+            if is_matrix:
+                yield Block(number, 0, len(value), 0, 0), value.to(self.compute)
+        if self.nbytes:
+            for block, proposal in self._inner.proposals(self._numbers(values, self._side, self._bases), sent[_DIGEST:]):
+                if not self._matrices[block.tensor]:
+                    yield block, proposal
+
+    def first_nonfinite(self, message: Tensor) -> tuple[int, int] | None:
+        found = self._inner.first_nonfinite(message[_DIGEST:])
+        return None if found is None else (found[0], 0 if self._matrices[found[0]] else found[1])
+
+    def stuck(self, rounds: int) -> list[int]:
+        if self._mismatches >= rounds:
+            return [number for number, is_matrix in enumerate(self._matrices) if is_matrix]
+        return sorted({number for inner in self._sides for number in inner.stuck(rounds)})
+
+    # -- saving and resuming ------------------------------------------------------------------------------------------
+
+    def unpack(self, message: Tensor) -> list[dict[str, Tensor]]:
+        return self._inner.unpack(message[_DIGEST:])
+
+    def pack(self, parts: Sequence[Mapping[str, Tensor]], out: Tensor) -> None:
+        self._inner.pack(parts, out[_DIGEST:])
+
+    def resume(self, out: Tensor, message_id: MessageId, hints: Sequence[bytes]) -> None:
+        if self.nbytes:
+            out[:_DIGEST].view(torch.int64).copy_(self._digest())
+            self._inner.resume(out[_DIGEST:], message_id, self._own_part(hints))
+
+    def state(self) -> list[dict[str, Tensor]]:
+        by_side = [inner.state() for inner in self._sides]
+        return [
+            {f"{key}_{side}": value for side, entry in enumerate(entries) for key, value in entry.items()}
+            for entries in zip(*by_side, strict=True)
+        ]
+
+    def load_state(self, state: Sequence[Mapping[str, Tensor]]) -> None:
+        for side, inner in enumerate(self._sides):
+            end = f"_{side}"
+            inner.load_state(
+                [{key.removesuffix(end): value for key, value in entry.items() if key.endswith(end)} for entry in state]
+            )
+
+    def edge_state(self) -> list[dict[str, Tensor]]:
+        """Bases under keys such as '0-3.1': the members of the edge, and the side."""
+        found: list[dict[str, Tensor]] = [{} for _ in self.tensors]
+        for (edge, side), bases in self._learned.items():
+            for number, basis in enumerate(bases):
+                if basis is not None:
+                    found[number][f"{'-'.join(map(str, edge))}.{side}"] = basis
+        return found
+
+    def load_edge_state(self, by_tensor: Sequence[Mapping[str, Tensor]]) -> None:
+        for number, (tensor, entries) in enumerate(zip(self.tensors, by_tensor, strict=True)):
+            for key, basis in entries.items():
+                members, _, place = key.partition(".")
+                side = int(place)
+                # The run that is resumed may have had another rank.
+                if not self._matrices[number] or basis.shape != (tensor.rows if side else tensor.columns, self.rank):
+                    continue
+                edge = tuple(map(int, members.split("-")))
+                learned = self._learned.setdefault((edge, side), [None] * len(self.tensors))
+                learned[number] = basis.to(device=self.device, copy=True)
+
+    def hint_by_tensor(self, hint: bytes) -> list[Tensor]:
+        cut = self._sides[0].hint_nbytes
+        by_side = [inner.hint_by_tensor(part) for inner, part in zip(self._sides, (hint[:cut], hint[cut:]), strict=True)]
+        return [torch.cat(parts) for parts in zip(*by_side, strict=True)]
+
+    def hint_of(self, by_tensor: Sequence[Tensor]) -> bytes:
+        blank = [inner.hint_by_tensor(bytes(inner.hint_nbytes)) for inner in self._sides]
+        lengths = [[len(part) for part in parts] for parts in zip(*blank, strict=True)]
+        by_side = zip(*(torch.split(part, own) for part, own in zip(by_tensor, lengths, strict=True)), strict=True)
+        return b"".join(inner.hint_of(parts) for inner, parts in zip(self._sides, by_side, strict=True))
+
+
+class _Numbers(Sequence[Tensor]):
+    """Tensors that are made when they are read; the last one is kept."""
+
+    def __init__(self, length: int, make: Callable[[int], Tensor]) -> None:
+        self._length, self._make = length, make
+        self._last: tuple[int, Tensor] | None = None
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, number: int) -> Tensor:  # type: ignore[override]
+        if self._last is None or self._last[0] != number:
+            self._last = number, self._make(number)
+        return self._last[1]
+
+
+def _orthonormal(matrices: Sequence[Tensor]) -> list[Tensor]:
+    """Orthonormal bases of the columns of matrices (a × r, float64) with columns of about unit length, in bfloat16.
+
+    By Cholesky's decomposition of AᵀA = LLᵀ: the columns of A·L⁻ᵀ are orthonormal.
+    """
+    if not matrices:
+        return []
+    lower = torch.linalg.cholesky_ex(torch.stack([matrix.T @ matrix for matrix in matrices])).L
+    identity = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
+    inverses = torch.linalg.solve_triangular(lower, identity, upper=False)
+    return [(matrix @ inverse.T).to(torch.bfloat16) for matrix, inverse in zip(matrices, inverses, strict=True)]
+
+
+@functools.cache
+def low_rank(rank: int, inner: type[Blockwise]) -> type[LowRank]:
+    """The compression 'low-rank:RANK', or 'low-rank:RANK,INNER'."""
+    name = f"low-rank:{rank}" if inner.name is None else f"low-rank:{rank},{inner.name}"
+    return type("LowRank", (LowRank,), {"rank": rank, "inner": inner, "name": name, "needs_hints": inner.needs_hints})

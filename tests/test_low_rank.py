@@ -1,0 +1,435 @@
+"""Low-rank messages: the differences that they give, against NumPy in float64, and whole runs with them."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import decent_dp
+from decent_dp import DecentralizedDataParallel
+from decent_dp.compression import FlatTensor, LowRank, MessageId, check_compression
+from decent_dp.engine.layout import TensorSpec
+from decent_dp.sim import VirtualCluster
+from decent_dp.topo import make_topology
+from decent_dp.transport import InProcessTransport, run_replicas
+from tests.resuming import MANY, Job, assert_equal, go_on, run_through
+from tests.sim_cases import Case, compare, train_really
+
+CPU = torch.device("cpu")
+ALL = ["low-rank:1", "low-rank:4", "low-rank:2,bfloat16", "low-rank:2,int8"]
+
+
+def drawn(*shape: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+class Pair:
+    """Two workers, ranks 2 and 5, with some matrices (rows, columns), or vectors (one row)."""
+
+    EDGE = (2, 5)
+
+    def __init__(self, shapes: Sequence[tuple[int, int]], name: str = "low-rank:4", dtype: torch.dtype = torch.float64) -> None:
+        self.shapes, self.dtype = shapes, dtype
+        tensors = [FlatTensor(i, rows * columns, rows) for i, (rows, columns) in enumerate(shapes)]
+        kind = check_compression(name)
+        assert issubclass(kind, LowRank)
+        self.ends = [kind(tensors, dtype, CPU) for _ in self.EDGE]
+        self.round = 0
+
+    def meet(self, values: Sequence[Sequence[np.ndarray]], lap: int) -> list[list[np.ndarray | None]]:
+        """One exchange; both ends' differences as matrices, None where nothing is mixed."""
+        flat = [[torch.tensor(value, dtype=self.dtype).flatten() for value in own] for own in values]
+        hints = [end.hint(own) for end, own in zip(self.ends, flat, strict=True)]
+        messages = []
+        for rank, end, own in zip(self.EDGE, self.ends, flat, strict=True):
+            end.begin(self.EDGE, rank, lap)
+            out = torch.full((end.nbytes,), 255, dtype=torch.uint8)
+            for ready in end.encode(own, out, MessageId(self.round, rank), hints):
+                assert 0 < ready <= end.nbytes
+            messages.append(out)
+        self.round += 1
+        return [self._decode(self.ends[0], *messages), self._decode(self.ends[1], *reversed(messages))]
+
+    def _decode(self, end: LowRank, sent: Tensor, received: Tensor) -> list[np.ndarray | None]:
+        found: list[Any] = [np.full(rows * columns, np.nan) for rows, columns in self.shapes]
+        for block, difference, unit in end.differences(sent, received):
+            if difference is None:
+                found[block.tensor] = None
+            else:
+                found[block.tensor][block.start : block.stop] = difference.double().numpy() * unit
+        return [None if own is None else own.reshape(shape) for own, shape in zip(found, self.shapes, strict=True)]
+
+
+def largest(matrix: np.ndarray, rank: int) -> np.ndarray:
+    """The nearest matrix of a rank (Eckart and Young)."""
+    u, s, v = np.linalg.svd(matrix, full_matrices=False)
+    return (u[:, :rank] * s[:rank]) @ v[:rank]
+
+
+# -- one edge --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ALL)
+@settings(max_examples=20)
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=4),
+    distance=st.sampled_from([0.0, 1e-3, 1.0]),
+    seed=st.integers(0, 100),
+)
+def test_both_ends_find_opposite_differences(name, shapes, distance, seed):
+    pair = Pair(shapes, name, torch.float32)
+    mine = [drawn(*shape, seed=seed + i) for i, shape in enumerate(shapes)]
+    theirs = [x + distance * drawn(*x.shape, seed=seed + 50 + i) for i, x in enumerate(mine)]
+    for lap in (0, 1, 1, 0, 2):
+        for there, back in zip(*pair.meet([mine, theirs], lap), strict=True):
+            assert there is None if back is None else np.array_equal(there, -back)
+            assert back is not None or "int8" in name  # a distance that it did not expect
+
+
+@pytest.mark.parametrize("shape", [(30, 20), (7, 300), (300, 7)])
+def test_a_difference_is_projected_onto_a_basis_of_the_last_difference(shape):
+    """Against a subspace iteration in NumPy, which has other bases of the same spaces."""
+    pair, rank = Pair([shape]), 4
+    mine = drawn(*shape, seed=1)
+    u, _, v = np.linalg.svd(drawn(*shape, seed=2), full_matrices=False)
+    difference = (u[:, :6] * [10, 9, 7, 5, 1, 0.5]) @ v[:6]
+    projected = np.zeros((0, 0))
+    for lap in range(12):
+        [[there], _] = pair.meet([[mine], [mine + difference]], lap)
+        basis = pair.ends[0]._bases[0].double().numpy()
+        assert np.abs(basis.T @ basis - np.eye(rank)).max() < 0.01
+        # Rounded to bfloat16, so that it is exact: V·Vᵀ as it is.
+        exact = basis @ (basis.T @ difference) if lap % 2 else difference @ basis @ basis.T
+        assert np.abs(there - exact).max() < 1e-12
+        if lap:
+            spanned, _ = np.linalg.qr(projected)
+            assert np.abs(basis - spanned @ (spanned.T @ basis)).max() < 0.02
+        projected = difference.T @ basis if lap % 2 else difference @ basis
+    # It has found the largest part of the difference.
+    assert np.linalg.norm(difference - there) < 1.02 * np.linalg.norm(difference - largest(difference, rank))
+
+
+def test_what_is_mixed_leaves_the_rest_in_the_difference():
+    """Exchanges with a mix by halves remove the whole difference."""
+    pair = Pair([(40, 30)])
+    x = [drawn(40, 30, seed=1), drawn(40, 30, seed=2)]
+    mean = (x[0] + x[1]) / 2
+    for lap in range(60):
+        found = pair.meet([[x[0]], [x[1]]], lap)
+        x = [own + difference / 2 for own, [difference] in zip(x, found, strict=True)]
+        assert np.abs((x[0] + x[1]) / 2 - mean).max() < 1e-14
+    assert np.linalg.norm(x[0] - x[1]) < 1e-3 * np.linalg.norm(mean)
+
+
+def test_small_matrices_and_vectors_are_sent_whole():
+    shapes = [(1, 50), (4, 4), (8, 8), (9, 8), (50, 1)]  # 4 · (9 + 8) < 9 · 8
+    pair = Pair(shapes)
+    values = [[drawn(*shape, seed=i + end) for i, shape in enumerate(shapes)] for end in (0, 9)]
+    found, _ = pair.meet(values, 0)
+    for i, (shape, difference) in enumerate(zip(shapes, found, strict=True)):
+        assert np.allclose(difference, values[1][i] - values[0][i], atol=1e-12) != (shape == (9, 8))
+
+
+@pytest.mark.parametrize(("name", "itemsize"), [("low-rank:3", 4), ("low-rank:3,bfloat16", 2), ("low-rank:3,int8", 1)])
+def test_the_bytes_of_a_message(name, itemsize):
+    pair = Pair([(100, 40), (1, 30)], name, torch.float32)
+    for lap, numbers in ((0, 3 * 100 + 30), (1, 3 * 40 + 30)):
+        for end in pair.ends:
+            end.begin(pair.EDGE, 2, lap)
+        records = 2 * 24 if itemsize == 1 else 0
+        sent = pair.ends[0].payload(pair.ends[0].chunks)
+        assert numbers * itemsize <= sent - records - 8 < numbers * itemsize + 8  # the digest, and padding
+
+
+def test_equal_replicas_and_parallel_columns():
+    shape = (20, 12)
+    pair = Pair([shape])
+    x, one = drawn(*shape, seed=1), np.outer(drawn(20, seed=2), drawn(12, seed=3))
+    for lap in range(6):
+        found, _ = pair.meet([[x], [x]], lap)
+        assert (found[0] == 0).all()
+    for lap in range(6, 12):  # one direction only: the other columns of the basis are noise
+        [[found], _] = pair.meet([[x], [x + one]], lap)
+    assert np.abs(found - one).max() < 0.01 * np.abs(one).max()
+    # Largest after nothing: a basis has no memory of a size.
+    for lap in range(12, 18):
+        [[found], _] = pair.meet([[x], [x + 1e-12 * one]], lap)
+    assert np.abs(found - 1e-12 * one).max() < 1e-13
+
+
+def test_ends_with_other_bases_mix_no_matrix_and_start_anew():
+    pair = Pair([(30, 20), (1, 6)])
+    values = [[drawn(30, 20, seed=1), drawn(1, 6, seed=2)], [drawn(30, 20, seed=3), drawn(1, 6, seed=4)]]
+    first = pair.meet(values, 0)
+    pair.meet(values, 1)
+    learned = pair.ends[1]._learned[pair.EDGE, 0][0]
+    learned.view(torch.int16)[3, 1] ^= 1  # the last bit of one number
+    for found in pair.meet(values, 2):
+        assert found[0] is None
+        assert found[1] is not None  # the vector needs no basis
+    assert [end.rejected for end in pair.ends] == [1, 1]
+    assert all(np.array_equal(*both) for both in zip(pair.meet(values, 4)[0], first[0], strict=True))  # as drawn
+    assert pair.ends[0].stuck(1) == []
+
+
+def test_a_changed_bit_anywhere_changes_the_digest():
+    pair = Pair([(30, 20), (25, 31)])
+    end = pair.ends[0]
+    whole = int(end._digest())
+    for number, bit in itertools.product((0, 1), (0, 7, 15)):
+        numbers = end._bases[number].view(torch.int16).view(-1)
+        for place in (0, 1, len(numbers) // 2, len(numbers) - 1):
+            numbers[place] ^= -(2**15) if bit == 15 else 2**bit
+            assert int(end._digest()) != whole
+            numbers[place] ^= -(2**15) if bit == 15 else 2**bit
+    assert int(end._digest()) == whole
+    end._bases.reverse()
+    assert int(end._digest()) != whole
+
+
+def test_edges_have_bases_of_their_own():
+    pair = Pair([(30, 20)])
+    values = [[drawn(30, 20, seed=1)], [drawn(30, 20, seed=2)]]
+    for lap in (0, 1):
+        pair.meet(values, lap)
+    other = Pair([(30, 20)])
+    other.EDGE = (2, 7)
+    other.ends[0] = pair.ends[0]  # worker 2 has met worker 5 before
+    for found in other.meet(values, 2):
+        assert found[0] is not None
+    assert set(pair.ends[0]._learned) == {((2, 5), 0), ((2, 5), 1), ((2, 7), 1)}
+
+
+# -- the matrix of a parameter ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tensor", "rows"),
+    [
+        (torch.zeros(6, 5), 6),
+        (torch.zeros(5, 6).T, 5),  # in memory it is 5 × 6
+        (torch.zeros(8, 3, 2, 2), 8),
+        (torch.zeros(8, 3, 2, 2).to(memory_format=torch.channels_last), 8),
+        (torch.zeros(1, 7), 7),
+        (torch.zeros(7, 1), 7),
+        (torch.zeros(1, 5, 6), 5),
+        (torch.zeros(9), 1),
+        (torch.zeros(()), 1),
+        (torch.zeros(0, 4), 1),
+    ],
+)
+def test_rows_of_a_parameter(tensor, rows):
+    assert TensorSpec.of("x", tensor).rows == rows
+
+
+# -- whole runs ------------------------------------------------------------------------------------------------------------
+
+CASES = [
+    Case("ring", "wide", "sgd", options={"compression": "low-rank:2"}),
+    Case("one-peer-exp", "conv", "momentum", options={"compression": "low-rank:1,bfloat16"}),
+    Case("base-2", "attention", "adamw", options={"compression": "low-rank:2,int8"}),
+    Case("unrepeated", "mlp", "sgd", options={"compression": "low-rank:2", "overlap": False}),
+    Case("one-peer-exp", "channels-last", "momentum", "float32", options={"compression": "low-rank:2,int8", "mix_every": 2}),
+]
+
+
+def cases(n: int) -> list[Case]:
+    return [case for case in CASES if n == 4 or case.topology != "one-peer-exp"]
+
+
+def real(rank: int, n: int) -> list[Any]:
+    return [train_really(rank, n, case) for case in cases(n)]
+
+
+@pytest.mark.parametrize("n", [4, pytest.param(5, marks=pytest.mark.slow)])
+def test_processes_equal_the_simulator(workers, n):
+    found = workers(n, real, timeout=120)
+    for i, case in enumerate(cases(n)):
+        compare(case, n, [worker[i] for worker in found])
+
+
+@pytest.mark.parametrize("compression", ["low-rank:2", "low-rank:2,int8"])
+@pytest.mark.parametrize(("topology", "n"), [("ring", 3), ("one-peer-exp", 4)])
+def test_a_resumed_run_is_the_same_run(compression, topology, n):
+    job = Job({"topology": topology, "compression": compression})
+    stops = (1, 2, 5)
+    through = run_replicas(n, lambda at: run_through(job, at, at.rank, 8, stops))
+    bases = [key for entries in through[0][0][5]["compression"].values() for key in entries]
+    assert bases or "int8" in compression  # whose first blocks are rejected
+    for stop, how in zip(stops, ({}, MANY, {"param_as_bucket_view": False}), strict=True):
+
+        def again(at: InProcessTransport, stop: int = stop, how: dict[str, Any] = how) -> Any:
+            return go_on(job, at, at.rank, range(stop, 8), through[at.rank][0][stop], **how)
+
+        for rank, (losses, end) in enumerate(run_replicas(n, again)):
+            assert_equal(losses, through[rank][1][stop:], f"{stop}, worker {rank}")
+            assert_equal(end, through[rank][2], f"{stop}, worker {rank}")
+
+
+def net(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 10))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, rank: int) -> None:
+    for t in steps:
+        draw = torch.Generator().manual_seed(100 * t + rank)
+        x = torch.randn(8, 16, generator=draw)
+        optimizer.zero_grad()
+        (model(x) - x[:, :10]).square().mean().backward()
+        optimizer.step()
+
+
+def test_a_load_on_one_worker_is_found_out(caplog):
+    """Its end of the exchange is dropped, and learns nothing from it: the bases differ, and both start anew."""
+
+    def work(at: InProcessTransport) -> Any:
+        model = net(0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        replica = decent_dp.gossip(model, optimizer, topology="one-peer-exp", compression="low-rank:2", transport=at)
+        train(model, optimizer, range(4), at.rank)
+        if at.rank == 0:
+            model.load_state_dict({key: value.clone() for key, value in model.state_dict().items()})
+        train(model, optimizer, range(4, 12), at.rank)
+        rejected = replica.stats().rejected
+        replica.close()
+        return rejected, [param.detach().numpy().copy() for param in model.parameters()]
+
+    with caplog.at_level(logging.WARNING):
+        (first, a), (second, b) = run_replicas(2, work)
+    assert first == second == 2  # both matrices, once
+    assert not caplog.records
+    assert max(np.abs(x - y).max() for x, y in zip(a, b, strict=True)) < 0.1
+
+
+def test_an_infinity_is_left_out_and_named(caplog):
+    def work(at: InProcessTransport) -> Any:
+        model = net(0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        replica = decent_dp.gossip(model, optimizer, topology="one-peer-exp", compression="low-rank:2,int8", transport=at)
+        train(model, optimizer, range(2), at.rank)
+        if at.rank == 1:
+            with torch.no_grad():
+                model[2].weight[3, 3] = torch.inf
+        train(model, optimizer, range(2, 4), at.rank)
+        nonfinite = replica.stats().nonfinite
+        replica.close()
+        return nonfinite, all(bool(param.isfinite().all()) for param in model.parameters())
+
+    with caplog.at_level(logging.WARNING):
+        found = run_replicas(2, work)
+    nonfinite, finite = found[0]
+    assert nonfinite > 0
+    assert finite
+    assert "parameter '2." in caplog.text
+
+
+class Hooked(torch.optim.SGD):
+    """Records what it is given before each mix."""
+
+    def pre_average_hook(self, edge: Any, weight: float) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                own, others = param.detach(), param.comm_buffer / (1 - weight)
+                self.found = [*getattr(self, "found", []), (own.clone(), others.clone())]
+
+
+def test_the_sum_over_the_others_is_the_replica_and_the_difference():
+    def work(at: InProcessTransport) -> Any:
+        made: list[Hooked] = []
+
+        def optim_fn(named: Any) -> Hooked:
+            made.append(Hooked([param for _, param in named], lr=0.05))
+            return made[-1]
+
+        inner = net(0)
+        model = DecentralizedDataParallel(inner, optim_fn, topology="one-peer-exp", compression="low-rank:2", transport=at)
+        for t in range(4):
+            x = torch.randn(8, 16, generator=torch.Generator().manual_seed(10 * t + at.rank))
+            model(x).square().mean().backward()
+        model.close()
+        return [pair for optimizer in made for pair in optimizer.found]
+
+    first, second = run_replicas(2, work)
+    for (own, others), (their_own, their_others) in zip(first, second, strict=True):
+        # Each moves toward the other by the same.
+        torch.testing.assert_close(others - own, their_own - their_others, rtol=0, atol=1e-6)
+        if own.ndim == 2:
+            assert np.linalg.matrix_rank((others - own).numpy(), tol=1e-5) <= 2
+
+
+def test_replicas_learn_and_come_together():
+    """16 replicas on half a byte per ten parameters: against replicas that do not mix."""
+    distances, losses = {}, {}
+    x = torch.randn(512, 16, generator=torch.Generator().manual_seed(1))
+    y = net(5)(x).detach()
+    for name in ("low-rank:1,int8", None):
+        cluster = VirtualCluster(
+            net(0),
+            partial(torch.optim.SGD, lr=0.2),
+            "base-2",
+            16,
+            loss_fn=lambda model, x, y: (model(x) - y).square().mean(),
+            compression=name,
+        )
+        if name is None:
+            cluster.set_adaptive_factor(0.0)
+        for t in range(200):
+            chosen = torch.randint(512, (16, 4), generator=torch.Generator().manual_seed(t))
+            cluster.step(x[chosen], y[chosen])
+        distances[name] = cluster.consensus_distance()
+        with torch.no_grad():
+            losses[name] = float((cluster.mean_model()(x) - y).square().mean())
+    assert distances["low-rank:1,int8"] < 0.4 * distances[None]
+    assert losses["low-rank:1,int8"] < 1.1 * losses[None]
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["low-rank", "low-rank:", "low-rank:0", "low-rank:-1", "low-rank:2,", "low-rank:2,float32"])
+def test_names_that_are_none(name):
+    with pytest.raises(ValueError, match=r"'low-rank:R' sends projections of rank R.*Got"):
+        check_compression(name)
+
+
+def test_one_class_for_one_name():
+    assert check_compression("low-rank:2,int8") is check_compression("low-rank:2,int8")
+    assert check_compression("low-rank:2,int8").name == "low-rank:2,int8"
+    assert check_compression("low-rank:2").needs_hints is False
+
+
+@pytest.mark.parametrize("topology", ["complete", "complete:4,base-2", "hierarchical"])
+def test_groups_are_refused_on_all_workers(topology):
+    def work(at: InProcessTransport) -> str:
+        model = net(0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        with pytest.raises(ValueError, match="needs a topology of pairs") as error:
+            decent_dp.gossip(model, optimizer, topology=topology, compression="low-rank:2", local_world_size=2, transport=at)
+        return str(error.value)
+
+    assert len(set(run_replicas(4, work))) == 1
+    with pytest.raises(ValueError, match="needs a topology of pairs"):
+        VirtualCluster(net(0), partial(torch.optim.SGD, lr=0.1), topology, 4, compression="low-rank:2", local_world_size=2)
+
+
+def test_laps_of_topologies():
+    base = make_topology("base-2", local_world_size=1, world_size=8, rank=0)
+    assert [base.laps(t) for t in range(7)] == [0, 0, 0, 1, 1, 1, 2]
+    assert [base.every(2).laps(t) for t in (0, 1, 5, 6, 7, 12)] == [0, 0, 0, 1, 1, 2]
+    switch = make_topology("ring:5,base-2", local_world_size=1, world_size=8, rank=0)
+    assert [switch.laps(t) for t in (0, 2, 4, 5, 7, 8)] == [0, 1, 2, 0, 0, 1]
+    matching = make_topology("random-matching", local_world_size=1, world_size=8, rank=0)
+    assert [matching.laps(t) for t in (0, 1, 7)] == [0, 1, 7]
+    assert (base.largest_group(), switch.largest_group(), matching.largest_group()) == (2, 2, 2)
+    assert make_topology("ring:5,complete", local_world_size=1, world_size=8, rank=0).every(3).largest_group() == 8
