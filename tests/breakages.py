@@ -107,8 +107,8 @@ BREAKAGES = [
     Breakage(
         "a checkpoint forgets the exchange in flight",
         "engine/engine.py",
-        'exchange["in_flight"] |= bucket.in_flight is not None',
-        'exchange["in_flight"] |= False',
+        'exchange["in_flight"].update(dict.fromkeys(bucket.buffer.names, bucket.in_flight.round.number))',
+        'exchange["in_flight"].update({})',
     ),
 ]
 

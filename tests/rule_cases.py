@@ -21,8 +21,6 @@ class MomentumGossip(Rule):
         return {"speed": torch.zeros_like(values)}
 
     def apply(self, values: Tensor, state: dict[str, Tensor], difference: Tensor | None, round: Round) -> None:
-        if not round.mixes:
-            return
         speed = state["speed"].mul_(self.beta)
         if difference is not None:
             speed.add_(difference)
@@ -52,8 +50,8 @@ class Recorder(Rule):
     Class attributes: the calls in this process. A rule's own attributes are settings.
     """
 
-    # ("propose" or "apply", round, mixes, which elements: an index; whether something came)
-    log: ClassVar[list[tuple[str, int, bool, Any, bool]]] = []
+    # ("propose" or "apply", round, which elements: an index; whether something came)
+    log: ClassVar[list[tuple[str, int, Any, bool]]] = []
     numbered: ClassVar[int] = 0
 
     @classmethod
@@ -86,7 +84,7 @@ class Recorder(Rule):
             there: Any = slice(first, last)
             if last - first != len(numbers) or not bool((numbers.diff() == 1).all()):
                 there = numbers.numpy().copy()  # rows of the simulator's
-            self.log.append((verb, round.number, round.mixes, there, came))
+            self.log.append((verb, round.number, there, came))
 
 
 def settings_of_any_kind() -> Any:

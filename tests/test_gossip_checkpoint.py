@@ -376,7 +376,7 @@ def test_a_run_that_is_resumed_equals_one_that_was_not_stopped(tmp_path, name, t
     for rank in range(n):
         for where, end in parts[rank].items():
             assert_equal(end, whole[rank], f"worker {rank}: {where}")
-    assert whole[0]["gossip"]["exchange"]["in_flight"] == case.options.get("overlap", True)
+    assert bool(whole[0]["gossip"]["exchange"]["in_flight"]) == case.options.get("overlap", True)
 
 
 # In processes that are stopped, and others that resume.

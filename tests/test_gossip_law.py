@@ -14,6 +14,7 @@ from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.topo import Topology, TopologyReg
 from tests.helpers import SGD, batch, net, some_and_all
 from tests.test_law import AdamWTwin, Linear, SgdTwin, Varying, data, gradient, matrix
+from tests.test_mix_every import Part, parts
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.0)
 
@@ -43,25 +44,28 @@ def twin(topology: Topology, n: int, step: Any, overlap: bool, mix_every: int, s
     """x <- step(x); x <- x + Σ w (r - q) for what was sent a round ago (at once without overlap); send x."""
     start = np.random.default_rng(7).normal(size=(5, 3))
     x = [start.copy() for _ in range(n)]
-    sent: list[np.ndarray] = []
     taken = [0] * n
+    buckets = parts(mix_every)
 
-    def mixed(t: int) -> list[np.ndarray]:
-        if (t + 1) % mix_every:
-            return x
-        w = matrix(topology.round(t // mix_every), n)
-        return [x[i] + sum(w[i, j] * (sent[j] - sent[i]) for j in range(n)) for i in range(n)]
+    def finish(part: Part) -> None:
+        w = matrix(topology.round((part.at - part.offset) // mix_every), n)
+        for i in range(n):
+            x[i][part.rows] += sum(w[i, j] * (part.sent[j] - part.sent[i]) for j in range(n))
+        part.sent = None
 
     for t in range(LAW_STEPS):
         for i in range(n):
             if not (skipping and skips(i, t)):
                 x[i] = step(i, taken[i], x[i], gradient(x[i], i, t))
                 taken[i] += 1
-        if overlap and t > 0:
-            x = mixed(t - 1)
-        sent = [xi.copy() for xi in x]
-        if not overlap:
-            x = mixed(t)
+        for part in buckets:
+            again = t >= part.offset and (t - part.offset + 1) % mix_every == 0
+            if overlap and part.sent is not None and (again or t - part.at >= part.time):
+                finish(part)
+            if again:
+                part.sent, part.at = [xi[part.rows].copy() for xi in x], t
+                if not overlap:
+                    finish(part)
     return x
 
 

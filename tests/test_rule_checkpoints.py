@@ -26,6 +26,7 @@ from tests.helpers import SGD, loss, net, values
 from tests.resuming import MANY, Job, assert_equal, dumb_copy, go_on, run_through
 from tests.rule_cases import MomentumGossip, Scaled, settings_of_any_kind
 from tests.test_law import Linear, Varying, data, gradient, matrix
+from tests.test_mix_every import Part, parts
 from tests.test_outer import INNER, Case, start
 
 _ONE_AT_A_TIME = threading.Lock()
@@ -161,7 +162,7 @@ def other_rules(rank: int, n: int, path: str) -> dict[str, Any]:
 
     # Plain gossip has no state: another rule begins with what was saved. The next update mixes nothing.
     for overlap in (True, False):
-        model = DecentralizedDataParallel(net(5), SGD, topology="ring", rule=OuterNesterov(), mix_every=3, overlap=overlap)
+        model = DecentralizedDataParallel(net(5), SGD, topology="ring", rule=OuterNesterov(), mix_every=50, overlap=overlap)
         load(model, f"{path}/plain")
         loss(model, 4, rank).backward()
         found[f"begun, {overlap}"] = dumb_copy(take(model.replica)["rule"]["state"])
@@ -257,29 +258,33 @@ def reload_twin(case: Case, n: int, loads: dict[int, Any]) -> np.ndarray:
     inner = INNER[case.inner][1](n)
     x = np.stack([start()] * n)
     anchors, momenta = x.copy(), np.zeros_like(x)
-    sent = x.copy()
     fresh = np.zeros((1, 5, 1), dtype=bool)
+    buckets = parts(case.h)
 
-    def mix(t: int) -> None:
-        nonlocal x, anchors, momenta, fresh
-        edges = case.edges(t, n)
-        if edges is not None:
-            pseudo = anchors - np.einsum("ij,jkl->ikl", matrix(edges, n), sent)
-            momentum = mu * momenta + pseudo
-            anchor = anchors - lr * (pseudo + mu * momentum)
-            moved = anchor + x - sent
-            x, anchors, momenta = (np.where(fresh, *pair) for pair in ((x, moved), (anchors, anchor), (momenta, momentum)))
-        fresh = np.zeros_like(fresh)
+    def mix(part: Part) -> None:
+        rows, sent = part.rows, part.sent
+        edges = case.edges(part.at, n, part.offset)
+        pseudo = anchors[:, rows] - np.einsum("ij,jkl->ikl", matrix(edges, n), sent)
+        momentum = mu * momenta[:, rows] + pseudo
+        anchor = anchors[:, rows] - lr * (pseudo + mu * momentum)
+        for old, new in ((x, anchor + x[:, rows] - sent), (anchors, anchor), (momenta, momentum)):
+            old[:, rows] = np.where(fresh[:, rows], old[:, rows], new)
+        fresh[:, rows] = False
+        part.sent = None
 
     for t in range(case.steps):
         g = [gradient(x[i], i, t) for i in range(n)]
-        if case.overlap and t > 0:
-            mix(t - 1)
-        fresh[:] = False
+        mixes = [case.edges(t, n, part.offset) is not None for part in buckets]
+        for part, again in zip(buckets, mixes, strict=True):
+            if case.overlap and part.sent is not None and (again or t - part.at >= part.time):
+                mix(part)
         x = np.stack([inner(i, t, x[i], g[i]) for i in range(n)])
-        sent = x.copy()
-        if not case.overlap:
-            mix(t)
+        for part, again in zip(buckets, mixes, strict=True):
+            if again:
+                fresh[:, part.rows] = False
+                part.sent, part.at = x[:, part.rows].copy(), t
+                if not case.overlap:
+                    mix(part)
         if t in loads:
             if loads[t] == "mean":
                 fresh[:] = True

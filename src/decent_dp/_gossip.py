@@ -245,7 +245,7 @@ class Gossip(Replica):
             self.begin_round(active=step)
             for bucket in engine.buckets:
                 if self.settings.overlap:
-                    engine.finish(bucket).raise_if_failed()
+                    engine.finish_due(bucket).raise_if_failed()
                 engine.start(bucket)
             if not self.settings.overlap:
                 for bucket in engine.buckets:

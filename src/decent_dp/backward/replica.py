@@ -401,7 +401,7 @@ class BackwardReplica(Replica):
         """Exchanges the optimizers' statistics, after all of them have stepped."""
         for bucket in self.engine.buckets[len(self.units) :]:
             if self.settings.overlap:
-                self.engine.finish(bucket).raise_if_failed()
+                self.engine.finish_due(bucket).raise_if_failed()
             self.engine.start(bucket)
             if not self.settings.overlap:
                 self.engine.finish(bucket).raise_if_failed()
@@ -409,7 +409,7 @@ class BackwardReplica(Replica):
     def _update_next(self, *, step: bool, keep: bool) -> None:
         unit = self.units[self._next]
         if self.settings.overlap:
-            self.engine.finish(unit.bucket, unit.edit).raise_if_failed()
+            self.engine.finish_due(unit.bucket, unit.edit).raise_if_failed()
         if step:
             unit.step()
             self._stepped = True

@@ -41,10 +41,18 @@ class Blockwise(Compression):
     def rejected(self) -> int:
         return self._rejected
 
-    @property
+    @classmethod
     @abstractmethod
+    def code_of(cls, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which values of ``dtype`` are sent."""
+
+    @classmethod
+    def mean_bytes(cls, tensors: Sequence[FlatTensor], dtype: torch.dtype) -> float:
+        return cls.code_of(dtype).itemsize * sum(tensor.numel for tensor in tensors)
+
+    @property
     def code(self) -> torch.dtype:
-        """The dtype in which values are sent."""
+        return self.code_of(self.dtype)
 
     @property
     def _itemsize(self) -> int:

@@ -20,9 +20,9 @@ class Lossless(Blockwise):
 
     name: ClassVar[str | None] = None
 
-    @property
-    def code(self) -> torch.dtype:
-        return self.dtype
+    @classmethod
+    def code_of(cls, dtype: torch.dtype) -> torch.dtype:
+        return dtype
 
     def _encode(
         self, values: Sequence[Tensor], out: Tensor, message_id: MessageId, hints: Sequence[bytes]
@@ -90,9 +90,9 @@ class BFloat16(Lossless):
     name = "bfloat16"
     by_parameter = True
 
-    @property
-    def code(self) -> torch.dtype:
-        return torch.bfloat16 if self.dtype.itemsize > 2 else self.dtype
+    @classmethod
+    def code_of(cls, dtype: torch.dtype) -> torch.dtype:
+        return torch.bfloat16 if dtype.itemsize > 2 else dtype
 
     def _round(self, mean: Tensor, codes: Tensor, message_id: MessageId, chunk: Chunk) -> None:
         if self.code == self.dtype:

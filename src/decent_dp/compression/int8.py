@@ -95,8 +95,8 @@ class Int8(Blockwise):
         self._largest = np.zeros(len(self._blocks))
         self._steps = np.ones(len(self._blocks))
 
-    @property
-    def code(self) -> torch.dtype:
+    @classmethod
+    def code_of(cls, dtype: torch.dtype) -> torch.dtype:
         return torch.uint8
 
     # -- the range ----------------------------------------------------------------------------------------------------

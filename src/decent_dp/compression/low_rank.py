@@ -60,14 +60,9 @@ class LowRank(Compression):
 
     def __init__(self, tensors: Sequence[FlatTensor], dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(tensors, dtype, device)
-        self._matrices = [self.rank * (t.rows + t.columns) < t.numel for t in self.tensors]
+        self._matrices = [self._is_matrix(tensor) for tensor in self.tensors]
         # One layout of the message for each side. Projections of half-precision values are sent in float32.
-        self._sides = tuple(
-            self.inner(
-                [self._projected(tensor, number, side) for number, tensor in enumerate(self.tensors)], self.compute, device
-            )
-            for side in (0, 1)
-        )
+        self._sides = tuple(self.inner(self._projected(self.tensors, side), self.compute, device) for side in (0, 1))
         self._elements = _ELEMENTS_ON_CPU if device.type == "cpu" else _ELEMENTS_ON_GPU
         self.hint_nbytes = sum(inner.hint_nbytes for inner in self._sides)
         # The bases that single edges have learned, by members and side, and their digests.
@@ -80,10 +75,21 @@ class LowRank(Compression):
         self._bases: _Bases = []
         self.begin((), 0, 0)
 
-    def _projected(self, tensor: FlatTensor, number: int, side: int) -> FlatTensor:
-        if not self._matrices[number]:
-            return FlatTensor(tensor.index, tensor.numel)
-        return FlatTensor(tensor.index, self.rank * (tensor.columns if side else tensor.rows))
+    @classmethod
+    def _is_matrix(cls, tensor: FlatTensor) -> bool:
+        """Whether it is projected."""
+        return cls.rank * (tensor.rows + tensor.columns) < tensor.numel
+
+    @classmethod
+    def _projected(cls, tensors: Sequence[FlatTensor], side: int) -> list[FlatTensor]:
+        """What is sent of each tensor, from ``side``."""
+        lengths = [cls.rank * (t.columns if side else t.rows) if cls._is_matrix(t) else t.numel for t in tensors]
+        return [FlatTensor(tensor.index, length) for tensor, length in zip(tensors, lengths, strict=True)]
+
+    @classmethod
+    def mean_bytes(cls, tensors: Sequence[FlatTensor], dtype: torch.dtype) -> float:
+        wide = torch.promote_types(dtype, torch.float32)
+        return sum(cls.inner.mean_bytes(cls._projected(tensors, side), wide) for side in (0, 1)) / 2
 
     @property
     def _inner(self) -> Blockwise:

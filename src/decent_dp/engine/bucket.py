@@ -44,6 +44,12 @@ class InFlight:
         """Whether this worker exchanges nothing in the round."""
         return len(self.edge.ranks) == 1
 
+    def due(self, topology: Topology, round_: int) -> bool:
+        """Whether it ends in round ``round_`` of its bucket's topology."""
+        # The next exchange ends it, too, if the topology changes to one with shorter turns.
+        over = round_ - self.round.number >= topology._time(self.round.number)
+        return over or Topology.mixes(topology, round_)
+
 
 class Bucket:
     """Tensors of one dtype and device that are exchanged together.
@@ -91,8 +97,8 @@ class Bucket:
             device, most = self.buffer.plan.device, self.compression.most_nbytes
             sent, received = (torch.empty(most, dtype=torch.uint8, device=device) for _ in range(2))
             self._messages = sent, received
-        sent, received = self._messages
-        return sent[: self.compression.nbytes], received[: self.compression.nbytes]
+        nbytes, (sent, received) = self.compression.nbytes, self._messages
+        return self._messages if nbytes == len(sent) else (sent[:nbytes], received[:nbytes])
 
     def first_nonfinite(self, message: Tensor) -> str:
         """Returns the name of the first tensor with a NaN or an infinity in a message; '?' if the message does not show it."""
@@ -280,10 +286,13 @@ class Bucket:
         """
         compression, device = self.compression, self.buffer.plan.device
         blank = bytes(compression.hint_nbytes)
-        wanted = self._exchange_entries(blank, blank if sending else None)
+        # Parameters that have had no turn yet have no hint.
+        hinted = all("hint_next" in by_name.get(name, {}) for name in self.buffer.names)
+        wanted = self._exchange_entries(blank if hinted else None, blank if sending else None)
         entries = [_checked(name, by_name.get(name, {}), own) for name, own in wanted.items()]
         if compression.needs_hints:
-            self.hint_next = compression.hint_of([entry["hint_next"] for entry in entries])
+            if hinted:
+                self.hint_next = compression.hint_of([entry["hint_next"] for entry in entries])
             compression.load_state(entries)
         if not sending:
             return None

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from decent_dp._sizes import choose_sizes
+from decent_dp._sizes import statistics_interval
 from decent_dp.compression import Compression, Lossless
 from decent_dp.engine.bucket import Bucket, Edit, InFlight
-from decent_dp.engine.layout import FlatBuffer, TensorSpec, plan_buckets
+from decent_dp.engine.layout import FlatBuffer, TensorSpec, message_share, plan_buckets, plan_turns
 from decent_dp.errors import NonFiniteError, PeerError, PeerLostError
 from decent_dp.rules import Gossip, Round, Rule
 from decent_dp.topo import Edge, Topology
@@ -154,6 +154,8 @@ class Engine:
         # bucket is not taken for a new one's.
         self._rejected = self._gone = 0
         self._warned_of_rejections = False
+        # Of the tensors that were laid out last.
+        self._message_share = 1.0
 
     @property
     def rejected(self) -> int:
@@ -171,16 +173,11 @@ class Engine:
             limit_bytes: upper size of a bucket.
             as_view: whether tensors become views of one flat tensor per bucket.
         """
-        first, limit = choose_sizes(sum(spec.numel * spec.dtype.itemsize for spec in specs), limit_bytes)
+        self._message_share = message_share(specs, self._compression)
+        gone = self._gone + len(self.buckets)
         return [
-            Bucket(
-                self._gone + len(self.buckets) + number,
-                FlatBuffer(plan, tensors, as_view=as_view),
-                self._compression,
-                self.rule,
-                self._topology,
-            )
-            for number, plan in enumerate(plan_buckets(specs, order, limit, first))
+            Bucket(gone + number, FlatBuffer(plan, tensors, as_view=as_view), self._compression, self.rule, topology)
+            for number, (plan, topology) in enumerate(plan_turns(specs, order, limit_bytes, self._topology))
         ]
 
     def lay_out_statistics(
@@ -190,11 +187,12 @@ class Engine:
 
         Args:
             tensors: become views of one flat tensor per bucket.
-            every: the number of the parameters' exchanges to one of these.
+            every: the fewest of the parameters' exchanges to one of these.
             after: the number of buckets that are installed before these.
         """
         first = self._gone + len(self.buckets) + after
-        plans, topology = plan_buckets(specs, range(len(specs)), math.inf), Topology.every(self._topology, every)
+        plans, topology = plan_buckets(specs, range(len(specs)), math.inf), self._topology._spread(0, 1, 1)
+        topology = Topology.every(topology, statistics_interval(every, self._message_share))
         return [
             Bucket(first + number, FlatBuffer(plan, tensors, as_view=True), Lossless, Gossip(), topology)
             for number, plan in enumerate(plans)
@@ -207,6 +205,13 @@ class Engine:
         self.buckets, self.started = buckets, None
 
     # -- a round ------------------------------------------------------------------------------------------------------
+
+    def finish_due(self, bucket: Bucket, edit: Edit | None = None) -> Outcome:
+        """As ``finish``, but leaves an exchange in flight that has time until a later round."""
+        in_flight = bucket.in_flight
+        if in_flight is not None and not in_flight.due(bucket.topology, self.round):
+            return SAT_OUT
+        return self.finish(bucket, edit)
 
     @torch.no_grad()
     def finish(self, bucket: Bucket, edit: Edit | None = None) -> Outcome:
@@ -239,7 +244,7 @@ class Engine:
         ranks = {flag - 1 for flag in flags if flag}
         message = bucket.messages[0 if flags[0] else 1]
         # Between two exchanges of statistics there are others, which would end a sequence of rounds that are left out.
-        record = self.nonfinite if bucket.topology is self._topology else self._nonfinite_statistics
+        record = self.nonfinite if bucket.rule is self.rule else self._nonfinite_statistics
         unmixable = record.record(in_flight, ranks, bucket, message)
         if unmixable is not None:
             bucket.mix_nothing(in_flight.round)
@@ -267,13 +272,15 @@ class Engine:
 
     @torch.no_grad()
     def start(self, bucket: Bucket) -> None:
-        """Sends the rule's proposal to the neighbours of the current round."""
+        """Sends the rule's proposal to the neighbours of the current round, if the bucket mixes in it."""
+        self.started = self.round
+        if not Topology.mixes(bucket.topology, self.round):
+            return
         assert bucket.in_flight is None, "an exchange is started when the one before is finished"
         bucket.stale.clear()
-        round_, edge = self._round(bucket, self.round), bucket.topology.get_edge(self.round)
+        round_, edge = Round(self.round), bucket.topology.get_edge(self.round)
         proposal = bucket.propose(round_)
         hint = self._send_hint(bucket, edge, proposal) if bucket.compression.needs_hints else b""
-        self.started = self.round
         self._send(bucket, round_, edge, proposal, hint)
 
     def advance(self) -> None:
@@ -321,9 +328,6 @@ class Engine:
         if errors:
             raise errors[0]
 
-    def _round(self, bucket: Bucket, number: int) -> Round:
-        return Round(number, Topology.mixes(bucket.topology, number))
-
     def _send(
         self, bucket: Bucket, round_: Round, edge: Edge, proposal: list[Tensor], hint: bytes, *, coded: bool = False
     ) -> None:
@@ -351,7 +355,9 @@ class Engine:
         self._send_hint_ahead(bucket, self.round + 1)
         return now
 
-    def _send_hint_ahead(self, bucket: Bucket, round_: int) -> None:
+    def _send_hint_ahead(self, bucket: Bucket, after: int) -> None:
+        """Sends the hint for the first exchange from round ``after`` on."""
+        round_ = bucket.topology._next_mix(after)
         edge, hint = bucket.topology.get_edge(round_), bucket.hint_next
         if hint is not None and len(edge.ranks) > 1:
             # A worker may have exited after its last update. If the round comes, its exchange raises.
@@ -368,12 +374,13 @@ class Engine:
             rule          {"kind": class name, "state": {tensor name: {key: tensor}}}
             compression   {tensor name: the compression's state per edge}
             exchange      {"parameters": {tensor name: see ``Bucket.saved_exchange``}, "stale": names of tensors whose
-                          difference is to be dropped, "in_flight": whether an exchange is}; None if it cannot be resumed
+                          difference is to be dropped, "in_flight": {tensor name: the round of its exchange in flight}};
+                          None if it cannot be resumed
 
         The tensors are live: copy them before the next round.
         """
         resumable = bool(self.buckets) and self.started == self.round - 1
-        exchange: dict[str, Any] = {"parameters": {}, "stale": [], "in_flight": False}
+        exchange: dict[str, Any] = {"parameters": {}, "stale": [], "in_flight": {}}
         rule: dict[str, Any] = {"kind": type(self.rule).__name__, "state": {}}
         compression: dict[str, Any] = {}
         for bucket in self.buckets:
@@ -381,8 +388,8 @@ class Engine:
             compression.update(bucket.edge_state())
             if resumable:
                 exchange["parameters"].update(bucket.saved_exchange())
-                exchange["in_flight"] |= bucket.in_flight is not None
                 if bucket.in_flight is not None:
+                    exchange["in_flight"].update(dict.fromkeys(bucket.buffer.names, bucket.in_flight.round.number))
                     exchange["stale"] += [name for name in bucket.buffer.names if name in bucket.stale]
         return {
             "round": self.round,
@@ -417,25 +424,24 @@ class Engine:
         Raises:
             ValueError: the state does not fit; names the tensor.
         """
-        round_ = state["round"]
         if state["rule"]["state"]:
             bucket.load_rule_state(state["rule"]["state"])
         bucket.load_edge_state(state["compression"])
         if not resumed:
             return None
         if bucket.compression.needs_hints:
-            bucket.topology.get_edge(round_)  # raises here if the edge of the hint cannot be made
-        sending = False
-        if state["exchange"]["in_flight"]:
-            edge = bucket.topology.get_edge(round_ - 1)
-            sending = len(edge.ranks) > 1
-            if sending:
-                self._begin(bucket, round_ - 1, edge)
+            # Raises here if the edge of the hint cannot be made.
+            bucket.topology.get_edge(bucket.topology._next_mix(state["round"]))
+        round_ = _resumed_round(bucket, state)
+        edge = None if round_ is None else bucket.topology.get_edge(round_)
+        sending = edge is not None and len(edge.ranks) > 1
+        if round_ is not None and edge is not None and sending:
+            self._begin(bucket, round_, edge)
         return bucket.load_exchange(state["exchange"]["parameters"], sending=sending)
 
     @torch.no_grad()
     def resume(self, state: Mapping[str, Any], hints: Iterable[bytes | None]) -> None:
-        """Sends the loaded messages of the previous round again.
+        """Sends the loaded messages again.
 
         Args:
             state: the result of ``state_dict``; round and factor are set already.
@@ -444,14 +450,23 @@ class Engine:
         self.started = self.round - 1
         stale = set(state["exchange"]["stale"])
         for bucket, hint in zip(self.buckets, hints, strict=True):
-            round_, edge = self._round(bucket, self.round - 1), bucket.topology.get_edge(self.round - 1)
-            if hint is not None:
-                if bucket.compression.needs_hints:
-                    self._transport.send_hint(edge, ExchangeId(round_.number, bucket.number), hint)
-                self._send(bucket, round_, edge, bucket.values, hint, coded=True)
-            elif state["exchange"]["in_flight"]:
-                bucket.in_flight = InFlight(round_, edge)
+            number = _resumed_round(bucket, state)
+            if number is not None:
+                round_, edge = Round(number), bucket.topology.get_edge(number)
+                if hint is None:
+                    bucket.in_flight = InFlight(round_, edge)
+                else:
+                    if bucket.compression.needs_hints:
+                        self._transport.send_hint(edge, ExchangeId(number, bucket.number), hint)
+                    self._send(bucket, round_, edge, bucket.values, hint, coded=True)
             bucket.stale = stale & set(bucket.buffer.names)
         for bucket in self.buckets:
             if bucket.compression.needs_hints:
                 self._send_hint_ahead(bucket, self.round)
+
+
+def _resumed_round(bucket: Bucket, state: Mapping[str, Any]) -> int | None:
+    """The round of the saved exchange in flight of these tensors; None if there is none, or it was of other buckets."""
+    rounds = {state["exchange"]["in_flight"].get(name) for name in bucket.buffer.names}
+    number = rounds.pop() if len(rounds) == 1 else None
+    return number if number is not None and Topology.mixes(bucket.topology, number) else None

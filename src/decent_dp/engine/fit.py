@@ -19,8 +19,7 @@ def fit_rule(rule: Rule, compression: type[Compression], topology: Topology, *, 
     Raises:
         ValueError: the compression or the rule does not work with the topology.
     """
-    largest = Topology.largest_group(topology)
-    if compression.pairs_only and largest > 2:
+    if compression.pairs_only and (largest := Topology.largest_group(topology)) > 2:
         raise ValueError(
             f"compression={compression.name!r} needs a topology of pairs, because only two workers can find a low-rank part of "
             f"their difference, and {topology!r} mixes groups of {largest}: use 'base-2', 'one-peer-exp', 'ring' or "

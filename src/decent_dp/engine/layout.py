@@ -8,7 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["BucketPlan", "FlatBuffer", "Slot", "TensorSpec", "dense_stride", "plan_buckets"]
+from decent_dp._sizes import choose_sizes
+from decent_dp.compression import Compression, FlatTensor
+from decent_dp.topo import Topology
+
+__all__ = ["BucketPlan", "FlatBuffer", "Slot", "TensorSpec", "dense_stride", "message_share", "plan_buckets", "plan_turns"]
 
 
 def dense_stride(tensor: Tensor) -> tuple[int, ...]:
@@ -74,6 +78,12 @@ class BucketPlan:
     device: torch.device
 
 
+def message_share(specs: Sequence[TensorSpec], compression: type[Compression]) -> float:
+    """Returns the bytes of an exchange of these tensors as a share of their own bytes; the mean over exchanges."""
+    sent = sum(compression.mean_bytes([FlatTensor(0, spec.numel, spec.rows)], spec.dtype) for spec in specs)
+    return sent / max(1, sum(spec.numel * spec.dtype.itemsize for spec in specs))
+
+
 def plan_buckets(
     specs: Sequence[TensorSpec], order: Sequence[int], limit_bytes: float, first_bytes: float | None = None
 ) -> list[BucketPlan]:
@@ -91,6 +101,13 @@ def plan_buckets(
     """
     if sorted(order) != list(range(len(specs))):
         raise ValueError(f"order must be a permutation of 0..{len(specs) - 1}, got {list(order)!r}")
+    return _fill(specs, order, limit_bytes, first_bytes)
+
+
+def _fill(
+    specs: Sequence[TensorSpec], order: Sequence[int], limit_bytes: float, first_bytes: float | None = None
+) -> list[BucketPlan]:
+    """Assigns the tensors with the indices ``order`` to buckets, as ``plan_buckets`` does."""
     filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     filled: dict[tuple[torch.dtype, torch.device], int] = {}
     groups: list[list[int]] = []
@@ -109,6 +126,37 @@ def plan_buckets(
     position = {index: place for place, index in enumerate(order)}
     groups.sort(key=lambda group: position[group[-1]])
     return [_lay_out(group, specs) for group in groups]
+
+
+def plan_turns(
+    specs: Sequence[TensorSpec], order: Sequence[int], limit_bytes: float, topology: Topology
+) -> list[tuple[BucketPlan, Topology]]:
+    """Assigns tensors to buckets, and gives each bucket the topology with its turn.
+
+    With ``mix_every`` a tensor's turn depends on its place in reverse registration order only. So numbers do not depend on the
+    sizes of buckets, nor on ``order``.
+
+    Args:
+        specs, order, limit_bytes: as of ``plan_buckets``.
+        topology: of the whole, which includes ``mix_every``.
+    """
+    sizes = [spec.numel * spec.dtype.itemsize for spec in specs]
+    total, h = max(1, sum(sizes)), topology._final_part()[1]
+    if h == 1:
+        first, limit = choose_sizes(total, limit_bytes)
+        return [(plan, topology) for plan in plan_buckets(specs, order, limit, first)]
+    # By slot: the bytes before it, and its tensors.
+    slots: dict[int, tuple[int, list[int]]] = {}
+    before = 0
+    for index in reversed(range(len(specs))):
+        slots.setdefault(min(h * before // total, h - 1), (before, []))[1].append(index)
+        before += sizes[index]
+    position = {index: place for place, index in enumerate(order)}
+    planned = []
+    for start, members in slots.values():
+        own = topology._spread(start, start + sum(sizes[index] for index in members), total)
+        planned += [(plan, own) for plan in _fill(specs, sorted(members, key=lambda index: position[index]), limit_bytes)]
+    return sorted(planned, key=lambda turn: max(position[slot.index] for slot in turn[0].slots))
 
 
 def _lay_out(group: Iterable[int], specs: Sequence[TensorSpec]) -> BucketPlan:

@@ -214,7 +214,8 @@ def _is_exchange(exchange: Any) -> bool:
         and isinstance(exchange["parameters"], dict)
         and isinstance(exchange["stale"], list)
         and all(isinstance(name, str) for name in exchange["stale"])
-        and type(exchange["in_flight"]) is bool
+        and isinstance(exchange["in_flight"], dict)
+        and all(isinstance(name, str) and type(number) is int for name, number in exchange["in_flight"].items())
     )
 
 
@@ -223,7 +224,9 @@ def _compare(replica: Replica, state: dict[str, Any], fits: bool) -> bool:
     engine, exchange = replica.engine, state["exchange"]
     order = hashlib.sha256(json.dumps(state.get("order")).encode()).hexdigest()
     now = engine.round if engine.buckets else None
-    found = replica.everyone.control.gather([state["round"], order, fits, now, fits and exchange["in_flight"]])
+    in_flight = sorted(exchange["in_flight"].items()) if fits and exchange is not None else []
+    sending = hashlib.sha256(json.dumps(in_flight).encode()).hexdigest()
+    found = replica.everyone.control.gather([state["round"], order, fits, now, sending])
     if len({round_ for round_, *_ in found}) > 1:
         counts = worker_counts([round_ for round_, *_ in found])
         raise OutOfStepError(

@@ -32,15 +32,15 @@ class Round:
 
     Attributes:
         number: counted by updates, from 0.
-        mixes: False for the rounds between two mixes (``mix_every``, ``Topology.every``), in which no worker sends anything.
     """
 
     number: int
-    mixes: bool = True
 
 
 class Rule(ABC):
     """Defines the values that a worker proposes to its neighbours, and the use of those that it receives.
+
+    With ``mix_every=h``, every bucket has its own turn, and the updates between its turns are no rounds for the rule.
 
     A rule works element by element. All its tensors have the same shape, and hold the same elements of a bucket: a part of it,
     or the whole; of one replica, or (in the simulator) of many replicas. How a bucket is cut must not change the numbers.
@@ -66,7 +66,7 @@ class Rule(ABC):
         """The values for the neighbours: ``values`` itself, or a tensor of the state; of the shape and dtype of ``values``.
 
         Called in every round, after the optimizer's step. The result is read until ``apply`` is called for this round. If
-        nothing is sent (``round.mixes`` is False, or this worker sits the round out), scale hints are computed from it.
+        this worker sits the round out, scale hints are computed from it.
         """
         return values
 
@@ -87,8 +87,8 @@ class Rule(ABC):
     def apply(self, values: Tensor, state: dict[str, Tensor], difference: Tensor | None, round: Round) -> None:
         """Changes the parameters; writes ``values`` and the tensors of ``state`` in place.
 
-        Called once for every round, in order: when its exchange has arrived, which is an update later with overlap. Not called
-        for parameters whose values were replaced (by a load, say) since ``propose``: their state is made anew.
+        Called once for every round, in order: when its exchange has arrived, which with overlap is an update later, or more.
+        Not called for parameters whose values were replaced (by a load, say) since ``propose``: their state is made anew.
 
         Args:
             values: the parameters as they are now.

@@ -77,8 +77,7 @@ class DriftCorrection(Rule):
                 f"DriftCorrection does not work with {topology!r}: it needs a mix in every round, because a correction for "
                 "several steps at once is taken for a drift by the next of them, and grows. Use mix_every=1, or another rule."
             )
-        largest = Topology.largest_group(topology)
-        if lossy and largest > 2:
+        if lossy and (largest := Topology.largest_group(topology)) > 2:
             raise ValueError(
                 f"DriftCorrection would add up the rounding errors of means: {topology!r} mixes groups of {largest} workers, "
                 "and numbers are rounded on the way (compression, or parameters of less than 32 bits). Use compression=None "

@@ -53,13 +53,9 @@ class OuterNesterov(Rule):
         return {"anchor": anchor, "momentum": torch.zeros_like(anchor), "proposal": values.clone()}
 
     def propose(self, values: Tensor, state: dict[str, Tensor], round: Round) -> Tensor:
-        if not round.mixes:
-            return values
         return state["proposal"].copy_(values)
 
     def apply(self, values: Tensor, state: dict[str, Tensor], difference: Tensor | None, round: Round) -> None:
-        if not round.mixes:
-            return
         anchor, momentum, proposal = state["anchor"], state["momentum"], state["proposal"]
         gradient = anchor - proposal
         if difference is not None:

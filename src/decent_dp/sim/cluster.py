@@ -13,11 +13,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from decent_dp._checks import check_integer, check_number, to_float
 from decent_dp.arguments import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, check_factories, check_scaler
-from decent_dp.compression import Lossless, check_compression
+from decent_dp.compression import check_compression
 from decent_dp.engine import fit_rule
 from decent_dp.rules import DriftCorrection, Rule
 from decent_dp.rules.base import check_rule
-from decent_dp.sim.exchange import CompressedExchange, LosslessExchange, SimulatedExchange
+from decent_dp.sim.exchange import SpreadExchange
 from decent_dp.sim.gradients import LOSS_FN_TYPE, Gradients, StepGradients
 from decent_dp.sim.stack import Stack
 from decent_dp.sim.statistics import StatisticsExchange
@@ -59,7 +59,7 @@ class VirtualCluster:
         local_world_size: workers per node, for topologies that depend on it.
         compression: None (the parameters' own dtype), 'bfloat16' or 'int8'.
         overlap: mix with the values sent in the last update (True), or with this update's values (False).
-        mix_every: mix only in every h-th update.
+        mix_every: mix each parameter only in every h-th update, in turns.
         rule: of ``decent_dp.rules``, such as ``OuterNesterov()``; None for plain gossip.
         grad_clip_norm: of each replica's gradients together, as ``torch.nn.utils.clip_grad_norm_``; 0.0 for no clipping.
         scaler: a ``torch.GradScaler``; each replica gets a copy, which scales its loss, skips its steps and is updated.
@@ -119,10 +119,8 @@ class VirtualCluster:
         kind = check_compression(compression)
         narrow = any(param.itemsize < 4 for param in self._stack.params.values())
         self._rule = fit_rule(check_rule(rule), kind, self.topology, narrow=narrow)
-        shared = self._stack.params, self.topology, self._rule
-        lossless = kind is Lossless
-        self._exchange: SimulatedExchange = LosslessExchange(*shared) if lossless else CompressedExchange(*shared, kind)
-        self._statistics = StatisticsExchange(self.topology)
+        self._exchange = SpreadExchange(self._stack.params, self.topology, self._rule, kind)
+        self._statistics = StatisticsExchange(self.topology, self._exchange.message_share)
         self._gradients = Gradients(self._stack, loss_fn or _cross_entropy, vectorize)
         self._stepper = self._make_stepper()
         self._failure: BaseException | None = None
@@ -169,10 +167,10 @@ class VirtualCluster:
         if self._gradients.vectorized is False and isinstance(self._stepper, Shared):
             self._stepper = self._make_stepper()
         if self._overlap:
-            self._exchange.finish()
+            self._exchange.finish_due(self.round)
         self._stepper.step(gradients)
         if self._overlap:
-            self._statistics.finish()
+            self._statistics.finish_due(self.round)
         self._exchange.start(self.round)
         self._statistics.start(self._stepper, self.round)
         if not self._overlap:
@@ -211,7 +209,8 @@ class VirtualCluster:
             raise TypeError(f"the adaptive factor must be a number in [0, 1], got {factor!r}")
         if not 0.0 <= factor <= 1.0:
             raise ValueError(f"the adaptive factor must be in [0, 1], got {factor!r}")
-        self._exchange.factor = self._statistics.factor = float(factor)
+        self._exchange.set_factor(float(factor))
+        self._statistics.factor = float(factor)
 
     # -- state and results ------------------------------------------------------------------------------------------------
 
@@ -262,7 +261,7 @@ class VirtualCluster:
     @property
     def rejected(self) -> int:
         """Blocks of parameters that were not mixed in a round, as replicas were too far apart for the compression."""
-        return self._exchange.rejected if isinstance(self._exchange, CompressedExchange) else 0
+        return self._exchange.rejected
 
     def consensus_distance(self) -> float:
         """Root mean square over replicas of the L2 distance to their mean, over the trainable parameters."""

@@ -9,6 +9,7 @@ tensors; with it they use the engine's own buckets, replica by replica.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,21 +17,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decent_dp.compression import Compression, MessageId, all_finite
+from decent_dp.compression import Compression, Lossless, MessageId, all_finite
 from decent_dp.engine.bucket import Bucket, InFlight
-from decent_dp.engine.layout import FlatBuffer, TensorSpec, plan_buckets
+from decent_dp.engine.layout import BucketPlan, FlatBuffer, TensorSpec, message_share, plan_buckets, plan_turns
 from decent_dp.rules import Round, Rule
 from decent_dp.rules.base import apply_rule, mixing_rate
 from decent_dp.topo import Edge, Topology
 
-__all__ = ["CompressedExchange", "LosslessExchange", "SimulatedExchange"]
+__all__ = ["CompressedExchange", "LosslessExchange", "SimulatedExchange", "SpreadExchange"]
 
 
 class SimulatedExchange(ABC):
     """The exchanges of all replicas.
 
     Args:
-        params: the tensors to exchange by name, (n, *shape).
         topology: the edges of each round.
         rule: the proposals, and the use of the received values.
 
@@ -40,16 +40,33 @@ class SimulatedExchange(ABC):
         bytes_sent: by all workers. A pair sends one message per worker, a group of m sends 2 (m - 1) in all.
     """
 
-    def __init__(self, params: Mapping[str, Tensor], topology: Topology, rule: Rule) -> None:
+    def __init__(self, topology: Topology, rule: Rule) -> None:
         self._topology = topology
         self._rule = rule
         self.factor = 1.0
         self.states: dict[str, dict[str, Tensor]] = {}
         self.bytes_sent = 0
+        self._started: int | None = None
+
+    @property
+    def rejected(self) -> int:
+        """Blocks of parameters that were not mixed, as replicas were too far apart for the compression."""
+        return 0
+
+    def start(self, t: int) -> None:
+        """Sends the parameters for round t, if it mixes."""
+        if Topology.mixes(self._topology, t):
+            self._started = t
+            self._start(t)
+
+    def finish_due(self, t: int) -> None:
+        """Mixes with the values in flight, if they have no time until a later update than ``t``."""
+        over = self._started is not None and t - self._started >= self._topology._time(self._started)
+        if over or Topology.mixes(self._topology, t):
+            self.finish()
 
     @abstractmethod
-    def start(self, t: int) -> None:
-        """Sends the parameters for round t."""
+    def _start(self, t: int) -> None: ...
 
     @abstractmethod
     def finish(self) -> None:
@@ -58,9 +75,6 @@ class SimulatedExchange(ABC):
     def _edges(self, t: int) -> list[Edge]:
         self._topology.get_edge(t)  # checks the round of a topology without a period
         return self._topology.round(t)
-
-    def _round(self, t: int) -> Round:
-        return Round(t, Topology.mixes(self._topology, t))
 
 
 # -- lossless ------------------------------------------------------------------------------------------------------------
@@ -86,10 +100,14 @@ class _EqualEdges:
 
 
 class LosslessExchange(SimulatedExchange):
-    """Values as they are, for all equal edges at once. ``CompressedExchange`` with ``Lossless`` is its readable twin."""
+    """Values as they are, for all equal edges at once. ``CompressedExchange`` with ``Lossless`` is its readable twin.
+
+    Args:
+        params: the tensors to exchange by name, (n, *shape).
+    """
 
     def __init__(self, params: Mapping[str, Tensor], topology: Topology, rule: Rule) -> None:
-        super().__init__(params, topology, rule)
+        super().__init__(topology, rule)
         self._params: list[Tensor] = [param.detach() for param in params.values()]
         self.states = {name: rule.state(param) for name, param in zip(params, self._params, strict=True)}
         self._states = list(self.states.values())
@@ -97,8 +115,8 @@ class LosslessExchange(SimulatedExchange):
         self._in_flight: tuple[Round, list[tuple[_EqualEdges, list[Tensor | None]]]] | None = None
 
     @torch.no_grad()
-    def start(self, t: int) -> None:
-        edges, round_ = self._edges(t), self._round(t)
+    def _start(self, t: int) -> None:
+        edges, round_ = self._edges(t), Round(t)
         proposed = [self._rule.propose(param, state, round_) for param, state in zip(self._params, self._states, strict=True)]
         self.bytes_sent += sum(2 * (len(edge.ranks) - 1) for edge in edges) * self._nbytes
         if not all(all_finite(proposal) for proposal in proposed):
@@ -165,49 +183,47 @@ def _differences(proposed: Tensor, part: _EqualEdges) -> Tensor | None:
 
 
 class CompressedExchange(SimulatedExchange):
-    """Values as the messages of a compression represent them.
+    """The tensors of one bucket, as the messages of a compression represent them.
 
     Args:
+        params: all tensors by name, (n, *shape).
+        plan: the bucket.
         compression: its class.
     """
 
-    def __init__(self, params: Mapping[str, Tensor], topology: Topology, rule: Rule, compression: type[Compression]) -> None:
-        super().__init__(params, topology, rule)
-        replicas = [[param.detach()[i] for param in params.values()] for i in range(topology.world_size)]
-        specs = [TensorSpec.of(name, param) for name, param in zip(params, replicas[0], strict=True)]
-        plans = plan_buckets(specs, range(len(specs)), float("inf"))
-        # By kind of parameter, then by replica.
+    def __init__(
+        self, params: Mapping[str, Tensor], plan: BucketPlan, topology: Topology, rule: Rule, compression: type[Compression]
+    ) -> None:
+        super().__init__(topology, rule)
         self._buckets = [
-            [Bucket(0, FlatBuffer(plan, own, as_view=False), compression, rule, topology) for own in replicas] for plan in plans
+            Bucket(0, FlatBuffer(plan, own, as_view=False), compression, rule, topology)
+            for own in ([param.detach()[i] for param in params.values()] for i in range(topology.world_size))
         ]
-        for plan, buckets in zip(plans, self._buckets, strict=True):
-            for i, slot in enumerate(plan.slots):
-                stacked = {key: torch.stack([bucket.states[i][key] for bucket in buckets]) for key in buckets[0].states[i]}
-                for row, bucket in enumerate(buckets):
-                    bucket.states[i] = {key: tensor[row] for key, tensor in stacked.items()}
-                shape, strides = (len(buckets), *slot.spec.shape), (slot.spec.numel, *slot.spec.stride)
-                self.states[slot.spec.name] = {key: tensor.as_strided(shape, strides) for key, tensor in stacked.items()}
+        for i, slot in enumerate(plan.slots):
+            states = [bucket.states[i] for bucket in self._buckets]
+            stacked = {key: torch.stack([state[key] for state in states]) for key in states[0]}
+            for row, bucket in enumerate(self._buckets):
+                bucket.states[i] = {key: tensor[row] for key, tensor in stacked.items()}
+            shape, strides = (len(states), *slot.spec.shape), (slot.spec.numel, *slot.spec.stride)
+            self.states[slot.spec.name] = {key: tensor.as_strided(shape, strides) for key, tensor in stacked.items()}
 
     @property
     def rejected(self) -> int:
-        """Blocks of parameters that were not mixed, as replicas were too far apart for the compression."""
-        return sum(bucket.compression.rejected for buckets in self._buckets for bucket in buckets)
+        return sum(bucket.compression.rejected for bucket in self._buckets)
 
     @torch.no_grad()
-    def start(self, t: int) -> None:
-        edges, round_ = self._edges(t), self._round(t)
-        for buckets in self._buckets:
-            proposals = [bucket.propose(round_) for bucket in buckets]
-            needs_hints = buckets[0].compression.needs_hints
-            hints = [
-                bucket.advance_hint(proposal) if needs_hints else b""
-                for bucket, proposal in zip(buckets, proposals, strict=True)
-            ]
-            for edge in edges:
-                for rank in edge.ranks:
-                    buckets[rank].in_flight = InFlight(round_, edge, hints[rank])
-                if len(edge.ranks) > 1:
-                    self._exchange(edge, t, buckets, proposals, hints if needs_hints else [])
+    def _start(self, t: int) -> None:
+        edges, round_, buckets = self._edges(t), Round(t), self._buckets
+        proposals = [bucket.propose(round_) for bucket in buckets]
+        needs_hints = buckets[0].compression.needs_hints
+        hints = [
+            bucket.advance_hint(proposal) if needs_hints else b"" for bucket, proposal in zip(buckets, proposals, strict=True)
+        ]
+        for edge in edges:
+            for rank in edge.ranks:
+                buckets[rank].in_flight = InFlight(round_, edge, hints[rank])
+            if len(edge.ranks) > 1:
+                self._exchange(edge, t, buckets, proposals, hints if needs_hints else [])
 
     def _exchange(
         self, edge: Edge, t: int, buckets: Sequence[Bucket], proposals: Sequence[list[Tensor]], hints: Sequence[bytes]
@@ -238,12 +254,75 @@ class CompressedExchange(SimulatedExchange):
 
     @torch.no_grad()
     def finish(self) -> None:
-        for buckets in self._buckets:
-            for bucket in buckets:
-                in_flight, bucket.in_flight = bucket.in_flight, None
-                if in_flight is None:
-                    continue
-                if in_flight.sits_out or any(map(bucket.compression.flag, bucket.messages)):
-                    bucket.mix_nothing(in_flight.round)
-                else:
-                    bucket.mix(in_flight, self.factor)
+        for bucket in self._buckets:
+            in_flight, bucket.in_flight = bucket.in_flight, None
+            if in_flight is None:
+                continue
+            if in_flight.sits_out or any(map(bucket.compression.flag, bucket.messages)):
+                bucket.mix_nothing(in_flight.round)
+            else:
+                bucket.mix(in_flight, self.factor)
+
+
+# -- in turns ------------------------------------------------------------------------------------------------------------
+
+
+class SpreadExchange:
+    """The exchanges of all parameters, in turns if there is a ``mix_every``.
+
+    Args:
+        params, topology, rule: as of the exchanges.
+        compression: its class.
+
+    Attributes:
+        message_share: the bytes of an exchange as a share of those of the parameters.
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, Tensor],
+        topology: Topology,
+        rule: Rule,
+        compression: type[Compression],
+    ) -> None:
+        specs = [TensorSpec.of(name, param.detach()[0]) for name, param in params.items()]
+        self.message_share = message_share(specs, compression)
+        turns = [(plan, topology) for plan in plan_buckets(specs, range(len(specs)), math.inf)]
+        if topology._final_part()[1] > 1:
+            turns = plan_turns(specs, range(len(specs)), math.inf, topology)
+        self._exchanges: list[SimulatedExchange] = []
+        if compression is not Lossless:
+            self._exchanges += [CompressedExchange(params, plan, own, rule, compression) for plan, own in turns]
+            return
+        for plan, own in turns:
+            named = {slot.spec.name: params[slot.spec.name] for slot in plan.slots}
+            self._exchanges.append(LosslessExchange(named, own, rule))
+
+    @property
+    def states(self) -> dict[str, dict[str, Tensor]]:
+        return {name: state for exchange in self._exchanges for name, state in exchange.states.items()}
+
+    @property
+    def bytes_sent(self) -> int:
+        return sum(exchange.bytes_sent for exchange in self._exchanges)
+
+    @property
+    def rejected(self) -> int:
+        return sum(exchange.rejected for exchange in self._exchanges)
+
+    def set_factor(self, factor: float) -> None:
+        """Sets the adaptive factor γ."""
+        for exchange in self._exchanges:
+            exchange.factor = factor
+
+    def start(self, t: int) -> None:
+        for exchange in self._exchanges:
+            exchange.start(t)
+
+    def finish_due(self, t: int) -> None:
+        for exchange in self._exchanges:
+            exchange.finish_due(t)
+
+    def finish(self) -> None:
+        for exchange in self._exchanges:
+            exchange.finish()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from decent_dp._sizes import statistics_interval
 from decent_dp.rules import Gossip
 from decent_dp.sim.exchange import LosslessExchange
 from decent_dp.sim.steppers import Stepper
@@ -16,12 +17,16 @@ __all__ = ["StatisticsExchange"]
 class StatisticsExchange:
     """Averages the statistics of all replicas by plain gossip, as they are. Does nothing for optimizers without any.
 
+    Args:
+        topology: of the parameters.
+        message_share: the bytes of an exchange of the parameters as a share of their own.
+
     Attributes:
         factor: the adaptive factor γ.
     """
 
-    def __init__(self, topology: Topology) -> None:
-        self._topology = topology
+    def __init__(self, topology: Topology, message_share: float) -> None:
+        self._topology, self._message_share = topology, message_share
         self.factor = 1.0
         self._tensors: list[Tensor] = []
         self._exchange: LosslessExchange | None = None
@@ -31,6 +36,12 @@ class StatisticsExchange:
     def bytes_sent(self) -> int:
         """By all workers."""
         return self._sent_before + (0 if self._exchange is None else self._exchange.bytes_sent)
+
+    def finish_due(self, t: int) -> None:
+        """Mixes with the values in flight, if they have no time until a later update than ``t``."""
+        if self._exchange is not None:
+            self._exchange.factor = self.factor
+            self._exchange.finish_due(t)
 
     def finish(self) -> None:
         """Mixes with the values in flight, if there are any."""
@@ -47,8 +58,10 @@ class StatisticsExchange:
         if [id(tensor) for tensor in tensors] != [id(tensor) for tensor in self._tensors]:
             # The first step, or a state was loaded. The difference in flight belonged to the old ones.
             self._tensors, self._sent_before = tensors, self.bytes_sent
-            topology = Topology.every(self._topology, stepper.every)
-            self._exchange = LosslessExchange(_stacked(found), topology, Gossip())
+            stacked = _stacked(found)
+            interval = statistics_interval(stepper.every, self._message_share)
+            topology = Topology.every(self._topology._spread(0, 1, 1), interval)
+            self._exchange = LosslessExchange(stacked, topology, Gossip())
         assert self._exchange is not None
         self._exchange.start(t)
 

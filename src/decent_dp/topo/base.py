@@ -224,6 +224,23 @@ class Topology(metaclass=TopologyMeta):
     def _mixes(self, t: int) -> bool:
         return True
 
+    def _next_mix(self, t: int) -> int:
+        """The first update from ``t`` on that mixes."""
+        while not self._mixes(t):
+            t += 1
+        return t
+
+    def _spread(self, start: int, stop: int, total: int) -> Topology:
+        """This topology for bytes ``start`` to ``stop`` of the parameters' ``total``.
+
+        With ``every(h)`` each such part has a turn of its own in the ``h`` updates, as long as its share of the bytes.
+        """
+        return self
+
+    def _time(self, t: int) -> int:
+        """The number of updates that an exchange of round ``t`` has to arrive."""
+        return 1
+
     def largest_group(self) -> int:
         """The number of workers in the largest edge; of a topology without a period, in its first 256 rounds."""
         return self._largest_group()

@@ -24,12 +24,15 @@ class EveryTopology(Topology):
     Args:
         inner: the topology that mixes.
         h: updates from one mix to the next.
+        offset: updates by which all mixes are later, in [0, h).
+        time: updates that an exchange has to arrive, in [1, h].
     """
 
-    def __init__(self, inner: Topology, h: int) -> None:
+    def __init__(self, inner: Topology, h: int, offset: int = 0, time: int = 1) -> None:
         _check_part("EveryTopology", inner)
         super().__init__(inner._local_world_size, world_size=inner._world_size, rank=inner._rank)
         self._inner, self._h = inner, check_integer("EveryTopology: h", h, 1)
+        self._offset, self._updates = offset, time
         self._idle = [Edge([rank], 1.0) for rank in range(self._world_size)]
 
     @property
@@ -37,23 +40,36 @@ class EveryTopology(Topology):
         period = self._inner.period
         return None if period is None else period * self._h
 
+    def _mix(self, t: int) -> int | None:
+        """The number of the mix in update ``t``, if there is one."""
+        mix, update = divmod(t - self._offset, self._h)
+        return mix if update == self._h - 1 and mix >= 0 else None
+
     def round(self, t: int) -> list[Edge]:
-        mix, update = divmod(check_integer("round", t, 0), self._h)
-        return self._inner.round(mix) if update == self._h - 1 else list(self._idle)
+        mix = self._mix(check_integer("round", t, 0))
+        return list(self._idle) if mix is None else self._inner.round(mix)
 
     def _checked(self, t: int) -> list[Edge]:
-        mix, update = divmod(check_integer("round", t, 0), self._h)
-        return self._inner._checked(mix) if update == self._h - 1 else self._idle
+        mix = self._mix(check_integer("round", t, 0))
+        return self._idle if mix is None else self._inner._checked(mix)
 
     def _mixes(self, t: int) -> bool:
-        mix, update = divmod(t, self._h)
-        return update == self._h - 1 and self._inner._mixes(mix)
+        mix = self._mix(t)
+        return mix is not None and self._inner._mixes(mix)
+
+    def _spread(self, start: int, stop: int, total: int) -> Topology:
+        first, last = self._h * start // total, self._h * stop // total
+        offset = min(first, self._h - 1)  # the last part may be empty
+        return EveryTopology(self._inner, self._h, offset, max(1, last - offset))
+
+    def _time(self, t: int) -> int:
+        return self._updates
 
     def _largest_group(self) -> int:
         return self._inner._largest_group()
 
     def _laps(self, t: int) -> int:
-        return self._inner._laps(t // self._h)
+        return self._inner._laps(max(0, t - self._offset) // self._h)
 
     def _final_part(self) -> tuple[Topology, int]:
         topology, h = self._inner._final_part()
@@ -63,7 +79,7 @@ class EveryTopology(Topology):
         return self._inner._edges_ahead(limit)
 
     def _every(self, h: int) -> Topology:
-        return EveryTopology(self._inner, self._h * h)
+        return EveryTopology(self._inner, self._h * h, self._offset, self._updates)
 
     def _title(self) -> str:
         return f"{self._inner._title()}, every {self._h} updates"
@@ -129,6 +145,14 @@ class SwitchTopology(Topology):
     def _mixes(self, t: int) -> bool:
         part, at = self._at(t)
         return part._mixes(at)
+
+    def _spread(self, start: int, stop: int, total: int) -> Topology:
+        parts = [part._spread(start, stop, total) for part in self._parts]
+        return SwitchTopology(*zip(parts, self._lengths, strict=False), parts[-1])
+
+    def _time(self, t: int) -> int:
+        part, at = self._at(t)
+        return part._time(at)
 
     def _largest_group(self) -> int:
         return max(part._largest_group() for part in self._parts)
