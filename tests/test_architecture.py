@@ -345,7 +345,7 @@ PUBLIC = {
         WireError""",
     ".optim": """AccumAdam AccumAdamW GossipAdamW SharesStatistics accum_adam_foreach accum_adamw_foreach
         lr_scheduler_fn_cosine_with_warmup optim_fn_accum_adam optim_fn_accum_adamw optim_fn_adam optim_fn_adamw""",
-    ".rules": "DriftCorrection Gossip OuterNesterov Round Rule",
+    ".rules": "DriftCorrection GASLoC Gossip OuterNesterov Round Rule",
     ".topo": """AlternatingExpRingTopology BaseTwoTopology CompleteTopology Edge EveryTopology GraphTopology
         HierarchicalTopology OnePeerExpTopology RandomMatchingTopology RingTopology SwitchTopology Topology TopologyReg
         make_topology""",

@@ -54,7 +54,7 @@ def test_a_constant_drift_is_cancelled_up_to_its_share(topology, directions):
     if topology == "complete":
         drift = -LR * (directions - directions.mean(0))
         share = 0.2 / 0.21
-        assert rule.fit(corrected.topology, lossy=False).scale == pytest.approx(share)
+        assert rule.fit(corrected.topology, lossy=False, partial=False).scale == pytest.approx(share)
         torch.testing.assert_close(corrected._exchange.states["at"]["drift"], share * drift, rtol=1e-3, atol=1e-6)
 
 
@@ -107,10 +107,10 @@ def test_refused_where_corrections_would_grow(name, n, gain):
     if abs(expected - 1) < 0.01:  # too slow to be seen in some hundred rounds
         return
     if expected < 1:
-        assert rule.fit(topology, lossy=False) == rule
+        assert rule.fit(topology, lossy=False, partial=False) == rule
     else:
         with pytest.raises(ValueError, match=r"oscillate there, and grow\. Use gain=0\.\d+\.") as caught:
-            rule.fit(topology, lossy=False)
+            rule.fit(topology, lossy=False, partial=False)
         advised = float(re.search(r"gain=(0\.\d+)\.$", str(caught.value))[1])
         assert advised < gain
         assert radius(DriftCorrection(gain=advised), topology) < 1
@@ -123,7 +123,7 @@ def test_without_a_gain_one_is_chosen(name, n):
         topology = make_topology(name, local_world_size=2 if n % 2 == 0 else 1, world_size=n, rank=0)
     except ValueError:
         return
-    rule = DriftCorrection().fit(topology, lossy=False)
+    rule = DriftCorrection().fit(topology, lossy=False, partial=False)
     assert rule.gain in (0.1, 0.2)
     assert n > 1 or rule.gain == 0.2
     if topology.period is not None and n > 1:
@@ -134,7 +134,7 @@ def test_every_part_of_a_composition_counts():
     for name in ("one-peer-exp:2000,complete", "complete:2000,one-peer-exp"):
         topology = make_topology(name, local_world_size=1, world_size=32, rank=0)
         with pytest.raises(ValueError, match="oscillate"):
-            DriftCorrection(gain=0.45).fit(topology, lossy=False)
+            DriftCorrection(gain=0.45).fit(topology, lossy=False, partial=False)
 
 
 def refusal(n: int, dtype: torch.dtype = torch.float32, **how: Any) -> str:
@@ -161,6 +161,10 @@ def test_rounds_without_a_mix_are_refused(topology, mix_every):
 def test_rounded_means_of_groups_are_refused(how):
     """Their errors do not add up to zero over the replicas, and the corrections would add them up over the rounds."""
     assert "groups of 3 workers" in refusal(3, topology="complete", rule=DriftCorrection(), **how)
+
+
+def test_low_rank_messages_are_refused():
+    assert "in a few directions only" in refusal(2, topology="ring", rule=DriftCorrection(), compression="low-rank:1")
 
 
 def test_all_workers_and_the_simulator_refuse_it():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from decent_dp.compression import Compression, Lossless
+from decent_dp.compression import Compression, Lossless, LowRank
 from decent_dp.rules import Rule
 from decent_dp.topo import Topology
 
@@ -25,4 +25,4 @@ def fit_rule(rule: Rule, compression: type[Compression], topology: Topology, *, 
             f"their difference, and {topology!r} mixes groups of {largest}: use 'base-2', 'one-peer-exp', 'ring' or "
             "'random-matching', or another compression."
         )
-    return rule.fit(topology, lossy=narrow or compression is not Lossless)
+    return rule.fit(topology, lossy=narrow or compression is not Lossless, partial=issubclass(compression, LowRank))

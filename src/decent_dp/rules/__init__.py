@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from decent_dp.rules.base import Gossip, Round, Rule
 from decent_dp.rules.drift import DriftCorrection
+from decent_dp.rules.gasloc import GASLoC
 from decent_dp.rules.outer import OuterNesterov
 
-__all__ = ["DriftCorrection", "Gossip", "OuterNesterov", "Round", "Rule"]
+__all__ = ["DriftCorrection", "GASLoC", "Gossip", "OuterNesterov", "Round", "Rule"]

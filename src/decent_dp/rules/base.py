@@ -70,13 +70,14 @@ class Rule(ABC):
         """
         return values
 
-    def fit(self, topology: Topology, *, lossy: bool) -> Rule:
+    def fit(self, topology: Topology, *, lossy: bool, partial: bool) -> Rule:
         """Returns the rule to use with this topology: by default itself. Called at construction, on all workers.
 
         Args:
             topology: includes ``mix_every``.
             lossy: whether values are rounded on the way, so that in groups of more than two the differences add up to zero on
                 average only.
+            partial: whether ``d`` is a part of the difference, and the rest stays in the replicas (low-rank compression).
 
         Raises:
             ValueError: the rule does not work with it.

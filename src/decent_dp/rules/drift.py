@@ -66,12 +66,18 @@ class DriftCorrection(Rule):
         # From D = -gain·d/(1 - decay) and, in balance, d = D - drift.
         return self.gain / (self.gain + 1 - self.decay)
 
-    def fit(self, topology: Topology, *, lossy: bool) -> DriftCorrection:
+    def fit(self, topology: Topology, *, lossy: bool, partial: bool) -> DriftCorrection:
         """Returns the rule with a gain for this topology.
 
         Raises:
             ValueError: D would grow, or it would add up the errors of rounded means.
         """
+        if partial:
+            raise ValueError(
+                "DriftCorrection does not work with compression='low-rank:...': a mix removes the difference in a few "
+                "directions only, and the correction in the others grows. Use compression=None, 'bfloat16' or 'int8', or "
+                "another rule."
+            )
         if not all(Topology.mixes(topology, t) for t in range(_ROUNDS)):
             raise ValueError(
                 f"DriftCorrection does not work with {topology!r}: it needs a mix in every round, because a correction for "

@@ -1,0 +1,113 @@
+"""GASLoC with workers as threads: against NumPy in float64, written from the formula of the paper."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from decent_dp.ddp import DecentralizedDataParallel
+from decent_dp.rules import GASLoC, Gossip
+from decent_dp.topo import make_topology
+from decent_dp.transport import run_replicas
+from tests.test_law import Linear, SgdTwin, data, gradient, matrix
+from tests.test_mix_every import parts
+
+N, STEPS = 4, 13
+
+
+def start() -> np.ndarray:
+    return np.random.default_rng(7).normal(size=(5, 3))
+
+
+def published(topology: str, rule: GASLoC, h: int) -> np.ndarray:
+    """θ <- θ + η g - Λ(θ + η g) + γ (θ + η g - θ_last - η g_last), with g the movement in h local steps; without overlap.
+
+    Rows with turns of their own are optimized apart from each other.
+    """
+    made = make_topology(topology, local_world_size=1, world_size=N, rank=0)
+    inner = SgdTwin(N)
+    x, theta = np.stack([start()] * N), np.stack([start()] * N)
+    last = theta.copy()
+    for t in range(STEPS):
+        x = np.stack([inner(i, t, x[i], gradient(x[i], i, t)) for i in range(N)])
+        for part in parts(h):
+            mix, update = divmod(t - part.offset, h)
+            if update != h - 1 or mix < 0:
+                continue
+            rows = slice(None), part.rows
+            laplacian = np.eye(N) - matrix(made.round(mix), N)
+            p = theta[rows] + rule.lr * (x[rows] - theta[rows])
+            theta[rows] = p - np.einsum("ij,jkl->ikl", laplacian, p) + rule.momentum * (p - last[rows])
+            last[rows], x[rows] = p, theta[rows]
+    return x
+
+
+def train(transport: Any, topology: str, rule: Any, h: int, **options: Any) -> np.ndarray:
+    sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    how: dict[str, Any] = {"topology": topology, "rule": rule, "mix_every": h, "transport": transport, **options}
+    model = DecentralizedDataParallel(Linear(), sgd, **how)
+    for t in range(STEPS):
+        a, b = (torch.from_numpy(array) for array in data(transport.rank, t))
+        (model(a) - b).square().mean().backward()
+    model.close()
+    return torch.cat([param.detach() for param in model.module.parameters()]).numpy()
+
+
+RULES = [("one-peer-exp", GASLoC()), ("ring", GASLoC(0.6, 0.2)), ("complete", GASLoC(1, 0))]
+
+
+@pytest.mark.parametrize("h", [1, 3])
+@pytest.mark.parametrize(("topology", "rule"), RULES)
+def test_it_is_the_published_method(topology, rule, h):
+    want = published(topology, rule, h)
+    found = run_replicas(N, lambda at: train(at, topology, rule, h, overlap=False, bucket_size_in_mb=1e-6 if h == 1 else 25))
+    np.testing.assert_allclose(np.stack(found), want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_without_momentum_it_is_plain_gossip(overlap):
+    found = [
+        np.stack(run_replicas(N, lambda at, rule=rule: train(at, "one-peer-exp", rule, 2, overlap=overlap)))
+        for rule in (GASLoC(lr=1, momentum=0), Gossip())
+    ]
+    np.testing.assert_allclose(*found, rtol=0, atol=1e-12)
+
+
+def test_steps_during_an_exchange_are_kept():
+    """With overlap the mean of the replicas moves by all steps: those of zero size move nothing."""
+    rule = GASLoC(1.0, 0.4)
+
+    def still(transport: Any) -> np.ndarray:
+        model = DecentralizedDataParallel(
+            Linear(), partial(torch.optim.SGD, lr=0.0), topology="ring", rule=rule, mix_every=2, transport=transport
+        )
+        with torch.no_grad():
+            for param in model.module.parameters():
+                param += 0.1 * (transport.rank - 1.5)  # the mean stays
+        for t in range(40):
+            a, b = (torch.from_numpy(array) for array in data(transport.rank, t))
+            (model(a) - b).square().mean().backward()
+        model.close()
+        return torch.cat([param.detach() for param in model.module.parameters()]).numpy()
+
+    found = np.stack(run_replicas(N, still))
+    np.testing.assert_allclose(found.mean(0), start(), rtol=0, atol=1e-12)
+    assert np.abs(found - start()).max() < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ({"lr": 0}, ValueError, "lr of GASLoC must be a positive number, got 0"),
+        ({"lr": "1"}, TypeError, "lr of GASLoC must be a positive number, got '1'"),
+        ({"momentum": 1.0}, ValueError, r"momentum of GASLoC must be in \[0, 1\), got 1.0"),
+        ({"momentum": -0.1}, ValueError, r"momentum of GASLoC must be in \[0, 1\), got -0.1"),
+    ],
+)
+def test_wrong_settings_are_named(arguments, kind, message):
+    with pytest.raises(kind, match=message):
+        GASLoC(**arguments)
