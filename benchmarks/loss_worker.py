@@ -84,7 +84,7 @@ def make_model(run: Run) -> nn.Module:
         ms = run.emulated_ms / (3 * DEPTH)
         for block in model.blocks:
             # After the block: its backward takes the time before the block's gradients are there.
-            block.register_forward_hook(lambda _module, _inputs, x: Accelerator.apply(x, ms))
+            block.register_forward_hook(lambda _module, _inputs, x: Accelerator.apply(x, ms))  # type: ignore[no-untyped-call]
     return model
 
 
@@ -117,7 +117,7 @@ def make_training(run: Run, model: Any) -> Training:
     optimizer: Any = adamw(params, run)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rates(run))
     if kind != "alone":
-        # PowerSGD's hook starts collectives from callbacks. With several buckets and gloo, workers start them in different orders.
+        # PowerSGD's hook starts collectives from callbacks: with several buckets and gloo, workers start them in other orders.
         size = 1000 if kind == "powersgd" else None
         model = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=size)
         if kind == "post-local":
@@ -153,8 +153,9 @@ def _post_local(run: Run, model: DistributedDataParallel, optimizer: torch.optim
     from torch.distributed.optim import PostLocalSGDOptimizer
 
     start = 0 if run.timed else run.steps // 10
-    alone, _ = dist.new_subgroups(1)
-    state = PostLocalSGDState(None, alone, start_localSGD_iter=max(1, start), post_local_gradient_allreduce=False)
+    alone, _ = dist.new_subgroups(1)  # type: ignore[no-untyped-call]
+    how = {"start_localSGD_iter": max(1, start), "post_local_gradient_allreduce": False}
+    state = PostLocalSGDState(None, alone, **how)  # type: ignore[no-untyped-call]
     model.register_comm_hook(state, post_localSGD_hook)
     return PostLocalSGDOptimizer(optimizer, PeriodicModelAverager(period=h, warmup_steps=max(1, start)))
 
@@ -181,7 +182,7 @@ def _diloco(run: Run, model: nn.Module, params: list[nn.Parameter], h: int) -> T
         anchor.grad = moved / dist.get_world_size()
         outer.step()
         with torch.no_grad():
-            for param, value in zip(params, anchor.split([param.numel() for param in params]), strict=True):
+            for param, value in zip(params, torch.split(anchor, [param.numel() for param in params]), strict=True):
                 param.copy_(value.view_as(param))
 
     return Training(step, lambda: None, params)
@@ -248,9 +249,9 @@ def mean_loss(run: Run, params: list[nn.Parameter], held_out: bool) -> float:
     if dist.get_rank():
         return 0.0
     model = make_model(replace(run, emulated_ms=None))
-    for param, value in zip(model.parameters(), mean.split([param.numel() for param in params]), strict=True):
+    for param, value in zip(model.parameters(), torch.split(mean, [param.numel() for param in params]), strict=True):
         param.copy_(value.view_as(param))
-    x, y = windows(text()[held_out], np.random.default_rng(7), 1024)
+    x, y = windows(text()[1 if held_out else 0], np.random.default_rng(7), 1024)
     return float(loss_fn(model, x, y))
 
 

@@ -4,9 +4,9 @@
     python -m benchmarks.time_to_loss times      # step times over slow links (Linux, root, iproute2)
     python -m benchmarks.time_to_loss report     # table, JSON and plot under docs/results/
 
-Eight workers train a character transformer of a million parameters. Every contender trains with several numbers of steps and rates.
-Its time to a loss is the fewest steps with which its final loss is as low, times the time of a step in the lab. Finished runs are in
-runs/time-to-loss.jsonl.
+Eight workers train a character transformer of a million parameters. Every contender trains with several numbers of steps and
+rates. Its time to a loss is the fewest steps with which its final loss is as low, times the time of a step in the lab. Finished
+runs are in runs/time-to-loss.jsonl.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def train_all(kept: Kept, only: Sequence[str]) -> None:
 
 def timed_steps(contender: str, rate: float | None) -> int:
     """Steps that are timed, after as many to warm up."""
-    steps = {1: 3, 5: 3, 20: 6}.get(rate or 0, 12)
+    steps = 12 if rate is None or rate > 20 else 6 if rate > 5 else 3
     h = int(contender.rpartition("/")[2]) if contender.startswith(("post-local", "diloco", "ours")) else 1
     if contender.startswith("ours"):
         # Whole periods of three rounds.

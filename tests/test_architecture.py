@@ -32,6 +32,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 BELOW: dict[str, set[str]] = {
     "errors": set(),
     "_checks": set(),
+    "_compressions": set(),
     "_sizes": set(),
     "arguments": set(),
     "gradients": set(),
@@ -54,8 +55,9 @@ BELOW["sim"] = BELOW["engine"] | {"engine", "optim", "arguments", "gradients"}
 BELOW["cli"] = BELOW["checkpoint"] | {"checkpoint", "sim", "optim", "launch", "plots", "utils", "__init__"}
 BELOW["__main__"] = BELOW["cli"] | {"cli"}
 BELOW["__init__"] = {"errors"}  # other names are looked up lazily
-for _room in BELOW.keys() - {"_checks", "_sizes"}:
-    BELOW[_room] = BELOW[_room] | {"_checks", "_sizes"}
+for _room in BELOW.keys() - {"_checks", "_sizes", "_compressions"}:
+    BELOW[_room] = BELOW[_room] | {"_checks", "_sizes", "_compressions"}
+BELOW["_compressions"] = {"_checks"}
 
 MAY_IMPORT_DISTRIBUTED = {"transport", "launch", "checkpoint", "cli"}
 ONLY_IN = {"matplotlib": {"plots"}, "typer": {"cli"}, "rich": {"cli"}, "sklearn": {"sim"}, "safetensors": {"checkpoint"}}
@@ -336,7 +338,7 @@ def old_shape(callable_: Any) -> str:
 
 PUBLIC = {
     "": """AccumAdam AccumAdamW AveragedReplica CheckpointError DecentralizedDataParallel DisagreementError
-        DriftCorrection Edge Gossip GossipAdamW NonFiniteError OutOfStepError OuterNesterov PeerError PeerLostError
+        DriftCorrection Edge GASLoC Gossip GossipAdamW NonFiniteError OutOfStepError OuterNesterov PeerError PeerLostError
         PeerTimeoutError Preemption Rule Saving Stats Topology TopologyReg WireError calibrate
         export gossip initialize_dist latest load read_parameters save""",
     ".checkpoint": "AveragedReplica Preemption Saving calibrate export latest load read_parameters save",

@@ -259,7 +259,7 @@ def test_plan_hands_on_what_was_typed(cli: Cli) -> None:
     assert found["cluster"]["inter"] == pytest.approx({"latency_us": 100, "mbit_s": 25_000})
     assert found["cluster"]["intra"] == pytest.approx({"latency_us": 3, "mbit_s": 200_000})
     assert found["job"] == pytest.approx(
-        {"params": 65e6, "forward_ms": 18, "backward_ms": 36, "optimizer_ms": 6, "jitter": 0.03}
+        {"params": 65e6, "forward_ms": 18, "backward_ms": 36, "optimizer_ms": 6, "jitter": 0.03, "width": None}
     )
     for row in [row for row in found["predictions"] if row["bucket_mb"] == 25][::7]:
         choice = Choice(row["kind"], row["topology"], row["compression"], row["bucket_mb"])

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from decent_dp._compressions import CODES
 from decent_dp.checkpoint import load, save
 from decent_dp.compression import COMPRESSIONS, Lossless, MessageId
 from decent_dp.ddp import DecentralizedDataParallel
@@ -426,6 +427,7 @@ class Counting(Lossless):
 @pytest.fixture
 def counting(monkeypatch) -> None:
     monkeypatch.setitem(COMPRESSIONS, Counting.name, Counting)
+    monkeypatch.setattr("decent_dp._compressions.CODES", {**CODES, Counting.name: 4})
     monkeypatch.setitem(TopologyReg.registry, "varying", Varying)
 
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from decent_dp.ddp import DecentralizedDataParallel, Stats
     from decent_dp.launch import initialize_dist
     from decent_dp.optim import AccumAdam, AccumAdamW, GossipAdamW
-    from decent_dp.rules import DriftCorrection, OuterNesterov, Rule
+    from decent_dp.rules import DriftCorrection, GASLoC, OuterNesterov, Rule
     from decent_dp.topo import Edge, Topology, TopologyReg
 
 __version__ = "1.0.0.dev0"
@@ -51,6 +51,7 @@ __all__ = [
     "DisagreementError",
     "DriftCorrection",
     "Edge",
+    "GASLoC",
     "Gossip",
     "GossipAdamW",
     "NonFiniteError",
@@ -93,7 +94,7 @@ _NAMES = {
     "ddp": ("DecentralizedDataParallel", "Stats"),
     "launch": ("initialize_dist",),
     "optim": ("AccumAdam", "AccumAdamW", "GossipAdamW"),
-    "rules": ("DriftCorrection", "OuterNesterov", "Rule"),
+    "rules": ("DriftCorrection", "GASLoC", "OuterNesterov", "Rule"),
     "topo": ("Edge", "Topology", "TopologyReg"),
 }
 _HOMES = {name: f"decent_dp.{home}" for home, names in _NAMES.items() for name in names}

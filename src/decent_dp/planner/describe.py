@@ -10,12 +10,17 @@ from typing import Any
 import numpy as np
 
 from decent_dp._checks import check_choice, check_integer
+from decent_dp._compressions import CODES as COMPRESSIONS
+from decent_dp._compressions import parse_compression
 from decent_dp.topo import Topology
 
 __all__ = ["COMPRESSIONS", "Choice", "Cluster", "Job", "Link", "Prediction"]
 
-# Bytes per parameter on the wire.
-COMPRESSIONS: dict[str | None, int] = {None: 4, "bfloat16": 2, "int8": 1}
+# A transformer of hidden size d with d/64 blocks has about 12 d² · d/64 parameters.
+_HEAD = 64
+# The length of a side of its matrices (d × 3d, d × d, d × 4d, 4d × d) in d, as low-rank messages need it; and the share of its
+# parameters that are in vectors, times d.
+_SIDE, _VECTORS = 1.5, 1.1
 DDP, DECENT_DP, PUSH = KINDS = ("ddp", "decent_dp", "push")
 BACKENDS = ("gloo", "nccl")
 
@@ -134,6 +139,7 @@ class Job:
         forward_ms, backward_ms, optimizer_ms: milliseconds; at least one is above 0.
         jitter: standard deviation of a step's computation, relative to its mean, drawn for each worker and step from a
             lognormal distribution. The default is that of the workers in benchmarks/results/8x1-60.json when they are alone.
+        width: hidden size of a transformer, from which the bytes of low-rank messages are estimated; None: from ``params``.
     """
 
     params: float
@@ -141,8 +147,11 @@ class Job:
     backward_ms: float
     optimizer_ms: float = 0.0
     jitter: float = 0.01
+    width: float | None = None
 
     def __post_init__(self) -> None:
+        if self.width is not None:
+            _number("Job: width", self.width, "give the hidden size of the model, such as 768", least=1.0)
         _number("Job: params", self.params, "give the number of trainable parameters, such as 65e6", above=True)
         for name in ("forward_ms", "backward_ms", "optimizer_ms"):
             _number(f"Job: {name}", getattr(self, name), "give milliseconds")
@@ -153,7 +162,9 @@ class Job:
             raise ValueError(f"Job: jitter must be below 1, got {self.jitter!r}: 0.02 is two percent of a step")
 
     @classmethod
-    def of_step(cls, params: float, step_ms: float, *, optimizer_ms: float = 0.0, jitter: float = 0.01) -> Job:
+    def of_step(
+        cls, params: float, step_ms: float, *, optimizer_ms: float = 0.0, jitter: float = 0.01, width: float | None = None
+    ) -> Job:
         """A step of ``step_ms`` on one worker alone, including ``optimizer_ms``; backward takes two thirds of the rest.
 
         Raises:
@@ -164,7 +175,12 @@ class Job:
         if optimizer_ms > step_ms:
             raise ValueError(f"Job: optimizer_ms={optimizer_ms:g} is more than step_ms={step_ms:g}: it is a part of the step")
         rest = step_ms - optimizer_ms
-        return cls(params, rest / 3, 2 * rest / 3, optimizer_ms, jitter)
+        return cls(params, rest / 3, 2 * rest / 3, optimizer_ms, jitter, width)
+
+    def numbers_sent(self, rank: int) -> float:
+        """The numbers of a low-rank message, as a share of the parameters: estimated for a transformer."""
+        d = self.width or (_HEAD * self.params / 12) ** (1 / 3)
+        return min(1.0, rank / (_SIDE * d) + _VECTORS / d)
 
     @property
     def compute_ms(self) -> float:
@@ -179,7 +195,8 @@ class Choice:
         kind: 'ddp' (PyTorch's), 'decent_dp' (this library, over ``topology``), or 'push': every worker sends to the one 1, 2,
             4, ... ranks further and receives from as far behind (Assran et al., ICML 2019), overlapped bucket by bucket.
         topology: for 'decent_dp': an argument of ``make_topology``.
-        compression: None, 'bfloat16' or 'int8'.
+        compression: as of ``gossip``.
+        mix_every: as of ``gossip``.
         bucket_mb: upper size of a bucket in MiB, above 0.
         extra_ms: added to a worker's backward (copies, kernels of the exchange), where it is known.
     """
@@ -189,18 +206,22 @@ class Choice:
     compression: str | None = None
     bucket_mb: float = 25.0
     extra_ms: float = 0.0
+    mix_every: int = 1
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "mix_every", check_integer("Choice: mix_every", self.mix_every, 1))
         if self.kind not in KINDS:
             raise ValueError(f"Choice: kind must be 'ddp', 'decent_dp' or 'push', got {self.kind!r}")
         if not self.decentralized:
-            for name, value in (("topology", self.topology), ("compression", self.compression)):
-                if value is not None:
+            for name, value in (("topology", self.topology), ("compression", self.compression), ("mix_every", self.mix_every)):
+                if value is not None and (name, value) != ("mix_every", 1):
                     raise ValueError(f"Choice: {name}={value!r} is for kind='decent_dp' only, got kind={self.kind!r}")
         elif not isinstance(self.topology, (str, Topology)):
             raise ValueError(f"Choice: topology must be a name or a Topology, got {self.topology!r}: such as 'one-peer-exp'")
-        if not (self.compression is None or isinstance(self.compression, str)) or self.compression not in COMPRESSIONS:
-            raise ValueError(f"Choice: compression must be None, 'bfloat16' or 'int8', got {self.compression!r}")
+        try:
+            parse_compression(self.compression)
+        except ValueError as error:
+            raise ValueError(f"Choice: {error}") from None
         _number("Choice: bucket_mb", self.bucket_mb, "give MiB, such as 25", above=True)
         _number("Choice: extra_ms", self.extra_ms, "give milliseconds")
 
@@ -215,14 +236,30 @@ class Choice:
 
     @property
     def name(self) -> str:
-        """``ddp``, ``push`` or ``TOPOLOGY[, COMPRESSION]``."""
+        """``ddp``, ``push`` or ``TOPOLOGY[, COMPRESSION][, every H]``."""
         if not self.decentralized:
             return self.kind
-        return ", ".join([str(self.topology_name)] + [self.compression] * (self.compression is not None))  # type: ignore[list-item]
+        every = f"every {self.mix_every}" if self.mix_every > 1 else None
+        return ", ".join(part for part in (self.topology_name, self.compression, every) if part)
 
     @property
-    def bytes_per_param(self) -> int:
-        return COMPRESSIONS[self.compression]
+    def steps_per_mix(self) -> int:
+        """Steps from one mix of a parameter to the next."""
+        return self.mix_every * (self.topology._final_part()[1] if isinstance(self.topology, Topology) else 1)
+
+    @property
+    def low_rank(self) -> bool:
+        return parse_compression(self.compression)[0] is not None
+
+    def numbers_sent(self, job: Job) -> float:
+        """Numbers that an exchange of a worker sends, as a share of the parameters."""
+        rank, _ = parse_compression(self.compression)
+        return 1.0 if rank is None else job.numbers_sent(rank)
+
+    def message_bytes(self, job: Job) -> float:
+        """Bytes of an exchange of all parameters of a worker."""
+        _, code = parse_compression(self.compression)
+        return COMPRESSIONS[code] * self.numbers_sent(job) * job.params
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from decent_dp._checks import check_integer
+from decent_dp._compressions import parse_compression
 
 from .describe import DDP, Choice, Cluster, Job, Prediction
 from .events import Outcome, Timing, simulate, simulate_all_reduce
@@ -36,6 +37,8 @@ _CODING_NS: dict[str, dict[str | None, float]] = {
     "gloo": {None: 0.0, "bfloat16": 0.0, "int8": 3.5},
     "nccl": {None: 0.0, "bfloat16": 0.05, "int8": 3.5},
 }
+# Nanoseconds per parameter for a projection and its expansion: two passes over the parameters in float64. A guess for a GPU.
+_PROJECTION_NS = {"gloo": 3.0, "nccl": 0.1}
 
 
 def most_buckets_of(world_size: int) -> int:
@@ -119,15 +122,17 @@ def make_timing(
     backward = (job.backward_ms + choice.extra_ms) * 1e-3 * part
     backward[0] += job.forward_ms * 1e-3
     coding = _coding_s(cluster, job, choice) * part
-    nbytes = job.params * choice.bytes_per_param * part
+    nbytes = choice.message_bytes(job) * part
     copies = 2 * nbytes / _HOST_BYTES_PER_S  # to the CPU and back
     after = job.optimizer_ms * 1e-3 * part
     return Timing(factor, backward.tolist(), after.tolist(), coding.tolist(), copies.tolist(), nbytes.tolist())
 
 
 def _coding_s(cluster: Cluster, job: Job, choice: Choice) -> float:
-    """Seconds for coding and decoding all parameters once."""
-    return _CODING_NS[cluster.backend][choice.compression] * 1e-9 * job.params
+    """Seconds for coding and decoding in a step."""
+    _, code = parse_compression(choice.compression)
+    ns = _CODING_NS[cluster.backend][code] * choice.numbers_sent(job) + _PROJECTION_NS[cluster.backend] * choice.low_rank
+    return ns * 1e-9 * job.params / choice.steps_per_mix
 
 
 def all_reduce_s(cluster: Cluster, transfer: Transfer, size: float) -> float:
@@ -142,7 +147,9 @@ def _sending_s(cluster: Cluster, job: Job, choice: Choice, rounds: Sequence[Roun
     if not choice.decentralized:
         return 0.0
     begun = [made.transfers[start] for made in rounds for start in made.starts if start is not None]
-    copies = sum(transfer.detour for transfer in begun) * 2 * job.params * choice.bytes_per_param / _HOST_BYTES_PER_S
+    copies = (
+        sum(transfer.detour for transfer in begun) * 2 * choice.message_bytes(job) / choice.steps_per_mix / _HOST_BYTES_PER_S
+    )
     return (len(begun) * _coding_s(cluster, job, choice) + copies) / (len(rounds) * cluster.world_size)
 
 
@@ -164,7 +171,7 @@ def _summarize(
         step_ms=1e3 * step_s,
         compute_ms=1e3 * computed_s,
         waited_ms=1e3 * (step_s - computed_s),
-        node_bytes=sum(sent) / len(rounds) / cluster.n_nodes * job.params * choice.bytes_per_param,
+        node_bytes=sum(sent) / len(rounds) / cluster.n_nodes * choice.message_bytes(job),
         limit="compute",
         reason="",
         mixing=0.0 if choice.kind == DDP else None,

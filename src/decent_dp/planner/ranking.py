@@ -77,7 +77,7 @@ def plan(cluster: Cluster, job: Job, choices: Sequence[Choice] | None = None, *,
         return replace(prediction, mixing=mixing[choice.topology])
 
     if choices is not None:
-        return _ranked([found(choice) for choice in choices])
+        return _ranked([found(choice) for choice in choices], job)
     usual = [found(choice) for choice in candidates(cluster)]
     best = min(prediction.step_ms for prediction in usual)
     others = []
@@ -94,7 +94,7 @@ def plan(cluster: Cluster, job: Job, choices: Sequence[Choice] | None = None, *,
                 again = found(other)
                 if abs(again.step_ms / prediction.step_ms - 1) > _TIE:
                     others.append(again)
-    return _ranked([*usual, *others])
+    return _ranked([*usual, *others], job)
 
 
 def _mixing(cluster: Cluster, choice: Choice) -> float | None:
@@ -106,12 +106,12 @@ def _mixing(cluster: Cluster, choice: Choice) -> float | None:
     return float(analyse(topology).rate ** (1 / h))
 
 
-def _ranked(predictions: Sequence[Prediction]) -> list[Prediction]:
+def _ranked(predictions: Sequence[Prediction], job: Job) -> list[Prediction]:
     def preference(found: Prediction) -> tuple[float, ...]:
         mixing = 1.0 if found.mixing is None else round(found.mixing, 6)
         differ = found.choice.kind != DDP
         away = abs(found.choice.bucket_mb - DEFAULT_MB)
-        return differ, found.detour, mixing, -found.choice.bytes_per_param, found.node_bytes, away, found.step_ms
+        return differ, found.detour, mixing, -found.choice.message_bytes(job), found.node_bytes, away, found.step_ms
 
     # The fastest prediction of each topology without a detour.
     direct: dict[object, float] = {}

@@ -43,7 +43,7 @@ def explain(
         return "compute", "one worker exchanges nothing: a step is its computation"
     limit, reason = _explain(cluster, job, found, rounds, buckets, coding_ms)
     if found.detour:
-        what = "bfloat16 in groups" if found.choice.compression == "bfloat16" else found.choice.compression
+        what = "bfloat16 in groups" if found.choice.compression == "bfloat16" else str(found.choice.compression)
         reason += f"; {what} goes through the CPU and TCP, not NCCL"
     return limit, reason
 
@@ -51,7 +51,7 @@ def explain(
 def _explain(
     cluster: Cluster, job: Job, found: Prediction, rounds: Sequence[RoundTraffic], buckets: int, coding_ms: float
 ) -> tuple[str, str]:
-    payload = job.params * found.choice.bytes_per_param
+    payload = found.choice.message_bytes(job)
     loads = {
         "links between nodes": _load(cluster, rounds, payload, range(2 * cluster.n_nodes)),
         "links inside a node": _load(

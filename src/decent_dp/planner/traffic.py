@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from decent_dp._sizes import MIB, choose_sizes
 from decent_dp.topo import Topology, make_topology
@@ -200,13 +200,12 @@ def make_rounds(cluster: Cluster, choice: Choice) -> list[RoundTraffic]:
         world_size=n,
         rank=0,
     )
-    topology, h = topology._final_part()
+    topology, h = Topology.every(topology, choice.mix_every)._final_part()
     # As the transport's process_group.py: NCCL takes pairs in float32 and bfloat16, and groups in float32 alone.
     nccl = cluster.backend == "nccl"
     how = "nccl" if nccl and choice.compression is None else "tree"
-    detour = nccl and choice.compression == "int8"
+    detour = nccl and (choice.low_rank or choice.compression == "int8")
     made: dict[tuple[int, ...], Transfer] = {}
-    idle = RoundTraffic((), (None,) * n, (None,) * n)
     rounds = []
     period = topology.period
     for t in range(period) if period is not None and period <= _LONG else range(_LATE, _LATE + _SAMPLED_ROUNDS):
@@ -217,13 +216,20 @@ def make_rounds(cluster: Cluster, choice: Choice) -> list[RoundTraffic]:
             if len(ranks) == 1:
                 continue
             if ranks not in made:
-                made[ranks] = _pair(cluster, *ranks, detour) if len(ranks) == 2 else collective(cluster, ranks, how)
+                whole = _pair(cluster, *ranks, detour) if len(ranks) == 2 else collective(cluster, ranks, how)
+                # With mix_every every step exchanges one part of the parameters.
+                made[ranks] = whole if h == 1 else _part_of(whole, h)
             for rank in ranks:
                 starts[rank] = len(transfers)
             transfers.append(made[ranks])
-        rounds += [idle] * (h - 1)
         rounds.append(RoundTraffic(tuple(transfers), tuple(starts), tuple(starts)))
     return rounds
+
+
+def _part_of(whole: Transfer, h: int) -> Transfer:
+    """The exchange of one h-th of the parameters."""
+    loads, crossing = (tuple((at, copies / h) for at, copies in pairs) for pairs in (whole.loads, whole.crossing))
+    return replace(whole, loads=loads, crossing=crossing, most=whole.most * h)
 
 
 def buckets_of(job: Job, choice: Choice, most: int) -> list[float]:
