@@ -251,7 +251,8 @@ def mean_loss(run: Run, params: list[nn.Parameter], held_out: bool) -> float:
     model = make_model(replace(run, emulated_ms=None))
     for param, value in zip(model.parameters(), torch.split(mean, [param.numel() for param in params]), strict=True):
         param.copy_(value.view_as(param))
-    x, y = windows(text()[1 if held_out else 0], np.random.default_rng(7), 1024)
+    trained, other, _ = text()
+    x, y = windows(other if held_out else trained, np.random.default_rng(7), 1024)
     return float(loss_fn(model, x, y))
 
 

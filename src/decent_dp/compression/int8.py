@@ -48,6 +48,8 @@ _WEIGHTS, _BY_COLUMN, _BY_ROW = 2**16, 2**9, 2**17
 _PRIME = 2**31 - 1
 # Numbers below these have exact sums in float32: of columns, and of rows with weights.
 _SMALL, _TINY = 2**16, 2**7
+# Up to so many numbers NumPy is faster than torch, whose calls cost more.
+_FEW = 2**12
 
 # 1.5 · 2^23: a float32 of this size has no fraction, so that adding it rounds to the nearest integer, ties to even, and the
 # lowest byte of the sum is that integer modulo 256.
@@ -303,10 +305,16 @@ class _Scratch:
         """Two weighted sums of integers. Wrong ones may cancel in the columns, but then hardly in columns and rows."""
         size = numbers.numel()
         rows = -(-size // _COLUMNS)
+        weights, by_column, by_row = _weights()
+        if size <= _FEW and numbers.device.type == "cpu":  # all sums are exact in float64
+            few = np.zeros(rows * _COLUMNS)
+            few[:size] = numbers.numpy()
+            table = few.reshape(rows, _COLUMNS)
+            in_rows = np.asarray(table @ by_column, dtype=np.int64)
+            return float(weights @ table.sum(0)), float(int(by_row[:rows] @ in_rows) % _PRIME)
         whole = self._numbers[: rows * _COLUMNS]
         whole[size:] = 0
         matrix = whole.view(rows, _COLUMNS)
-        weights, by_column, by_row = _weights()
         factors = torch.from_numpy(by_column).to(self._device)
         # Not a product of matrices: its precision depends on settings and on autocast, and the two ends could disagree.
         if largest < _TINY:

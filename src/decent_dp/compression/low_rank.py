@@ -65,7 +65,13 @@ class LowRank(Compression):
         self._sides = tuple(self.inner(self._projected(self.tensors, side), self.compute, device) for side in (0, 1))
         self._elements = _ELEMENTS_ON_CPU if device.type == "cpu" else _ELEMENTS_ON_GPU
         self.hint_nbytes = sum(inner.hint_nbytes for inner in self._sides)
-        # The bases that single edges have learned, by members and side, and their digests.
+        # By side: columns of noise for each matrix, and the bases that are made of them.
+        self._noise = [
+            {number: self._draw(number, side) for number, is_matrix in enumerate(self._matrices) if is_matrix}
+            for side in (0, 1)
+        ]
+        self._drawn = [self._drawn_bases(noise) for noise in self._noise]
+        # The bases that single edges have learned, by members and side.
         self._learned: dict[tuple[tuple[int, ...], int], _Bases] = {}
         # Exchanges in a row in which the ends had other bases, and rejected matrices, so far.
         self._mismatches = self._unmixed = 0
@@ -118,50 +124,49 @@ class LowRank(Compression):
 
     def _bases_of(self, edge: tuple[int, ...], side: int) -> _Bases:
         """The bases with which ``edge`` multiplies from ``side``, one for each matrix: what it has learned, or as drawn."""
-        learned = self._learned.get((edge, side), [None] * len(self.tensors))
-        missing = [number for number, is_matrix in enumerate(self._matrices) if is_matrix and learned[number] is None]
-        drawn = dict(zip(missing, _orthonormal([self._noise(number, side, edge) for number in missing]), strict=True))
-        return [drawn.get(number, basis) for number, basis in enumerate(learned)]
+        drawn = self._drawn[side]
+        learned = self._learned.get((edge, side))
+        return drawn if learned is None else [own if own is not None else new for own, new in zip(learned, drawn, strict=True)]
 
-    def _noise(self, number: int, side: int, edge: tuple[int, ...]) -> Tensor:
-        """Columns of unit length for the basis of a matrix, the same on all workers; float64."""
+    def _drawn_bases(self, noise: Mapping[int, Tensor]) -> _Bases:
+        made = dict(zip(noise, _orthonormal([columns.to(torch.float64) for columns in noise.values()]), strict=True))
+        return [made.get(number) for number in range(len(self.tensors))]
+
+    def _draw(self, number: int, side: int) -> Tensor:
+        """Columns of unit length for the basis of a matrix, the same on all workers; float32."""
         tensor = self.tensors[number]
         rows = tensor.rows if side else tensor.columns
         columns = [
             torch.cat(
                 [
-                    noise_at(
-                        min(NOISE_LENGTH, rows - start), torch.float64, self.device, tensor.index, side, column, start, *edge
-                    )
+                    noise_at(min(NOISE_LENGTH, rows - start), torch.float64, self.device, tensor.index, side, column, start)
                     for start in range(0, rows, NOISE_LENGTH)
                 ]
             )
             for column in range(self.rank)
         ]
-        return torch.stack(columns, dim=1).mul_(math.sqrt(12 / rows))
+        return torch.stack(columns, dim=1).mul_(math.sqrt(12 / rows)).to(torch.float32)
 
     def _learn(self, found: Mapping[int, Tensor]) -> None:
         """Makes the bases of the other side from differences of projections."""
-        other, key = 1 - self._side, (self._edge, 1 - self._side)
+        other = 1 - self._side
         columns = []
         for number, difference in found.items():
             wide = difference.to(torch.float64)
             wide = wide.mul_(1.0 if self._lower else -1.0) / wide.norm(dim=0).clamp_min(1e-300)
-            columns.append(wide.add_(self._noise(number, other, self._edge), alpha=_NOISE))
-        learned = self._learned.setdefault(key, [None] * len(self.tensors))
+            columns.append(wide.add_(self._noise[other][number], alpha=_NOISE))
+        learned = self._learned.setdefault((self._edge, other), [None] * len(self.tensors))
         for number, basis in zip(found, _orthonormal(columns), strict=True):
             learned[number] = basis
 
     def _digest(self) -> Tensor:
         """Of the bases of this exchange: int64, of shape (1,)."""
-        total = torch.zeros(1, dtype=torch.int64, device=self.device)
-        for number, basis in enumerate(self._bases):
-            if basis is not None:
-                bits = basis.view(torch.int16).flatten().to(torch.int64)
-                # Odd weights: no changed bit is lost modulo 2^64.
-                weights = torch.arange(1, 2 * len(bits), 2, device=self.device)
-                total = total * 31 + (bits * weights).sum() + number
-        return total
+        bits = [basis.view(torch.int16).flatten() for basis in self._bases if basis is not None]
+        if not bits:
+            return torch.zeros(1, dtype=torch.int64, device=self.device)
+        numbers = torch.cat(bits).to(torch.int64)
+        # Odd weights: no changed bit is lost modulo 2^64.
+        return numbers.mul_(torch.arange(1, 2 * len(numbers), 2, device=self.device)).sum(0, keepdim=True)
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
@@ -188,12 +193,12 @@ class LowRank(Compression):
         raise AssertionError("groups of more than two are refused at construction")
 
     def _numbers(self, values: Sequence[Tensor], side: int, bases: _Bases | None) -> _Numbers:
-        """The numbers that are sent for each flat tensor. Without bases: of about their size, as others would give them."""
+        """The numbers that are sent for each flat tensor. None: with the bases that are drawn, which give similar sizes."""
 
         def make(number: int) -> Tensor:
             if not self._matrices[number]:
                 return values[number]
-            basis = _orthonormal([self._noise(number, side, ())])[0] if bases is None else bases[number]
+            basis = (bases or self._drawn[side])[number]
             assert basis is not None
             return self._project(values[number], number, side, basis)
 
