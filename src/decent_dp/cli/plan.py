@@ -25,7 +25,7 @@ from decent_dp.cli.screen import figures, number, progress_console, say, size, t
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from decent_dp.planner import Cluster, Job, Prediction
+    from decent_dp.planner import Cluster, Job, Prediction, Recipe
 
 __all__ = ["EXAMPLES", "plan"]
 
@@ -61,16 +61,19 @@ def plan(
     backend: Annotated[str | None, typer.Option(help="nccl or gloo; if not given that of --measured, else nccl.")] = None,
     optimizer_ms: Annotated[float, typer.Option(help="The optimizer's part of --step-ms.")] = 0.0,
     jitter: Annotated[float, typer.Option(help="Standard deviation of a worker's step, relative to its mean.")] = 0.01,
+    width: Annotated[
+        float | None, typer.Option(help="Hidden size of a transformer, for low-rank messages; if not given, from --params.")
+    ] = None,
     top: Annotated[int, typer.Option(help="Show so many; 0: all.", min=0)] = 10,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")] = False,
 ) -> None:
     """Predict the step time of PyTorch DDP and of each topology, compression and bucket size on your cluster, with reasons."""
-    from decent_dp.planner import Cluster, Job
+    from decent_dp.planner import Cluster, Job, recipe
     from decent_dp.planner import plan as rank_all
 
     count = as_count("--params", params)
     with refusing():
-        job = Job.of_step(count, step_ms, optimizer_ms=optimizer_ms, jitter=jitter)
+        job = Job.of_step(count, step_ms, optimizer_ms=optimizer_ms, jitter=jitter, width=width)
     if measured is not None:
         given = {"-n": n, "-l": local, "--inter": inter, "--intra": intra}
         given |= {"--latency-inter": latency_inter, "--latency-intra": latency_intra}
@@ -86,6 +89,7 @@ def plan(
     waiting = console.status(f"{cluster.world_size} workers: predicting every contender") if console else nullcontext()
     with refusing(), waiting:
         found = rank_all(cluster, job)
+        best_of_all = recipe(cluster, job, found)
     best = {prediction.name: prediction for prediction in reversed(found)}  # of its bucket sizes
     found = [prediction for prediction in found if prediction is best[prediction.name]]
     shown = list(enumerate(found, 1))
@@ -93,9 +97,9 @@ def plan(
         # DDP is always shown, for comparison.
         shown = shown[:top] + [place for place in shown[top:] if place[1].choice.kind == "ddp"][:1]
     if json:
-        write_json(_document(cluster, job, shown, len(found)))
+        write_json(_document(cluster, job, shown, len(found), best_of_all))
         return
-    _report(cluster, job, shown, len(found))
+    _report(cluster, job, shown, len(found), best_of_all)
 
 
 def _cluster(
@@ -127,7 +131,7 @@ def _link(option: str, rate: str | None, latency: str | None, default: str, need
 # -- what was found --------------------------------------------------------------------------------------------------------
 
 
-def _document(cluster: Cluster, job: Job, shown: Sequence[tuple[int, Prediction]], count: int) -> dict[str, Any]:
+def _document(cluster: Cluster, job: Job, shown: Sequence[tuple[int, Prediction]], count: int, best: Recipe) -> dict[str, Any]:
     from decent_dp.planner import left_out, same_rounds
 
     links = {
@@ -141,12 +145,13 @@ def _document(cluster: Cluster, job: Job, shown: Sequence[tuple[int, Prediction]
         "job": asdict(job),
         "ranked": count,
         "predictions": [{"rank": place, **prediction.as_dict()} for place, prediction in shown],
+        "recipe": {"code": best.code, "steps": best.steps, "to_ddp": best.to_ddp, **best.prediction.as_dict()},
         "same_rounds": [{"name": name, "as": other} for name, other in same_rounds(cluster).items()],
         "do_not_fit": [{"name": name, "reason": reason} for name, reason in left_out(cluster).items()],
     }
 
 
-def _report(cluster: Cluster, job: Job, shown: Sequence[tuple[int, Prediction]], count: int) -> None:
+def _report(cluster: Cluster, job: Job, shown: Sequence[tuple[int, Prediction]], count: int, best: Recipe) -> None:
     from decent_dp.planner import left_out, same_rounds
 
     n, local = cluster.world_size, cluster.local_world_size
@@ -167,12 +172,21 @@ def _report(cluster: Cluster, job: Job, shown: Sequence[tuple[int, Prediction]],
     say("The fastest first; within 1 % by better mixing, then by less compression. Node sends: to other nodes, per step.", "")
     for place, prediction in _worth_a_word(shown):
         say(f"{place}. {_named(prediction)}: {prediction.reason}")
+    say("", "the least time to DDP's loss:", f"  {best.code}", _recipe_in_words(best))
     twins = same_rounds(cluster)
     if twins:
         say("", "the same rounds here:", figures([(f"  {name}", f"is {other}") for name, other in twins.items()]))
     misfits = left_out(cluster)
     if misfits:
         say("", "do not fit:", figures([(f"  {name}", reason) for name, reason in misfits.items()]))
+
+
+def _recipe_in_words(best: Recipe) -> str:
+    prediction = best.prediction
+    if prediction.choice.kind == "ddp":
+        return "  no other choice is predicted to reach its loss earlier"
+    steps = f"{number(prediction.step_ms)} ms per step, about {number(best.steps)} times DDP's steps with GossipAdamW"
+    return f"  {number(best.to_ddp)} of DDP's time: {steps}"
 
 
 def _ranking(shown: Sequence[tuple[int, Prediction]]) -> Table:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .describe import COMPRESSIONS, Choice, Cluster, Job, Link, Prediction
 from .prediction import predict
 from .ranking import candidates, left_out, plan, same_rounds
+from .recipe import Recipe, more_steps, recipe
 
 __all__ = [
     "COMPRESSIONS",
@@ -13,9 +14,12 @@ __all__ = [
     "Job",
     "Link",
     "Prediction",
+    "Recipe",
     "candidates",
     "left_out",
+    "more_steps",
     "plan",
     "predict",
+    "recipe",
     "same_rounds",
 ]

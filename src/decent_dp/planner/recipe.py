@@ -1,0 +1,101 @@
+"""What to take: the least predicted time to the loss that DDP reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from decent_dp.topo.registry import names_that_fit
+
+from .describe import DDP, DECENT_DP, Choice, Cluster, Job, Prediction
+from .prediction import predict
+from .ranking import same_rounds
+
+__all__ = ["Recipe", "more_steps", "recipe"]
+
+# With whole messages in every step, replicas need so many times DDP's steps to its loss. With shorter messages it grows with
+# this power of the share that is exchanged per step (docs/log.md, "few bytes per step": eight workers, characters).
+_WHOLE, _POWER = 1.2, -0.22
+
+# Tried in addition to whole messages, where those are waited for.
+_TOPOLOGY, _CODE = "base-2", "int8"
+_RANKS, _INTERVALS = (64, 32, 16, 8, 4, 2, 1), (1, 2, 4, 8, 16, 32)
+# Low-rank messages of more numbers than this share of the parameters are no better than whole ones more rarely.
+_MOST_NUMBERS = 0.5
+# A step that waits less than this does not wait.
+_LITTLE = 0.03
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The choice with the least predicted time to DDP's loss.
+
+    Attributes:
+        prediction: of its steps.
+        steps: the number of its steps to that loss, in units of DDP's; estimated from measurements.
+        to_ddp: its time to that loss, in units of DDP's.
+    """
+
+    prediction: Prediction
+    steps: float
+    to_ddp: float
+
+    @property
+    def code(self) -> str:
+        """The call to copy; for DDP its own."""
+        choice = self.prediction.choice
+        if choice.kind == DDP:
+            return "model = torch.nn.parallel.DistributedDataParallel(model)"
+        given = {"topology": choice.topology_name, "compression": choice.compression, "mix_every": choice.mix_every}
+        options = [f'{name}="{value}"' for name, value in given.items() if isinstance(value, str)]
+        options += [f"mix_every={choice.mix_every}"] * (choice.mix_every > 1)
+        return f"replica = decent_dp.gossip(model, optimizer, {', '.join(options)})"
+
+
+def more_steps(choice: Choice, job: Job) -> float:
+    """The number of steps to DDP's loss in units of DDP's, by what is exchanged per step."""
+    if not choice.decentralized:
+        return 1.0
+    share: float = choice.numbers_sent(job) / choice.steps_per_mix
+    return float(_WHOLE * share**_POWER)
+
+
+def recipe(cluster: Cluster, job: Job, predictions: Sequence[Prediction], *, seed: int = 0) -> Recipe:
+    """Returns the choice with the least predicted time to DDP's loss.
+
+    Args:
+        cluster, job, seed: as of ``plan``.
+        predictions: the result of ``plan``, with DDP among them. Low-rank messages and ``mix_every`` are tried in addition if
+            all others wait for the network.
+
+    Raises:
+        ValueError: DDP is not among the predictions.
+    """
+    ddp = next((found for found in predictions if found.choice.kind == DDP), None)
+    if ddp is None:
+        raise ValueError("recipe: predictions must contain one of DDP, which others are compared with")
+    whole = [found for found in predictions if _is_measured(cluster, found.choice)]
+    if min(found.step_ms for found in whole) > (1 + _LITTLE) * job.compute_ms:
+        whole += [predict(cluster, job, choice, seed=seed) for choice in _shorter(cluster, job)]
+
+    def ms(found: Prediction) -> float:
+        return found.step_ms * more_steps(found.choice, job)
+
+    best = min(whole, key=ms)
+    return Recipe(best, more_steps(best.choice, job), ms(best) / ddp.step_ms)
+
+
+def _is_measured(cluster: Cluster, choice: Choice) -> bool:
+    """Whether ``more_steps`` holds for it: with one worker per node for the topology with which it was measured."""
+    if choice.kind == DECENT_DP and cluster.local_world_size == 1:
+        return choice.topology in (_TOPOLOGY, same_rounds(cluster).get(_TOPOLOGY))
+    return choice.kind in (DDP, DECENT_DP)
+
+
+def _shorter(cluster: Cluster, job: Job) -> list[Choice]:
+    if _TOPOLOGY not in names_that_fit(cluster.world_size, cluster.local_world_size):
+        return []
+    plain = Choice(DECENT_DP, _TOPOLOGY, _CODE)
+    choices = [plain, *(replace(plain, compression=f"low-rank:{rank},{_CODE}") for rank in _RANKS)]
+    useful = [choice for choice in choices if not choice.low_rank or choice.numbers_sent(job) <= _MOST_NUMBERS]
+    return [replace(choice, mix_every=h) for choice in useful for h in _INTERVALS]
