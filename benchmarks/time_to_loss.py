@@ -29,6 +29,8 @@ from typing import Any
 from benchmarks.lab import INTERFACE, Lab, missing
 from benchmarks.loss_worker import FULL_STEPS, PUBLISHED, Run
 from benchmarks.net import PUBLISHED_PATH, install_published
+from benchmarks.report import machine
+from benchmarks.workbench import markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, KEPT = ROOT / "docs" / "results", ROOT / "runs" / "time-to-loss.jsonl"
@@ -39,6 +41,8 @@ RATES = (1, 5, 20, 60, 200, None)
 # Numbers of steps for contenders that learn less per step.
 MORE = (500, 650, 850, 1100)
 PORT = 29500
+# The same loss: DDP's final one and one per cent.
+TOLERANCE = 1.01
 
 
 def ours(compression: str, h: int = 1, topology: str = "base-2") -> str:
@@ -65,6 +69,19 @@ CONTENDERS: dict[str, tuple[Sequence[int], Sequence[float]]] = {
     ours("low-rank:8,int8"): ((500, 850, 1100), (2e-3, 4e-3)),
     ours("low-rank:4,int8"): ((500, 850, 1100), (2e-3, 4e-3)),
     ours("low-rank:8,int8", 4): ((500, 1100, 1500), (1e-3, 2e-3)),
+}
+
+
+# Of the plot: Okabe and Ito's colours.
+STYLES = {
+    "ddp": ("#000000", "PyTorch DDP"),
+    "powersgd/4": ("#CC79A7", "DDP, PowerSGD rank 4"),
+    "diloco/8": ("#E69F00", "DiLoCo, 8 steps"),
+    "post-local/8": ("#F0E442", "post-local SGD, 8 steps"),
+    PUBLISHED: ("#56B4E9", "decent_dp 0.2.3"),
+    ours("int8"): ("#0072B2", "int8"),
+    ours("low-rank:16,int8"): ("#009E73", "low-rank:16,int8"),
+    ours("low-rank:4,int8"): ("#D55E00", "low-rank:4,int8"),
 }
 
 
@@ -247,19 +264,86 @@ def seconds_of(kept: Kept, contender: str, steps: float, rate: float | None) -> 
     return ((steps - first) * own + first * whole) / 1e3
 
 
-def report(kept: Kept) -> list[dict[str, Any]]:
-    target = min(loss for loss, _ in losses(kept, "ddp").values())
+def compose(kept: Kept) -> list[dict[str, Any]]:
+    """A row for each contender: its final losses, its steps to the target, and its time to it over DDP's at every bandwidth."""
+    target = TOLERANCE * min(loss for loss, _ in losses(kept, "ddp").values())
     rows = []
     for contender in CONTENDERS:
         found = losses(kept, contender)
-        steps = steps_to(found, target * 1.01)
-        row: dict[str, Any] = {"contender": contender, "final": {s: loss for s, (loss, _) in found.items()}, "steps": steps}
+        if not found:
+            continue
+        steps = steps_to(found, target)
+        # The shortest of its runs that reaches the target, or the longest.
+        reached = [run for _, (loss, run) in sorted(found.items()) if loss <= target]
+        best = reached[0] if reached else found[max(found)][1]
+        ratios, ms = {}, {}
         for rate in RATES:
             ddp = seconds_of(kept, "ddp", STEPS, rate)
-            own = None if steps is None else seconds_of(kept, contender, steps, rate)
-            row[str(rate)] = None if ddp is None or own is None else own / ddp
-        rows.append(row)
+            own = seconds_of(kept, contender, steps or math.nan, rate)
+            ratios[str(rate)] = None if ddp is None or own is None or steps is None else own / ddp
+            whole = seconds_of(kept, contender, best.steps, rate)
+            ms[str(rate)] = None if whole is None else 1e3 * whole / best.steps
+        rows.append(
+            {
+                "contender": contender,
+                "losses": {str(number): loss for number, (loss, _) in sorted(found.items())},
+                "steps": steps,
+                "lr": best.lr,
+                "to_ddp": ratios,
+                "ms": ms,
+                "curve": kept[key_of(best)]["curve"],
+            }
+        )
     return rows
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Steps and times to DDP's final loss, in units of DDP's; the loss of those that do not reach it."""
+    headings = ["contender", "steps", *(f"{rate} Mbit/s" if rate else "no limit" for rate in RATES), "final loss"]
+    lines = []
+    for row in rows:
+        ratios = [row["to_ddp"][str(rate)] for rate in RATES]
+        steps = "-" if row["steps"] is None else f"{row['steps'] / STEPS:.2f}"
+        cells = ["-" if ratio is None else f"{ratio:.3f}" if ratio < 0.1 else f"{ratio:.2f}" for ratio in ratios]
+        final = min(row["losses"].values())
+        lines.append([row["contender"], steps, *cells, f"{final:.3f}"])
+    return markdown(headings, lines, words=1)
+
+
+def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Loss against seconds, a panel for each bandwidth."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 6.4), layout="constrained")
+    for axes, rate in zip(figure.subplots(2, 3, sharey=True).flat, RATES, strict=True):
+        for row in rows:
+            ms = row["ms"][str(rate)]
+            if ms is None or row["contender"] not in STYLES:
+                continue
+            colour, name = STYLES[row["contender"]]
+            x, y = zip(*[(step * ms / 1e3, loss) for step, loss in row["curve"]], strict=True)
+            axes.plot(x, y, color=colour, linewidth=1.8, label=name)
+        axes.set_xscale("log")
+        axes.set_title(f"{rate} Mbit/s" if rate else "no limit", fontsize=11)
+        axes.grid(True, color="0.9", linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_xlabel("seconds")
+    for axes in figure.axes[::3]:
+        axes.set_ylabel("training loss of the mean model")
+    handles, names = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=4, frameon=False)
+    figure.savefig(path, dpi=130, metadata={"Software": None})
+
+
+def report(kept: Kept, out: Path) -> None:
+    """Writes time-to-loss.json, .md and .png."""
+    rows = compose(kept)
+    out.mkdir(parents=True, exist_ok=True)
+    document = {"workers": N, "steps": STEPS, "emulated_ms": EMULATED_MS, "machine": machine(), "rows": rows}
+    (out / "time-to-loss.json").write_text(json.dumps(document, indent=1) + "\n")
+    (out / "time-to-loss.md").write_text(table(rows))
+    plot(rows, out / "time-to-loss.png")
+    print(table(rows))
 
 
 def main() -> None:
@@ -267,7 +351,8 @@ def main() -> None:
     parser.add_argument("what", choices=["train", "times", "report"], nargs="+")
     parser.add_argument("--only", nargs="+", default=[], help="contenders")
     parser.add_argument("--rates", nargs="+", type=lambda text: None if text == "none" else float(text), default=list(RATES))
-    parser.add_argument("--kept", type=Path, default=KEPT)
+    parser.add_argument("--kept", type=Path, default=KEPT, help="a file of finished runs")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="a folder")
     options = parser.parse_args()
     kept = Kept(options.kept)
     if "train" in options.what:
@@ -278,8 +363,7 @@ def main() -> None:
             raise SystemExit(lacking)
         time_all(kept, options.only, options.rates)
     if "report" in options.what:
-        for row in report(kept):
-            print(json.dumps(row))
+        report(kept, options.out)
 
 
 if __name__ == "__main__":
