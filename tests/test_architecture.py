@@ -337,7 +337,7 @@ def old_shape(callable_: Any) -> str:
 
 
 PUBLIC = {
-    "": """AccumAdam AccumAdamW AveragedReplica CheckpointError DecentralizedDataParallel DisagreementError
+    "": """AccumAdam AccumAdamW Anticipation AveragedReplica CheckpointError DecentralizedDataParallel DisagreementError
         DriftCorrection Edge GASLoC Gossip GossipAdamW NonFiniteError OutOfStepError OuterNesterov PeerError PeerLostError
         PeerTimeoutError Preemption Rule Saving Stats Topology TopologyReg WireError calibrate
         export gossip initialize_dist latest load read_parameters save""",
@@ -347,7 +347,7 @@ PUBLIC = {
         WireError""",
     ".optim": """AccumAdam AccumAdamW GossipAdamW SharesStatistics accum_adam_foreach accum_adamw_foreach
         lr_scheduler_fn_cosine_with_warmup optim_fn_accum_adam optim_fn_accum_adamw optim_fn_adam optim_fn_adamw""",
-    ".rules": "DriftCorrection GASLoC Gossip OuterNesterov Round Rule",
+    ".rules": "Anticipation DriftCorrection GASLoC Gossip OuterNesterov Round Rule",
     ".topo": """AlternatingExpRingTopology BaseTwoTopology CompleteTopology Edge EveryTopology GraphTopology
         HierarchicalTopology OnePeerExpTopology RandomMatchingTopology RingTopology SwitchTopology Topology TopologyReg
         make_topology""",

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from decent_dp.compression import Lossless
-from decent_dp.rules import DriftCorrection, GASLoC, Gossip, OuterNesterov, Rule
+from decent_dp.rules import Anticipation, DriftCorrection, GASLoC, Gossip, OuterNesterov, Rule
 from decent_dp.sim.exchange import SpreadExchange
 from decent_dp.transport import run_replicas
 from tests.helpers import some_and_all
@@ -71,6 +71,8 @@ CASES = [
     case("complete", "mlp", "sgd", DRIFT, dtype="float32"),
     case("one-peer-exp", "mlp", "sgd", DRIFT, compression="bfloat16"),
     case("ring", "wide", "sgd", DRIFT, compression="int8"),
+    case("varying", "mlp", "momentum", Anticipation()),
+    case("one-peer-exp", "wide", "sgd", Anticipation(0.5), compression="int8"),
     # Accelerated gossip, in turns and with workers that sit out.
     case("varying", "mlp", "sgd", GASLoC(0.8, 0.3), mix_every=2),
     case("one-peer-exp", "mlp", "sgd", GASLoC(), compression="low-rank:2,int8"),

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from decent_dp.ddp import DecentralizedDataParallel, Stats
     from decent_dp.launch import initialize_dist
     from decent_dp.optim import AccumAdam, AccumAdamW, GossipAdamW
-    from decent_dp.rules import DriftCorrection, GASLoC, OuterNesterov, Rule
+    from decent_dp.rules import Anticipation, DriftCorrection, GASLoC, OuterNesterov, Rule
     from decent_dp.topo import Edge, Topology, TopologyReg
 
 __version__ = "1.0.0.dev0"
@@ -45,6 +45,7 @@ __version__ = "1.0.0.dev0"
 __all__ = [
     "AccumAdam",
     "AccumAdamW",
+    "Anticipation",
     "AveragedReplica",
     "CheckpointError",
     "DecentralizedDataParallel",
@@ -94,7 +95,7 @@ _NAMES = {
     "ddp": ("DecentralizedDataParallel", "Stats"),
     "launch": ("initialize_dist",),
     "optim": ("AccumAdam", "AccumAdamW", "GossipAdamW"),
-    "rules": ("DriftCorrection", "GASLoC", "OuterNesterov", "Rule"),
+    "rules": ("Anticipation", "DriftCorrection", "GASLoC", "OuterNesterov", "Rule"),
     "topo": ("Edge", "Topology", "TopologyReg"),
 }
 _HOMES = {name: f"decent_dp.{home}" for home, names in _NAMES.items() for name in names}
