@@ -986,3 +986,27 @@ def test_only_the_interface_is_needed_of_an_optimizer_of_the_users():
         return told, found
 
     assert run_replicas(3, run) == [(3, [1.0, 1.0])] * 3
+
+
+def test_a_state_with_a_parameter_that_had_no_gradient_can_be_loaded():
+    def made(n: int) -> tuple[nn.Module, GossipAdamW]:
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            model = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)])
+        optimizer = GossipAdamW(model.parameters(), lr=0.1)
+        optimizer.set_replicas(n)
+        return model, optimizer
+
+    model, optimizer = made(2)
+    for _ in range(3):
+        model[0](torch.ones(4, 3)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    again, other = made(2)
+    again.load_state_dict(model.state_dict())
+    other.load_state_dict(optimizer.state_dict())
+    for one, by in ((model, optimizer), (again, other)):
+        sum(part(torch.ones(4, 3)).square().sum() for part in one).backward()
+        by.step()
+    for one, two in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, two)

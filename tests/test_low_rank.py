@@ -21,7 +21,7 @@ from decent_dp._sizes import statistics_interval
 from decent_dp.compression import FlatTensor, LowRank, MessageId, check_compression
 from decent_dp.engine.layout import TensorSpec, message_share
 from decent_dp.sim import VirtualCluster
-from decent_dp.topo import make_topology
+from decent_dp.topo import Edge, Topology, make_topology
 from decent_dp.transport import InProcessTransport, run_replicas
 from tests.resuming import MANY, Job, assert_equal, go_on, run_through
 from tests.sim_cases import Case, compare, train_really
@@ -239,6 +239,7 @@ CASES = [
     Case("ring", "wide", "sgd", options={"compression": "low-rank:2"}),
     Case("one-peer-exp", "conv", "momentum", options={"compression": "low-rank:1,bfloat16"}),
     Case("base-2", "attention", "adamw", options={"compression": "low-rank:2,int8"}),
+    Case("ring", "mlp", "momentum", "float32", options={"compression": "low-rank:1"}),
     Case("unrepeated", "mlp", "sgd", options={"compression": "low-rank:2", "overlap": False}),
     Case("one-peer-exp", "channels-last", "momentum", options={"compression": "low-rank:2,int8", "mix_every": 2}),
 ]
@@ -472,3 +473,92 @@ def test_statistics_of_optimizers_stay_a_small_part_of_the_bytes():
     assert set(run_replicas(2, work)) == {cluster.bytes_sent // 2}
     exchanges = 13 * 2 * 4 * 64 + 12 * 2 * 4 * 48 + 25 * 8  # both sides in turn, and the digests
     assert cluster.bytes_sent // 2 == exchanges + 3 * 4 * sum(shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ALL)
+def test_other_dtypes(dtype, name):
+    def work(at: InProcessTransport) -> Any:
+        with torch.random.fork_rng():
+            model = net(0).to(dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        replica = decent_dp.gossip(model, optimizer, topology="ring", compression=name, mix_every=1, transport=at)
+        for t in range(6):
+            for param in model.parameters():
+                draw = torch.Generator().manual_seed(10 * t + at.rank)
+                param.grad = torch.randn(param.shape, generator=draw, dtype=torch.float64).to(dtype)
+            optimizer.step()
+        replica.close()
+        return [param.detach().double().numpy() for param in model.parameters()]
+
+    found = run_replicas(3, work)
+    for values in zip(*found, strict=True):
+        assert np.isfinite(values).all()
+        assert np.abs(values[0] - values[1]).max() < 1
+
+
+def test_no_two_columns_of_noise_are_the_same():
+    kind = check_compression("low-rank:64")
+    for index in range(0, 600, 7):
+        end = kind([FlatTensor(index, 300 * 200, 300)], torch.float32, CPU)
+        for bases in end._drawn:
+            [basis] = bases
+            gram = basis.double().T @ basis.double()
+            assert (gram - torch.eye(64)).abs().max() < 0.02
+
+
+def test_a_basis_that_is_none_is_replaced(monkeypatch):
+    """As with columns of noise that depend on each other, which these do not."""
+    pair = Pair([(30, 20)])
+    for end in pair.ends:
+        for noise in end._noise:
+            noise[0][:, 1] = noise[0][:, 0]
+    x = drawn(30, 20, seed=1)
+    for lap in range(4):
+        [[found], _] = pair.meet([[x], [x]], lap)
+        assert (found == 0).all()
+    [[found], _] = pair.meet([[x], [x + 1]], 4)
+    assert np.isfinite(found).all()
+    assert all(torch.equal(own, drawn_) for own, drawn_ in zip(pair.ends[0]._bases, pair.ends[0]._drawn[0], strict=True))
+
+
+class Late(Topology):
+    """Pairs, and later a group."""
+
+    def round(self, t: int) -> list[Edge]:
+        return [Edge([0, 1, 2], 1 / 3)] if t == 300 else [Edge([t % 3, (t + 1) % 3], 0.5), Edge([(t + 2) % 3], 1.0)]
+
+
+def test_a_group_that_comes_late_is_an_error_on_all_its_workers():
+    def work(at: InProcessTransport) -> str:
+        model = nn.Linear(8, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        topology = Late(world_size=3, rank=at.rank)
+        replica = decent_dp.gossip(model, optimizer, topology=topology, compression="low-rank:1", transport=at)
+        model.weight.grad = torch.zeros(8, 8)
+        for _ in range(300):
+            optimizer.step()
+        with pytest.raises(ValueError, match=r"round 300 has the edge \[0, 1, 2\]") as error:
+            optimizer.step()
+        replica.close()
+        return str(error.value)
+
+    assert len(set(run_replicas(3, work))) == 1
+
+
+@pytest.mark.parametrize("optim", [torch.optim.AdamW, decent_dp.GossipAdamW])
+def test_short_parts_of_a_composition(optim):
+    """Statistics, which are exchanged more rarely, are exchanged at least once in each part."""
+
+    def work(at: InProcessTransport) -> bool:
+        model = net(0)
+        optimizer = optim(model.parameters(), lr=0.01)
+        how: dict[str, Any] = {"topology": "ring:10,one-peer-exp", "compression": "low-rank:1,int8", "transport": at}
+        replica = decent_dp.gossip(model, optimizer, mix_every=2, **how)
+        train(model, optimizer, range(24), at.rank)
+        sent = replica.stats().bytes_sent
+        replica.close()
+        return sent > 0
+
+    with torch.random.fork_rng():
+        assert all(run_replicas(2, work))

@@ -385,3 +385,32 @@ def test_simulated_replicas_sit_out_as_workers_do(topology, rule, compression):
         for value, stacked in zip(found[rank], cluster.parameters.values(), strict=True):
             assert value.isfinite().all() == (rank != at[0])
             torch.testing.assert_close(value, stacked[rank], rtol=0, atol=2e-5 if compression is None else 2e-2, equal_nan=True)
+
+
+def test_with_turns_each_turn_counts_its_own_rounds(caplog):
+    """A tensor that is never finite ends training, though the turns of the others are; the warning comes once in each turn."""
+
+    def work(transport: Any) -> tuple[str, int]:
+        with torch.random.fork_rng():
+            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        replica = gossip(model, optimizer, topology="ring", mix_every=4, transport=transport)
+        if transport.rank == 1:
+            with torch.no_grad():
+                model[1].weight[2, 2] = math.inf
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param)
+        with pytest.raises(NonFiniteError) as error:  # noqa: PT012
+            for _ in range(60):
+                optimizer.step()
+        found = replica.stats().nonfinite
+        replica.close()
+        return str(error.value), found
+
+    with caplog.at_level(logging.WARNING):
+        results = run_replicas(2, work)
+    for message, rounds in results:
+        assert "that of worker 1" in message
+        assert "parameter '1.weight'" in message
+        assert rounds == 10
+    assert sum("holds a NaN" in record.message for record in caplog.records) == 2

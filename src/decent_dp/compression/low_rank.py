@@ -38,6 +38,10 @@ _DIGEST = 8
 _ELEMENTS_ON_CPU, _ELEMENTS_ON_GPU = 2**16, 2**22
 # The share of noise in a basis. It gives directions to columns that are zero or parallel, as when two replicas are equal.
 _NOISE = 1e-3
+# Columns of noise are read this far from each other; odd, so that no two are the same.
+_APART = 1009
+# The largest error of an orthonormal basis, before it is rounded.
+_WRONG = 0.1
 
 _Bases = list["Tensor | None"]
 
@@ -129,22 +133,20 @@ class LowRank(Compression):
         return drawn if learned is None else [own if own is not None else new for own, new in zip(learned, drawn, strict=True)]
 
     def _drawn_bases(self, noise: Mapping[int, Tensor]) -> _Bases:
-        made = dict(zip(noise, _orthonormal([columns.to(torch.float64) for columns in noise.values()]), strict=True))
-        return [made.get(number) for number in range(len(self.tensors))]
+        made = _orthonormal([columns.to(torch.float64) for columns in noise.values()])
+        bases = {number: basis for number, (basis, _) in zip(noise, made, strict=True)}
+        return [bases.get(number) for number in range(len(self.tensors))]
 
     def _draw(self, number: int, side: int) -> Tensor:
         """Columns of unit length for the basis of a matrix, the same on all workers; float32."""
         tensor = self.tensors[number]
         rows = tensor.rows if side else tensor.columns
-        columns = [
-            torch.cat(
-                [
-                    noise_at(min(NOISE_LENGTH, rows - start), torch.float64, self.device, tensor.index, side, column, start)
-                    for start in range(0, rows, NOISE_LENGTH)
-                ]
-            )
-            for column in range(self.rank)
-        ]
+        named, dtype = (tensor.index, side), torch.float64
+
+        def part(column: int, start: int) -> Tensor:
+            return noise_at(min(NOISE_LENGTH, rows - start), dtype, self.device, *named, start, shift=_APART * column)
+
+        columns = [torch.cat([part(column, start) for start in range(0, rows, NOISE_LENGTH)]) for column in range(self.rank)]
         return torch.stack(columns, dim=1).mul_(math.sqrt(12 / rows)).to(torch.float32)
 
     def _learn(self, found: Mapping[int, Tensor]) -> None:
@@ -156,8 +158,10 @@ class LowRank(Compression):
             wide = wide.mul_(1.0 if self._lower else -1.0) / wide.norm(dim=0).clamp_min(1e-300)
             columns.append(wide.add_(self._noise[other][number], alpha=_NOISE))
         learned = self._learned.setdefault((self._edge, other), [None] * len(self.tensors))
-        for number, basis in zip(found, _orthonormal(columns), strict=True):
-            learned[number] = basis
+        for number, (basis, good) in zip(found, _orthonormal(columns), strict=True):
+            drawn = self._drawn[other][number]
+            assert drawn is not None
+            learned[number] = torch.where(good, basis, drawn)
 
     def _digest(self) -> Tensor:
         """Of the bases of this exchange: int64, of shape (1,)."""
@@ -197,7 +201,7 @@ class LowRank(Compression):
 
         def make(number: int) -> Tensor:
             if not self._matrices[number]:
-                return values[number]
+                return values[number].to(self.compute)
             basis = (bases or self._drawn[side])[number]
             assert basis is not None
             return self._project(values[number], number, side, basis)
@@ -366,17 +370,24 @@ class _Numbers(Sequence[Tensor]):
         return self._last[1]
 
 
-def _orthonormal(matrices: Sequence[Tensor]) -> list[Tensor]:
+def _orthonormal(matrices: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Orthonormal bases of the columns of matrices (a × r, float64) with columns of about unit length, in bfloat16.
 
-    By Cholesky's decomposition of AᵀA = LLᵀ: the columns of A·L⁻ᵀ are orthonormal.
+    By Cholesky's decomposition of AᵀA = LLᵀ: the columns of A·L⁻ᵀ are orthonormal. The second time this removes the errors of
+    the first, so that sums in another order hardly change the result (CholeskyQR2; Fukaya et al., arXiv 1401.5171).
+
+    Returns:
+        For each matrix its basis, and whether it is one: not if columns depend on each other. On the device of the matrices.
     """
-    if not matrices:
-        return []
-    lower = torch.linalg.cholesky_ex(torch.stack([matrix.T @ matrix for matrix in matrices])).L
-    identity = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
-    inverses = torch.linalg.solve_triangular(lower, identity, upper=False)
-    return [(matrix @ inverse.T).to(torch.bfloat16) for matrix, inverse in zip(matrices, inverses, strict=True)]
+    for _ in range(2):
+        if not matrices:
+            return []
+        lower = torch.linalg.cholesky_ex(torch.stack([matrix.T @ matrix for matrix in matrices])).L
+        identity = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
+        inverses = torch.linalg.solve_triangular(lower, identity, upper=False)
+        matrices = [matrix @ inverse.T for matrix, inverse in zip(matrices, inverses, strict=True)]
+    errors = [(matrix.T @ matrix - identity).abs().amax() for matrix in matrices]
+    return [(matrix.to(torch.bfloat16), error < _WRONG) for matrix, error in zip(matrices, errors, strict=True)]
 
 
 @functools.cache

@@ -15,9 +15,13 @@ _SIZE = 2**16
 NOISE_LENGTH = 2**16
 
 
-def noise_at(numel: int, dtype: torch.dtype, device: torch.device, *what: int) -> Tensor:
-    """``numel`` (at most ``NOISE_LENGTH``) values of [-1/2, 1/2), for the rounding of what these numbers name."""
-    start = _hash(*what) % _SIZE
+def noise_at(numel: int, dtype: torch.dtype, device: torch.device, *what: int, shift: int = 0) -> Tensor:
+    """``numel`` (at most ``NOISE_LENGTH``) values of [-1/2, 1/2), for the rounding of what these numbers name.
+
+    Args:
+        shift: gives other values for another shift, modulo 2^16.
+    """
+    start = (_hash(*what) + shift) % _SIZE
     return _table(dtype, device)[start : start + numel]
 
 

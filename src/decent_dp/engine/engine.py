@@ -134,7 +134,7 @@ class Engine:
         exchanges: the number of finished exchanges of single buckets.
         bytes_sent: by this worker, for exchanges.
         waited: seconds that the calling thread has waited for exchanges.
-        nonfinite: the record of rounds that were left out because of non-finite values.
+        nonfinite: the number of rounds that this worker sat out because of non-finite values.
         started: the last round in which these buckets have started an exchange or sat out; None before the first.
     """
 
@@ -147,15 +147,20 @@ class Engine:
         self.exchanges = 0
         self.bytes_sent = 0
         self.waited = 0.0
-        self.nonfinite = _NonFinite(transport.rank_in_all)
-        self._nonfinite_statistics = _NonFinite(transport.rank_in_all)
+        # By the id of their topology: the rounds of one turn, or of the statistics, follow each other.
+        self._nonfinite: dict[int, _NonFinite] = {}
         self.started: int | None = None
         # Rejected blocks and the number of replaced buckets. Bucket numbers are never reused, so that a hint for an old
         # bucket is not taken for a new one's.
-        self._rejected = self._gone = 0
+        self._rejected = self._gone = self._left_out = 0
         self._warned_of_rejections = False
         # Of the tensors that were laid out last.
         self._message_share = 1.0
+
+    @property
+    def nonfinite(self) -> int:
+        own = {id(bucket.topology) for bucket in self.buckets if bucket.rule is self.rule}
+        return self._left_out + sum(record.rounds for number, record in self._nonfinite.items() if number in own)
 
     @property
     def rejected(self) -> int:
@@ -190,9 +195,11 @@ class Engine:
             every: the fewest of the parameters' exchanges to one of these.
             after: the number of buckets that are installed before these.
         """
+        if not specs:
+            return []
         first = self._gone + len(self.buckets) + after
         plans, topology = plan_buckets(specs, range(len(specs)), math.inf), self._topology._spread(0, 1, 1)
-        topology = Topology.every(topology, statistics_interval(every, self._message_share))
+        topology = topology._at_most_every(statistics_interval(every, self._message_share))
         return [
             Bucket(first + number, FlatBuffer(plan, tensors, as_view=True), Lossless, Gossip(), topology)
             for number, plan in enumerate(plans)
@@ -200,7 +207,8 @@ class Engine:
 
     def install(self, buckets: list[Bucket]) -> None:
         """Replaces all buckets, which must have nothing in flight."""
-        self._rejected = self.rejected
+        self._rejected, self._left_out = self.rejected, self.nonfinite
+        self._nonfinite.clear()  # ids may be used again
         self._gone += len(self.buckets)
         self.buckets, self.started = buckets, None
 
@@ -243,8 +251,8 @@ class Engine:
         flags = in_flight.handle.flags or tuple(map(bucket.compression.flag, bucket.messages))
         ranks = {flag - 1 for flag in flags if flag}
         message = bucket.messages[0 if flags[0] else 1]
-        # Between two exchanges of statistics there are others, which would end a sequence of rounds that are left out.
-        record = self.nonfinite if bucket.rule is self.rule else self._nonfinite_statistics
+        # Between two exchanges of a turn, or of statistics, are those of others, which would end a sequence of rounds left out.
+        record = self._nonfinite.setdefault(id(bucket.topology), _NonFinite(self._transport.rank_in_all))
         unmixable = record.record(in_flight, ranks, bucket, message)
         if unmixable is not None:
             bucket.mix_nothing(in_flight.round)
@@ -344,6 +352,11 @@ class Engine:
         bucket.in_flight = InFlight(round_, edge, hint, handle, None if coded else proposal)
 
     def _begin(self, bucket: Bucket, round_: int, edge: Edge) -> None:
+        if bucket.compression.pairs_only and len(edge.ranks) > 2:
+            raise ValueError(
+                f"compression={bucket.compression.name!r} needs a topology of pairs, and round {round_} has the edge "
+                f"{edge.ranks}: use another topology or another compression."
+            )
         bucket.compression.begin(tuple(sorted(edge.ranks)), self._transport.rank, Topology.laps(bucket.topology, round_))
 
     def _send_hint(self, bucket: Bucket, edge: Edge, proposal: list[Tensor]) -> bytes:

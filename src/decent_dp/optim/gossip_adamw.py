@@ -144,6 +144,9 @@ class GossipAdamW(AdamW, SharesStatistics):
         self._drift_scale = 1.0
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        # A parameter that has had no gradient yet has statistics alone, and torch expects a count of steps.
+        for entry in state.get("state", {}).values():
+            entry.setdefault("step", torch.zeros((), dtype=torch.float32, device="cpu"))
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         for name, value in {"_replicas": 1, "_stacked": 1, "_drift_of": _no_drift, "_drift_scale": 1.0}.items():
             vars(self).setdefault(name, value)

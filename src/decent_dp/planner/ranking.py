@@ -72,9 +72,10 @@ def plan(cluster: Cluster, job: Job, choices: Sequence[Choice] | None = None, *,
         prediction = predict(cluster, job, choice, seed=seed)
         if choice.kind == DDP:
             return prediction
-        if choice.topology not in mixing:
-            mixing[choice.topology] = _mixing(cluster, choice)
-        return replace(prediction, mixing=mixing[choice.topology])
+        key = choice.topology, choice.mix_every, choice.low_rank
+        if key not in mixing:
+            mixing[key] = _mixing(cluster, choice)
+        return replace(prediction, mixing=mixing[key])
 
     if choices is not None:
         return _ranked([found(choice) for choice in choices], job)
@@ -99,10 +100,11 @@ def plan(cluster: Cluster, job: Job, choices: Sequence[Choice] | None = None, *,
 
 def _mixing(cluster: Cluster, choice: Choice) -> float | None:
     """The factor by which a step shrinks the consensus error, of a composition that of its last part."""
-    if choice.topology is None or cluster.world_size > MOST_WORKERS:
+    if choice.topology is None or choice.low_rank or cluster.world_size > MOST_WORKERS:
         return None
     made = make_topology(choice.topology, local_world_size=cluster.local_world_size, world_size=cluster.world_size, rank=0)
-    topology, h = made._final_part()
+    topology, _ = made._final_part()
+    h = choice.steps_per_mix
     return float(analyse(topology).rate ** (1 / h))
 
 

@@ -201,6 +201,10 @@ def make_rounds(cluster: Cluster, choice: Choice) -> list[RoundTraffic]:
         rank=0,
     )
     topology, h = Topology.every(topology, choice.mix_every)._final_part()
+    if choice.low_rank and (largest := Topology.largest_group(topology)) > 2:
+        raise ValueError(
+            f"{choice.name}: low-rank messages need a topology of pairs, and this one has groups of {largest}: take 'base-2'"
+        )
     # As the transport's process_group.py: NCCL takes pairs in float32 and bfloat16, and groups in float32 alone.
     nccl = cluster.backend == "nccl"
     how = "nccl" if nccl and choice.compression is None else "tree"

@@ -233,7 +233,7 @@ class Replica(ABC):
             exchanges=engine.exchanges,
             waited_s=engine.waited,
             rejected=engine.rejected,
-            nonfinite=engine.nonfinite.rounds,
+            nonfinite=engine.nonfinite,
         )
 
     # -- life ---------------------------------------------------------------------------------------------------------

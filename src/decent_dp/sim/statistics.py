@@ -60,7 +60,7 @@ class StatisticsExchange:
             self._tensors, self._sent_before = tensors, self.bytes_sent
             stacked = _stacked(found)
             interval = statistics_interval(stepper.every, self._message_share)
-            topology = Topology.every(self._topology._spread(0, 1, 1), interval)
+            topology = self._topology._spread(0, 1, 1)._at_most_every(interval)
             self._exchange = LosslessExchange(stacked, topology, Gossip())
         assert self._exchange is not None
         self._exchange.start(t)
