@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from decent_dp.ddp import DecentralizedDataParallel
-from decent_dp.rules import GASLoC, Gossip
+from decent_dp.rules import GASLoC, Gossip, OuterNesterov
+from decent_dp.sim import VirtualCluster
 from decent_dp.topo import make_topology
 from decent_dp.transport import run_replicas
 from tests.test_law import Linear, SgdTwin, data, gradient, matrix
@@ -111,3 +114,55 @@ def test_steps_during_an_exchange_are_kept():
 def test_wrong_settings_are_named(arguments, kind, message):
     with pytest.raises(kind, match=message):
         GASLoC(**arguments)
+
+
+# -- rules that would drive replicas apart ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rule", "topology", "n", "works"),
+    [
+        (OuterNesterov(), "base-2", 8, None),
+        (OuterNesterov(), "base-2", 6, "0.7"),
+        (OuterNesterov(), "complete", 6, None),
+        (GASLoC(1.0, 0.9), "base-2", 8, "0.7"),
+        (GASLoC(1.0, 0.9), "random-matching", 6, "0.7"),
+        (GASLoC(), "ring:9,base-2", 16, None),
+        (GASLoC(1.0, 0.9), "complete:9,base-2", 16, "0.5"),
+    ],
+)
+@pytest.mark.parametrize("h", [1, 4])
+def test_momentum_that_drives_replicas_apart_is_refused(rule, topology, n, works, h):
+    """Against the largest distance of replicas that follow noise, in the simulator."""
+    made = make_topology(topology, local_world_size=1, world_size=n, rank=0).every(h)
+    if works is None:
+        assert rule.fit(made, lossy=False, partial=False) == rule
+    else:
+        with pytest.raises(ValueError, match=f"drives {n} replicas apart. Use momentum={works}, or topology='complete'"):
+            rule.fit(made, lossy=False, partial=False)
+    if h > 1:
+        return
+
+    class Unfitted(type(rule)):
+        def fit(self, topology: Any, **_: Any) -> Any:
+            return self
+
+    cluster = VirtualCluster(
+        nn.Linear(2, 2, bias=False),
+        partial(torch.optim.SGD, lr=1.0),
+        topology,
+        n,
+        loss_fn=lambda model, x: (model.weight * x).sum(),
+        rule=Unfitted(rule.lr, rule.momentum),
+    )
+    for t in range(400):
+        cluster.step(torch.randn(n, 2, 2, generator=torch.Generator().manual_seed(t)))
+    assert (cluster.consensus_distance() > 1000) == (works is not None)
+
+
+@pytest.mark.parametrize("rule", [OuterNesterov(momentum=0.1), GASLoC(momentum=0.1)])
+def test_momentum_with_low_rank_messages_is_refused(rule):
+    made = make_topology("ring", local_world_size=1, world_size=4, rank=0)
+    with pytest.raises(ValueError, match="Use momentum=0, or compression=None"):
+        rule.fit(made, lossy=False, partial=True)
+    assert replace(rule, momentum=0.0).fit(made, lossy=False, partial=True).momentum == 0

@@ -296,7 +296,7 @@ CASES: dict[str, Case] = {
     "every third": Case(MOMENTUM, {"mix_every": 3, "compression": "int8"}, (2, 3, 4, 5)),
     "settling": Case(MOMENTUM, MANY, (3, 4, 5), act=step_settling),
     "settling, int8": Case(MOMENTUM, {"compression": "int8"}, (3, 4, 5, 7), act=step_settling),
-    "outer": Case(MOMENTUM, {"rule": OuterNesterov(lr=0.7), "mix_every": 2}, (3, 4)),
+    "outer": Case(MOMENTUM, {"rule": OuterNesterov(lr=0.7, momentum=0.6), "mix_every": 2}, (3, 4)),
     "plateau": Case(MOMENTUM, {}, scheduler=partial(lr_scheduler.ReduceLROnPlateau, patience=0), act=step_plateau),
     "rate in a tensor": Case(tensor_rate, {}, scheduler=decaying),
     "open window": Case(MOMENTUM, {}, (2, 4), act=step_accumulating, by_hand=False),
@@ -443,7 +443,7 @@ def assert_close(found: Any, expected: Any, where: str = "") -> None:
 
 def test_another_number_of_workers(tmp_path):
     """4 -> 2 -> 4, both ways: parameters, buffers, the optimizer's states and the rule's."""
-    rule = OuterNesterov()
+    rule = OuterNesterov(momentum=0.6)
 
     def own(run: Run) -> Any:
         parts = {"values": dict(run.model.named_parameters()), "norm": run.model.get_buffer("1.running_mean")}
@@ -519,7 +519,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "int8": {"compression": "int8"},
     "overlap": {"overlap": False},
     "mix_every": {"mix_every": 2},
-    "rule": {"rule": OuterNesterov()},
+    "rule": {"rule": OuterNesterov(momentum=0.6)},
 }
 
 

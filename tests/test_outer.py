@@ -46,7 +46,7 @@ class Case:
     inner: str = "sgd"
     h: int = 1
     overlap: bool = True
-    rule: Any = field(default_factory=OuterNesterov)
+    rule: Any = field(default_factory=partial(OuterNesterov, momentum=0.6))  # more is refused with Varying
     steps: int = 7
     factor: float = 1.0
     edited: bool = False
@@ -148,7 +148,7 @@ def options_of(i: int) -> dict[str, Any]:
     return {"param_as_bucket_view": i % 2 == 0, "bucket_size_in_mb": 25 if i % 4 < 2 else 1e-6}
 
 
-RULES = [OuterNesterov(), OuterNesterov(lr=0.4, momentum=0.0), OuterNesterov(lr=1.0, momentum=0.5)]
+RULES = [OuterNesterov(momentum=0.6), OuterNesterov(lr=0.4, momentum=0.0), OuterNesterov(lr=1.0, momentum=0.5)]
 CASES = [
     *(
         Case(topology, inner, h, overlap, steps=7 if h == 1 else 11)
@@ -292,9 +292,9 @@ MEANS = [
     Case(topology, inner, h, overlap, rule, 6 * h + 1, edited=h == 2)
     for topology in ("varying", "ring", "random-matching")
     for inner, h, overlap, rule in (
-        ("adamw", 1, True, OuterNesterov()),
+        ("adamw", 1, True, OuterNesterov(momentum=0.6)),
         ("sgd", 2, True, OuterNesterov(lr=0.3, momentum=0.6)),
-        ("sgd", 2, False, OuterNesterov()),
+        ("sgd", 2, False, OuterNesterov(momentum=0.6)),
     )
 ]
 

@@ -20,7 +20,7 @@ from tests.rule_cases import MomentumGossip, Scaled
 from tests.sim_cases import OPTIMIZERS, STEPS, Case, compare, make_topology, train_really
 from tests.test_sim_exact import hold
 
-OUTER, SLOW = OuterNesterov(), OuterNesterov(lr=0.5, momentum=0.6)
+OUTER, SLOW = OuterNesterov(momentum=0.6), OuterNesterov(lr=0.5, momentum=0.6)
 DRIFT = DriftCorrection(gain=0.4, decay=0.8)
 
 
@@ -75,7 +75,7 @@ CASES = [
     case("one-peer-exp", "wide", "sgd", Anticipation(0.5), compression="int8"),
     # Accelerated gossip, in turns and with workers that sit out.
     case("varying", "mlp", "sgd", GASLoC(0.8, 0.3), mix_every=2),
-    case("one-peer-exp", "mlp", "sgd", GASLoC(), compression="low-rank:2,int8"),
+    case("one-peer-exp", "mlp", "sgd", Anticipation(), compression="low-rank:2,int8"),
     # Rules of users, one with a proposal of its own.
     case("varying", "mlp", "momentum", MomentumGossip(0.3)),
     case("complete", "mlp", "sgd", MomentumGossip(0.5), compression="int8", mix_every=2),

@@ -39,11 +39,11 @@ STEPS = 9
 # With mix_every=3, four updates are in the middle of a window, and after six an exchange is in flight.
 STOPS = {"every third": (4, 6), "int8": (3, 6)}
 KINDS: dict[str, dict[str, Any]] = {
-    "every update": {"rule": OuterNesterov()},
+    "every update": {"rule": OuterNesterov(momentum=0.6)},
     "every third": {"rule": OuterNesterov(lr=0.5, momentum=0.8), "mix_every": 3},
-    "synchronous": {"rule": OuterNesterov(), "mix_every": 3, "overlap": False},
-    "complete": {"rule": OuterNesterov(), "mix_every": 2, "topology": "complete", "grad_clip_norm": 0.5},
-    "int8": {"rule": OuterNesterov(), "compression": "int8", "mix_every": 2},
+    "synchronous": {"rule": OuterNesterov(momentum=0.6), "mix_every": 3, "overlap": False},
+    "complete": {"rule": OuterNesterov(momentum=0.6), "mix_every": 2, "topology": "complete", "grad_clip_norm": 0.5},
+    "int8": {"rule": OuterNesterov(momentum=0.6), "compression": "int8", "mix_every": 2},
     "drift": {"rule": DriftCorrection(gain=0.4, decay=0.8), "compression": "int8"},
     "bfloat16": {"rule": OuterNesterov(momentum=0.5), "compression": "bfloat16", "param_as_bucket_view": False},
     "momentum": {"rule": MomentumGossip(), "mix_every": 2},
@@ -123,7 +123,7 @@ def test_a_run_that_is_resumed_equals_one_that_was_not_stopped(workers, tmp_path
 )
 def test_snapshots_at_every_update(compression, stops):
     """Of threads: before each update, the first one and those of a window included; the same buckets and others."""
-    job = Job({"topology": "one-peer-exp", "compression": compression, "rule": OuterNesterov(), "mix_every": 2})
+    job = Job({"topology": "one-peer-exp", "compression": compression, "rule": OuterNesterov(momentum=0.6), "mix_every": 2})
     through = run_replicas(4, lambda at: run_through(job, at, at.rank, 6, range(6)))
     for stop in stops:
         for options in ({}, MANY) if stop % 2 else ({"param_as_bucket_view": False},):
@@ -141,7 +141,7 @@ def test_snapshots_at_every_update(compression, stops):
 
 def other_rules(rank: int, n: int, path: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, rule in {"outer": OuterNesterov(), "plain": None}.items():
+    for name, rule in {"outer": OuterNesterov(momentum=0.6), "plain": None}.items():
         model = DecentralizedDataParallel(net(), SGD, topology="ring", rule=rule)
         for t in range(4):
             loss(model, t, rank).backward()
@@ -163,7 +163,9 @@ def other_rules(rank: int, n: int, path: str) -> dict[str, Any]:
 
     # Plain gossip has no state: another rule begins with what was saved. The next update mixes nothing.
     for overlap in (True, False):
-        model = DecentralizedDataParallel(net(5), SGD, topology="ring", rule=OuterNesterov(), mix_every=50, overlap=overlap)
+        model = DecentralizedDataParallel(
+            net(5), SGD, topology="ring", rule=OuterNesterov(momentum=0.6), mix_every=50, overlap=overlap
+        )
         load(model, f"{path}/plain")
         loss(model, 4, rank).backward()
         found[f"begun, {overlap}"] = dumb_copy(take(model.replica)["rule"]["state"])
@@ -177,7 +179,9 @@ def other_rules(rank: int, n: int, path: str) -> dict[str, Any]:
         "overlap": {"overlap": False},
         "h": {"mix_every": 4},
     }.items():
-        model = DecentralizedDataParallel(net(5), SGD, **{"topology": "ring", "rule": OuterNesterov(), **options, **MANY})
+        model = DecentralizedDataParallel(
+            net(5), SGD, **{"topology": "ring", "rule": OuterNesterov(momentum=0.6), **options, **MANY}
+        )
         load(model, f"{path}/outer")
         assert_equal(dumb_copy(take(model.replica)["rule"]["state"]), found["outer"], name)
         assert_equal(values(model.module), found["outer parameters"], name)
@@ -215,7 +219,7 @@ RESIZED = [(2, "mean"), (2, "spread"), (3, "spread"), (6, "spread"), (4, "mean")
     "resized", [[(2, "mean"), (3, "spread"), (6, "spread")], pytest.param(RESIZED, marks=pytest.mark.slow)], ids=["some", "all"]
 )
 def test_anchor_and_momentum_are_averaged_for_another_number_of_workers(tmp_path, resized):
-    job = Job({"topology": "ring", "rule": OuterNesterov(), "mix_every": 2})
+    job = Job({"topology": "ring", "rule": OuterNesterov(momentum=0.6), "mix_every": 2})
 
     def save_some(at: InProcessTransport) -> Any:
         model = job.wrap(0, at)
@@ -370,7 +374,7 @@ def test_a_load_resets_the_rules_state(workers, cases):
 )
 def test_a_load_and_then_a_save(overlap, parts):
     """A save between a load and the next update resumes like the run that was not stopped."""
-    job = Job({"topology": "ring", "rule": OuterNesterov(), "mix_every": 2, "overlap": overlap})
+    job = Job({"topology": "ring", "rule": OuterNesterov(momentum=0.6), "mix_every": 2, "overlap": overlap})
     other = values(net(9))
     if parts:
         other = {name: value for name, value in other.items() if name.startswith("2.")}
@@ -450,7 +454,7 @@ def expected(rank: int, rounds: int) -> dict[str, int]:
 )
 @pytest.mark.parametrize("first", [{}, pytest.param(MANY, marks=pytest.mark.slow)], ids=str)
 def test_compression_state_of_edges_is_saved(counting, first, then):
-    job = Job({"topology": "varying", "compression": "counting", "rule": OuterNesterov(), **first})
+    job = Job({"topology": "varying", "compression": "counting", "rule": OuterNesterov(momentum=0.6), **first})
     stops = (0, 1, 5)
     through = run_replicas(4, lambda at: run_through(job, at, at.rank, 8, stops))
     names = dict(net().named_parameters()).keys()

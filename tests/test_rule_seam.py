@@ -223,10 +223,10 @@ def cut(rank: int, n: int, every: bool) -> dict[str, list[np.ndarray]]:
     TopologyReg.registry["varying"] = Varying
     found: dict[str, list[np.ndarray]] = {}
     kinds: list[tuple[str, torch.dtype, Rule, int]] = [
-        (None, torch.float32, OuterNesterov(), 1),
+        (None, torch.float32, OuterNesterov(momentum=0.6), 1),
         (None, torch.bfloat16, OuterNesterov(lr=0.3, momentum=0.7), 2),
         ("bfloat16", torch.float32, MomentumGossip(), 1),
-        ("int8", torch.float32, OuterNesterov(), 2),
+        ("int8", torch.float32, OuterNesterov(momentum=0.6), 2),
         ("int8", torch.bfloat16, MomentumGossip(), 1),
     ]
     for i, (compression, dtype, rule, h) in enumerate(kinds if every else kinds[1:]):
@@ -353,10 +353,10 @@ def wrapped(rank: int, rules: list[Any], **options: Any) -> tuple[str, str]:
 
 
 DIFFERENT: list[tuple[list[Any], str]] = [
-    ([OuterNesterov(), OuterNesterov(), OuterNesterov(lr=0.5)], "0.5"),
-    ([OuterNesterov(), OuterNesterov(momentum=0.5), OuterNesterov()], "0.5"),
-    ([OuterNesterov(), OuterNesterov(), None], "Gossip"),
-    ([None, OuterNesterov(), OuterNesterov()], "OuterNesterov"),
+    ([OuterNesterov(momentum=0.6), OuterNesterov(momentum=0.6), OuterNesterov(lr=0.5)], "0.5"),
+    ([OuterNesterov(momentum=0.6), OuterNesterov(momentum=0.5), OuterNesterov(momentum=0.6)], "0.5"),
+    ([OuterNesterov(momentum=0.6), OuterNesterov(momentum=0.6), None], "Gossip"),
+    ([None, OuterNesterov(momentum=0.6), OuterNesterov(momentum=0.6)], "OuterNesterov"),
     ([Gossip(), MomentumGossip(0.7), Gossip()], "MomentumGossip"),
     ([Versatile(nested=[1]), Versatile(nested=[1]), Versatile(nested=[2])], "nested"),
 ]

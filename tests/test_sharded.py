@@ -38,7 +38,7 @@ CASES = {
     "mix_every": Case({"mix_every": 3}, clip=0.3),
     "window": Case({"topology": "complete"}, window=2, clip=0.3, fsdp={"reshard_after_forward": False}),
     "bf16": Case({}, ADAMW, bf16=True),
-    "outer": Case({"rule": OuterNesterov(), "topology": "complete", "mix_every": 4}, ADAMW),
+    "outer": Case({"rule": OuterNesterov(momentum=0.6), "topology": "complete", "mix_every": 4}, ADAMW),
     # How it rounds depends on where a tensor is cut.
     "bfloat16": Case({"compression": "bfloat16"}, tolerance=0.02),
     "int8": Case({"compression": "int8", "topology": "complete", "overlap": False}, tolerance=0.05, steps=15),
@@ -47,7 +47,7 @@ CASES = {
     "drift": Case({"rule": DriftCorrection()}, partial(GossipAdamW, lr=0.01), tolerance=0.03, clip=0.3),
     # Several of them together, for the fast tests.
     "outer in windows": Case(
-        {"rule": OuterNesterov(), "topology": "complete", "mix_every": 2},
+        {"rule": OuterNesterov(momentum=0.6), "topology": "complete", "mix_every": 2},
         ADAMW,
         window=2,
         clip=0.3,
@@ -165,7 +165,7 @@ def two(params: list[Any]) -> list[torch.optim.Optimizer]:
 SITUATIONS = {
     "closure": (Case(), closure),
     "schedule": (Case(optimizer=two), schedule),
-    "load": (Case({"rule": OuterNesterov(), "mix_every": 2}), load),
+    "load": (Case({"rule": OuterNesterov(momentum=0.6), "mix_every": 2}), load),
     "uneven": (Case({"topology": "complete"}), uneven),
     "scaled": (Case({"topology": "complete"}, scaled=True), scaled),
     "skipped": (Case(fsdp={"reshard_after_forward": False}), skipped),

@@ -57,7 +57,7 @@ class Keeping(torch.optim.Optimizer):
 RUNS = {
     "adamw": Case({"topology": "one-peer-exp", "bucket_size_in_mb": 1e-4}, ADAMW),
     "int8": Case({"compression": "int8", "topology": "complete"}, SGD),
-    "outer": Case({"rule": OuterNesterov(), "mix_every": 2}, ADAMW, fsdp={"reshard_after_forward": False}),
+    "outer": Case({"rule": OuterNesterov(momentum=0.6), "mix_every": 2}, ADAMW, fsdp={"reshard_after_forward": False}),
     "keeping": Case({"overlap": False}, Keeping),
 }
 

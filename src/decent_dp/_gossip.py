@@ -79,8 +79,8 @@ def gossip(
         topology: a registered name or a ``Topology``, which defines the groups that mix in each round. Names can follow each
             other: 'complete:500,base-2' uses the first for 500 rounds and then the second.
         compression: None: every parameter in its own dtype. 'bfloat16', or 'int8' (a byte, relative to the distance between
-            replicas).
-        mix_every: mix only in every ``mix_every``-th round; in the others each replica trains alone.
+            replicas). 'low-rank:R' or 'low-rank:R,int8': projections of rank R, for topologies of pairs.
+        mix_every: mix each parameter in every ``mix_every``-th round only, in turns.
         rule: how received parameters are applied, from ``decent_dp.rules``; None for plain gossip.
         overlap: exchange during the next forward, backward and step. With False, a step returns after its exchange is mixed in.
         scaler: the ``torch.GradScaler`` that steps the optimizers; its ``update()`` ends the round.

@@ -75,8 +75,9 @@ class DecentralizedDataParallel(nn.Module):
         _local_world_size: workers per node; None for the launcher's ``LOCAL_WORLD_SIZE``, else 1.
         overlap: exchange during the next forward and backward. With False, the backward returns after step, exchange and mix.
         compression: None sends each dtype as it is; 'bfloat16'; 'int8' sends a byte per value, relative to the distance between
-            replicas. On edges of two workers, rounding does not move the mean over workers.
-        mix_every: mix only in every ``mix_every``-th update; in the others each replica trains alone.
+            replicas; 'low-rank:R' or 'low-rank:R,int8' sends projections of rank R, for topologies of pairs. On edges of two
+            workers, neither moves the mean over workers.
+        mix_every: mix each parameter in every ``mix_every``-th update only, in turns.
         rule: how received parameters are applied, from ``decent_dp.rules``; None for plain gossip.
         process_group: the workers that mix; None for the default group. A topology's ranks are ranks in it.
         transport: the transport for workers that are threads (``InProcessTransport``); None for torch.distributed.

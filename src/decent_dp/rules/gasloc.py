@@ -9,6 +9,8 @@ from torch import Tensor
 
 from decent_dp._checks import check_number
 from decent_dp.rules.base import Round, Rule
+from decent_dp.rules.growth import refuse_growth
+from decent_dp.topo import Topology
 
 __all__ = ["GASLoC"]
 
@@ -23,8 +25,9 @@ class GASLoC(Rule):
         p = a + lr (q - a)          a <- p + d + momentum (p - p_last)          x <- x + (a - q)
 
     The momentum is that of the worker's own proposals, without the neighbours' pull, which is what makes averaging over sparse
-    topologies faster. Steps made while the exchange was in flight stay in ``x``, and count in the next ``q``. With lr 1 and
-    momentum 0 it is plain gossip. A worker that sits a mix out takes the step with ``d = 0``.
+    topologies faster. The mean of the replicas moves by 1/(1 - momentum) times their steps, so lower the rate accordingly.
+    Steps made while the exchange was in flight stay in ``x``, and count in the next ``q``. With lr 1 and momentum 0 it is plain
+    gossip. A worker that sits a mix out takes the step with ``d = 0``.
 
     The state is four more copies of the parameters: anchor and last proposal, of at least float32, proposal and replica.
 
@@ -43,6 +46,15 @@ class GASLoC(Rule):
         object.__setattr__(self, "lr", check_number("lr of GASLoC", self.lr, "a positive number", above=0.0))
         momentum = check_number("momentum of GASLoC", self.momentum, "in [0, 1)", at_least=0.0, below=1.0)
         object.__setattr__(self, "momentum", momentum)
+
+    def fit(self, topology: Topology, *, lossy: bool, partial: bool) -> GASLoC:
+        """Returns itself.
+
+        Raises:
+            ValueError: the momentum would drive replicas apart.
+        """
+        refuse_growth(self, topology, partial=partial)
+        return self
 
     def state(self, values: Tensor) -> dict[str, Tensor]:
         wide = torch.promote_types(values.dtype, torch.float32)

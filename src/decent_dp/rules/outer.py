@@ -9,6 +9,8 @@ from torch import Tensor
 
 from decent_dp._checks import check_number
 from decent_dp.rules.base import Round, Rule
+from decent_dp.rules.growth import refuse_growth
+from decent_dp.topo import Topology
 
 __all__ = ["OuterNesterov"]
 
@@ -46,6 +48,15 @@ class OuterNesterov(Rule):
         object.__setattr__(
             self, "momentum", check_number("momentum of OuterNesterov", self.momentum, "in [0, 1)", at_least=0.0, below=1.0)
         )
+
+    def fit(self, topology: Topology, *, lossy: bool, partial: bool) -> OuterNesterov:
+        """Returns itself.
+
+        Raises:
+            ValueError: the momentum would drive replicas apart.
+        """
+        refuse_growth(self, topology, partial=partial)
+        return self
 
     def state(self, values: Tensor) -> dict[str, Tensor]:
         wide = torch.promote_types(values.dtype, torch.float32)
