@@ -12,7 +12,8 @@ import torch
 
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import DisagreementError, OutOfStepError
-from decent_dp.topo import Edge, RingTopology, Topology, TopologyReg
+from decent_dp.sim import VirtualCluster
+from decent_dp.topo import Edge, RingTopology, SwitchTopology, Topology, TopologyReg
 from decent_dp.transport import run_replicas
 from tests.test_law import AdamWTwin, Linear, data, gradient, matrix
 
@@ -383,3 +384,21 @@ def test_workers_must_agree_on_the_switch():
 
     for text in run_replicas(2, body):
         assert "name is 'CompleteTopology for 100 updates, then RingTopology' on worker 0 and" in text
+
+
+def test_a_part_with_shorter_turns_ends_an_exchange_of_the_part_before():
+    """It had four updates to arrive, and its parameters mix again in two."""
+
+    def topology(rank: int) -> Topology:
+        ring = RingTopology(world_size=3, rank=rank)
+        return SwitchTopology((ring.every(8), 16), ring.every(2))
+
+    def body(transport: Any) -> np.ndarray:
+        return train(transport.rank, 20, topology=topology(transport.rank), transport=transport)[0]
+
+    cluster = VirtualCluster(Linear(), ADAMW, topology(0), 3, loss_fn=lambda model, a, b: (model(a) - b).square().mean())
+    for t in range(20):
+        columns = zip(*(data(rank, t) for rank in range(3)), strict=True)
+        cluster.step(*(torch.from_numpy(np.stack(column)) for column in columns))
+    found = np.concatenate([value.numpy() for value in cluster.parameters.values()], axis=1)
+    np.testing.assert_allclose(np.stack(run_replicas(3, body)), found, rtol=0, atol=1e-12)

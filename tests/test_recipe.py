@@ -34,6 +34,9 @@ def test_less_is_sent_over_slower_links():
     assert bytes_sent[0] < bytes_sent[-1] / 50
     assert [one.to_ddp for one in found] == sorted(one.to_ddp for one in found)
     assert found[0].to_ddp < 0.01
+    ddp = predict(cluster(5), JOB, Choice("ddp")).step_ms
+    assert found[2].to_ddp == pytest.approx(found[2].prediction.step_ms * found[2].steps / ddp)
+    assert found[2].steps == more_steps(found[2].prediction.choice, JOB) > 1
     for one in found[:-1]:
         assert one.prediction.step_ms < 1.6 * JOB.compute_ms
     assert found[-1].prediction.choice.kind == "ddp"
