@@ -291,14 +291,16 @@ def reload_twin(case: Case, n: int, loads: dict[int, Any]) -> np.ndarray:
                 if not case.overlap:
                     mix(part)
         if t in loads:
+            loaded = np.zeros_like(fresh)
             if loads[t] == "mean":
-                fresh[:] = True
+                loaded[:] = True
                 x = np.stack([x.mean(0)] * n)
             else:
-                fresh[:, loads[t]] = True
+                loaded[:, loads[t]] = True
                 for i in range(n):
                     x[i, loads[t]] = to_load(i, t)[loads[t]]
-            anchors, momenta = np.where(fresh, x, anchors), np.where(fresh, 0.0, momenta)
+            anchors, momenta = np.where(loaded, x, anchors), np.where(loaded, 0.0, momenta)
+            fresh |= loaded
     return x
 
 

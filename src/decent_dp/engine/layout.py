@@ -22,17 +22,22 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Name, shape, dtype and device of a tensor, and its strides in a buffer, in elements."""
+    """Name, shape, dtype and device of a tensor, and its strides in a buffer, in elements.
+
+    Attributes:
+        whole: the number of elements of the tensor of which this one is a shard; None: it is whole.
+    """
 
     name: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    whole: int | None = None
 
     @classmethod
-    def of(cls, name: str, tensor: Tensor) -> TensorSpec:
-        return cls(name, tuple(tensor.shape), dense_stride(tensor), tensor.dtype, tensor.device)
+    def of(cls, name: str, tensor: Tensor, whole: int | None = None) -> TensorSpec:
+        return cls(name, tuple(tensor.shape), dense_stride(tensor), tensor.dtype, tensor.device, whole)
 
     @property
     def numel(self) -> int:
@@ -133,17 +138,17 @@ def plan_turns(
 ) -> list[tuple[BucketPlan, Topology]]:
     """Assigns tensors to buckets, and gives each bucket the topology with its turn.
 
-    With ``mix_every`` a tensor's turn depends on its place in reverse registration order only. So numbers do not depend on the
-    sizes of buckets, nor on ``order``.
+    With ``mix_every`` a tensor's turn depends on its place in reverse registration order and on the sizes of whole tensors. So
+    numbers do not depend on the sizes of buckets, nor on ``order``, nor on how tensors are sharded.
 
     Args:
         specs, order, limit_bytes: as of ``plan_buckets``.
         topology: of the whole, which includes ``mix_every``.
     """
-    sizes = [spec.numel * spec.dtype.itemsize for spec in specs]
+    sizes = [(spec.numel if spec.whole is None else spec.whole) * spec.dtype.itemsize for spec in specs]
     total, h = max(1, sum(sizes)), topology._final_part()[1]
     if h == 1:
-        first, limit = choose_sizes(total, limit_bytes)
+        first, limit = choose_sizes(sum(spec.numel * spec.dtype.itemsize for spec in specs), limit_bytes)
         return [(plan, topology) for plan in plan_buckets(specs, order, limit, first)]
     # By slot: the bytes before it, and its tensors.
     slots: dict[int, tuple[int, list[int]]] = {}

@@ -34,7 +34,8 @@ class Parameters:
         self.tensors: list[Tensor] = [local(param) for param in self.params]
         self._are_sharded = any(map(is_sharded, self.params))
         self.numbers = {name: number for number, name in enumerate(self.names)}
-        self.specs = [TensorSpec.of(name, tensor) for name, tensor in zip(self.names, self.tensors, strict=True)]
+        named = zip(self.names, self.tensors, self.params, strict=True)
+        self.specs = [TensorSpec.of(name, tensor, param.numel()) for name, tensor, param in named]
         self._looks = [(spec.shape, spec.dtype, spec.device) for spec in self.specs]
         self._names_by_id = {id(param): name for name, param in trained}
         self._frozen = [param for param in self._at_construction.values() if not param.requires_grad]
