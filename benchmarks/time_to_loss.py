@@ -15,6 +15,7 @@ import argparse
 import json
 import math
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -361,6 +362,8 @@ def main() -> None:
         lacking = missing()
         if lacking:
             raise SystemExit(lacking)
+        # Through all ``finally``s, so that no namespace is left.
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         time_all(kept, options.only, options.rates)
     if "report" in options.what:
         report(kept, options.out)
