@@ -123,7 +123,9 @@ def test_wrong_settings_are_named(arguments, kind, message):
     ("rule", "topology", "n", "works"),
     [
         (OuterNesterov(), "base-2", 8, None),
+        (OuterNesterov(), "base-2", 5, "0.7"),
         (OuterNesterov(), "base-2", 6, "0.7"),
+        (OuterNesterov(), "base-2", 16, "0.7"),
         (OuterNesterov(), "complete", 6, None),
         (GASLoC(1.0, 0.9), "base-2", 8, "0.7"),
         (GASLoC(1.0, 0.9), "random-matching", 6, "0.7"),
@@ -133,7 +135,7 @@ def test_wrong_settings_are_named(arguments, kind, message):
 )
 @pytest.mark.parametrize("h", [1, 4])
 def test_momentum_that_drives_replicas_apart_is_refused(rule, topology, n, works, h):
-    """Against the largest distance of replicas that follow noise, in the simulator."""
+    """Against the spectral radius of a period; without a period, against the distance of simulated replicas."""
     made = make_topology(topology, local_world_size=1, world_size=n, rank=0).every(h)
     if works is None:
         assert rule.fit(made, lossy=False, partial=False) == rule
@@ -142,6 +144,30 @@ def test_momentum_that_drives_replicas_apart_is_refused(rule, topology, n, works
             rule.fit(made, lossy=False, partial=False)
     if h > 1:
         return
+
+    assert diverges(rule, topology, n) == (works is not None)
+    if works is not None:
+        assert not diverges(replace(rule, momentum=float(works)), topology, n)
+
+
+def diverges(rule: Any, topology: str, n: int) -> bool:
+    last = make_topology(topology, local_world_size=1, world_size=n, rank=0)._final_part()[0]
+    if last.period is None:
+        return distance(rule, topology, n) > 1000
+    one, period = np.eye(n), np.eye(2 * n)
+    for t in range(last.period):
+        w, mu = last.mixing_matrix(t), rule.momentum
+        if isinstance(rule, GASLoC):  # of anchors and last proposals
+            mix = np.block([[w + mu * one, -mu * one], [one, 0 * one]])
+        else:  # of anchors and momenta
+            mix = np.block([[one - rule.lr * (1 + mu) * (one - w), -rule.lr * mu**2 * one], [one - w, mu * one]])
+        period = mix @ period
+    apart = np.kron(np.eye(2), one - 1 / n)
+    return bool(np.abs(np.linalg.eigvals(apart @ period @ apart)).max() > 1)
+
+
+def distance(rule: Any, topology: str, n: int) -> float:
+    """Of simulated replicas that follow noise, whatever the rule refuses."""
 
     class Unfitted(type(rule)):
         def fit(self, topology: Any, **_: Any) -> Any:
@@ -157,7 +183,7 @@ def test_momentum_that_drives_replicas_apart_is_refused(rule, topology, n, works
     )
     for t in range(400):
         cluster.step(torch.randn(n, 2, 2, generator=torch.Generator().manual_seed(t)))
-    assert (cluster.consensus_distance() > 1000) == (works is not None)
+    return cluster.consensus_distance()
 
 
 @pytest.mark.parametrize("rule", [OuterNesterov(momentum=0.1), GASLoC(momentum=0.1)])

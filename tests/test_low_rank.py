@@ -20,6 +20,7 @@ from decent_dp import DecentralizedDataParallel
 from decent_dp._sizes import statistics_interval
 from decent_dp.compression import FlatTensor, LowRank, MessageId, check_compression
 from decent_dp.engine.layout import TensorSpec, message_share
+from decent_dp.errors import DisagreementError
 from decent_dp.sim import VirtualCluster
 from decent_dp.topo import Edge, Topology, make_topology
 from decent_dp.transport import InProcessTransport, run_replicas
@@ -292,13 +293,19 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, rank
         optimizer.step()
 
 
+def mixing(at: InProcessTransport, compression: str, **how: Any) -> tuple[Any, torch.optim.Optimizer, Any]:
+    """A network of two matrices, its optimizer and replica."""
+    model = net(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    how = {"topology": "one-peer-exp", "compression": compression, "transport": at, **how}
+    return model, optimizer, decent_dp.gossip(model, optimizer, **how)
+
+
 def test_a_load_on_one_worker_is_found_out(caplog):
     """Its end of the exchange is dropped, and learns nothing from it: the bases differ, and both start anew."""
 
     def work(at: InProcessTransport) -> Any:
-        model = net(0)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        replica = decent_dp.gossip(model, optimizer, topology="one-peer-exp", compression="low-rank:2", transport=at)
+        model, optimizer, replica = mixing(at, "low-rank:2")
         train(model, optimizer, range(4), at.rank)
         if at.rank == 0:
             model.load_state_dict({key: value.clone() for key, value in model.state_dict().items()})
@@ -316,9 +323,7 @@ def test_a_load_on_one_worker_is_found_out(caplog):
 
 def test_an_infinity_is_left_out_and_named(caplog):
     def work(at: InProcessTransport) -> Any:
-        model = net(0)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        replica = decent_dp.gossip(model, optimizer, topology="one-peer-exp", compression="low-rank:2,int8", transport=at)
+        model, optimizer, replica = mixing(at, "low-rank:2,int8")
         train(model, optimizer, range(2), at.rank)
         if at.rank == 1:
             with torch.no_grad():
@@ -562,3 +567,38 @@ def test_short_parts_of_a_composition(optim):
 
     with torch.random.fork_rng():
         assert all(run_replicas(2, work))
+
+
+def test_workers_must_agree_on_the_rank():
+    def work(at: InProcessTransport) -> str:
+        with pytest.raises(DisagreementError) as error:
+            mixing(at, f"low-rank:{1 + at.rank}")
+        return str(error.value)
+
+    (message,) = set(run_replicas(2, work))
+    assert "compression is 'low-rank:1' on worker 0 and 'low-rank:2' on worker 1" in message
+
+
+def test_bases_end_with_the_edges_at_a_resume_with_other_workers(tmp_path):
+    """The workers of those edges are no more; the rest of the run goes on."""
+
+    def first(at: InProcessTransport) -> int:
+        model, optimizer, replica = mixing(at, "low-rank:2")
+        train(model, optimizer, range(6), at.rank)
+        found = len(replica.state_dict()["compression"])
+        decent_dp.save(replica, tmp_path)
+        replica.close()
+        return found
+
+    def then(at: InProcessTransport) -> tuple[int, int]:
+        model, optimizer, replica = mixing(at, "low-rank:2")
+        decent_dp.load(replica, tmp_path, resize="mean")
+        before = len(replica.state_dict()["compression"])
+        train(model, optimizer, range(6, 12), at.rank)
+        after = len(replica.state_dict()["compression"])
+        replica.close()
+        return before, after
+
+    with torch.random.fork_rng():
+        assert run_replicas(4, first) == [2] * 4
+        assert run_replicas(2, then) == [(0, 2)] * 2

@@ -5,19 +5,18 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from decent_dp._checks import check_number
 from decent_dp.rules.base import Round, Rule
+from decent_dp.rules.growth import grows
 from decent_dp.topo import Topology
 
 __all__ = ["DriftCorrection"]
 
-# Rounds in which the corrections of replicas that differ must become smaller: at least the first and at most the second number,
-# so that 1000 workers take less than a second.
-_ROUNDS, _MOST_ROUNDS, _ROUNDS_OF_ONE = 256, 1024, 2**18
+# Rounds that must all mix.
+_ROUNDS = 256
 # The gains to choose from.
 _GAINS = (0.2, 0.1, 0.05, 0.02, 0.01)
 
@@ -90,37 +89,15 @@ class DriftCorrection(Rule):
                 "with float32 parameters, or a topology of pairs, such as 'random-matching'."
             )
         wanted = _GAINS if self.gain is None else (self.gain,)
-        gain = next((gain for gain in wanted if not self._grows(topology, gain)), None)
+        gain = next((gain for gain in wanted if not grows(dataclasses.replace(self, gain=gain), topology)), None)
         if gain is not None:
             return dataclasses.replace(self, gain=gain)
         smaller = (gain for gain in _GAINS if self.gain is not None and gain < self.gain)
-        works = next((gain for gain in smaller if not self._grows(topology, gain)), None)
+        works = next((gain for gain in smaller if not grows(dataclasses.replace(self, gain=gain), topology)), None)
         raise ValueError(
             f"{self!r} does not work with {topology!r}: the corrections of {topology.world_size} replicas oscillate there, and "
             f"grow. Use {'another rule' if works is None else f'gain={works}'}."
         )
-
-    def _grows(self, topology: Topology, gain: float) -> bool:
-        return any(self._grows_in(part, gain) for part in _parts(topology))
-
-    def _grows_in(self, topology: Topology, gain: float) -> bool:
-        rng = np.random.default_rng(0)
-        x, drift = rng.normal(size=(topology.world_size, 2)), np.zeros((topology.world_size, 2))
-        norms: list[float] = []
-        rounds = max(_ROUNDS, min(_MOST_ROUNDS, _ROUNDS_OF_ONE // topology.world_size))
-        for t in range(rounds):
-            difference = np.zeros_like(x)
-            for edge in topology.round(t):
-                own = x[edge.ranks]
-                if len(own) > 1:
-                    others = (own.sum(0) - own) / (len(own) - 1)
-                    difference[edge.ranks] = (1 - edge.weight) * (others - own)
-            drift = self.decay * drift - gain * difference
-            x += difference - drift
-            norms.append(float(np.linalg.norm(drift)))
-        quarter = rounds // 4
-        # The last number is far above rounding errors, which do not become smaller.
-        return max(norms[-quarter:]) > max(*norms[quarter : 2 * quarter], 1e-9)
 
     def state(self, values: Tensor) -> dict[str, Tensor]:
         return {"drift": torch.zeros_like(values, dtype=torch.promote_types(values.dtype, torch.float32))}
@@ -133,9 +110,3 @@ class DriftCorrection(Rule):
             return
         drift.sub_(difference * self.gain)
         values.add_(difference.sub_(drift))
-
-
-def _parts(topology: Topology) -> list[Topology]:
-    """The topology, for the first rounds of a composition, and its last part."""
-    last = topology._final_part()[0]
-    return [topology] if last is topology else [topology, last]

@@ -7,16 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decent_dp._checks import check_number
-from decent_dp.rules.base import Round, Rule
-from decent_dp.rules.growth import refuse_growth
-from decent_dp.topo import Topology
+from decent_dp.rules.base import Round
+from decent_dp.rules.momentum import MomentumRule
 
 __all__ = ["GASLoC"]
 
 
 @dataclass(frozen=True)
-class GASLoC(Rule):
+class GASLoC(MomentumRule):
     """Accelerated gossip of replicas that make local steps between mixes (arXiv 2606.11081).
 
     Let ``a`` be the anchor (the replica after the last mix), ``q`` the replica after the local steps, ``d`` the mix's
@@ -29,7 +27,7 @@ class GASLoC(Rule):
     Steps made while the exchange was in flight stay in ``x``, and count in the next ``q``. With lr 1 and momentum 0 it is plain
     gossip. A worker that sits a mix out takes the step with ``d = 0``.
 
-    The state is four more copies of the parameters: anchor and last proposal, of at least float32, proposal and replica.
+    The state is three more copies of the parameters: anchor and last proposal, of at least float32, and proposal.
 
     Args:
         lr: of the outer step, positive.
@@ -42,34 +40,20 @@ class GASLoC(Rule):
     lr: float = 1.0
     momentum: float = 0.5
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "lr", check_number("lr of GASLoC", self.lr, "a positive number", above=0.0))
-        momentum = check_number("momentum of GASLoC", self.momentum, "in [0, 1)", at_least=0.0, below=1.0)
-        object.__setattr__(self, "momentum", momentum)
-
-    def fit(self, topology: Topology, *, lossy: bool, partial: bool) -> GASLoC:
-        """Returns itself.
-
-        Raises:
-            ValueError: the momentum would drive replicas apart.
-        """
-        refuse_growth(self, topology, partial=partial)
-        return self
-
     def state(self, values: Tensor) -> dict[str, Tensor]:
         wide = torch.promote_types(values.dtype, torch.float32)
         anchor = values.to(wide, copy=True)
-        return {"anchor": anchor, "last": anchor.clone(), "proposal": values.clone(), "replica": values.clone()}
+        return {"anchor": anchor, "last": anchor.clone(), "proposal": values.clone()}
 
     def propose(self, values: Tensor, state: dict[str, Tensor], round: Round) -> Tensor:
         anchor, proposal = state["anchor"], state["proposal"]
-        state["replica"].copy_(values)
         return proposal.copy_(torch.add(anchor, values - anchor, alpha=self.lr))
 
     def apply(self, values: Tensor, state: dict[str, Tensor], difference: Tensor | None, round: Round) -> None:
         anchor, last, proposal = state["anchor"], state["last"], state["proposal"]
+        replica = anchor + (proposal - anchor) / self.lr  # as it was when it proposed
         anchor.copy_(proposal).add_(proposal - last, alpha=self.momentum)
         if difference is not None:
             anchor.add_(difference)
         last.copy_(proposal)
-        values.add_(anchor - state["replica"])
+        values.add_(anchor - replica)

@@ -7,16 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decent_dp._checks import check_number
-from decent_dp.rules.base import Round, Rule
-from decent_dp.rules.growth import refuse_growth
-from decent_dp.topo import Topology
+from decent_dp.rules.base import Round
+from decent_dp.rules.momentum import MomentumRule
 
 __all__ = ["OuterNesterov"]
 
 
 @dataclass(frozen=True)
-class OuterNesterov(Rule):
+class OuterNesterov(MomentumRule):
     """Nesterov momentum on the movement of the replica by its local steps since the last mix.
 
     Let ``a`` be the anchor (the replica after the last mix), ``q`` the replica after the local steps, ``d`` the mix's
@@ -42,21 +40,6 @@ class OuterNesterov(Rule):
 
     lr: float = 0.7
     momentum: float = 0.9
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "lr", check_number("lr of OuterNesterov", self.lr, "a positive number", above=0.0))
-        object.__setattr__(
-            self, "momentum", check_number("momentum of OuterNesterov", self.momentum, "in [0, 1)", at_least=0.0, below=1.0)
-        )
-
-    def fit(self, topology: Topology, *, lossy: bool, partial: bool) -> OuterNesterov:
-        """Returns itself.
-
-        Raises:
-            ValueError: the momentum would drive replicas apart.
-        """
-        refuse_growth(self, topology, partial=partial)
-        return self
 
     def state(self, values: Tensor) -> dict[str, Tensor]:
         wide = torch.promote_types(values.dtype, torch.float32)
