@@ -139,6 +139,7 @@ def choosing(rank: int, n: int) -> list[str]:
                 if on_gpu:
                     own = dataclasses.replace(own, sent=own.sent.as_subclass(OnGpu))
                 found += [type(transport.choose(Edge(ranks, 0.5), own)).__name__ for ranks in ([0, 1], [0, 1, 2])]
+    transport.control.gather(None)  # no worker leaves while the other still connects
     transport.close()
     return found
 
