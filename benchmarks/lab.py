@@ -20,13 +20,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-__all__ = ["INTERFACE", "Lab", "LabError", "missing", "namespaces"]
+__all__ = ["INTERFACE", "Lab", "LabError", "missing", "namespaces", "shape"]
 
 PREFIX = "ddplab-"
 INTERFACE = "lab0"  # a node's link, within its namespace
-BURST, LATENCY = "256kb", "100ms"
+LATENCY = "100ms"
+# Bytes that a link may send at once after it was idle: what it carries in 35 ms, within these limits. With more, a slow link
+# would let short messages pass as if it were a fast one.
+_LEAST_BURST, _MOST_BURST = 16 * 1024, 256 * 1024
 _CONGESTION_CONTROL = "/proc/sys/net/ipv4/tcp_congestion_control"
 _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+
+
+def shape(rate: float) -> list[str]:
+    """The words with which tc shapes a link to ``rate`` Mbit/s."""
+    burst = min(max(int(rate * 1e6 / 8 * 0.035), _LEAST_BURST), _MOST_BURST)
+    return ["rate", f"{rate:g}mbit", "burst", f"{burst}b", "latency", LATENCY]
 
 
 class LabError(RuntimeError):
@@ -172,8 +181,7 @@ class Lab:
         if self._rate is not None:
             # A veth shapes only what it sends, so each direction is shaped at its sender.
             for namespace, device in ((name, INTERFACE), (switch, port)):
-                shape = ["rate", f"{self._rate:g}mbit", "burst", BURST, "latency", LATENCY]
-                _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *shape)
+                _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *shape(self._rate))
         _run("ip", "-n", switch, "link", "set", port, "up")
         _run("ip", "-n", name, "link", "set", INTERFACE, "up")
         if self._congestion_control is not None:

@@ -40,9 +40,10 @@ class Run:
             'ours/TOPOLOGY/COMPRESSION/H', where COMPRESSION may be 'none' and H is ``mix_every``.
         steps: to train, or to time.
         lr: the highest rate of the cosine schedule.
-        emulated_ms: seconds of an emulated accelerator per step; None: real computation.
+        emulated_ms: milliseconds of forward and backward on an emulated accelerator; None: real computation.
         timed: measure the time of the steps only.
         width: of the model.
+        dilation: emulated and measured times are those of a clock that runs so many times slower.
     """
 
     contender: str
@@ -52,6 +53,7 @@ class Run:
     emulated_ms: float | None = None
     timed: bool = False
     width: int = WIDTH
+    dilation: int = 1
 
 
 class Training(NamedTuple):
@@ -62,18 +64,42 @@ class Training(NamedTuple):
     params: list[nn.Parameter]
 
 
-class Accelerator(torch.autograd.Function):
-    """The identity, which takes the time of a block on an accelerator, and leaves the processor free for the network."""
+class Accelerator:
+    """An emulated accelerator: blocks of a model end one after another, each so many seconds after the one before.
+
+    The processor's own work for a block is hidden in that time, as on an accelerator, whose kernels are launched ahead. The
+    processor is free for the network and its threads in the meantime.
+    """
+
+    def __init__(self, model: CharacterTransformer, seconds: float) -> None:
+        self._block = seconds / (3 * len(model.blocks))
+        self._ends = 0.0
+        model.register_forward_pre_hook(lambda _module, _inputs: self._begin())
+        for block in model.blocks:
+            # After the block: its backward takes the time before the block's gradients are there.
+            block.register_forward_hook(lambda _module, _inputs, x: _Busy.apply(x, self))  # type: ignore[no-untyped-call]
+
+    def _begin(self) -> None:
+        self._ends = time.perf_counter()
+
+    def run(self, blocks: int) -> None:
+        """Waits for the end of a forward, or of a backward, which takes twice as long."""
+        self._ends += blocks * self._block
+        time.sleep(max(0.0, self._ends - time.perf_counter()))
+
+
+class _Busy(torch.autograd.Function):
+    """The identity, which takes the time of a block on an accelerator."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ms: float) -> Tensor:
-        ctx.ms = ms
-        time.sleep(ms / 1e3)
+    def forward(ctx: Any, x: Tensor, accelerator: Accelerator) -> Tensor:
+        ctx.accelerator = accelerator
+        accelerator.run(1)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        time.sleep(2 * ctx.ms / 1e3)
+        ctx.accelerator.run(2)
         return grads[0], None
 
 
@@ -81,10 +107,7 @@ def make_model(run: Run) -> nn.Module:
     torch.manual_seed(run.seed)
     model = CharacterTransformer(text()[2], LENGTH, run.width, DEPTH)
     if run.emulated_ms is not None:
-        ms = run.emulated_ms / (3 * DEPTH)
-        for block in model.blocks:
-            # After the block: its backward takes the time before the block's gradients are there.
-            block.register_forward_hook(lambda _module, _inputs, x: Accelerator.apply(x, ms))  # type: ignore[no-untyped-call]
+        Accelerator(model, run.dilation * run.emulated_ms / 1e3)
     return model
 
 
@@ -287,7 +310,7 @@ def measure(run: Run) -> dict[str, Any]:
         training.step(x, y)
     seconds, busy = time.perf_counter() - before, time.process_time() - busy
     training.leave()
-    return {"ms": 1e3 * seconds / run.steps, "busy_ms": 1e3 * busy / run.steps}
+    return {"ms": 1e3 * seconds / run.steps / run.dilation, "busy_ms": 1e3 * busy / run.steps}
 
 
 def main() -> None:

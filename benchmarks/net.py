@@ -31,7 +31,7 @@ except ImportError:
     needs = "The network lab needs rich and matplotlib; in the clone of the repository: pip install -e '.[demo]'"
     raise SystemExit(needs) from None
 
-from benchmarks.lab import BURST, INTERFACE, LATENCY, Lab, LabError, missing
+from benchmarks.lab import INTERFACE, Lab, LabError, missing, shape
 from benchmarks.limits import step_limit
 from benchmarks.setups import PARAMETERS, PUBLISHED, WIRE_BYTES, Contender, Setup, choose_contenders
 from decent_dp.topo import Topology, make_topology
@@ -239,7 +239,7 @@ def run_setup(plan: Plan, out: Path, console: Console) -> bool:
         "steps": plan.steps,
         "warmup": plan.warmup,
         "repeat": plan.repeat,
-        "link": None if plan.setup.rate is None else f"tbf rate {plan.setup.rate:g}mbit burst {BURST} latency {LATENCY}",
+        "link": None if plan.setup.rate is None else " ".join(["tbf", *shape(plan.setup.rate)]),
         "congestion_control": congestion_control,
         "compute_ms": None if compute is None else round(compute, 1),
         "load_before": round(load, 2),  # of the last minute: a busy machine gives other numbers

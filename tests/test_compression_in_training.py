@@ -14,7 +14,7 @@ from torch import nn
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
-from decent_dp.compression import COMPRESSIONS, int8
+from decent_dp.compression import COMPRESSIONS, lattice
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.transport import InProcessTransport, Transport, run_replicas
 from tests.helpers import SGD, loss, net, values
@@ -348,12 +348,13 @@ def test_names_in_a_trace(workers):
 
 
 def test_a_block_that_is_never_mixed_is_warned_of_once(monkeypatch, caplog):
-    real = int8._Scratch.wrapped
+    real = lattice.Scratch.wrapped
 
-    def apart(scratch: Any, ours: Any, our_codes: Any, theirs: Any, their_codes: Any) -> Any:
-        return None if len(our_codes) == 144 else real(scratch, ours, our_codes, theirs, their_codes)
+    def apart(scratch: Any, run: Any, *messages: Any) -> Any:
+        steps, largest, certain = real(scratch, run, *messages)
+        return steps, largest, certain & np.array([block.numel != 144 for block in run.blocks])
 
-    monkeypatch.setattr(int8._Scratch, "wrapped", apart)
+    monkeypatch.setattr(lattice.Scratch, "wrapped", apart)
 
     def work(transport: InProcessTransport) -> int:
         model = DecentralizedDataParallel(net(), SGD, topology="ring", compression="int8", transport=transport)

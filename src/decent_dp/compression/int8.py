@@ -21,39 +21,20 @@ The record of a block with an infinity or a NaN says so. It has no codes, and no
 
 from __future__ import annotations
 
-import functools
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from decent_dp.compression.base import Block, Chunk, FlatTensor, MessageId
 from decent_dp.compression.blockwise import Blockwise
+from decent_dp.compression.lattice import LARGEST_NUMBER, PRIME, FloatArray, Run, Scratch, largest, runs_of
 from decent_dp.compression.stochastic_rounding import noise_at
 
 __all__ = ["Int8"]
-
-# Lattice numbers are below this, so that float32 holds them and `_MAGIC` finds them.
-_LARGEST_NUMBER = 2**21
-
-# Blocks are summed as a matrix with so many columns, and at most as many rows.
-_COLUMNS = 256
-# Weights of the columns' sums (21 + 16 + 16 bits: exact in float64); and of columns and rows in the sum of both, which is
-# taken modulo a prime (21 + 9 + 8 + 17 + 8 bits: exact in int64).
-_WEIGHTS, _BY_COLUMN, _BY_ROW = 2**16, 2**9, 2**17
-_PRIME = 2**31 - 1
-# Numbers below these have exact sums in float32: of columns, and of rows with weights.
-_SMALL, _TINY = 2**16, 2**7
-# Up to so many numbers NumPy is faster than torch, whose calls cost more.
-_FEW = 2**12
-
-# 1.5 · 2^23: a float32 of this size has no fraction, so that adding it rounds to the nearest integer, ties to even, and the
-# lowest byte of the sum is that integer modulo 256.
-_MAGIC = 12582912.0
 
 # A worker expects so many times the distance that it has seen, and forgets at this rate: partners change with the round, and
 # the distance to a partner of long ago is larger than to the others.
@@ -70,8 +51,6 @@ _WIDER, _BEYOND = 16.0, 4.0
 _FIELDS = 3
 _NOT_FINITE, _NOTHING = math.nan, math.inf
 
-FloatArray: TypeAlias = npt.NDArray[np.float64]
-
 
 class Int8(Blockwise):
     """One byte per value, relative to the distance between replicas; see the module."""
@@ -84,6 +63,12 @@ class Int8(Blockwise):
     def __init__(self, tensors: Sequence[FlatTensor], dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(tensors, dtype, device)
         self._blocks = [block for chunk in self.chunks for block in chunk.blocks]
+        # The runs of each chunk, by its start.
+        self._runs: dict[int, list[Run]] = {}
+        first = 0
+        for chunk in self.chunks:
+            self._runs[chunk.start] = list(runs_of(chunk, first, device, self._record))
+            first += len(chunk.blocks)
         # Where the records' fields are, in float64s.
         self._rows = np.array([[block.record // 8 + i for i in range(_FIELDS)] for block in self._blocks], dtype=np.int64)
         self._rows = self._rows.reshape(-1, _FIELDS)
@@ -107,10 +92,10 @@ class Int8(Blockwise):
         """The exponents of the steps that this worker asks for, a signed byte for each block."""
         for i in np.flatnonzero(self._largest == 0):
             block = self._blocks[i]
-            self._largest[i] = _largest(values[block.tensor][block.start : block.stop])
+            self._largest[i] = largest(values[block.tensor][block.start : block.stop])
         expected = np.where(np.isnan(self._expected), _AT_FIRST * self._largest, self._expected)
         # A step below the values' own resolution would leave the numbers that can be summed.
-        step = np.maximum(np.maximum(expected / 127, 4 * self._largest / _LARGEST_NUMBER), 2.0**-126)
+        step = np.maximum(np.maximum(expected / 127, 4 * self._largest / LARGEST_NUMBER), 2.0**-126)
         exponents = np.ceil(np.log2(np.where(np.isfinite(step), step, 1.0)))
         return bytes(np.clip(exponents, -126, 127).astype(np.int8))
 
@@ -160,90 +145,95 @@ class Int8(Blockwise):
 
     def _encode(self, values: Sequence[Tensor], out: Tensor, message_id: MessageId, hints: Sequence[bytes]) -> Iterator[bool]:
         self._set_steps(hints)
-        scratch = _Scratch(self)
-        place = 0
-        for chunk in self.chunks:
+        scratch = self._scratch()
+        for runs in self._runs.values():
             finite = True
-            for block in chunk.blocks:
-                value = scratch.as_compute(values[block.tensor][block.start : block.stop])
-                record, codes = self._record_of(out, block), self._codes(out, block, torch.uint8)
-                numbers = scratch.numbers(value, 1.0 / self._steps[place], self._noise(message_id, block), codes)
-                largest = _largest(numbers)
-                if largest < _LARGEST_NUMBER:  # false for NaN
-                    self._largest[place] = largest * self._steps[place]
-                    _write(record, [*scratch.sums(numbers, largest), 0.0])
-                elif bool(torch.isfinite(value).all()):
-                    self._largest[place] = _largest(value)
-                    _write(record, [_NOTHING] * _FIELDS)
-                else:
-                    finite = False
-                    _write(record, [_NOT_FINITE] * _FIELDS)
-                place += 1
+            for run in runs:
+                finite &= self._encode_run(run, values, out, message_id, scratch)
             yield finite
 
+    def _encode_run(self, run: Run, values: Sequence[Tensor], out: Tensor, message_id: MessageId, scratch: Scratch) -> bool:
+        """Encodes the blocks of a run; whether all their values are finite."""
+        steps = self._steps[run.places]
+        value = scratch.gather(run, values)
+        numbers = scratch.numbers(run, value, 1.0 / steps, self._noise(message_id, run), run.codes(out))
+        most = run.largest(numbers)
+        fits = most < LARGEST_NUMBER  # false for NaN
+        records = np.zeros((len(run.blocks), _FIELDS))
+        records[:, 0], records[:, 1] = scratch.sums(run, numbers, most)
+        self._largest[run.places] = np.where(fits, most * steps, self._largest[run.places])
+        finite = True
+        for i in np.flatnonzero(~fits):
+            part = value[run.bounds[i] : run.bounds[i + 1]]
+            if bool(torch.isfinite(part).all()):
+                self._largest[run.places.start + i] = largest(part)
+                records[i] = _NOTHING
+            else:
+                finite = False
+                records[i] = _NOT_FINITE
+        run.records(out).copy_(torch.from_numpy(records))
+        return finite
+
     def _finite(self, message: Tensor, chunk: Chunk) -> bool:
-        return not any(np.isnan(_read(self._record_of(message, block))[0]) for block in chunk.blocks)
+        return not any(bool(run.records(message)[:, 0].isnan().any()) for run in self._runs[chunk.start])
 
     def _first_nonfinite(self, message: Tensor, block: Block) -> int | None:
-        return 0 if np.isnan(_read(self._record_of(message, block))[0]) else None
+        return 0 if bool(message[block.record : block.record + 8].view(torch.float64).isnan()) else None
 
     def differences(self, sent: Tensor, received: Tensor) -> Iterator[tuple[Block, Tensor | None, float]]:
-        scratch = _Scratch(self)
+        scratch = self._scratch()
         ours, theirs = self._read(sent), self._read(received)
-        for place, block in enumerate(self._blocks):
-            our_codes, their_codes = (self._codes(message, block, torch.uint8) for message in (sent, received))
-            found = scratch.wrapped(ours[place], our_codes, theirs[place], their_codes)
-            if found is None:
-                self._reject(place)
-                yield block, None, 1.0
-                continue
-            steps, largest = found
-            self._accept(place, max(theirs[place, 2], largest))
-            yield block, steps, float(self._steps[place])
+        for run in itertools.chain.from_iterable(self._runs.values()):
+            records = ours[run.places], theirs[run.places]
+            steps, most, certain = scratch.wrapped(run, records[0], run.codes(sent), records[1], run.codes(received))
+            for i, block in enumerate(run.blocks):
+                place = run.places.start + i
+                if not certain[i]:
+                    self._reject(place)
+                    yield block, None, 1.0
+                    continue
+                self._accept(place, max(float(theirs[place, 2]), float(most[i])))
+                yield block, steps[run.bounds[i] : run.bounds[i + 1]], float(self._steps[place])
 
     def _reduce(
         self, chunk: Chunk, messages: Sequence[Tensor], sizes: Sequence[int], out: Tensor, message_id: MessageId
     ) -> None:
-        scratch = _Scratch(self)
-        for block in chunk.blocks:
-            records = [_read(self._record_of(message, block, chunk.start)) for message in messages]
-            parts = [self._codes(message, block, torch.uint8, chunk.start) for message in messages]
-            record, codes = self._record_of(out, block, chunk.start), self._codes(out, block, torch.uint8, chunk.start)
-            if any(np.isnan(read[0]) for read in records):
-                _write(record, [_NOT_FINITE] * _FIELDS)
-            elif not self._move(records, parts, sizes, record, codes, scratch, self._noise(message_id, block)):
-                _write(record, [_NOTHING] * _FIELDS)
+        scratch = self._scratch()
+        for run in self._runs[chunk.start]:
+            records = [run.records(message, chunk.start).cpu().numpy().copy() for message in messages]
+            parts = [run.codes(message, chunk.start) for message in messages]
+            noise = self._noise(message_id, run)
+            written = self._move(run, records, parts, sizes, run.codes(out, chunk.start), scratch, noise)
+            written[np.isnan([read[:, 0] for read in records]).any(0)] = _NOT_FINITE
+            run.records(out, chunk.start).copy_(torch.from_numpy(written))
 
     def _move(
         self,
+        run: Run,
         records: Sequence[FloatArray],
         parts: Sequence[Tensor],
         sizes: Sequence[int],
-        record: Tensor,
         codes: Tensor,
-        scratch: _Scratch,
-        noise: Tensor,
-    ) -> bool:
-        """Writes the mean of some messages as the first one's lattice numbers, each moved by a few steps; False if some of
-        the values that it represents would be too far from it."""
-        total = torch.zeros(len(codes), dtype=self.compute, device=self.device)
-        reach = float(records[0][2])
+        scratch: Scratch,
+        noise: Sequence[Tensor],
+    ) -> FloatArray:
+        """Writes the mean of some messages as the first one's lattice numbers, each moved by a few steps, and returns its
+        records. A block has no codes if some of the values that it represents would be too far from it."""
+        total = torch.zeros(run.numel, dtype=self.compute, device=self.device)
+        good, reach = np.isfinite(records[0][:, 0]), records[0][:, 2]
         for theirs, their_codes, size in zip(records[1:], parts[1:], sizes[1:], strict=True):
-            found = scratch.wrapped(records[0], parts[0], theirs, their_codes)
-            if found is None:
-                return False
-            steps, largest = found
-            reach = max(reach, largest + float(theirs[2]))
+            steps, most, certain = scratch.wrapped(run, records[0], parts[0], theirs, their_codes)
+            good &= certain
+            reach = np.maximum(reach, most + theirs[:, 2])
             total.add_(steps, alpha=size)
         moves = torch.empty_like(codes)
-        moved = scratch.numbers(total.div_(sum(sizes)), 1.0, noise, moves)
-        largest = _largest(moved)
-        if not reach + largest <= 127:
-            return False
-        sums = scratch.sums(moved, largest)
+        moved = scratch.numbers(run, total.div_(sum(sizes)), np.ones(len(run.blocks)), noise, moves)
+        most = run.largest(moved)
+        columns, both = scratch.sums(run, moved, most)
         torch.add(parts[0], moves, out=codes)
-        _write(record, [records[0][0] + sums[0], (records[0][1] + sums[1]) % _PRIME, reach + largest])
-        return True
+        found = np.stack([records[0][:, 0] + columns, (records[0][:, 1] + both) % PRIME, reach + most], axis=1)
+        found[~(good & (reach + most <= 127))] = _NOTHING
+        return found
 
     def proposals(self, values: Sequence[Tensor], sent: Tensor) -> Iterator[tuple[Block, Tensor]]:
         records = self._read(sent)
@@ -258,114 +248,17 @@ class Int8(Blockwise):
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
-    def _record_of(self, message: Tensor, block: Block, base: int = 0) -> Tensor:
-        return message[block.record - base : block.record - base + self._record].view(torch.float64)
+    def _scratch(self) -> Scratch:
+        return Scratch([run for runs in self._runs.values() for run in runs], self.dtype, self.compute, self.device)
 
     def _read(self, message: Tensor) -> FloatArray:
         """All records of a message, one per row."""
         array: FloatArray = message.cpu().numpy().view(np.float64)
         return array[self._rows]
 
-    def _noise(self, message_id: MessageId, block: Block) -> Tensor:
-        index = self.tensors[block.tensor].index
-        return noise_at(block.numel, self.compute, self.device, message_id.round, message_id.rank, index, block.start)
-
-
-class _Scratch:
-    """Temporaries for one block, on the device of the bucket."""
-
-    def __init__(self, compression: Int8) -> None:
-        longest = min(compression.block_elements, max((block.numel for block in compression._blocks), default=0))
-        size = -(-longest // _COLUMNS) * _COLUMNS
-        self._compute, self._device = compression.compute, compression.device
-        self._numbers = torch.empty(size, dtype=compression.compute, device=compression.device)
-        self._values = torch.empty(
-            longest if compression.dtype != compression.compute else 0, dtype=compression.compute, device=compression.device
-        )
-        self._bytes = torch.empty(longest, dtype=torch.uint8, device=compression.device)
-        self._products = torch.empty(size, dtype=torch.float64, device=compression.device)
-
-    def as_compute(self, value: Tensor) -> Tensor:
-        return value if value.dtype == self._compute else self._values[: value.numel()].copy_(value)
-
-    def numbers(self, value: Tensor, inverse_step: float, noise: Tensor, codes: Tensor) -> Tensor:
-        """``value / step``, rounded up or down at random so that its mean is right; ``codes`` get their lowest bytes."""
-        size = value.numel()
-        numbers = self._numbers[:size]
-        # The step is a power of two: the product is exact, and one rounding is left, fused or not.
-        torch.add(noise, value, alpha=inverse_step, out=numbers)
-        if self._compute == torch.float32:
-            numbers.add_(_MAGIC)
-            codes.copy_(numbers.view(torch.int32))
-            return numbers.sub_(_MAGIC)
-        codes.copy_(numbers.round_().nan_to_num(0, 0, 0).to(torch.int64))
-        return numbers
-
-    def sums(self, numbers: Tensor, largest: float) -> tuple[float, float]:
-        """Two weighted sums of integers. Wrong ones may cancel in the columns, but then hardly in columns and rows."""
-        size = numbers.numel()
-        rows = -(-size // _COLUMNS)
-        weights, by_column, by_row = _weights()
-        if size <= _FEW and numbers.device.type == "cpu":  # all sums are exact in float64
-            few = np.zeros(rows * _COLUMNS)
-            few[:size] = numbers.numpy()
-            table = few.reshape(rows, _COLUMNS)
-            in_rows = np.asarray(table @ by_column, dtype=np.int64)
-            return float(weights @ table.sum(0)), float(int(by_row[:rows] @ in_rows) % _PRIME)
-        whole = self._numbers[: rows * _COLUMNS]
-        whole[size:] = 0
-        matrix = whole.view(rows, _COLUMNS)
-        factors = torch.from_numpy(by_column).to(self._device)
-        # Not a product of matrices: its precision depends on settings and on autocast, and the two ends could disagree.
-        if largest < _TINY:
-            columns, products = matrix.sum(0), self._products.view(self._compute)[: whole.numel()].view_as(matrix)
-            torch.mul(matrix, factors.to(self._compute), out=products)
-        else:
-            products = self._products[: whole.numel()].view_as(matrix).copy_(matrix)
-            columns = (matrix if largest < _SMALL else products).sum(0)
-            products.mul_(factors)
-        in_rows = products.sum(1).cpu().numpy().astype(np.int64)
-        in_columns = columns.cpu().numpy().astype(np.float64)
-        return float(weights @ in_columns), float(int(by_row[:rows] @ in_rows) % _PRIME)
-
-    def wrapped(
-        self, ours: FloatArray, our_codes: Tensor, theirs: FloatArray, their_codes: Tensor
-    ) -> tuple[Tensor, float] | None:
-        """Theirs less ours, in steps, and the largest of them; None if that cannot be determined. Both ends find the same."""
-        if not (np.isfinite(ours[0]) and np.isfinite(theirs[0])):
-            return None
-        wrapped = self._bytes[: our_codes.numel()]
-        torch.sub(their_codes, our_codes, out=wrapped)
-        steps = self._numbers[: our_codes.numel()].copy_(wrapped.view(torch.int8))
-        largest = _largest(steps)
-        # -128 is the one difference that has the same sign on both ends.
-        if largest >= 128:
-            return None
-        columns, both = self.sums(steps, largest)
-        if columns != theirs[0] - ours[0] or (theirs[1] - ours[1] - both) % _PRIME:
-            return None
-        return steps, largest
-
-
-@functools.cache
-def _weights() -> tuple[FloatArray, FloatArray, npt.NDArray[np.int64]]:
-    """The weights of the columns' sums, and those of columns and of rows in the sum of both."""
-    draw = np.random.default_rng(20200713)
-    columns, by_column = (draw.integers(1, limit, _COLUMNS).astype(np.float64) for limit in (_WEIGHTS, _BY_COLUMN))
-    return columns, by_column, draw.integers(1, _BY_ROW, _COLUMNS)
-
-
-def _largest(value: Tensor) -> float:
-    if not value.numel():
-        return 0.0
-    low, high = torch.aminmax(value)
-    return max(-float(low), float(high))
-
-
-def _write(record: Tensor, fields: Sequence[float]) -> None:
-    record.copy_(torch.tensor(fields, dtype=torch.float64, device="cpu"))
-
-
-def _read(record: Tensor) -> FloatArray:
-    fields: FloatArray = record.cpu().numpy().copy()
-    return fields
+    def _noise(self, message_id: MessageId, run: Run) -> list[Tensor]:
+        by_round = message_id.round, message_id.rank
+        return [
+            noise_at(block.numel, self.compute, self.device, *by_round, self.tensors[block.tensor].index, block.start)
+            for block in run.blocks
+        ]
