@@ -40,7 +40,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -94,6 +94,10 @@ class _Row:
         """The inverse of ``tensors``."""
         param, grad, exp_avg, exp_avg_sq, *largest = tensors
         return cls(param, grad, exp_avg, exp_avg_sq, largest[0] if largest else None, step)
+
+
+# A part of a matrix, and the gains of its rows and columns.
+_Piece: TypeAlias = "tuple[_Row, Tensor, Tensor]"
 
 
 class GossipAdamW(AdamW, SharesStatistics):
@@ -271,7 +275,8 @@ class GossipAdamW(AdamW, SharesStatistics):
         for group, rows in [(group, self._gather(group)) for group in self.param_groups]:
             gained = [row for row in rows if self._replicas > 1 and self._is_matrix(row.param)]
             chosen = {id(row.param) for row in gained}
-            self._adamw(group, [row for row in rows if id(row.param) not in chosen])
+            vectors = [row for row in rows if id(row.param) not in chosen]
+            self._adamw(group, vectors, fused=self._fused(group, vectors))
             self._step_matrices(group, gained)
         return loss
 
@@ -322,6 +327,13 @@ class GossipAdamW(AdamW, SharesStatistics):
             **given,
         )
 
+    def _fused(self, group: dict[str, Any], rows: list[_Row]) -> bool | None:
+        """Whether torch's fused kernel updates these parameters; None: as AdamW does by default."""
+        if group["fused"] is not None or group["foreach"] is not None or self._replicas == 1:
+            return cast("bool | None", group["fused"])
+        # Four times as fast as the default of AdamW on the CPU.
+        return True if all(row.param.device.type == "cpu" and _is_plain(row) for row in rows) else None
+
     # Its blocks have many shapes, for each of which torch.compile would trace it anew.
     @_disable_dynamo
     def _step_matrices(self, group: dict[str, Any], rows: list[_Row]) -> None:
@@ -332,14 +344,9 @@ class GossipAdamW(AdamW, SharesStatistics):
         chosen = {id(row.param) for row in shared}
         rows = [row for row in rows if id(row.param) not in chosen]
         pieces = [piece for row in rows for piece in self._pieces(row, *self._factors_of(group, row, _GAINS))]
-        on_cpu = all(piece.param.device.type == "cpu" for piece, _, _ in pieces)
-        # One after another, pieces stay in the cache of a CPU. On a GPU fewer kernels are faster.
-        for together in [[piece] for piece in pieces] if on_cpu else [pieces]:
+        for together in _in_parts(pieces):
             changes = [replace(row, param=torch.zeros_like(row.param), step=row.step.clone()) for row, _, _ in together]
-            fused = group["fused"]
-            if fused is None and group["foreach"] is None and on_cpu and all(map(_is_plain, changes)):
-                fused = True  # four times as fast as the default of AdamW on the CPU
-            self._adamw(group, changes, fused=fused, weight_decay=0.0)
+            self._adamw(group, changes, fused=self._fused(group, changes), weight_decay=0.0)
             for (row, of_rows, of_columns), change in zip(together, changes, strict=True):
                 self._move(row.param, change.param, of_rows, of_columns, 1 - group["lr"] * group["weight_decay"])
         for row in rows:
@@ -363,11 +370,12 @@ class GossipAdamW(AdamW, SharesStatistics):
             _shrink_and_add(piece.param, 1 - lr * group["weight_decay"], change.view(piece.param.shape))
         row.step.add_(1)
 
-    def _pieces(self, row: _Row, of_rows: Tensor, of_columns: Tensor) -> Iterator[tuple[_Row, Tensor, Tensor]]:
+    def _pieces(self, row: _Row, of_rows: Tensor, of_columns: Tensor) -> Iterator[_Piece]:
         """The parts of a matrix on this worker with their gains: blocks of rows on the CPU, else the whole."""
         tensors = [_local(tensor.detach()) for tensor in row.tensors]
         whole = _Row.of(tensors, row.step)
-        if self._stacked > 1 or whole.param.device.type != "cpu" or not _is_plain(whole):
+        small = whole.param.numel() <= _BLOCK
+        if small or self._stacked > 1 or whole.param.device.type != "cpu" or not _is_plain(whole):
             yield whole, of_rows, of_columns
             return
         size = max(1, _BLOCK * len(whole.param) // whole.param.numel())
@@ -465,8 +473,26 @@ def _means(parts: Iterable[Tensor], whole: Tensor) -> Tensor:
 def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Blocks of rows of each tensor on the CPU, else the whole: (stacked, R_i, C)."""
     a = tensors[0]
-    size = max(1, _BLOCK * a.shape[1] // a.numel()) if a.device.type == "cpu" and len(a) == 1 else a.shape[1]
+    if a.numel() <= _BLOCK or a.device.type != "cpu" or len(a) > 1:
+        return iter([tensors])
+    size = max(1, _BLOCK * a.shape[1] // a.numel())
     return zip(*(torch.split(tensor, size, dim=1) for tensor in tensors), strict=True)
+
+
+def _in_parts(pieces: list[_Piece]) -> Iterator[list[_Piece]]:
+    """Pieces that are updated together: a few that stay in the cache of a CPU; on a GPU all, as fewer kernels are faster."""
+    part: list[_Piece] = []
+    elements = 0
+    on_cpu = all(row.param.device.type == "cpu" for row, _, _ in pieces)
+    for piece in pieces:
+        size = piece[0].param.numel()
+        if part and on_cpu and elements + size > _BLOCK:
+            yield part
+            part, elements = [], 0
+        part.append(piece)
+        elements += size
+    if part:
+        yield part
 
 
 def _is_plain(row: _Row) -> bool:
