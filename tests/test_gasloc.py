@@ -17,7 +17,7 @@ from decent_dp.sim import VirtualCluster
 from decent_dp.topo import make_topology
 from decent_dp.transport import run_replicas
 from tests.test_law import Linear, SgdTwin, data, gradient, matrix
-from tests.test_mix_every import parts
+from tests.test_mix_every import mix_of, parts
 
 N, STEPS = 4, 13
 
@@ -38,8 +38,8 @@ def published(topology: str, rule: GASLoC, h: int) -> np.ndarray:
     for t in range(STEPS):
         x = np.stack([inner(i, t, x[i], gradient(x[i], i, t)) for i in range(N)])
         for part in parts(h):
-            mix, update = divmod(t - part.offset, h)
-            if update != h - 1 or mix < 0:
+            mix = mix_of(t, h, part.offset)
+            if mix is None:
                 continue
             rows = slice(None), part.rows
             laplacian = np.eye(N) - matrix(made.round(mix), N)

@@ -14,7 +14,7 @@ from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.topo import Topology, TopologyReg
 from tests.helpers import SGD, batch, net, some_and_all
 from tests.test_law import AdamWTwin, Linear, SgdTwin, Varying, data, gradient, matrix
-from tests.test_mix_every import Part, parts
+from tests.test_mix_every import Part, mix_of, parts
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.0)
 
@@ -48,7 +48,7 @@ def twin(topology: Topology, n: int, step: Any, overlap: bool, mix_every: int, s
     buckets = parts(mix_every)
 
     def finish(part: Part) -> None:
-        w = matrix(topology.round((part.at - part.offset) // mix_every), n)
+        w = matrix(topology.round(part.at // mix_every), n)
         for i in range(n):
             x[i][part.rows] += sum(w[i, j] * (part.sent[j] - part.sent[i]) for j in range(n))
         part.sent = None
@@ -59,7 +59,7 @@ def twin(topology: Topology, n: int, step: Any, overlap: bool, mix_every: int, s
                 x[i] = step(i, taken[i], x[i], gradient(x[i], i, t))
                 taken[i] += 1
         for part in buckets:
-            again = t >= part.offset and (t - part.offset + 1) % mix_every == 0
+            again = mix_of(t, mix_every, part.offset) is not None
             if overlap and part.sent is not None and (again or t - part.at >= part.time):
                 finish(part)
             if again:

@@ -30,22 +30,22 @@ def plain(name: str, n: int) -> Topology:
     return topology
 
 
-def mixing(n: int, t: int, turns: list[tuple[str, int]], h: int, offset: int = 0) -> np.ndarray | None:
-    """Of update t, None if it does not mix.
+def mix_of(t: int, h: int, offset: int) -> int | None:
+    """The number of the mix in update t, None if there is none: one in every h updates, in that before the turn begins."""
+    return t // h if (t + 1) % h == offset % h else None
 
-    ``turns`` are names and how many updates each is in use, and each h-th update of a turn mixes, later by ``offset``.
-    """
+
+def mixing(n: int, t: int, turns: list[tuple[str, int]], h: int, offset: int = 0) -> np.ndarray | None:
+    """Of update t, None if it does not mix. ``turns`` are names and how many updates each is in use."""
     starts = np.cumsum([0, *(length for _, length in turns)])
     turn = max(i for i in range(len(turns)) if starts[i] <= t)
-    t -= int(starts[turn]) + offset
-    if t < 0 or (t + 1) % h:
-        return None
-    return matrix(plain(turns[turn][0], n).round((t + 1) // h - 1), n)
+    mix = mix_of(t - int(starts[turn]), h, offset)
+    return None if mix is None else matrix(plain(turns[turn][0], n).round(mix), n)
 
 
 @dataclass
 class Part:
-    """Some rows of x that are a bucket: the turn begins ``offset`` updates late and has ``time`` updates."""
+    """Some rows of x that are a bucket: their turn begins ``offset`` updates after a multiple of h and has ``time`` updates."""
 
     rows: slice
     offset: int
@@ -221,7 +221,7 @@ def test_messages_and_their_rounds():
         return counts
 
     for counts in run_replicas(4, body):
-        assert counts == [0, 0, 0, 72, 72, 120, 120, 192, 192]  # three rows of five, and the other two in their turn
+        assert counts == [0, 48, 48, 120, 120, 168, 168, 240, 240]  # three rows of five, and before them two in their turn
 
 
 def test_edges_of_the_mixes_are_connected_ahead(workers):

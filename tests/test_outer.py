@@ -19,7 +19,7 @@ from decent_dp.topo import Topology, TopologyReg, make_topology
 from decent_dp.transport import InProcessTransport
 from tests.helpers import some_and_all
 from tests.test_law import AdamWTwin, Linear, SgdTwin, Varying, data, gradient, matrix
-from tests.test_mix_every import Part, parts
+from tests.test_mix_every import Part, mix_of, parts
 
 N = 4
 # lr and momentum of the inner optimizers are those of the twins.
@@ -52,7 +52,7 @@ class Case:
     edited: bool = False
 
     def edges(self, t: int, n: int, offset: int = 0) -> Any:
-        """The edges of update t of a bucket whose turn is ``offset`` updates late; None if it does not mix.
+        """The edges of update t of a bucket whose turn begins at ``offset``; None if it does not mix.
 
         The parts of a composed topology begin with their first round.
         """
@@ -61,10 +61,8 @@ class Case:
             first, last = name.split(",")
             turn = int(first.split(":")[1])
             name, at = (first.split(":")[0], t) if t < turn else (last, t - turn)
-        at -= offset
-        if at < 0 or (at + 1) % self.h:
-            return None
-        return topology_of(name, n).round((at + 1) // self.h - 1)
+        mix = mix_of(at, self.h, offset)
+        return None if mix is None else topology_of(name, n).round(mix)
 
 
 def topology_of(name: str, n: int) -> Topology:
@@ -323,7 +321,7 @@ def follow(case: Case, mean: dict[str, list[np.ndarray]], part: Part) -> None:
     optimizer = outer_sgd(outer, case.rule)
     mixes, made = 0, []
     for t in range(case.steps):
-        again = t >= part.offset and (t - part.offset + 1) % case.h == 0
+        again = mix_of(t, case.h, part.offset) is not None
         # What was proposed in this update, or before, is mixed in by its end.
         due = [at for at in made if again or t - at >= part.time]
         made = [at for at in made if at not in due] + [t] * again

@@ -17,14 +17,14 @@ __all__ = ["EveryTopology", "SwitchTopology"]
 class EveryTopology(Topology):
     """Another topology, in every ``h``-th update only: the result of `Topology.every`.
 
-    Update t mixes if t + 1 is a multiple of h, with round ``t // h`` of the other topology: its rounds are counted in mixes.
-    (If they were counted in updates, a period that has a factor in common with h would never use some of its rounds.) In all
-    other updates every worker is idle.
+    Update t mixes if t + 1 - offset is a multiple of h, with round ``t // h`` of the other topology: its rounds are counted in
+    mixes. (If they were counted in updates, a period that has a factor in common with h would never use some of its rounds.) In
+    all other updates every worker is idle.
 
     Args:
         inner: the topology that mixes.
         h: updates from one mix to the next.
-        offset: updates by which all mixes are later, in [0, h).
+        offset: in [0, h).
         time: updates that an exchange has to arrive, in [1, h].
     """
 
@@ -42,8 +42,7 @@ class EveryTopology(Topology):
 
     def _mix(self, t: int) -> int | None:
         """The number of the mix in update ``t``, if there is one."""
-        mix, update = divmod(t - self._offset, self._h)
-        return mix if update == self._h - 1 and mix >= 0 else None
+        return t // self._h if (t + 1 - self._offset) % self._h == 0 else None
 
     def round(self, t: int) -> list[Edge]:
         mix = self._mix(check_integer("round", t, 0))
@@ -69,7 +68,7 @@ class EveryTopology(Topology):
         return self._inner._largest_group()
 
     def _laps(self, t: int) -> int:
-        return self._inner._laps(max(0, t - self._offset) // self._h)
+        return self._inner._laps(t // self._h)
 
     def _final_part(self) -> tuple[Topology, int]:
         topology, h = self._inner._final_part()
