@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -31,14 +32,17 @@ def test_less_is_sent_over_slower_links():
     found = [taken(mbit) for mbit in (0.3, 1, 5, 20, 60, 10_000)]
     bytes_sent = [one.prediction.choice.message_bytes(JOB) / one.prediction.choice.steps_per_mix for one in found[:-1]]
     assert bytes_sent == sorted(bytes_sent)
-    assert bytes_sent[0] < bytes_sent[-1] / 50
-    assert [one.to_ddp for one in found] == sorted(one.to_ddp for one in found)
+    assert bytes_sent[0] < bytes_sent[-1] / 40
+    assert all(a.to_ddp < 1.01 * b.to_ddp for a, b in itertools.pairwise(found))
     assert found[0].to_ddp < 0.01
     ddp = predict(cluster(5), JOB, Choice("ddp")).step_ms
     assert found[2].to_ddp == pytest.approx(found[2].prediction.step_ms * found[2].steps / ddp)
     assert found[2].steps == more_steps(found[2].prediction.choice, JOB) > 1
-    for one in found[:-1]:
+    for one in found[1:-1]:
         assert one.prediction.step_ms < 1.6 * JOB.compute_ms
+    # A slower link waits, as nothing is known of training with still less.
+    assert found[0].prediction.step_ms > 1.6 * JOB.compute_ms
+    assert 2 < found[0].steps <= 2.5
     assert found[-1].prediction.choice.kind == "ddp"
     assert (found[-1].steps, found[-1].to_ddp) == (1.0, 1.0)
     assert found[-1].code == "model = torch.nn.parallel.DistributedDataParallel(model)"

@@ -13,9 +13,11 @@ from .ranking import same_rounds
 
 __all__ = ["Recipe", "more_steps", "recipe"]
 
-# With whole messages in every step, replicas need so many times DDP's steps to its loss. With shorter messages it grows with
-# this power of the share that is exchanged per step (docs/log.md, "few bytes per step": eight workers, characters).
-_WHOLE, _POWER = 1.2, -0.22
+# With whole messages in every step, replicas need so many times DDP's steps to its loss. It grows by a part for each step
+# between two mixes, and for each low-rank message that is missing to the length of a whole one: the more, the more rarely they
+# are sent (docs/log.md, "time to the same loss": eight workers, characters). Of choices that need many more steps nothing is
+# known.
+_WHOLE, _PER_STEP, _PER_MESSAGE, _RARELY, _MOST = 1.135, 0.07, 0.026, 0.75, 2.5
 
 # Tried in addition to whole messages, where those are waited for.
 _TOPOLOGY, _CODE = "base-2", "int8"
@@ -56,8 +58,8 @@ def more_steps(choice: Choice, job: Job) -> float:
     """The number of steps to DDP's loss in units of DDP's, by what is exchanged per step."""
     if not choice.decentralized:
         return 1.0
-    share: float = choice.numbers_sent(job) / choice.steps_per_mix
-    return float(_WHOLE * share**_POWER)
+    h, messages = choice.steps_per_mix, 1.0 / choice.numbers_sent(job)
+    return float(_WHOLE * (1 + _PER_STEP * (h - 1) + _PER_MESSAGE * (messages - 1) * h**_RARELY))
 
 
 def recipe(cluster: Cluster, job: Job, predictions: Sequence[Prediction], *, seed: int = 0) -> Recipe:
@@ -66,7 +68,7 @@ def recipe(cluster: Cluster, job: Job, predictions: Sequence[Prediction], *, see
     Args:
         cluster, job, seed: as of ``plan``.
         predictions: the result of ``plan``, with DDP among them. Low-rank messages and ``mix_every`` are tried in addition if
-            all others wait for the network.
+            all others wait for the network, as long as training needs at most 2.5 times DDP's steps.
 
     Raises:
         ValueError: DDP is not among the predictions.
@@ -98,4 +100,5 @@ def _shorter(cluster: Cluster, job: Job) -> list[Choice]:
     plain = Choice(DECENT_DP, _TOPOLOGY, _CODE)
     choices = [plain, *(replace(plain, compression=f"low-rank:{rank},{_CODE}") for rank in _RANKS)]
     useful = [choice for choice in choices if not choice.low_rank or choice.numbers_sent(job) <= _MOST_NUMBERS]
-    return [replace(choice, mix_every=h) for choice in useful for h in _INTERVALS]
+    found = [replace(choice, mix_every=h) for choice in useful for h in _INTERVALS]
+    return [choice for choice in found if more_steps(choice, job) <= _MOST]
