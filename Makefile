@@ -79,7 +79,7 @@ learning: $(VENV)/.installed  ## whether replicas learn as DDP does: three tasks
 workbench: $(VENV)/.installed  ## topologies, simulated learning and predicted steps: tables, plots and JSON under docs/results/
 	$(BIN)/python -m benchmarks.workbench
 
-figures: $(VENV)/.installed  ## the figures of the README and of how-it-works.md, under docs/figures/, and the README's table
+figures: $(VENV)/.installed  ## the figures of how-it-works.md, under docs/figures/, and the table of steps of the README
 	$(BIN)/python -m benchmarks.figures
 
 bench-net: $(VENV)/.installed  ## training steps over slow links (root, iproute2; 40 minutes): table, chart and JSON under benchmarks/results/
@@ -97,7 +97,7 @@ bench-gossip: $(VENV)/.installed  ## gossip() and the wrapper over slow links (7
 		'gossip:one-peer-exp*'
 
 bench-time-to-loss: $(VENV)/.installed  ## time to the same loss at any bandwidth, 8 workers (root, iproute2; hours; finished runs are kept)
-	$(BIN)/python -m benchmarks.time_to_loss train times report
+	$(BIN)/python -m benchmarks.time_to_loss train times whole report
 
 bench-optim: $(VENV)/.installed  ## updates of GossipAdamW and AccumAdamW compared with torch's fused AdamW
 	$(BIN)/python -m benchmarks.optim --compiled

@@ -1,7 +1,6 @@
-"""The figures of README.md and of docs/how-it-works.md, and the README's table: `make figures`.
+"""The figures of docs/how-it-works.md, and the README's table of steps: `make figures`.
 
-Bars come from the committed results of the network lab, and mixing from `decent_dp.topo`. Only the lengths in the
-timeline are made up.
+The table comes from results of the network lab, and mixing from `decent_dp.topo`. Only the lengths in the timeline are made up.
 """
 
 from __future__ import annotations
@@ -51,23 +50,6 @@ def new_figure(height: float) -> Any:
 
     # White behind the drawing, which pages with a dark theme show as a card.
     return Figure(figsize=(WIDTH, height), layout="constrained", facecolor="white")
-
-
-def draw_steps(lines: Sequence[dict[str, Any]]) -> Any:
-    figure = new_figure(1.9)
-    axes = figure.subplots()
-    colours = {"ddp": GREY, "alone": "#cccccc"}
-    names = [line["shown"].replace("`", "") for line in lines]
-    axes.barh(range(len(lines)), [line["mean_ms"] for line in lines], color=[colours.get(x["contender"], BLUE) for x in lines])
-    for place, line in enumerate(lines):
-        axes.text(line["mean_ms"] + 60, place, f"{line['mean_ms']:.0f} ms", va="center", fontsize=9)
-    axes.set_yticks(range(len(lines)), names, fontsize=9)
-    axes.set_xlim(0, 1.17 * max(line["mean_ms"] for line in lines))
-    axes.invert_yaxis()
-    axes.set_xticks([])
-    axes.set_title("Mean time of a training step", loc="left", fontsize=10)
-    axes.spines[["top", "right", "bottom"]].set_visible(False)
-    return figure
 
 
 # -- one update on a timeline -----------------------------------------------------------------------------------------------
@@ -170,12 +152,11 @@ def main() -> None:
     import matplotlib
 
     FIGURES.mkdir(parents=True, exist_ok=True)
-    lines = shown_lines()
     # The same numbers give the same file; letters are drawn, so that a page needs no font.
     with matplotlib.rc_context({"svg.hashsalt": "decent_dp"}):
-        for name, figure in {"steps": draw_steps(lines), "update": draw_update(), "mixing": draw_mixing()}.items():
+        for name, figure in {"update": draw_update(), "mixing": draw_mixing()}.items():
             figure.savefig(FIGURES / f"{name}.svg", metadata={"Date": None})
-    print(make_table(lines), end="")
+    print(make_table(shown_lines()), end="")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from benchmarks.learning_tasks import TASKS, Task, loss_fn, make_task
+from benchmarks.characters import loss_fn
+from benchmarks.learning_tasks import TASKS, Task, make_task
 from benchmarks.report import machine
 from benchmarks.workbench import markdown
 from decent_dp.optim import AccumAdamW, GossipAdamW, lr_scheduler_fn_cosine_with_warmup

@@ -1,7 +1,7 @@
 """One worker of ``benchmarks.time_to_loss``: trains a character transformer as a contender does, or only times its steps.
 
-Reads rank and address from the environment, as under torchrun. Rank 0 writes the result to ``OUT/0.json``, and when steps are
-timed every rank to ``OUT/RANK.json``.
+Reads rank and address from the environment, as under torchrun. Does one ``Run`` after another, and writes a list of results to
+``OUT/RANK.json``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.learning_tasks import CharacterTransformer, loss_fn, text
+from benchmarks.characters import CharacterTransformer, loss_fn, text
 
 WIDTH, DEPTH, LENGTH, SAMPLES = 128, 5, 32, 8
 PUBLISHED = "decent-dp-0.2.3"
@@ -41,7 +41,7 @@ class Run:
         steps: to train, or to time.
         lr: the highest rate of the cosine schedule.
         emulated_ms: milliseconds of forward and backward on an emulated accelerator; None: real computation.
-        timed: measure the time of the steps only.
+        timed: measure the time of the steps only, after as many to warm up.
         width: of the model.
         dilation: emulated and measured times are those of a clock that runs so many times slower.
     """
@@ -142,7 +142,8 @@ def make_training(run: Run, model: Any) -> Training:
     if kind != "alone":
         # PowerSGD's hook starts collectives from callbacks: with several buckets and gloo, workers start them in other orders.
         size = 1000 if kind == "powersgd" else None
-        model = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=size)
+        # All models are made from one seed, and sending them once more would take minutes.
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=size, init_sync=False)
         if kind == "post-local":
             optimizer = _post_local(run, model, optimizer, int(options[0]))
         else:
@@ -315,16 +316,16 @@ def measure(run: Run) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--worker", required=True, help="a Run as JSON")
+    parser.add_argument("--worker", required=True, help="a JSON list of Runs")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    run = Run(**json.loads(args.worker))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=1200))
-    result = measure(run) if run.timed else train(run)
-    if run.timed or not dist.get_rank():
-        text_ = json.dumps({"run": asdict(run), **result})
-        (args.out / f"{dist.get_rank()}.json").write_text(text_)
+    results = []
+    for run in [Run(**given) for given in json.loads(args.worker)]:
+        results.append({"run": asdict(run), **(measure(run) if run.timed else train(run))})
+        dist.barrier()
+    (args.out / f"{dist.get_rank()}.json").write_text(json.dumps(results))
     dist.barrier()
     # PowerSGD's hook leaves threads that end the process with an error.
     os._exit(0)

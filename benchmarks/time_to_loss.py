@@ -2,16 +2,18 @@
 
     python -m benchmarks.time_to_loss train      # loss curves: 8 real workers without limits on their links
     python -m benchmarks.time_to_loss times      # step times over slow links (Linux, root, iproute2)
-    python -m benchmarks.time_to_loss report     # table, JSON and plot under docs/results/
+    python -m benchmarks.time_to_loss whole      # training over slow links from beginning to end, as a check of the two
+    python -m benchmarks.time_to_loss report     # tables, JSON and plot under docs/results/
 
 Eight workers train a character transformer of a million parameters. Every contender trains with several numbers of steps and
-rates. Its time to a loss is the fewest steps with which its final loss is as low, times the time of a step in the lab. Finished
-runs are in runs/time-to-loss.jsonl.
+rates. Its time to a loss is the fewest steps with which its final loss is as low, times the time of a step in the lab. Ours at
+each bandwidth is what the planner chooses. Finished runs are in runs/time-to-loss.jsonl.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -22,7 +24,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -32,22 +34,48 @@ from benchmarks.loss_worker import FULL_STEPS, PUBLISHED, Run
 from benchmarks.net import PUBLISHED_PATH, install_published
 from benchmarks.report import machine
 from benchmarks.workbench import markdown
+from decent_dp.planner import Cluster, Job, Link, plan, recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, KEPT = ROOT / "docs" / "results", ROOT / "runs" / "time-to-loss.jsonl"
 N, STEPS, SEED = 8, 500, 0
-# Forward and backward of a step, emulated while step times are measured: what they take on one core of two such machines.
-EMULATED_MS = 30.0
 RATES = (1, 5, 20, 60, 200, None)
 # The lab's clock: four workers share a core here. With links of a quarter of the bandwidth, four times the computation, and
 # times divided by four, each has as much of a processor as if it had a core (Gupta et al., "To infinity and beyond:
-# time-warped network emulation", NSDI 2006). Not where a step takes more than so many times the processor's time for it.
-DILATION, NETWORK_BOUND = 4, 50
-# Numbers of steps for contenders that learn less per step.
-MORE = (500, 650, 850, 1100)
+# time-warped network emulation", NSDI 2006). Where steps wait for the network for seconds, the processor does not matter.
+DILATION = 4
 PORT = 29500
 # The same loss: DDP's final one and one per cent.
 TOLERANCE = 1.01
+# What a rate of None is to the planner: Mbit/s of memory.
+UNLIMITED = 20_000.0
+# Milliseconds of the optimizer in a step of one worker.
+OPTIMIZER_MS = 2.0
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A model and its computation while step times are measured.
+
+    Attributes:
+        width, params: of the character transformer with the number of parameters.
+        emulated_ms: of forward and backward.
+    """
+
+    name: str
+    width: int
+    params: int
+    emulated_ms: float
+
+
+# 30 ms are what forward and backward of this model take on one core of the machine of the committed results.
+MAIN = Setup("1.0 million parameters, 30 ms", 128, 1_022_080, 30.0)
+# As long for each parameter as in the lab's other set-ups (benchmarks/setups.py).
+SLOW = Setup("1.0 million parameters, 150 ms", 128, 1_022_080, 150.0)
+LARGE = Setup("10 million parameters, 300 ms", 408, 10_112_280, 300.0)
+LARGEST = Setup("100 million parameters, 3 s", 1296, 101_172_240, 3000.0)
+# Other set-ups have the loss curves of the first.
+OTHERS: dict[Setup, Sequence[float | None]] = {SLOW: (5, 60), LARGE: (60, 200), LARGEST: (200,)}
 
 
 def ours(compression: str, h: int = 1, topology: str = "base-2") -> str:
@@ -56,37 +84,63 @@ def ours(compression: str, h: int = 1, topology: str = "base-2") -> str:
 
 # Contender: numbers of steps, and rates.
 CONTENDERS: dict[str, tuple[Sequence[int], Sequence[float]]] = {
-    "ddp": ((STEPS,), (2e-3, 4e-3, 8e-3)),
-    "ddp/fp16": ((STEPS,), (4e-3,)),
-    "powersgd/1": ((500, 850), (2e-3, 4e-3)),
+    "ddp": ((STEPS,), (2e-3, 4e-3, 8e-3, 16e-3)),
+    "ddp/fp16": ((STEPS,), (8e-3,)),
+    "powersgd/1": ((850,), (4e-3,)),
     "powersgd/4": ((500, 850), (2e-3, 4e-3)),
-    "post-local/8": ((500, 850), (2e-3, 4e-3)),
-    "post-local/32": ((500, 850), (2e-3, 4e-3)),
-    "diloco/8": ((500, 850), (1e-3, 2e-3, 4e-3)),
-    "diloco/32": ((500, 850), (1e-3, 2e-3, 4e-3)),
-    PUBLISHED: ((500, 850), (2e-3, 4e-3, 8e-3)),
-    "alone": ((500, 1100, 2200), (2e-3, 4e-3)),
-    ours("none", topology="sync complete"): ((STEPS,), (4e-3,)),
-    ours("none"): ((500, 600), (2e-3, 4e-3, 8e-3)),
-    ours("int8"): ((500, 600), (4e-3,)),
-    ours("low-rank:32,int8"): ((500, 650), (2e-3, 4e-3)),
-    ours("low-rank:16,int8"): ((500, 650, 850), (2e-3, 4e-3)),
-    ours("low-rank:8,int8"): ((500, 850, 1100), (2e-3, 4e-3)),
-    ours("low-rank:4,int8"): ((500, 850, 1100), (2e-3, 4e-3)),
-    ours("low-rank:8,int8", 4): ((500, 1100, 1500), (1e-3, 2e-3)),
+    "post-local/8": ((650, 850), (4e-3,)),
+    "post-local/32": ((850,), (4e-3,)),
+    "diloco/8": ((850,), (1e-3, 2e-3)),
+    "diloco/32": ((850,), (1e-3,)),
+    PUBLISHED: ((650, 850), (4e-3,)),
+    ours("int8"): ((500, 600), (8e-3, 16e-3)),
+    ours("int8", 2): ((600,), (4e-3,)),
+    ours("int8", 4): ((650, 850), (4e-3,)),
+    ours("int8", 16): ((850,), (4e-3,)),
+    ours("low-rank:64,int8", 2): ((650,), (4e-3,)),
+    ours("low-rank:32,int8", 2): ((700, 850), (4e-3,)),
+    ours("low-rank:16,int8"): ((650, 850), (4e-3,)),
+    ours("low-rank:16,int8", 4): ((850, 1100, 1300), (2e-3, 4e-3)),
+    ours("low-rank:4,int8"): ((850,), (4e-3,)),
+    ours("low-rank:4,int8", 8): ((1500,), (4e-3,)),
+    ours("low-rank:64,int8", 16): ((1100,), (4e-3,)),
 }
+# Of the other set-ups.
+MAIN_CONTENDERS = ("ddp", "powersgd/4", "post-local/8")
+# Trained from beginning to end in the lab, over these links.
+WHOLE_RATES = (60, 200)
+PLANNED = "ours, as planned"
+
+
+def _cluster(rate: float | None) -> Cluster:
+    link = Link(50e-6, (rate or UNLIMITED) * 1e6 / 8)
+    return Cluster(N, 1, link, link)
+
+
+def _job(setup: Setup) -> Job:
+    return Job.of_step(setup.params, setup.emulated_ms + OPTIMIZER_MS, optimizer_ms=OPTIMIZER_MS, width=setup.width)
+
+
+@functools.cache
+def planned(setup: Setup, rate: float | None) -> str:
+    """The contender that the planner chooses, from the model and the links alone."""
+    cluster, job = _cluster(rate), _job(setup)
+    choice = recipe(cluster, job, plan(cluster, job)).prediction.choice
+    if not choice.decentralized:
+        return "ddp"
+    # 8 workers have the same rounds under both names.
+    topology = str(choice.topology_name).replace("one-peer-exp", "base-2")
+    return ours(choice.compression or "none", choice.mix_every, topology)
 
 
 # Of the plot: Okabe and Ito's colours.
 STYLES = {
     "ddp": ("#000000", "PyTorch DDP"),
-    "powersgd/4": ("#CC79A7", "DDP, PowerSGD rank 4"),
-    "diloco/8": ("#E69F00", "DiLoCo, 8 steps"),
-    "post-local/8": ("#F0E442", "post-local SGD, 8 steps"),
-    PUBLISHED: ("#56B4E9", "decent_dp 0.2.3"),
-    ours("int8"): ("#0072B2", "int8"),
-    ours("low-rank:16,int8"): ("#009E73", "low-rank:16,int8"),
-    ours("low-rank:4,int8"): ("#D55E00", "low-rank:4,int8"),
+    "powersgd/4": ("#CC79A7", "DDP with PowerSGD, rank 4"),
+    "diloco/8": ("#E69F00", "DiLoCo, every 8 steps"),
+    "post-local/8": ("#56B4E9", "post-local SGD, every 8 steps"),
+    PUBLISHED: ("#999999", "decent_dp 0.2.3"),
+    PLANNED: ("#D55E00", "decent_dp, as the planner chooses"),
 }
 
 
@@ -114,14 +168,19 @@ class Kept:
 
 
 def key_of(run: Run, rate: float | str | None = None) -> str:
-    return json.dumps([asdict(run), rate])
+    """Of a finished run; the clock is not part of it."""
+    given = asdict(run)
+    del given["dilation"]
+    return json.dumps([given, rate])
 
 
 # -- runs ----------------------------------------------------------------------------------------------------------------
 
 
-def environ(run: Run, rank: int, address: str, port: int, interface: str) -> dict[str, str]:
-    env = {
+def environ(published: bool, rank: int, address: str, port: int, interface: str) -> dict[str, str]:
+    if published:
+        install_published()
+    return {
         **os.environ,
         "RANK": str(rank),
         "WORLD_SIZE": str(N),
@@ -132,20 +191,19 @@ def environ(run: Run, rank: int, address: str, port: int, interface: str) -> dic
         "GLOO_SOCKET_IFNAME": interface,
         "OMP_NUM_THREADS": "1",
         "DECENT_DP_CONGESTION_CONTROL": "cubic,reno",
-        "PYTHONPATH": str(PUBLISHED_PATH if run.contender == PUBLISHED else ROOT / "src"),
+        "PYTHONPATH": str(PUBLISHED_PATH if published else ROOT / "src"),
     }
-    if run.contender == PUBLISHED:
-        install_published()
-    return env
+
+
+def _text(log: Path) -> str:
+    return log.read_text(errors="replace")[-3000:]
 
 
 @contextmanager
-def command(run: Run) -> Iterator[tuple[list[str], Path]]:
+def command(runs: Sequence[Run]) -> Iterator[tuple[list[str], Path]]:
     with tempfile.TemporaryDirectory(prefix="time-to-loss-") as folder:
-        yield (
-            [sys.executable, "-m", "benchmarks.loss_worker", "--worker", json.dumps(asdict(run)), "--out", folder],
-            Path(folder),
-        )
+        given = json.dumps([asdict(run) for run in runs])
+        yield [sys.executable, "-m", "benchmarks.loss_worker", "--worker", given, "--out", folder], Path(folder)
 
 
 def run_here(run: Run) -> dict[str, Any]:
@@ -153,11 +211,11 @@ def run_here(run: Run) -> dict[str, Any]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with command(run) as (words, out):
+    with command([run]) as (words, out):
         workers = []
         for rank in range(N):
             with (out / f"{rank}.log").open("wb") as log:
-                env = environ(run, rank, "127.0.0.1", port, "lo")
+                env = environ(run.contender == PUBLISHED, rank, "127.0.0.1", port, "lo")
                 workers.append(subprocess.Popen(words, env=env, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT))
         try:
             codes = [worker.wait(3600) for worker in workers]
@@ -165,24 +223,26 @@ def run_here(run: Run) -> dict[str, Any]:
             for worker in workers:
                 worker.kill()
         if any(codes):
-            raise SystemExit(f"{run} failed:\n{(out / f'{codes.index(max(codes, key=abs))}.log').read_text()[-3000:]}")
-        result: dict[str, Any] = json.loads((out / "0.json").read_text())
+            raise SystemExit(f"{run} failed:\n{_text(out / f'{codes.index(max(codes, key=abs))}.log')}")
+        result: dict[str, Any] = json.loads((out / "0.json").read_text())[0]
         return result
 
 
-def run_in_lab(lab: Lab, run: Run, seconds: float) -> list[dict[str, Any]]:
-    """The results that the workers of a lab wrote, one worker per node."""
-    with command(run) as (words, out):
+def run_in_lab(rate: float | None, runs: Sequence[Run], seconds: float) -> list[list[dict[str, Any]]]:
+    """For each run the results of all workers, one per node of a lab. All runs must be of one package."""
+    published = runs[0].contender == PUBLISHED
+    with Lab(N, rate, None) as lab, command(runs) as (words, out):
         for rank in range(N):
             with (out / f"{rank}.log").open("wb") as log:
-                lab.start(rank, words, environ(run, rank, lab.address(0), PORT, INTERFACE), log, cwd=ROOT)
+                lab.start(rank, words, environ(published, rank, lab.address(0), PORT, INTERFACE), log, cwd=ROOT)
         try:
             failed = lab.wait(seconds)
         finally:
             lab.stop()
         if failed is not None:
-            raise SystemExit(f"{run} failed on rank {failed[0]}:\n{(out / f'{failed[0]}.log').read_text()[-3000:]}")
-        return [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
+            raise SystemExit(f"{runs} failed on rank {failed[0]}:\n{_text(out / f'{failed[0]}.log')}")
+        by_rank = [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
+        return [list(results) for results in zip(*by_rank, strict=True)]
 
 
 def train_all(kept: Kept, only: Sequence[str]) -> None:
@@ -195,168 +255,320 @@ def train_all(kept: Kept, only: Sequence[str]) -> None:
             print(f"{contender}, {run.steps} steps at {run.lr:g}: {result['curve'][-1][1]:.4f}", flush=True)
 
 
-def timed_steps(contender: str, rate: float | None) -> int:
-    """Steps that are timed, after as many to warm up."""
-    steps = 12 if rate is None or rate > 20 else 6 if rate > 5 else 3
-    h = int(contender.rpartition("/")[2]) if contender.startswith(("post-local", "diloco", "ours")) else 1
-    if contender.startswith("ours"):
-        # Whole periods of three rounds.
-        return h * 3 * max(1, (12 if "low-rank" in contender or rate is None or rate >= 20 else 3) // 3)
-    return max(steps, h)
+def timed_run(setup: Setup, contender: str, rate: float | None) -> Run:
+    """A run that measures the time of a step, with the clock and the number of steps that fit the contender."""
+    kind, *options = contender.split("/")
+    h = int(options[-1]) if kind in ("post-local", "diloco", "ours") else 1
+    # Seconds of a whole message: where they are many, few steps are enough, and the processor does not matter.
+    seconds = 0.0 if rate is None else 32e-6 * setup.params / rate
+    if kind == "ours":
+        dilation, steps = DILATION, 3 * h * (1 if setup.emulated_ms > 1000 else max(1, round(6 / h)))  # whole periods
+    elif seconds < 1 or (kind == "powersgd" and seconds < 2):
+        dilation, steps = DILATION, 12
+    else:
+        dilation, steps = 1, 2 * FULL_STEPS if kind == "powersgd" else 3 if seconds < 10 else 1
+    return Run(contender, h * -(-steps // h), emulated_ms=setup.emulated_ms, timed=True, width=setup.width, dilation=dilation)
+
+
+def _is_timed(setup: Setup, contender: str, rate: float | None) -> bool:
+    """Whether a contender is worth the time: of ours the one that is planned, and those forms of others that fit the link."""
+    kind, *options = contender.split("/")
+    if kind == "ours":
+        return contender == planned(setup, rate)
+    if setup is not MAIN:
+        # Eight workers of the largest model fill the machine's memory with DDP alone.
+        return contender == "ddp" or (setup is not LARGEST and contender in MAIN_CONTENDERS)
+    least = {"post-local": "32", "diloco": "32", "powersgd": "1"}.get(kind)
+    if least is None:
+        return True
+    return rate is not None and rate < 60 if options[0] == least else rate is None or rate > 1
 
 
 def time_all(kept: Kept, only: Sequence[str], rates: Sequence[float | None]) -> None:
-    for rate in rates:
-        todo = {
-            contender: run
-            for contender in CONTENDERS
-            if (not only or contender in only) and contender != "alone"
-            for run in [Run(contender, timed_steps(contender, rate), emulated_ms=EMULATED_MS, timed=True)]
-            if key_of(run, rate) not in kept
-        }
-        if not todo:
-            continue
-        for dilation in (1, DILATION):
-            with Lab(N, None if rate is None else rate / dilation, None) as lab:
-                for contender, run in list(todo.items()):
-                    results = run_in_lab(lab, replace(run, dilation=dilation), 1800)
-                    found = {name: fmean(result[name] for result in results) for name in ("ms", "busy_ms")}
-                    print(f"{rate} Mbit/s, {contender}: {found['ms']:.0f} ms per step, {found['busy_ms']:.0f} busy", flush=True)
-                    if dilation == DILATION or found["ms"] > NETWORK_BOUND * found["busy_ms"]:
-                        kept.add(key_of(run, rate), {**found, "dilation": dilation})
-                        del todo[contender]
+    todo: dict[tuple[float | None, int, bool], list[tuple[str, Run]]] = {}
+    for setup, rate in [(MAIN, rate) for rate in RATES] + [(other, rate) for other, found in OTHERS.items() for rate in found]:
+        own = planned(setup, rate)
+        names = dict.fromkeys([*CONTENDERS, own] if setup is MAIN else [*MAIN_CONTENDERS, own])
+        for name in names:
+            run = timed_run(setup, name, rate)
+            if (
+                key_of(run, rate) in kept
+                or rate not in rates
+                or (only and name not in only)
+                or not _is_timed(setup, name, rate)
+            ):
+                continue
+            todo.setdefault((rate, run.dilation, name == PUBLISHED), []).append((key_of(run, rate), run))
+    for (rate, dilation, _), group in todo.items():
+        found = run_in_lab(None if rate is None else rate / dilation, [run for _, run in group], 3600)
+        for (key, run), results in zip(group, found, strict=True):
+            means = {name: fmean(result[name] for result in results) for name in ("ms", "busy_ms")}
+            kept.add(key, {**means, "dilation": dilation})
+            ms, busy = means["ms"], means["busy_ms"]
+            print(f"{rate} Mbit/s, {run.contender}, width {run.width}: {ms:.1f} ms per step, {busy:.1f} busy", flush=True)
+
+
+def whole_runs(rate: float | None) -> dict[str, tuple[Run, Run]]:
+    """Runs from beginning to end in the lab, and those that time their steps: with real computation."""
+    found = {}
+    for name, steps, lr in (("ddp", STEPS, 8e-3), (planned(MAIN, rate), 850, 4e-3)):
+        timed = replace(timed_run(MAIN, name, rate), emulated_ms=None, dilation=1)
+        found[name] = Run(name, steps, lr, SEED), replace(timed, steps=max(timed.steps, 12))
+    return found
+
+
+def train_whole(kept: Kept) -> None:
+    for rate in WHOLE_RATES:
+        for name, runs in whole_runs(rate).items():
+            keys = [key_of(run, f"whole {rate}") for run in runs]
+            if all(key in kept for key in keys):
+                continue
+            trained, timed = run_in_lab(rate, runs, 3600)
+            kept.add(keys[0], trained[0])
+            kept.add(keys[1], {"ms": fmean(result["ms"] for result in timed)})
+            print(f"{rate} Mbit/s, {name}: {trained[0]['seconds']:.0f} s, {kept[keys[1]]['ms']:.0f} ms per step", flush=True)
 
 
 # -- the report ------------------------------------------------------------------------------------------------------------
 
 
-def losses(kept: Kept, contender: str) -> dict[int, tuple[float, Run]]:
-    """By number of steps: the lowest final loss over rates, and its run."""
+def final(kept: Kept, run: Run) -> float:
+    """The training loss of the mean model after the last step."""
+    return float(kept[key_of(run)]["curve"][-1][1])
+
+
+def best_runs(kept: Kept, contender: str) -> dict[int, Run]:
+    """By number of steps: the run with the lowest final loss over rates."""
     numbers, rates = CONTENDERS[contender]
-    found: dict[int, tuple[float, Run]] = {}
+    found = {}
     for steps in numbers:
         runs = [run for lr in rates for run in [Run(contender, steps, lr, SEED)] if key_of(run) in kept]
         if runs:
-            best = min(runs, key=lambda run: kept[key_of(run)]["curve"][-1][1])
-            found[steps] = kept[key_of(best)]["curve"][-1][1], best
+            found[steps] = min(runs, key=functools.partial(final, kept))
     return found
 
 
-def steps_to(found: Mapping[int, tuple[float, Run]], loss: float) -> float | None:
+def steps_to(finals: Mapping[int, float], loss: float) -> float | None:
     """The fewest steps with which the final loss is at most ``loss``, interpolated between numbers in their logarithm."""
     last: tuple[int, float] | None = None
-    for steps, (final, _) in sorted(found.items()):
-        if final <= loss:
+    for steps, reached in sorted(finals.items()):
+        if reached <= loss:
             if last is None:
                 return float(steps)
-            part = (last[1] - loss) / (last[1] - final)
+            part = (last[1] - loss) / (last[1] - reached)
             return math.exp(math.log(last[0]) + part * (math.log(steps) - math.log(last[0])))
-        last = steps, final
+        last = steps, reached
     return None
 
 
-def seconds_of(kept: Kept, contender: str, steps: float, rate: float | None) -> float | None:
-    """The seconds of so many steps, from the times of steps in the lab."""
-
-    def ms(name: str) -> float | None:
-        if name == "alone":
-            return EMULATED_MS
-        key = key_of(Run(name, timed_steps(name, rate), emulated_ms=EMULATED_MS, timed=True), rate)
-        return kept[key]["ms"] if key in kept else None
-
-    own, whole = ms(contender), ms("ddp")
-    if own is None or whole is None:
+def seconds_of(kept: Kept, setup: Setup, contender: str, steps: float, rate: float | None) -> float | None:
+    """The seconds of so many steps, from the times of steps in the lab; None where they were not measured."""
+    keys = [key_of(timed_run(setup, name, rate), rate) for name in (contender, "ddp")]
+    if any(key not in kept for key in keys):
         return None
+    own, whole = (kept[key]["ms"] for key in keys)
     # Steps with whole gradients at the beginning.
     first = FULL_STEPS if contender.startswith("powersgd") else 0.1 * steps if contender.startswith("post-local") else 0.0
-    return ((steps - first) * own + first * whole) / 1e3
+    return float((steps - first) * own + first * whole) / 1e3
 
 
-def compose(kept: Kept) -> list[dict[str, Any]]:
-    """A row for each contender: its final losses, its steps to the target, and its time to it over DDP's at every bandwidth."""
-    target = TOLERANCE * min(loss for loss, _ in losses(kept, "ddp").values())
-    rows = []
+def compose(kept: Kept) -> dict[str, Any]:
+    """The results: for each contender and set-up the time to the target in units of DDP's."""
+    ddp = best_runs(kept, "ddp")
+    target = TOLERANCE * min(final(kept, run) for run in ddp.values())
+    rows = {}
     for contender in CONTENDERS:
-        found = losses(kept, contender)
-        if not found:
+        runs = best_runs(kept, contender)
+        if not runs:
             continue
-        steps = steps_to(found, target)
-        # The shortest of its runs that reaches the target, or the longest.
-        reached = [run for _, (loss, run) in sorted(found.items()) if loss <= target]
-        best = reached[0] if reached else found[max(found)][1]
-        ratios, ms = {}, {}
-        for rate in RATES:
-            ddp = seconds_of(kept, "ddp", STEPS, rate)
-            own = seconds_of(kept, contender, steps or math.nan, rate)
-            ratios[str(rate)] = None if ddp is None or own is None or steps is None else own / ddp
-            whole = seconds_of(kept, contender, best.steps, rate)
-            ms[str(rate)] = None if whole is None else 1e3 * whole / best.steps
-        rows.append(
-            {
-                "contender": contender,
-                "losses": {str(number): loss for number, (loss, _) in sorted(found.items())},
-                "steps": steps,
-                "lr": best.lr,
-                "to_ddp": ratios,
-                "ms": ms,
-                "curve": kept[key_of(best)]["curve"],
-            }
-        )
-    return rows
+        finals = {number: final(kept, run) for number, run in runs.items()}
+        reached = [number for number, loss in sorted(finals.items()) if loss <= target]
+        shown = runs[reached[0] if reached else max(runs)]
+        rows[contender] = {
+            "final": finals,
+            "lr": {number: run.lr for number, run in runs.items()},
+            # Of those that do not reach the target: the most that were tried.
+            "steps": steps_to(finals, target) or max(finals),
+            "reaches": bool(reached),
+            "curve": kept[key_of(shown)]["curve"],
+        }
+    return {
+        "workers": N,
+        "target": target,
+        "machine": machine(),
+        "contenders": rows,
+        "setups": [_setup(kept, setup, rows) for setup in (MAIN, *OTHERS)],
+        "whole": _whole(kept),
+    }
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Steps and times to DDP's final loss, in units of DDP's; the loss of those that do not reach it."""
-    headings = ["contender", "steps", *(f"{rate} Mbit/s" if rate else "no limit" for rate in RATES), "final loss"]
+def _setup(kept: Kept, setup: Setup, rows: Mapping[str, Any]) -> dict[str, Any]:
+    found = {}
+    for rate in RATES if setup is MAIN else OTHERS[setup]:
+        times = {name: seconds_of(kept, setup, name, row["steps"], rate) for name, row in rows.items()}
+        cluster, job = _cluster(rate), _job(setup)
+        chosen = recipe(cluster, job, plan(cluster, job))
+        found[str(rate)] = {
+            "planned": planned(setup, rate),
+            "predicted": {"steps": chosen.steps, "to_ddp": chosen.to_ddp},
+            "seconds": times,
+            "to_ddp": {name: time / times["ddp"] for name, time in times.items() if time and times["ddp"]},
+        }
+    return {"name": setup.name, "emulated_ms": setup.emulated_ms, "rates": found}
+
+
+def _whole(kept: Kept) -> list[dict[str, Any]]:
+    """Training from beginning to end, beside the product of steps and their time."""
+    found = []
+    for rate in WHOLE_RATES:
+        for name, (trained, timed) in whole_runs(rate).items():
+            keys = [key_of(run, f"whole {rate}") for run in (trained, timed)]
+            if all(key in kept for key in keys):
+                product, curve = trained.steps * kept[keys[1]]["ms"] / 1e3, kept[keys[0]]["curve"]
+                row = {"rate": rate, "contender": name, "steps": trained.steps, "loss": curve[-1][1]}
+                found.append(row | {"seconds": kept[keys[0]]["seconds"], "product": product})
+    return found
+
+
+def shown(contender: str) -> str:
+    """A contender's name in tables."""
+    kind, *options = contender.split("/")
+    if kind != "ours":
+        return {PUBLISHED: "decent_dp 0.2.3", "ddp": "PyTorch DDP"}.get(contender, contender.replace("/", ", "))
+    every = f", `mix_every={options[2]}`" if options[2] != "1" else ""
+    return f"`'{options[1]}'`{every}"
+
+
+def _ratio(value: float, reaches: bool = True) -> str:
+    return f"{'' if reaches else '> '}{value:.3f}" if value < 0.1 else f"{'' if reaches else '> '}{value:.2f}"
+
+
+def _mbit(rate: str) -> str:
+    return "no limit" if rate == "None" else f"{rate} Mbit/s"
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """Steps and times to the target in units of DDP's; what does not reach it takes longer than it was tried."""
+    rates, rows = results["setups"][0]["rates"], results["contenders"]
     lines = []
-    for row in rows:
-        ratios = [row["to_ddp"][str(rate)] for rate in RATES]
-        steps = "-" if row["steps"] is None else f"{row['steps'] / STEPS:.2f}"
-        cells = ["-" if ratio is None else f"{ratio:.3f}" if ratio < 0.1 else f"{ratio:.2f}" for ratio in ratios]
-        final = min(row["losses"].values())
-        lines.append([row["contender"], steps, *cells, f"{final:.3f}"])
-    return markdown(headings, lines, words=1)
+    for name, row in rows.items():
+        cells = [_ratio(found["to_ddp"][name], row["reaches"]) if name in found["to_ddp"] else "" for found in rates.values()]
+        steps = f"{'' if row['reaches'] else '> '}{row['steps'] / STEPS:.2f}"
+        lines.append([shown(name), steps, *cells, f"{min(row['final'].values()):.3f}"])
+    chosen = [
+        _ratio(found["to_ddp"][found["planned"]]) if found["planned"] in found["to_ddp"] else "" for found in rates.values()
+    ]
+    lines.append(["**what the planner chooses**", "", *(f"**{cell}**" if cell else "" for cell in chosen), ""])
+    return markdown(["", "steps", *map(_mbit, rates), "final loss"], lines)
 
 
-def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Loss against seconds, a panel for each bandwidth."""
+def headline(results: Mapping[str, Any]) -> str:
+    """The table of the README: the contenders of the plot."""
+    rates, rows = results["setups"][0]["rates"], results["contenders"]
+    lines = []
+    for style, (_, label) in STYLES.items():
+        cells = []
+        for found in rates.values():
+            name = found["planned"] if style == PLANNED else style
+            known = name in found["to_ddp"] and name in rows
+            cells.append(_ratio(found["to_ddp"][name], rows[name]["reaches"]) if known else "")
+        lines.append([label, *cells])
+    return markdown(["time to DDP's loss, DDP = 1", *map(_mbit, rates)], lines)
+
+
+def table_of_choices(results: Mapping[str, Any], setups: slice) -> str:
+    """What the planner chooses, and DDP's strongest rival, in each set-up."""
+    lines = []
+    for setup in results["setups"][setups]:
+        for rate, found in setup["rates"].items():
+            own, ratios, row = found["planned"], found["to_ddp"], results["contenders"].get(found["planned"])
+            if own not in ratios or row is None:
+                continue
+            others = {name: ratio for name, ratio in ratios.items() if not name.startswith("ours") and name != own}
+            rival = min(others, key=others.__getitem__)
+            lines.append(
+                [
+                    *([setup["name"]] if setups.start else []),
+                    _mbit(rate),
+                    shown(own),
+                    f"{found['predicted']['steps']:.2f}",
+                    f"{row['steps'] / STEPS:.2f}",
+                    _ratio(found["predicted"]["to_ddp"]),
+                    _ratio(ratios[own], row["reaches"]),
+                    f"{shown(rival)}: {_ratio(others[rival], results['contenders'][rival]['reaches'])}",
+                ]
+            )
+    heads = ["link", "chosen", "steps, predicted", "measured", "time, predicted", "measured", "the fastest other one"]
+    return markdown([*(["model"] if setups.start else []), *heads], lines, words=2 + bool(setups.start))
+
+
+def table_of_whole(results: Mapping[str, Any]) -> str:
+    lines = [
+        [f"{row['rate']} Mbit/s", shown(row["contender"]), str(row["steps"]), f"{row['seconds']:.0f}", f"{row['product']:.0f}"]
+        for row in results["whole"]
+    ]
+    return markdown(["link", "", "steps", "seconds in the lab", "steps × ms per step"], lines, words=2)
+
+
+def tables(results: Mapping[str, Any]) -> dict[str, str]:
+    """The tables of the page, by the marks between which they stand."""
+    found = {
+        "contenders": table(results),
+        "choices": table_of_choices(results, slice(0, 1)),
+        "larger": table_of_choices(results, slice(1, None)),
+    }
+    return found | ({"whole": table_of_whole(results)} if results["whole"] else {})
+
+
+def plot(results: Mapping[str, Any], path: Path) -> None:
+    """Loss against hours, a panel for each bandwidth."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 6.4), layout="constrained")
-    for axes, rate in zip(figure.subplots(2, 3, sharey=True).flat, RATES, strict=True):
-        for row in rows:
-            ms = row["ms"][str(rate)]
-            if ms is None or row["contender"] not in STYLES:
+    figure = Figure(figsize=(11, 6.4), layout="constrained", facecolor="white")
+    rates = results["setups"][0]["rates"]
+    for axes, (rate, found) in zip(figure.subplots(2, 3, sharey=True).flat, rates.items(), strict=True):
+        for style, (colour, label) in STYLES.items():
+            name = found["planned"] if style == PLANNED else style
+            seconds, row = found["seconds"].get(name), results["contenders"].get(name)
+            if seconds is None:
                 continue
-            colour, name = STYLES[row["contender"]]
-            x, y = zip(*[(step * ms / 1e3, loss) for step, loss in row["curve"]], strict=True)
-            axes.plot(x, y, color=colour, linewidth=1.8, label=name)
+            x, y = zip(*[(step / row["steps"] * seconds / 3600, loss) for step, loss in row["curve"]], strict=True)
+            wide = style == PLANNED
+            axes.plot(x, y, "--" if wide and name == "ddp" else "-", color=colour, linewidth=2.6 if wide else 1.5, label=label)
+        axes.axhline(results["target"], color="0.6", linewidth=0.8, linestyle=":")
         axes.set_xscale("log")
-        axes.set_title(f"{rate} Mbit/s" if rate else "no limit", fontsize=11)
+        axes.set_title(_mbit(rate), fontsize=11)
         axes.grid(True, color="0.9", linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.set_xlabel("seconds")
+        axes.set_xlabel("hours")
     for axes in figure.axes[::3]:
         axes.set_ylabel("training loss of the mean model")
-    handles, names = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=4, frameon=False)
+    handles: dict[str, Any] = {}
+    for axes in figure.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(path, dpi=130, metadata={"Software": None})
 
 
 def report(kept: Kept, out: Path) -> None:
     """Writes time-to-loss.json, .md and .png."""
-    rows = compose(kept)
+    results = compose(kept)
     out.mkdir(parents=True, exist_ok=True)
-    document = {"workers": N, "steps": STEPS, "emulated_ms": EMULATED_MS, "machine": machine(), "rows": rows}
-    (out / "time-to-loss.json").write_text(json.dumps(document, indent=1) + "\n")
-    (out / "time-to-loss.md").write_text(table(rows))
-    plot(rows, out / "time-to-loss.png")
-    print(table(rows))
+    (out / "time-to-loss.json").write_text(json.dumps(results, indent=1) + "\n")
+    tables = (
+        table(results),
+        *(table_of_choices(results, part) for part in (slice(0, 1), slice(1, None))),
+        table_of_whole(results),
+    )
+    (out / "time-to-loss.md").write_text("\n".join(tables))
+    plot(results, out / "time-to-loss.png")
+    print("\n".join(tables))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.time_to_loss", description="Time to the same loss.")
-    parser.add_argument("what", choices=["train", "times", "report"], nargs="+")
+    parser.add_argument("what", choices=["train", "times", "whole", "report"], nargs="+")
     parser.add_argument("--only", nargs="+", default=[], help="contenders")
     parser.add_argument("--rates", nargs="+", type=lambda text: None if text == "none" else float(text), default=list(RATES))
     parser.add_argument("--kept", type=Path, default=KEPT, help="a file of finished runs")
@@ -365,13 +577,16 @@ def main() -> None:
     kept = Kept(options.kept)
     if "train" in options.what:
         train_all(kept, options.only)
-    if "times" in options.what:
+    if {"times", "whole"} & set(options.what):
         lacking = missing()
         if lacking:
             raise SystemExit(lacking)
         # Through all ``finally``s, so that no namespace is left.
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    if "times" in options.what:
         time_all(kept, options.only, options.rates)
+    if "whole" in options.what:
+        train_whole(kept)
     if "report" in options.what:
         report(kept, options.out)
 

@@ -485,31 +485,55 @@ def test_every_method_of_a_rule_is_on_its_page():
     assert len(example.splitlines()) <= 40
 
 
+def between(page: Path, mark: str) -> str:
+    """The part of a page between two marks."""
+    found = re.search(
+        rf"<!-- {mark}: begin.*?-->\n(.*?)<!-- {mark}: end -->", page.read_text(encoding="utf-8"), flags=re.DOTALL
+    )
+    assert found is not None
+    return found[1].strip()
+
+
 def test_the_readme_shows_the_committed_results():
     from benchmarks import figures
 
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    shown = re.search(r"<!-- steps: begin.*?-->\n(.*?)<!-- steps: end -->", readme, flags=re.DOTALL)
-    assert shown is not None
-    lines = figures.shown_lines()
-    assert shown[1].strip() == figures.make_table(lines).strip(), "run `make figures`, and put its table between the marks"
-    for draw in (lambda: figures.draw_steps(lines), figures.draw_update, figures.draw_mixing):
+    made = figures.make_table(figures.shown_lines()).strip()
+    assert between(ROOT / "README.md", "steps") == made, "run `make figures`, and put its table between the marks"
+    for draw in (figures.draw_update, figures.draw_mixing):
         assert draw().axes
-    assert {path.name for path in figures.FIGURES.iterdir()} == {"steps.svg", "update.svg", "mixing.svg"}
+    assert {path.name for path in figures.FIGURES.iterdir()} == {"update.svg", "mixing.svg"}
     default = inspect.signature(decent_dp.gossip).parameters["topology"].default
     one_peer, chosen = (decent_dp.TopologyReg.registry[name](1, world_size=8) for name in ("one-peer-exp", default))
     assert [chosen.round(t) for t in range(chosen.period)] == [one_peer.round(t) for t in range(one_peer.period)]
 
 
+def test_pages_show_the_committed_times_to_the_same_loss():
+    from benchmarks import time_to_loss
+
+    results = json.loads((ROOT / "docs" / "results" / "time-to-loss.json").read_text(encoding="utf-8"))
+    assert between(ROOT / "README.md", "time-to-loss") == time_to_loss.headline(results).strip()
+    page = ROOT / "docs" / "very-slow-links.md"
+    for mark, made in time_to_loss.tables(results).items():
+        assert between(page, mark) == made.strip(), "run `python -m benchmarks.time_to_loss report`"
+
+
+def test_the_committed_times_keep_the_promises():
+    results = json.loads((ROOT / "docs" / "results" / "time-to-loss.json").read_text(encoding="utf-8"))
+    ddp = min(results["contenders"]["ddp"]["final"].values())
+    for rate, most in {"1": 0.03, "5": 0.03, "20": 0.16, "60": 0.16, "200": 1.0, "None": 1.03}.items():
+        found = results["setups"][0]["rates"][rate]
+        own = results["contenders"][found["planned"]]
+        assert own["reaches"]
+        assert min(own["final"].values()) <= 1.01 * ddp, rate
+        assert found["to_ddp"][found["planned"]] <= most, rate
+        others = {name: ratio for name, ratio in found["to_ddp"].items() if not name.startswith("ours")}
+        assert len(others) >= 3, rate
+        assert found["to_ddp"][found["planned"]] <= 1.03 * min(others.values()), rate
+
+
 def test_the_page_of_results_shows_the_committed_results():
-    page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    shown = re.search(r"<!-- results: begin.*?-->\n(.*?)<!-- results: end -->", page, flags=re.DOTALL)
-    made = ROOT / "docs" / "results" / "digits.md"
-    assert shown is not None
-    if made.exists():
-        assert made.read_text(encoding="utf-8").strip() in shown[1], "put docs/results/digits.md between the marks"
-    else:
-        assert "|" not in shown[1], "a table without a result that it comes from"
+    made = (ROOT / "docs" / "results" / "digits.md").read_text(encoding="utf-8")
+    assert made.strip() in between(ROOT / "docs" / "results.md", "results"), "put docs/results/digits.md between the marks"
 
 
 def test_the_committed_results_keep_the_promises():
