@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from decent_dp.compression import COMPRESSIONS, BFloat16, Compression, FlatTensor, Int8, Lossless, MessageId, check_compression
+from decent_dp.compression.base import Block
 from decent_dp.compression.blockwise import _BLOCK_ON_CPU
+from decent_dp.compression.lattice import _FEW, LARGEST_NUMBER, PRIME, Run, Scratch, _weights
 from tests.helpers import compression_of, expect_the_most, some_in_the_fast_tests
 
 CPU = torch.device("cpu")
@@ -866,3 +868,60 @@ def test_an_unknown_compression(name, hint):
         check_compression(name)
     assert repr(name) in str(caught.value)
     assert (f": did you mean {hint}?" in str(caught.value)) if hint else ("did you mean" not in str(caught.value))
+
+
+@pytest.mark.parametrize("size", [20, _FEW + 1])
+def test_a_value_too_large_for_the_lattice_is_not_mixed(size):
+    """Nor is its block, as it hides others in a sum: here one that is 256 steps away, whose code is the same. It is finite."""
+    a = [torch.zeros(size), torch.arange(30.0)]
+    a[0][7] = 1e30
+    b = [a[0].clone(), a[1] + 3]
+    b[0][3] += 256
+    pair = [compression_of(values, Int8) for values in (a, b)]
+    messages = [encode(pair[rank], values, [bytes(2)], rank=rank) for rank, values in enumerate((a, b))]
+    assert [compression.flag(message) for compression, message in zip(pair, messages, strict=True)] == [0, 0]
+    for own, sent, received, sign in ((pair[0], *messages, 1), (pair[1], *reversed(messages), -1)):
+        first, second = decode(own, sent, received)
+        assert (first == 12345).all()
+        assert (second == 3 * sign).all()
+
+
+def test_a_value_that_is_not_finite_shows_wherever_it_is_in_a_chunk():
+    """Small blocks are coded together, and a larger one behind them alone."""
+    sizes = [10, _FEW + 1, 10]
+    for tensor in range(3):
+        values = [randn(size, i) for i, size in enumerate(sizes)]
+        values[tensor][3] = math.nan
+        compression = compression_of(values, Int8)
+        assert len(compression.chunks) == 1
+        message = encode(compression, values, [compression.hint(values)], rank=4)
+        assert compression.flag(message) == 5
+        assert compression.first_nonfinite(message) == (tensor, 0)
+
+
+@pytest.mark.parametrize("limit", [2**7 - 1, 2**15, LARGEST_NUMBER - 1])
+def test_all_ways_to_sum_are_one(limit):
+    """Workers with and without a GPU must agree."""
+    numbers = torch.from_numpy(np.random.default_rng(limit).integers(-limit, limit, 3000, endpoint=True)).float()
+    blocks = (Block(0, 0, 700, 0, 0), Block(1, 0, 2300, 700, 0))
+    small = Run(0, blocks, 24, small=True).small_sums(numbers)
+    weights, by_column, by_row = (np.asarray(given, dtype=object) for given in _weights())
+    for i, (block, part) in enumerate(zip(blocks, torch.split(numbers, [700, 2300]), strict=True)):
+        alone = Run(0, [block], 24, small=False)
+        scratch = Scratch([alone], torch.float32, CPU)
+        scratch._numbers[: block.numel] = part
+        large = scratch.sums(alone, scratch._numbers[: block.numel], np.array([float(part.abs().max())]))
+        exact = [int(x) for x in part]  # Python's integers have no limit
+        columns = sum(x * int(weights[place % 256]) for place, x in enumerate(exact))
+        both = sum(x * int(by_column[place % 256]) * int(by_row[place // 256]) for place, x in enumerate(exact)) % PRIME
+        assert [found[i] for found in small] == [found[0] for found in large] == [columns, both]
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_a_member_expects_the_farthest_of_its_group(tree):
+    """Not the mean, which is nearer."""
+    members = [[torch.arange(20.0) + place] for place in (0, 0, 60)]
+    group = Group(members, Int8)
+    group.meet(0, [bytes(1)] * 3, tree)
+    for compression, member in zip(group.compressions, members, strict=True):
+        assert 127 * 2.0 ** exponent(compression.hint(member)) >= 2 * 60

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.characters import CharacterTransformer, loss_fn
 from benchmarks.lab import shape
-from benchmarks.loss_worker import Accelerator
-from benchmarks.time_to_loss import DILATION, MAIN, planned, steps_to, timed_run
+from benchmarks.loss_worker import Accelerator, Run, measure
+from benchmarks.time_to_loss import CONTENDERS, DILATION, MAIN, RESULTS, Kept, compose, key_of, planned, steps_to, timed_run
+from decent_dp.planner import Choice, Job, more_steps
 
 
 def test_steps_are_interpolated_in_their_logarithm():
@@ -48,3 +52,54 @@ def test_times_are_of_whole_periods_on_a_clock_that_fits():
 def test_a_slow_link_passes_no_more_at_once_than_a_fast_one_in_the_same_time():
     bursts = {rate: int(words[words.index("burst") + 1].removesuffix("b")) for rate in (1, 20, 1000) for words in [shape(rate)]}
     assert bursts == {1: 16 * 1024, 20: 87_500, 1000: 256 * 1024}
+
+
+def timed(rank: int, n: int) -> dict[str, float]:
+    return measure(Run("alone", 3, emulated_ms=20.0, timed=True, width=16, dilation=4))
+
+
+def test_times_are_those_of_the_slow_clock(workers):
+    (found,) = workers(1, timed)
+    assert 20 <= found["ms"] < 40
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Kept:
+    """Losses that fall by 0.1 with each 100 steps beyond 500, and a step of DDP that is 10 times as long as the others."""
+    found = Kept(tmp_path / "kept.jsonl")
+    for contender, (numbers, rates) in CONTENDERS.items():
+        for steps in numbers:
+            for lr in rates:
+                loss = 1.5 - (steps - 500) / 1000 + lr - min(rates) + (contender == "diloco/8")
+                found.add(key_of(Run(contender, steps, lr)), {"curve": [[steps, loss]]})
+        found.add(key_of(timed_run(MAIN, contender, 5), 5), {"ms": 1000.0 if contender == "ddp" else 100.0})
+    return Kept(tmp_path / "kept.jsonl")
+
+
+def test_results_are_made_of_the_best_runs_and_their_times(kept: Kept):
+    made: dict[str, Any] = compose(kept)
+    assert made["target"] == pytest.approx(1.01 * 1.5)
+    rows, ratios = made["contenders"], made["setups"][0]["rates"]["5"]["to_ddp"]
+    assert rows["ddp"]["lr"] == {500: 2e-3}
+    assert (rows["ddp"]["steps"], rows["ddp"]["reaches"], ratios["ddp"]) == (500, True, 1.0)
+    assert (rows["diloco/8"]["steps"], rows["diloco/8"]["reaches"]) == (850, False)
+    assert ratios["diloco/8"] == pytest.approx(850 * 0.1 / 500)
+    # Steps with whole gradients at the beginning take DDP's time.
+    assert ratios["powersgd/4"] == pytest.approx((498 * 0.1 + 2) / 500)
+    assert ratios["post-local/8"] == pytest.approx((0.9 * 650 * 0.1 + 0.1 * 650) / 500)
+    assert set(made["setups"][0]["rates"]["60"]["to_ddp"]) == set()
+
+
+def test_the_planner_estimates_the_steps_that_were_measured():
+    rows = json.loads((RESULTS / "time-to-loss.json").read_text(encoding="utf-8"))["contenders"]
+    job = Job.of_step(MAIN.params, 32, width=MAIN.width)
+    seen = 0
+    for name, row in rows.items():
+        if name.startswith("ours/"):
+            _, topology, compression, h = name.split("/")
+            estimate = 500 * more_steps(Choice("decent_dp", topology, compression, mix_every=int(h)), job)
+            # Of those that did not reach the loss the steps are fewer than needed.
+            assert estimate > 0.88 * row["steps"], name
+            assert estimate < 1.12 * row["steps"] or not row["reaches"], name
+            seen += row["reaches"]
+    assert seen >= 6
