@@ -3,7 +3,7 @@
     python -m benchmarks.time_to_loss train      # loss curves: 8 real workers without limits on their links
     python -m benchmarks.time_to_loss times      # step times over slow links (Linux, root, iproute2)
     python -m benchmarks.time_to_loss whole      # training over slow links from beginning to end, as a check of the two
-    python -m benchmarks.time_to_loss report     # tables, JSON and plot under docs/results/
+    python -m benchmarks.time_to_loss report     # JSON and plot under docs/results/, tables of the pages
 
 Eight workers train a character transformer of a million parameters. Every contender trains with several numbers of steps and
 rates. Its time to a loss is the fewest steps with which its final loss is as low, times the time of a step in the lab. Ours at
@@ -29,12 +29,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import torch
+
 from benchmarks.lab import INTERFACE, Lab, missing
-from benchmarks.loss_worker import FULL_STEPS, PUBLISHED, Run
+from benchmarks.loss_worker import FULL_STEPS, PUBLISHED, Run, make_model
 from benchmarks.net import PUBLISHED_PATH, install_published
 from benchmarks.report import machine
 from benchmarks.workbench import markdown
-from decent_dp.planner import Cluster, Job, Link, plan, recipe
+from decent_dp.planner import Cluster, Job, Link, Recipe, plan, recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, KEPT = ROOT / "docs" / "results", ROOT / "runs" / "time-to-loss.jsonl"
@@ -58,22 +60,26 @@ class Setup:
     """A model and its computation while step times are measured.
 
     Attributes:
-        width, params: of the character transformer with the number of parameters.
+        width: of the character transformer.
         emulated_ms: of forward and backward.
     """
 
     name: str
     width: int
-    params: int
     emulated_ms: float
+
+    @functools.cached_property
+    def params(self) -> int:
+        with torch.device("meta"):
+            return sum(param.numel() for param in make_model(Run("alone", 0, width=self.width)).parameters())
 
 
 # 30 ms are what forward and backward of this model take on one core of the machine of the committed results.
-MAIN = Setup("1.0 million parameters, 30 ms", 128, 1_022_080, 30.0)
+MAIN = Setup("1.0 million parameters, 30 ms", 128, 30.0)
 # As long for each parameter as in the lab's other set-ups (benchmarks/setups.py).
-SLOW = Setup("1.0 million parameters, 150 ms", 128, 1_022_080, 150.0)
-LARGE = Setup("10 million parameters, 300 ms", 408, 10_112_280, 300.0)
-LARGEST = Setup("100 million parameters, 3 s", 1296, 101_172_240, 3000.0)
+SLOW = Setup("1.0 million parameters, 150 ms", 128, 150.0)
+LARGE = Setup("10 million parameters, 300 ms", 408, 300.0)
+LARGEST = Setup("100 million parameters, 3 s", 1296, 3000.0)
 # Other set-ups have the loss curves of the first.
 OTHERS: dict[Setup, Sequence[float | None]] = {SLOW: (5, 60), LARGE: (60, 200), LARGEST: (200,)}
 
@@ -112,20 +118,18 @@ WHOLE_RATES = (60, 200)
 PLANNED = "ours, as planned"
 
 
-def _cluster(rate: float | None) -> Cluster:
-    link = Link(50e-6, (rate or UNLIMITED) * 1e6 / 8)
-    return Cluster(N, 1, link, link)
-
-
-def _job(setup: Setup) -> Job:
-    return Job.of_step(setup.params, setup.emulated_ms + OPTIMIZER_MS, optimizer_ms=OPTIMIZER_MS, width=setup.width)
-
-
 @functools.cache
+def chosen(setup: Setup, rate: float | None) -> Recipe:
+    """What the planner says, from the model and the links alone."""
+    link = Link(50e-6, (rate or UNLIMITED) * 1e6 / 8)
+    cluster = Cluster(N, 1, link, link)
+    job = Job.of_step(setup.params, setup.emulated_ms + OPTIMIZER_MS, optimizer_ms=OPTIMIZER_MS, width=setup.width)
+    return recipe(cluster, job, plan(cluster, job))
+
+
 def planned(setup: Setup, rate: float | None) -> str:
-    """The contender that the planner chooses, from the model and the links alone."""
-    cluster, job = _cluster(rate), _job(setup)
-    choice = recipe(cluster, job, plan(cluster, job)).prediction.choice
+    """The contender that the planner chooses."""
+    choice = chosen(setup, rate).prediction.choice
     if not choice.decentralized:
         return "ddp"
     # 8 workers have the same rounds under both names.
@@ -406,11 +410,10 @@ def _setup(kept: Kept, setup: Setup, rows: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
     for rate in RATES if setup is MAIN else OTHERS[setup]:
         times = {name: seconds_of(kept, setup, name, row["steps"], rate) for name, row in rows.items()}
-        cluster, job = _cluster(rate), _job(setup)
-        chosen = recipe(cluster, job, plan(cluster, job))
+        advice = chosen(setup, rate)
         found[str(rate)] = {
             "planned": planned(setup, rate),
-            "predicted": {"steps": chosen.steps, "to_ddp": chosen.to_ddp},
+            "predicted": {"steps": advice.steps, "to_ddp": advice.to_ddp},
             "seconds": times,
             "to_ddp": {name: time / times["ddp"] for name, time in times.items() if time and times["ddp"]},
         }
@@ -551,19 +554,26 @@ def plot(results: Mapping[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=130, metadata={"Software": None})
 
 
+def fill(page: Path, mark: str, text: str) -> None:
+    """Puts a table between two marks of a page."""
+    before, begin, rest = page.read_text(encoding="utf-8").partition(f"<!-- {mark}: begin")
+    comment, close, _ = rest.partition("-->\n")
+    end = f"<!-- {mark}: end -->"
+    page.write_text(f"{before}{begin}{comment}{close}\n{text}\n{end}{rest.partition(end)[2]}", encoding="utf-8")
+
+
 def report(kept: Kept, out: Path) -> None:
-    """Writes time-to-loss.json, .md and .png."""
+    """Writes time-to-loss.json and .png; with the committed results also the tables of the pages."""
     results = compose(kept)
     out.mkdir(parents=True, exist_ok=True)
     (out / "time-to-loss.json").write_text(json.dumps(results, indent=1) + "\n")
-    tables = (
-        table(results),
-        *(table_of_choices(results, part) for part in (slice(0, 1), slice(1, None))),
-        table_of_whole(results),
-    )
-    (out / "time-to-loss.md").write_text("\n".join(tables))
     plot(results, out / "time-to-loss.png")
-    print("\n".join(tables))
+    made = tables(results)
+    print("\n".join([headline(results), *made.values()]))
+    if out == RESULTS:
+        fill(ROOT / "README.md", "time-to-loss", headline(results))
+        for mark, text in made.items():
+            fill(ROOT / "docs" / "very-slow-links.md", mark, text)
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decent_dp.compression.base import Block, Chunk, FlatTensor, MessageId
+from decent_dp.compression.base import Block, Chunk, FlatTensor, MessageId, part_of
 from decent_dp.compression.blockwise import Blockwise
 from decent_dp.compression.lattice import LARGEST_NUMBER, PRIME, FloatArray, Run, Scratch, largest, runs_of
 from decent_dp.compression.stochastic_rounding import noise_at
@@ -69,9 +69,6 @@ class Int8(Blockwise):
         for chunk in self.chunks:
             self._runs[chunk.start] = list(runs_of(chunk, first, device, self._record))
             first += len(chunk.blocks)
-        # Where the records' fields are, in float64s.
-        self._rows = np.array([[block.record // 8 + i for i in range(_FIELDS)] for block in self._blocks], dtype=np.int64)
-        self._rows = self._rows.reshape(-1, _FIELDS)
         # The distance of each block seen lately and the expected one (NaN: none yet), the largest for which it was rejected
         # since it was last decoded, and its largest value.
         self._seen = np.full(len(self._blocks), np.nan)
@@ -178,21 +175,24 @@ class Int8(Blockwise):
         return not any(bool(run.records(message)[:, 0].isnan().any()) for run in self._runs[chunk.start])
 
     def _first_nonfinite(self, message: Tensor, block: Block) -> int | None:
-        return 0 if bool(message[block.record : block.record + 8].view(torch.float64).isnan()) else None
+        return 0 if bool(self._first_field(message, block).isnan()) else None
+
+    def _first_field(self, message: Tensor, block: Block) -> Tensor:
+        """Of the block's record: whether it has codes."""
+        return message[block.record : block.record + 8].view(torch.float64)
 
     def differences(self, sent: Tensor, received: Tensor) -> Iterator[tuple[Block, Tensor | None, float]]:
-        scratch = self._scratch()
-        ours, theirs = self._read(sent), self._read(received)
-        for run in itertools.chain.from_iterable(self._runs.values()):
-            records = ours[run.places], theirs[run.places]
-            steps, most, certain = scratch.wrapped(run, records[0], run.codes(sent), records[1], run.codes(received))
+        scratch, hosts = self._scratch(), (sent.cpu(), received.cpu())
+        for run in self._each_run():
+            ours, theirs = (run.records(message).numpy() for message in hosts)
+            steps, most, certain = scratch.wrapped(run, ours, run.codes(sent), theirs, run.codes(received))
             for i, block in enumerate(run.blocks):
                 place = run.places.start + i
                 if not certain[i]:
                     self._reject(place)
                     yield block, None, 1.0
                     continue
-                self._accept(place, max(float(theirs[place, 2]), float(most[i])))
+                self._accept(place, max(float(theirs[i, 2]), float(most[i])))
                 yield block, steps[run.bounds[i] : run.bounds[i + 1]], float(self._steps[place])
 
     def _reduce(
@@ -236,10 +236,9 @@ class Int8(Blockwise):
         return found
 
     def proposals(self, values: Sequence[Tensor], sent: Tensor) -> Iterator[tuple[Block, Tensor]]:
-        records = self._read(sent)
         for place, block in enumerate(self._blocks):
-            value = values[block.tensor][block.start : block.stop].to(self.compute)
-            if not np.isfinite(records[place, 0]):
+            value = part_of(values[block.tensor], block).to(self.compute)
+            if not bool(self._first_field(sent, block).isfinite()):
                 yield block, value.clone()
                 continue
             step, code = float(self._steps[place]), self._codes(sent, block, torch.int8).to(self.compute)
@@ -249,12 +248,10 @@ class Int8(Blockwise):
     # -- blocks -------------------------------------------------------------------------------------------------------
 
     def _scratch(self) -> Scratch:
-        return Scratch([run for runs in self._runs.values() for run in runs], self.dtype, self.compute, self.device)
+        return Scratch(list(self._each_run()), self.compute, self.device)
 
-    def _read(self, message: Tensor) -> FloatArray:
-        """All records of a message, one per row."""
-        array: FloatArray = message.cpu().numpy().view(np.float64)
-        return array[self._rows]
+    def _each_run(self) -> Iterator[Run]:
+        return itertools.chain.from_iterable(self._runs.values())
 
     def _noise(self, message_id: MessageId, run: Run) -> list[Tensor]:
         by_round = message_id.round, message_id.rank

@@ -49,11 +49,12 @@ class Run:
         at: the byte of the first code in the message.
         record: that of the first record.
         numel: the number of values of all blocks.
+        small: NumPy sums them; otherwise it is one block.
         bounds: where each block starts in the run; one more entry for the end.
     """
 
-    def __init__(self, first: int, blocks: Sequence[Block], record_bytes: int) -> None:
-        self.blocks = tuple(blocks)
+    def __init__(self, first: int, blocks: Sequence[Block], record_bytes: int, *, small: bool) -> None:
+        self.blocks, self.small = tuple(blocks), small
         self.places = slice(first, first + len(blocks))
         self.at, self.record = blocks[0].at, blocks[0].record
         self.record_stop = self.record + len(blocks) * record_bytes
@@ -62,10 +63,6 @@ class Run:
         self._starts = np.array(self.bounds[:-1])
         # The weights of each number, only for runs of small blocks.
         self._weights: tuple[FloatArray, IntArray] | None = None
-
-    @property
-    def is_small(self) -> bool:
-        return self.blocks[0].numel <= _FEW
 
     def codes(self, message: Tensor, base: int = 0) -> Tensor:
         """The codes in a part of the message that starts at its byte ``base``."""
@@ -100,13 +97,13 @@ def runs_of(chunk: Chunk, first: int, device: torch.device, record_bytes: int) -
     for together, members in itertools.groupby(range(len(small)), small.__getitem__):
         found = list(members)
         for part in [found] if together else [[member] for member in found]:
-            yield Run(first + part[0], [chunk.blocks[member] for member in part], record_bytes)
+            yield Run(first + part[0], [chunk.blocks[member] for member in part], record_bytes, small=together)
 
 
 class Scratch:
     """Temporaries for one run, on the device of the bucket."""
 
-    def __init__(self, runs: Sequence[Run], dtype: torch.dtype, compute: torch.dtype, device: torch.device) -> None:
+    def __init__(self, runs: Sequence[Run], compute: torch.dtype, device: torch.device) -> None:
         longest = max((run.numel for run in runs), default=0)
         size = -(-longest // _COLUMNS) * _COLUMNS
         self._compute, self._device = compute, device
@@ -145,7 +142,7 @@ class Scratch:
         """Two weighted sums of the integers of each block; those of a block that has other values mean nothing. Wrong integers
         may cancel in the columns, but then hardly in columns and rows."""
         with np.errstate(invalid="ignore"):
-            if run.is_small and numbers.device.type == "cpu":
+            if run.small:
                 return run.small_sums(numbers)
             return self._large_sums(numbers, float(largest[0]))
 
