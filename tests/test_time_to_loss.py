@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import loss_worker
 from benchmarks.characters import CharacterTransformer, loss_fn
 from benchmarks.lab import shape
-from benchmarks.loss_worker import Accelerator, Run, measure
+from benchmarks.loss_worker import LENGTH, SAMPLES, Accelerator, Run, measure
 from benchmarks.time_to_loss import CONTENDERS, DILATION, MAIN, RESULTS, Kept, compose, key_of, planned, steps_to, timed_run
 from decent_dp.planner import Choice, Job, more_steps
 
@@ -61,6 +62,23 @@ def timed(rank: int, n: int) -> dict[str, float]:
 def test_times_are_those_of_the_slow_clock(workers):
     (found,) = workers(1, timed)
     assert 20 <= found["ms"] < 40
+
+
+def shapes(rank: int, n: int, emulated_ms: float | None) -> set[tuple[int, ...]]:
+    seen = set()
+
+    def noting(model: Any, x: Any, y: Any) -> Any:
+        seen.add(tuple(x.shape))
+        return model(x).square().mean()
+
+    loss_worker.loss_fn = noting
+    measure(Run("alone", 2, emulated_ms=emulated_ms, timed=True, width=16))
+    return seen
+
+
+def test_real_steps_are_timed_with_the_batches_of_training(workers):
+    assert workers(1, shapes, None) == [{(SAMPLES, LENGTH)}]
+    assert workers(1, shapes, 1.0) == [{(1, 4)}]
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +20,7 @@ from decent_dp.checkpoint.files import replace_file
 from decent_dp.checkpoint.folder import make_folder
 from decent_dp.checkpoint.trained import Trained, replica_of
 from decent_dp.errors import CheckpointError
-from decent_dp.replica.averages import average_
+from decent_dp.replica.averages import average_, differing
 from decent_dp.replica.consistency import call_on_all
 from decent_dp.replica.replica import Replica
 from decent_dp.replica.shards import is_sharded
@@ -193,15 +192,8 @@ def _average_buffers(replica: Replica) -> None:
     buffers = list(found.values())
     replica.refuse_nonfinite("export", buffers, [])
     whole = [buffer for buffer in buffers if not is_sharded(buffer)]
-    digests = replica.everyone.control.gather([_digest(buffer) for buffer in whole])
-    differing = [buffer for buffer, *own in zip(whole, *digests, strict=True) if len(set(own)) > 1]
     with torch.no_grad():
-        replica.average([], [*differing, *filter(is_sharded, buffers)])
-
-
-def _digest(tensor: Tensor) -> str:
-    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(raw.numpy().tobytes(), digest_size=16).hexdigest()
+        replica.average([], [*differing(replica.everyone.control, whole), *filter(is_sharded, buffers)])
 
 
 # -- the file ---------------------------------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ from torch import Tensor
 from decent_dp._sizes import MIB
 from decent_dp.transport import Control
 
-__all__ = ["average_", "broadcast_", "squared_distance"]
+__all__ = ["average_", "broadcast_", "differing", "squared_distance"]
 
 # Upper size of tensors that are sent together; it bounds the extra memory.
 _CHUNK_BYTES = 16 * MIB
@@ -37,12 +39,25 @@ def squared_distance(control: Control, tensors: Sequence[Tensor]) -> float:
 
 
 def broadcast_(control: Control, tensors: Sequence[Tensor]) -> None:
-    """Replaces each tensor by worker 0's; any dtype."""
-    for chunk in _chunks(tensors):
+    """Replaces each tensor by worker 0's; any dtype. Only what differs is sent."""
+    for chunk in _chunks(differing(control, tensors)):
         flat = _flatten(chunk)
         control.broadcast(flat)
         for tensor, value in zip(chunk, _split(flat, chunk), strict=True):
             tensor.copy_(value)
+
+
+def differing(control: Control, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Those tensors that do not have the same bits on all workers; the same ones everywhere."""
+    if not tensors:
+        return []
+    digests = control.gather([_digest(tensor) for tensor in tensors])
+    return [tensor for tensor, *own in zip(tensors, *digests, strict=True) if len(set(own)) > 1]
+
+
+def _digest(tensor: Tensor) -> str:
+    raw: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(raw, digest_size=16).hexdigest()
 
 
 def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
