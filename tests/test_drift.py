@@ -15,9 +15,11 @@ from decent_dp.rules import DriftCorrection
 from decent_dp.sim import VirtualCluster
 from decent_dp.topo import make_topology
 from decent_dp.transport import run_replicas
+from tests.helpers import some_in_the_fast_tests
 from tests.test_law import matrix
 
 N, LR = 8, 0.01
+SLOW = pytest.mark.slow
 
 
 class Point(nn.Module):
@@ -45,7 +47,9 @@ def directions() -> torch.Tensor:
     return torch.randn(N, 16, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("topology", ["complete", "ring", "base-2", "random-matching"])
+@pytest.mark.parametrize(
+    "topology", ["complete", "ring", *(pytest.param(name, marks=SLOW) for name in ("base-2", "random-matching"))]
+)
 def test_a_constant_drift_is_cancelled_up_to_its_share(topology, directions):
     """The state is the share of the drift in the mean over a period, and replicas are that much closer together."""
     rule = DriftCorrection()
@@ -96,9 +100,10 @@ def radius(rule: DriftCorrection, topology: Any) -> float:
     return float(np.abs(np.linalg.eigvals(outside @ whole @ outside)).max())
 
 
-@pytest.mark.parametrize("name", ["complete", "ring", "one-peer-exp", "base-2"])
-@pytest.mark.parametrize("n", [4, 16, 32, 100])
-@pytest.mark.parametrize("gain", [0.1, 0.2, 0.3, 0.45])
+@pytest.mark.parametrize(
+    ("name", "n", "gain"),
+    some_in_the_fast_tests(["complete", "ring", "one-peer-exp", "base-2"], [4, 16, 32, 100], [0.1, 0.2, 0.3, 0.45]),
+)
 def test_refused_where_corrections_would_grow(name, n, gain):
     if name == "one-peer-exp" and n == 100:
         return
@@ -117,7 +122,7 @@ def test_refused_where_corrections_would_grow(name, n, gain):
 
 
 @pytest.mark.parametrize("name", ["complete", "ring", "base-2", "random-matching", "hierarchical", "alternating-exp-ring"])
-@pytest.mark.parametrize("n", [1, 2, 34, 100, 256])
+@pytest.mark.parametrize("n", [1, 2, 34, *(pytest.param(n, marks=SLOW) for n in (100, 256))])
 def test_without_a_gain_one_is_chosen(name, n):
     try:
         topology = make_topology(name, local_world_size=2 if n % 2 == 0 else 1, world_size=n, rank=0)

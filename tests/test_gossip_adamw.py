@@ -22,6 +22,7 @@ from decent_dp.rules import DriftCorrection
 from decent_dp.sim import VirtualCluster
 from decent_dp.topo import Edge, Topology, TopologyReg
 from decent_dp.transport import LocalHub, run_replicas
+from tests.helpers import some_in_the_fast_tests
 from tests.test_law import Linear, Varying, data, gradient, matrix
 
 N, STEPS = 4, 75
@@ -157,9 +158,12 @@ def train_wrapper(transport: Any, topology: Any, overlap: bool, **how: Any) -> n
     return values
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("name", ["one-peer-exp", "complete", "varying"])
-@pytest.mark.parametrize("rule", [None, DriftCorrection(gain=0.2, decay=0.9)])
+@pytest.mark.parametrize(
+    ("overlap", "name", "rule"),
+    some_in_the_fast_tests(
+        [True, False], ["one-peer-exp", "complete", "varying"], [None, DriftCorrection(gain=0.2, decay=0.9)]
+    ),
+)
 @pytest.mark.timeout(300)
 def test_training_equals_the_formula_in_numpy(replicas, name, overlap, rule):
     TopologyReg.registry["varying"] = Varying
@@ -449,8 +453,7 @@ class Direction(nn.Module):
         self.weight = nn.Parameter(torch.zeros(60, 80))
 
 
-@pytest.mark.parametrize("common", [0.2, 0.5, 1.0])
-@pytest.mark.parametrize("topology", ["complete", "one-peer-exp"])
+@pytest.mark.parametrize(("common", "topology"), some_in_the_fast_tests([0.2, 0.5, 1.0], ["complete", "one-peer-exp"]))
 def test_what_replicas_do_not_have_in_common_is_no_signal(topology, common):
     """Gradients without noise: a share of their squares is equal everywhere, the rest cancels in the mean of four replicas.
 
@@ -527,7 +530,7 @@ def test_a_row_that_one_replica_has_used_once_stays_finite():
         assert bool(run(rule).parameters["weight"].isfinite().all())
 
 
-@pytest.mark.parametrize("rate", [0.0, 1e-6])
+@pytest.mark.parametrize("rate", [0.0, pytest.param(1e-6, marks=pytest.mark.slow)])
 def test_statistics_outlive_a_pause_of_the_rate(rate):
     """Drifts that were found before it are no drifts of steps at that rate."""
     everywhere, here = torch.randn(2, 60, 80, generator=torch.Generator().manual_seed(3))
@@ -739,9 +742,9 @@ def simulate(topology: str, overlap: bool, vectorize: bool | None, **how: Any) -
     return cluster, np.concatenate([param.numpy() for param in cluster.parameters.values()], axis=1)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("vectorize", [True, False])
-@pytest.mark.parametrize("rule", [None, DriftCorrection()])
+@pytest.mark.parametrize(
+    ("overlap", "vectorize", "rule"), some_in_the_fast_tests([True, False], [True, False], [None, DriftCorrection()])
+)
 def test_the_simulator_equals_real_workers(overlap, vectorize, rule):
     cluster, found = simulate("one-peer-exp", overlap, vectorize, rule=rule)
     sent: dict[int, int] = {}
@@ -816,8 +819,7 @@ def resumed(transport: Any, folder: Path, kind: str, steps: int, stop: int | Non
     return found
 
 
-@pytest.mark.parametrize("kind", ["gossip", "wrapper"])
-@pytest.mark.parametrize("rule", [None, DriftCorrection()])
+@pytest.mark.parametrize(("kind", "rule"), some_in_the_fast_tests(["gossip", "wrapper"], [None, DriftCorrection()]))
 def test_a_resumed_run_equals_one_that_was_not_stopped(tmp_path, kind, rule):
     want = run_replicas(N, lambda t: resumed(t, tmp_path / "none", kind, 18, None, rule))
     found = run_replicas(N, lambda t: resumed(t, tmp_path / "saved", kind, 18, 12, rule))
@@ -827,9 +829,9 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(tmp_path, kind, rule):
             np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("n", [1, 2, 6])
-@pytest.mark.parametrize("kind", ["gossip", "wrapper"])
-@pytest.mark.parametrize("rule", [None, DriftCorrection()])
+@pytest.mark.parametrize(
+    ("n", "kind", "rule"), some_in_the_fast_tests([1, 2, 6], ["gossip", "wrapper"], [None, DriftCorrection()])
+)
 def test_another_number_of_workers_takes_the_mean_of_the_statistics(tmp_path, kind, n, rule):
     run_replicas(N, lambda t: resumed(t, tmp_path, kind, 14, 12, rule))
 
