@@ -94,16 +94,17 @@ CONTENDERS: dict[str, tuple[Sequence[int], Sequence[float]]] = {
     "ddp/fp16": ((STEPS,), (8e-3,)),
     "powersgd/1": ((850,), (4e-3,)),
     "powersgd/4": ((500, 850), (2e-3, 4e-3)),
-    "post-local/8": ((650, 850), (4e-3,)),
+    "post-local/8": ((650, 850), (4e-3, 8e-3)),
     "post-local/32": ((850,), (4e-3,)),
-    "diloco/8": ((850,), (1e-3, 2e-3)),
+    "diloco/8": ((850,), (1e-3, 2e-3, 4e-3)),
     "diloco/32": ((850,), (1e-3,)),
-    PUBLISHED: ((650, 850), (4e-3,)),
+    PUBLISHED: ((650, 850), (4e-3, 8e-3)),
     ours("int8"): ((500, 600), (8e-3, 16e-3)),
     ours("int8", 2): ((600,), (4e-3,)),
     ours("int8", 4): ((650, 850), (4e-3,)),
     ours("int8", 16): ((850,), (4e-3,)),
     ours("low-rank:64,int8", 2): ((650,), (4e-3,)),
+    ours("low-rank:64,int8", 4): ((700, 850), (4e-3,)),
     ours("low-rank:32,int8", 2): ((700, 850), (4e-3,)),
     ours("low-rank:16,int8"): ((650, 850), (4e-3,)),
     ours("low-rank:16,int8", 4): ((850, 1100, 1300), (2e-3, 4e-3)),
@@ -263,11 +264,12 @@ def timed_run(setup: Setup, contender: str, rate: float | None) -> Run:
     """A run that measures the time of a step, with the clock and the number of steps that fit the contender."""
     kind, *options = contender.split("/")
     h = int(options[-1]) if kind in ("post-local", "diloco", "ours") else 1
-    # Seconds of a whole message: where they are many, few steps are enough, and the processor does not matter.
+    # Seconds of a whole message: where they are many, few steps are enough, and the processor does not matter. PowerSGD
+    # begins with some.
     seconds = 0.0 if rate is None else 32e-6 * setup.params / rate
     if kind == "ours":
         dilation, steps = DILATION, 3 * h * (1 if setup.emulated_ms > 1000 else max(1, round(6 / h)))  # whole periods
-    elif seconds < 1 or (kind == "powersgd" and seconds < 2):
+    elif seconds < (16 if kind == "powersgd" else 1):
         dilation, steps = DILATION, 12
     else:
         dilation, steps = 1, 2 * FULL_STEPS if kind == "powersgd" else 3 if seconds < 10 else 1
@@ -283,9 +285,7 @@ def _is_timed(setup: Setup, contender: str, rate: float | None) -> bool:
         # Eight workers of the largest model fill the machine's memory with DDP alone.
         return contender == "ddp" or (setup is not LARGEST and contender in MAIN_CONTENDERS)
     least = {"post-local": "32", "diloco": "32", "powersgd": "1"}.get(kind)
-    if least is None:
-        return True
-    return rate is not None and rate < 60 if options[0] == least else rate is None or rate > 1
+    return least is None or options[0] != least or (rate is not None and rate < 60)
 
 
 def time_all(kept: Kept, only: Sequence[str], rates: Sequence[float | None]) -> None:
@@ -365,15 +365,18 @@ def steps_to(finals: Mapping[int, float], loss: float) -> float | None:
     return None
 
 
-def seconds_of(kept: Kept, setup: Setup, contender: str, steps: float, rate: float | None) -> float | None:
-    """The seconds of so many steps, from the times of steps in the lab; None where they were not measured."""
-    keys = [key_of(timed_run(setup, name, rate), rate) for name in (contender, "ddp")]
-    if any(key not in kept for key in keys):
-        return None
-    own, whole = (kept[key]["ms"] for key in keys)
+def ms_of(kept: Kept, setup: Setup, contender: str, rate: float | None) -> float | None:
+    """The time of a step in the lab; None where it was not measured."""
+    key = key_of(timed_run(setup, contender, rate), rate)
+    return float(kept[key]["ms"]) if key in kept else None
+
+
+def elapsed(contender: str, step: float, steps: float, ms: Mapping[str, float]) -> float:
+    """The seconds until a step of a run of so many ``steps``, from the times of a step of the contenders."""
     # Steps with whole gradients at the beginning.
     first = FULL_STEPS if contender.startswith("powersgd") else 0.1 * steps if contender.startswith("post-local") else 0.0
-    return float((steps - first) * own + first * whole) / 1e3
+    whole = min(step, first)
+    return (whole * ms["ddp"] + (step - whole) * ms[contender]) / 1e3
 
 
 def compose(kept: Kept) -> dict[str, Any]:
@@ -409,13 +412,14 @@ def compose(kept: Kept) -> dict[str, Any]:
 def _setup(kept: Kept, setup: Setup, rows: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
     for rate in RATES if setup is MAIN else OTHERS[setup]:
-        times = {name: seconds_of(kept, setup, name, row["steps"], rate) for name, row in rows.items()}
+        ms = {name: time for name in rows for time in [ms_of(kept, setup, name, rate)] if time is not None}
+        times = {name: elapsed(name, rows[name]["steps"], rows[name]["steps"], ms) for name in ms if "ddp" in ms}
         advice = chosen(setup, rate)
         found[str(rate)] = {
             "planned": planned(setup, rate),
             "predicted": {"steps": advice.steps, "to_ddp": advice.to_ddp},
-            "seconds": times,
-            "to_ddp": {name: time / times["ddp"] for name, time in times.items() if time and times["ddp"]},
+            "ms": ms,
+            "to_ddp": {name: time / times["ddp"] for name, time in times.items()},
         }
     return {"name": setup.name, "emulated_ms": setup.emulated_ms, "rates": found}
 
@@ -488,7 +492,8 @@ def table_of_choices(results: Mapping[str, Any], setups: slice) -> str:
             if own not in ratios or row is None:
                 continue
             others = {name: ratio for name, ratio in ratios.items() if not name.startswith("ours") and name != own}
-            rival = min(others, key=others.__getitem__)
+            reached = {name for name in others if results["contenders"][name]["reaches"]}
+            rival = min(reached or others, key=others.__getitem__)
             lines.append(
                 [
                     *([setup["name"]] if setups.start else []),
@@ -532,12 +537,20 @@ def plot(results: Mapping[str, Any], path: Path) -> None:
     for axes, (rate, found) in zip(figure.subplots(2, 3, sharey=True).flat, rates.items(), strict=True):
         for style, (colour, label) in STYLES.items():
             name = found["planned"] if style == PLANNED else style
-            seconds, row = found["seconds"].get(name), results["contenders"].get(name)
-            if seconds is None:
+            row = results["contenders"].get(name)
+            if row is None or name not in found["ms"]:
                 continue
-            x, y = zip(*[(step / row["steps"] * seconds / 3600, loss) for step, loss in row["curve"]], strict=True)
+            steps, losses = zip(*row["curve"], strict=True)
+            hours = [elapsed(name, step, steps[-1], found["ms"]) / 3600 for step in steps]
             wide = style == PLANNED
-            axes.plot(x, y, "--" if wide and name == "ddp" else "-", color=colour, linewidth=2.6 if wide else 1.5, label=label)
+            axes.plot(
+                hours,
+                losses,
+                "--" if wide and name == "ddp" else "-",
+                color=colour,
+                linewidth=2.6 if wide else 1.5,
+                label=label,
+            )
         axes.axhline(results["target"], color="0.6", linewidth=0.8, linestyle=":")
         axes.set_xscale("log")
         axes.set_title(_mbit(rate), fontsize=11)

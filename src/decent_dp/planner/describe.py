@@ -298,7 +298,7 @@ class Prediction:
         choice = self.choice
         return {
             **{key: getattr(self, key) for key in ("name", "step_ms", "compute_ms", "waited_ms", "node_bytes")},
-            **{key: getattr(choice, key) for key in ("kind", "compression", "bucket_mb", "extra_ms")},
+            **{key: getattr(choice, key) for key in ("kind", "compression", "mix_every", "bucket_mb", "extra_ms")},
             "topology": choice.topology_name,
             "limit": self.limit,
             "reason": self.reason,
