@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import decent_dp
-from decent_dp.rules import Anticipation
+from decent_dp.rules import Anticipation, DriftCorrection
 from decent_dp.sim import VirtualCluster
-from decent_dp.topo import make_topology
+from decent_dp.topo import SwitchTopology, make_topology
 from decent_dp.transport import run_replicas
 from tests.test_law import Linear, SgdTwin, data, gradient, matrix
 
@@ -92,6 +92,16 @@ def test_updates_without_a_mix_are_refused_on_all_workers(topology):
         return str(error.value)
 
     assert len(set(run_replicas(2, work))) == 1
+
+
+@pytest.mark.parametrize("rule", [Anticipation(), DriftCorrection()])
+def test_a_part_that_mixes_rarely_is_refused_wherever_it_stands(rule):
+    """Replicas were 3e5 apart in such a composition."""
+    ring = make_topology("ring", local_world_size=1, world_size=4, rank=0)
+    for parts in ([(ring.every(8), 1000), ring], [(ring, 1000), (ring.every(8), 10), ring], [(ring, 1000), ring.every(2)]):
+        with pytest.raises(ValueError, match="Use mix_every=1, or another rule"):
+            rule.fit(SwitchTopology(*parts), lossy=False, partial=False)
+    rule.fit(SwitchTopology((ring, 1000), ring), lossy=False, partial=False)
 
 
 @pytest.mark.parametrize(

@@ -192,3 +192,16 @@ def test_momentum_with_low_rank_messages_is_refused(rule):
     with pytest.raises(ValueError, match="Use momentum=0, or compression=None"):
         rule.fit(made, lossy=False, partial=True)
     assert replace(rule, momentum=0.0).fit(made, lossy=False, partial=True).momentum == 0
+
+
+@pytest.mark.parametrize("n", [3, 4])
+@pytest.mark.parametrize(("lr", "momentum"), [(1.0, 0.0), (1.5, 0.0), (2.5, 0.0), (2.5, 0.5), (100.0, 0.0)])
+def test_a_rate_that_drives_replicas_apart_is_refused(lr, momentum, n):
+    """The distance of two that mix is multiplied by 1 - lr."""
+    rule, ring = OuterNesterov(lr, momentum), make_topology("ring", local_world_size=1, world_size=n, rank=0)
+    assert diverges(rule, "ring", n) == (lr > 2)
+    if lr < 2:
+        assert rule.fit(ring, lossy=False, partial=False) == rule
+        return
+    with pytest.raises(ValueError, match=rf"drives {n} of them apart, whatever the momentum is\. Use lr=1 or less"):
+        rule.fit(ring, lossy=False, partial=False)

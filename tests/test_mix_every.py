@@ -402,3 +402,37 @@ def test_a_part_with_shorter_turns_ends_an_exchange_of_the_part_before():
         cluster.step(*(torch.from_numpy(np.stack(column)) for column in columns))
     found = np.concatenate([value.numpy() for value in cluster.parameters.values()], axis=1)
     np.testing.assert_allclose(np.stack(run_replicas(3, body)), found, rtol=0, atol=1e-12)
+
+
+class Watching(torch.optim.SGD):
+    """Notes the mean of the others before each mix."""
+
+    def pre_average_hook(self, edge: Edge, weight: float) -> None:
+        for group in self.param_groups:
+            self.seen = [*getattr(self, "seen", []), *(param.comm_buffer / (1 - weight) for param in group["params"])]
+
+
+def test_a_hook_sees_what_was_sent_although_the_replica_has_moved_on():
+    """By far more than the 256 steps of int8's lattice, in the updates that an exchange has to arrive."""
+    h = 8
+
+    def work(transport: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        model = DecentralizedDataParallel(
+            torch.nn.Linear(6, 6, bias=False),
+            partial(Watching, lr=0.5),
+            topology="ring",
+            compression="int8",
+            mix_every=h,
+            transport=transport,
+        )
+        values = []
+        for _ in range(6 * h + 1):
+            ((1 + 0.01 * transport.rank) * model.module.weight.sum()).backward()
+            values.append(model.module.weight.detach().clone())
+        (optimizer,) = model.optimizers
+        return values, optimizer.seen
+
+    (_, seen), (values, _) = run_replicas(2, work)
+    assert len(seen) == 5
+    for mix, found in enumerate(seen):
+        torch.testing.assert_close(found, values[(mix + 1) * h - 1], rtol=0, atol=0.05)

@@ -413,7 +413,7 @@ class Counting(Lossless):
         super().__init__(*args)
         self.counts: list[dict[str, Tensor]] = [{} for _ in self.tensors]
 
-    def begin(self, edge: tuple[int, ...], rank: int, lap: int) -> None:
+    def begin(self, edge: tuple[int, ...], rank: int, meeting: int) -> None:
         assert rank in edge
         assert list(edge) == sorted(edge)
         self.edge = "-".join(map(str, edge))

@@ -418,7 +418,7 @@ class BackwardReplica(Replica):
         if not keep:
             for param in unit.buffer.params:
                 param.grad = None
-        self.engine.start(unit.bucket)
+        self.engine.start(unit.bucket, unit.edit)
         self._next += 1
 
     def _begin(self, *, active: bool) -> None:

@@ -141,13 +141,13 @@ class Compression(ABC):
     def most_nbytes(self) -> int:
         return self.nbytes
 
-    def begin(self, edge: tuple[int, ...], rank: int, lap: int) -> None:
+    def begin(self, edge: tuple[int, ...], rank: int, meeting: int) -> None:
         """Announces the next exchange.
 
         Args:
             edge: the ranks that take part, sorted.
             rank: this worker's.
-            lap: the number of periods that the topology has completed (``Topology.laps``).
+            meeting: how often this edge has met before (``Topology.meetings``).
         """
         return
 

@@ -116,8 +116,8 @@ class LowRank(Compression):
     def _length(self, inner: Blockwise) -> int:
         return inner.nbytes + _DIGEST if inner.nbytes else 0
 
-    def begin(self, edge: tuple[int, ...], rank: int, lap: int) -> None:
-        self._edge, self._side = edge, lap % 2
+    def begin(self, edge: tuple[int, ...], rank: int, meeting: int) -> None:
+        self._edge, self._side = edge, meeting % 2
         # Differences have a sign, and both ends take that of the higher rank.
         self._lower = not edge or rank == edge[0]
         self.nbytes = self._length(self._inner)

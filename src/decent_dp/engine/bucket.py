@@ -30,7 +30,7 @@ class InFlight:
     Attributes:
         hint: this worker's scale hint for it.
         handle: None if this worker sits the round out.
-        proposal: the values that are sent, one per ``compression.tensors``; None after a restart.
+        proposal: beside what the message is decoded for an edit, one per ``compression.tensors``; None after a restart.
     """
 
     round: Round

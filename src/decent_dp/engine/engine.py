@@ -279,8 +279,12 @@ class Engine:
         )
 
     @torch.no_grad()
-    def start(self, bucket: Bucket) -> None:
-        """Sends the rule's proposal to the neighbours of the current round, if the bucket mixes in it."""
+    def start(self, bucket: Bucket, edit: Edit | None = None) -> None:
+        """Sends the rule's proposal to the neighbours of the current round, if the bucket mixes in it.
+
+        Args:
+            edit: that of ``finish``.
+        """
         self.started = self.round
         if not Topology.mixes(bucket.topology, self.round):
             return
@@ -289,7 +293,10 @@ class Engine:
         round_, edge = Round(self.round), bucket.topology.get_edge(self.round)
         proposal = bucket.propose(round_)
         hint = self._send_hint(bucket, edge, proposal) if bucket.compression.needs_hints else b""
-        self._send(bucket, round_, edge, proposal, hint)
+        # An edit sees decoded values. Lattice numbers are decoded beside what was sent, and the replica moves on meanwhile.
+        decoded = edit is not None and bucket.compression.needs_hints
+        kept = [value.clone() for value in proposal] if decoded else proposal
+        self._send(bucket, round_, edge, proposal, hint, kept)
 
     def advance(self) -> None:
         """Ends the round, after all buckets were started in it."""
@@ -337,9 +344,19 @@ class Engine:
             raise errors[0]
 
     def _send(
-        self, bucket: Bucket, round_: Round, edge: Edge, proposal: list[Tensor], hint: bytes, *, coded: bool = False
+        self,
+        bucket: Bucket,
+        round_: Round,
+        edge: Edge,
+        proposal: list[Tensor],
+        hint: bytes,
+        kept: list[Tensor] | None = None,
+        *,
+        coded: bool = False,
     ) -> None:
         handle = None
+        if bucket.compression.pairs_only:
+            self._refuse_groups(bucket, round_.number)
         if len(edge.ranks) > 1:
             if not coded:
                 self._begin(bucket, round_.number, edge)
@@ -349,15 +366,20 @@ class Engine:
             )
             handle = self._transport.start(edge, request)
             self.bytes_sent += handle.bytes_sent
-        bucket.in_flight = InFlight(round_, edge, hint, handle, None if coded else proposal)
+        bucket.in_flight = InFlight(round_, edge, hint, handle, kept)
 
-    def _begin(self, bucket: Bucket, round_: int, edge: Edge) -> None:
-        if bucket.compression.pairs_only and len(edge.ranks) > 2:
+    def _refuse_groups(self, bucket: Bucket, round_: int) -> None:
+        """Of a topology without a period not all rounds were seen at construction. All workers raise the same."""
+        largest = max((edge.ranks for edge in bucket.topology._checked(round_)), key=len)
+        if len(largest) > 2:
             raise ValueError(
                 f"compression={bucket.compression.name!r} needs a topology of pairs, and round {round_} has the edge "
-                f"{edge.ranks}: use another topology or another compression."
+                f"{largest}: use another topology or another compression."
             )
-        bucket.compression.begin(tuple(sorted(edge.ranks)), self._transport.rank, Topology.laps(bucket.topology, round_))
+
+    def _begin(self, bucket: Bucket, round_: int, edge: Edge) -> None:
+        meeting = Topology.meetings(bucket.topology, round_, edge.ranks)
+        bucket.compression.begin(tuple(sorted(edge.ranks)), self._transport.rank, meeting)
 
     def _send_hint(self, bucket: Bucket, edge: Edge, proposal: list[Tensor]) -> bytes:
         """Sends the hint for the next exchange to the members of its edge, and returns that for this one."""

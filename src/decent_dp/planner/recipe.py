@@ -24,6 +24,8 @@ _TOPOLOGY, _CODE = "base-2", "int8"
 _RANKS, _INTERVALS = (64, 32, 16, 8, 4, 2, 1), (1, 2, 4, 8, 16, 32)
 # Low-rank messages of more numbers than this share of the parameters are no better than whole ones more rarely.
 _MOST_NUMBERS = 0.5
+# A mixing factor of 0, but for rounding.
+_EXACT = 1e-6
 # A step that waits less than this does not wait.
 _LITTLE = 0.03
 
@@ -76,7 +78,7 @@ def recipe(cluster: Cluster, job: Job, predictions: Sequence[Prediction], *, see
     ddp = next((found for found in predictions if found.choice.kind == DDP), None)
     if ddp is None:
         raise ValueError("recipe: predictions must contain one of DDP, which others are compared with")
-    whole = [found for found in predictions if _is_measured(cluster, found.choice)]
+    whole = [found for found in predictions if _is_measured(cluster, found)]
     if min(found.step_ms for found in whole) > (1 + _LITTLE) * job.compute_ms:
         whole += [predict(cluster, job, choice, seed=seed) for choice in _shorter(cluster, job)]
 
@@ -87,11 +89,13 @@ def recipe(cluster: Cluster, job: Job, predictions: Sequence[Prediction], *, see
     return Recipe(best, more_steps(best.choice, job), ms(best) / ddp.step_ms)
 
 
-def _is_measured(cluster: Cluster, choice: Choice) -> bool:
-    """Whether ``more_steps`` holds for it: with one worker per node for the topology with which it was measured."""
+def _is_measured(cluster: Cluster, found: Prediction) -> bool:
+    """Whether ``more_steps`` holds for it: with one worker per node for the topology with which it was measured, with several
+    for those that, as it does, average exactly in each period."""
+    choice = found.choice
     if choice.kind == DECENT_DP and cluster.local_world_size == 1:
         return choice.topology in (_TOPOLOGY, same_rounds(cluster).get(_TOPOLOGY))
-    return choice.kind in (DDP, DECENT_DP)
+    return choice.kind == DDP or (choice.kind == DECENT_DP and found.mixing is not None and found.mixing < _EXACT)
 
 
 def _shorter(cluster: Cluster, job: Job) -> list[Choice]:

@@ -56,7 +56,7 @@ def differing(control: Control, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _digest(tensor: Tensor) -> str:
-    raw: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    raw: Any = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
     return hashlib.blake2b(raw, digest_size=16).hexdigest()
 
 

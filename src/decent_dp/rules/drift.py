@@ -15,8 +15,6 @@ from decent_dp.topo import Topology
 
 __all__ = ["DriftCorrection"]
 
-# Rounds that must all mix.
-_ROUNDS = 256
 # The gains to choose from.
 _GAINS = (0.2, 0.1, 0.05, 0.02, 0.01)
 
@@ -77,7 +75,7 @@ class DriftCorrection(Rule):
                 "directions only, and the correction in the others grows. Use compression=None, 'bfloat16' or 'int8', or "
                 "another rule."
             )
-        if not all(Topology.mixes(topology, t) for t in range(_ROUNDS)):
+        if topology._longest_turn() > 1:
             raise ValueError(
                 f"DriftCorrection does not work with {topology!r}: it needs a mix in every round, because a correction for "
                 "several steps at once is taken for a drift by the next of them, and grows. Use mix_every=1, or another rule."

@@ -23,7 +23,7 @@ class GASLoC(MomentumRule):
         p = a + lr (q - a)          a <- p + d + momentum (p - p_last)          x <- x + (a - q)
 
     The momentum is that of the worker's own proposals, without the neighbours' pull, which is what makes averaging over sparse
-    topologies faster. The mean of the replicas moves by 1/(1 - momentum) times their steps, so lower the rate accordingly.
+    topologies faster. The mean of the replicas moves by lr/(1 - momentum) times their steps, so lower the rate accordingly.
     Steps made while the exchange was in flight stay in ``x``, and count in the next ``q``. With lr 1 and momentum 0 it is plain
     gossip. A worker that sits a mix out takes the step with ``d = 0``.
 

@@ -15,6 +15,8 @@ __all__ = ["grows"]
 _FEWEST, _MOST, _FOR_ONE = 256, 1024, 2**18
 # Far above rounding errors, which do not become smaller.
 _NOTHING = 1e-9
+# Replicas that are so far apart grow without end. Their squares are far below the largest number.
+_HUGE = 1e50
 
 
 def grows(rule: Rule, topology: Topology) -> bool:
@@ -47,5 +49,7 @@ def _grows_in(rule: Rule, topology: Topology) -> bool:
                 difference[edge.ranks] = (1 - edge.weight) * (others - own)
         rule.apply(x, state, torch.from_numpy(difference), Round(t))
         distances.append(float((x - x.mean(0)).norm()))
+        if distances[-1] > _HUGE:
+            return True
     quarter = mixes // 4
-    return not max(distances[-quarter:]) <= max(*distances[quarter : 2 * quarter], _NOTHING)  # also of NaN
+    return max(distances[-quarter:]) > max(*distances[quarter : 2 * quarter], _NOTHING)

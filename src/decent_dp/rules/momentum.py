@@ -33,7 +33,7 @@ class MomentumRule(Rule):
         """Returns itself.
 
         Raises:
-            ValueError: the momentum would drive replicas apart.
+            ValueError: ``lr`` or momentum would drive replicas apart.
         """
         if self.momentum and partial:
             raise ValueError(
@@ -41,10 +41,15 @@ class MomentumRule(Rule):
                 "next mixes do not see, and replicas are driven apart. Use momentum=0, or compression=None, 'bfloat16' or "
                 "'int8'."
             )
-        if not self.momentum or not grows(self, topology):
+        if not grows(self, topology):
             return self
-        smaller = (momentum for momentum in _SMALLER if momentum < self.momentum)
-        works = next((value for value in smaller if not grows(dataclasses.replace(self, momentum=value), topology)), 0.0)
+        smaller = (momentum for momentum in (*_SMALLER, 0.0) if momentum < self.momentum)
+        works = next((value for value in smaller if not grows(dataclasses.replace(self, momentum=value), topology)), None)
+        if works is None:
+            raise ValueError(
+                f"{self!r} does not work with {topology!r}: its lr moves replicas beyond the mean of their neighbours, and "
+                f"drives {topology.world_size} of them apart, whatever the momentum is. Use lr=1 or less."
+            )
         raise ValueError(
             f"{self!r} does not work with {topology!r}: its momentum repeats the pull of a neighbour in mixes with others, and "
             f"drives {topology.world_size} replicas apart. Use momentum={works:g}, or topology='complete'."

@@ -230,10 +230,10 @@ class CompressedExchange(SimulatedExchange):
     ) -> None:
         ranks = tuple(sorted(edge.ranks))
         all_hints = [hints[rank] for rank in ranks] if hints else []
-        lap = Topology.laps(self._topology, t)
+        meeting = Topology.meetings(self._topology, t, ranks)
         for rank in ranks:
             bucket = buckets[rank]
-            bucket.compression.begin(ranks, rank, lap)
+            bucket.compression.begin(ranks, rank, meeting)
             for _ in bucket.compression.encode(proposals[rank], bucket.messages[0], MessageId(t, rank), all_hints):
                 pass
         sent = [buckets[rank].messages[0] for rank in ranks]

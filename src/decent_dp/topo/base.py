@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from abc import ABCMeta
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -245,6 +246,10 @@ class Topology(metaclass=TopologyMeta):
         """The number of updates that an exchange of round ``t`` has to arrive."""
         return 1
 
+    def _longest_turn(self) -> int:
+        """The most updates from one mix to the next, in any part of a composition."""
+        return 1
+
     def largest_group(self) -> int:
         """The number of workers in the largest edge; of a topology without a period, in its first 256 rounds."""
         return self._largest_group()
@@ -253,12 +258,28 @@ class Topology(metaclass=TopologyMeta):
         rounds = range(self.period or _SEEN_ROUNDS)
         return max(len(edge.ranks) for t in rounds for edge in self._checked(t))
 
-    def laps(self, t: int) -> int:
-        """The number of periods that are over before round ``t``; of a topology without a period, ``t``."""
-        return self._laps(check_integer("round", t, 0))
+    def meetings(self, t: int, ranks: Sequence[int]) -> int:
+        """In how many rounds before ``t`` these workers are an edge; of a topology without a period, ``t``.
 
-    def _laps(self, t: int) -> int:
-        return t // (self.period or 1)
+        In a composition since the beginning of its part.
+        """
+        return self._meetings(check_integer("round", t, 0), tuple(sorted(ranks)))
+
+    def _meetings(self, t: int, ranks: tuple[int, ...]) -> int:
+        if self.period is None:
+            return t
+        periods, at = divmod(t, self.period)
+        rounds = self._rounds_of_edges.get(ranks, [])
+        return periods * len(rounds) + bisect_left(rounds, at)
+
+    @cached_property
+    def _rounds_of_edges(self) -> dict[tuple[int, ...], list[int]]:
+        """The rounds of the period in which each edge occurs."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for t in range(self.period or 0):
+            for edge in self._checked(t):
+                found.setdefault(tuple(sorted(edge.ranks)), []).append(t)
+        return found
 
     def _final_part(self) -> tuple[Topology, int]:
         """The last part of a composition, and the number of updates from one of its mixes to the next."""

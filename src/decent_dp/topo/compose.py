@@ -64,11 +64,14 @@ class EveryTopology(Topology):
     def _time(self, t: int) -> int:
         return self._updates
 
+    def _longest_turn(self) -> int:
+        return self._h * self._inner._longest_turn()
+
     def _largest_group(self) -> int:
         return self._inner._largest_group()
 
-    def _laps(self, t: int) -> int:
-        return self._inner._laps(t // self._h)
+    def _meetings(self, t: int, ranks: tuple[int, ...]) -> int:
+        return self._inner._meetings(t // self._h, ranks)
 
     def _final_part(self) -> tuple[Topology, int]:
         topology, h = self._inner._final_part()
@@ -153,12 +156,15 @@ class SwitchTopology(Topology):
         part, at = self._at(t)
         return part._time(at)
 
+    def _longest_turn(self) -> int:
+        return max(part._longest_turn() for part in self._parts)
+
     def _largest_group(self) -> int:
         return max(part._largest_group() for part in self._parts)
 
-    def _laps(self, t: int) -> int:
+    def _meetings(self, t: int, ranks: tuple[int, ...]) -> int:
         part, at = self._at(t)
-        return part._laps(at)
+        return part._meetings(at, ranks)
 
     def _final_part(self) -> tuple[Topology, int]:
         return self._parts[-1]._final_part()
