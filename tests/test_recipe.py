@@ -66,6 +66,12 @@ def test_nodes_of_several_workers_keep_their_topologies():
     assert found.to_ddp < 1
 
 
+def test_the_step_of_gossip_adamw_is_part_of_the_prediction():
+    job = Job.of_step(1.02e6, 150, optimizer_ms=4, width=128)
+    found = taken(5, job).prediction
+    assert found.step_ms == pytest.approx(predict(cluster(5), job, found.choice).step_ms + 2.5 * 4)
+
+
 @pytest.mark.parametrize(("n", "local"), [(16, 4), (24, 4), (32, 8)])
 @pytest.mark.parametrize("mbit", [200, 2000, 20_000])
 def test_the_estimate_of_steps_is_used_for_exact_averages_only(n, local, mbit):

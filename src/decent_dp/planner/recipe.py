@@ -24,6 +24,8 @@ _TOPOLOGY, _CODE = "base-2", "int8"
 _RANKS, _INTERVALS = (64, 32, 16, 8, 4, 2, 1), (1, 2, 4, 8, 16, 32)
 # Low-rank messages of more numbers than this share of the parameters are no better than whole ones more rarely.
 _MOST_NUMBERS = 0.5
+# A step of GossipAdamW takes so many times one of torch's fused AdamW (benchmarks/results/optim.json).
+_OPTIMIZER = 3.5
 # A mixing factor of 0, but for rounding.
 _EXACT = 1e-6
 # A step that waits less than this does not wait.
@@ -35,7 +37,7 @@ class Recipe:
     """The choice with the least predicted time to DDP's loss.
 
     Attributes:
-        prediction: of its steps.
+        prediction: of its steps, with GossipAdamW.
         steps: the number of its steps to that loss, in units of DDP's; estimated from measurements.
         to_ddp: its time to that loss, in units of DDP's.
     """
@@ -82,11 +84,18 @@ def recipe(cluster: Cluster, job: Job, predictions: Sequence[Prediction], *, see
     if min(found.step_ms for found in whole) > (1 + _LITTLE) * job.compute_ms:
         whole += [predict(cluster, job, choice, seed=seed) for choice in _shorter(cluster, job)]
 
+    optimizer_ms = (_OPTIMIZER - 1) * job.optimizer_ms
+    whole = [_with_optimizer(found, optimizer_ms) if found.choice.decentralized else found for found in whole]
+
     def ms(found: Prediction) -> float:
         return found.step_ms * more_steps(found.choice, job)
 
     best = min(whole, key=ms)
     return Recipe(best, more_steps(best.choice, job), ms(best) / ddp.step_ms)
+
+
+def _with_optimizer(found: Prediction, ms: float) -> Prediction:
+    return replace(found, step_ms=found.step_ms + ms, compute_ms=found.compute_ms + ms)
 
 
 def _is_measured(cluster: Cluster, found: Prediction) -> bool:
