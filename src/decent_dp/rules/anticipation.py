@@ -49,7 +49,7 @@ class Anticipation(Rule):
         Raises:
             ValueError: there are updates without a mix.
         """
-        if topology._longest_turn() > 1:
+        if Topology.longest_turn(topology) > 1:
             raise ValueError(
                 f"Anticipation does not work with {topology!r}: the movement between two mixes is that of several steps, and "
                 "says little of the next one. Use mix_every=1, or another rule."

@@ -75,7 +75,7 @@ class DriftCorrection(Rule):
                 "directions only, and the correction in the others grows. Use compression=None, 'bfloat16' or 'int8', or "
                 "another rule."
             )
-        if topology._longest_turn() > 1:
+        if Topology.longest_turn(topology) > 1:
             raise ValueError(
                 f"DriftCorrection does not work with {topology!r}: it needs a mix in every round, because a correction for "
                 "several steps at once is taken for a drift by the next of them, and grows. Use mix_every=1, or another rule."

@@ -246,8 +246,11 @@ class Topology(metaclass=TopologyMeta):
         """The number of updates that an exchange of round ``t`` has to arrive."""
         return 1
 
-    def _longest_turn(self) -> int:
+    def longest_turn(self) -> int:
         """The most updates from one mix to the next, in any part of a composition."""
+        return self._longest_turn()
+
+    def _longest_turn(self) -> int:
         return 1
 
     def largest_group(self) -> int:
