@@ -326,6 +326,7 @@ def test_construction_sends_only_what_differs_by_its_bits():
         model = models[transport.rank]
         model.register_buffer("nan", torch.full((5,), torch.nan))
         model.register_buffer("zero", torch.tensor(0.0 if transport.rank else -0.0))
+        model.register_buffer("conj", torch.zeros(3, dtype=torch.complex64).conj())  # a view that torch has not computed yet
         with torch.no_grad():
             if transport.rank == 2:
                 model[0].weight[1, 2] += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.rules import GASLoC, Gossip, OuterNesterov
+from decent_dp.rules.growth import grows
 from decent_dp.sim import VirtualCluster
 from decent_dp.topo import make_topology
 from decent_dp.transport import run_replicas
@@ -205,3 +207,12 @@ def test_a_rate_that_drives_replicas_apart_is_refused(lr, momentum, n):
         return
     with pytest.raises(ValueError, match=rf"drives {n} of them apart, whatever the momentum is\. Use lr=1 or less"):
         rule.fit(ring, lossy=False, partial=False)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e60])
+def test_replicas_that_are_no_numbers_are_driven_apart(value):
+    class Breaking(Gossip):
+        def apply(self, values: Any, state: Any, difference: Any, round: Any) -> None:
+            values[0] = value
+
+    assert grows(Breaking(), make_topology("ring", local_world_size=1, world_size=4, rank=0))

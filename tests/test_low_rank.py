@@ -450,6 +450,39 @@ def test_sides_alternate_in_the_meetings_of_each_edge(name, n, h):
                 seen[ranks] += 1
 
 
+@pytest.mark.parametrize("simulated", [False, True])
+def test_the_meetings_of_an_edge_are_counted_where_messages_are_made(monkeypatch, simulated):
+    """A ring of five, in which every edge occurs twice in a period."""
+    n, begin, seen = 5, LowRank.begin, {}
+
+    def noting(self: LowRank, edge: tuple[int, ...], rank: int, meeting: int) -> None:
+        if edge:  # not of a message that is only planned
+            seen.setdefault((edge, rank), []).append(meeting)
+        begin(self, edge, rank, meeting)
+
+    monkeypatch.setattr(LowRank, "begin", noting)
+    how: dict[str, Any] = {"topology": "ring", "compression": "low-rank:1"}
+
+    def work(at: InProcessTransport) -> None:
+        model = nn.Linear(8, 8, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        replica = decent_dp.gossip(model, optimizer, transport=at, **how)
+        model.weight.grad = torch.zeros(8, 8)
+        for _ in range(20):
+            optimizer.step()
+        replica.close()
+
+    if simulated:
+        optim_fn = partial(torch.optim.SGD, lr=0.0)
+        cluster = VirtualCluster(nn.Linear(8, 8, bias=False), optim_fn, n=n, loss_fn=lambda model, x: model(x).sum(), **how)
+        for _ in range(20):
+            cluster.step(torch.zeros(n, 1, 8))
+    else:
+        run_replicas(n, work)
+    assert len(seen) == 2 * n
+    assert all(len(meetings) > 6 and meetings == list(range(len(meetings))) for meetings in seen.values()), seen
+
+
 def test_meetings_and_groups_of_topologies():
     base = make_topology("base-2", local_world_size=1, world_size=8, rank=0)
     switch = make_topology("ring:5,base-2", local_world_size=1, world_size=8, rank=0)

@@ -395,6 +395,7 @@ def test_a_plan_ranks_all_that_fits() -> None:
         assert each.reason
         assert "\n" not in each.reason
         assert each.as_dict()["limit"] == each.limit
+        assert each.as_dict()["mix_every"] == each.choice.mix_every
 
 
 def test_ties_go_to_better_mixing_and_less_compression(monkeypatch: pytest.MonkeyPatch) -> None:

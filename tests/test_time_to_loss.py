@@ -14,7 +14,21 @@ from benchmarks import loss_worker
 from benchmarks.characters import CharacterTransformer, loss_fn
 from benchmarks.lab import shape
 from benchmarks.loss_worker import LENGTH, SAMPLES, Accelerator, Run, measure
-from benchmarks.time_to_loss import CONTENDERS, DILATION, MAIN, RESULTS, Kept, compose, key_of, planned, steps_to, timed_run
+from benchmarks.time_to_loss import (
+    CONTENDERS,
+    DILATION,
+    MAIN,
+    OTHERS,
+    RATES,
+    RESULTS,
+    Kept,
+    chosen,
+    compose,
+    key_of,
+    planned,
+    steps_to,
+    timed_run,
+)
 from decent_dp.planner import Choice, Job, more_steps
 
 
@@ -106,6 +120,15 @@ def test_results_are_made_of_the_best_runs_and_their_times(kept: Kept):
     assert ratios["powersgd/4"] == pytest.approx((498 * 0.1 + 2) / 500)
     assert ratios["post-local/8"] == pytest.approx((0.9 * 650 * 0.1 + 0.1 * 650) / 500)
     assert set(made["setups"][0]["rates"]["60"]["to_ddp"]) == set()
+
+
+def test_the_committed_choices_are_those_of_the_planner():
+    setups = json.loads((RESULTS / "time-to-loss.json").read_text(encoding="utf-8"))["setups"]
+    for setup, found in zip((MAIN, *OTHERS), setups, strict=True):
+        for rate in RATES if setup is MAIN else OTHERS[setup]:
+            committed, now = found["rates"][str(rate)], chosen(setup, rate)
+            assert committed["planned"] == planned(setup, rate)
+            assert committed["predicted"] == {"steps": pytest.approx(now.steps), "to_ddp": pytest.approx(now.to_ddp)}
 
 
 def test_the_planner_estimates_the_steps_that_were_measured():

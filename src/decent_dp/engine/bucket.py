@@ -30,14 +30,15 @@ class InFlight:
     Attributes:
         hint: this worker's scale hint for it.
         handle: None if this worker sits the round out.
-        proposal: beside what the message is decoded for an edit, one per ``compression.tensors``; None after a restart.
+        near: the values that were sent, or about those, one per ``compression.tensors``: an edit needs them to decode its own
+            message. None after a restart.
     """
 
     round: Round
     edge: Edge
     hint: bytes = b""
     handle: Handle | None = None
-    proposal: list[Tensor] | None = None
+    near: list[Tensor] | None = None
 
     @property
     def sits_out(self) -> bool:
@@ -173,7 +174,7 @@ class Bucket:
         def place(flat: Tensor, tensor: int, start: int, stop: int) -> Tensor:
             return flat[firsts[tensor] + start : firsts[tensor] + stop]
 
-        near = self.values if in_flight.proposal is None else in_flight.proposal
+        near = self.values if in_flight.near is None else in_flight.near
         for block, proposal in self.compression.proposals(near, self.messages[0]):
             for flat in (own, others):
                 place(flat, block.tensor, block.start, block.stop).copy_(proposal)

@@ -283,7 +283,7 @@ class Engine:
         """Sends the rule's proposal to the neighbours of the current round, if the bucket mixes in it.
 
         Args:
-            edit: that of ``finish``.
+            edit: what ``finish`` will be called with.
         """
         self.started = self.round
         if not Topology.mixes(bucket.topology, self.round):
@@ -293,10 +293,10 @@ class Engine:
         round_, edge = Round(self.round), bucket.topology.get_edge(self.round)
         proposal = bucket.propose(round_)
         hint = self._send_hint(bucket, edge, proposal) if bucket.compression.needs_hints else b""
-        # An edit sees decoded values. Lattice numbers are decoded beside what was sent, and the replica moves on meanwhile.
-        decoded = edit is not None and bucket.compression.needs_hints
-        kept = [value.clone() for value in proposal] if decoded else proposal
-        self._send(bucket, round_, edge, proposal, hint, kept)
+        # The proposal may be the replica itself, which moves on until an edit sees what was sent, as numbers modulo 256.
+        moves = edit is not None and bucket.compression.needs_hints
+        near = [value.clone() for value in proposal] if moves else proposal
+        self._send(bucket, round_, edge, proposal, hint, near)
 
     def advance(self) -> None:
         """Ends the round, after all buckets were started in it."""
@@ -350,7 +350,7 @@ class Engine:
         edge: Edge,
         proposal: list[Tensor],
         hint: bytes,
-        kept: list[Tensor] | None = None,
+        near: list[Tensor] | None = None,
         *,
         coded: bool = False,
     ) -> None:
@@ -366,7 +366,7 @@ class Engine:
             )
             handle = self._transport.start(edge, request)
             self.bytes_sent += handle.bytes_sent
-        bucket.in_flight = InFlight(round_, edge, hint, handle, kept)
+        bucket.in_flight = InFlight(round_, edge, hint, handle, near)
 
     def _refuse_groups(self, bucket: Bucket, round_: int) -> None:
         """Of a topology without a period not all rounds were seen at construction. All workers raise the same."""

@@ -85,17 +85,17 @@ def recipe(cluster: Cluster, job: Job, predictions: Sequence[Prediction], *, see
         whole += [predict(cluster, job, choice, seed=seed) for choice in _shorter(cluster, job)]
 
     optimizer_ms = (_OPTIMIZER - 1) * job.optimizer_ms
-    whole = [_with_optimizer(found, optimizer_ms) if found.choice.decentralized else found for found in whole]
+
+    def with_optimizer(found: Prediction) -> Prediction:
+        if not found.choice.decentralized:
+            return found
+        return replace(found, step_ms=found.step_ms + optimizer_ms, compute_ms=found.compute_ms + optimizer_ms)
 
     def ms(found: Prediction) -> float:
         return found.step_ms * more_steps(found.choice, job)
 
-    best = min(whole, key=ms)
+    best = min(map(with_optimizer, whole), key=ms)
     return Recipe(best, more_steps(best.choice, job), ms(best) / ddp.step_ms)
-
-
-def _with_optimizer(found: Prediction, ms: float) -> Prediction:
-    return replace(found, step_ms=found.step_ms + ms, compute_ms=found.compute_ms + ms)
 
 
 def _is_measured(cluster: Cluster, found: Prediction) -> bool:

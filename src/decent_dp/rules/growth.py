@@ -49,7 +49,7 @@ def _grows_in(rule: Rule, topology: Topology) -> bool:
                 difference[edge.ranks] = (1 - edge.weight) * (others - own)
         rule.apply(x, state, torch.from_numpy(difference), Round(t))
         distances.append(float((x - x.mean(0)).norm()))
-        if distances[-1] > _HUGE:
+        if not distances[-1] <= _HUGE:  # also of NaN
             return True
     quarter = mixes // 4
     return max(distances[-quarter:]) > max(*distances[quarter : 2 * quarter], _NOTHING)
