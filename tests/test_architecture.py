@@ -51,16 +51,20 @@ BELOW["backward"] = BELOW["replica"] | {"replica"}
 BELOW["_gossip"] = BELOW["replica"] | {"replica"}
 BELOW["ddp"] = BELOW["backward"] | {"backward"}
 BELOW["checkpoint"] = BELOW["ddp"] | {"ddp", "__init__"}
+BELOW["logging"] = BELOW["checkpoint"] | {"checkpoint"}
+BELOW["integrations"] = BELOW["logging"] | {"logging", "launch"}
 BELOW["sim"] = BELOW["engine"] | {"engine", "optim", "arguments", "gradients"}
-BELOW["cli"] = BELOW["checkpoint"] | {"checkpoint", "sim", "optim", "launch", "plots", "utils", "__init__"}
+BELOW["cli"] = BELOW["logging"] | {"logging", "sim", "optim", "launch", "plots", "utils", "__init__"}
 BELOW["__main__"] = BELOW["cli"] | {"cli"}
 BELOW["__init__"] = {"errors"}  # other names are looked up lazily
 for _room in BELOW.keys() - {"_checks", "_sizes", "_compressions"}:
     BELOW[_room] = BELOW[_room] | {"_checks", "_sizes", "_compressions"}
 BELOW["_compressions"] = {"_checks"}
 
-MAY_IMPORT_DISTRIBUTED = {"transport", "launch", "checkpoint", "cli"}
+MAY_IMPORT_DISTRIBUTED = {"transport", "launch", "checkpoint", "cli", "integrations"}
 ONLY_IN = {"matplotlib": {"plots"}, "typer": {"cli"}, "rich": {"cli"}, "sklearn": {"sim"}, "safetensors": {"checkpoint"}}
+ONLY_IN |= {name: {"integrations"} for name in ("accelerate", "lightning", "ray", "transformers")}
+ONLY_IN["tensorboard"] = {"logging"}
 
 
 @dataclass(frozen=True)
@@ -278,7 +282,7 @@ ours = {n: l for n, l in logging.root.manager.loggerDict.items() if n.startswith
 for name, logger in ours.items():
     assert not getattr(logger, "handlers", []), name
     assert getattr(logger, "level", 0) == 0 and getattr(logger, "propagate", True), name
-for extra in ("matplotlib", "typer", "rich", "sklearn"):
+for extra in ("matplotlib", "typer", "rich", "sklearn", "transformers", "accelerate", "lightning", "ray", "tensorboard"):
     assert extra not in sys.modules, extra
 print("fine")
 """
