@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest $(PARALLEL)
 OLDEST_PYTHON ?= python3.10
 NEWEST_PYTHON ?= python3.13
 
-.PHONY: help test test-all slow breakages compat compat-pythons compat-oldest compat-newest lint types suite demo accuracy wires learning workbench figures bench-net bench-net-long bench-net-nodes bench-gossip bench-time-to-loss bench-optim bench-overhead bench-plan bench-checkpoint gpu docs clean
+.PHONY: help test test-all slow breakages compat compat-pythons compat-oldest compat-newest lint types suite demo accuracy wires learning workbench figures bench-net bench-net-long bench-net-nodes bench-gossip bench-time-to-loss bench-optim bench-overhead bench-plan bench-checkpoint gpu docs dist clean
 
 help:  ## lists the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -120,6 +120,12 @@ docs: $(VENV)/.installed  ## the pages as a site under runs/site, with the refer
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	# The variable silences an advertisement of a successor, which --strict would not fail on and readers would ask about.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+dist: $(VENV)/.installed  ## the sdist and the wheel under runs/dist, checked; publishes nothing
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[release]'
+	rm -rf runs/dist
+	$(BIN)/python -m hatchling build -d runs/dist
+	$(BIN)/python -m twine check --strict runs/dist/*
 
 clean:  ## removes the environment and the outputs of runs
 	rm -rf $(VENV) .compat runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -72,7 +72,7 @@ def test_without_the_extra_it_says_what_to_install(missing: str) -> None:
     code = f"import sys; sys.modules[{missing!r}] = None; from decent_dp.cli import main; sys.exit(main(['topology', 'list']))"
     done = run(sys.executable, "-c", code)
     assert (done.returncode, done.stdout) == (1, "")
-    line = "in the clone of the repository: pip install -e '.[cli]'"
+    line = "pip install 'decent-dp[cli]', or in a clone of the repository: pip install -e '.[cli]'"
     assert done.stderr == f"decent-dp: the command line needs typer and rich; {line}\n"
 
 

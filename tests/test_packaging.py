@@ -14,9 +14,11 @@ from email.parser import Parser
 from importlib import metadata
 from pathlib import Path
 
+import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+import decent_dp
 from tests.compat import RESULTS, claimed
 from tests.test_docs import blocks, compare
 
@@ -137,3 +139,25 @@ def test_the_metadata_claims_what_was_run():
         pins = re.findall(r"^([\w-]+)==(\S+)$", (ROOT / f"constraints-{name}.txt").read_text(encoding="utf-8"), re.MULTILINE)
         assert kept["packages"].items() <= dict(pins).items()
         assert sum(kept["skipped"].values()) < kept["passed"] / 20
+
+
+def test_the_release_files_agree():
+    """One version everywhere; the workflows run targets that exist, and publishing is off."""
+    version = metadata.version("decent-dp")
+    assert version == decent_dp.__version__
+    assert f"\n## [{version}]\n" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert (cited["version"], cited["license"]) == (version, "MIT")
+    assert set(re.findall(r"\d+\.\d+\.\d+rc\d+", (ROOT / "README.md").read_text(encoding="utf-8"))) == {version}
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    targets |= {"compat-oldest", "compat-newest"}
+    found = {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in (ROOT / ".github/workflows").glob("*.yml")}
+    assert found.keys() == {"tests", "release"}
+    for name, workflow in found.items():
+        assert workflow["permissions"] == {"contents": "read"}, name
+        for job in workflow["jobs"].values():
+            makes = [step["run"].split()[1] for step in job["steps"] if step.get("run", "").startswith("make")]
+            chosen = {one["target"] for one in job.get("strategy", {}).get("matrix", {}).get("include", [])}
+            assert {target for target in makes if "{" not in target and target != "${{"} | chosen <= targets
+    assert found["release"]["jobs"]["publish"]["if"] is False
+    assert list(found["release"][True]) == ["workflow_dispatch"]  # YAML 1.1 reads "on" as true

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from decent_dp.rules import Anticipation, DriftCorrection, GASLoC, OuterNesterov, Rule
     from decent_dp.topo import Edge, Topology, TopologyReg
 
-__version__ = "1.0.0.dev0"
+__version__ = "1.0.0rc1"
 
 __all__ = [
     "AccumAdam",

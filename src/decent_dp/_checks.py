@@ -87,6 +87,6 @@ def did_you_mean(value: Any, known: Iterable[str]) -> str:
 def install_hint(extra: str) -> str:
     """Returns the end of an error message about a missing package: the line that installs it.
 
-    Not by the name of this package, under which a registry has an earlier version.
+    By name, pip keeps the version that is installed, although its registry has only an earlier one.
     """
-    return f"in the clone of the repository: pip install -e '.[{extra}]'"
+    return f"pip install 'decent-dp[{extra}]', or in a clone of the repository: pip install -e '.[{extra}]'"
