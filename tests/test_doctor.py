@@ -333,7 +333,7 @@ def killed_on_the_way(rank: int, n: int, who: int) -> Any:
     return the_command(rank, n, "--json", "--timeout", "8")
 
 
-@pytest.mark.parametrize("who", [0, 2])
+@pytest.mark.parametrize("who", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_worker_that_is_killed_meanwhile(workers: Any, who: int) -> None:
     outcomes = workers.outcomes(3, killed_on_the_way, who)
     assert outcomes[who].exitcode == 9

@@ -69,6 +69,7 @@ def test_the_baselines_are_plain_optimizers_where_all_replicas_have_the_same_dat
         torch.testing.assert_close(replica, own.detach(), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_every_contender_trains(tmp_path: Path):
     """Also that finished runs are kept, and are not made again."""
     kinds = [*learning.EVEN, "DDP, SGD", "SGD", "quasi-global momentum"]

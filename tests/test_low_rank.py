@@ -376,6 +376,7 @@ def test_the_sum_over_the_others_is_the_replica_and_the_difference():
             assert np.linalg.matrix_rank((others - own).numpy(), tol=1e-5) <= 2
 
 
+@pytest.mark.slow
 def test_replicas_learn_and_come_together():
     """Eight replicas on half a byte per ten parameters: against replicas that do not mix."""
     distances, losses = {}, {}

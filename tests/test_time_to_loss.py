@@ -54,6 +54,7 @@ def test_an_accelerator_hides_the_work_of_the_processor():
     assert busy < 0.25
 
 
+@pytest.mark.slow
 def test_times_are_of_whole_periods_on_a_clock_that_fits():
     quick, slow = timed_run(MAIN, "ddp", None), timed_run(MAIN, "ddp", 1)
     assert (quick.dilation, slow.dilation) == (DILATION, 1)
@@ -108,6 +109,7 @@ def kept(tmp_path: Path) -> Kept:
     return Kept(tmp_path / "kept.jsonl")
 
 
+@pytest.mark.slow
 def test_results_are_made_of_the_best_runs_and_their_times(kept: Kept):
     made: dict[str, Any] = compose(kept)
     assert made["target"] == pytest.approx(1.01 * 1.5)
