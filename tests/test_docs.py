@@ -39,7 +39,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
 
 # Blocks that are shown but not run, as page: how many. They say so themselves: ```python no-run
-NOT_RUN = {"CONTRIBUTING.md": 1, "docs/log.md": 4}
+NOT_RUN = {"CONTRIBUTING.md": 1, "docs/log.md": 4, "docs/ray.md": 1}
 # The reader's own files, which no command of ours has to find.
 THEIRS = {"train.py", "model.pt", "test.sbatch"}
 # The public members of a Gossip.

@@ -94,7 +94,8 @@ def _refuse_ddp(owner: Hooked, module: nn.Module, *_: Any) -> None:
             "PyTorch's DistributedDataParallel is around this model, which decent_dp trains: it would average gradients over "
             "all workers in every backward, and put back those that an update has used. Do not wrap the model in it. Where "
             "Accelerate wraps it (the Trainer of transformers, too), leave the model out of accelerator.prepare(), or call "
-            "accelerator.prepare_model(model, evaluation_mode=True)."
+            "accelerator.prepare_model(model, evaluation_mode=True). With Ray Train call prepare_model(model, "
+            "parallel_strategy=None)."
         )
 
 

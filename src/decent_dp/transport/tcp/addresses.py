@@ -13,7 +13,7 @@ import sys
 from decent_dp.transport.communicators import Rendezvous, UnreachableError
 from decent_dp.transport.tcp.descriptors import own
 
-__all__ = ["dial", "listen"]
+__all__ = ["address_of", "dial", "listen"]
 
 # An address that nobody has (RFC 5737): the way to it is the default route.
 _ELSEWHERE = "192.0.2.1"
@@ -83,7 +83,7 @@ def _own_address() -> str:
     """The address under which the others reach this worker: that of GLOO_SOCKET_IFNAME, or of the way to the master."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:
-        address = _address_of(interface)
+        address = address_of(interface)
         if address is not None:
             return address
     for target in (os.environ.get("MASTER_ADDR", ""), socket.gethostname(), _ELSEWHERE):
@@ -98,7 +98,7 @@ def _own_address() -> str:
     return "127.0.0.1"
 
 
-def _address_of(interface: str) -> str | None:
+def address_of(interface: str) -> str | None:
     """The IPv4 address of a network interface; None if it is unknown."""
     try:
         import fcntl
