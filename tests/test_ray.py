@@ -113,7 +113,7 @@ def test_without_ray_or_with_an_old_one_the_import_says_what_to_install(monkeypa
     old.__version__ = "2.9.3"  # type: ignore[attr-defined]
     for ray, cause in ((None, "ray"), (old, "ray 2.9.3 is installed")):
         said = imported(monkeypatch, ray)
-        assert said.startswith("decent_dp.integrations.ray needs Ray Train 2.60 or newer; in the clone of the repository: pip")
+        assert said.startswith("decent_dp.integrations.ray needs Ray Train 2.60 or newer; pip install 'decent-dp[ray]'")
         assert cause in said
         assert "\n" not in said
 
