@@ -63,6 +63,7 @@ BELOW["_compressions"] = {"_checks"}
 
 MAY_IMPORT_DISTRIBUTED = {"transport", "launch", "checkpoint", "cli", "integrations"}
 ONLY_IN = {"matplotlib": {"plots"}, "typer": {"cli"}, "rich": {"cli"}, "sklearn": {"sim"}, "safetensors": {"checkpoint"}}
+ONLY_IN["cloudpickle"] = {"launch"}
 ONLY_IN |= {name: {"integrations"} for name in ("accelerate", "lightning", "ray", "transformers")}
 ONLY_IN["tensorboard"] = {"logging"}
 
@@ -282,7 +283,8 @@ ours = {n: l for n, l in logging.root.manager.loggerDict.items() if n.startswith
 for name, logger in ours.items():
     assert not getattr(logger, "handlers", []), name
     assert getattr(logger, "level", 0) == 0 and getattr(logger, "propagate", True), name
-for extra in ("matplotlib", "typer", "rich", "sklearn", "transformers", "accelerate", "lightning", "ray", "tensorboard"):
+for extra in ("matplotlib", "typer", "rich", "sklearn", "transformers", "accelerate", "lightning", "ray", "tensorboard",
+              "cloudpickle"):
     assert extra not in sys.modules, extra
 print("fine")
 """
@@ -349,6 +351,7 @@ PUBLIC = {
     ".ddp": "LR_SCHEDULER_FN_TYPE OPTIM_FN_TYPE DecentralizedDataParallel Stats",
     ".errors": """CheckpointError DisagreementError NonFiniteError OutOfStepError PeerError PeerLostError PeerTimeoutError
         WireError""",
+    ".launch": "Launch initialize_dist read_environment spawn",
     ".optim": """AccumAdam AccumAdamW GossipAdamW SharesStatistics accum_adam_foreach accum_adamw_foreach
         lr_scheduler_fn_cosine_with_warmup optim_fn_accum_adam optim_fn_accum_adamw optim_fn_adam optim_fn_adamw""",
     ".rules": "Anticipation DriftCorrection GASLoC Gossip OuterNesterov Round Rule",

@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from decent_dp.launch import Launch, _unused_store, initialize_dist, read_environment
+from decent_dp.launch import Launch, initialize_dist, read_environment
+from decent_dp.launch.group import _unused_store
 from tests.helpers import listening
 
 TORCHRUN = {
@@ -380,7 +381,7 @@ def test_torchrun_for_real(tmp_path):
 
 def test_workers_do_not_meet_those_of_an_earlier_attempt(monkeypatch):
     """torchrun's agent keeps one store for all attempts; workers of the last one may have died anywhere."""
-    monkeypatch.setattr("decent_dp.launch._TIMEOUT", 5.0)
+    monkeypatch.setattr("decent_dp.launch.group._TIMEOUT", 5.0)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for attempt, n in enumerate((3, 3, 3, 2, 1)):
         # One that died before it had a name.

@@ -1,0 +1,110 @@
+"""Several workers on this machine: their environment, the store through which they meet, and which of them failed first."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch._C._distributed_c10d import TCPStore
+
+from decent_dp.launch.environment import read_environment
+
+__all__ = ["Failure", "cause", "loopback_store", "refuse_in_a_worker", "usable_cores", "worker_environment"]
+
+_LOOPBACKS = ("lo", "lo0")  # Linux, macOS
+# What a worker says when another one has gone: the exceptions of decent_dp, and the words of gloo.
+_PEER_GONE = re.compile(r"(decent_dp\.errors\.)?Peer(Lost|Timeout)?Error\b|.*\b(closed|reset) by peer\b", re.DOTALL)
+
+
+def refuse_in_a_worker(environ: Mapping[str, str], what: str) -> None:
+    """Refuses to start workers in one that a launcher has started: each of them would start its own.
+
+    Raises:
+        RuntimeError: the environment is a worker's.
+    """
+    launch = read_environment(environ)
+    # A shell or a notebook under Slurm is a step of one task.
+    if launch.launcher == "torchrun" or launch.world_size > 1:
+        names = "RANK and WORLD_SIZE" if launch.launcher == "torchrun" else "SLURM_PROCID and SLURM_STEP_ID"
+        raise RuntimeError(
+            f"{what} starts workers itself, and was called in a worker ({names} are set): call it once, without another "
+            "launcher, and in a script under `if __name__ == '__main__':`"
+        )
+
+
+def usable_cores() -> int:
+    """Returns the number of cores on which this process may run."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def worker_environment(nproc: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns what workers on one machine need, a share of the cores and the loopback interface, where the user set nothing."""
+    found = {"OMP_NUM_THREADS": str(max(1, usable_cores() // nproc))}
+    loopback = [name for _, name in socket.if_nameindex() if name in _LOOPBACKS]
+    if loopback:
+        found["GLOO_SOCKET_IFNAME"] = loopback[0]
+    # An empty value counts as none.
+    return {name: environ.get(name) or value for name, value in found.items()}
+
+
+def loopback_store() -> TCPStore:
+    """Returns a store on a port of 127.0.0.1 that the system chooses. Its server lives as long as this object.
+
+    torch's own server would listen on all interfaces.
+    """
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(1024)
+        port: int = listener.getsockname()[1]
+        # multi_tenant: torchrun's agent, which wants to serve this port itself, takes the server of this process.
+        return TCPStore(
+            "127.0.0.1",
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=listener.detach(),
+        )
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The end of a worker that failed.
+
+    Attributes:
+        code: its exit code, negative for a signal; None if it still runs.
+        message: the last line of its traceback; '' if it ended without an exception.
+        time: when it failed, by this machine's clock.
+        trace: its traceback, if known.
+    """
+
+    rank: int
+    code: int | None
+    message: str
+    time: float
+    trace: str = ""
+
+    @property
+    def follows_another(self) -> bool:
+        """Whether the worker failed because another one did, or was ended by the launcher."""
+        return self.code == -signal.SIGTERM or _PEER_GONE.match(self.message) is not None
+
+    def __str__(self) -> str:
+        if self.message:
+            return f"failed: {self.message}"
+        if self.code is not None and self.code < 0:
+            try:
+                name = signal.Signals(-self.code).name
+            except ValueError:
+                name = f"signal {-self.code}"
+            return f"was killed by {name}{' (is the memory full?)' if name == 'SIGKILL' else ''}"
+        return f"ended with exit code {self.code}" if self.code else "ended before it had a result (exit code 0)"
+
+
+def cause(failures: Sequence[Failure]) -> Failure:
+    """Returns the failure that came first. The loss of a peer comes before no other failure."""
+    return min(failures, key=lambda failure: (failure.follows_another, failure.time))

@@ -1,0 +1,91 @@
+"""Runs a worker's script as Python would, and leaves the launcher a note of the exception that ends it.
+
+The launcher starts this file as ``python script.py SCRIPT ARGS...`` or ``python script.py -m MODULE ARGS...``. It imports no
+torch: what the script sets in the environment before it imports torch still counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+import types
+from typing import Any
+
+__all__ = ["end_with_parent", "main"]
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """Asks the kernel for a SIGTERM when the parent has gone, however it went; on Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def main(argv: list[str]) -> None:
+    """Runs ``SCRIPT ARGS...`` or ``-m MODULE ARGS...`` as the main module."""
+    end_with_parent()
+    module = argv[0] == "-m"
+    sys.argv = argv[1:] if module else argv
+    name = sys.argv[0]
+    if not getattr(sys.flags, "safe_path", False):
+        # So far it is this file's folder.
+        sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.abspath(name))
+    try:
+        if module:
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        else:
+            _run_file(name)
+    except Exception as error:
+        note(error)
+        # Without the frames of this file, as far as they come before those of the script.
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+            trace = trace.tb_next
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        sys.exit(1)
+
+
+def _run_file(name: str) -> None:
+    with open(name, "rb") as file:
+        code = compile(file.read(), name, "exec", dont_inherit=True)
+    # A module of its own, for pickle and for processes that the script starts: they look its names and its file up.
+    script = types.ModuleType("__main__")
+    script.__dict__.update(__file__=os.path.abspath(name), __builtins__=__builtins__)
+    _KEPT.append(sys.modules["__main__"])
+    sys.modules["__main__"] = script
+    exec(code, script.__dict__)
+
+
+# The module of this file, which nothing else refers to from then on.
+_KEPT: list[types.ModuleType] = []
+
+
+def note(error: BaseException) -> None:
+    """Writes the exception where torchrun's agent looks for it, in its form."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    now = time.time()
+    extra: dict[str, Any] = {"py_callstack": traceback.format_exc(), "timestamp": str(int(now)), "time": now}
+    document = {"message": {"message": last_line(error), "extraInfo": extra}}
+    # A full disk must not hide the exception.
+    with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+        json.dump(document, file)
+
+
+def last_line(error: BaseException) -> str:
+    """Returns the exception's kind and text, as at the end of its traceback, in one line of bounded length."""
+    text = " ".join("".join(traceback.format_exception_only(type(error), error)).split())
+    return text if len(text) <= 500 else text[:499] + "…"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
