@@ -186,12 +186,12 @@ def came(request: ExchangeRequest) -> Tensor:
     return request.received.view(request.compression.dtype)[: tensor.numel]
 
 
-def listening() -> set[str]:
-    """'address:port', in the kernel's hexadecimal, on which this process listens."""
+def listening(process: int | str = "self") -> set[str]:
+    """'address:port', in the kernel's hexadecimal, on which this process listens, or another one."""
     own = set()
-    for entry in os.listdir("/proc/self/fd"):
+    for entry in os.listdir(f"/proc/{process}/fd"):
         try:
-            target = os.readlink(f"/proc/self/fd/{entry}")
+            target = os.readlink(f"/proc/{process}/fd/{entry}")
         except OSError:
             continue
         if target.startswith("socket:["):

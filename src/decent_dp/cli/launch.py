@@ -56,7 +56,7 @@ def launch(
     if nproc != "auto" and not (nproc.isdecimal() and int(nproc) > 0):
         raise BadInputError(f"--nproc must be a whole number, at least 1, or auto, got '{nproc}'")
 
-    from decent_dp.launch.local import loopback_store, refuse_in_a_worker, worker_environment
+    from decent_dp.launch.local import refuse_in_a_worker, worker_environment
 
     try:
         refuse_in_a_worker(os.environ, "decent-dp launch")
@@ -66,9 +66,15 @@ def launch(
     environ = worker_environment(workers, os.environ)
     _announce(workers, chosen, environ)
     os.environ.update(environ)
-    store = loopback_store()
     command = [*(["-m"] if module else []), script, *(args or [])]
-    return _run(workers, max_restarts, f"127.0.0.1:{store.port}", command)
+    for attempt in range(max_restarts + 1):
+        try:
+            return _run(workers, attempt, max_restarts, command)
+        except _WorkerFailedError as error:
+            if attempt == max_restarts:
+                raise
+            sys.stderr.write(f"decent-dp: {error}; all start again (restart {attempt + 1} of {max_restarts})\n")
+    raise AssertionError("not reached")
 
 
 def _check_script(script: str, module: bool) -> None:
@@ -135,28 +141,33 @@ def _backend(workers: int) -> str:
 # -- torchrun --------------------------------------------------------------------------------------------------------------
 
 
-def _run(workers: int, max_restarts: int, endpoint: str, command: Sequence[str]) -> int:
+class _WorkerFailedError(RuntimeError):
+    """An attempt has failed; the message is about the worker that did first."""
+
+
+def _run(workers: int, attempt: int, max_restarts: int, command: Sequence[str]) -> int:
+    """Runs one attempt. torchrun's own restarts would not say which worker failed first, and would keep the store."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     from decent_dp.launch import script
+    from decent_dp.launch.local import loopback_store
 
     torchrun: Any = importlib.import_module("torch.distributed.run")  # it has no types
+    store = loopback_store()
     with tempfile.TemporaryDirectory(prefix="decent-dp-") as notes:
-        line = ["--rdzv-backend", "static", "--rdzv-endpoint", endpoint, "--log-dir", notes]
-        line += ["--nproc-per-node", str(workers), "--max-restarts", str(max_restarts), script.__file__]
-        options = torchrun.parse_args(line)
+        line = ["--rdzv-backend", "static", "--rdzv-endpoint", f"127.0.0.1:{store.port}", "--log-dir", notes]
+        options = torchrun.parse_args([*line, "--nproc-per-node", str(workers), script.__file__])
         # Not parsed with the rest: torchrun would look for its own options in it. And "$" is for its macros.
-        options.training_script_args = [part.replace("$", "$$") for part in command]
+        options.training_script_args = [str(attempt), str(max_restarts), *(part.replace("$", "$$") for part in command)]
         try:
-            # An error line of torchrun says which worker failed before all start again.
-            with _quiet_and_undone(logging.ERROR if max_restarts else logging.CRITICAL):
+            with _quiet_and_undone():
                 torchrun.run(options)
         except SignalException as stopped:
             sys.stderr.write(f"decent-dp: stopped by {stopped.sigval.name}; the workers have ended\n")
             return 128 + stopped.sigval
         except ChildFailedError as error:
-            raise RuntimeError(_first_of(error, workers)) from error
+            raise _WorkerFailedError(_first_of(error, workers)) from error
     return 0
 
 
@@ -175,8 +186,8 @@ def _first_of(error: Any, workers: int) -> str:
 
 
 @contextmanager
-def _quiet_and_undone(level: int) -> Iterator[None]:
-    """torchrun without its log lines below a level, which repeat what is said here, and without its signal handlers afterwards.
+def _quiet_and_undone() -> Iterator[None]:
+    """torchrun without its log lines, which repeat what is said here, and without its signal handlers afterwards.
 
     LOGLEVEL, torchrun's own variable, keeps all lines.
     """
@@ -184,7 +195,7 @@ def _quiet_and_undone(level: int) -> Iterator[None]:
     levels = [logger.level for logger in loggers]
     handlers = [(number, signal.getsignal(number)) for number in _SIGNALS]
     for logger in loggers:
-        logger.setLevel(level)
+        logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:

@@ -1,6 +1,6 @@
 """Runs a worker's script as Python would, and leaves the launcher a note of the exception that ends it.
 
-The launcher starts this file as ``python script.py SCRIPT ARGS...`` or ``python script.py -m MODULE ARGS...``. It imports no
+The launcher starts this file as ``python script.py ATTEMPT MOST SCRIPT ARGS...``, or with ``-m MODULE`` for SCRIPT. It imports no
 torch: what the script sets in the environment before it imports torch still counts.
 """
 
@@ -30,8 +30,10 @@ def end_with_parent() -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Runs ``SCRIPT ARGS...`` or ``-m MODULE ARGS...`` as the main module."""
+    """Runs ``SCRIPT ARGS...`` or ``-m MODULE ARGS...`` as the main module, after the number of restarts so far and at most."""
     end_with_parent()
+    # torchrun's names; for it, each attempt is the first.
+    os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["TORCHELASTIC_MAX_RESTARTS"], *argv = argv
     module = argv[0] == "-m"
     sys.argv = argv[1:] if module else argv
     name = sys.argv[0]
