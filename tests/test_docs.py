@@ -39,7 +39,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
 
 # Blocks that are shown but not run, as page: how many. They say so themselves: ```python no-run
-NOT_RUN = {"CONTRIBUTING.md": 1, "docs/log.md": 4, "docs/ray.md": 1}
+NOT_RUN = {"CONTRIBUTING.md": 1, "docs/launch.md": 1, "docs/log.md": 4, "docs/ray.md": 1}
 # The reader's own files, which no command of ours has to find.
 THEIRS = {"train.py", "model.pt", "test.sbatch"}
 # The public members of a Gossip.
@@ -351,11 +351,16 @@ def test_commands_name_existing_targets(page):
 
 
 OURS = sorted({tuple(words) for page in TEXTS for words in commands(page) if words[0] == "decent-dp"})
+LAUNCHES = [words for words in OURS if words[1] == "launch"]
 
 
 @pytest.mark.parametrize(
     "words",
-    [pytest.param(words, marks=pytest.mark.slow) if words[1] in ("simulate", "plan") else words for words in OURS],
+    [
+        pytest.param(words, marks=pytest.mark.slow) if words[1] in ("simulate", "plan") else words
+        for words in OURS
+        if words not in LAUNCHES
+    ],
     ids=" ".join,
 )
 def test_the_command_line_runs_as_shown(words, tmp_path, monkeypatch, capsys):
@@ -366,6 +371,15 @@ def test_the_command_line_runs_as_shown(words, tmp_path, monkeypatch, capsys):
     shown = capsys.readouterr()
     assert shown.out
     assert shown.err == ""
+
+
+@pytest.mark.parametrize("words", LAUNCHES, ids=" ".join)
+def test_a_launch_on_a_page_lacks_only_the_readers_script(words, tmp_path, monkeypatch, capsys):
+    from decent_dp.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    assert main(list(words[1:])) == 2
+    assert capsys.readouterr().err.startswith("decent-dp: there is no file 'train.py'")
 
 
 def test_the_command_prints_the_plan_on_the_page(monkeypatch, capsys):

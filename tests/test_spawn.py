@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from decent_dp.launch import spawn
 from tests.test_docs import ROOT, blocks
-from tests.test_launch_command import CLEAN, all_gone
+from tests.test_launch_command import CLEAN, all_gone, own_lines
 
 # What a notebook and a script begin with, and what they are asked about afterwards.
 BEGIN = """
@@ -48,9 +48,10 @@ def run(text: str, folder: Path, *, as_notebook: bool = False) -> subprocess.Com
     text = BEGIN + textwrap.dedent(text)
     (folder / "script.py").write_text(text)
     command = ["-c", text] if as_notebook else ["script.py"]
-    return subprocess.run(
-        [sys.executable, "-W", "error", *command], capture_output=True, text=True, timeout=300, cwd=folder, env=CLEAN
-    )
+    how: Any = {"capture_output": True, "text": True, "timeout": 300, "cwd": folder, "env": CLEAN}
+    done = subprocess.run([sys.executable, "-W", "error", *command], **how)
+    done.stderr = own_lines(done.stderr)
+    return done
 
 
 def told(done: subprocess.CompletedProcess[str]) -> Any:
@@ -262,6 +263,7 @@ def test_no_worker_outlives_the_caller(tmp_path, number):
             process.kill()
     assert time.monotonic() - began < 45
     assert all_gone(pids)
+    err = own_lines(err)
     assert (process.returncode, out, err) == ((0, "left: {}\n", "") if number == signal.SIGINT else (-number, "", ""))
 
 

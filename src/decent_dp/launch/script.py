@@ -1,7 +1,7 @@
 """Runs a worker's script as Python would, and leaves the launcher a note of the exception that ends it.
 
-The launcher starts this file as ``python script.py ATTEMPT MOST SCRIPT ARGS...``, or with ``-m MODULE`` for SCRIPT. It imports no
-torch: what the script sets in the environment before it imports torch still counts.
+The launcher starts this file as ``python script.py ATTEMPT MOST SCRIPT ARGS...``, or with ``-m MODULE`` for SCRIPT. It does not
+import torch: what the script sets in the environment before it imports torch still counts.
 """
 
 from __future__ import annotations
