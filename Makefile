@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest $(PARALLEL)
 OLDEST_PYTHON ?= python3.10
 NEWEST_PYTHON ?= python3.13
 
-.PHONY: help test test-all slow breakages compat compat-pythons compat-oldest compat-newest lint types suite demo accuracy wires learning workbench figures bench-net bench-net-long bench-net-nodes bench-gossip bench-time-to-loss bench-optim bench-overhead bench-plan bench-checkpoint gpu docs dist clean
+.PHONY: help test test-all slow breakages compat compat-pythons compat-oldest compat-newest lint types suite demo accuracy wires learning workbench figures bench-net bench-net-long bench-net-nodes bench-gossip bench-time-to-loss bench-optim bench-overhead bench-plan bench-checkpoint examples slurm trace gpu docs dist clean
 
 help:  ## lists the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -75,6 +75,9 @@ wires: $(VENV)/.installed  ## digits and characters with each compression, three
 learning: $(VENV)/.installed  ## whether replicas learn as DDP does: three tasks, 4 to 64 workers, even and uneven data (40 minutes)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[learning]'
 	$(BIN)/python -m benchmarks.learning
+
+examples: $(VENV)/.installed  ## the short examples with 4 workers, and DDP beside gossip (5 minutes): table and JSON under docs/results/
+	$(BIN)/python -m benchmarks.examples
 
 workbench: $(VENV)/.installed  ## topologies, simulated learning and predicted steps: tables, plots and JSON under docs/results/
 	$(BIN)/python -m benchmarks.workbench

@@ -22,7 +22,7 @@ from decent_dp.checkpoint import Preemption, load, save
 from decent_dp.optim import GossipAdamW, lr_scheduler_fn_cosine_with_warmup
 
 GPT2 = {"layers": 12, "heads": 12, "width": 768, "context": 1024, "vocabulary": 1024, "batch": 8, "lr": 6e-4, "steps": 500}
-SMALL = {"layers": 4, "heads": 4, "width": 128, "context": 64, "vocabulary": 512, "batch": 8, "lr": 3e-3, "steps": 300}
+SMALL = {"layers": 3, "heads": 3, "width": 96, "context": 64, "vocabulary": 512, "batch": 8, "lr": 1e-3, "steps": 300}
 EVERY = 50  # steps from one report, and one save, to the next
 REPORT = ("step", "local loss", "mean loss", "validation loss of the mean model", "ms per step")  # losses in nats per token
 
