@@ -84,7 +84,7 @@ def test_the_most_frequent_pair_becomes_a_token() -> None:
 
 def test_the_language_model_sees_only_earlier_tokens() -> None:
     seed_cpu(0)
-    size = {**pretrain_gpt.SMALL, "layers": 2, "width": 16, "context": 12}
+    size = {**pretrain_gpt.SMALL, "layers": 2, "heads": 2, "width": 16, "context": 12}
     model = pretrain_gpt.GPT(pretrain_gpt.argparse.Namespace(**size))
     outputs: list[torch.Tensor] = []
     model.blocks.register_forward_hook(lambda module, inputs, output: outputs.append(output.detach()))
