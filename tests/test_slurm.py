@@ -1,0 +1,392 @@
+"""Under a real Slurm: what ``initialize_dist`` reads, the example's job script, and all that ends a job before its time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from decent_dp.checkpoint import latest, read_parameters
+from tests.slurm_cluster import PATH, ROOT, Cluster, missing
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+TRAIN, JOB = "examples/slurm/train.py", "examples/slurm/job.sbatch"
+NODES, TASKS = 2, 2  # per node
+EPOCHS, STEPS = 10, 10 * 11
+
+# What `python` is in the jobs: until the job is requeued, an optimizer's step takes as long as PACE says.
+PACED = """
+import os, runpy, sys, time
+from torch.optim.optimizer import register_optimizer_step_post_hook
+if "SLURM_RESTART_COUNT" not in os.environ:
+    register_optimizer_step_post_hook(lambda *_: time.sleep(float(os.environ.get("PACE", "0"))))
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    if reason := missing():
+        pytest.skip(reason)
+    with Cluster(NODES) as started:
+        (started.folder / "bin").mkdir()
+        (started.folder / "paced.py").write_text(PACED)
+        python = started.folder / "bin" / "python"
+        python.write_text(f'#!/bin/sh\nexec {sys.executable} -W error {started.folder}/paced.py "$@"\n')
+        python.chmod(0o755)
+        yield started
+
+
+def environ(cluster: Cluster, **also: str) -> dict[str, str]:
+    path = os.pathsep.join([f"{cluster.folder}/bin", str(Path(sys.executable).parent), PATH])
+    return {"PATH": path, "PYTHONPATH": f"{ROOT}/src{os.pathsep}{ROOT}", **also}
+
+
+# -- initialize_dist -------------------------------------------------------------------------------------------------------
+
+READ = """
+import dataclasses, json, os, socket, sys
+import torch, torch.distributed as dist
+import decent_dp
+from decent_dp.launch import read_environment
+found = dataclasses.asdict(read_environment(os.environ))
+rank, world_size = decent_dp.initialize_dist()
+total = torch.tensor([10.0 ** rank])
+dist.all_reduce(total)
+model = torch.nn.Linear(3, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+replica = decent_dp.gossip(model, optimizer, topology=sys.argv[1])
+for _ in range(3):
+    optimizer.zero_grad()
+    (rank * model(torch.ones(4, 3)).sum()).backward()
+    optimizer.step()
+found |= {"host": socket.gethostname(), "joined": [rank, world_size], "total": float(total), "rounds": replica.stats().rounds}
+found |= {"master": [os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])], "local": os.environ["LOCAL_WORLD_SIZE"]}
+replica.close()
+dist.destroy_process_group()
+print("\\n" + json.dumps(found), flush=True)
+"""
+
+
+def read(cluster: Cluster, folder: Path, *options: str, topology: str = "ring") -> list[dict[str, Any]]:
+    """What the tasks of a step have found, in the order of their ranks."""
+    script = folder / "read.py"
+    script.write_text(READ)
+    text = cluster.run("srun", *options, "python", str(script), topology, env=environ(cluster))
+    found = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    assert [task["joined"] for task in sorted(found, key=lambda task: task["rank"])] == [
+        [r, len(found)] for r in range(len(found))
+    ]
+    assert {task["total"] for task in found} == {float("1" * len(found))}
+    assert {task["rounds"] for task in found} == {3}
+    assert {task["launcher"] for task in found} == {"slurm"}
+    assert all(task["master"] == [task["address"], task["port"]] for task in found)
+    assert all(task["local"] == str(task["local_world_size"]) for task in found)
+    return sorted(found, key=lambda task: task["rank"])
+
+
+def test_two_tasks_on_each_node(cluster, tmp_path):
+    # One of the topologies that ask how many workers a node has.
+    found = read(cluster, tmp_path, "--nodes=2", "--ntasks-per-node=2", topology="hierarchical")
+    assert [(t["host"], t["local_rank"], t["local_world_size"]) for t in found] == [
+        ("node1", 0, 2),
+        ("node1", 1, 2),
+        ("node2", 0, 2),
+        ("node2", 1, 2),
+    ]
+    assert {t["address"] for t in found} == {"node1"}
+
+
+def test_uneven_tasks(cluster, tmp_path):
+    found = read(cluster, tmp_path, "--nodes=2", "--ntasks=3")
+    assert [(t["host"], t["local_rank"], t["local_world_size"]) for t in found] == [
+        ("node1", 0, 2),
+        ("node1", 1, 2),
+        ("node2", 0, 1),
+    ]
+    assert {t["address"] for t in found} == {"node1"}
+
+
+def test_one_node_of_several(cluster, tmp_path):
+    found = read(cluster, tmp_path, "--nodelist=node2", "--ntasks=2")
+    assert [(t["host"], t["local_rank"], t["local_world_size"], t["address"]) for t in found] == [
+        ("node2", 0, 2, "127.0.0.1"),
+        ("node2", 1, 2, "127.0.0.1"),
+    ]
+
+
+def test_worker_0_on_another_node_than_the_first(cluster, tmp_path):
+    """A user's own order of nodes: Slurm sorts the list, and no variable says where worker 0 is."""
+    order = tmp_path / "hosts"
+    order.write_text("node2\nnode1\nnode1\n")
+    (tmp_path / "read.py").write_text(READ)
+    command = ["srun", "--ntasks=3", "--distribution=arbitrary", "python", str(tmp_path / "read.py"), "ring"]
+    code, text = cluster.outcome(*command, env=environ(cluster, SLURM_HOSTFILE=str(order)))
+    assert code != 0
+    assert text.count("set MASTER_ADDR to the address of worker 0") == 3
+    text = cluster.run(*command, env=environ(cluster, SLURM_HOSTFILE=str(order), MASTER_ADDR="node2"))
+    assert text.count('"rounds": 3') == 3
+
+
+def test_two_steps_of_one_job_at_once(cluster, tmp_path):
+    """As in a search for a learning rate."""
+    (tmp_path / "read.py").write_text(READ)
+    job = tmp_path / "job.sh"
+    step = f"srun --nodes=1 --ntasks=2 --exact --mem=0 --nodelist=node1 python {tmp_path}/read.py ring"
+    job.write_text(f"#!/bin/bash\n{step} > {tmp_path}/1.txt 2>&1 &\n{step} > {tmp_path}/2.txt 2>&1 &\nwait\n")
+    cluster.run("sbatch", "--wait", "--nodelist=node1", "--ntasks=4", "--output=/dev/null", str(job), env=environ(cluster))
+    ports = set()
+    for number in (1, 2):
+        text = (tmp_path / f"{number}.txt").read_text()
+        found = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+        assert [t["total"] for t in found] == [11.0, 11.0], text
+        ports |= {t["port"] for t in found}
+    assert len(ports) == 2
+
+
+# -- jobs that are ended before their time ---------------------------------------------------------------------------------
+
+
+def parameters(folder: Path, n: int = NODES * TASKS) -> list[dict[str, torch.Tensor]]:
+    """Of every worker, in the newest checkpoint."""
+    newest = latest(folder / "checkpoints")
+    assert newest is not None
+    assert newest.name.startswith(f"step-{STEPS:08d}-")
+    return [read_parameters(newest, rank=rank) for rank in range(n)]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(cluster, tmp_path_factory) -> list[dict[str, torch.Tensor]]:
+    """A run that nothing disturbs, and that saves at its end only."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    size = [f"--nodes={NODES}", f"--ntasks-per-node={TASKS}"]
+    command = ["python", TRAIN, "--folder", str(folder), "--epochs", str(EPOCHS), "--save-every", "1000000"]
+    text = cluster.run("srun", *size, *command, env=environ(cluster))
+    result = json.loads((folder / "result.json").read_text())
+    assert (result["workers"], result["steps"]) == (4, STEPS)
+    assert result["accuracy"] > 0.8
+    assert result["consensus_distance"] > 0
+    assert "stopped" not in text
+    found = parameters(folder)
+    assert len({params["0.weight"].sum().item() for params in found}) == 4  # each worker has its own
+    return found
+
+
+class Job:
+    """The example's job script: at first with slow steps, after a restart as fast as they are.
+
+    Args:
+        options: of sbatch, which count more than those in the script.
+    """
+
+    def __init__(self, cluster: Cluster, folder: Path, *options: str, save_every: int = 1_000_000) -> None:
+        self._cluster, self.folder, self._output = cluster, folder, folder / "output.txt"
+        size = [f"--nodes={NODES}", f"--ntasks-per-node={TASKS}", f"--output={self._output}"]
+        arguments = ["--epochs", str(EPOCHS), "--save-every", str(save_every)]
+        env = environ(cluster, FOLDER=str(folder), PACE="1.0")
+        self.number = cluster.submit(*size, *options, JOB, *arguments, env=env)
+
+    def output(self) -> str:
+        return self._output.read_text() if self._output.exists() else ""
+
+    def state(self) -> dict[str, str]:
+        return self._cluster.job(self.number)
+
+    def until(self, happened: Callable[[], bool], seconds: float = 150) -> None:
+        self._cluster.until(happened, seconds, self.output)
+
+    def until_it_trains(self) -> None:
+        self.until(lambda: "workers begin" in self.output())
+        time.sleep(2)  # a step or two
+
+    def saved_step(self) -> int:
+        newest = latest(self.folder / "checkpoints")
+        return 0 if newest is None else int(newest.name.split("-")[1])
+
+    def kill_worker(self, rank: int) -> None:
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                command, variables = (entry / "cmdline").read_bytes(), (entry / "environ").read_bytes().split(b"\0")
+                wanted = {f"SLURM_JOB_ID={self.number}".encode(), f"SLURM_PROCID={rank}".encode(), b"SLURM_STEP_ID=0"}
+                ours = f"SLURM_CONF={self._cluster.folder}/slurm.conf".encode()
+                if TRAIN.encode() in command and wanted | {ours} <= set(variables):
+                    os.kill(int(entry.name), signal.SIGKILL)
+                    return
+        raise AssertionError(f"worker {rank} does not run\n{self.output()}")
+
+    def finish(self) -> None:
+        self.until(lambda: self.state()["JobState"] not in ("PENDING", "RUNNING", "COMPLETING", "PREEMPTED", "NODE_FAIL"))
+        state = self.state()
+        assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("COMPLETED", "0:0", "1"), self.output()
+
+
+def assert_resumed_exactly(job: Job, expected: list[dict[str, torch.Tensor]], *, stopped: bool) -> None:
+    text = job.output()
+    assert ("stopped: start it again to resume" in text) == stopped, text
+    begins = [(int(b), int(e)) for b, e in re.findall(r"4 workers begin at batch (\d+) of epoch (\d+)", text)]
+    assert len(begins) == 2, text
+    assert begins[0] == (0, 0) < begins[1], text
+    assert json.loads((job.folder / "result.json").read_text())["steps"] == STEPS
+    for found, params in zip(parameters(job.folder), expected, strict=True):
+        assert found.keys() == params.keys()
+        for name in params:
+            assert torch.equal(found[name], params[name]), name
+
+
+def test_the_limit_on_time(cluster, uninterrupted, tmp_path):
+    """Slurm signals the workers half a minute to a minute after the start; they save, and the job requeues itself."""
+    job = Job(cluster, tmp_path, "--time=1", "--signal=USR1@1")
+    job.until(lambda: job.state()["Restarts"] == "1")
+    assert "stopped: start it again to resume" in job.output()
+    job.finish()
+    assert_resumed_exactly(job, uninterrupted, stopped=True)
+
+
+def test_a_worker_that_is_killed(cluster, uninterrupted, tmp_path):
+    job = Job(cluster, tmp_path, save_every=3)
+    job.until(lambda: job.saved_step() >= 3)
+    job.kill_worker(3)
+    job.finish()
+    assert "node2: task 3: Killed" in job.output()
+    assert_resumed_exactly(job, uninterrupted, stopped=False)
+
+
+def test_a_job_of_more_priority(cluster, uninterrupted, tmp_path):
+    """Slurm pre-empts the job, and starts it again when the other one has left."""
+    job = Job(cluster, tmp_path)
+    job.until_it_trains()
+    other = cluster.submit("--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=hostname")
+    job.finish()
+    assert cluster.job(other)["JobState"] == "COMPLETED"
+    assert_resumed_exactly(job, uninterrupted, stopped=True)
+
+
+def test_a_node_that_fails(cluster, uninterrupted, tmp_path):
+    """The batch script ends with the job; Slurm requeues it, and starts it when the node is back."""
+    job = Job(cluster, tmp_path, save_every=3)
+    job.until(lambda: job.saved_step() >= 3)
+    cluster.run("scontrol", "update", "nodename=node2", "state=down", "reason=test")
+    try:
+        job.until(lambda: job.state()["Restarts"] == "1")
+    finally:
+        cluster.run("scontrol", "update", "nodename=node2", "state=resume")
+    job.finish()
+    assert_resumed_exactly(job, uninterrupted, stopped=False)
+
+
+def test_a_cancelled_job_does_not_come_back(cluster, tmp_path):
+    job = Job(cluster, tmp_path)
+    job.until_it_trains()
+    cluster.run("scancel", str(job.number))
+    job.until(lambda: job.state()["JobState"] == "CANCELLED")
+    time.sleep(3)
+    assert (job.state()["JobState"], job.state()["Restarts"]) == ("CANCELLED", "0")
+
+
+def test_torchrun_on_each_node(cluster, uninterrupted, tmp_path):
+    """One task per node, and a SIGTERM, which torchrun forwards."""
+    script = tmp_path / "job.sh"
+    script.write_text(
+        "#!/bin/bash\n"
+        'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
+        "srun --ntasks-per-node=1 torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d \\\n"
+        f'    --rdzv-endpoint="$first:29400" --rdzv-id="$SLURM_JOB_ID" {TRAIN} \\\n'
+        f"    --folder {tmp_path} --epochs {EPOCHS} --save-every 1000000\n"
+        'echo "srun has ended with $?"\n'
+    )
+    output = tmp_path / "output.txt"
+    cluster.run("sbatch", "--wait", "--nodes=2", f"--output={output}", str(script), env=environ(cluster))
+    text = output.read_text()
+    assert "srun has ended with 0" in text, text
+    for found, params in zip(parameters(tmp_path), uninterrupted, strict=True):
+        assert all(torch.equal(found[name], params[name]) for name in params)
+
+
+# -- programs that read Slurm's variables themselves -----------------------------------------------------------------------
+
+OWN_GROUP = """
+import os, subprocess
+import torch, torch.distributed as dist
+from torch import nn
+from decent_dp.ddp import DecentralizedDataParallel
+from decent_dp.optim import optim_fn_adamw
+from decent_dp.utils import initialize_dist
+
+rank, world_size = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
+local_rank = int(os.environ["SLURM_LOCALID"])
+nodes = subprocess.check_output(["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]], text=True)
+os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = nodes.split()[0], "29511"
+dist.init_process_group("gloo", rank=rank, world_size=world_size)
+assert initialize_dist() == (rank, world_size)  # the group stays
+assert local_rank == rank % 2
+torch.manual_seed(rank)
+model = DecentralizedDataParallel(nn.Linear(4, 2), optim_fn_adamw, topology="alternating-exp-ring", _local_world_size=2)
+first = last = None
+for step in range(30):
+    x = torch.randn(8, 4)
+    loss = (model(x) - x[:, :2]).square().mean()
+    model.zero_grad()
+    loss.backward()
+    first, last = first if first is not None else loss.item(), loss.item()
+model.global_avg(will_revert=False)
+total = sum(p.detach().double().sum() for p in model.parameters())
+print(f"[{rank} {model.stats().rounds} {last < first} {total.item()!r}]", flush=True)
+model.close()
+dist.destroy_process_group()
+"""
+
+
+def test_a_program_that_makes_the_group_itself(cluster, tmp_path):
+    script = tmp_path / "own.py"
+    script.write_text(OWN_GROUP)
+    text = cluster.run("srun", "--nodes=2", "--ntasks-per-node=2", "python", str(script), env=environ(cluster))
+    found = sorted(re.findall(r"\[(\d) 30 True (\S+)\]", text))
+    assert [rank for rank, _ in found] == ["0", "1", "2", "3"], text
+    assert len({total for _, total in found}) == 1
+
+
+# -- without Slurm ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_example_alone(tmp_path):
+    """Stopped by a signal and started again, it ends as one that was not."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PACE": "0.05"}
+    (tmp_path / "paced.py").write_text(PACED)
+    plain = [sys.executable, "-W", "error", TRAIN, "--small", "--epochs", "40"]
+    folders = [tmp_path / "plain", tmp_path / "stopped"]
+    for folder in folders:
+        folder.mkdir()
+    subprocess.run([*plain, "--folder", folders[0]], cwd=ROOT, env=env, check=True, timeout=180)
+    paced = [sys.executable, "-W", "error", tmp_path / "paced.py", *plain[3:], "--folder", folders[1]]
+    process = subprocess.Popen(paced, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "1 workers begin at batch 0 of epoch 0\n"
+        time.sleep(1)
+        process.send_signal(signal.SIGUSR1)
+        text, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, text) == (0, "stopped: start it again to resume\n")
+    assert not (folders[1] / "result.json").exists()
+    done = subprocess.run(
+        [*plain, "--folder", folders[1]], cwd=ROOT, env=env, capture_output=True, text=True, check=True, timeout=180
+    )
+    assert "begin at batch 0 of epoch 0" not in done.stdout
+    results = [json.loads((folder / "result.json").read_text()) for folder in folders]
+    assert results[0] == results[1]
+    a, b = (read_parameters(folder / "checkpoints", rank=0) for folder in folders)
+    assert all(torch.equal(a[name], b[name]) for name in a)
