@@ -114,6 +114,10 @@ bench-plan: $(VENV)/.installed  ## the planner against the lab's results and a p
 bench-checkpoint: $(VENV)/.installed  ## the cost of saving, resuming and other numbers of workers (12 GiB of memory, 7 GB of disk)
 	$(BIN)/python -m benchmarks.checkpoint
 
+# Installs no packages of the system.
+slurm: $(VENV)/.installed  ## the tests under a real Slurm of two nodes on this machine (root, slurm-wlm, munge, iproute2; 6 minutes)
+	$(BIN)/python -m pytest -n 0 -rs --durations=0 --durations-min=1 tests/test_slurm.py
+
 # Installs nothing, because machines with a GPU have their own torch.
 gpu: OUT ?= runs
 gpu:  ## the situations of real scripts on one GPU, with PYTHON as it is (10 minutes at most): table, and JSON in OUT

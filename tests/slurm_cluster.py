@@ -53,12 +53,15 @@ SlurmdParameters=config_overrides
 # A job is told of its limit on time, and gets a minute more than it asked for.
 OverTimeLimit=1
 ReturnToService=2
-# Jobs of the second partition take the nodes of those in the first, which have time to save.
+# Seconds for an answer. A signal that a busy machine does not confirm in time is sent again, and may reach the next start.
+MessageTimeout=90
+# Jobs of the partition 'high' take the nodes of those in the others: in 'low' with a signal, and time to save.
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SlurmctldParameters=preempt_send_user_signal
 NodeName=node[1-{nodes}] CPUs={cpus}
 PartitionName=low Nodes=ALL Default=YES PriorityTier=1 GraceTime=60
+PartitionName=low-at-once Nodes=ALL PriorityTier=1
 PartitionName=high Nodes=ALL PriorityTier=2 PreemptMode=OFF
 """
 

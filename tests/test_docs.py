@@ -228,6 +228,12 @@ def test_the_script_that_saves_resumes_bit_for_bit(workers, tmp_path):
 
 
 @pytest.mark.slow
+def test_the_page_of_restarts_shows_the_job_script():
+    script = (ROOT / "examples" / "slurm" / "job.sbatch").read_text(encoding="utf-8")
+    shown = [block.code for block in blocks(ROOT / "docs" / "preemption.md", "text") if "#SBATCH" in block.code]
+    assert [code.strip() for code in shown] == [script[script.index("#SBATCH") :].strip()]
+
+
 def test_the_page_of_sharded_replicas_shows_the_example(tmp_path):
     (block,) = blocks(ROOT / "docs" / "sharded.md", "python")
     example = (ROOT / "examples" / "sharded.py").read_text(encoding="utf-8").partition("import annotations\n\n")[2]
@@ -328,7 +334,7 @@ def test_install_lines_do_not_fetch_the_earlier_version():
 def test_commands_name_existing_targets(page):
     from torch.distributed.run import get_args_parser
 
-    known = {"make", "pip", "python", "torchrun", "srun", "git", "cd", "source", "sudo", "decent-dp"}
+    known = {"make", "pip", "python", "torchrun", "srun", "sbatch", "git", "cd", "source", "sudo", "decent-dp"}
     known |= {".venv/bin/python", ".venv/bin/pre-commit"}
     for words in commands(page):
         assert words[0] in known, words
@@ -408,7 +414,7 @@ def check_script(words: list[str]) -> None:
     """Scripts and other files are there, and take the options that they are given."""
     for i, word in enumerate(words):
         path = word.partition("::")[0]
-        if re.search(r"\.(py|md|toml|txt|json)$", path) and path not in THEIRS and not path.startswith("runs/"):
+        if re.search(r"\.(py|md|toml|txt|json|sbatch)$", path) and path not in THEIRS and not path.startswith("runs/"):
             assert (ROOT / path).is_file(), words
             if path.startswith("examples/"):
                 source = (ROOT / path).read_text()

@@ -98,11 +98,16 @@ def test_the_demonstration_from_end_to_end(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("script", "missing"),
-    [("examples/digits.py", "sklearn.datasets"), ("examples/compare.py", "rich"), ("benchmarks/net.py", "rich.console")],
+    [
+        ("examples/digits.py", "sklearn.datasets"),
+        ("examples/slurm/train.py", "sklearn.datasets"),
+        ("examples/compare.py", "rich"),
+        ("benchmarks/net.py", "rich.console"),
+    ],
 )
 def test_a_script_without_its_extra_says_what_to_install(script: str, missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(SystemExit, match=r"needs? .*; in the clone of the repository: pip install -e '\.\[demo\]'$"):
+    with pytest.raises(SystemExit, match=r"needs? .*; in the clone of the repository: pip install -e '\.\[(demo|examples)\]'$"):
         runpy.run_path(str(ROOT / script))
 
 

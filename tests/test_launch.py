@@ -79,6 +79,44 @@ def test_two_jobs_on_one_node_use_different_ports():
     assert all(port is not None and 1024 <= port < 32768 for port in ports)
 
 
+def test_steps_of_one_job_use_different_ports():
+    """They may run at once, as in a search for a learning rate; and the next jobs may run beside them."""
+    steps = [read_environment({**SLURM, "SLURM_JOB_ID": job, "SLURM_STEP_ID": str(s)}).port for job in "345" for s in range(8)]
+    assert len(set(steps)) == len(steps)
+    assert all(port is not None and 20000 <= port < 30000 for port in steps)
+    interactive = read_environment({**SLURM, "SLURM_STEP_ID": "4294967290"}).port
+    assert interactive is not None
+    assert 20000 <= interactive < 30000
+
+
+# As Slurm 22.05 gives them to worker 0 of: SLURM_HOSTFILE=(node2, node1, node1) srun --ntasks=3 --distribution=arbitrary
+ARBITRARY = {
+    "SLURM_DISTRIBUTION": "arbitrary",
+    "SLURM_JOB_ID": "4",
+    "SLURM_JOB_NODELIST": "node[1-2]",
+    "SLURM_LOCALID": "0",
+    "SLURM_NNODES": "2",
+    "SLURM_NODEID": "1",
+    "SLURM_NTASKS": "3",
+    "SLURM_PROCID": "0",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "node[1-2]",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_STEP_TASKS_PER_NODE": "2,1",
+    "SLURM_TASKS_PER_NODE": "2,1",
+}
+
+
+def test_a_users_own_order_of_nodes_hides_worker_0():
+    with pytest.raises(RuntimeError, match=r"arbitrary does not tell .* set MASTER_ADDR to the address of worker 0"):
+        read_environment(ARBITRARY)
+    found = read_environment({**ARBITRARY, "MASTER_ADDR": "node2"})
+    assert found == Launch("slurm", 0, 3, 0, 1, "node2", 20004)
+    one = {**ARBITRARY, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "node2", "SLURM_NODEID": "0"}
+    assert read_environment(one).address == "127.0.0.1"
+
+
 @pytest.mark.parametrize(
     ("nodes", "first"),
     [
@@ -313,7 +351,7 @@ def launch_by_slurm(rank: int, n: int, port: int) -> list[Any]:
     dist.destroy_process_group()
     environ = {
         "SLURM_JOB_ID": str(port - 20000),
-        "SLURM_STEP_ID": "2",
+        "SLURM_STEP_ID": "0",
         "SLURM_PROCID": str(rank),
         "SLURM_LOCALID": str(rank),
         "SLURM_NODEID": "0",

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -190,14 +190,24 @@ class Job:
 
     Args:
         options: of sbatch, which count more than those in the script.
+        env: beside the folder.
+        arguments: of train.py, beside its length.
     """
 
-    def __init__(self, cluster: Cluster, folder: Path, *options: str, save_every: int = 1_000_000) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        folder: Path,
+        *options: str,
+        save_every: int = 1_000_000,
+        env: Mapping[str, str] | None = None,
+        arguments: Sequence[str] = (),
+    ) -> None:
         self._cluster, self.folder, self._output = cluster, folder, folder / "output.txt"
         size = [f"--nodes={NODES}", f"--ntasks-per-node={TASKS}", f"--output={self._output}"]
-        arguments = ["--epochs", str(EPOCHS), "--save-every", str(save_every)]
-        env = environ(cluster, FOLDER=str(folder), PACE="1.0")
-        self.number = cluster.submit(*size, *options, JOB, *arguments, env=env)
+        train = ["--epochs", str(EPOCHS), "--save-every", str(save_every), *arguments]
+        variables = environ(cluster, FOLDER=str(folder), PACE="1.0", **(env or {}))
+        self.number = cluster.submit(*size, *options, JOB, *train, env=variables)
 
     def output(self) -> str:
         return self._output.read_text() if self._output.exists() else ""
@@ -233,9 +243,10 @@ class Job:
         assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("COMPLETED", "0:0", "1"), self.output()
 
 
-def assert_resumed_exactly(job: Job, expected: list[dict[str, torch.Tensor]], *, stopped: bool) -> None:
+def assert_resumed_exactly(job: Job, expected: list[dict[str, torch.Tensor]], *, stopped: bool | None) -> None:
+    """``stopped``: whether worker 0 has said so; None if nobody knows."""
     text = job.output()
-    assert ("stopped: start it again to resume" in text) == stopped, text
+    assert stopped in (None, "stopped: start it again to resume" in text), text
     begins = [(int(b), int(e)) for b, e in re.findall(r"4 workers begin at batch (\d+) of epoch (\d+)", text)]
     assert len(begins) == 2, text
     assert begins[0] == (0, 0) < begins[1], text
@@ -264,27 +275,25 @@ def test_a_worker_that_is_killed(cluster, uninterrupted, tmp_path):
     assert_resumed_exactly(job, uninterrupted, stopped=False)
 
 
-def test_a_job_of_more_priority(cluster, uninterrupted, tmp_path):
-    """Slurm pre-empts the job, and starts it again when the other one has left."""
-    job = Job(cluster, tmp_path)
+@pytest.mark.parametrize("partition", ["low", "low-at-once"])
+def test_a_job_of_more_priority(cluster, uninterrupted, tmp_path, partition):
+    """Slurm pre-empts the job, with SIGUSR1 and a minute to save, or with SIGTERM and its usual 30 seconds."""
+    job = Job(cluster, tmp_path, f"--partition={partition}")
     job.until_it_trains()
     other = cluster.submit("--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=hostname")
     job.finish()
     assert cluster.job(other)["JobState"] == "COMPLETED"
-    assert_resumed_exactly(job, uninterrupted, stopped=True)
+    # In the second case Slurm ends srun at once, and what the workers still write is lost; they have saved.
+    assert_resumed_exactly(job, uninterrupted, stopped=partition == "low" or None)
 
 
 def test_a_node_that_fails(cluster, uninterrupted, tmp_path):
     """The batch script ends with the job; Slurm requeues it, and starts it when the node is back."""
     job = Job(cluster, tmp_path, save_every=3)
     job.until(lambda: job.saved_step() >= 3)
-    cluster.run("scontrol", "update", "nodename=node2", "state=down", "reason=test")
-    try:
-        job.until(lambda: job.state()["Restarts"] == "1")
-    finally:
-        cluster.run("scontrol", "update", "nodename=node2", "state=resume")
+    cluster.run("scontrol", "update", "nodename=node2", "state=down", "reason=test")  # until it answers again: at once
     job.finish()
-    assert_resumed_exactly(job, uninterrupted, stopped=False)
+    assert_resumed_exactly(job, uninterrupted, stopped=None)
 
 
 def test_a_cancelled_job_does_not_come_back(cluster, tmp_path):
@@ -296,21 +305,37 @@ def test_a_cancelled_job_does_not_come_back(cluster, tmp_path):
     assert (job.state()["JobState"], job.state()["Restarts"]) == ("CANCELLED", "0")
 
 
+def test_a_job_that_fails_each_time_ends(cluster, tmp_path):
+    job = Job(cluster, tmp_path, env={"RESTARTS": "0"}, arguments=["--no-such-option"])
+    job.until(lambda: job.state()["JobState"] == "FAILED")
+    assert (job.state()["ExitCode"], job.state()["Restarts"]) == ("1:0", "0")
+    assert "unrecognized arguments: --no-such-option" in job.output()
+
+
 def test_torchrun_on_each_node(cluster, uninterrupted, tmp_path):
-    """One task per node, and a SIGTERM, which torchrun forwards."""
+    """One task per node, and SIGTERM, which torchrun forwards: the workers save, and the next launch resumes."""
     script = tmp_path / "job.sh"
     script.write_text(
         "#!/bin/bash\n"
-        'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
-        "srun --ntasks-per-node=1 torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d \\\n"
-        f'    --rdzv-endpoint="$first:29400" --rdzv-id="$SLURM_JOB_ID" {TRAIN} \\\n'
-        f"    --folder {tmp_path} --epochs {EPOCHS} --save-every 1000000\n"
-        'echo "srun has ended with $?"\n'
+        "first=$(scontrol show hostnames | head -n 1)\n"
+        "train() {\n"
+        "    srun --ntasks-per-node=1 torchrun --nnodes=2 --nproc-per-node=2 --rdzv-backend=c10d \\\n"
+        f"        --rdzv-endpoint=$first:29400 --no-python python {TRAIN} --folder {tmp_path} \\\n"
+        f"        --epochs {EPOCHS} --save-every 1000000\n"
+        '    echo "srun has ended with $?"\n'
+        "}\n"
+        "PACE=1 train\n"
+        "PACE=0 train\n"
     )
     output = tmp_path / "output.txt"
-    cluster.run("sbatch", "--wait", "--nodes=2", f"--output={output}", str(script), env=environ(cluster))
+    number = cluster.submit("--nodes=2", f"--output={output}", str(script), env=environ(cluster))
+    cluster.until(lambda: "workers begin" in output.read_text(), 150)
+    time.sleep(2)
+    cluster.run("scancel", "--signal=TERM", f"{number}.0")
+    cluster.until(lambda: cluster.job(number)["JobState"] == "COMPLETED", 150, output.read_text)
     text = output.read_text()
-    assert "srun has ended with 0" in text, text
+    assert text.count("stopped: start it again to resume") == 1, text
+    assert re.findall(r"srun has ended with (\d+)", text) == ["1", "0"], text
     for found, params in zip(parameters(tmp_path), uninterrupted, strict=True):
         assert all(torch.equal(found[name], params[name]) for name in params)
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 __all__ = ["Launch", "own_gpu", "read_environment"]
 
-# Below Linux's range of ephemeral ports; the job id chooses one.
-_SLURM_PORTS = range(20000, 30000)
+# Below Linux's range of ephemeral ports; the job id and the step id choose one. Steps may run at once in one job, and the next
+# jobs on the same node, so that the port of a step is far from the one of the next.
+_SLURM_PORTS, _BETWEEN_STEPS = range(20000, 30000), 1009
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,14 @@ def _read_slurm(environ: Mapping[str, str]) -> Launch:
         counts += [int(count)] * int(repeat or 1)
     node = _number(environ, "SLURM_NODEID", 0)
     local_world_size = counts[node] if node < len(counts) else max(1, world_size // nodes)
-    port = _number(environ, "MASTER_PORT", _SLURM_PORTS[_number(environ, "SLURM_JOB_ID", 0) % len(_SLURM_PORTS)])
+    step = _number(environ, "SLURM_JOB_ID", 0) + _BETWEEN_STEPS * _number(environ, "SLURM_STEP_ID", 0)
+    port = _number(environ, "MASTER_PORT", _SLURM_PORTS[step % len(_SLURM_PORTS)])
+    if nodes > 1 and "MASTER_ADDR" not in environ and environ.get("SLURM_DISTRIBUTION", "").startswith("arbitrary"):
+        # The list of nodes is sorted, whatever the tasks' order: the others would wait for worker 0 at the wrong address.
+        raise RuntimeError(
+            "srun --distribution=arbitrary does not tell the workers on which node worker 0 runs: set MASTER_ADDR to the "
+            "address of worker 0, the first line of SLURM_HOSTFILE."
+        )
     address = environ.get("MASTER_ADDR") or _first_host(
         environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "127.0.0.1"
     )
