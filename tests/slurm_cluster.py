@@ -20,13 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 CPUS = 4  # of a node, as Slurm is told
 
-_PROGRAMS = {
-    "slurm-wlm": ("slurmctld", "slurmd", "srun", "sbatch", "scontrol"),
-    "munge": ("munged",),
-    "iproute2": ("ip",),
-    "util-linux": ("unshare", "nsenter", "mount"),
-    "hostname": ("hostname",),
-}
+_PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "scontrol", "munged", "ip", "unshare", "nsenter", "mount", "hostname")
 # Daemons are in folders that not every user has on the PATH.
 PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 
@@ -85,7 +79,8 @@ for node in $(seq "$2"); do
         until ip link show eth0 > /dev/null 2>&1; do sleep 0.02; done
         ip address add "10.9.0.$1/24" dev eth0
         ip link set eth0 up
-        exec slurmd -D' bash "$node" &
+        while true; do slurmd -D || sleep 1; done' bash "$node" &
+    echo $! > "node$node.pid"
     while [ "$(readlink /proc/$!/ns/net)" = "$(readlink /proc/$$/ns/net)" ]; do sleep 0.02; done
     ip link add "port$node" type veth peer name eth0 netns $!
     ip link set "port$node" master cluster up
@@ -97,11 +92,15 @@ read -r || true  # until the pipe is closed; then the namespaces end, with all p
 
 def missing() -> str:
     """What this machine lacks for a cluster; '' if nothing."""
-    packages = [name for name, programs in _PROGRAMS.items() if not all(shutil.which(p, path=PATH) for p in programs)]
-    if os.geteuid() != 0 or packages:
-        return "needs root, slurmctld, slurmd, munged and iproute2: apt-get install slurm-wlm munge iproute2"
-    done = subprocess.run(["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "true"], capture_output=True, check=False)
-    return "" if done.returncode == 0 else f"needs namespaces, and unshare says: {done.stderr.decode().strip()}"
+    lacks = [program for program in _PROGRAMS if not shutil.which(program, path=PATH)]
+    lacks += ["root"] if os.geteuid() != 0 else []
+    if lacks:
+        install = "apt-get install slurm-wlm munge iproute2"
+        return f"needs root, slurmctld, slurmd, munged: {install} (missing here: {', '.join(lacks)})"
+    network = "ip link add cluster type bridge && ip link add port type veth peer name eth0"
+    command = ["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "sh", "-c", network]
+    done = subprocess.run(command, env={"PATH": PATH}, capture_output=True, text=True, check=False)
+    return "" if done.returncode == 0 else f"needs namespaces with a bridge, which this machine refuses: {done.stderr.strip()}"
 
 
 class Cluster:
@@ -175,7 +174,7 @@ class Cluster:
             text=True,
         )
 
-    def outcome(self, *command: str, env: Mapping[str, str] | None = None, timeout: float = 120) -> tuple[int, str]:
+    def outcome(self, *command: str, env: Mapping[str, str] | None = None, timeout: float = 250) -> tuple[int, str]:
         """Runs a command on the controller; returns its exit code and what it wrote."""
         process = self.start(*command, env=env)
         try:
@@ -184,7 +183,7 @@ class Cluster:
             process.kill()
         return process.returncode, text
 
-    def run(self, *command: str, env: Mapping[str, str] | None = None, timeout: float = 120) -> str:
+    def run(self, *command: str, env: Mapping[str, str] | None = None, timeout: float = 250) -> str:
         """As ``outcome``, of a command that may not fail."""
         code, text = self.outcome(*command, env=env, timeout=timeout)
         assert code == 0, f"{' '.join(command)}: exit code {code}\n{text}\n{self.logs()}"
@@ -197,6 +196,18 @@ class Cluster:
     def job(self, number: int) -> dict[str, str]:
         """What Slurm says about a job: JobState, Restarts, and so on."""
         return dict(re.findall(r"(\w+)=(\S*)", self.run("scontrol", "show", "job", "--oneliner", str(number))))
+
+    def crash(self, node: int) -> None:
+        """Kills all processes on a node, as a loss of power does; Slurm hears of it at once. Then slurmd starts again."""
+        first = (self.folder / f"node{node}.pid").read_text().strip()
+        kill = """
+            for process in /proc/[0-9]*; do
+                if [ "$(readlink $process/ns/net)" = "$(readlink /proc/$0/ns/net)" ] && [ $process != /proc/$0 ]; then
+                    kill -9 ${process#/proc/}
+                fi
+            done"""
+        self.outcome("bash", "-c", kill, first)  # some processes end with others, before their turn
+        self.run("scontrol", "update", f"nodename=node{node}", "state=down", "reason=crash")
 
     def until(self, happened: Callable[[], bool], seconds: float = 60, text: Callable[[], str] = lambda: "") -> None:
         """Waits until ``happened()``; ``text()`` is what a failure shows besides the logs."""
