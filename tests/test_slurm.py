@@ -272,6 +272,7 @@ def test_a_worker_that_is_killed(cluster, uninterrupted, tmp_path):
     job.kill_worker(3)
     job.finish()
     assert "node2: task 3: Killed" in job.output()
+    assert "PeerLostError" in job.output()
     assert_resumed_exactly(job, uninterrupted, stopped=False)
 
 
@@ -301,6 +302,7 @@ def test_a_cancelled_job_does_not_come_back(cluster, tmp_path):
     job.until_it_trains()
     cluster.run("scancel", str(job.number))
     job.until(lambda: job.state()["JobState"] == "CANCELLED")
+    job.until(lambda: job.saved_step() > 0)  # within KillWait
     time.sleep(3)
     assert (job.state()["JobState"], job.state()["Restarts"]) == ("CANCELLED", "0")
 
@@ -329,7 +331,7 @@ def test_torchrun_on_each_node(cluster, uninterrupted, tmp_path):
     )
     output = tmp_path / "output.txt"
     number = cluster.submit("--nodes=2", f"--output={output}", str(script), env=environ(cluster))
-    cluster.until(lambda: "workers begin" in output.read_text(), 250)
+    cluster.until(lambda: output.exists() and "workers begin" in output.read_text(), 250)
     time.sleep(2)
     cluster.run("scancel", "--signal=TERM", f"{number}.0")
     cluster.until(lambda: cluster.job(number)["JobState"] == "COMPLETED", 250, output.read_text)
@@ -359,13 +361,12 @@ assert initialize_dist() == (rank, world_size)  # the group stays
 assert local_rank == rank % 2
 torch.manual_seed(rank)
 model = DecentralizedDataParallel(nn.Linear(4, 2), optim_fn_adamw, topology="alternating-exp-ring", _local_world_size=2)
-first = last = None
+first, x = None, torch.randn(8, 4)
 for step in range(30):
-    x = torch.randn(8, 4)
     loss = (model(x) - x[:, :2]).square().mean()
     model.zero_grad()
     loss.backward()
-    first, last = first if first is not None else loss.item(), loss.item()
+    first, last = first or loss.item(), loss.item()
 model.global_avg(will_revert=False)
 total = sum(p.detach().double().sum() for p in model.parameters())
 print(f"[{rank} {model.stats().rounds} {last < first} {total.item()!r}]", flush=True)
