@@ -176,11 +176,11 @@ class Cluster:
 
     def outcome(self, *command: str, env: Mapping[str, str] | None = None, timeout: float = 250) -> tuple[int, str]:
         """Runs a command on the controller; returns its exit code and what it wrote."""
-        process = self.start(*command, env=env)
-        try:
-            text, _ = process.communicate(timeout=timeout)
-        finally:
-            process.kill()
+        with self.start(*command, env=env) as process:
+            try:
+                text, _ = process.communicate(timeout=timeout)
+            finally:
+                process.kill()
         return process.returncode, text
 
     def run(self, *command: str, env: Mapping[str, str] | None = None, timeout: float = 250) -> str:
