@@ -115,7 +115,7 @@ bench-checkpoint: $(VENV)/.installed  ## the cost of saving, resuming and other 
 	$(BIN)/python -m benchmarks.checkpoint
 
 # Installs no packages of the system.
-slurm: $(VENV)/.installed  ## the tests under a real Slurm of two nodes on this machine (root, slurm-wlm, munge, iproute2; 6 minutes)
+slurm: $(VENV)/.installed  ## the tests under a real Slurm of two nodes on this machine (root, slurm-wlm, munge, iproute2; 10 minutes)
 	$(BIN)/python -m pytest -n 0 -rs --durations=0 --durations-min=1 tests/test_slurm.py
 
 # Installs nothing, because machines with a GPU have their own torch.
