@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from .accum import AccumAdam, AccumAdamW
+from .published import load_by_name
 
 __all__ = ["optim_fn_accum_adam", "optim_fn_accum_adamw", "optim_fn_adam", "optim_fn_adamw"]
+
+_Made = TypeVar("_Made", bound=torch.optim.Optimizer)
 
 
 def _decays(name: str, param: Tensor) -> bool:
@@ -18,8 +22,8 @@ def _decays(name: str, param: Tensor) -> bool:
     return param.ndim > 1 and name.rpartition(".")[2] != "bias"
 
 
-def _param_groups(params: Iterable[tuple[str, Tensor]], weight_decay: float) -> list[dict[str, Any]]:
-    """The named parameters in their order as at most two groups: with decay, then without; no empty group."""
+def _grouped(params: Iterable[tuple[str, Tensor]], weight_decay: float, make: Callable[[list[dict[str, Any]]], _Made]) -> _Made:
+    """An optimizer of the named parameters in their order, in at most two groups: with decay, then without; none is empty."""
     named = list(params)
     for entry in named:
         if not (isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)):
@@ -31,7 +35,9 @@ def _param_groups(params: Iterable[tuple[str, Tensor]], weight_decay: float) -> 
         {"params": [pair for pair in named if _decays(*pair)], "weight_decay": weight_decay},
         {"params": [pair for pair in named if not _decays(*pair)], "weight_decay": 0.0},
     ]
-    return [group for group in groups if group["params"]] or groups[:1]
+    optimizer = make([group for group in groups if group["params"]] or groups[:1])
+    optimizer.register_load_state_dict_pre_hook(functools.partial(load_by_name, [name for name, _ in named]))
+    return optimizer
 
 
 # ------------------------------------------------------------------------------------------------- torch's fused kernels
@@ -114,7 +120,8 @@ def optim_fn_adam(
 
     A group whose parameters are all dense, of float16 to float64, on the CPU or CUDA uses torch's fused kernel.
     """
-    return _with_fused_kernel(torch.optim.Adam(_param_groups(params, weight_decay), lr=lr, betas=(beta1, beta2), eps=eps))
+    make = functools.partial(torch.optim.Adam, lr=lr, betas=(beta1, beta2), eps=eps)
+    return _with_fused_kernel(_grouped(params, weight_decay, make))
 
 
 def optim_fn_adamw(
@@ -126,7 +133,8 @@ def optim_fn_adamw(
     eps: float = 1e-8,
 ) -> torch.optim.AdamW:
     """torch's AdamW on named parameters; decay (decoupled) on weights only, and kernels as in `optim_fn_adam`."""
-    return _with_fused_kernel(torch.optim.AdamW(_param_groups(params, weight_decay), lr=lr, betas=(beta1, beta2), eps=eps))
+    make = functools.partial(torch.optim.AdamW, lr=lr, betas=(beta1, beta2), eps=eps)
+    return _with_fused_kernel(_grouped(params, weight_decay, make))
 
 
 def optim_fn_accum_adam(
@@ -141,8 +149,8 @@ def optim_fn_accum_adam(
     compiled: bool = False,
 ) -> AccumAdam:
     """AccumAdam on named parameters; decay (L2, in the gradient) on weights only. ``compiled`` as in the class."""
-    groups = _param_groups(params, weight_decay)
-    return AccumAdam(groups, lr=lr, betas=(beta1, beta2), eps=eps, accum_iter=accum_iter, compiled=compiled)
+    make = functools.partial(AccumAdam, lr=lr, betas=(beta1, beta2), eps=eps, accum_iter=accum_iter, compiled=compiled)
+    return _grouped(params, weight_decay, make)
 
 
 def optim_fn_accum_adamw(
@@ -157,5 +165,5 @@ def optim_fn_accum_adamw(
     compiled: bool = False,
 ) -> AccumAdamW:
     """AccumAdamW on named parameters; decay (decoupled) on weights only. ``compiled`` as in the class."""
-    groups = _param_groups(params, weight_decay)
-    return AccumAdamW(groups, lr=lr, betas=(beta1, beta2), eps=eps, accum_iter=accum_iter, compiled=compiled)
+    make = functools.partial(AccumAdamW, lr=lr, betas=(beta1, beta2), eps=eps, accum_iter=accum_iter, compiled=compiled)
+    return _grouped(params, weight_decay, make)
