@@ -200,11 +200,15 @@ BAD: dict[str, tuple[Callable[[nn.Module], Given], str, str]] = {
     "float32": (option(compression="float32"), VALUE, "compression must be None (every dtype as it is)"),
     "mix_every=0": (option(mix_every=0), VALUE, "mix_every must be a whole number of updates, at least 1, got 0"),
     "mix_every=1.5": (option(mix_every=1.5), TYPE, "mix_every must be a whole number of updates, at least 1, got 1.5"),
-    "bucket 0": (option(bucket_size_in_mb=0), VALUE, "bucket_size_in_mb must be a positive number of MiB, got 0"),
+    "bucket -1": (
+        option(bucket_size_in_mb=-1),
+        VALUE,
+        "bucket_size_in_mb must be a number of MiB, or 0 (one bucket per parameter), got -1",
+    ),
     "bucket '25'": (
         option(bucket_size_in_mb="25"),
         TYPE,
-        "bucket_size_in_mb must be a positive number of MiB, got '25'",
+        "bucket_size_in_mb must be a number of MiB, or 0 (one bucket per parameter), got '25'",
     ),
     "local 0": (
         option(local_world_size=0),

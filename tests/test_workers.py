@@ -261,7 +261,6 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "another name": (model_of(name="final"), ValueError, "'last.weight'.*'final.weight'"),
     "frozen on one": (model_of(frozen=True), ValueError, "trained.*frozen"),
     "other strides": (model_of(strides=True), ValueError, "strides"),
-    "bucket size 0": (both(bucket_size_in_mb=0), ValueError, "bucket_size_in_mb.*0"),
     "bucket size negative": (both(bucket_size_in_mb=-1.5), ValueError, "-1.5"),
     "bucket size text": (both(bucket_size_in_mb="25"), TypeError, "'25'"),
     "bucket size nan": (both(bucket_size_in_mb=float("nan")), ValueError, "nan"),

@@ -84,7 +84,7 @@ def gossip(
         rule: how received parameters are applied, from ``decent_dp.rules``; None for plain gossip.
         overlap: exchange during the next forward, backward and step. With False, a step returns after its exchange is mixed in.
         scaler: the ``torch.GradScaler`` that steps the optimizers; its ``update()`` ends the round.
-        bucket_size_in_mb: upper size of a bucket, the unit of exchange, in MiB.
+        bucket_size_in_mb: upper size of a bucket, the unit of exchange, in MiB; 0 for one bucket per parameter.
         local_world_size: workers on each node; None for the launcher's ``LOCAL_WORLD_SIZE``, else 1.
         process_group: the workers that mix; None for the default group. A topology's ranks are ranks in it or, with sharded
             replicas, numbers of replicas in the order of their first ranks.

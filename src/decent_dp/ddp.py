@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.profiler import record_function
 
 from decent_dp.arguments import (
     FLOAT_DTYPES,
@@ -35,6 +36,7 @@ from decent_dp.replica.stats import Stats
 from decent_dp.rules import Rule
 from decent_dp.rules.base import check_rule
 from decent_dp.topo import Topology
+from decent_dp.topo import TopologyReg as TopologyReg  # existing scripts import it from here
 from decent_dp.transport import Transport, connect
 
 if TYPE_CHECKING:
@@ -71,7 +73,7 @@ class DecentralizedDataParallel(nn.Module):
             no clipping.
         param_as_bucket_view: whether parameters are views of one flat buffer per bucket. The numbers are the same.
         sync_buffer_in_global_avg: whether floating-point buffers (BatchNorm statistics) take part in ``global_avg``.
-        bucket_size_in_mb: upper size of a bucket, in MiB.
+        bucket_size_in_mb: upper size of a bucket, in MiB; 0 for one bucket per parameter.
         _local_world_size: workers per node; None for the launcher's ``LOCAL_WORLD_SIZE``, else 1.
         overlap: exchange during the next forward and backward. With False, the backward returns after step, exchange and mix.
         compression: None sends each dtype as it is; 'bfloat16'; 'int8' sends a byte per value, relative to the distance between
@@ -167,7 +169,8 @@ class DecentralizedDataParallel(nn.Module):
         """The model's forward."""
         inner = self._before_forward()
         try:
-            output = self.module(*args, **kwargs)
+            with record_function("DecentralizedDataParallel.forward"):
+                output = self.module(*args, **kwargs)
         except Exception as error:
             replica = self.replica
             replica.everyone.report(f"{type(error).__name__} in its forward of round {replica.engine.round}: {error}")
@@ -315,6 +318,7 @@ class DecentralizedDataParallel(nn.Module):
         replica = self.replica
         replica.begin_collective("global_avg")
         replica.refuse_nonfinite("global_avg", replica.averaged_buffers())
+        replica.mean.reverted = False
         if will_revert:
             replica.mean.keep([*replica.parameters.params, *replica.averaged_buffers()])
         else:
@@ -325,7 +329,7 @@ class DecentralizedDataParallel(nn.Module):
         return float(sum(float(d) for d in distances) ** 0.5) if return_d2c else None
 
     def revert_global_avg(self) -> None:
-        """Undoes ``global_avg``: parameters and buffers.
+        """Undoes ``global_avg``: parameters and buffers. A second call, without a ``global_avg`` in between, does nothing.
 
         Raises:
             RuntimeError: there is no backup: none was requested, or an update or a load has dropped it.

@@ -165,7 +165,7 @@ class BackwardReplica(Replica):
         self._may_be_scaled = scaler is None
         self.policy = GradientPolicy(params, self.scaler, agreed.settings.grad_clip_norm)
         self._needs_all = self.policy.needs_all  # read at every gradient
-        world, factories = (self.engine, self.transport.world_size, self.parameters), (optim_fn, lr_scheduler_fn)
+        world, factories = (self.engine, self.transport, self.parameters), (optim_fn, lr_scheduler_fn)
         self._builder = Builder(*world, agreed.settings, *factories, as_view=as_view)
         self.units: list[Unit] = []
         # Users keep references to these two lists, so they are changed in place.

@@ -21,6 +21,8 @@ from decent_dp.replica.parameters import Parameters
 from decent_dp.replica.settings import Settings
 from decent_dp.replica.statistics import Statistics, tell_replicas
 from decent_dp.topo import Edge
+from decent_dp.topo.edges import GrouplessEdge
+from decent_dp.transport import Transport
 
 __all__ = ["Builder", "DeferredList", "Unit"]
 
@@ -50,11 +52,16 @@ class DeferredList(list[T]):
 
 @dataclass(frozen=True)
 class Unit:
-    """A bucket and its optimizer."""
+    """A bucket and its optimizer.
+
+    Attributes:
+        transport: of all workers.
+    """
 
     bucket: Bucket
     optimizer: Optimizer
     scheduler: LRScheduler | None
+    transport: Transport
 
     @property
     def buffer(self) -> FlatBuffer:
@@ -82,26 +89,34 @@ class Unit:
             try:
                 for param, view in zip(self.buffer.params, others, strict=True):
                     param.comm_buffer = view  # type: ignore[attr-defined]
-                hook(edge, edge.weight)
+                hook(self._shown(edge), edge.weight)
             finally:
                 for param in self.buffer.params:
                     del param.comm_buffer  # type: ignore[attr-defined]
 
         return edit
 
+    def _shown(self, edge: Edge) -> Edge:
+        """Returns the edge for a ``pre_average_hook``: its group is the user's, or that of all workers, or cannot be read."""
+        if edge.group is not None:
+            return edge
+        if len(edge.ranks) == self.transport.world_size and self.transport.process_group is not None:
+            return Edge(edge.ranks, edge.weight, self.transport.process_group)
+        return GrouplessEdge(edge.ranks, edge.weight)
+
 
 class Builder:
     """Makes units with the user's factories.
 
     Args:
-        n: the number of replicas.
+        transport: of all workers, each of which holds a replica.
         as_view: whether parameters become views of one flat buffer per bucket.
     """
 
     def __init__(
         self,
         engine: Engine,
-        n: int,
+        transport: Transport,
         parameters: Parameters,
         settings: Settings,
         optim_fn: OPTIM_FN_TYPE,
@@ -109,7 +124,7 @@ class Builder:
         *,
         as_view: bool,
     ) -> None:
-        self._engine, self._n, self._parameters, self._settings = engine, n, parameters, settings
+        self._engine, self._transport, self._parameters, self._settings = engine, transport, parameters, settings
         self._optim_fn, self._lr_scheduler_fn, self._as_view = optim_fn, lr_scheduler_fn, as_view
 
     def lay_out(self, order: Sequence[int]) -> list[Unit]:
@@ -126,8 +141,8 @@ class Builder:
         for bucket in self._engine.lay_out(specs, params, order, self._settings.bucket_size_in_mb * MIB, as_view=self._as_view):
             named = [(slot.spec.name, params[slot.index]) for slot in bucket.buffer.plan.slots]
             optimizer = make_optimizer(self._optim_fn, named)
-            tell_replicas([optimizer], self._n)
-            units.append(Unit(bucket, optimizer, make_scheduler(self._lr_scheduler_fn, optimizer)))
+            tell_replicas([optimizer], self._transport.world_size)
+            units.append(Unit(bucket, optimizer, make_scheduler(self._lr_scheduler_fn, optimizer), self._transport))
         return units
 
     def lay_out_statistics(self, units: Sequence[Unit]) -> tuple[Statistics, list[Bucket]]:

@@ -13,6 +13,7 @@ from decent_dp.compression import check_compression
 from decent_dp.engine import fit_rule
 from decent_dp.replica.averages import broadcast_
 from decent_dp.replica.consistency import call_on_all, check_consistency, model_signature
+from decent_dp.replica.devices import gpus_of, refuse_wrong_device, warn_of_shared_gpus
 from decent_dp.replica.options import Options, warn_of_rates
 from decent_dp.replica.settings import Settings
 from decent_dp.replica.shards import Replicas, is_sharded, local
@@ -108,8 +109,13 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
         }
         return Agreement(given.settings, mixing, rule, replicas, peers), dict(shared)
 
+    def check_all() -> Arguments:
+        checked = check()
+        refuse_wrong_device(model, transport)
+        return checked
+
     with closed_on_error(transport, owned), torch.no_grad():
-        given = call_on_all(transport.control, check)
+        given = call_on_all(transport.control, check_all)
         replicas = Replicas.of(transport.control.gather(given.mesh))
         peers = transport if replicas.shards == 1 else transport.among(replicas.peers_of(transport.rank))
         agreed = check_consistency(transport.control, transport.rank, attempt)
@@ -118,5 +124,7 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
         broadcast_(transport.control, [tensor for tensor in tensors if not is_sharded(tensor)])
         peers.prepare(agreed.topology._edges_ahead(_PREPARED_ROUNDS))
         # This gather comes last, so that a worker that exits right away is still there for all collectives before it.
-        warn_of_rates(transport.control.gather(given.options.rates))
+        rates, gpus = zip(*transport.control.gather([given.options.rates, gpus_of(model) if owned else []]), strict=True)
+        warn_of_rates(rates)
+        warn_of_shared_gpus(gpus, transport.rank)
     return agreed

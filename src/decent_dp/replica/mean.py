@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 from decent_dp.replica.shards import local
 
 __all__ = ["Mean"]
+
+_log = logging.getLogger(__name__)
 
 
 class Mean:
@@ -22,12 +25,14 @@ class Mean:
     Attributes:
         backup: pairs (tensor, own value) while tensors have other values; None otherwise.
         scoped: whether the end of a with-block restores the backup.
+        reverted: whether the last ``revert`` was not followed by another mean, so that one more would have nothing to do.
     """
 
     def __init__(self, locate: Callable[[], object]) -> None:
         self._locate = locate
         self.backup: list[tuple[Tensor, Tensor]] | None = None
         self.scoped = False
+        self.reverted = False
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
         """Backs up ``tensors``, unless there is a backup already."""
@@ -36,11 +41,14 @@ class Mean:
 
     @torch.no_grad()
     def revert(self) -> None:
-        """Restores the replica's own values.
+        """Restores the replica's own values. Does nothing if it has them because they were restored before.
 
         Raises:
             RuntimeError: there is no backup.
         """
+        if self.backup is None and self.reverted:
+            _log.warning("revert_global_avg() was called again without a global_avg() in between: it did nothing.")
+            return
         if self.backup is None:
             raise RuntimeError(
                 "there is nothing to revert: call global_avg() (with will_revert=True) first. An update or a load after it "
@@ -49,7 +57,7 @@ class Mean:
         self._locate()
         for tensor, value in self.backup:
             local(tensor).copy_(value)
-        self.backup = None
+        self.backup, self.reverted = None, True
 
     def release(self, tensors: Iterable[Tensor]) -> None:
         """Removes ``tensors`` from the backup: they have got new values."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
@@ -12,12 +13,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 __all__ = ["Hooked", "ModuleHooks", "copy_values", "insert_module", "state_names", "strip_prefix"]
 
+_log = logging.getLogger(__name__)
+
 # Prefixes of names in state dicts of wrappers: of an earlier decent_dp, and of PyTorch DDP.
 _PREFIXES = ("_model.", "module.")
 
 
 class Hooked(Protocol):
     """The receiver of a model's saves and loads."""
+
+    model: nn.Module
 
     def before_save(self) -> None:
         """Called before the values of a module are read."""
@@ -80,6 +85,26 @@ def _before_load(owner: Hooked, module: nn.Module, state: dict[str, Any], prefix
             "assign=False: the values are copied into them."
         )
     owner.before_load(module, state, prefix)
+    if module is owner.model:
+        _warn_if_nothing_fits(module, state, prefix)
+
+
+def _warn_if_nothing_fits(model: nn.Module, state: dict[str, Any], prefix: str) -> None:
+    """Logs a warning for a state dict without a key of the model, which ``strict=False`` takes as if it had been loaded.
+
+    With ``strict=True``, which torch tells no hook, torch raises an error after it.
+    """
+    names = [key[len(prefix) :] for key in state if key.startswith(prefix)]
+    # A larger module may be loaded in parts.
+    if (names or not prefix) and set(state_names(model)).isdisjoint(names):
+        found = f"its first is {next(iter(names))!r}" if names else "it is empty"
+        example = next(state_names(model))
+        _log.warning(
+            "no key of the state dict fits the model, so nothing is loaded: %s, and the model's first is %r. Keys that are "
+            "saved here have no prefix ('_model.', 'module.') that would have to be cut off.",
+            found,
+            example,
+        )
 
 
 def _after_load(owner: Hooked, module: nn.Module, *_: Any) -> None:

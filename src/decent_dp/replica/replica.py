@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from decent_dp._sizes import MIB
 from decent_dp.arguments import FLOAT_DTYPES
 from decent_dp.compression import all_finite, check_compression
 from decent_dp.engine import Bucket, Engine
@@ -112,6 +113,16 @@ class Replica(ABC):
         self._fault: BaseException | None = None
         self._module_hooks = ModuleHooks(model, self)
         register(self)
+        _log.debug(
+            "%s: worker %d of %d, topology %s, compression %s, %d trainable parameters in %d tensors",
+            self.KIND,
+            transport.rank,
+            transport.world_size,
+            self.topology.title(),
+            self.settings.compression,
+            sum(param.numel() for param in self.parameters.params),
+            len(self.parameters.params),
+        )
         # Runs at exit too, also in processes of multiprocessing, where atexit handlers do not run.
         self._finalizer = Finalize(self, shut_down, args=(self.engine, transport, threading.current_thread()), exitpriority=100)
 
@@ -158,6 +169,11 @@ class Replica(ABC):
     def use_buckets(self, buckets: list[Bucket]) -> None:
         """Replaces all buckets, after the optimizers."""
         self.engine.install(buckets)
+        if _log.isEnabledFor(logging.DEBUG):
+            sizes = [bucket.buffer.plan.numel * bucket.buffer.plan.dtype.itemsize / MIB for bucket in buckets]
+            _log.debug(
+                "worker %d: %d buckets, MiB: %s", self.everyone.rank, len(buckets), ", ".join(f"{size:.3g}" for size in sizes)
+            )
         params = dict(zip(self.parameters.names, self.parameters.params, strict=True))
         tell_drifts(self.optimizers, params, self.engine)
 
@@ -173,6 +189,10 @@ class Replica(ABC):
     def end_round(self, *, stepped: bool) -> None:
         """Called after all buckets were started."""
         self.engine.wait_for_read()
+        if _log.isEnabledFor(logging.DEBUG):
+            edge = self.topology.get_edge(self.engine.round)
+            what = "with a step" if stepped else "without a step"
+            _log.debug("worker %d: round %d %s, edge %s", self.everyone.rank, self.engine.round, what, edge.ranks)
         self.engine.advance()
         self.steps += stepped
 

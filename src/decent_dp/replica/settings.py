@@ -45,7 +45,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_number("grad_clip_norm", self.grad_clip_norm, "0.0 (no clipping) or a positive norm", at_least=0.0)
-        check_number("bucket_size_in_mb", self.bucket_size_in_mb, "a positive number of MiB", above=0.0)
+        check_number(
+            "bucket_size_in_mb", self.bucket_size_in_mb, "a number of MiB, or 0 (one bucket per parameter)", at_least=0.0
+        )
         check_integer("mix_every", self.mix_every, 1, "updates")
 
     def signature(self) -> dict[str, Any]:

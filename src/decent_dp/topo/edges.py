@@ -10,7 +10,7 @@ from typing import Any, overload
 
 import numpy as np
 
-__all__ = ["Edge", "PairRounds", "Pairs"]
+__all__ = ["Edge", "GrouplessEdge", "PairRounds", "Pairs"]
 
 Pairs = Iterable[tuple[int, int]]
 
@@ -29,7 +29,8 @@ class Edge:
     Args:
         ranks: the members, as ranks of the process group; each at most once, in any order.
         weight: the weight of a member's own value, in [0, 1]. ``1 / len(ranks)`` averages the group.
-        group: free for the transport; ignored in comparisons.
+        group: a process group of these workers, for the user's own collectives; the library makes and uses none. Ignored in
+            comparisons.
     """
 
     ranks: list[int]
@@ -40,6 +41,30 @@ class Edge:
     def peer_weight(self) -> float:
         """The weight of each other member's value: ``(1 - weight) / (len(ranks) - 1)``; 0.0 for one rank alone."""
         return (1.0 - self.weight) / (len(self.ranks) - 1) if len(self.ranks) > 1 else 0.0
+
+
+class GrouplessEdge(Edge):
+    """An edge whose ``group`` cannot be read.
+
+    None would mean all workers to ``torch.distributed``: a collective over the edge would silently be one over all.
+    """
+
+    def __init__(self, ranks: list[int], weight: float) -> None:
+        self.ranks, self.weight = ranks, weight
+
+    @property
+    def group(self) -> Any:
+        """Raises RuntimeError."""
+        raise RuntimeError(
+            f"the edge ({_few(self.ranks)}) has no process group, because exchanges need none. Give it one in a topology of "
+            "your own, where every worker calls torch.distributed.new_group(ranks) for every edge of the period, in one "
+            "order: Edge(ranks, weight, group)."
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Edge) and (self.ranks, self.weight) == (other.ranks, other.weight)
+
+    __hash__ = None  # type: ignore[assignment]  # as of any Edge, which can be changed
 
 
 def _few(ranks: Iterable[int]) -> str:

@@ -169,6 +169,7 @@ class Transport(ABC):
         store: shared by these workers alone, for a few short texts; any thread may use it. ``get`` waits for a missing key: use
             ``read_text``. ``add`` and ``set`` must not share a key. A store that is gone raises RuntimeError; a stopped one
             hangs (see ``StoreCalls``).
+        only_cuda: whether the backend of the process group is NCCL alone, which moves nothing that is on a CPU.
     """
 
     rank: int
@@ -176,6 +177,7 @@ class Transport(ABC):
     run_id: str
     timeout: float
     store: Store
+    only_cuda: bool = False
 
     @property
     @abstractmethod
@@ -206,6 +208,11 @@ class Transport(ABC):
     @abstractmethod
     def report(self, cause: str) -> None:
         """Stores the cause of a failure here, for the errors of workers that lose this one; '' removes it."""
+
+    @property
+    def process_group(self) -> Any:
+        """The process group of these workers, for collectives of the user's; None if there is none."""
+        return None
 
     def rank_in_all(self, rank: int) -> int:
         """The rank of worker ``rank`` among all workers, for messages; it differs in a part (``among``)."""

@@ -62,10 +62,12 @@ class ProcessGroupTransport(Transport):
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, timeout: float | None = None) -> None:
         self._control_rendezvous = shared = Rendezvous.create(process_group)
+        self._process_group = process_group
         if timeout is not None:
             shared = replace(shared, timeout=timedelta(seconds=timeout))
         self._rendezvous = shared
         super().__init__(shared.rank, shared.world_size, shared.run_id, shared.timeout.total_seconds(), shared.store)
+        self.only_cuda = str(dist.get_backend(process_group)) == "nccl"
         self._notes = Notes(shared.store, shared.rank)
         self._waiter = Waiter("decent_dp-staging")
         self._communicators: dict[str, Communicator] = {}
@@ -77,6 +79,10 @@ class ProcessGroupTransport(Transport):
     @property
     def control(self) -> Control:
         return self._control_of("all")
+
+    @property
+    def process_group(self) -> Any:
+        return self._process_group if self._process_group is not None else dist.group.WORLD
 
     def lost(self) -> list[int]:
         return self._reactor.lost()
