@@ -10,7 +10,7 @@ Each derives from the built-in type that users would catch:
         │   ├── PeerLostError      its connection is closed: it raised, exited or was killed
         │   └── PeerTimeoutError   it is connected but sent nothing within the process group's timeout
         ├── WireError              a message arrived that was not expected
-        ├── OutOfStepError         the workers have made different numbers of updates
+        ├── OutOfStepError         the workers have made different numbers of updates, or different collective calls
         ├── NonFiniteError         a replica holds a NaN or an infinity
         └── CheckpointError        a file of a checkpoint is missing, damaged or from another run
 """
@@ -50,7 +50,7 @@ class WireError(RuntimeError):
 
 
 class OutOfStepError(RuntimeError):
-    """The workers have made different numbers of updates."""
+    """The workers have made different numbers of updates, or different collective calls."""
 
 
 class NonFiniteError(RuntimeError):

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import rich  # noqa: F401  typer can do without it, the tables cannot
 import typer
 
-from decent_dp.cli import doctor, launch, plan, simulate, topology
+from decent_dp.cli import doctor, launch, plan, simulate, topology, watch
 from decent_dp.cli.inputs import BadInputError
 from decent_dp.cli.screen import one_line, say
 
@@ -36,6 +36,7 @@ app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
 app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
 # The first argument that is no option ends those of the command: the rest is the script's.
 app.command("launch", epilog=launch.EXAMPLES, context_settings={"allow_interspersed_args": False})(launch.launch)
+app.command("watch", epilog=watch.EXAMPLES)(watch.watch)
 
 EXAMPLES = """[bold]Examples[/bold]
 
@@ -48,6 +49,8 @@ decent-dp plan --params 65e6 --step-ms 60 -n 32 -l 4 --inter 25gbit --intra 200g
 torchrun --standalone --nproc-per-node 4 -m decent_dp doctor
 
 decent-dp launch --nproc 4 train.py
+
+decent-dp watch
 
 Exit codes: 0 fine, 1 something failed while it ran, 2 bad input."""
 
@@ -67,7 +70,7 @@ def _root(
         bool, typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Decentralized data-parallel training: topologies, simulated training, predicted step times, measured links, launches."""
+    """Decentralized data-parallel training: topologies, simulations, predicted step times, links, launches, live tables."""
     if context.invoked_subcommand is None:
         say(context.get_help())
 

@@ -78,18 +78,18 @@ def broadcast_object(control: Control, rank: int, message: Any) -> Any:
 
 
 def check_same_round(control: Control, round_: int, factor: float, what: str) -> None:
-    """Checks, before a collective call of the user's named ``what``, that all workers make it at the same round.
+    """Checks, before a collective call of the user's named ``what``, that all workers make this one, at the same round.
 
     Args:
         factor: the adaptive factor. Different factors would let the mean over the replicas drift.
 
     Raises:
         PeerTimeoutError: not all workers made the call.
-        OutOfStepError: the workers have made different numbers of updates; on all of them.
+        OutOfStepError: the workers have made different numbers of updates, or make different calls; on all of them.
         DisagreementError: the adaptive factors differ; on all of them.
     """
     try:
-        rounds, factors = map(list, zip(*control.gather([round_, factor]), strict=True))
+        rounds, factors, calls = map(list, zip(*control.gather([round_, factor, what]), strict=True))
     except errors.PeerTimeoutError as error:
         raise errors.PeerTimeoutError(
             f"not all workers called {what}: every worker must call it, also where only one uses the result (put "
@@ -99,6 +99,12 @@ def check_same_round(control: Control, round_: int, factor: float, what: str) ->
         raise errors.OutOfStepError(
             f"{what} needs all workers at the same update, and they have made different numbers ({worker_counts(rounds)}). "
             "Uneven numbers of batches need `with model.join():` around the loop."
+        )
+    rank = next((rank for rank, own in enumerate(calls) if own != calls[0]), None)
+    if rank is not None:
+        raise errors.OutOfStepError(
+            f"worker 0 called {calls[0]} and worker {rank} called {calls[rank]}, and each needs all workers: make the same "
+            "calls in the same order on every worker."
         )
     rank = next((rank for rank, own in enumerate(factors) if own != factors[0]), None)
     if rank is not None:

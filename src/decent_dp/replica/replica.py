@@ -55,6 +55,9 @@ class Listener:
     def round_ended(self) -> None:
         """Called between two rounds. An exception in it leaves the replica unchanged."""
 
+    def measured(self, distance: float) -> None:
+        """Called with each result of ``consensus_distance``."""
+
     def closing(self) -> None:
         """Called when the replica closes, while its connections still exist."""
 
@@ -331,7 +334,7 @@ class Replica(ABC):
             )
 
     def begin_collective(self, what: str) -> None:
-        """Checks, before a collective call of the user's, that all workers make it at the same round."""
+        """Checks, before a collective call of the user's, that all workers make this one, at the same round."""
         self.refuse_in_join(what)
         self.refuse_inside(what)
         self.apply_pending()
@@ -467,7 +470,10 @@ class Replica(ABC):
         pairs = zip(self.parameters.params, self.parameters.locate(), strict=True)
         # Parts that a replica holds several times count once.
         own = squared_distance(self.transport.control, [part.detach() for param, part in pairs if holds_first_copy(param)])
-        return float((sum(self.everyone.control.gather(own)) / self.transport.world_size) ** 0.5)
+        distance = float((sum(self.everyone.control.gather(own)) / self.transport.world_size) ** 0.5)
+        for listener in list(self.listeners):
+            listener.measured(distance)
+        return distance
 
     # -- saves and loads ----------------------------------------------------------------------------------------------
 

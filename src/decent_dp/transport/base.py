@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from decent_dp.compression import Compression, MessageId
 from decent_dp.topo import Edge
@@ -27,7 +29,9 @@ __all__ = [
     "Handle",
     "StoreCalls",
     "Transport",
+    "connect_store",
     "read_text",
+    "server_of",
     "store_errors",
     "written",
 ]
@@ -238,6 +242,25 @@ class Transport(ABC):
 def read_text(store: Store, key: str) -> str | None:
     """The text that is stored under ``key``; None if there is none. Does not wait, as ``store.get`` would."""
     return store.get(key).decode(errors="replace") if store.check([key]) else None
+
+
+def server_of(store: Store) -> tuple[str, int] | None:
+    """Returns the host and the port of the server that keeps ``store``; None if there is none."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return (store.host, store.port) if isinstance(store, TCPStore) else None
+
+
+def connect_store(host: str, port: int, seconds: float) -> Store:
+    """Returns a new connection to the server of a store.
+
+    Raises:
+        OSError: nothing listens there.
+        RuntimeError: no store answers within ``seconds``, or twice as many.
+    """
+    # torch would try again until then, and print a stack.
+    socket.create_connection((host, port), seconds).close()
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
 
 
 @contextlib.contextmanager

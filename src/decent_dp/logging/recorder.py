@@ -1,0 +1,286 @@
+"""Curves of a run for TensorBoard: ``pip install -e '.[tensorboard]'``."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decent_dp._checks import check_bool, check_integer, install_hint, to_float
+from decent_dp.checkpoint.trained import Trained, replica_of
+from decent_dp.logging.publisher import publish
+from decent_dp.replica.consistency import check_consistency
+from decent_dp.replica.replica import Listener, Replica
+
+__all__ = ["Recorder"]
+
+
+class Recorder:
+    """Writes the curves of a run for TensorBoard: one call here, and one per step.
+
+    ::
+
+        board = decent_dp.logging.Recorder(replica, "runs/board")
+        for x, y in batches:
+            loss = ...
+            loss.backward()
+            optimizer.step()
+            board.log(loss)
+
+    Made by all workers. It writes a point whenever the number of rounds reaches a multiple of ``every``. The x axis is the
+    number of rounds, so a resumed run continues its curves; the points after the checkpoint that it resumes are replaced.
+
+    ================================ ============================================================================
+    ``loss/mean``                    the mean of all losses since the last point, over all workers
+    ``loss/local``                   the same of worker 0 alone
+    ``rate``                         the largest learning rate of worker 0's parameter groups
+    ``distance``                     ``consensus_distance()`` now
+    ``step/ms``                      wall time per round, with everything in the loop; mean over workers
+    ``step/waited_ms``               the part of it in which training waited for messages; mean over workers
+    ``sent/bytes_per_step``          per worker
+    ``sent/Mbit_per_s``              per worker
+    ``skipped/rejected_blocks``      since the last point, of all workers: see ``Stats.rejected``
+    ``skipped/nonfinite_rounds``     likewise: see ``Stats.nonfinite``
+    ================================ ============================================================================
+
+    Worker 0 writes them; a point needs all workers for a moment, and ``distance`` an all-reduce of all parameters. Inside
+    ``join``, where workers may have run out of data, only ``loss/local`` and ``rate`` are written; call ``flush`` after it.
+
+    Each worker also publishes its status for ``decent-dp watch``, as by ``publish``.
+
+    Args:
+        model: the wrapper, or what ``decent_dp.gossip`` returned.
+        folder: for the event files; made if it is missing.
+        every: rounds per point.
+        distance: whether to measure ``distance``.
+        each_worker: also write each worker's own numbers, in ``folder/worker0``, ``folder/worker1``, …
+
+    Raises:
+        ImportError: tensorboard is not installed.
+        TypeError, ValueError: an argument is wrong, or differs between workers. All of these on all workers.
+    """
+
+    def __init__(
+        self,
+        model: Trained,
+        folder: str | os.PathLike[str],
+        *,
+        every: int = 100,
+        distance: bool = True,
+        each_worker: bool = False,
+    ) -> None:
+        self._replica = replica = replica_of(model, "Recorder")
+        replica.begin_collective("Recorder")
+        rank = replica.everyone.rank
+
+        def check() -> tuple[Path, dict[str, Any]]:
+            settings = {
+                "every": check_integer("every", every, 1, "rounds"),
+                "distance": check_bool("distance", distance),
+                "each_worker": check_bool("each_worker", each_worker),
+            }
+            path = Path(folder)
+            if rank == 0 or each_worker:
+                _writer_class()
+                path.mkdir(parents=True, exist_ok=True)
+            return path, {"settings": settings}
+
+        path = check_consistency(replica.everyone.control, rank, check)
+        self._every, self._distance = every, distance
+        self._run = _Curves(path) if rank == 0 else None
+        self._own = _Curves(path / f"worker{rank}") if each_worker else None
+        self._sum: Tensor | None = None
+        self._loss, self._losses = 0.0, 0
+        self._round: int | None = None
+        self._rounds = _Rounds()
+        replica.listeners.append(self._rounds)
+        # The totals at the last point, of this worker's own numbers and of those of all workers. Inside join they differ.
+        self._local = self._shared = self._totals()
+        publish(replica)
+
+    @torch.no_grad()
+    def log(self, loss: Tensor | float) -> None:
+        """Adds the loss of a step; called by all workers equally often, after the step.
+
+        A tensor is added up on its device, and read only for a point.
+
+        Args:
+            loss: a tensor of one element, or a number.
+
+        Raises:
+            ValueError, TypeError: it is something else.
+            OutOfStepError: the workers have made different numbers of rounds, or different calls; on all of them.
+            PeerTimeoutError: a worker has not called it.
+        """
+        replica = self._replica
+        round_ = replica.engine.round
+        if self._round is None:
+            # The time before the first step is of another kind, and so may be the rounds (of a checkpoint that was loaded).
+            self._local = self._shared = self._totals()
+            self._round = round_ - 1
+        self._add(loss)
+        if round_ // self._every > self._round // self._every:
+            if replica.joining:
+                self._write_local()
+            else:
+                self._write_point("log of Recorder")
+        self._round = round_
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Writes a point now, with everything since the last one; for instance after ``join``. Called by all workers.
+
+        Raises:
+            OutOfStepError, PeerTimeoutError: as for ``log``.
+        """
+        self._write_point("flush of Recorder")
+
+    def add(self, name: str, value: Tensor | float) -> None:
+        """Adds a point of your own to a curve, such as the accuracy of the mean model. Worker 0 writes it, the others nothing.
+
+        Args:
+            name: of the curve; what is before a slash is the name of its group.
+            value: a tensor of one element, or a number.
+        """
+        if self._run is not None:
+            self._run.write(self._replica.engine.round, {name: value.item() if isinstance(value, Tensor) else float(value)})
+
+    # -- the numbers --------------------------------------------------------------------------------------------------
+
+    def _add(self, loss: Tensor | float) -> None:
+        if isinstance(loss, Tensor):
+            if loss.numel() != 1 or loss.is_complex():
+                raise ValueError(
+                    f"log takes the loss of a step, one real number, got {loss.dtype} of shape {tuple(loss.shape)}"
+                )
+            if self._sum is None or self._sum.device != loss.device:
+                self._drain()
+                dtype = torch.promote_types(loss.dtype, torch.float32)
+                self._sum = torch.zeros((), dtype=dtype, device=loss.device)
+            self._sum.add_(loss.detach().reshape(()))
+        else:
+            number = to_float(loss)
+            if number is None:
+                raise TypeError(f"log takes the loss of a step, a tensor or a number, got {loss!r}")
+            self._loss += number
+        self._losses += 1
+
+    def _drain(self) -> None:
+        if self._sum is not None:
+            self._loss += self._sum.item()
+            self._sum = None
+
+    def _totals(self) -> _Totals:
+        self._drain()
+        stats = self._replica.stats()
+        return _Totals(
+            self._loss,
+            self._losses,
+            self._rounds.made,
+            time.perf_counter(),
+            stats.bytes_sent,
+            stats.waited_s,
+            stats.rejected,
+            stats.nonfinite,
+        )
+
+    def _write_local(self) -> None:
+        totals = self._totals()
+        window, self._local = totals.since(self._local), totals
+        numbers = window.loss("loss/local") | {"rate": _rate(self._replica)}
+        if self._run is not None:
+            self._run.write(self._replica.engine.round, numbers)
+        if self._own is not None:
+            self._own.write(self._replica.engine.round, numbers | window.speeds() | window.skipped())
+
+    def _write_point(self, what: str) -> None:
+        replica = self._replica
+        replica.begin_collective(what)
+        self._write_local()
+        window, self._shared = self._local.since(self._shared), self._local
+        windows = [_Totals(*entry) for entry in replica.everyone.control.gather(astuple(window))]
+        distance = {"distance": replica.consensus_distance()} if self._distance else {}
+        if self._run is not None:
+            speeds = [found.speeds() for found in windows]
+            means = {name: statistics.fmean(speed[name] for speed in speeds) for name in speeds[0]}
+            total = _Totals(*map(sum, zip(*map(astuple, windows), strict=True)))
+            self._run.write(replica.engine.round, total.loss("loss/mean") | distance | means | total.skipped())
+
+
+class _Rounds(Listener):
+    """Counts the rounds made; a load of a checkpoint changes the number of the round."""
+
+    def __init__(self) -> None:
+        self.made = 0
+
+    def round_ended(self) -> None:
+        self.made += 1
+
+
+@dataclass(frozen=True)
+class _Totals:
+    """Sums since the beginning; their differences are those of a window."""
+
+    losses_sum: float
+    losses: int
+    rounds: int
+    seconds: float
+    bytes_sent: int
+    waited_s: float
+    rejected: int
+    nonfinite: int
+
+    def since(self, earlier: _Totals) -> _Totals:
+        return _Totals(*(b - a for a, b in zip(astuple(earlier), astuple(self), strict=True)))
+
+    def loss(self, name: str) -> dict[str, float]:
+        return {name: self.losses_sum / self.losses} if self.losses else {}
+
+    def speeds(self) -> dict[str, float]:
+        """Of a window of one worker; empty if it has no rounds, as before the second one."""
+        if self.rounds <= 0:
+            return {}
+        return {
+            "step/ms": 1e3 * self.seconds / self.rounds,
+            "step/waited_ms": 1e3 * self.waited_s / self.rounds,
+            "sent/bytes_per_step": self.bytes_sent / self.rounds,
+            "sent/Mbit_per_s": 8e-6 * self.bytes_sent / self.seconds,
+        }
+
+    def skipped(self) -> dict[str, float]:
+        return {"skipped/rejected_blocks": self.rejected, "skipped/nonfinite_rounds": self.nonfinite}
+
+
+class _Curves:
+    """An event file in a folder, which begins with the first point."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._writer: Any = None
+
+    def write(self, round_: int, numbers: dict[str, float]) -> None:
+        if self._writer is None:
+            # Points of an earlier start from this round on are hidden: this one has resumed from an earlier checkpoint.
+            self._writer = _writer_class()(str(self._folder), purge_step=round_)
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, round_)
+        self._writer.flush()
+
+
+def _rate(replica: Replica) -> float:
+    """Tensors are rates, too. The wrapper has no optimizers before its first update."""
+    return max((float(group["lr"]) for optimizer in replica.optimizers for group in optimizer.param_groups), default=0.0)
+
+
+def _writer_class() -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ImportError(f"Recorder needs tensorboard; {install_hint('tensorboard')}") from error
+    return SummaryWriter
