@@ -1,6 +1,7 @@
-"""The figures of docs/how-it-works.md, and the README's table of steps: `make figures`.
+"""The figures of docs/how-it-works.md and docs/profiling.md, and the README's table of steps: `make figures`.
 
-The table comes from results of the network lab, and mixing from `decent_dp.topo`. Only the lengths in the timeline are made up.
+The table and the traces come from results of the network lab, and mixing from `decent_dp.topo`. Only the lengths in the
+timeline of one update are made up.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from decent_dp.topo import BaseTwoTopology, RingTopology
 
 ROOT = Path(__file__).parents[1]
 LAB = ROOT / "benchmarks" / "results" / "8x1-60.json"
+TRACE = ROOT / "benchmarks" / "results" / "trace.json"
 FIGURES = ROOT / "docs" / "figures"
 # The lab's names, and the README's. For 8 workers 'base-2', the default of gossip(), is 'one-peer-exp'.
 SHOWN = {
@@ -148,13 +150,55 @@ def draw_mixing(workers: int = 8, rounds: int = 8) -> Any:
     return figure
 
 
+# -- a trace --------------------------------------------------------------------------------------------------------------
+
+TRACE_COLOURS = {
+    "forward": PALE,
+    "backward": "#b5cbe3",
+    "step": ORANGE,
+    "decent_dp.wait": RED,
+    "decent_dp.mix": GREEN,
+    "decent_dp.encode": PINK,
+    "decent_dp.send": BLUE,
+}
+TRACE_ROWS = ("training", "encode", "send")
+TRACE_TITLES = {
+    "fast": "{:g} Mbit/s: sends end before the step, nothing waits",
+    "slow": "{:g} Mbit/s: sends take longer than the update, and training waits",
+    "int8": '{:g} Mbit/s, compression="int8": encoding costs less than waiting',
+}
+LEAST_MS = 1.5  # below it a range would not be seen
+
+
+def draw_trace(found: dict[str, Any]) -> Any:
+    from matplotlib.patches import Patch
+
+    figure = new_figure(5.0)
+    end = max(entry[2] for link in found.values() for entry in link["ranges"])
+    panels = figure.subplots(len(found), 1, sharex=True)
+    for axes, (name, link) in zip(panels, found.items(), strict=True):
+        for what, colour in TRACE_COLOURS.items():  # the step goes first: wait and mix are inside it
+            kind = what.removeprefix("decent_dp.")
+            row = TRACE_ROWS.index(kind) if kind in TRACE_ROWS else 0
+            spans = [(begin, max(stop - begin, LEAST_MS)) for name, begin, stop in link["ranges"] if name == what]
+            axes.broken_barh(spans, (row - 0.36, 0.72), facecolor=colour)
+        _finish(axes, TRACE_TITLES[name].format(link["mbit_s"]), TRACE_ROWS, end)
+    ticks = range(0, int(end) + 1, 500)
+    panels[-1].set_xticks(ticks, ticks, fontsize=9)
+    panels[-1].set_xlabel("ms", fontsize=9)
+    handles = [Patch(facecolor=colour, label=name) for name, colour in TRACE_COLOURS.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=8, handlelength=1.2)
+    return figure
+
+
 def main() -> None:
     import matplotlib
 
     FIGURES.mkdir(parents=True, exist_ok=True)
     # The same numbers give the same file; letters are drawn, so that a page needs no font.
     with matplotlib.rc_context({"svg.hashsalt": "decent_dp"}):
-        for name, figure in {"update": draw_update(), "mixing": draw_mixing()}.items():
+        trace = draw_trace(json.loads(TRACE.read_text(encoding="utf-8")))
+        for name, figure in {"update": draw_update(), "mixing": draw_mixing(), "trace": trace}.items():
             figure.savefig(FIGURES / f"{name}.svg", metadata={"Date": None})
     print(make_table(shown_lines()), end="")
 

@@ -352,6 +352,7 @@ PUBLIC = {
     ".errors": """CheckpointError DisagreementError NonFiniteError OutOfStepError PeerError PeerLostError PeerTimeoutError
         WireError""",
     ".launch": "Launch initialize_dist read_environment spawn",
+    ".logging": "Recorder publish",
     ".optim": """AccumAdam AccumAdamW GossipAdamW SharesStatistics accum_adam_foreach accum_adamw_foreach
         lr_scheduler_fn_cosine_with_warmup optim_fn_accum_adam optim_fn_accum_adamw optim_fn_adam optim_fn_adamw""",
     ".rules": "Anticipation DriftCorrection GASLoC Gossip OuterNesterov Round Rule",

@@ -18,8 +18,6 @@ from pathlib import Path
 from types import NoneType
 from typing import TypeVar
 
-from torch.distributed.distributed_c10d import PrefixStore, Store
-
 from decent_dp.transport.base import connect_store, read_text
 
 __all__ = ["BEAT", "SILENT", "FolderEntries", "Run", "Status", "StoreEntries", "open_folder"]
@@ -188,7 +186,7 @@ class StoreEntries:
 
     def __init__(self, address: str, seconds: float) -> None:
         host, _, port = address.rpartition(":")
-        self._store: Store = PrefixStore("decent_dp-status", connect_store(host.strip("[]"), int(port), seconds))
+        self._store = connect_store(host.strip("[]"), int(port), "decent_dp-status", seconds)
 
     def announce(self, run: Run) -> None:
         """Makes a run known; called by one worker."""

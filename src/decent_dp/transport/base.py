@@ -251,8 +251,8 @@ def server_of(store: Store) -> tuple[str, int] | None:
     return (store.host, store.port) if isinstance(store, TCPStore) else None
 
 
-def connect_store(host: str, port: int, seconds: float) -> Store:
-    """Returns a new connection to the server of a store.
+def connect_store(host: str, port: int, prefix: str, seconds: float) -> Store:
+    """Returns a new connection to the server of a store, for keys with this prefix.
 
     Raises:
         OSError: nothing listens there.
@@ -260,7 +260,8 @@ def connect_store(host: str, port: int, seconds: float) -> Store:
     """
     # torch would try again until then, and print a stack.
     socket.create_connection((host, port), seconds).close()
-    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
+    store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
+    return PrefixStore(prefix, store)
 
 
 @contextlib.contextmanager
