@@ -85,6 +85,9 @@ workbench: $(VENV)/.installed  ## topologies, simulated learning and predicted s
 figures: $(VENV)/.installed  ## the figures of how-it-works.md, under docs/figures/, and the table of steps of the README
 	$(BIN)/python -m benchmarks.figures
 
+trace: $(VENV)/.installed  ## the profiler's ranges of two updates over fast and slow links (root, iproute2): JSON under benchmarks/results/
+	$(BIN)/python -m benchmarks.trace
+
 bench-net: $(VENV)/.installed  ## training steps over slow links (root, iproute2; 40 minutes): table, chart and JSON under benchmarks/results/
 	$(BIN)/python -m benchmarks.net
 

@@ -163,9 +163,9 @@ TRACE_COLOURS = {
 }
 TRACE_ROWS = ("training", "encode", "send")
 TRACE_TITLES = {
-    "fast": "{:g} Mbit/s: sends end before the step, nothing waits",
-    "slow": "{:g} Mbit/s: sends take longer than the update, and training waits",
-    "int8": '{:g} Mbit/s, compression="int8": encoding costs less than waiting',
+    "fast": "{:g} Mbit/s: training does not wait",
+    "slow": "{:g} Mbit/s: training waits",
+    "int8": '{:g} Mbit/s, compression="int8"',
 }
 LEAST_MS = 1.5  # below it a range would not be seen
 

@@ -16,6 +16,7 @@ import contextlib
 import gc
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -125,7 +126,14 @@ class Trainee:
             self.scheduler.load_state_dict(extra.pop("scheduler"))
 
 
-def train(config: Config, report: Callable[[str], None] = lambda line: None) -> dict[str, Any] | None:
+def progress(line: str, *, stays: bool = True) -> None:
+    """Writes a line on worker 0; one that does not stay is for terminals, and the next line takes its place."""
+    if dist.get_rank() == 0 and (stays or sys.stdout.isatty()):
+        clear = "\r\033[K" if sys.stdout.isatty() else ""
+        print(f"{clear}{line}", end="\n" if stays else "", flush=True)
+
+
+def train(config: Config, report: Callable[..., None] = lambda line, stays: None) -> dict[str, Any] | None:
     """Trains one model. Called by all workers; returns the same result on all of them, None if a signal has stopped it."""
     dataset, x_val, y_val = load_data()
     # Every worker sees its own share of the images: a different one each epoch (set_epoch, below).
@@ -180,9 +188,10 @@ def train(config: Config, report: Callable[[str], None] = lambda line: None) -> 
             history = [{"step": first + i, "loss": value, "consensus_distance": None} for i, value in enumerate(losses)]
             history[-1]["consensus_distance"] = distance
             at = {"epoch": epoch + 1, "samples": 0, "losses": [], "history": at["history"] + history}
-            if (epoch + 1) % 5 == 0 or epoch + 1 == config.epochs:
-                loss_now = statistics.fmean(losses)
-                report(f"epoch {epoch + 1:3d}: loss {loss_now:.4f}, replicas are {distance:.2e} away from their mean")
+            line = (
+                f"epoch {epoch + 1:3d}: loss {statistics.fmean(losses):.4f}, replicas are {distance:.2e} away from their mean"
+            )
+            report(line, stays=(epoch + 1) % 5 == 0 or epoch + 1 == config.epochs)
 
     # Of the steps since the start, or the restart; without those that warm up, if there are others.
     timed = seconds[WARM_UP_STEPS:] or seconds or [0.0]
@@ -283,21 +292,16 @@ def main() -> None:
 
     torch.set_num_threads(1)  # workers share this machine's cores
     rank, world_size = initialize_dist()
-
-    def report(line: str) -> None:
-        if rank == 0:
-            print(line, flush=True)
-
-    result = train(Config(**options), report)
+    result = train(Config(**options), progress)
     if result is None:
-        report("stopped: start it again to resume")
+        progress("stopped: start it again to resume")
         leave()
         return  # with exit code 0: torchrun has nothing to restart
-    report(
+    progress(
         f"{world_size} workers, {result['steps']} steps of {result['ms_per_step']:.2f} ms, "
         f"{result['bytes_per_step'] / 1e3:.1f} kB sent per worker and step"
     )
-    report(
+    progress(
         f"validation accuracy of the mean model {result['accuracy']:.2%}, of the worst replica {result['worst_accuracy']:.2%}"
     )
     if out and rank == 0:

@@ -163,7 +163,7 @@ class Recorder:
                 self._drain()
                 dtype = torch.promote_types(loss.dtype, torch.float32)
                 self._sum = torch.zeros((), dtype=dtype, device=loss.device)
-            self._sum.add_(loss.detach().reshape(()))
+            self._sum.add_(loss if loss.dim() == 0 else loss.reshape(()))
         else:
             number = to_float(loss)
             if number is None:
