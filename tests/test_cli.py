@@ -466,7 +466,7 @@ def test_a_measured_file_that_is_no_doctors(cli: Cli, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["", "topology", "topology list", "topology show", "topology compare", "simulate", "plan", "doctor"]
+    "line", ["", "topology", "topology list", "topology show", "topology compare", "simulate", "plan", "doctor", "watch"]
 )
 def test_help_with_examples(cli: Cli, line: str) -> None:
     text = cli(f"{line} --help")
