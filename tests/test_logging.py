@@ -247,6 +247,20 @@ def test_losses_of_any_kind(tmp_path, monkeypatch):
         board.flush()
 
 
+def test_a_disk_that_fails_ends_no_training(tmp_path, monkeypatch, caplog):
+    pytest.importorskip("tensorboard")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    model = alone(net())
+    board = Recorder(model, tmp_path / "board", every=1)
+    (tmp_path / "board").rmdir()
+    (tmp_path / "board").write_text("")
+    loss(model, 0).backward()
+    board.log(1.0)
+    assert all(message.startswith(f"the curves in {tmp_path}/board cannot be written: ") for message in caplog.messages)
+    assert caplog.messages
+    model.close()
+
+
 def test_a_missing_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ImportError, match=r"Recorder needs tensorboard; .*pip install -e '\.\[tensorboard\]'"):
@@ -302,7 +316,7 @@ def in_workers(rank: int, n: int, folder: Path) -> Any:
         assert [row[-1] for row in map(view._row, range(n))] == ["trains"] * n
     dist.barrier()
     replica.close()
-    assert not list((Path(tempfile.tempdir) / f"decent_dp-{os.getuid()}").iterdir())
+    assert not list((Path(tempfile.tempdir) / f"decent_dp-{os.getuid()}").glob(f"*-{rank}.json"))
     dist.barrier()
     if rank == 0:
         assert re.match(r"the run has ended\. Its last round: 20", view.look() or "")
@@ -346,7 +360,7 @@ def test_one_worker_without_a_launcher_is_seen(tmp_path, monkeypatch, capsys):
         assert time.monotonic() < deadline, out
     assert re.search(rf"run \w{{8}} \({Path(sys.argv[0]).name}, Sequential, 1 worker\)\n", out)
     assert re.search(rf"\n +0 +{socket.gethostname()} +3 +[\d.,]+ +0 +0 +- +trains\n", out)
-    (file,) = (tmp_path / f"decent_dp-{os.getuid()}").iterdir()
+    (file,) = (tmp_path / f"decent_dp-{os.getuid()}").glob("*.json")
     assert file.stat().st_mode & 0o777 == 0o600
     kept.clear()  # without close()
     gc.collect()

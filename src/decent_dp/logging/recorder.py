@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import statistics
 import time
@@ -19,6 +20,8 @@ from decent_dp.replica.consistency import check_consistency
 from decent_dp.replica.replica import Listener, Replica
 
 __all__ = ["Recorder"]
+
+_log = logging.getLogger(__name__)
 
 
 class Recorder:
@@ -63,6 +66,7 @@ class Recorder:
 
     Raises:
         ImportError: tensorboard is not installed.
+        OSError: the folder cannot be made. (A point that cannot be written later is a warning in the log.)
         TypeError, ValueError: an argument is wrong, or differs between workers. All of these on all workers.
     """
 
@@ -193,7 +197,7 @@ class Recorder:
     def _write_local(self) -> None:
         totals = self._totals()
         window, self._local = totals.since(self._local), totals
-        numbers = window.loss("loss/local") | {"rate": _rate(self._replica)}
+        numbers = window.loss("loss/local") | _rate(self._replica)
         if self._run is not None:
             self._run.write(self._replica.engine.round, numbers)
         if self._own is not None:
@@ -207,8 +211,9 @@ class Recorder:
         windows = [_Totals(*entry) for entry in replica.everyone.control.gather(astuple(window))]
         distance = {"distance": replica.consensus_distance()} if self._distance else {}
         if self._run is not None:
-            speeds = [found.speeds() for found in windows]
-            means = {name: statistics.fmean(speed[name] for speed in speeds) for name in speeds[0]}
+            # With uneven inputs a worker's first step may have been its last.
+            speeds = [speed for found in windows if (speed := found.speeds())]
+            means = {name: statistics.fmean(speed[name] for speed in speeds) for name in speeds[0]} if speeds else {}
             total = _Totals(*map(sum, zip(*map(astuple, windows), strict=True)))
             self._run.write(replica.engine.round, total.loss("loss/mean") | distance | means | total.skipped())
 
@@ -265,17 +270,23 @@ class _Curves:
         self._writer: Any = None
 
     def write(self, round_: int, numbers: dict[str, float]) -> None:
-        if self._writer is None:
-            # Points of an earlier start from this round on are hidden: this one has resumed from an earlier checkpoint.
-            self._writer = _writer_class()(str(self._folder), purge_step=round_)
-        for name, value in numbers.items():
-            self._writer.add_scalar(name, value, round_)
-        self._writer.flush()
+        """A point that cannot be written is a warning: training goes on."""
+        try:
+            if self._writer is None:
+                # Points of an earlier start from this round on are hidden: this one has resumed from an earlier checkpoint.
+                self._writer = _writer_class()(str(self._folder), purge_step=round_)
+            for name, value in numbers.items():
+                self._writer.add_scalar(name, value, round_)
+            self._writer.flush()
+        except OSError as error:
+            _log.warning("the curves in %s cannot be written: %s", self._folder, error)
 
 
-def _rate(replica: Replica) -> float:
-    """Tensors are rates, too. The wrapper has no optimizers before its first update."""
-    return max((float(group["lr"]) for optimizer in replica.optimizers for group in optimizer.param_groups), default=0.0)
+def _rate(replica: Replica) -> dict[str, float]:
+    """A rate may be a tensor. The wrapper has no optimizers before its first update, and some optimizers have no rate."""
+    groups = [group for optimizer in replica.optimizers for group in optimizer.param_groups]
+    rates = [float(group["lr"]) for group in groups if "lr" in group]
+    return {"rate": max(rates)} if rates else {}
 
 
 def _writer_class() -> Any:
