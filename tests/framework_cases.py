@@ -6,6 +6,7 @@ The plain loop is the independent computation that a framework must equal bit fo
 from __future__ import annotations
 
 import contextlib
+import os
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator
@@ -50,6 +51,14 @@ def quiet_frameworks() -> None:
     warnings.simplefilter("ignore")
     warnings.filterwarnings("error", module=r"decent_dp\b")
     warnings.filterwarnings("error", message=r".*(decent_dp|gossip)")
+
+
+def as_launched(rank: int, n: int) -> None:
+    """In a worker: the environment that torchrun sets, quiet frameworks, and no downloads. Before the framework is imported."""
+    worker = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n, "MASTER_PORT": 1}
+    os.environ.update({name: str(value) for name, value in worker.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+    quiet_frameworks()
 
 
 class Points(Dataset[dict[str, Tensor]]):
