@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -23,6 +25,7 @@ from tests.framework_cases import (
     plain_loop,
 )
 from tests.helpers import error_of
+from tests.workers import hear, say
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -253,3 +256,270 @@ def test_the_trainer_trains_as_the_plain_loop_and_resumes_exactly(workers, tmp_p
     seen = workers(2, whole_run, tmp_path)
     first_epoch = sorted(number for batches in seen for batch in batches[:8] for number in batch)
     assert first_epoch == list(range(64))  # (i): each sample once, on one worker
+
+
+def tiny_lora(rank: int) -> Any:
+    """A decoder with adapters, whose every weight differs between workers."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(rank)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "max_position_embeddings": 16}
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, **sizes))
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+
+
+class Sentences(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Rows of eight ascending numbers, with labels for the second half of every other row."""
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        tokens = (torch.arange(8) + i) % 32
+        labels = tokens.clone()
+        labels[: 4 * (i % 2)] = -100
+        return {"input_ids": tokens, "labels": labels}
+
+
+def adapters(rank: int, n: int, folder: Path) -> None:
+    as_launched(rank, n)
+    from safetensors.torch import load_file
+    from transformers import EarlyStoppingCallback
+
+    from decent_dp.integrations.transformers import attach
+
+    model = tiny_lora(rank)
+    trains = [param for param in model.parameters() if param.requires_grad]
+    frozen = [param for param in model.parameters() if not param.requires_grad]
+    before = [param.detach().clone() for param in frozen]
+    watch = watch_of(model)
+    trainer = trainer_of(
+        folder,
+        model,
+        [watch, EarlyStoppingCallback(1)],
+        dataset=Sentences(),
+        optimizer=torch.optim.SGD(trains, lr=1.0),
+        max_steps=12,
+        max_grad_norm=0.0,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="steps",
+        save_steps=2,
+        save_total_limit=1,
+        metric_for_best_model="eval_loss",
+        load_best_model_at_end=True,
+    )
+    trainer.eval_dataset = Sentences()
+    # The loss falls until step 4, and then steps go up the slope.
+    trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda step: 1 if step < 4 else -30)
+    callback = attach(trainer, topology="ring")
+    with collectives() as watch.found:
+        trainer.train()
+
+    # Early stopping and the best model go by the metric of the mean, which all workers have in common.
+    losses = logged(trainer, "eval_loss")
+    assert list(losses) == [2, 4, 6]
+    assert losses[4] < losses[2] < losses[6]
+    # Also where the loss is divided by the number of tokens: no step makes all workers meet.
+    assert watch.met == {step: [] for step in range(1, 7)}
+    # Only adapters train and are mixed; frozen weights are rank 0's on all workers.
+    assert sum(param.numel() for param in callback.replica.parameters.params) == sum(param.numel() for param in trains)
+    assert all(torch.equal(a, b) for a, b in zip(frozen, before, strict=True)) == (rank == 0)
+    digest: list[Any] = [None] * n
+    dist.all_gather_object(digest, [param.detach() for param in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(digest[0], digest[rank], strict=True))
+    # The model is the best one, bit for bit, and what comes after train() is of that.
+    assert trainer.state.best_model_checkpoint == str(folder / "checkpoint-4")
+    best = load_file(folder / "checkpoint-4" / "adapter_model.safetensors")
+    names = {name.replace(".default", ""): param for name, param in model.named_parameters() if param.requires_grad}
+    assert names.keys() == best.keys()  # only the adapter is in the file
+    assert all(torch.equal(names[name], value) for name, value in best.items())
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(losses[4], rel=1e-6)
+    assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
+    with pytest.raises(RuntimeError, match="closed"):
+        callback.replica.consensus_distance()
+
+
+@pytest.mark.slow
+def test_only_adapters_are_mixed_and_the_best_model_is_a_mean(workers, tmp_path):
+    pytest.importorskip("peft")
+    workers(3, adapters, tmp_path)
+
+
+class Noisy(Model):
+    """With dropout; its fifth loss is infinite, on worker 1."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.layers.insert(2, nn.Dropout(0.2))
+
+    def forward(self, x: Tensor, labels: Tensor, index: Tensor | None = None) -> dict[str, Tensor]:
+        output = super().forward(x, labels, index)
+        if len(self.seen) == 5 and dist.get_rank() == 1:
+            output["loss"] = output["loss"] * torch.inf
+        return output
+
+
+def scaled(rank: int, n: int, folder: Path) -> None:
+    as_launched(rank, n)
+    from decent_dp.integrations.transformers import attach
+
+    def prepared(seed: int, steps: int) -> tuple[Any, Any, Any]:
+        model = Noisy(seed)
+        watch = watch_of(model)
+        options = {"max_steps": steps, "max_grad_norm": 0.0, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
+        trainer = trainer_of(folder, model, [watch], **options)
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)  # on a GPU fp16=True makes it
+        return trainer, attach(trainer, topology="ring"), watch
+
+    trainer, callback, watch = prepared(rank, 12)
+    run = trained(trainer, callback, watch)
+    # (d): the third step was skipped on worker 1 alone, and its schedule is a step behind.
+    assert run.rounds == 12
+    assert callback.replica.stats().updates == 12 - (rank == 1)
+    assert trainer.lr_scheduler.last_epoch == 12 - (rank == 1)
+    assert all(bool(param.isfinite().all()) for param in run.mean)
+    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-12"]
+    dist.barrier()
+
+    # (e): a run that stops after six steps and is resumed is the same, in the folder of the run before.
+    trainer, callback, watch = prepared(rank, 6)
+    trained(trainer, callback, watch)
+    dist.barrier()
+    assert sorted(path.name for path in folder.glob("checkpoint-*"))[-1] == "checkpoint-6"
+    half = watch.run.losses
+    trainer, callback, watch = prepared(7 + rank, 12)
+    trainer.model.seen += [[]] * 12  # the infinite loss is not in this half
+    again = trained(trainer, callback, watch, resume_from_checkpoint=True)
+    again.losses = half + again.losses
+    assert_equal_runs(again, run)
+    assert trainer.lr_scheduler.last_epoch == 12 - (rank == 1)
+
+
+@pytest.mark.slow
+def test_an_overflow_on_one_worker_leaves_rounds_equal_and_is_resumed_exactly(workers, tmp_path):
+    workers(3, scaled, tmp_path)
+
+
+def in_other_orders(rank: int, n: int, folder: Path) -> list[str]:
+    """What people do with a Trainer besides one run: all on one trainer, or in one folder."""
+    as_launched(rank, n)
+    import logging
+
+    from safetensors.torch import load_file
+    from transformers import TrainerCallback
+
+    from decent_dp.integrations import transformers as integration
+
+    class Nosy(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2:
+                trainer.save_model(str(folder / "middle"))
+                trainer.save_model(str(folder / "middle"))
+                predicted.append(trainer.predict(Points(32, seed=1)).metrics["test_loss"])
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            last.extend(copies(trainer.model))
+
+    predicted: list[float] = []
+    last: list[Tensor] = []
+    trainer = trainer_of(folder, callbacks=[Nosy()], max_steps=4, save_strategy="steps", save_steps=2)
+    before = trainer.evaluate()["eval_loss"]  # before training, of the worker's own model
+    callback = integration.attach(trainer)
+    assert callback.replica is None
+    trainer.train()
+    # Other callbacks and the script find the mean when training has ended.
+    assert all(torch.equal(a, b) for a, b in zip(last, copies(trainer.model), strict=True))
+    trainer.save_model(str(folder / "end"))
+    dist.barrier()
+    for name, loss in [("middle", predicted[0]), ("checkpoint-2", predicted[0]), ("end", trainer.evaluate()["eval_loss"])]:
+        model = Model(seed=3)
+        model.load_state_dict(load_file(folder / name / "model.safetensors"))
+        assert loss == pytest.approx(loss_of(copies(model), Points(32, seed=1)), rel=1e-5)
+        assert loss < before
+    first = callback.replica
+    trainer.train()  # once more, from there, over the checkpoints of the first time
+    assert callback.replica is not first
+    assert callback.replica.stats().rounds == 4
+
+    # From a checkpoint without replicas all workers start from its model, and the log says so.
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("decent_dp").addHandler(handler)
+    if rank == 0:
+        import shutil
+
+        shutil.rmtree(folder / "checkpoint-2" / "decent_dp")
+    dist.barrier()
+    trainer = trainer_of(folder, max_steps=4)
+    callback = integration.attach(trainer)
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    assert callback.replica.stats().rounds == 2
+    return records
+
+
+@pytest.mark.slow
+def test_training_twice_saving_in_the_middle_and_checkpoints_without_replicas(workers, tmp_path):
+    for records in workers(2, in_other_orders, tmp_path):
+        assert any("has no replicas in 'decent_dp'" in record for record in records)
+
+
+def interrupted(rank: int, n: int, folder: Path, stops: bool) -> list[Tensor]:
+    as_launched(rank, n)
+    from transformers import TrainerCallback
+
+    from decent_dp.integrations.transformers import attach
+
+    class Interrupt(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if stops and rank == 1 and state.global_step == 2:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            assert not stops or state.global_step < 400
+
+    trainer = trainer_of(folder, callbacks=[Interrupt()], max_steps=400)
+    attach(trainer, signals=(signal.SIGUSR1,))
+    trainer.train(resume_from_checkpoint=bool(list(folder.glob("checkpoint-*"))))
+    return copies(trainer.model)
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_worker_stops_all_after_the_same_step(workers, tmp_path):
+    stopped = workers.outcomes(2, interrupted, tmp_path / "a", True)
+    assert [(outcome.error, outcome.message) for outcome in stopped] == [("SystemExit", "0")] * 2
+    [checkpoint] = (tmp_path / "a").glob("checkpoint-*")
+    assert 2 < int(checkpoint.name.removeprefix("checkpoint-")) < 400
+    resumed = workers(2, interrupted, tmp_path / "a", False)
+    undisturbed = workers(2, interrupted, tmp_path / "b", False)
+    for a, b in zip(resumed, undisturbed, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def dying(rank: int, n: int, folder: Path) -> None:
+    as_launched(rank, n)
+    from transformers import TrainerCallback
+
+    from decent_dp.integrations.transformers import attach
+
+    class Die(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2 and rank == 2:
+                say("others are there")
+            if state.global_step == 2 and rank == 1:
+                hear("others are there")
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    trainer = trainer_of(folder, callbacks=[Die()], max_steps=200, logging_steps=500)
+    attach(trainer, topology="ring")
+    trainer.train()
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_is_named_on_the_others(workers, tmp_path):
+    first, killed, last = workers.outcomes(3, dying, tmp_path, group_timeout=60)
+    assert killed.exitcode == -signal.SIGKILL
+    for outcome in (first, last):
+        assert outcome.error == "PeerLostError"
+        assert "worker 1" in outcome.message
+        assert outcome.seconds < 45
