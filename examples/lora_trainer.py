@@ -22,7 +22,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils.logging import disable_progress_bar
 
@@ -101,14 +101,16 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     disable_progress_bar()
+    set_seed(0)
     code, manual = texts()
-    base = options.out / "base"
-    if not (base / "config.json").is_file():  # stands for the pre-trained model of your choice
+    base = options.out / "base"  # stands for the pre-trained model of your choice
+    if (base / "config.json").is_file():
+        model = LlamaForCausalLM.from_pretrained(base)
+    else:
         sizes: dict[str, Any] = {"vocab_size": 256, "hidden_size": options.width, "intermediate_size": 3 * options.width}
         heads = {"num_hidden_layers": options.layers, "num_attention_heads": 4, "num_key_value_heads": 4}
         model = LlamaForCausalLM(LlamaConfig(max_position_embeddings=options.length, **sizes, **heads))
         fit(model, code, options.out / "code", options.steps[0], 3e-3, options).save_model(str(base))
-    model = LlamaForCausalLM.from_pretrained(base)
     adapter = LoraConfig(r=8, target_modules=["q_proj", "v_proj", "up_proj", "down_proj"], task_type="CAUSAL_LM")
     trainer = fit(get_peft_model(model, adapter), manual, options.out / "manual", options.steps[1], 1e-2, options)
     trainer.save_model(str(options.out / "adapter"))

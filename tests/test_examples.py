@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -29,8 +31,8 @@ def start(*command: str, timeout: float = 60) -> subprocess.CompletedProcess[str
     )
 
 
-def torchrun(n: int, *command: str) -> subprocess.CompletedProcess[str]:
-    return start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n), *command)
+def torchrun(n: int, *command: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    return start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n), *command, timeout=timeout)
 
 
 def saved_model_is_as_accurate_as_said(folder: Path) -> dict[str, Any]:
@@ -405,3 +407,26 @@ def test_the_final_loss_is_of_the_last_tenth() -> None:
     history = [{"step": i, "loss": float(i)} for i in range(1, 31)]
     assert wire_runs.final_loss(history) == 29
     assert wire_runs.final_loss(history[:3]) == 3
+
+
+@pytest.mark.slow
+def test_the_adapter_example_is_resumed_exactly(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    command = ["examples/lora_trainer.py", "--small", "--out", str(tmp_path)]
+    first = torchrun(2, *command, timeout=300)
+    assert first.returncode == 0, first.stderr
+    for stage in ("code", "manual"):
+        [(before, after)] = re.findall(rf"{stage}: loss (\S+) before, (\S+) after \d+ steps", first.stdout)
+        assert float(after) < float(before) - 0.1
+    files = {path.name for path in (tmp_path / "adapter").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= files
+    assert "model.safetensors" not in files
+    # As if it was stopped after the first checkpoint of the second stage.
+    shutil.rmtree(tmp_path / "adapter")
+    shutil.rmtree(tmp_path / "manual" / "checkpoint-100")
+    second = torchrun(2, *command, timeout=300)
+    assert second.returncode == 0, second.stderr
+    assert "code:" not in second.stdout
+    assert f"manual: continued from checkpoint-50, {after} after 100 steps" in second.stdout
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
