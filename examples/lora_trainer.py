@@ -12,7 +12,6 @@ import argparse
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported
 
@@ -78,8 +77,8 @@ def fit(model: nn.Module, text: bytes, folder: Path, steps: int, rate: float, op
     after = trainer.evaluate()["eval_loss"]  # of the mean, which the model is now
     if trainer.is_world_process_zero():
         start = f"continued from {Path(stopped).name}" if stopped else f"loss {before:.3f} before"
-        assert callback.replica is not None
-        sent = callback.replica.stats().bytes_sent / max(1, callback.replica.stats().rounds) / 1024
+        stats = callback.replica.stats()
+        sent = stats.bytes_sent / max(1, stats.rounds) / 1024
         print(f"{folder.name}: {start}, {after:.3f} after {steps} steps; {sent:.0f} KiB per step", flush=True)
     return trainer
 
@@ -107,7 +106,7 @@ def main() -> None:
     if (base / "config.json").is_file():
         model = LlamaForCausalLM.from_pretrained(base)
     else:
-        sizes: dict[str, Any] = {"vocab_size": 256, "hidden_size": options.width, "intermediate_size": 3 * options.width}
+        sizes = {"vocab_size": 256, "hidden_size": options.width, "intermediate_size": 3 * options.width}
         heads = {"num_hidden_layers": options.layers, "num_attention_heads": 4, "num_key_value_heads": 4}
         model = LlamaForCausalLM(LlamaConfig(max_position_embeddings=options.length, **sizes, **heads))
         fit(model, code, options.out / "code", options.steps[0], 3e-3, options).save_model(str(base))

@@ -23,6 +23,7 @@ from tests.framework_cases import (
     collectives,
     copies,
     plain_loop,
+    quiet_frameworks,
 )
 from tests.helpers import error_of
 from tests.workers import hear, say
@@ -365,7 +366,7 @@ def scaled(rank: int, n: int, folder: Path) -> None:
     as_launched(rank, n)
     from decent_dp.integrations.transformers import attach
 
-    def prepared(seed: int, steps: int) -> tuple[Any, Any, Any]:
+    def prepared(folder: Path, seed: int, steps: int) -> tuple[Any, Any, Any]:
         model = Noisy(seed)
         watch = watch_of(model)
         options = {"max_steps": steps, "max_grad_norm": 0.0, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
@@ -373,23 +374,21 @@ def scaled(rank: int, n: int, folder: Path) -> None:
         trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)  # on a GPU fp16=True makes it
         return trainer, attach(trainer, topology="ring"), watch
 
-    trainer, callback, watch = prepared(rank, 12)
+    trainer, callback, watch = prepared(folder / "whole", rank, 12)
     run = trained(trainer, callback, watch)
     # (d): the third step was skipped on worker 1 alone, and its schedule is a step behind.
     assert run.rounds == 12
     assert callback.replica.stats().updates == 12 - (rank == 1)
     assert trainer.lr_scheduler.last_epoch == 12 - (rank == 1)
     assert all(bool(param.isfinite().all()) for param in run.mean)
-    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-12"]
     dist.barrier()
+    assert [path.name for path in (folder / "whole").glob("checkpoint-*")] == ["checkpoint-12"]
 
-    # (e): a run that stops after six steps and is resumed is the same, in the folder of the run before.
-    trainer, callback, watch = prepared(rank, 6)
+    # (e): a run that stops after six steps and is resumed is the same.
+    trainer, callback, watch = prepared(folder / "half", rank, 6)
     trained(trainer, callback, watch)
-    dist.barrier()
-    assert sorted(path.name for path in folder.glob("checkpoint-*"))[-1] == "checkpoint-6"
     half = watch.run.losses
-    trainer, callback, watch = prepared(7 + rank, 12)
+    trainer, callback, watch = prepared(folder / "half", 7 + rank, 12)
     trainer.model.seen += [[]] * 12  # the infinite loss is not in this half
     again = trained(trainer, callback, watch, resume_from_checkpoint=True)
     again.losses = half + again.losses
@@ -400,6 +399,11 @@ def scaled(rank: int, n: int, folder: Path) -> None:
 @pytest.mark.slow
 def test_an_overflow_on_one_worker_leaves_rounds_equal_and_is_resumed_exactly(workers, tmp_path):
     workers(3, scaled, tmp_path)
+
+
+class Stream(torch.utils.data.IterableDataset[dict[str, Tensor]]):
+    def __iter__(self) -> Any:
+        return (Points()[i] for i in range(64))
 
 
 def in_other_orders(rank: int, n: int, folder: Path) -> list[str]:
@@ -443,6 +447,14 @@ def in_other_orders(rank: int, n: int, folder: Path) -> list[str]:
     assert callback.replica is not first
     assert callback.replica.stats().rounds == 4
 
+    # An IterableDataset is read by each worker, not by one for all.
+    model = Model()
+    watch = watch_of(model)
+    trainer = trainer_of(folder / "stream", model, [watch], dataset=Stream(), max_steps=3, logging_steps=9)
+    trained(trainer, integration.attach(trainer), watch)
+    assert watch.met == {1: [], 2: [], 3: []}
+    assert [sorted(batch) for batch in model.seen] == [list(range(8 * i + 4 * rank, 8 * i + 4 * rank + 4)) for i in range(6)]
+
     # From a checkpoint without replicas all workers start from its model, and the log says so.
     records: list[str] = []
     handler = logging.Handler()
@@ -464,6 +476,29 @@ def in_other_orders(rank: int, n: int, folder: Path) -> list[str]:
 def test_training_twice_saving_in_the_middle_and_checkpoints_without_replicas(workers, tmp_path):
     for records in workers(2, in_other_orders, tmp_path):
         assert any("has no replicas in 'decent_dp'" in record for record in records)
+
+
+def alone(rank: int, n: int, folder: Path) -> None:
+    """One process without a launcher, as in a notebook."""
+    dist.destroy_process_group()
+    quiet_frameworks()
+    from decent_dp.integrations.transformers import attach
+
+    found = []
+    for name, half in [("whole", False), ("half", True), ("half", False)]:
+        options = {"save_strategy": "steps", "save_steps": 3}
+        trainer = trainer_of(folder / name, max_steps=3 if half else 6, **options)
+        callback = attach(trainer)
+        trainer.train(resume_from_checkpoint=name == "half" and not half)
+        found.append(copies(trainer.model))
+        assert callback.replica.stats().rounds == (3 if half else 6)
+    assert all(torch.equal(a, b) for a, b in zip(found[0], found[2], strict=True))
+    assert not dist.is_initialized()
+
+
+@pytest.mark.slow
+def test_one_process_needs_no_launcher(workers, tmp_path):
+    workers(1, alone, tmp_path)
 
 
 def interrupted(rank: int, n: int, folder: Path, stops: bool) -> list[Tensor]:
