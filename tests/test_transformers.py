@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
+import sys
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -558,3 +560,10 @@ def test_a_worker_that_dies_is_named_on_the_others(workers, tmp_path):
         assert outcome.error == "PeerLostError"
         assert "worker 1" in outcome.message
         assert outcome.seconds < 45
+
+
+def test_without_the_extra_the_import_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "decent_dp.integrations.transformers", raising=False)
+    with pytest.raises(ImportError, match=r"the Trainer needs transformers and accelerate; .*\[transformers\]"):
+        importlib.import_module("decent_dp.integrations.transformers")

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from decent_dp import checkpoint
+from decent_dp import Gossip, checkpoint, gossip
 from decent_dp._checks import install_hint
-from decent_dp._gossip import Gossip, gossip
 from decent_dp.launch import read_environment
 from decent_dp.replica.averages import differing
 from decent_dp.transport import InProcessTransport
@@ -298,7 +297,7 @@ def _refusals(trainer: Trainer) -> list[tuple[bool, str]]:
         (trainer.is_deepspeed_enabled, f"the Trainer uses DeepSpeed: {sharded}"),
         (bool(trainer.is_fsdp_enabled or args.fsdp), f"the Trainer uses FSDP: {sharded}"),
         (
-            trainer.is_distributed_loading_by_transformers or getattr(args, "parallelism_config", None) is not None,
+            getattr(trainer, "is_distributed_loading_by_transformers", False) or args.parallelism_config is not None,
             f"the Trainer has a parallelism_config, or a model with a distributed_config: {sharded}",
         ),
         (
