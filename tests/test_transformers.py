@@ -457,6 +457,21 @@ def in_other_orders(rank: int, n: int, folder: Path) -> list[str]:
     assert watch.met == {1: [], 2: [], 3: []}
     assert [sorted(batch) for batch in model.seen] == [list(range(8 * i + 4 * rank, 8 * i + 4 * rank + 4)) for i in range(6)]
 
+    # The best model has to be there on all workers, or they would keep different ones.
+    best = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "load_best_model_at_end": True,
+    }
+    trainer = trainer_of(folder / "best", max_steps=4, **best)
+    integration.attach(trainer)
+    if rank == 1:
+        trainer._load_best_model = lambda: None  # as on a machine that does not see the folder
+    found = error_of(trainer.train)
+    assert "was not loaded on all workers: each needs to see its file" in found
+
     # From a checkpoint without replicas all workers start from its model, and the log says so.
     records: list[str] = []
     handler = logging.Handler()
