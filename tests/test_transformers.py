@@ -458,14 +458,13 @@ def in_other_orders(rank: int, n: int, folder: Path) -> list[str]:
     assert [sorted(batch) for batch in model.seen] == [list(range(8 * i + 4 * rank, 8 * i + 4 * rank + 4)) for i in range(6)]
 
     # The best model has to be there on all workers, or they would keep different ones.
-    best = {
+    steps = {
         "eval_strategy": "steps",
         "eval_steps": 2,
         "save_strategy": "steps",
         "save_steps": 2,
-        "load_best_model_at_end": True,
     }
-    trainer = trainer_of(folder / "best", max_steps=4, **best)
+    trainer = trainer_of(folder / "best", max_steps=4, load_best_model_at_end=True, **steps)
     integration.attach(trainer)
     if rank == 1:
         trainer._load_best_model = lambda: None  # as on a machine that does not see the folder
