@@ -566,7 +566,7 @@ def test_a_loop_that_never_asks_goes_on_and_says_so(caplog):
         for t in range(200):
             loss(model, t).backward()
             time.sleep(0.005)
-    assert "worker 0 received a signal: all workers stop after the same round" in caplog.text
+    assert "worker 0 was asked to stop: all workers stop after the same round" in caplog.text
     assert "was agreed on: read .due" in caplog.text
     assert model.stats().rounds == 200
     model.close()

@@ -44,8 +44,8 @@ class _StopRequest:
 
     Attributes:
         contexts: number of contexts entered so far. The contexts of all workers with one number belong together.
-        pending: a signal has arrived, and no stop was reached since. A plain attribute: a second signal may interrupt the
-            handler of the first, and would wait for ever for a lock that this one holds.
+        pending: a signal or a request has arrived, and no stop was reached since. A plain attribute: a second signal may
+            interrupt the handler of the first, and would wait for ever for a lock that this one holds.
     """
 
     contexts: int = 0
@@ -167,6 +167,10 @@ class Preemption:
         After the context: whether it was due at its end.
         """
         return self._was_due if self._vote is None else self._vote.reached()
+
+    def request(self) -> None:
+        """Asks all workers to stop, as a signal to this worker does. May be called in a signal handler."""
+        self._request.pending = True
 
     def __enter__(self) -> Preemption:
         replica = self._replica
@@ -290,7 +294,7 @@ class _StopVote(Listener):
             _log.error("training continues %g s after round %d was agreed on: read .due", self._grace, self._stop_round)
 
     def _wait_for_request(self) -> None:
-        """Returns when a worker has received a signal, or this one leaves."""
+        """Returns when a worker is to stop, or this one leaves."""
         while not self._left.is_set() and not self._request.pending:
             with store_errors():
                 if self._store.check([self._request_key]):
@@ -299,7 +303,7 @@ class _StopVote(Listener):
             while not self._request.pending and time.monotonic() < deadline and not self._left.wait(_LOOK):
                 pass
         if self._request.pending and not self._left.is_set():
-            _log.warning("worker %d received a signal: all workers stop after the same round", self._rank)
+            _log.warning("worker %d was asked to stop: all workers stop after the same round", self._rank)
             with store_errors():
                 self._store.set(self._request_key, "")
 

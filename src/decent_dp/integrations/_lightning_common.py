@@ -1,0 +1,190 @@
+"""What Lightning's Trainer and Fabric share: arguments, checks, and the replicas beside a checkpoint file."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from decent_dp._checks import install_hint
+from decent_dp._gossip import Gossip
+from decent_dp.checkpoint import load, save
+from decent_dp.errors import CheckpointError
+
+try:
+    import lightning
+    from lightning.pytorch.plugins.io import AsyncCheckpointIO
+except ImportError as error:
+    raise ImportError(f"this module needs Lightning; {install_hint('lightning')}") from error
+
+__all__ = ["NOTE", "check_arguments", "check_environment", "load_own", "load_replicas", "save_replicas"]
+
+if tuple(int(part) for part in lightning.__version__.split(".")[:2]) < (2, 6):
+    raise ImportError(f"this module needs Lightning 2.6 or newer, got {lightning.__version__}: pip install -U lightning")
+
+_log = logging.getLogger(__name__)
+
+# The entry of a checkpoint file that says which replicas belong to it, and the ending of the folder that has them.
+NOTE = "decent_dp"
+_ENDING = ".decent_dp"
+# Arguments of Lightning's DDPStrategy that are about processes and files rather than about DDP.
+_LIGHTNING = {
+    "accelerator",
+    "parallel_devices",
+    "cluster_environment",
+    "checkpoint_io",
+    "process_group_backend",
+    "timeout",
+    "start_method",
+}
+_ELSEWHERE = {
+    "scaler": "the GradScaler of the precision plugin is used",
+    "process_group": "all workers mix with each other",
+    "transport": "workers are processes here",
+}
+_DDP = {*inspect.signature(DistributedDataParallel.__init__).parameters, "static_graph", "model_averaging_period"}
+
+
+def check_arguments(name: str, given: Mapping[str, Any], also: str) -> None:
+    """Raises TypeError for arguments that a strategy does not take.
+
+    Args:
+        name: of the strategy.
+        given: beside those of ``gossip``.
+        also: what this strategy calls its precision plugin.
+    """
+    for key in given.keys() - _LIGHTNING - {also}:
+        why = "it is unknown"
+        if key in _ELSEWHERE:
+            why = _ELSEWHERE[key]
+        elif key in _DDP or key.startswith("ddp_comm"):
+            why = "it is an argument of PyTorch's DDP, which is not used: nothing wraps the model, and gradients stay local"
+        raise TypeError(f"{name} has no argument '{key}': {why}. Leave it out.")
+
+
+def check_environment(strategy: Any) -> None:
+    """Raises ValueError, on all workers, for devices and plugins that cannot work."""
+    name, device = type(strategy).__name__, strategy.root_device
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name} trains on CPUs and CUDA GPUs, not on '{device.type}': choose accelerator='cpu' or 'gpu'.")
+    if isinstance(strategy.checkpoint_io, AsyncCheckpointIO):
+        raise ValueError(
+            f"{name} writes the replicas and the checkpoint file together, and AsyncCheckpointIO would write the file later: "
+            "leave it out."
+        )
+
+
+# -- replicas beside a checkpoint file --------------------------------------------------------------------------------
+
+
+def save_replicas(
+    strategy: Any, path: str | os.PathLike[str], replicas: Sequence[Gossip], own: dict[str, Any], write: Callable[[Any], None]
+) -> None:
+    """Saves replicas in a folder beside ``path``, and then the file itself. Called by all workers.
+
+    The folder of each save has a new name, which is in the file: the file and the replicas of an earlier save of this name stay
+    together until the new file is there.
+
+    Args:
+        replicas: of this run.
+        own: what this worker alone gets back: the states of its schedulers, of its data loaders, ...
+        write: writes the file with the note that it is given; called on worker 0.
+
+    Raises:
+        ValueError: the path is not on a disk.
+        CheckpointError: a worker could not write. All of these on all workers.
+    """
+    if "://" in os.fspath(path):
+        raise ValueError(
+            f"the replicas are saved beside the checkpoint file, and '{os.fspath(path)}' is not on a disk: save to a folder "
+            "that all workers see, or the mean model alone (save_weights_only=True)."
+        )
+    name = strategy.broadcast(uuid.uuid4().hex[:12])
+    folder = _beside(path) / name
+    _on_all(strategy, path, lambda: strategy.checkpoint_io.save_checkpoint(own, _own_file(folder, strategy.global_rank)))
+    for number, replica in enumerate(replicas):
+        saving = save(replica, folder / f"replica-{number}", keep=1)
+        if saving.error is not None:
+            raise saving.error
+    note = {"replicas": name, "workers": strategy.world_size}
+    _on_all(strategy, path, lambda: write(note) if strategy.is_global_zero else None)
+    remove_replicas(strategy, path, keep=name)
+
+
+def remove_replicas(strategy: Any, path: str | os.PathLike[str], keep: str | None = None) -> None:
+    """Removes the replicas that were saved beside ``path``, except those of the save ``keep``."""
+    folder = _beside(path)
+    if strategy.local_rank != 0 or not folder.is_dir():
+        return
+    with contextlib.suppress(OSError):
+        for entry in folder.iterdir():
+            if entry.name != keep:
+                shutil.rmtree(entry, ignore_errors=True)
+        if keep is None:
+            folder.rmdir()
+
+
+def load_own(strategy: Any, path: str | os.PathLike[str], note: Mapping[str, Any], weights_only: bool | None) -> dict[str, Any]:
+    """What this worker has saved for itself beside ``path``; {} if it was another number of workers, or is not there."""
+    file = _own_file(_saved_beside(path) / note["replicas"], strategy.global_rank)
+    if note["workers"] != strategy.world_size or not file.is_file():
+        return {}
+    found: dict[str, Any] = strategy.checkpoint_io.load_checkpoint(file, weights_only=weights_only)
+    return found
+
+
+def load_replicas(strategy: Any, path: str | os.PathLike[str], note: Mapping[str, Any], replicas: Sequence[Gossip]) -> bool:
+    """Resumes from the replicas beside ``path``; returns whether they are there. Called by all workers.
+
+    Raises:
+        CheckpointError: some workers see them and others do not, or they do not fit this run; on all workers.
+    """
+    folder, saved, now = _saved_beside(path) / note["replicas"], note["workers"], strategy.world_size
+    resize = None if saved == now else "spread"
+    for number, replica in enumerate(replicas):
+        if load(replica, folder / f"replica-{number}", resize=resize, missing_ok=True) is None:
+            if strategy.is_global_zero:
+                _log.warning(
+                    "%s has the mean of the replicas, but %s is missing: all workers start from the mean, with the optimizer "
+                    "state of worker 0. Copy the folder with the file to resume exactly.",
+                    *(path, folder),
+                )
+            return False
+    if resize is not None and strategy.is_global_zero:
+        _log.warning("%s was saved by %d workers and this run has %d: the replicas were distributed", path, saved, now)
+    return True
+
+
+def _beside(path: str | os.PathLike[str]) -> Path:
+    return Path(os.path.abspath(os.fspath(path)) + _ENDING)
+
+
+def _saved_beside(path: str | os.PathLike[str]) -> Path:
+    """As ``_beside``, also through a link to the file, which ModelCheckpoint(save_last="link") makes."""
+    return _beside(os.path.realpath(path))
+
+
+def _own_file(folder: Path, rank: int) -> Path:
+    return folder / f"lightning-{rank:05d}.ckpt"
+
+
+def _on_all(strategy: Any, path: object, call: Callable[[], object]) -> None:
+    """Calls on all workers; if it fails on one, all raise."""
+    error: Exception | None = None
+    try:
+        call()
+    except Exception as caught:
+        error = caught
+    if strategy.reduce_boolean_decision(error is None):
+        return
+    if error is None:
+        raise CheckpointError(f"{path} could not be saved: another worker could not write its file, and has raised the cause.")
+    raise CheckpointError(f"{path} could not be saved: {type(error).__name__}: {error}") from error

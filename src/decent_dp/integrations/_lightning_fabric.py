@@ -1,0 +1,166 @@
+"""The strategy of Lightning's Fabric."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from decent_dp.integrations import _lightning_common  # noqa: F401  says what to install, before the imports below fail
+
+# isort: split
+from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
+from torch import nn
+from torch.optim import Optimizer
+
+from decent_dp import Gossip, Rule, Topology, gossip
+from decent_dp.integrations._lightning_common import (
+    NOTE,
+    check_arguments,
+    check_environment,
+    load_own,
+    load_replicas,
+    save_replicas,
+)
+
+__all__ = ["GossipFabricStrategy"]
+
+
+class GossipFabricStrategy(DDPStrategy):  # type: ignore[misc]
+    """A strategy of Lightning's Fabric: ``fabric.setup(model, optimizer)`` calls ``decent_dp.gossip``, and wraps nothing.
+
+    ``fabric.save`` writes the mean of the replicas, and all replicas beside the file if the state has the model and all its
+    optimizers; ``fabric.load`` then resumes exactly. Evaluate with ``with fabric.strategy.replica.averaged():``.
+
+    Args:
+        topology, compression, mix_every, rule, overlap, bucket_size_in_mb, local_world_size: as of ``decent_dp.gossip``;
+            ``local_world_size`` None is Fabric's number of devices per node.
+        lightning: ``accelerator``, ``parallel_devices``, ``cluster_environment``, ``checkpoint_io``, ``precision``,
+            ``process_group_backend``, ``timeout`` and ``start_method`` of Fabric's DDPStrategy.
+
+    Attributes:
+        replicas: what ``decent_dp.gossip`` returned, one per ``setup``.
+
+    Raises:
+        TypeError: an argument is unknown, or is one of PyTorch's DDP.
+    """
+
+    def __init__(
+        self,
+        *,
+        topology: str | Topology = "base-2",
+        compression: str | None = None,
+        mix_every: int = 1,
+        rule: Rule | None = None,
+        overlap: bool = True,
+        bucket_size_in_mb: float = 25,
+        local_world_size: int | None = None,
+        **lightning: Any,
+    ) -> None:
+        check_arguments(type(self).__name__, lightning, "precision")
+        super().__init__(**lightning)
+        self.replicas: list[Gossip] = []
+        self._gossip = partial(
+            gossip,
+            topology=topology,
+            compression=compression,
+            mix_every=mix_every,
+            rule=rule,
+            overlap=overlap,
+            bucket_size_in_mb=bucket_size_in_mb,
+        )
+        self._local_world_size = local_world_size
+        self._backward_sync_control = _LocalGradients()
+
+    @property
+    def replica(self) -> Gossip:
+        """The only replica.
+
+        Raises:
+            RuntimeError: there is none yet, or there are several: use ``replicas``.
+        """
+        if len(self.replicas) != 1:
+            raise RuntimeError(
+                f"there are {len(self.replicas)} replicas: call fabric.setup(model, optimizer) once, or use strategy.replicas."
+            )
+        return self.replicas[0]
+
+    def setup_environment(self) -> None:
+        check_environment(self)
+        super().setup_environment()
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[nn.Module, list[Optimizer], Any]:
+        local_world_size = self.num_processes if self._local_world_size is None else self._local_world_size
+        scaler = getattr(self.precision, "scaler", None)
+        self.replicas.append(self._gossip(module, optimizers, scaler=scaler, local_world_size=local_world_size))
+        return module, optimizers, scheduler
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Wraps nothing."""
+        return module
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        raise RuntimeError("a round follows an optimizer's step: set both up together, fabric.setup(model, optimizer).")
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        with contextlib.ExitStack() as scope:
+            for replica in self.replicas:
+                if replica.model is module and not replica.closed and replica.mean.backup is None:
+                    scope.enter_context(replica.averaged())
+            state = super().get_module_state_dict(module)
+            return {key: value.detach().clone() if hasattr(value, "detach") else value for key, value in state.items()}
+
+    def save_checkpoint(self, path: Any, state: Any, storage_options: Any = None, filter: Any = None) -> None:
+        """Writes the file, with the mean, and the replicas that are in ``state`` beside it. Called by all workers."""
+        replicas = self._replicas_in(state)
+        if not replicas:
+            super().save_checkpoint(path, state, storage_options=storage_options, filter=filter)
+            return
+        converted = self._convert_stateful_objects_in_state(state, filter=filter or {})
+        own = {key: value for key, value in converted.items() if not isinstance(state[key], (nn.Module, Optimizer))}
+
+        def write(note: Any) -> None:
+            self.checkpoint_io.save_checkpoint({**converted, NOTE: note}, path, storage_options=storage_options)
+
+        save_replicas(self, path, replicas, own, write)
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Loads the file and, into replicas that are in ``state``, what was saved beside it. Called by all workers."""
+        remainder: dict[str, Any] = super().load_checkpoint(path, state, strict=strict, weights_only=weights_only)
+        replicas = self._replicas_in(state)
+        if NOTE not in remainder or not replicas:
+            return remainder
+        note = remainder.pop(NOTE)
+        for key, value in load_own(self, path, note, weights_only).items():
+            if key not in state:
+                remainder[key] = value
+            elif hasattr(state[key], "load_state_dict"):
+                state[key].load_state_dict(value)
+            else:
+                state[key] = value
+        load_replicas(self, path, note, replicas)
+        return remainder
+
+    def _replicas_in(self, state: Any) -> Sequence[Gossip]:
+        """The replicas of which ``state`` has the model and all optimizers."""
+        held = {id(value) for value in state.values()} if isinstance(state, dict) else set()
+        return [r for r in self.replicas if not r.closed and {id(part) for part in (r.model, *r.optimizers)} <= held]
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        strategy_registry.register("gossip", cls, description="decent_dp: mixes with neighbours", override=True)
+
+
+class _LocalGradients:
+    """``fabric.no_backward_sync``: gradients are never synchronized."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+GossipFabricStrategy.register_strategies(STRATEGY_REGISTRY)
