@@ -170,18 +170,6 @@ class GossipStrategy(DDPStrategy):  # type: ignore[misc]
             assert self.replica is not None
             self.replica.everyone.report(f"{type(exception).__name__}: {exception}")
 
-    # -- steps --------------------------------------------------------------------------------------------------------
-
-    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        assert self.replica is not None
-        assert self.lightning_module is not None
-        before = self.replica.stats().rounds
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self.lightning_module.automatic_optimization and self.replica.stats().rounds == before:
-            # With a scaler, Lightning steps nothing where training_step returned None. The others make a round.
-            self.replica.mix_only()
-        return output
-
     def on_train_start(self) -> None:
         assert self._trainer is not None
         if self._random is not None and self._trainer.fit_loop.restarted_mid_epoch:

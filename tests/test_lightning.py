@@ -1,0 +1,397 @@
+"""Lightning's Trainer with the strategy of ``decent_dp.integrations.lightning``."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+
+from tests.framework_cases import Run, assert_equal_runs, collectives, copies, plain_loop, quiet_frameworks
+
+# Found rather than imported: the import takes seconds, which only the workers need to spend.
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="needs lightning")
+
+CLIP = 0.05
+
+
+def promises(rank: int, n: int) -> Any:
+    """One short fit, with what most promises are about."""
+    quiet_frameworks()
+    from tests import lightning_cases as cases
+
+    module = cases.Module(log=True)
+    watch = cases.Watch()
+    with collectives() as watch.found:
+        run = cases.fitted(
+            *(rank, n, module, cases.loader(), cases.loader(16, shuffle=False)),
+            callbacks=[watch],
+            gradient_clip_val=CLIP,
+            accumulate_grad_batches=2,
+            val_check_interval=4,
+            num_sanity_val_steps=1,
+        )
+    shares = cases.shares(rank, n, 2)
+    expected = plain_loop(shares, accumulate=2, clip=CLIP)
+    replica = module.trainer.strategy.replica
+    return {
+        "run": run,
+        "expected": expected,
+        "sharded": module.model.seen == shares,
+        "own": watch.own,
+        "validated": module.validated,
+        "local": watch.local == run.losses,
+        "logged": [watch.means, [sum(run.losses[:8]) / 8, sum(run.losses[8:]) / 8]],
+        "in_steps": watch.in_steps,
+        "closed": replica.closed,
+    }
+
+
+def test_a_fit_equals_the_plain_loop_and_validates_the_mean(workers):
+    results = workers(2, promises)
+    for result in results:
+        run, expected = result["run"], result["expected"]
+        assert_equal_runs(run, expected)  # so training went on from its own after each validation
+        assert run.rounds == 8  # one per window
+        assert run.norms == expected.norms  # of all local gradients
+        assert max(run.norms) > CLIP
+        assert result["sharded"]
+        assert result["closed"]
+        assert result["in_steps"] == []
+    a, b = results
+    assert not same(a["run"].params, b["run"].params)
+    # The first is of the sanity check, when all are equal.
+    assert len(a["validated"]) == 5
+    for of_a, of_b, own_a, own_b in zip(a["validated"], b["validated"], a["own"], b["own"], strict=True):
+        assert same(of_a, of_b)
+        for mean, x, y in zip(of_a, own_a, own_b, strict=True):
+            torch.testing.assert_close(mean, (x + y) / 2)
+    assert not same(a["own"][1], b["own"][1])
+    assert a["local"]  # self.log("loss", loss)
+    assert b["local"]
+    means, of_a = a["logged"]
+    assert means == b["logged"][0]  # sync_dist=True
+    assert means == pytest.approx([(x + y) / 2 for x, y in zip(of_a, b["logged"][1], strict=True)])
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+# -- saves and stops -------------------------------------------------------------------------------------------------------
+
+
+def resumes(rank: int, n: int, folder: str) -> Any:
+    """An uninterrupted run that saves, and runs that resume from each of its files."""
+    quiet_frameworks()
+    from tests import lightning_cases as cases
+
+    def fit(callbacks: Any, ckpt_path: str | None = None, loaders: Any = None, **options: Any) -> Any:
+        module = cases.Noisy()
+        options = {"max_epochs": 3, "callbacks": callbacks, "enable_checkpointing": bool(callbacks)} | options
+        cases.fitted(rank, n, module, *(loaders or data()), ckpt_path=ckpt_path, **options)
+        return module
+
+    def data() -> Any:
+        return cases.loader(kind=cases.Resumable), cases.loader(16, shuffle=False)
+
+    steps = cases.ModelCheckpoint(f"{folder}/steps", filename="{step}", every_n_train_steps=4, save_top_k=-1)
+    best = cases.ModelCheckpoint(f"{folder}/best", monitor="val_loss", save_top_k=1, save_last="link", filename="{epoch}")
+    kept = cases.Kept()
+    whole = fit([steps, best, kept])
+    found: dict[str, Any] = {"run": whole.run, "kept": kept.at, "folders": sorted(os.listdir(f"{folder}/best"))}
+    for name in ("steps/step=4", "steps/step=8", "steps/step=16", "best/last"):
+        again = fit([], f"{folder}/{name}.ckpt")
+        losses = again.run.losses
+        found[name] = (whole.run.losses[-len(losses) :] == losses, same(whole.run.params, again.run.params), len(losses))
+        found[name] += (again.run.rounds == whole.run.rounds, same(whole.run.mean, again.run.mean))
+    # A loader with a process, which reads its sampler ahead.
+    ends = cases.ModelCheckpoint(f"{folder}/ends", filename="{epoch}", save_top_k=-1)
+    options = {"loaders": (cases.loader(num_workers=1),), "max_epochs": 2}
+    straight = fit([ends], **options)
+    again = fit([], f"{folder}/ends/epoch=0.ckpt", **options)
+    found["processes"] = straight.model.seen[6:] == again.model.seen and same(straight.run.params, again.run.params)
+    # A finished run has no further step, and gives the mean.
+    found["finished"] = same(fit([], f"{folder}/ends/epoch=1.ckpt", **options).run.mean, straight.run.mean)
+    # The model alone, and a resume without the replicas.
+    cases.trainer_of(whole).save_checkpoint(f"{folder}/model.ckpt")
+    plain = torch.load(f"{folder}/model.ckpt")
+    found["plain"] = "decent_dp" not in plain and same(list(plain["state_dict"].values()), whole.run.mean)
+    if rank == 0:
+        os.rename(f"{folder}/steps/step=4.ckpt.decent_dp", f"{folder}/elsewhere")
+    torch.distributed.barrier()
+    found["moved"] = fit([], f"{folder}/steps/step=4.ckpt", max_epochs=1).run.losses
+    torch.distributed.barrier()
+    if rank == 0:
+        os.rename(f"{folder}/elsewhere", f"{folder}/steps/step=4.ckpt.decent_dp")
+    return found
+
+
+def fewer(rank: int, n: int, folder: str) -> list[list[torch.Tensor]]:
+    quiet_frameworks()
+    from tests import lightning_cases as cases
+
+    module = cases.Noisy()
+    validated = cases.fitted(rank, n, module, cases.loader(), ckpt_path=f"{folder}/best/last.ckpt", max_epochs=4)
+    return validated.mean
+
+
+@pytest.mark.slow
+def test_a_resumed_fit_equals_the_uninterrupted_one_also_in_the_middle_of_an_epoch(workers, tmp_path, caplog):
+    results = workers(3, resumes, str(tmp_path))
+    for result in results:
+        assert result["steps/step=4"] == (True, True, 14, True, True)
+        assert result["steps/step=8"] == (True, True, 10, True, True)
+        assert result["steps/step=16"] == (True, True, 2, True, True)
+        assert result["best/last"][1:2] + result["best/last"][3:] == (True, True, True)
+        assert result["processes"]
+        assert result["finished"]
+        assert result["plain"]
+        assert result["moved"]
+        # The best file and the link to it; removed files leave no replicas.
+        assert [name for name in result["folders"] if name.endswith(".decent_dp")] == [
+            name + ".decent_dp" for name in result["folders"] if name.startswith("epoch")
+        ]
+    # What a file has is the mean.
+    saved = torch.load(tmp_path / "steps" / "step=8.ckpt")["state_dict"]
+    for key, value in saved.items():
+        of_all = [result["kept"][8][key] for result in results]
+        torch.testing.assert_close(value, sum(of_all) / 3)
+        assert not torch.equal(of_all[0], of_all[1])
+    a, b = workers(2, fewer, str(tmp_path))
+    assert same(a, b)
+
+
+def stops(rank: int, n: int, folder: str) -> Any:
+    """Decisions of one worker alone, which stop all after the same batch."""
+    quiet_frameworks()
+    from tests import lightning_cases as cases
+
+    found: dict[str, Any] = {}
+
+    def fit(callbacks: Any, ckpt_path: str | None = None, **options: Any) -> Any:
+        module = cases.Module()
+        loaders = cases.loader(kind=cases.Resumable), cases.loader(16, shuffle=False)
+        options = {"max_epochs": 4, "callbacks": callbacks} | options
+        cases.fitted(rank, n, module, *loaders, ckpt_path=ckpt_path, **options)
+        return module
+
+    whole = fit([])
+    interrupted = cases.OnExceptionCheckpoint(folder)
+    try:
+        fit([cases.Interrupt(1, 3, lambda _: os.kill(os.getpid(), signal.SIGTERM)), interrupted])
+    except cases.SIGTERMException:
+        saved = torch.load(f"{folder}/on_exception.ckpt")
+        found["sigterm"] = saved["global_step"]
+    torch.distributed.barrier()
+    again = fit([], f"{folder}/on_exception.ckpt")
+    found["resumed"] = whole.run.losses[-len(again.run.losses) :] == again.run.losses
+    found["resumed"] &= same(whole.run.params, again.run.params) and len(again.run.losses) == 32 - found["sigterm"]
+
+    def should_stop(trainer: Any) -> None:
+        trainer.should_stop = True
+
+    for name, callback in (
+        ("alone", cases.Interrupt(1, 10, should_stop)),
+        ("timer", cases.Hasty(1, 10)),
+        ("early", cases.EarlyStopping("own_loss", stopping_threshold=1e9 * (rank == 1), patience=100)),
+    ):
+        with collectives() as calls:
+            watch = cases.Watch(calls)
+            module = fit([callback, watch])
+        found[name] = len(module.run.losses)
+        found[f"{name} in steps"] = watch.in_steps
+    found["handler"] = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    return found
+
+
+@pytest.mark.slow
+def test_a_decision_of_one_worker_stops_all_after_the_same_batch(workers, tmp_path):
+    a, b = workers(2, stops, str(tmp_path))
+    assert a == b
+    assert 3 < a["sigterm"] < 16
+    assert a["resumed"]
+    assert 10 < a["alone"] < 24
+    assert 10 < a["timer"] < 24
+    assert a["early"] == 8  # the first validation
+    assert a["alone in steps"] == a["timer in steps"] == a["early in steps"] == []
+    assert a["handler"]
+
+
+# -- precision, several optimizers -----------------------------------------------------------------------------------------
+
+
+def precisions(rank: int, n: int) -> Any:
+    quiet_frameworks()
+    from tests import lightning_cases as cases
+
+    found: dict[str, Any] = {}
+    module = cases.Module(poison=(1, 3))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    cases.fitted(rank, n, module, plugins=[cases.MixedPrecision("16-mixed", "cpu", scaler)], max_epochs=1)
+    stats = module.trainer.strategy.replica.stats()
+    finite = all(bool(p.isfinite().all()) for p in module.run.params)
+    found["overflow"] = (stats.rounds, stats.updates, scaler.get_scale(), finite)
+    module = cases.Module()
+    cases.fitted(rank, n, module, precision="bf16-mixed", max_epochs=1)
+    found["bf16"] = module.run.rounds
+    module = cases.Adversarial()
+    cases.fitted(rank, n, module, max_epochs=1)
+    found["manual"] = (module.run.rounds, same(module.run.mean, module.run.params))
+    found["means"] = module.run.mean
+    return found
+
+
+@pytest.mark.slow
+def test_an_overflow_on_one_worker_and_several_optimizers_leave_rounds_equal(workers):
+    a, b = workers(2, precisions)
+    assert a["overflow"] == (8, 8, 8.0, True)
+    assert b["overflow"] == (8, 7, 4.0, True)
+    assert a["bf16"] == b["bf16"] == 8
+    assert a["manual"] == b["manual"] == (8, False)
+    assert same(a["means"], b["means"])
+
+
+# -- errors ----------------------------------------------------------------------------------------------------------------
+
+
+def dies(rank: int, n: int, how: str, folder: str) -> None:
+    quiet_frameworks()
+    from tests import lightning_cases as cases
+
+    def act(_: Any) -> None:
+        if how == "killed":
+            os._exit(1)
+        raise ValueError("out of luck")
+
+    callbacks = [cases.Interrupt(2, 5, act), cases.OnExceptionCheckpoint(folder)]
+    cases.fitted(rank, n, cases.Module(), callbacks=callbacks, max_epochs=100)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["killed", "raises"])
+def test_a_worker_that_dies_ends_the_others_with_a_clear_error(workers, tmp_path, how):
+    *others, dead = workers.outcomes(3, dies, how, str(tmp_path), group_timeout=100)
+    assert dead.exitcode == 1 if how == "killed" else dead.message == "out of luck"
+    for outcome in others:
+        assert outcome.error == "PeerLostError"
+        assert outcome.seconds < 45  # and does not wait for the others in Lightning's handling of the error
+    if how == "raises":
+        assert any("ValueError: out of luck" in outcome.message for outcome in others)
+    assert not (tmp_path / "on_exception.ckpt").exists()
+
+
+def refused(rank: int, n: int, folder: str) -> list[str]:
+    quiet_frameworks()
+    from tests import lightning_cases as cases
+    from tests.helpers import error_of
+
+    def fit(module: Any = None, **options: Any) -> Any:
+        return lambda: cases.fitted(rank, n, module or cases.Module(), **options)
+
+    remote = cases.ModelCheckpoint("memory://x", every_n_train_steps=1)
+    return [
+        error_of(call)
+        for call in (
+            lambda: cases.GossipStrategy(find_unused_parameters=True),
+            lambda: cases.GossipStrategy(scaler=None),
+            lambda: cases.GossipStrategy(topologie="ring"),
+            fit(sync_batchnorm=True),
+            fit(val_check_interval="00:00:01:00"),
+            fit(plugins=[cases.AsyncCheckpointIO()]),
+            fit(cases.Idle()),
+            fit(strategy=cases.GossipStrategy(topology="rign")),
+            fit(callbacks=[remote], enable_checkpointing=True),
+        )
+    ]
+
+
+@pytest.mark.slow
+def test_what_cannot_work_is_one_line_on_all_workers(workers, tmp_path):
+    a, b = workers(2, refused, str(tmp_path))
+    assert a == b
+    expected = [
+        "TypeError: GossipStrategy has no argument 'find_unused_parameters': it is an argument of PyTorch's DDP",
+        "TypeError: GossipStrategy has no argument 'scaler': the GradScaler of the precision plugin is used",
+        "TypeError: GossipStrategy has no argument 'topologie': it is unknown",
+        "ValueError: Trainer(sync_batchnorm=True) waits for all workers",
+        "ValueError: Trainer(val_check_interval=<a time>) goes by each worker's own clock",
+        "ValueError: GossipStrategy writes the replicas and the checkpoint file together",
+        "ValueError: configure_optimizers returned None",
+        "ValueError: there is no topology 'rign'",
+        "ValueError: the replicas are saved beside the checkpoint file, and 'memory://x",
+    ]
+    for message, begin in zip(a, expected, strict=True):
+        assert message.startswith(begin)
+        assert "\n" not in message
+
+
+# -- Fabric ----------------------------------------------------------------------------------------------------------------
+
+
+def fabric(rank: int, n: int, folder: str) -> Any:
+    quiet_frameworks()
+    from tests import lightning_cases as cases
+
+    def train(run: Run, parts: Any, batches: Any) -> None:
+        fabric, model, optimizer = parts
+        for number, batch in batches:
+            with fabric.no_backward_sync(model, enabled=number % 2 == 0):
+                loss = model(**batch)["loss"]
+                run.losses.append(float(loss))
+                fabric.backward(loss / 2)
+            if number % 2:
+                run.norms.append(float(fabric.clip_gradients(model, optimizer, max_norm=CLIP)))
+                optimizer.step()
+                optimizer.zero_grad()
+        run.params, run.rounds = copies(model.module), fabric.strategy.replica.stats().rounds
+
+    found: dict[str, Any] = {}
+    parts = cases.fabric_parts(rank, n)
+    data = parts[0].setup_dataloaders(cases.loader())
+    run = Run()
+    data.sampler.set_epoch(0)
+    batches = list(enumerate(data))
+    with collectives() as calls:
+        train(run, parts, batches[:4])
+    found["calls"] = calls
+    fabric, model, optimizer = parts
+    state = {"model": model, "optimizer": optimizer, "own": rank}
+    fabric.save(f"{folder}/fabric.ckpt", state)
+    train(run, parts, batches[4:])
+    with fabric.strategy.replica.averaged():
+        run.mean = copies(model.module)
+    fabric.strategy.replica.close()
+    expected = plain_loop(cases.shares(rank, n, 1), accumulate=2, clip=CLIP)
+    assert_equal_runs(run, expected)
+    assert run.norms == expected.norms
+    again, parts = Run(), cases.fabric_parts(rank, n)
+    state = {"model": parts[1], "optimizer": parts[2], "own": None}
+    found["left"] = sorted(parts[0].load(f"{folder}/fabric.ckpt", state))
+    train(again, parts, batches[4:])
+    parts[0].strategy.replica.close()
+    found["resumed"] = again.losses == run.losses[4:] and same(again.params, run.params) and state["own"] == rank
+    scaled = cases.fabric_parts(rank, n, scaler=True)
+    for number, (_, batch) in enumerate(batches):
+        loss = scaled[1](**batch)["loss"] * (float("inf") if (rank, number) == (1, 3) else 1.0)
+        scaled[0].backward(loss)
+        scaled[2].step()
+        scaled[2].zero_grad()
+    stats = scaled[0].strategy.replica.stats()
+    found["scaled"] = (stats.rounds, stats.updates)
+    return found
+
+
+@pytest.mark.slow
+def test_fabric_equals_the_plain_loop_and_resumes_exactly(workers, tmp_path):
+    a, b = workers(2, fabric, str(tmp_path))
+    assert a["calls"] == b["calls"] == []
+    assert a["left"] == b["left"] == []
+    assert a["resumed"]
+    assert b["resumed"]
+    assert (a["scaled"], b["scaled"]) == ((8, 8), (8, 7))
+    saved = torch.load(tmp_path / "fabric.ckpt")
+    assert set(saved) == {"model", "optimizer", "own", "decent_dp"}
