@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from datetime import timedelta
 from typing import Any
@@ -72,6 +73,8 @@ class Module(pl.LightningModule):
 class Noisy(Module):
     """Draws random numbers in each step, and reduces its rate by its own losses: states of each worker."""
 
+    loaded: int | None = None
+
     def __init__(self) -> None:
         super().__init__(log=True)
 
@@ -80,8 +83,14 @@ class Noisy(Module):
 
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
-        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.8, patience=0)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step", "monitor": "local"}}
+        schedule = torch.optim.lr_scheduler.MultiplicativeLR(optimizer, lambda _: 0.8 if self.run.losses[-1] > 0.4 else 1.0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["rank"] = self.global_rank
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.loaded = checkpoint["rank"]
 
 
 class Adversarial(Module):
@@ -166,22 +175,28 @@ class Hasty(Timer):
 class Resumable(DataLoader[Any]):
     """A loader that resumes in the middle of an epoch: the example of the page."""
 
-    done = 0
+    done = skip = 0
 
     def state_dict(self) -> dict[str, int]:
         return {"done": self.done}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.done = state["done"]
+        self.skip = state["done"] % len(self)
 
     def __iter__(self) -> Any:
-        batches = super().__iter__()
-        for _ in range(self.done):
-            next(batches)
-        for batch in batches:
-            self.done += 1
-            yield batch
-        self.done = 0
+        self.done, self.skip = self.skip, 0
+        return map(self.count, itertools.islice(super().__iter__(), self.done, None))
+
+    def count(self, batch: Any) -> Any:
+        self.done += 1
+        return batch
+
+
+class Ahead(DataLoader[Any]):
+    """Reads its sampler when the iterator is made, as a loader with processes does."""
+
+    def __iter__(self) -> Any:
+        return iter(list(super().__iter__()))
 
 
 class Interrupt(Callback):
@@ -244,6 +259,7 @@ def fabric_parts(rank: int, n: int, *, scaler: bool = False) -> Any:
 __all__ = [
     "BATCH",
     "Adversarial",
+    "Ahead",
     "AsyncCheckpointIO",
     "EarlyStopping",
     "GossipStrategy",
