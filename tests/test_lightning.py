@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import signal
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +19,7 @@ from tests.framework_cases import Run, assert_equal_runs, collectives, copies, p
 # Found rather than imported: the import takes seconds, which only the workers need to spend.
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="needs lightning")
 
+ROOT = Path(__file__).parents[1]
 CLIP = 0.05
 
 
@@ -393,3 +398,50 @@ def test_fabric_equals_the_plain_loop_and_resumes_exactly(workers, tmp_path):
     assert (a["scaled"], b["scaled"]) == ((8, 8), (8, 7))
     saved = torch.load(tmp_path / "fabric.ckpt")
     assert set(saved) == {"model", "optimizer", "own", "decent_dp"}
+
+
+# -- the example and the page ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_example_resumes_after_a_signal_and_equals_a_run_under_torchrun(tmp_path):
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
+    script = [str(ROOT / "examples" / "lightning_digits.py"), "--small"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *script]
+    straight = subprocess.run(torchrun, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=200)
+    assert straight.returncode == 0, straight.stderr
+    # Lightning starts the second process.
+    command = [sys.executable, *script, "--checkpoint", str(tmp_path / "saved")]
+    with subprocess.Popen(command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        for line in run.stdout:
+            if line.startswith("epoch 2"):
+                run.send_signal(signal.SIGTERM)
+        run.wait(100)
+    assert (tmp_path / "saved" / "last.ckpt").is_file()
+    again = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=200)
+    assert again.returncode == 0, again.stderr
+    ends = [done.stdout.strip().splitlines() for done in (straight, again)]
+    assert ends[0][-1] == ends[1][-1]
+    assert re.fullmatch(r"2 workers, 115 rounds, accuracy 9\d\.\d\d%", ends[0][-1])
+    assert not any(line.startswith("epoch 1:") for line in ends[1])
+
+
+def page(rank: int, n: int, folder: str, code: list[str]) -> list[str]:
+    quiet_frameworks()
+    os.environ["LOCAL_RANK"] = str(rank)
+    os.chdir(folder)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for block in code:
+        exec(compile(block, "docs/lightning.md", "exec"), names)
+    return sorted(names)
+
+
+@pytest.mark.slow
+def test_the_blocks_of_the_page_run(workers, tmp_path):
+    from tests.test_docs import blocks
+
+    code = [block.code for block in blocks(ROOT / "docs" / "lightning.md", "python no-run")]
+    assert len(code) == 5
+    found, _ = workers(2, page, str(tmp_path), code)
+    assert {"trainer", "fabric"} <= set(found)

@@ -572,6 +572,21 @@ def test_a_loop_that_never_asks_goes_on_and_says_so(caplog):
     model.close()
 
 
+def test_a_request_stops_as_a_signal_does():
+    model = alone(net())
+    with Preemption(model, signals=()) as stop:
+        for t in range(1000):
+            loss(model, t).backward()
+            if t == 3:
+                stop.request()
+            if stop.due:
+                break
+            time.sleep(0.01)
+    assert stop.due
+    assert 4 < model.stats().rounds < 1000
+    model.close()
+
+
 def test_wrong_arguments_and_places():
     model = alone(net())
     for wrong, kind, text in (

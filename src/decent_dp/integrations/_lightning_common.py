@@ -14,8 +14,8 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
+from decent_dp import Gossip
 from decent_dp._checks import install_hint
-from decent_dp._gossip import Gossip
 from decent_dp.checkpoint import load, save
 from decent_dp.errors import CheckpointError
 
