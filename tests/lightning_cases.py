@@ -13,6 +13,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint, Timer
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
@@ -274,6 +275,7 @@ __all__ = [
     "OnExceptionCheckpoint",
     "Resumable",
     "SIGTERMException",
+    "SLURMEnvironment",
     "Watch",
     "fabric_parts",
     "fitted",

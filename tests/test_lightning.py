@@ -207,12 +207,26 @@ def stops(rank: int, n: int, folder: str) -> Any:
             module = fit([callback, watch])
         found[name] = len(module.run.losses)
         found[f"{name} in steps"] = watch.in_steps
+    # Slurm's signal before the time limit: all save after the same batch, and worker 0 requeues the job.
+    slurm = {"JOB_ID": 7, "JOB_NAME": "x", "NTASKS": n, "NTASKS_PER_NODE": n, "PROCID": rank, "LOCALID": rank, "NODEID": 0}
+    os.environ |= {f"SLURM_{name}": str(value) for name, value in slurm.items()} | {"PATH": f"{folder}:{os.environ['PATH']}"}
+    options = {"plugins": [cases.SLURMEnvironment(requeue_signal=signal.SIGUSR1)], "folder": folder}
+    try:
+        fit([cases.Interrupt(1, 3, lambda _: os.kill(os.getpid(), signal.SIGUSR1))], **options)
+    except cases.SIGTERMException:
+        saved = torch.load(f"{folder}/hpc_ckpt_1.ckpt")
+    torch.distributed.barrier()
+    again = fit([], **options)  # Lightning finds the file
+    found["requeued"] = len(again.run.losses) == 32 - saved["global_step"] and same(whole.run.params, again.run.params)
     found["handler"] = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     return found
 
 
 @pytest.mark.slow
 def test_a_decision_of_one_worker_stops_all_after_the_same_batch(workers, tmp_path):
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/requeues\n')
+    scontrol.chmod(0o755)
     a, b = workers(2, stops, str(tmp_path))
     assert a == b
     assert 3 < a["sigterm"] < 16
@@ -222,6 +236,8 @@ def test_a_decision_of_one_worker_stops_all_after_the_same_batch(workers, tmp_pa
     assert a["early"] == 8  # the first validation
     assert a["alone in steps"] == a["timer in steps"] == a["early in steps"] == []
     assert a["handler"]
+    assert a["requeued"]
+    assert (tmp_path / "requeues").read_text() == "requeue 7\n"
 
 
 # -- precision, several optimizers -----------------------------------------------------------------------------------------
@@ -408,18 +424,18 @@ def test_the_example_resumes_after_a_signal_and_equals_a_run_under_torchrun(tmp_
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
     script = [str(ROOT / "examples" / "lightning_digits.py"), "--small"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *script]
-    straight = subprocess.run(torchrun, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=200)
+    straight = subprocess.run(torchrun, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=200)
     assert straight.returncode == 0, straight.stderr
     # Lightning starts the second process.
     command = [sys.executable, *script, "--checkpoint", str(tmp_path / "saved")]
-    with subprocess.Popen(command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+    with subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None
         for line in run.stdout:
             if line.startswith("epoch 2"):
                 run.send_signal(signal.SIGTERM)
         run.wait(100)
     assert (tmp_path / "saved" / "last.ckpt").is_file()
-    again = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=200)
+    again = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=200)
     assert again.returncode == 0, again.stderr
     ends = [done.stdout.strip().splitlines() for done in (straight, again)]
     assert ends[0][-1] == ends[1][-1]
