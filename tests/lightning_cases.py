@@ -33,6 +33,8 @@ class Module(pl.LightningModule):
         validated: at each validation, the parameters at its first batch and those after it.
     """
 
+    enough = False
+
     def __init__(self, *, log: bool = False, schedule: bool = False, poison: tuple[int, int] | None = None) -> None:
         super().__init__()
         self.model = Model()
@@ -48,6 +50,9 @@ class Module(pl.LightningModule):
         if self.poison == (self.global_rank, self.global_step):
             loss = loss * float("inf")
         return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:  # after all callbacks
+        self.trainer.should_stop |= self.enough
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.run.norms.append(float(nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import re
 import signal
@@ -199,6 +200,7 @@ def stops(rank: int, n: int, folder: str) -> Any:
 
     for name, callback in (
         ("alone", cases.Interrupt(1, 10, should_stop)),
+        ("module", cases.Interrupt(1, 10, lambda trainer: setattr(trainer.lightning_module, "enough", True))),
         ("timer", cases.Hasty(1, 10)),
         ("early", cases.EarlyStopping("own_loss", stopping_threshold=1e9 * (rank == 1), patience=100)),
     ):
@@ -232,9 +234,10 @@ def test_a_decision_of_one_worker_stops_all_after_the_same_batch(workers, tmp_pa
     assert 3 < a["sigterm"] < 16
     assert a["resumed"]
     assert 10 < a["alone"] < 24
+    assert 10 < a["module"] < 24
     assert 10 < a["timer"] < 24
     assert a["early"] == 8  # the first validation
-    assert a["alone in steps"] == a["timer in steps"] == a["early in steps"] == []
+    assert a["alone in steps"] == a["module in steps"] == a["timer in steps"] == a["early in steps"] == []
     assert a["handler"]
     assert a["requeued"]
     assert (tmp_path / "requeues").read_text() == "requeue 7\n"
@@ -346,6 +349,25 @@ def test_what_cannot_work_is_one_line_on_all_workers(workers, tmp_path):
     for message, begin in zip(a, expected, strict=True):
         assert message.startswith(begin)
         assert "\n" not in message
+
+
+def single(rank: int, n: int) -> Any:
+    quiet_frameworks()
+    from tests import lightning_cases as cases
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("decent_dp.integrations.lightning").addHandler(handler)
+    run = cases.fitted(rank, n, cases.Module())
+    assert_equal_runs(run, plain_loop(cases.shares(rank, n, 2)))
+    return said
+
+
+@pytest.mark.slow
+def test_one_worker_trains_alone_and_says_so(workers):
+    ((warning,),) = workers(1, single)
+    assert warning.startswith("one worker has no neighbours, and trains alone")
 
 
 # -- Fabric ----------------------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ from decent_dp.replica.shards import is_sharded
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, Timer
+from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -101,7 +101,6 @@ class GossipStrategy(DDPStrategy):  # type: ignore[misc]
         # Contexts of the present fit: the agreement on a stop, and the mean while it validates.
         self._contexts = contextlib.ExitStack()
         self._evaluation = contextlib.ExitStack()
-        self._stops: _Stops | None = None
         # The mean that was given to a checkpoint.
         self._mean: dict[str, Any] | None = None
         # The checkpoint file of this resume with its note, and the random states that it had.
@@ -136,7 +135,7 @@ class GossipStrategy(DDPStrategy):  # type: ignore[misc]
             local_world_size=self.num_processes if self._local_world_size is None else self._local_world_size,
         )
         self._random = None
-        self._stops = self._contexts.enter_context(_Stops(self, trainer, self.replica))
+        self._contexts.enter_context(_Stops(self, trainer, self.replica))
 
     def configure_ddp(self) -> None:
         """Wraps nothing."""
@@ -298,7 +297,7 @@ def _check_trainer(trainer: pl.Trainer, strategy: GossipStrategy) -> None:
             )
 
 
-class _Stops(Callback):  # type: ignore[misc]
+class _Stops:
     """Stops all workers after the same batch, without a collective per batch.
 
     A SIGTERM, a limit of time, or ``trainer.should_stop`` on one worker alone is a request. The workers agree on a round, and
@@ -319,17 +318,18 @@ class _Stops(Callback):  # type: ignore[misc]
     def __enter__(self) -> _Stops:
         trainer, connector = self._trainer, self._connector
         self._stop.__enter__()
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing
+        loop = trainer.fit_loop.epoch_loop
+        loop._broadcast_sigterm_tensor, loop.on_advance_end = _nothing, self._on_advance_end
         connector._sigterm_notifier_fn, connector._slurm_sigusr_handler_fn = self._on_sigterm, self._on_requeue
         for callback in trainer.callbacks:
             if isinstance(callback, Timer) and callback._duration is not None and callback._interval == "step":
                 callback._interval = "epoch"
                 self._timers.append(callback)
-        trainer.callbacks.append(self)  # the last one, so that it sees what the others decide
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._trainer.callbacks.remove(self)
+        loop = self._trainer.fit_loop.epoch_loop
+        del loop._broadcast_sigterm_tensor, loop.on_advance_end
         for timer in self._timers:
             timer._interval = "step"
         del self._connector._sigterm_notifier_fn, self._connector._slurm_sigusr_handler_fn
@@ -349,7 +349,13 @@ class _Stops(Callback):  # type: ignore[misc]
             self._requeue = True
             self._stop.request()
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def _on_advance_end(self, fetcher: Any) -> None:
+        """After each batch, when all hooks have decided; Lightning's own then acts on it."""
+        self._agree()
+        loop = self._trainer.fit_loop.epoch_loop
+        type(loop).on_advance_end(loop, fetcher)
+
+    def _agree(self) -> None:
         trainer = self._trainer
         if self._over:
             return
