@@ -16,36 +16,38 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from decent_dp import GossipAdamW
-from decent_dp.integrations.lightning import GossipStrategy
+
+try:
+    from lightning.pytorch import LightningModule, Trainer, seed_everything
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    from decent_dp.integrations.lightning import GossipStrategy
+except ImportError as error:
+    raise SystemExit(f"{error}; in the clone of the repository: pip install -e '.[lightning,examples]'") from None
 
 
-class Digits(LightningModule):
-    """A small network. Nothing in it is about decentralized training."""
-
+class Digits(LightningModule):  # nothing in it is about decentralized training
     def __init__(self, steps: int) -> None:
         super().__init__()
         self.steps = steps
         self.model = nn.Sequential(nn.Linear(64, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Dropout(0.1), nn.Linear(256, 10))
-        self.criterion = nn.CrossEntropyLoss()
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         images, labels = batch
-        loss: Tensor = self.criterion(self.model(images), labels)
+        loss: Tensor = nn.functional.cross_entropy(self.model(images), labels)
         self.log("loss", loss, on_epoch=True, on_step=False, sync_dist=True)  # the mean over workers, once per epoch
         return loss
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         images, labels = batch
-        right = (self.model(images).argmax(dim=1) == labels).float().mean()
-        self.log("accuracy", right, sync_dist=True)  # of the mean of all replicas
+        right = self.model(images).argmax(dim=1) == labels
+        self.log("accuracy", right.float().mean(), sync_dist=True)  # of the mean of all replicas
 
     def on_train_epoch_end(self) -> None:
         of = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
@@ -87,12 +89,10 @@ def load_data() -> tuple[TensorDataset, TensorDataset]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Decentralized training with Lightning on handwritten digits.")
     parser.add_argument("--devices", type=int, default=int(os.environ.get("LOCAL_WORLD_SIZE", 2)), help="workers per node")
-    parser.add_argument("--topology", default="base-2")
-    parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--small", action="store_true", help="5 epochs")
+    parser.add_argument("--small", action="store_true", help="5 epochs instead of 20")
     parser.add_argument("--checkpoint", metavar="DIR", help="folder of the checkpoints, from which the run resumes")
     options = parser.parse_args()
-    epochs = 5 if options.small else options.epochs
+    epochs = 5 if options.small else 20
 
     seed_everything(0)
     torch.set_num_threads(1)  # workers share this machine's cores
@@ -100,7 +100,7 @@ def main() -> None:
     loader = ResumableLoader(train, batch_size=32, shuffle=True)
     saves = [ModelCheckpoint(options.checkpoint, save_last=True, save_on_exception=True)] if options.checkpoint else []
     trainer = Trainer(
-        strategy=GossipStrategy(topology=options.topology),  # or strategy="gossip", after the import
+        strategy=GossipStrategy(topology="base-2"),  # or strategy="gossip", after the import
         devices=options.devices,
         max_epochs=epochs,
         callbacks=saves,
