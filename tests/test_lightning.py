@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -349,6 +352,23 @@ def test_what_cannot_work_is_one_line_on_all_workers(workers, tmp_path):
     for message, begin in zip(a, expected, strict=True):
         assert message.startswith(begin)
         assert "\n" not in message
+
+
+def test_a_missing_or_old_lightning_is_named_with_what_to_install(monkeypatch):
+    name = "decent_dp.integrations.lightning"
+    old, parts = ModuleType("lightning"), ["lightning.pytorch", "lightning.pytorch.plugins", "lightning.pytorch.plugins.io"]
+    old.__version__ = "2.5.9"  # type: ignore[attr-defined]
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "lightning", None)
+        with pytest.raises(ImportError, match=r"needs Lightning; .*pip install -e '\.\[lightning\]'$"):
+            importlib.import_module(name)
+        with pytest.raises(SystemExit, match=r"pip install -e '\.\[lightning,examples\]'$"):
+            runpy.run_path(str(ROOT / "examples" / "lightning_digits.py"))
+        for part in ["lightning", *parts]:
+            patch.setitem(sys.modules, part, old)
+        old.AsyncCheckpointIO = object  # type: ignore[attr-defined]
+        with pytest.raises(ImportError, match=r"needs Lightning 2\.6 or newer, got 2\.5\.9"):
+            importlib.import_module(name)
 
 
 def single(rank: int, n: int) -> Any:
