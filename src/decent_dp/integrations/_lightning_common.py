@@ -28,7 +28,7 @@ except ImportError as error:
 __all__ = ["NOTE", "check_arguments", "check_environment", "load_own", "load_replicas", "save_replicas"]
 
 if tuple(int(part) for part in lightning.__version__.split(".")[:2]) < (2, 6):
-    raise ImportError(f"this module needs Lightning 2.6 or newer, got {lightning.__version__}: pip install -U lightning")
+    raise ImportError(f"this module needs Lightning 2.6 or newer, got {lightning.__version__}; {install_hint('lightning')}")
 
 _log = logging.getLogger(__name__)
 
