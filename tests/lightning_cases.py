@@ -14,7 +14,7 @@ from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint, Timer
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.environments import SLURMEnvironment
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
@@ -205,6 +205,15 @@ class Ahead(DataLoader[Any]):
         return iter(list(super().__iter__()))
 
 
+class Full(TorchCheckpointIO):
+    """A disk that is full on worker 1."""
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        if os.environ["LOCAL_RANK"] == "1":
+            raise OSError("no space left")
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
 class Interrupt(Callback):
     """Calls ``act(trainer)`` on one worker at the end of a batch."""
 
@@ -268,6 +277,7 @@ __all__ = [
     "Ahead",
     "AsyncCheckpointIO",
     "EarlyStopping",
+    "Full",
     "GossipStrategy",
     "Hasty",
     "Idle",
