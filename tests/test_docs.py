@@ -40,7 +40,14 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
 
 # Blocks that are shown but not run, as page: how many. They say so themselves: ```python no-run
-NOT_RUN = {"CONTRIBUTING.md": 1, "docs/launch.md": 1, "docs/lightning.md": 5, "docs/log.md": 4, "docs/ray.md": 1, "docs/transformers.md": 1}
+NOT_RUN = {
+    "CONTRIBUTING.md": 1,
+    "docs/launch.md": 1,
+    "docs/lightning.md": 5,
+    "docs/log.md": 4,
+    "docs/ray.md": 1,
+    "docs/transformers.md": 1,
+}
 # The reader's own files, which no command of ours has to find.
 THEIRS = {"train.py", "model.pt", "test.sbatch"}
 # The public members of a Gossip.
