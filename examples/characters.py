@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache, partial
@@ -169,6 +170,7 @@ def main() -> None:
     options = vars(parser.parse_args())
     out = options.pop("out")
 
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the model is small, and trains on the CPU
     torch.set_num_threads(1)  # workers share this machine's cores
     rank, world_size = initialize_dist()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import time
 from collections.abc import Callable, Iterator
@@ -120,6 +121,7 @@ def machine() -> str:
 
 def write_events(make: Callable[[], Iterator[dict[str, Any]]]) -> None:
     """Joins the other workers, makes all events with them and writes them from rank 0."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the models are small, and train on the CPU
     torch.set_num_threads(1)
     rank, _ = initialize_dist()
     for event in make():

@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import gc
 import json
+import os
 import statistics
 import sys
 import time
@@ -290,6 +291,7 @@ def main() -> None:
     if options["method"] == "ddp" and options["checkpoint"]:
         parser.error("--checkpoint is for decent_dp: with DDP save the model and the optimizer of one worker yourself")
 
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the model is small, and trains on the CPU
     torch.set_num_threads(1)  # workers share this machine's cores
     rank, world_size = initialize_dist()
     result = train(Config(**options), progress)

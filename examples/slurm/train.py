@@ -48,8 +48,9 @@ def train(folder: Path, epochs: int, save_every: int, batch_size: int) -> dict[s
     draws = torch.Generator()
     loader = DataLoader(dataset, batch_size=batch_size, sampler=sampler, drop_last=True, generator=draws)
 
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # this worker's own GPU, if it has one
     torch.manual_seed(rank)  # each worker draws its own dropout; weights are copied from worker 0
-    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.2), nn.Linear(128, 10))
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.2), nn.Linear(128, 10)).to(device)
     optimizer = decent_dp.GossipAdamW(model.parameters(), lr=2e-3)
     steps = epochs * len(loader)
     scheduler = lr_scheduler_fn_cosine_with_warmup(optimizer, t_max=max(1, steps - 10), t_warmup=10)
@@ -72,7 +73,7 @@ def train(folder: Path, epochs: int, save_every: int, batch_size: int) -> dict[s
                 if batch <= at["batch"]:
                     continue  # trained with before the run was stopped
                 optimizer.zero_grad()
-                criterion(model(images), labels).backward()
+                criterion(model(images.to(device)), labels.to(device)).backward()
                 optimizer.step()
                 scheduler.step()
                 at = {"epoch": epoch, "batch": batch}
@@ -91,7 +92,7 @@ def train(folder: Path, epochs: int, save_every: int, batch_size: int) -> dict[s
     distance = replica.consensus_distance()
     model.eval()
     with replica.averaged(), torch.no_grad():  # replicas differ: their mean is the result
-        accuracy = float((model(x[TRAINING:]).argmax(dim=1) == y[TRAINING:]).float().mean())
+        accuracy = float((model(x[TRAINING:].to(device)).argmax(dim=1).cpu() == y[TRAINING:]).float().mean())
     replica.close()
     return {"workers": world_size, "steps": steps, "accuracy": accuracy, "consensus_distance": distance}
 
