@@ -579,8 +579,8 @@ def counted(script: Script, rank: int, **options: Any) -> Ran:
     return found
 
 
-# Compilers are slow: one of these scripts is enough for the fast tests.
-COMPILED = [name for name in SCRIPTS if name.startswith("compiled") and name != "compiled step"]
+# Compilers are slow.
+COMPILED = [name for name in SCRIPTS if name.startswith("compiled")]
 
 
 # A scaler skips other steps with the data of worker 1.

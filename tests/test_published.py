@@ -154,7 +154,8 @@ def test_the_log_says_who_mixes_what(three):
     for rank, (*_, texts) in enumerate(three):
         start, buckets, *rounds = [text for text in texts if f"worker {rank}" in text]
         assert start == (
-            f"gossip: worker {rank} of 3, topology BaseTwoTopology, compression None, 279 trainable parameters in 6 tensors"
+            f"gossip: worker {rank} of 3, topology BaseTwoTopology(1, world_size=3, rank={rank}), compression None, "
+            "279 trainable parameters in 6 tensors"
         )
         assert buckets.startswith(f"worker {rank}: 6 buckets, MiB: ")
         assert [text.partition(", edge [")[0] for text in rounds] == [f"worker {rank}: round {t} with a step" for t in (0, 1)]

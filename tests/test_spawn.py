@@ -60,6 +60,7 @@ def told(done: subprocess.CompletedProcess[str]) -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_a_notebooks_function_runs_on_each_worker(tmp_path):
     """With the notebook's variables, functions and classes, after autograd ran there; and nothing remains."""
     pytest.importorskip("cloudpickle")

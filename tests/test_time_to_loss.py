@@ -124,6 +124,7 @@ def test_results_are_made_of_the_best_runs_and_their_times(kept: Kept):
     assert set(made["setups"][0]["rates"]["60"]["to_ddp"]) == set()
 
 
+@pytest.mark.slow
 def test_the_committed_choices_are_those_of_the_planner():
     setups = json.loads((RESULTS / "time-to-loss.json").read_text(encoding="utf-8"))["setups"]
     for setup, found in zip((MAIN, *OTHERS), setups, strict=True):

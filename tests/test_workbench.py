@@ -44,6 +44,7 @@ def test_the_pages_show_the_committed_tables(page: str, tables: list[str]) -> No
         assert (ROOT / table).read_text(encoding="utf-8").strip() in text, f"put {table} into docs/{page}"
 
 
+@pytest.mark.slow
 def test_figures_of_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = again("topologies", tmp_path, monkeypatch)
     for line, kept in zip(lines, committed("topologies")["lines"], strict=True):
@@ -59,6 +60,7 @@ def test_figures_of_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             assert line["exact"] == (abs(product(topology) - 1 / n).max() < 1e-12)
 
 
+@pytest.mark.slow
 def test_steps_are_predicted_as_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = again("step-times", tmp_path, monkeypatch, PLANNED=(8, 24))
     kept = {(line["cluster"], line["workers"], line["contender"]): line["step_ms"] for line in committed("step-times")["lines"]}

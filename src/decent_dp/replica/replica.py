@@ -117,11 +117,11 @@ class Replica(ABC):
         self._module_hooks = ModuleHooks(model, self)
         register(self)
         _log.debug(
-            "%s: worker %d of %d, topology %s, compression %s, %d trainable parameters in %d tensors",
+            "%s: worker %d of %d, topology %r, compression %s, %d trainable parameters in %d tensors",
             self.KIND,
             transport.rank,
             transport.world_size,
-            self.topology.title(),
+            self.topology,
             self.settings.compression,
             sum(param.numel() for param in self.parameters.params),
             len(self.parameters.params),
