@@ -109,10 +109,14 @@ def resumes(rank: int, n: int, folder: str) -> Any:
 
     steps = cases.ModelCheckpoint(f"{folder}/steps", filename="{step}", every_n_train_steps=4, save_top_k=-1)
     best = cases.ModelCheckpoint(f"{folder}/best", monitor="val_loss", save_top_k=1, save_last="link", filename="{epoch}")
+    # File names that differ between workers: worker 0's count.
+    named = cases.ModelCheckpoint(f"{folder}/named", filename="{epoch}-{own_loss:.6f}", monitor="own_loss", save_top_k=2)
     kept = cases.Kept()
-    whole = fit([steps, best, kept])
+    whole = fit([steps, best, named, kept])
     found: dict[str, Any] = {"run": whole.run, "kept": kept.at, "folders": sorted(os.listdir(f"{folder}/best"))}
-    for name in ("steps/step=4", "steps/step=8", "steps/step=16", "best/last"):
+    torch.distributed.barrier()
+    found["named"] = sorted(os.listdir(f"{folder}/named"))
+    for name in ("steps/step=4", "steps/step=8", "steps/step=16", "best/last", f"named/{found['named'][0][:-5]}"):
         again = fit([], f"{folder}/{name}.ckpt")
         losses = again.run.losses
         found[name] = (whole.run.losses[-len(losses) :] == losses, same(whole.run.params, again.run.params), len(losses))
@@ -156,6 +160,10 @@ def test_a_resumed_fit_equals_the_uninterrupted_one_also_in_the_middle_of_an_epo
         assert result["steps/step=8"] == (True, True, 10, True, True, True)
         assert result["steps/step=16"] == (True, True, 2, True, True, True)
         assert result["best/last"][-1]
+        first, folder, *others = result["named"]
+        assert folder == f"{first}.decent_dp"
+        assert len(others) == 2
+        assert all(result[f"named/{first[:-5]}"])
         assert result["ahead"]
         assert result["finished"]
         assert result["plain"]

@@ -94,20 +94,21 @@ def save_replicas(
     together until the new file is there.
 
     Args:
+        path: worker 0's is used. Others may differ, because ModelCheckpoint puts each worker's own metrics into file names.
         replicas: of this run.
         own: what this worker alone gets back: the states of its schedulers, of its data loaders, ...
-        write: writes the file with the note that it is given; called on worker 0.
+        write: writes the file with the note that it is given, to its own ``path``; called on worker 0.
 
     Raises:
         ValueError: the path is not on a disk.
         CheckpointError: a worker could not write. All of these on all workers.
     """
-    if "://" in os.fspath(path):
+    path, name = strategy.broadcast((os.fspath(path), uuid.uuid4().hex[:12]))
+    if "://" in path:
         raise ValueError(
-            f"the replicas are saved beside the checkpoint file, and '{os.fspath(path)}' is not on a disk: save to a folder "
-            "that all workers see, or the mean model alone (save_weights_only=True)."
+            f"the replicas are saved beside the checkpoint file, and '{path}' is not on a disk: save to a folder that all "
+            "workers see, or the mean model alone (save_weights_only=True)."
         )
-    name = strategy.broadcast(uuid.uuid4().hex[:12])
     folder = _beside(path) / name
     _on_all(strategy, path, lambda: strategy.checkpoint_io.save_checkpoint(own, _own_file(folder, strategy.global_rank)))
     for number, replica in enumerate(replicas):

@@ -110,6 +110,8 @@ class GossipCallback(TrainerCallback):  # type: ignore[misc]  # its sources are 
         # The checkpoint from which the present train() resumes.
         self._resume: str | None = None
         self._stop: checkpoint.Preemption | None = None
+        # The step of the last checkpoint.
+        self._saved = -1
         # Left when train() returns or raises.
         self._during = contextlib.ExitStack()
         self._inside_mean = False
@@ -215,10 +217,17 @@ class GossipCallback(TrainerCallback):  # type: ignore[misc]  # its sources are 
             control.should_save = control.should_training_stop = True
         return control
 
-    def on_save(self, *_: Any, **__: Any) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._saved = state.global_step
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        """After a stop: other callbacks have seen the checkpoint, and the Trainer has not begun to end the training."""
         if self._stop is not None and self._stop.due:
-            # What follows train() in the script is for a run that has ended.
-            raise SystemExit(0)
+            if self._saved == state.global_step:
+                # What follows train() in the script is for a run that has ended.
+                raise SystemExit(0)
+            control.should_save = True
+        return control
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The model becomes the mean for good, or is the best one that the Trainer has loaded."""
