@@ -529,6 +529,9 @@ def interrupted(rank: int, n: int, folder: Path, stops: bool) -> list[Tensor]:
                 os.kill(os.getpid(), signal.SIGUSR1)
             assert not stops or state.global_step < 400
 
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            (folder / f"seen-{state.global_step}-{rank}").touch()
+
     trainer = trainer_of(folder, callbacks=[Interrupt()], max_steps=400)
     attach(trainer, signals=(signal.SIGUSR1,))
     trainer.train(resume_from_checkpoint=bool(list(folder.glob("checkpoint-*"))))
@@ -540,11 +543,41 @@ def test_a_signal_to_one_worker_stops_all_after_the_same_step(workers, tmp_path)
     stopped = workers.outcomes(2, interrupted, tmp_path / "a", True)
     assert [(outcome.error, outcome.message) for outcome in stopped] == [("SystemExit", "0")] * 2
     [checkpoint] = (tmp_path / "a").glob("checkpoint-*")
-    assert 2 < int(checkpoint.name.removeprefix("checkpoint-")) < 400
+    assert 2 < int(step := checkpoint.name.removeprefix("checkpoint-")) < 400
+    # Callbacks of the user have seen the checkpoint, as any other.
+    assert sorted(path.name for path in (tmp_path / "a").glob("seen-*")) == [f"seen-{step}-0", f"seen-{step}-1"]
     resumed = workers(2, interrupted, tmp_path / "a", False)
     undisturbed = workers(2, interrupted, tmp_path / "b", False)
     for a, b in zip(resumed, undisturbed, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def interrupted_while_evaluating(rank: int, n: int, folder: Path) -> None:
+    as_launched(rank, n)
+    from transformers import TrainerCallback
+
+    from decent_dp.integrations.transformers import attach
+
+    class Interrupt(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if rank == 1 and state.global_step == 2:
+                os.kill(os.getpid(), signal.SIGUSR1)
+
+    evaluates: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "eval_loss"}
+    # The loss falls, so only the first checkpoint is a best one.
+    evaluates |= {"greater_is_better": True, "load_best_model_at_end": True, "save_total_limit": 1}
+    trainer = trainer_of(folder, callbacks=[Interrupt()], max_steps=400, save_strategy="best", **evaluates)
+    attach(trainer, signals=(signal.SIGUSR1,))
+    trainer.train()
+
+
+@pytest.mark.slow
+def test_a_signal_saves_also_where_an_evaluation_decides_on_saves(workers, tmp_path):
+    stopped = workers.outcomes(2, interrupted_while_evaluating, tmp_path)
+    assert [(outcome.error, outcome.message) for outcome in stopped] == [("SystemExit", "0")] * 2
+    _, last = sorted(int(path.name.removeprefix("checkpoint-")) for path in tmp_path.glob("checkpoint-*"))
+    assert 2 < last < 400
+    assert (tmp_path / f"checkpoint-{last}" / "trainer_state.json").is_file()
 
 
 def dying(rank: int, n: int, folder: Path) -> None:

@@ -110,8 +110,8 @@ class GossipCallback(TrainerCallback):  # type: ignore[misc]  # its sources are 
         # The checkpoint from which the present train() resumes.
         self._resume: str | None = None
         self._stop: checkpoint.Preemption | None = None
-        # The step of the last checkpoint.
-        self._saved = -1
+        # The step of the last checkpoint, and whether the next one is the last of this process.
+        self._saved, self._ends = -1, False
         # Left when train() returns or raises.
         self._during = contextlib.ExitStack()
         self._inside_mean = False
@@ -200,7 +200,7 @@ class GossipCallback(TrainerCallback):  # type: ignore[misc]  # its sources are 
         if self._resume is not None:
             self._load_replicas(Path(self._resume) / _REPLICAS)
         self._rounds = replica.stats().rounds
-        self._stop = None
+        self._stop, self._saved, self._ends = None, -1, False
         if self._signals:
             self._stop = self._during.enter_context(checkpoint.Preemption(replica, self._signals))
 
@@ -219,14 +219,16 @@ class GossipCallback(TrainerCallback):  # type: ignore[misc]  # its sources are 
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._saved = state.global_step
+        if self._ends:
+            raise SystemExit(0)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
-        """After a stop: other callbacks have seen the checkpoint, and the Trainer has not begun to end the training."""
+        """Comes after a stop, too: other callbacks have seen its checkpoint, and nothing of a run that has ended follows."""
         if self._stop is not None and self._stop.due:
             if self._saved == state.global_step:
-                # What follows train() in the script is for a run that has ended.
                 raise SystemExit(0)
-            control.should_save = True
+            # With save_strategy="best" an evaluation after the same step has decided against the checkpoint.
+            control.should_save = self._ends = True
         return control
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
