@@ -260,12 +260,17 @@ def trainer_of(module: Module) -> pl.Trainer:
     return module.trainer
 
 
+def fabric_of(rank: int, n: int, plugins: Any = ()) -> Fabric:
+    os.environ["LOCAL_RANK"] = str(rank)
+    fabric = Fabric(accelerator="cpu", devices=n, strategy="gossip", plugins=list(plugins))
+    fabric.launch()
+    return fabric
+
+
 def fabric_parts(rank: int, n: int, *, scaler: bool = False) -> Any:
     """Fabric, and the model and the optimizer that it has set up."""
-    os.environ["LOCAL_RANK"] = str(rank)
     plugins = [FabricMixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=8.0))] if scaler else []
-    fabric = Fabric(accelerator="cpu", devices=n, strategy="gossip", plugins=plugins)
-    fabric.launch()
+    fabric = fabric_of(rank, n, plugins)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
     return (fabric, *fabric.setup(model, optimizer))
@@ -284,6 +289,7 @@ __all__ = [
     "Interrupt",
     "Kept",
     "MixedPrecision",
+    "Model",
     "ModelCheckpoint",
     "Module",
     "Noisy",
@@ -292,6 +298,7 @@ __all__ = [
     "SIGTERMException",
     "SLURMEnvironment",
     "Watch",
+    "fabric_of",
     "fabric_parts",
     "fitted",
     "loader",

@@ -469,6 +469,47 @@ def test_fabric_equals_the_plain_loop_and_resumes_exactly(workers, tmp_path):
     assert set(saved) == {"model", "optimizer", "own", "decent_dp"}
 
 
+def twins(rank: int, n: int, folder: str) -> Any:
+    """Two models of one kind."""
+    quiet_frameworks()
+    from tests import lightning_cases as cases
+
+    def twin(fabric: Any, state: dict[str, Any], name: str) -> None:
+        model = cases.Model(len(state))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        state[name], state[f"{name}_optimizer"] = fabric.setup(model, optimizer)
+
+    def run(names: str, batches: Any, load: bool) -> Any:
+        fabric, state = cases.fabric_of(rank, n), {}
+        for name in names:
+            twin(fabric, state, name)
+        if load:
+            fabric.load(f"{folder}/twins.ckpt", state)
+        for batch in batches:
+            for name in names:
+                fabric.backward(state[name](**batch)["loss"])
+                state[f"{name}_optimizer"].step()
+                state[f"{name}_optimizer"].zero_grad()
+        if not load:
+            fabric.save(f"{folder}/twins.ckpt", state)
+        found = {name: copies(state[name].module) for name in names}
+        for replica in fabric.strategy.replicas:
+            replica.close()
+        return found
+
+    saved = run("ab", list(cases.loader(shuffle=False))[3 * rank : 3 * rank + 3], load=False)
+    found = []
+    for names in ("ba", "b"):  # set up in another order, and one of them alone
+        loaded = run(names, [], load=True)
+        found.append(all(same(loaded[name], saved[name]) for name in names))
+    return found, same(saved["a"], saved["b"])
+
+
+@pytest.mark.slow
+def test_fabric_resumes_each_of_several_models_by_its_name(workers, tmp_path):
+    assert workers(2, twins, str(tmp_path)) == [([True, True], False)] * 2
+
+
 # -- the example and the page ----------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,11 @@ def check_environment(strategy: Any) -> None:
 
 
 def save_replicas(
-    strategy: Any, path: str | os.PathLike[str], replicas: Sequence[Gossip], own: dict[str, Any], write: Callable[[Any], None]
+    strategy: Any,
+    path: str | os.PathLike[str],
+    replicas: Mapping[str, Gossip],
+    own: dict[str, Any],
+    write: Callable[[Any], None],
 ) -> None:
     """Saves replicas in a folder beside ``path``, and then the file itself. Called by all workers.
 
@@ -95,7 +99,7 @@ def save_replicas(
 
     Args:
         path: worker 0's is used. Others may differ, because ModelCheckpoint puts each worker's own metrics into file names.
-        replicas: of this run.
+        replicas: of this run, by the names of their models in the file.
         own: what this worker alone gets back: the states of its schedulers, of its data loaders, ...
         write: writes the file with the note that it is given, to its own ``path``; called on worker 0.
 
@@ -111,11 +115,11 @@ def save_replicas(
         )
     folder = _beside(path) / name
     _on_all(strategy, path, lambda: strategy.checkpoint_io.save_checkpoint(own, _own_file(folder, strategy.global_rank)))
-    for number, replica in enumerate(replicas):
+    for number, replica in enumerate(replicas.values()):
         saving = save(replica, folder / f"replica-{number}", keep=1)
         if saving.error is not None:
             raise saving.error
-    note = {"replicas": name, "workers": strategy.world_size}
+    note = {"replicas": name, "models": list(replicas), "workers": strategy.world_size}
     _on_all(strategy, path, lambda: write(note) if strategy.is_global_zero else None)
     remove_replicas(strategy, path, keep=name)
 
@@ -142,16 +146,20 @@ def load_own(strategy: Any, path: str | os.PathLike[str], note: Mapping[str, Any
     return found
 
 
-def load_replicas(strategy: Any, path: str | os.PathLike[str], note: Mapping[str, Any], replicas: Sequence[Gossip]) -> bool:
+def load_replicas(strategy: Any, path: str | os.PathLike[str], note: Mapping[str, Any], replicas: Mapping[str, Gossip]) -> bool:
     """Resumes from the replicas beside ``path``; returns whether they are there. Called by all workers.
+
+    A replica that was not saved, because the file has another name or only the mean for it, is left as it is.
 
     Raises:
         CheckpointError: some workers see them and others do not, or they do not fit this run; on all workers.
     """
     folder, saved, now = _saved_beside(path) / note["replicas"], note["workers"], strategy.world_size
     resize = None if saved == now else "spread"
-    for number, replica in enumerate(replicas):
-        if load(replica, folder / f"replica-{number}", resize=resize, missing_ok=True) is None:
+    for number, name in enumerate(note["models"]):
+        if name not in replicas:
+            continue
+        if load(replicas[name], folder / f"replica-{number}", resize=resize, missing_ok=True) is None:
             if strategy.is_global_zero:
                 _log.warning(
                     "%s has the mean of the replicas, but %s is missing: all workers start from the mean, with the optimizer "

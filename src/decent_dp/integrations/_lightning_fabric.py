@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -146,10 +145,14 @@ class GossipFabricStrategy(DDPStrategy):  # type: ignore[misc]
         load_replicas(self, path, note, replicas)
         return remainder
 
-    def _replicas_in(self, state: Any) -> Sequence[Gossip]:
-        """The replicas of which ``state`` has the model and all optimizers."""
-        held = {id(value) for value in state.values()} if isinstance(state, dict) else set()
-        return [r for r in self.replicas if not r.closed and {id(part) for part in (r.model, *r.optimizers)} <= held]
+    def _replicas_in(self, state: Any) -> dict[str, Gossip]:
+        """The replicas of which ``state`` has the model and all optimizers, by the model's name there."""
+        names = {id(value): name for name, value in state.items()} if isinstance(state, dict) else {}
+        return {
+            names[id(r.model)]: r
+            for r in self.replicas
+            if not r.closed and all(id(part) in names for part in (r.model, *r.optimizers))
+        }
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

@@ -50,6 +50,9 @@ __all__ = ["GossipFabricStrategy", "GossipStrategy"]
 
 _log = logging.getLogger(__name__)
 
+# The entry of the only model in a checkpoint file.
+_MODEL = "state_dict"
+
 
 class GossipStrategy(DDPStrategy):  # type: ignore[misc]
     """A strategy of Lightning's Trainer whose workers mix with their neighbours after each step of the optimizers.
@@ -219,7 +222,7 @@ class GossipStrategy(DDPStrategy):  # type: ignore[misc]
         def write(note: Any) -> None:
             self.checkpoint_io.save_checkpoint({**checkpoint, NOTE: note}, filepath, storage_options=storage_options)
 
-        save_replicas(self, filepath, [self.replica], own, write)
+        save_replicas(self, filepath, {_MODEL: self.replica}, own, write)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         super().remove_checkpoint(filepath)
@@ -238,7 +241,7 @@ class GossipStrategy(DDPStrategy):  # type: ignore[misc]
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Restores the replicas with their optimizers, if the file has any; else the file's optimizer states."""
         assert self.replica is not None
-        if self._resumed is None or not load_replicas(self, *self._resumed, [self.replica]):
+        if self._resumed is None or not load_replicas(self, *self._resumed, {_MODEL: self.replica}):
             super().load_optimizer_state_dict(checkpoint)
         elif self._resumed[1]["workers"] == self.world_size:
             self._random = random_states(self.replica.model)
