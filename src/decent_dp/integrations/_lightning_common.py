@@ -107,21 +107,21 @@ def save_replicas(
         ValueError: the path is not on a disk.
         CheckpointError: a worker could not write. All of these on all workers.
     """
-    path, name = strategy.broadcast((os.fspath(path), uuid.uuid4().hex[:12]))
-    if "://" in path:
+    file, name = strategy.broadcast((os.fspath(path), uuid.uuid4().hex[:12]))
+    if "://" in file:
         raise ValueError(
-            f"the replicas are saved beside the checkpoint file, and '{path}' is not on a disk: save to a folder that all "
+            f"the replicas are saved beside the checkpoint file, and '{file}' is not on a disk: save to a folder that all "
             "workers see, or the mean model alone (save_weights_only=True)."
         )
-    folder = _beside(path) / name
-    _on_all(strategy, path, lambda: strategy.checkpoint_io.save_checkpoint(own, _own_file(folder, strategy.global_rank)))
+    folder = _beside(file) / name
+    _on_all(strategy, file, lambda: strategy.checkpoint_io.save_checkpoint(own, _own_file(folder, strategy.global_rank)))
     for number, replica in enumerate(replicas.values()):
         saving = save(replica, folder / f"replica-{number}", keep=1)
         if saving.error is not None:
             raise saving.error
     note = {"replicas": name, "models": list(replicas), "workers": strategy.world_size}
-    _on_all(strategy, path, lambda: write(note) if strategy.is_global_zero else None)
-    remove_replicas(strategy, path, keep=name)
+    _on_all(strategy, file, lambda: write(note) if strategy.is_global_zero else None)
+    remove_replicas(strategy, file, keep=name)
 
 
 def remove_replicas(strategy: Any, path: str | os.PathLike[str], keep: str | None = None) -> None:
