@@ -6,6 +6,7 @@ import logging
 import os
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -104,8 +105,9 @@ class Recorder:
         self._round: int | None = None
         self._rounds = _Rounds()
         replica.listeners.append(self._rounds)
-        # The totals at the last point, of this worker's own numbers and of those of all workers. Inside join they differ.
-        self._local = self._shared = self._totals()
+        self._counted = self._count()
+        # Since the last point of all workers. Inside join there are points of this worker alone.
+        self._unshared = _NOTHING
         publish(replica)
 
     @torch.no_grad()
@@ -126,7 +128,7 @@ class Recorder:
         round_ = replica.engine.round
         if self._round is None:
             # The time before the first step is of another kind, and so may be the rounds (of a checkpoint that was loaded).
-            self._local = self._shared = self._totals()
+            self._counted = self._count()
             self._round = round_ - 1
         self._add(loss)
         if round_ // self._every > self._round // self._every:
@@ -180,23 +182,22 @@ class Recorder:
             self._loss += self._sum.item()
             self._sum = None
 
-    def _totals(self) -> _Totals:
-        self._drain()
+    def _count(self) -> tuple[float, ...]:
         stats = self._replica.stats()
-        return _Totals(
-            self._loss,
-            self._losses,
-            self._rounds.made,
-            time.perf_counter(),
-            stats.bytes_sent,
-            stats.waited_s,
-            stats.rejected,
-            stats.nonfinite,
-        )
+        return self._rounds.made, time.perf_counter(), stats.bytes_sent, stats.waited_s, stats.rejected, stats.nonfinite
+
+    def _take_window(self) -> _Window:
+        """What has come since the last call."""
+        self._drain()
+        before, self._counted = self._counted, self._count()
+        window = _Window(self._loss, self._losses, *(b - a for a, b in zip(before, self._counted, strict=True)))
+        # Begun anew, and not subtracted: a NaN would stay.
+        self._loss, self._losses = 0.0, 0
+        return window
 
     def _write_local(self) -> None:
-        totals = self._totals()
-        window, self._local = totals.since(self._local), totals
+        window = self._take_window()
+        self._unshared = _sum_of([self._unshared, window])
         numbers = window.loss("loss/local") | _rate(self._replica)
         if self._run is not None:
             self._run.write(self._replica.engine.round, numbers)
@@ -207,14 +208,14 @@ class Recorder:
         replica = self._replica
         replica.begin_collective(what)
         self._write_local()
-        window, self._shared = self._local.since(self._shared), self._local
-        windows = [_Totals(*entry) for entry in replica.everyone.control.gather(astuple(window))]
+        window, self._unshared = self._unshared, _NOTHING
+        windows = [_Window(*entry) for entry in replica.everyone.control.gather(astuple(window))]
         distance = {"distance": replica.consensus_distance()} if self._distance else {}
         if self._run is not None:
             # With uneven inputs a worker's first step may have been its last.
             speeds = [speed for found in windows if (speed := found.speeds())]
             means = {name: statistics.fmean(speed[name] for speed in speeds) for name in speeds[0]} if speeds else {}
-            total = _Totals(*map(sum, zip(*map(astuple, windows), strict=True)))
+            total = _sum_of(windows)
             self._run.write(replica.engine.round, total.loss("loss/mean") | distance | means | total.skipped())
 
 
@@ -229,20 +230,17 @@ class _Rounds(Listener):
 
 
 @dataclass(frozen=True)
-class _Totals:
-    """Sums since the beginning; their differences are those of a window."""
+class _Window:
+    """What has come between two points."""
 
     losses_sum: float
-    losses: int
-    rounds: int
+    losses: float
+    rounds: float
     seconds: float
-    bytes_sent: int
+    bytes_sent: float
     waited_s: float
-    rejected: int
-    nonfinite: int
-
-    def since(self, earlier: _Totals) -> _Totals:
-        return _Totals(*(b - a for a, b in zip(astuple(earlier), astuple(self), strict=True)))
+    rejected: float
+    nonfinite: float
 
     def loss(self, name: str) -> dict[str, float]:
         return {name: self.losses_sum / self.losses} if self.losses else {}
@@ -260,6 +258,13 @@ class _Totals:
 
     def skipped(self) -> dict[str, float]:
         return {"skipped/rejected_blocks": self.rejected, "skipped/nonfinite_rounds": self.nonfinite}
+
+
+_NOTHING = _Window(0.0, 0, 0, 0.0, 0, 0.0, 0, 0)
+
+
+def _sum_of(windows: Sequence[_Window]) -> _Window:
+    return _Window(*map(sum, zip(*map(astuple, windows), strict=True)))
 
 
 class _Curves:
