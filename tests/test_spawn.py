@@ -228,7 +228,7 @@ def test_scripts_and_how_their_workers_end(tmp_path):
 
 @pytest.mark.slow
 def test_a_script_without_the_guard_is_told_of_it(tmp_path):
-    done = run("spawn(os.getpid, 2)", tmp_path)
+    done = run("spawn(len, 2, bytes(10**6))", tmp_path)  # more than a pipe holds: the worker reads none of it
     assert done.returncode == 1
     assert "in a script under `if __name__ == '__main__':`" in done.stderr
     assert " of 2 ended with exit code 1; what it wrote may say more" in done.stderr.splitlines()[-1]

@@ -33,7 +33,7 @@ _POLL, _CAUSE, _END = 0.02, 2.0, 3.0
 
 @dataclass
 class _Worker:
-    """A process, the pipe on which it answers, and its answer: its pickled result, or a failure."""
+    """A process, the pipe on which it is called and answers, and its answer: its pickled result, or a failure."""
 
     rank: int
     process: BaseProcess
@@ -79,7 +79,11 @@ def spawn(fn: Callable[..., T], nproc: int, *args: Any) -> list[T]:
     try:
         for rank in range(nproc):
             with _environment(_variables(rank, nproc, store.port)):
-                workers.append(_start(rank, call, by_value))
+                workers.append(_start(rank, by_value))
+        for worker in workers:
+            # One that has ended says so by its exit code.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                worker.pipe.send_bytes(call)
         _wait_for_all(workers)
     finally:
         _end(workers)
@@ -154,12 +158,13 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 # -- processes -------------------------------------------------------------------------------------------------------------
 
 
-def _start(rank: int, call: bytes, by_value: bool) -> _Worker:
+def _start(rank: int, by_value: bool) -> _Worker:
     # A fork would hang in the threads of OpenMP and fail in those of autograd and CUDA, which are not copied.
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
+    ours, theirs = context.Pipe()
     with theirs:
-        process = context.Process(target=_work, args=(theirs, rank, call, by_value), name=f"worker {rank}")
+        # Without the call: start() would wait for ever for a process that ends before it has read more than a pipe holds.
+        process = context.Process(target=_work, args=(theirs, rank, by_value), name=f"worker {rank}")
         try:
             process.start()
         except BaseException:
@@ -168,10 +173,11 @@ def _start(rank: int, call: bytes, by_value: bool) -> _Worker:
     return _Worker(rank, process, ours)
 
 
-def _work(pipe: Connection, rank: int, call: bytes, by_value: bool) -> None:
+def _work(pipe: Connection, rank: int, by_value: bool) -> None:
     """What a worker does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the caller, which ends the workers
     end_with_parent()
+    call = pipe.recv_bytes()
     try:
         initialize_dist()
         fn, args = pickle.loads(call)
