@@ -143,7 +143,8 @@ def record_resumed(rank: int, folder: Path) -> list[float]:
             value.backward()
             optimizer.step()
             value = value.detach() * (float("nan") if (start, step, rank) == (0, 1, 1) else 1)
-            board.log(value)
+            with torch.inference_mode(step == 4):
+                board.log(value)
             losses.append(value.item())
             if step == 3 and not start:
                 state = {k: v.clone() for k, v in model.state_dict().items()}, optimizer.state_dict(), replica.state_dict()

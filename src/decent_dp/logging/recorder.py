@@ -167,9 +167,9 @@ class Recorder:
                 )
             if self._sum is None or self._sum.device != loss.device:
                 self._drain()
-                dtype = torch.promote_types(loss.dtype, torch.float32)
-                self._sum = torch.zeros((), dtype=dtype, device=loss.device)
-            self._sum.add_(loss if loss.dim() == 0 else loss.reshape(()))
+                self._sum = torch.zeros((), dtype=torch.float32, device=loss.device)
+            # Not in place: log may be called in inference_mode, and the next time outside.
+            self._sum = self._sum + loss.reshape(())
         else:
             number = to_float(loss)
             if number is None:
