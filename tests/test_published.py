@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.profiler import profile
 
 import decent_dp
@@ -302,6 +303,26 @@ def test_a_state_dict_of_which_no_key_fits_warns(wrap, caplog):
     assert not caplog.text
     with pytest.raises(RuntimeError, match="Missing key"):
         model.load_state_dict(cut)
+
+
+class Renamed(nn.Linear):
+    """Takes the keys of its first version, too."""
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        if prefix + "kernel" in state:
+            state[prefix + "weight"] = state.pop(prefix + "kernel")
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+@pytest.mark.parametrize("make", [lambda: Renamed(3, 2), lambda: checkpoint_wrapper(nn.Linear(3, 2))], ids=["old", "wrapped"])
+def test_a_state_dict_whose_keys_the_modules_rename_does_not_warn(make, caplog):
+    model = gossiping(nn.Sequential(make(), make()))
+    key = "kernel" if isinstance(model[0], Renamed) else "weight"
+    model.load_state_dict({f"{i}.{key}": torch.full((2, 3), 7.0) for i in (0, 1)}, strict=False)
+    assert all(bool((layer.weight == 7.0).all()) for layer in model)
+    assert not caplog.text
+    model.load_state_dict({"3.kernel": torch.ones(2, 3)}, strict=False)
+    assert "so nothing is loaded: its first is '3.kernel'" in caplog.text
 
 
 # -- small things ----------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -44,13 +44,14 @@ class ModuleHooks:
         me = weakref.ref(owner)
         modules: list[Any] = list(model.modules())  # torch does not type the hooks
         known = frozenset(map(id, modules))
+        loads = _Loads()
         self._hooks: list[Any] = []
         for module in modules:
             self._hooks += [
                 module.register_state_dict_pre_hook(_Hook(me, known, _before_save)),
                 module.register_state_dict_post_hook(_Hook(me, known, _after_save)),
-                module.register_load_state_dict_pre_hook(_Hook(me, known, _before_load)),
-                module.register_load_state_dict_post_hook(_Hook(me, known, _after_load)),
+                module.register_load_state_dict_pre_hook(_Hook(me, known, loads.before)),
+                module.register_load_state_dict_post_hook(_Hook(me, known, loads.after)),
             ]
         for module in _called_first(model):
             self._hooks.append(module.register_forward_pre_hook(_ForwardHook(me, known, _refuse_ddp)))
@@ -78,37 +79,45 @@ def _after_save(owner: Hooked, module: nn.Module, state: dict[str, Any], prefix:
     owner.after_save(module, state, prefix)
 
 
-def _before_load(owner: Hooked, module: nn.Module, state: dict[str, Any], prefix: str, local: Any, *_: Any) -> None:
-    if (local or {}).get("assign_to_params_buffers"):
-        raise ValueError(
-            "load_state_dict(assign=True) would put other tensors in the place of those that train and mix. Load with "
-            "assign=False: the values are copied into them."
-        )
-    owner.before_load(module, state, prefix)
-    if module is owner.model:
-        _warn_if_nothing_fits(module, state, prefix)
+class _Loads:
+    """The hooks around loads: torch tells the first one the place of the model, and the second one what is missing."""
+
+    def __init__(self) -> None:
+        self._unfit: tuple[str, list[str]] | None = None  # the place, and the names that were given for it
+
+    def before(self, owner: Hooked, module: nn.Module, state: dict[str, Any], prefix: str, local: Any, *_: Any) -> None:
+        if (local or {}).get("assign_to_params_buffers"):
+            raise ValueError(
+                "load_state_dict(assign=True) would put other tensors in the place of those that train and mix. Load with "
+                "assign=False: the values are copied into them."
+            )
+        owner.before_load(module, state, prefix)
+        if module is owner.model:
+            names = [key[len(prefix) :] for key in state if key.startswith(prefix)]
+            # A larger module may be loaded in parts.
+            unfit = (names or not prefix) and set(state_names(module)).isdisjoint(names)
+            self._unfit = (prefix, names) if unfit else None
+
+    def after(self, owner: Hooked, module: nn.Module, incompatible: Any) -> None:
+        owner.after_load()
+        if module is owner.model and self._unfit is not None:
+            prefix, names = self._unfit
+            # Modules may take keys by other names: those of an older version, or of what a wrapper inside the model contains.
+            if {prefix + name for name, _ in module.named_parameters()}.issubset(incompatible.missing_keys):
+                _warn_that_nothing_fits(module, names)
 
 
-def _warn_if_nothing_fits(model: nn.Module, state: dict[str, Any], prefix: str) -> None:
+def _warn_that_nothing_fits(model: nn.Module, names: Sequence[str]) -> None:
     """Logs a warning for a state dict without a key of the model, which ``strict=False`` takes as if it had been loaded.
 
     With ``strict=True``, which torch tells no hook, torch raises an error after it.
     """
-    names = [key[len(prefix) :] for key in state if key.startswith(prefix)]
-    # A larger module may be loaded in parts.
-    if (names or not prefix) and set(state_names(model)).isdisjoint(names):
-        found = f"its first is {next(iter(names))!r}" if names else "it is empty"
-        example = next(state_names(model))
-        _log.warning(
-            "no key of the state dict fits the model, so nothing is loaded: %s, and the model's first is %r. Keys that are "
-            "saved here have no prefix ('_model.', 'module.') that would have to be cut off.",
-            found,
-            example,
-        )
-
-
-def _after_load(owner: Hooked, module: nn.Module, *_: Any) -> None:
-    owner.after_load()
+    _log.warning(
+        "no key of the state dict fits the model, so nothing is loaded: %s, and the model's first is %r. Keys that are "
+        "saved here have no prefix ('_model.', 'module.') that would have to be cut off.",
+        f"its first is {names[0]!r}" if names else "it is empty",
+        next(state_names(model)),
+    )
 
 
 def _refuse_ddp(owner: Hooked, module: nn.Module, *_: Any) -> None:
