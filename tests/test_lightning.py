@@ -535,6 +535,9 @@ def test_the_example_resumes_after_a_signal_and_equals_a_run_under_torchrun(tmp_
     assert ends[0][-1] == ends[1][-1]
     assert re.fullmatch(r"2 workers, 115 rounds, accuracy 9\d\.\d\d%", ends[0][-1])
     assert not any(line.startswith("epoch 1:") for line in ends[1])
+    finished = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=200)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.strip().splitlines()[-1] == ends[0][-1]
 
 
 def page(rank: int, n: int, folder: str, code: list[str]) -> list[str]:
