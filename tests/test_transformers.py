@@ -242,6 +242,10 @@ def check_refusals(folder: Path) -> None:
     attach(trainer)
     refused(trainer.train, "ValueError: Modes gives the model other weights for evaluation")
     trainer = trainer_of(folder)
+    attach(trainer)
+    trainer.hp_search_backend = "optuna"  # as hyperparameter_search() sets it
+    refused(trainer.train, "ValueError: hyperparameter_search() makes a new accelerator for each trial")
+    trainer = trainer_of(folder)
     trainer.optimizer.step = MethodType(lambda optimizer, closure=None: None, trainer.optimizer)  # it steps in the backward
     attach(trainer)
     refused(trainer.train, "RuntimeError: AdamW made no round in step 1")
@@ -550,6 +554,42 @@ def test_a_signal_to_one_worker_stops_all_after_the_same_step(workers, tmp_path)
     undisturbed = workers(2, interrupted, tmp_path / "b", False)
     for a, b in zip(resumed, undisturbed, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def resized(rank: int, n: int, folder: Path, steps: int) -> tuple[int, list[Tensor], list[Tensor]]:
+    """The rounds and the parameters when training begins, and the parameters of this worker when it ends."""
+    as_launched(rank, n)
+    from transformers import TrainerCallback
+
+    from decent_dp.integrations.transformers import attach
+
+    seen: list[Any] = []
+
+    class Look(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            seen.extend((callback.replica.stats().rounds, copies(trainer.model)))
+
+        def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+            if state.global_step == steps:
+                seen.append(copies(trainer.model))
+
+    trainer = trainer_of(folder, callbacks=[Look()], max_steps=steps, save_strategy="steps", save_steps=3)
+    callback = attach(trainer)
+    trainer.train(resume_from_checkpoint=bool(list(folder.glob("checkpoint-*"))))
+    assert trainer.state.global_step == steps
+    rounds, begin, end = seen
+    return rounds, begin, end
+
+
+@pytest.mark.slow
+def test_another_number_of_workers_goes_on_from_the_replicas(workers, tmp_path):
+    two = workers(2, resized, tmp_path, 3)
+    assert [rounds for rounds, *_ in two] == [0, 0]
+    three = workers(3, resized, tmp_path, 6)
+    assert [rounds for rounds, *_ in three] == [3, 3, 3]
+    for _, begin, _ in three:  # each is one that was saved, not their mean
+        assert any(all(torch.equal(a, b) for a, b in zip(begin, end, strict=True)) for _, _, end in two)
+    assert len({tuple(begin[0].flatten().tolist()) for _, begin, _ in three}) == 2
 
 
 def interrupted_while_evaluating(rank: int, n: int, folder: Path) -> None:

@@ -140,7 +140,15 @@ def remove_replicas(strategy: Any, path: str | os.PathLike[str], keep: str | Non
 def load_own(strategy: Any, path: str | os.PathLike[str], note: Mapping[str, Any], weights_only: bool | None) -> dict[str, Any]:
     """What this worker has saved for itself beside ``path``; {} if it was another number of workers, or is not there."""
     file = _own_file(_saved_beside(path) / note["replicas"], strategy.global_rank)
-    if note["workers"] != strategy.world_size or not file.is_file():
+    if note["workers"] != strategy.world_size:
+        return {}
+    if not file.is_file():
+        if file.parent.is_dir():  # else load_replicas says that all is missing
+            _log.warning(
+                "%s is missing: worker %d has the schedulers, callbacks and loops of worker 0 instead",
+                file,
+                strategy.global_rank,
+            )
         return {}
     found: dict[str, Any] = strategy.checkpoint_io.load_checkpoint(file, weights_only=weights_only)
     return found

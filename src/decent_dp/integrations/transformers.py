@@ -130,6 +130,11 @@ class GossipCallback(TrainerCallback):  # type: ignore[misc]  # its sources are 
     def _around_train(self, train: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(train)
         def wrapped(resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+            if self._trainer.hp_search_backend is not None:
+                raise ValueError(
+                    "hyperparameter_search() makes a new accelerator for each trial, which would add DDP: make a Trainer and "
+                    "call attach() for each trial yourself."
+                )
             resume = resume_from_checkpoint or None
             self._resume = get_last_checkpoint(self._trainer.args.output_dir) if resume is True else resume
             with contextlib.ExitStack() as self._during:
@@ -257,7 +262,8 @@ class GossipCallback(TrainerCallback):  # type: ignore[misc]  # its sources are 
 
     def _load_replicas(self, folder: Path) -> None:
         assert self.replica is not None
-        state = checkpoint.load(self.replica, folder, missing_ok=True)
+        # On another number of workers the replicas are distributed, as the Trainer itself resumes there.
+        state = checkpoint.load(self.replica, folder, resize="spread", missing_ok=True)
         if state is None:
             _log.warning(
                 "%s has no replicas in '%s', as if it was saved without attach() or with save_only_model=True: all workers "
