@@ -238,7 +238,8 @@ class Job:
         raise AssertionError(f"worker {rank} does not run\n{self.output()}")
 
     def finish(self) -> None:
-        self.until(lambda: self.state()["JobState"] not in ("PENDING", "RUNNING", "COMPLETING", "PREEMPTED", "NODE_FAIL"))
+        # Not those that a job passes through: PREEMPTED, NODE_FAIL, SIGNALING and more, with which it is requeued or goes on.
+        self.until(lambda: self.state()["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY"))
         state = self.state()
         assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("COMPLETED", "0:0", "1"), self.output()
 
