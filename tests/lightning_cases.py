@@ -164,6 +164,17 @@ class Kept(Callback):
         self.at[trainer.global_step] = {key: value.clone() for key, value in module.state_dict().items()}
 
 
+class Lone(Callback):
+    """Sets ``should_stop`` on one worker alone, in this hook."""
+
+    def __init__(self, rank: int, hook: str) -> None:
+        self.rank = rank
+        setattr(self, hook, self.decide)
+
+    def decide(self, trainer: Any, *_: Any) -> None:
+        trainer.should_stop |= trainer.global_rank == self.rank and trainer.global_step >= 8
+
+
 class Hasty(Timer):
     """A limit of time that one worker reaches alone, at a step."""
 

@@ -213,6 +213,8 @@ def stops(rank: int, n: int, folder: str) -> Any:
         ("alone", cases.Interrupt(1, 10, should_stop)),
         ("module", cases.Interrupt(1, 10, lambda trainer: setattr(trainer.lightning_module, "enough", True))),
         ("timer", cases.Hasty(1, 10)),
+        ("validation", cases.Lone(1, "on_validation_end")),
+        ("epoch", cases.Lone(1, "on_train_epoch_end")),
         ("early", cases.EarlyStopping("own_loss", stopping_threshold=1e9 * (rank == 1), patience=100)),
     ):
         with collectives() as calls:
@@ -247,7 +249,8 @@ def test_a_decision_of_one_worker_stops_all_after_the_same_batch(workers, tmp_pa
     assert 10 < a["alone"] < 24
     assert 10 < a["module"] < 24
     assert 10 < a["timer"] < 24
-    assert a["early"] == 8  # the first validation
+    assert a["early"] == a["validation"] == a["epoch"] == 8  # the first validation, which ends the first epoch
+    assert a["validation in steps"] == a["epoch in steps"] == []
     assert a["alone in steps"] == a["module in steps"] == a["timer in steps"] == a["early in steps"] == []
     assert a["handler"]
     assert a["requeued"]

@@ -20,6 +20,7 @@ from decent_dp.integrations._lightning_common import (
     check_environment,
     load_own,
     load_replicas,
+    remove_replicas,
     save_replicas,
 )
 
@@ -117,6 +118,7 @@ class GossipFabricStrategy(DDPStrategy):  # type: ignore[misc]
         replicas = self._replicas_in(state)
         if not replicas:
             super().save_checkpoint(path, state, storage_options=storage_options, filter=filter)
+            remove_replicas(self, path)  # of an earlier save of this name
             return
         converted = self._convert_stateful_objects_in_state(state, filter=filter or {})
         own = {key: value for key, value in converted.items() if not isinstance(state[key], (nn.Module, Optimizer))}

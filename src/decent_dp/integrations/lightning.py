@@ -188,6 +188,9 @@ class GossipStrategy(DDPStrategy):  # type: ignore[misc]
 
     def on_validation_end(self) -> None:
         self._evaluation.close()
+        if self._training and self._trainer is not None:
+            # All workers meet here anyway; a hook of the validation may have decided on one of them alone.
+            self._trainer.should_stop = self.reduce_boolean_decision(self._trainer.should_stop, all=False)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The state dict of the mean; in ``fit`` a copy. Called by all workers."""
@@ -323,6 +326,7 @@ class _Stops:
         self._stop.__enter__()
         loop = trainer.fit_loop.epoch_loop
         loop._broadcast_sigterm_tensor, loop.on_advance_end = _nothing, self._on_advance_end
+        trainer.fit_loop.on_advance_end = self._on_epoch_end
         connector._sigterm_notifier_fn, connector._slurm_sigusr_handler_fn = self._on_sigterm, self._on_requeue
         for callback in trainer.callbacks:
             if isinstance(callback, Timer) and callback._duration is not None and callback._interval == "step":
@@ -332,7 +336,7 @@ class _Stops:
 
     def __exit__(self, *error: Any) -> None:
         loop = self._trainer.fit_loop.epoch_loop
-        del loop._broadcast_sigterm_tensor, loop.on_advance_end
+        del loop._broadcast_sigterm_tensor, loop.on_advance_end, self._trainer.fit_loop.on_advance_end
         for timer in self._timers:
             timer._interval = "step"
         del self._connector._sigterm_notifier_fn, self._connector._slurm_sigusr_handler_fn
@@ -357,6 +361,11 @@ class _Stops:
         self._agree()
         loop = self._trainer.fit_loop.epoch_loop
         type(loop).on_advance_end(loop, fetcher)
+
+    def _on_epoch_end(self) -> None:
+        trainer = self._trainer
+        type(trainer.fit_loop).on_advance_end(trainer.fit_loop)
+        trainer.should_stop = self._strategy.reduce_boolean_decision(trainer.should_stop, all=False)
 
     def _agree(self) -> None:
         trainer = self._trainer
