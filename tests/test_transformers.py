@@ -603,6 +603,9 @@ def interrupted_while_evaluating(rank: int, n: int, folder: Path) -> None:
             if rank == 1 and state.global_step == 2:
                 os.kill(os.getpid(), signal.SIGUSR1)
 
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            (folder / f"seen-{state.global_step}-{rank}").touch()
+
     evaluates: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "eval_loss"}
     # The loss falls, so only the first checkpoint is a best one.
     evaluates |= {"greater_is_better": True, "load_best_model_at_end": True, "save_total_limit": 1}
@@ -618,6 +621,32 @@ def test_a_signal_saves_also_where_an_evaluation_decides_on_saves(workers, tmp_p
     _, last = sorted(int(path.name.removeprefix("checkpoint-")) for path in tmp_path.glob("checkpoint-*"))
     assert 2 < last < 400
     assert (tmp_path / f"checkpoint-{last}" / "trainer_state.json").is_file()
+    assert all((tmp_path / f"seen-{last}-{rank}").exists() for rank in range(2))
+
+
+def fails_while_it_saves(rank: int, n: int, folder: Path) -> None:
+    as_launched(rank, n)
+    from decent_dp.integrations.transformers import attach
+
+    trainer = trainer_of(folder, max_steps=9, save_strategy="steps", save_steps=3)
+    callback = attach(trainer)
+
+    def fail(_: Path) -> None:
+        raise OSError("killed here")
+
+    callback._save_replicas = fail
+    refused(lambda: trainer.train(resume_from_checkpoint=str(folder / "checkpoint-6")), "OSError: killed here")
+
+
+@pytest.mark.slow
+def test_a_save_that_was_interrupted_is_not_resumed_from(workers, tmp_path):
+    workers(2, resized, tmp_path, 6)
+    # The Trainer writes its state last, and does not look for it when it chooses the newest folder.
+    (tmp_path / "checkpoint-6" / "trainer_state.json").unlink()
+    assert [rounds for rounds, *_ in workers(2, resized, tmp_path, 9)] == [3, 3]
+    # The second save of a step, over the first.
+    workers(2, fails_while_it_saves, tmp_path)
+    assert [rounds for rounds, *_ in workers(2, resized, tmp_path, 12)] == [6, 6]
 
 
 def dying(rank: int, n: int, folder: Path) -> None:

@@ -28,7 +28,8 @@ try:
     import accelerate
     import transformers
     from transformers import Trainer, TrainerCallback
-    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
+    from transformers.trainer import TRAINER_STATE_NAME
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 except ImportError as error:
     raise ImportError(f"the Trainer needs transformers and accelerate; {install_hint('transformers')}") from error
 
@@ -136,9 +137,9 @@ class GossipCallback(TrainerCallback):  # type: ignore[misc]  # its sources are 
                     "call attach() for each trial yourself."
                 )
             resume = resume_from_checkpoint or None
-            self._resume = get_last_checkpoint(self._trainer.args.output_dir) if resume is True else resume
+            self._resume = resume = _last_complete(self._trainer.args.output_dir) if resume is True else resume
             with contextlib.ExitStack() as self._during:
-                return train(resume_from_checkpoint, *args, **kwargs)
+                return train(resume or resume_from_checkpoint, *args, **kwargs)
 
         return wrapped
 
@@ -160,6 +161,7 @@ class GossipCallback(TrainerCallback):  # type: ignore[misc]  # its sources are 
             folder = Path(output_dir) / _REPLICAS if output_dir is not None and saves and is_checkpoint else None
             if folder is not None and self._trainer.is_local_process_zero():
                 # Of an earlier run, whose step had the same number. All workers meet in averaged() before any of them writes.
+                (folder.parent / TRAINER_STATE_NAME).unlink(missing_ok=True)  # written last: the folder is complete with it
                 shutil.rmtree(folder, ignore_errors=True)
             with self._averaged():
                 save_model(output_dir, _internal_call)
@@ -234,6 +236,9 @@ class GossipCallback(TrainerCallback):  # type: ignore[misc]  # its sources are 
                 raise SystemExit(0)
             # With save_strategy="best" an evaluation after the same step has decided against the checkpoint.
             control.should_save = self._ends = True
+            # Last now: it ends the process in on_save, and the others are to see that save. A new list: this one is being read.
+            handler = self._trainer.callback_handler
+            handler.callbacks = [*(other for other in handler.callbacks if other is not self), self]
         return control
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -273,6 +278,13 @@ class GossipCallback(TrainerCallback):  # type: ignore[misc]  # its sources are 
             )
         elif "scheduler" in state:
             self._trainer.lr_scheduler.load_state_dict(state["scheduler"])
+
+
+def _last_complete(folder: str) -> str | None:
+    """The newest checkpoint whose save has ended: the Trainer writes its state last."""
+    found = Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")
+    numbers = [int(path.parent.name.rpartition("-")[2]) for path in found if path.parent.name.rpartition("-")[2].isdigit()]
+    return str(Path(folder) / f"{PREFIX_CHECKPOINT_DIR}-{max(numbers)}") if numbers else None
 
 
 def _check_versions() -> None:
