@@ -235,6 +235,27 @@ def test_a_script_without_the_guard_is_told_of_it(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="counts descriptors in /proc")
+def test_an_error_that_is_kept_keeps_no_port(tmp_path):
+    """As a notebook keeps the last one, with its traceback."""
+    text = """
+    def fail():
+        raise ValueError("boom")
+
+    if __name__ == "__main__":
+        kept, open_ = [], []
+        for _ in range(3):
+            try:
+                spawn(fail, 1)
+            except RuntimeError as error:
+                kept.append(error)
+            open_.append(len(os.listdir("/proc/self/fd")))
+        sys.stdout.write(f"{open_[2] - open_[1]} {open_[1] - open_[0]}")
+    """
+    assert run(text, tmp_path).stdout == "0 0"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_worker_outlives_the_caller(tmp_path, number):
     text = """

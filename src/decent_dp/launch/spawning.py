@@ -87,6 +87,7 @@ def spawn(fn: Callable[..., T], nproc: int, *args: Any) -> list[T]:
         _wait_for_all(workers)
     finally:
         _end(workers)
+        del store  # a traceback that a notebook keeps would keep its server
     # Each is of bytes, or _wait_for_all would have raised.
     return [pickle.loads(worker.answer) for worker in workers if isinstance(worker.answer, bytes)]
 
