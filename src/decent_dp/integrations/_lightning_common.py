@@ -8,16 +8,20 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
-from decent_dp import Gossip
+from decent_dp import Gossip, Rule, Topology, gossip
 from decent_dp._checks import install_hint
 from decent_dp.checkpoint import load, save
 from decent_dp.errors import CheckpointError
+from decent_dp.replica.consistency import call_on_all
 
 try:
     import lightning
@@ -25,7 +29,7 @@ try:
 except ImportError as error:
     raise ImportError(f"this module needs Lightning; {install_hint('lightning')}") from error
 
-__all__ = ["NOTE", "check_arguments", "check_environment", "load_own", "load_replicas", "save_replicas"]
+__all__ = ["NOTE", "GossipArguments", "load_own", "load_replicas", "remove_replicas", "save_replicas"]
 
 if tuple(int(part) for part in lightning.__version__.split(".")[:2]) < (2, 6):
     raise ImportError(f"this module needs Lightning 2.6 or newer, got {lightning.__version__}; {install_hint('lightning')}")
@@ -53,33 +57,72 @@ _ELSEWHERE = {
 _DDP = {*inspect.signature(DistributedDataParallel.__init__).parameters, "static_graph", "model_averaging_period"}
 
 
-def check_arguments(name: str, given: Mapping[str, Any], also: str) -> None:
-    """Raises TypeError for arguments that a strategy does not take.
+class GossipArguments:
+    """The part of both strategies that takes the arguments of ``gossip``, and calls it. It comes before a DDPStrategy.
 
-    Args:
-        name: of the strategy.
-        given: beside those of ``gossip``.
-        also: what this strategy calls its precision plugin.
+    Raises:
+        TypeError: an argument is unknown, or is one of PyTorch's DDP.
     """
-    for key in given.keys() - _LIGHTNING - {also}:
-        why = "it is unknown"
-        if key in _ELSEWHERE:
-            why = _ELSEWHERE[key]
-        elif key in _DDP or key.startswith("ddp_comm"):
-            why = "it is an argument of PyTorch's DDP, which is not used: nothing wraps the model, and gradients stay local"
-        raise TypeError(f"{name} has no argument '{key}': {why}. Leave it out.")
 
+    # What the DDPStrategy calls its precision plugin.
+    PRECISION: ClassVar[str]
 
-def check_environment(strategy: Any) -> None:
-    """Raises ValueError, on all workers, for devices and plugins that cannot work."""
-    name, device = type(strategy).__name__, strategy.root_device
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"{name} trains on CPUs and CUDA GPUs, not on '{device.type}': choose accelerator='cpu' or 'gpu'.")
-    if isinstance(strategy.checkpoint_io, AsyncCheckpointIO):
-        raise ValueError(
-            f"{name} writes the replicas and the checkpoint file together, and AsyncCheckpointIO would write the file later: "
-            "leave it out."
+    def __init__(
+        self,
+        *,
+        topology: str | Topology = "base-2",
+        compression: str | None = None,
+        mix_every: int = 1,
+        rule: Rule | None = None,
+        overlap: bool = True,
+        bucket_size_in_mb: float = 25,
+        local_world_size: int | None = None,
+        **lightning: Any,
+    ) -> None:
+        for key in lightning.keys() - _LIGHTNING - {self.PRECISION}:
+            why = "it is unknown"
+            if key in _ELSEWHERE:
+                why = _ELSEWHERE[key]
+            elif key in _DDP or key.startswith("ddp_comm"):
+                why = "it is an argument of PyTorch's DDP, which is not used: nothing wraps the model, and gradients stay local"
+            raise TypeError(f"{type(self).__name__} has no argument '{key}': {why}. Leave it out.")
+        super().__init__(**lightning)
+        self._gossip = partial(
+            gossip,
+            topology=topology,
+            compression=compression,
+            mix_every=mix_every,
+            rule=rule,
+            overlap=overlap,
+            bucket_size_in_mb=bucket_size_in_mb,
         )
+        self._local_world_size = local_world_size
+        self.reset()
+
+    def reset(self) -> None:
+        """Sets what a strategy has before it begins."""
+        raise NotImplementedError
+
+    def setup_environment(self) -> None:
+        """Raises ValueError, on all workers, for devices and plugins that cannot work."""
+        strategy: Any = self
+        name, device = type(self).__name__, strategy.root_device
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(f"{name} trains on CPUs and CUDA GPUs, not on '{device.type}': choose accelerator='cpu' or 'gpu'.")
+        if isinstance(strategy.checkpoint_io, AsyncCheckpointIO):
+            raise ValueError(
+                f"{name} writes the replicas and the checkpoint file together, and AsyncCheckpointIO would write the file "
+                "later: leave it out."
+            )
+        base: Any = super()
+        base.setup_environment()
+
+    def make_replica(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> Gossip:
+        """Calls ``gossip``, with the precision plugin's scaler and the number of devices of a node."""
+        strategy: Any = self
+        on_node = strategy.num_processes if self._local_world_size is None else self._local_world_size
+        scaler = getattr(getattr(strategy, self.PRECISION), "scaler", None)
+        return self._gossip(model, optimizers, scaler=scaler, local_world_size=on_node)
 
 
 # -- replicas beside a checkpoint file --------------------------------------------------------------------------------
@@ -114,13 +157,15 @@ def save_replicas(
             "workers see, or the mean model alone (save_weights_only=True)."
         )
     folder = _beside(file) / name
-    _on_all(strategy, file, lambda: strategy.checkpoint_io.save_checkpoint(own, _own_file(folder, strategy.global_rank)))
+    own_file = _own_file(folder, strategy.global_rank)
+    control = next(iter(replicas.values())).everyone.control
+    call_on_all(control, lambda: _written(file, lambda: strategy.checkpoint_io.save_checkpoint(own, own_file)))
     for number, replica in enumerate(replicas.values()):
         saving = save(replica, folder / f"replica-{number}", keep=1)
         if saving.error is not None:
             raise saving.error
     note = {"replicas": name, "models": list(replicas), "workers": strategy.world_size}
-    _on_all(strategy, file, lambda: write(note) if strategy.is_global_zero else None)
+    call_on_all(control, lambda: _written(file, lambda: write(note) if strategy.is_global_zero else None))
     remove_replicas(strategy, file, keep=name)
 
 
@@ -193,15 +238,8 @@ def _own_file(folder: Path, rank: int) -> Path:
     return folder / f"lightning-{rank:05d}.ckpt"
 
 
-def _on_all(strategy: Any, path: object, call: Callable[[], object]) -> None:
-    """Calls on all workers; if it fails on one, all raise."""
-    error: Exception | None = None
+def _written(path: object, call: Callable[[], object]) -> None:
     try:
         call()
-    except Exception as caught:
-        error = caught
-    if strategy.reduce_boolean_decision(error is None):
-        return
-    if error is None:
-        raise CheckpointError(f"{path} could not be saved: another worker could not write its file, and has raised the cause.")
-    raise CheckpointError(f"{path} could not be saved: {type(error).__name__}: {error}") from error
+    except Exception as error:
+        raise CheckpointError(f"{path} could not be saved: {type(error).__name__}: {error}") from error

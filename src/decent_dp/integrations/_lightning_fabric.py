@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from functools import partial
 from typing import Any
 
 from decent_dp.integrations import _lightning_common  # noqa: F401  says what to install, before the imports below fail
@@ -13,11 +12,10 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
 from torch import nn
 from torch.optim import Optimizer
 
-from decent_dp import Gossip, Rule, Topology, gossip
+from decent_dp import Gossip
 from decent_dp.integrations._lightning_common import (
     NOTE,
-    check_arguments,
-    check_environment,
+    GossipArguments,
     load_own,
     load_replicas,
     remove_replicas,
@@ -27,7 +25,7 @@ from decent_dp.integrations._lightning_common import (
 __all__ = ["GossipFabricStrategy"]
 
 
-class GossipFabricStrategy(DDPStrategy):  # type: ignore[misc]
+class GossipFabricStrategy(GossipArguments, DDPStrategy):  # type: ignore[misc]
     """A strategy of Lightning's Fabric: ``fabric.setup(model, optimizer)`` calls ``decent_dp.gossip``, and wraps nothing.
 
     ``fabric.save`` writes the mean of the replicas, and all replicas beside the file if the state has the model and all its
@@ -46,31 +44,10 @@ class GossipFabricStrategy(DDPStrategy):  # type: ignore[misc]
         TypeError: an argument is unknown, or is one of PyTorch's DDP.
     """
 
-    def __init__(
-        self,
-        *,
-        topology: str | Topology = "base-2",
-        compression: str | None = None,
-        mix_every: int = 1,
-        rule: Rule | None = None,
-        overlap: bool = True,
-        bucket_size_in_mb: float = 25,
-        local_world_size: int | None = None,
-        **lightning: Any,
-    ) -> None:
-        check_arguments(type(self).__name__, lightning, "precision")
-        super().__init__(**lightning)
+    PRECISION = "precision"
+
+    def reset(self) -> None:
         self.replicas: list[Gossip] = []
-        self._gossip = partial(
-            gossip,
-            topology=topology,
-            compression=compression,
-            mix_every=mix_every,
-            rule=rule,
-            overlap=overlap,
-            bucket_size_in_mb=bucket_size_in_mb,
-        )
-        self._local_world_size = local_world_size
         self._backward_sync_control = _LocalGradients()
 
     @property
@@ -86,16 +63,10 @@ class GossipFabricStrategy(DDPStrategy):  # type: ignore[misc]
             )
         return self.replicas[0]
 
-    def setup_environment(self) -> None:
-        check_environment(self)
-        super().setup_environment()
-
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
-        local_world_size = self.num_processes if self._local_world_size is None else self._local_world_size
-        scaler = getattr(self.precision, "scaler", None)
-        self.replicas.append(self._gossip(module, optimizers, scaler=scaler, local_world_size=local_world_size))
+        self.replicas.append(self.make_replica(module, optimizers))
         return module, optimizers, scheduler
 
     def setup_module(self, module: nn.Module) -> nn.Module:

@@ -17,19 +17,17 @@ import logging
 import os
 import signal
 import sys
-from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from decent_dp import Gossip, Preemption, Rule, Topology, gossip
+from decent_dp import Gossip, Preemption
 from decent_dp.checkpoint.random_states import random_states, set_random_states
 from decent_dp.errors import PeerError
 from decent_dp.integrations._lightning_common import (
     NOTE,
-    check_arguments,
-    check_environment,
+    GossipArguments,
     load_own,
     load_replicas,
     remove_replicas,
@@ -54,7 +52,7 @@ _log = logging.getLogger(__name__)
 _MODEL = "state_dict"
 
 
-class GossipStrategy(DDPStrategy):  # type: ignore[misc]
+class GossipStrategy(GossipArguments, DDPStrategy):  # type: ignore[misc]
     """A strategy of Lightning's Trainer whose workers mix with their neighbours after each step of the optimizers.
 
     Validation, and the weights in checkpoint files, are the mean of the replicas. A folder beside each file has all replicas,
@@ -75,31 +73,10 @@ class GossipStrategy(DDPStrategy):  # type: ignore[misc]
 
     strategy_name = "gossip"
 
-    def __init__(
-        self,
-        *,
-        topology: str | Topology = "base-2",
-        compression: str | None = None,
-        mix_every: int = 1,
-        rule: Rule | None = None,
-        overlap: bool = True,
-        bucket_size_in_mb: float = 25,
-        local_world_size: int | None = None,
-        **lightning: Any,
-    ) -> None:
-        check_arguments(type(self).__name__, lightning, "precision_plugin")
-        super().__init__(**lightning)
+    PRECISION = "precision_plugin"
+
+    def reset(self) -> None:
         self.replica: Gossip | None = None
-        self._gossip = partial(
-            gossip,
-            topology=topology,
-            compression=compression,
-            mix_every=mix_every,
-            rule=rule,
-            overlap=overlap,
-            bucket_size_in_mb=bucket_size_in_mb,
-        )
-        self._local_world_size = local_world_size
         self._trainer: pl.Trainer | None = None
         # Contexts of the present fit: the agreement on a stop, and the mean while it validates.
         self._contexts = contextlib.ExitStack()
@@ -113,7 +90,6 @@ class GossipStrategy(DDPStrategy):  # type: ignore[misc]
     # -- setup and teardown -------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        check_environment(self)
         if self._layer_sync is not None:
             raise ValueError(
                 "Trainer(sync_batchnorm=True) waits for all workers in each forward, and a gossip round for neighbours only: "
@@ -131,12 +107,7 @@ class GossipStrategy(DDPStrategy):  # type: ignore[misc]
             _log.warning(
                 "one worker has no neighbours, and trains alone: pass Trainer(devices=...), or start more with torchrun"
             )
-        self.replica = self._gossip(
-            self.lightning_module,
-            self.optimizers,
-            scaler=getattr(self.precision_plugin, "scaler", None),
-            local_world_size=self.num_processes if self._local_world_size is None else self._local_world_size,
-        )
+        self.replica = self.make_replica(self.lightning_module, self.optimizers)
         self._random = None
         self._contexts.enter_context(_Stops(self, trainer, self.replica))
 
@@ -190,7 +161,12 @@ class GossipStrategy(DDPStrategy):  # type: ignore[misc]
         self._evaluation.close()
         if self._training and self._trainer is not None:
             # All workers meet here anyway; a hook of the validation may have decided on one of them alone.
-            self._trainer.should_stop = self.reduce_boolean_decision(self._trainer.should_stop, all=False)
+            self._trainer.should_stop = self.stops_any(self._trainer.should_stop)
+
+    def stops_any(self, should_stop: bool) -> bool:
+        """Whether ``should_stop`` is set on any worker. Called by all workers, and an error names one that is gone."""
+        assert self.replica is not None
+        return any(self.replica.everyone.control.gather(should_stop))
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The state dict of the mean; in ``fit`` a copy. Called by all workers."""
@@ -365,7 +341,7 @@ class _Stops:
     def _on_epoch_end(self) -> None:
         trainer = self._trainer
         type(trainer.fit_loop).on_advance_end(trainer.fit_loop)
-        trainer.should_stop = self._strategy.reduce_boolean_decision(trainer.should_stop, all=False)
+        trainer.should_stop = self._strategy.stops_any(trainer.should_stop)
 
     def _agree(self) -> None:
         trainer = self._trainer
