@@ -12,6 +12,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # five seconds, so that no question is sent; addresses and /etc/hosts need none. Torch would log that there was no answer.
 os.environ["RES_OPTIONS"] = "attempts:0"
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+# A hidden download is an error, also in the processes that tests start.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 import hypothesis
 import pytest

@@ -54,10 +54,10 @@ def quiet_frameworks() -> None:
 
 
 def as_launched(rank: int, n: int) -> None:
-    """In a worker: the environment that torchrun sets, quiet frameworks, and no downloads. Before the framework is imported."""
+    """In a worker: the environment that torchrun sets, and quiet frameworks. Before the framework is imported."""
     worker = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n, "MASTER_PORT": 1}
     os.environ.update({name: str(value) for name, value in worker.items()})
-    os.environ.update(MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+    os.environ.update(MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1")
     quiet_frameworks()
 
 

@@ -136,7 +136,7 @@ def command(script: str, *options: str) -> list[str]:
 def environ() -> dict[str, str]:
     # A hidden download is an error: there is no way out but loopback.
     proxies = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
-    return {**os.environ, **proxies, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return {**os.environ, **proxies, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def train(script: str, folder: Path, *options: str) -> dict[str, Any]:

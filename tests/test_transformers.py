@@ -242,6 +242,9 @@ def check_refusals(folder: Path) -> None:
     attach(trainer)
     refused(trainer.train, "ValueError: Modes gives the model other weights for evaluation")
     trainer = trainer_of(folder)
+    attach(trainer, topology="hierarchical", local_world_size=3)
+    refused(trainer.train, "ValueError: HierarchicalTopology needs nodes of equal size, but local_world_size=3")
+    trainer = trainer_of(folder)
     attach(trainer)
     trainer.hp_search_backend = "optuna"  # as hyperparameter_search() sets it
     refused(trainer.train, "ValueError: hyperparameter_search() makes a new accelerator for each trial")
