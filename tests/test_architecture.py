@@ -34,6 +34,7 @@ BELOW: dict[str, set[str]] = {
     "_checks": set(),
     "_compressions": set(),
     "_sizes": set(),
+    "faults": set(),
     "arguments": set(),
     "gradients": set(),
     "optim": set(),
@@ -44,7 +45,7 @@ BELOW: dict[str, set[str]] = {
 BELOW["topo"] = {"errors"}
 for _room in ("rules", "compression", "planner"):
     BELOW[_room] = {"errors", "topo"}
-BELOW["transport"] = {"errors", "topo", "compression", "planner"}
+BELOW["transport"] = {"errors", "topo", "compression", "planner", "faults"}
 BELOW["engine"] = BELOW["transport"] | {"transport", "rules"}
 BELOW["replica"] = BELOW["engine"] | {"engine", "arguments", "gradients", "optim"}
 BELOW["backward"] = BELOW["replica"] | {"replica"}
@@ -345,7 +346,7 @@ def old_shape(callable_: Any) -> str:
 PUBLIC = {
     "": """AccumAdam AccumAdamW Anticipation AveragedReplica CheckpointError DecentralizedDataParallel DisagreementError
         DriftCorrection Edge GASLoC Gossip GossipAdamW NonFiniteError OutOfStepError OuterNesterov PeerError PeerLostError
-        PeerTimeoutError Preemption Rule Saving Stats Topology TopologyReg WireError calibrate
+        PeerTimeoutError Preemption Rule Saving Stats Tolerate Topology TopologyReg WireError calibrate
         export gossip initialize_dist latest load read_parameters save""",
     ".checkpoint": "AveragedReplica Preemption Saving calibrate export latest load read_parameters save",
     ".ddp": "LR_SCHEDULER_FN_TYPE OPTIM_FN_TYPE DecentralizedDataParallel Stats",
@@ -395,7 +396,9 @@ def test_the_wrappers_arguments():
     positional, _, rest = shape(decent_dp.DecentralizedDataParallel.__init__).partition(", *")
     assert positional + ", *" == "(" + documented
     keywords = rest.removeprefix(", ").removesuffix(", **unknown)").split(", ")
-    assert keywords == ["overlap=True", "compression=None", "mix_every=1", "rule=None", "process_group=None", "transport=None"]
+    assert keywords == [
+        *("overlap=True", "compression=None", "mix_every=1", "rule=None", "faults=None", "process_group=None", "transport=None")
+    ]
 
 
 METHODS = {
@@ -434,7 +437,7 @@ def test_the_wrappers_methods():
 
 GOSSIP = (
     "(model, optimizer, *, topology='base-2', compression=None, mix_every=1, rule=None, overlap=True, scaler=None, "
-    "bucket_size_in_mb=25, local_world_size=None, process_group=None, transport=None)"
+    "faults=None, bucket_size_in_mb=25, local_world_size=None, process_group=None, transport=None)"
 )
 GOSSIPS_METHODS = {
     "averaged": "(buffers=True)",

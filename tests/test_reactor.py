@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 import warnings
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from typing import Any
@@ -18,15 +19,38 @@ from typing import Any
 import pytest
 
 from decent_dp.errors import WireError
-from decent_dp.transport.tcp import connection, reactor
+from decent_dp.transport.tcp import connection, protocol, reactor
 from decent_dp.transport.tcp import reactor as reactor_module
 from decent_dp.transport.tcp.connection import WINDOW, Receiving, Sending, configure
 from decent_dp.transport.tcp.descriptors import own
-from decent_dp.transport.tcp.protocol import DATA, GRANT, HEADER, HELLO, NOTE, OFFER, SMALL, VERSION, Key
+from decent_dp.transport.tcp.protocol import DATA, GRANT, HEADER_SIZE, HELLO, NOTE, OFFER, SMALL, VERSION, Key
 from decent_dp.transport.tcp.reactor import Reactor
 
 TOKEN = b"open sesame"
 SECONDS = 20
+
+
+class HEADER:
+    """Headers with all their fields but the epoch and the checksums."""
+
+    size = HEADER_SIZE
+
+    @staticmethod
+    def pack(kind: int, version: int, length: int, round_: int, bucket: int, slot: int, *fields: int) -> bytes:
+        made = protocol._FIELDS.pack(kind, version, length, 0, round_, bucket, slot, *fields, 0)
+        return made + protocol._CHECKSUM.pack(zlib.crc32(made))
+
+    @staticmethod
+    def unpack(raw: bytes) -> tuple[int, ...]:
+        kind, version, length, _, *rest, _ = protocol._FIELDS.unpack_from(raw)
+        return kind, version, length, *rest
+
+
+@pytest.fixture(autouse=True)
+def _no_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers by hand count frames."""
+    monkeypatch.setattr(reactor, "_BEAT", 1e6)
+    monkeypatch.setattr(Reactor.__init__, "__defaults__", (1e7,))
 
 
 def listener(local: bool) -> socket.socket:

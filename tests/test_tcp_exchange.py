@@ -163,9 +163,9 @@ def leaves_at_once(rank: int, n: int) -> bool:
     if rank == 1:
         dial = process_group.dial
 
-        def late(meeting: Any, peer: int) -> Any:
+        def late(meeting: Any, peer: int, *args: Any) -> Any:
             time.sleep(0.7)
-            return dial(meeting, peer)
+            return dial(meeting, peer, *args)
 
         process_group.dial = late
     model = DecentralizedDataParallel(net(), SGD, topology="ring")

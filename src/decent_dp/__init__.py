@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         save,
     )
     from decent_dp.ddp import DecentralizedDataParallel, Stats
+    from decent_dp.faults import Tolerate
     from decent_dp.launch import initialize_dist
     from decent_dp.optim import AccumAdam, AccumAdamW, GossipAdamW
     from decent_dp.rules import Anticipation, DriftCorrection, GASLoC, OuterNesterov, Rule
@@ -65,6 +66,7 @@ __all__ = [
     "Rule",
     "Saving",
     "Stats",
+    "Tolerate",
     "Topology",
     "TopologyReg",
     "WireError",
@@ -93,6 +95,7 @@ _NAMES = {
         "save",
     ),
     "ddp": ("DecentralizedDataParallel", "Stats"),
+    "faults": ("Tolerate",),
     "launch": ("initialize_dist",),
     "optim": ("AccumAdam", "AccumAdamW", "GossipAdamW"),
     "rules": ("Anticipation", "DriftCorrection", "GASLoC", "OuterNesterov", "Rule"),

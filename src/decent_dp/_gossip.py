@@ -23,6 +23,7 @@ from decent_dp._sizes import MIB
 from decent_dp.arguments import check_model, check_scaler
 from decent_dp.compression import check_compression
 from decent_dp.engine import Bucket
+from decent_dp.faults import Tolerate, check_faults
 from decent_dp.replica.construction import Agreement, Arguments, connect_replicas
 from decent_dp.replica.hidden_state import has_own_state_dict, refuse_hidden_state
 from decent_dp.replica.optimizers import check_optimizers, load_optimizer, params_of, saved_optimizer, signature_of
@@ -58,6 +59,7 @@ def gossip(
     rule: Rule | None = None,
     overlap: bool = True,
     scaler: torch.amp.GradScaler | None = None,
+    faults: Tolerate | None = None,
     bucket_size_in_mb: float = 25,
     local_world_size: int | None = None,
     process_group: ProcessGroup | None = None,
@@ -84,6 +86,8 @@ def gossip(
         rule: how received parameters are applied, from ``decent_dp.rules``; None for plain gossip.
         overlap: exchange during the next forward, backward and step. With False, a step returns after its exchange is mixed in.
         scaler: the ``torch.GradScaler`` that steps the optimizers; its ``update()`` ends the round.
+        faults: ``Tolerate(...)``: when a worker dies, freezes or cannot be reached, its partners leave it out, and nobody else
+            waits; for topologies of pairs. None: it is an error that names the worker, on those that need it.
         bucket_size_in_mb: upper size of a bucket, the unit of exchange, in MiB; 0 for one bucket per parameter.
         local_world_size: workers on each node; None for the launcher's ``LOCAL_WORLD_SIZE``, else 1.
         process_group: the workers that mix; None for the default group. A topology's ranks are ranks in it or, with sharded
@@ -107,18 +111,17 @@ def gossip(
         older.extend(find_superseded(model))
         optimizers.extend(check_optimizers(optimizer, model))
         check_compression(compression)
-        scaled = check_scaler(scaler) is not None
-        settings = Settings(bucket_size_in_mb, bool(overlap), scaled, compression, mix_every)
-        on_node = workers_per_node("local_world_size", local_world_size)
+        settings = Settings(bucket_size_in_mb, bool(overlap), check_scaler(scaler) is not None, compression, mix_every)
         return Arguments(
             settings,
             topology,
             check_rule(rule),
-            on_node,
+            workers_per_node("local_world_size", local_world_size),
             {"optimizers": signature_of(optimizers, model)},
             mesh,
             options_of(optimizers, model),
             sharing_class(optimizers),
+            check_faults(faults),
         )
 
     agreed = connect_replicas(model, transport, given is None, check)

@@ -26,6 +26,7 @@ from decent_dp.arguments import (
 from decent_dp.backward.replica import BackwardReplica
 from decent_dp.backward.units import DeferredList
 from decent_dp.compression import check_compression
+from decent_dp.faults import Tolerate, check_faults
 from decent_dp.replica.construction import Arguments, connect_replicas
 from decent_dp.replica.module_hooks import insert_module
 from decent_dp.replica.registry import find_superseded
@@ -81,6 +82,8 @@ class DecentralizedDataParallel(nn.Module):
             workers, neither moves the mean over workers.
         mix_every: mix each parameter in every ``mix_every``-th update only, in turns.
         rule: how received parameters are applied, from ``decent_dp.rules``; None for plain gossip.
+        faults: ``Tolerate(...)``: when a worker dies, freezes or cannot be reached, its partners leave it out, and nobody else
+            waits; for topologies of pairs. None: it is an error that names the worker, on those that need it.
         process_group: the workers that mix; None for the default group. A topology's ranks are ranks in it.
         transport: the transport for workers that are threads (``InProcessTransport``); None for torch.distributed.
 
@@ -109,6 +112,7 @@ class DecentralizedDataParallel(nn.Module):
         compression: str | None = None,
         mix_every: int = 1,
         rule: Rule | None = None,
+        faults: Tolerate | None = None,
         process_group: ProcessGroup | None = None,
         transport: Transport | None = None,
         **unknown: Any,
@@ -136,7 +140,8 @@ class DecentralizedDataParallel(nn.Module):
                 sync_buffer_in_global_avg=bool(sync_buffer_in_global_avg),
             )
             local = workers_per_node("_local_world_size", _local_world_size)
-            return Arguments(settings, topology, check_rule(rule), local, {"scheduled": lr_scheduler_fn is not None})
+            scheduled = {"scheduled": lr_scheduler_fn is not None}
+            return Arguments(settings, topology, check_rule(rule), local, scheduled, faults=check_faults(faults))
 
         agreed = connect_replicas(model, transport, given is None, check)
         if topology == "complete" and transport.world_size > 2 and transport.rank == 0:

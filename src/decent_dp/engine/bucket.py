@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -15,9 +15,9 @@ from decent_dp.engine.layout import FlatBuffer
 from decent_dp.rules import Round, Rule
 from decent_dp.rules.base import apply_rule, group_scale, mixing_rate
 from decent_dp.topo import Edge, Topology
-from decent_dp.transport import Handle
+from decent_dp.transport import Handle, Verdict
 
-__all__ = ["Bucket", "Edit", "InFlight"]
+__all__ = ["Bucket", "Edit", "Held", "InFlight"]
 
 # Called with the weighted sum over the other members of an edge, one tensor per parameter in its shape; may change it in place.
 Edit: TypeAlias = Callable[[Edge, list[Tensor]], None]
@@ -32,6 +32,7 @@ class InFlight:
         handle: None if this worker sits the round out.
         near: the values that were sent, or about those, one per ``compression.tensors``: an edit needs them to decode its own
             message. None after a restart.
+        hole: the other worker of the topology's edge is gone or silent, so that this one sits the round out.
     """
 
     round: Round
@@ -39,6 +40,7 @@ class InFlight:
     hint: bytes = b""
     handle: Handle | None = None
     near: list[Tensor] | None = None
+    hole: bool = False
 
     @property
     def sits_out(self) -> bool:
@@ -52,6 +54,14 @@ class InFlight:
         return over or Topology.mixes(topology, round_)
 
 
+@dataclass(frozen=True)
+class Held:
+    """The difference of an exchange whose verdict is not known yet, one tensor per ``compression.tensors``."""
+
+    handle: Handle
+    difference: list[Tensor]
+
+
 class Bucket:
     """Tensors of one dtype and device that are exchanged together.
 
@@ -62,6 +72,8 @@ class Bucket:
     Attributes:
         hint_next: the scale hint for the coming round, made a round ahead of what was proposed then; None before the first.
         in_flight: the exchange that was started, or the round that this worker sits out; None before the first round.
+        hinted: the round for which ``hint_next`` was sent ahead; -1 for none.
+        held: differences that are added late, or never (``Held``).
         stale: names of tensors whose values were replaced, so that the difference in flight does not belong to them.
     """
 
@@ -77,7 +89,9 @@ class Bucket:
             tensors = [FlatTensor(slots[0].index, plan.numel)]
         self.compression = compression(tensors, plan.dtype, plan.device)
         self.hint_next: bytes | None = None
+        self.hinted = -1
         self.in_flight: InFlight | None = None
+        self.held: list[Held] = []
         self.stale: set[str] = set()
         # Names of stale tensors whose rule's state still belongs to the old values.
         self._outdated: set[str] = set()
@@ -135,6 +149,37 @@ class Bucket:
                     value = part_of(values[block.tensor], block)
                     apply_rule(self.rule, value, state, difference, rate * unit, in_flight.round)
                 self.buffer.written()
+
+    def hold(self, in_flight: InFlight, factor: float) -> None:
+        """Keeps the difference of a received message until it is known whether the other worker mixes, too."""
+        assert in_flight.handle is not None
+        rate = mixing_rate(in_flight.edge, factor)
+        kept = [torch.zeros(len(value), dtype=self.compression.compute, device=value.device) for value in self.values]
+        for block, difference, unit in self.compression.differences(*self.messages):
+            if difference is not None:
+                part_of(kept[block.tensor], block).copy_(difference).mul_(rate * unit)
+        self.held.append(Held(in_flight.handle, kept))
+        self._clear(kept, self.stale)
+
+    @torch.no_grad()
+    def settle_held(self) -> int:
+        """Adds the differences that both ends mix, and forgets those that none does; returns how many were settled.
+
+        A late difference is added to the values as they are now, whatever the rule: so the mean stays where it was.
+        """
+        before = len(self.held)
+        for held in [held for held in self.held if held.handle.verdict is Verdict.BOTH]:
+            for value, difference in zip(self.values, held.difference, strict=True):
+                value.add_(difference)
+            self.buffer.written()
+        self.held = [held for held in self.held if held.handle.verdict is Verdict.OPEN]
+        return before - len(self.held)
+
+    def _clear(self, tensors: Sequence[Tensor], names: set[str]) -> None:
+        """Sets the elements of these parameters to zero; ``tensors``: one per ``compression.tensors``."""
+        for name, part in self._parts(tensors) if names else ():
+            if name in names:
+                part.zero_()
 
     def mix_nothing(self, round: Round) -> None:
         """Notifies the rule of a round in which nothing arrived."""
@@ -194,6 +239,8 @@ class Bucket:
         """Notes that the values of these tensors are replaced."""
         self.stale |= names
         self._outdated |= names
+        for held in self.held:
+            self._clear(held.difference, names)
 
     @torch.no_grad()
     def renew(self) -> None:
@@ -212,6 +259,14 @@ class Bucket:
         for slot in self.buffer.plan.slots:
             there = slice(slot.offset, slot.offset + slot.spec.numel)
             yield slot.spec.name, self.values[0][there], {key: tensor[there] for key, tensor in self.states[0].items()}
+
+    def _parts(self, tensors: Sequence[Tensor]) -> Iterable[tuple[str, Tensor]]:
+        """Yields (name, 1-D view) of each parameter in ``tensors``, one per ``compression.tensors``."""
+        if self.buffer.flat is None or self.compression.by_parameter:
+            yield from zip(self.buffer.names, tensors, strict=True)
+            return
+        for slot in self.buffer.plan.slots:
+            yield slot.spec.name, tensors[0][slot.offset : slot.offset + slot.spec.numel]
 
     # -- saving and resuming -----------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from decent_dp.engine.layout import FlatBuffer, TensorSpec, message_share, plan_
 from decent_dp.errors import NonFiniteError, PeerError, PeerLostError
 from decent_dp.rules import Gossip, Round, Rule
 from decent_dp.topo import Edge, Topology
-from decent_dp.transport import ExchangeId, ExchangeRequest, Transport
+from decent_dp.transport import ExchangeId, ExchangeRequest, Neighbours, Transport, Verdict
 
 __all__ = ["ARRIVED", "NONFINITE_ROUNDS", "SAT_OUT", "Engine", "Outcome"]
 
@@ -127,6 +127,7 @@ class Engine:
         topology: the groups that mix in each round.
         rule: makes proposals, and applies received ones.
         compression: the encoding of messages.
+        neighbours: where faults are tolerated, the result of ``Transport.tolerate``.
 
     Attributes:
         round: the number of the current or next round, including rounds before a restart.
@@ -135,10 +136,21 @@ class Engine:
         bytes_sent: by this worker, for exchanges.
         waited: seconds that the calling thread has waited for exchanges.
         nonfinite: the number of rounds that this worker sat out because of non-finite values.
+        holes: the number of exchanges of single buckets that were left out, because the other worker was gone or silent.
+        late: of those that were mixed or dropped after their round, as the other worker's vote was not known in time.
         started: the last round in which these buckets have started an exchange or sat out; None before the first.
     """
 
-    def __init__(self, transport: Transport, topology: Topology, rule: Rule, compression: type[Compression]) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        topology: Topology,
+        rule: Rule,
+        compression: type[Compression],
+        neighbours: Neighbours | None = None,
+    ) -> None:
+        self._neighbours = neighbours
+        self.holes = self.late = 0
         self._transport, self._topology = transport, topology
         self.rule, self._compression = rule, compression
         self.buckets: list[Bucket] = []
@@ -247,6 +259,11 @@ class Engine:
             return Outcome("lost", error)
         finally:
             self.waited += time.perf_counter() - before
+        verdict = in_flight.handle.verdict
+        if verdict is Verdict.NEITHER:
+            self.holes += 1
+            bucket.mix_nothing(in_flight.round)
+            return SAT_OUT
         self.exchanges += 1
         flags = in_flight.handle.flags or tuple(map(bucket.compression.flag, bucket.messages))
         ranks = {flag - 1 for flag in flags if flag}
@@ -257,6 +274,10 @@ class Engine:
         if unmixable is not None:
             bucket.mix_nothing(in_flight.round)
             return unmixable
+        if verdict is Verdict.OPEN:
+            bucket.hold(in_flight, self.factor)
+            bucket.mix_nothing(in_flight.round)
+            return SAT_OUT
         with record_function("decent_dp.mix"):
             bucket.mix(in_flight, self.factor, edit)
         if bucket.compression.rejected and not self._warned_of_rejections:
@@ -286,17 +307,69 @@ class Engine:
             edit: what ``finish`` will be called with.
         """
         self.started = self.round
+        if self._neighbours is not None:
+            self._neighbours.announce(self.round)
+            if bucket.held:
+                self.late += bucket.settle_held()
         if not Topology.mixes(bucket.topology, self.round):
             return
         assert bucket.in_flight is None, "an exchange is started when the one before is finished"
         bucket.stale.clear()
         round_, edge = Round(self.round), bucket.topology.get_edge(self.round)
+        hole = self._leaves_out(bucket, edge)
+        if hole:
+            edge = Edge([self._transport.rank], 1.0)
         proposal = bucket.propose(round_)
         hint = self._send_hint(bucket, edge, proposal) if bucket.compression.needs_hints else b""
         # The proposal may be the replica itself, which moves on until an edit sees what was sent, as numbers modulo 256.
         moves = edit is not None and bucket.compression.needs_hints
         near = [value.clone() for value in proposal] if moves else proposal
-        self._send(bucket, round_, edge, proposal, hint, near)
+        self._send(bucket, round_, edge, proposal, hint, near, hole=hole)
+
+    def _leaves_out(self, bucket: Bucket, edge: Edge) -> bool:
+        """Whether the exchange of this round is left out, because the other worker is gone or silent; tells it so."""
+        exchange_id = ExchangeId(self.round, bucket.number)
+        if self._neighbours is None or len(edge.ranks) == 1 or self._neighbours.available(edge, exchange_id):
+            return False
+        self._neighbours.skip(edge, exchange_id)
+        self.holes += 1
+        return True
+
+    def catch_up(self, edit: Callable[[Bucket], Edit | None]) -> None:
+        """Goes on in the round of the others, if they have gone on without this worker, which was silent or too late.
+
+        Called before a round's first bucket. All exchanges in flight are finished, and all those that were missed are
+        left out: the others wait for this worker in their present round, and not in those.
+
+        Args:
+            edit: returns what ``finish`` is called with for a bucket.
+        """
+        if self._neighbours is None or (target := self._round_of_others(self._neighbours)) == self.round:
+            return
+        for bucket in self.buckets:
+            self.finish(bucket, edit(bucket)).raise_if_failed()
+        while self.round < target:
+            for bucket in self.buckets:
+                if Topology.mixes(bucket.topology, self.round):
+                    edge = bucket.topology.get_edge(self.round)
+                    self._neighbours.skip(edge, ExchangeId(self.round, bucket.number))
+            self.round += 1
+
+    def _round_of_others(self, neighbours: Neighbours) -> int:
+        """The first round from the present one on that the other worker of no bucket's edge has passed."""
+        round_ = self.round
+        while True:
+            passed = round_
+            for bucket in self.buckets:
+                if Topology.mixes(bucket.topology, round_):
+                    others = [rank for rank in bucket.topology.get_edge(round_).ranks if rank != self._transport.rank]
+                    theirs = max(map(neighbours.round_of, others), default=-1)
+                    # As long as the exchange has time to arrive, the other worker can be ahead and wait for it.
+                    if theirs >= round_ + bucket.topology._time(round_):
+                        passed = max(passed, theirs)
+            if passed == round_:
+                return round_
+            round_ = passed
 
     def advance(self) -> None:
         """Ends the round, after all buckets were started in it."""
@@ -353,6 +426,7 @@ class Engine:
         near: list[Tensor] | None = None,
         *,
         coded: bool = False,
+        hole: bool = False,
     ) -> None:
         handle = None
         if bucket.compression.pairs_only:
@@ -366,7 +440,7 @@ class Engine:
             )
             handle = self._transport.start(edge, request)
             self.bytes_sent += handle.bytes_sent
-        bucket.in_flight = InFlight(round_, edge, hint, handle, near)
+        bucket.in_flight = InFlight(round_, edge, hint, handle, near, hole)
 
     def _refuse_groups(self, bucket: Bucket, round_: int) -> None:
         """Of a topology without a period not all rounds were seen at construction. All workers raise the same."""
@@ -383,9 +457,9 @@ class Engine:
 
     def _send_hint(self, bucket: Bucket, edge: Edge, proposal: list[Tensor]) -> bytes:
         """Sends the hint for the next exchange to the members of its edge, and returns that for this one."""
-        in_time = bucket.hint_next is not None
         now = bucket.advance_hint(proposal)
-        if not in_time and len(edge.ranks) > 1:  # the first round of this process: no hint was sent ahead
+        # In the first round of this process, and after rounds that were left out, no hint was sent ahead.
+        if bucket.hinted != self.round and len(edge.ranks) > 1:
             self._transport.send_hint(edge, ExchangeId(self.round, bucket.number), now)
         self._send_hint_ahead(bucket, self.round + 1)
         return now
@@ -395,6 +469,7 @@ class Engine:
         round_ = bucket.topology._next_mix(after)
         edge, hint = bucket.topology.get_edge(round_), bucket.hint_next
         if hint is not None and len(edge.ranks) > 1:
+            bucket.hinted = round_
             # A worker may have exited after its last update. If the round comes, its exchange raises.
             with contextlib.suppress(PeerLostError):
                 self._transport.send_hint(edge, ExchangeId(round_, bucket.number), hint)
@@ -423,7 +498,7 @@ class Engine:
             compression.update(bucket.edge_state())
             if resumable:
                 exchange["parameters"].update(bucket.saved_exchange())
-                if bucket.in_flight is not None:
+                if bucket.in_flight is not None and not bucket.in_flight.hole:
                     exchange["in_flight"].update(dict.fromkeys(bucket.buffer.names, bucket.in_flight.round.number))
                     exchange["stale"] += [name for name in bucket.buffer.names if name in bucket.stale]
         return {

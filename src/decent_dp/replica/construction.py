@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 
 from decent_dp.compression import check_compression
 from decent_dp.engine import fit_rule
+from decent_dp.faults import Tolerate
 from decent_dp.replica.averages import broadcast_
 from decent_dp.replica.consistency import call_on_all, check_consistency, model_signature
 from decent_dp.replica.devices import gpus_of, refuse_wrong_device, warn_of_shared_gpus
@@ -22,7 +23,7 @@ from decent_dp.replica.statistics import refuse_isolated
 from decent_dp.rules import Rule
 from decent_dp.rules.base import rule_settings
 from decent_dp.topo import Topology, make_topology
-from decent_dp.transport import Transport
+from decent_dp.transport import Neighbours, Transport
 
 __all__ = ["Agreement", "Arguments", "connect_replicas"]
 
@@ -40,6 +41,7 @@ class Arguments:
         mesh: the workers that hold this replica (``describe_mesh``); None if this worker holds all of it.
         options: of the optimizers, as far as they exist.
         sharing: the class of an optimizer whose statistics are averaged; '' for none.
+        faults: how faults are tolerated; None: they are errors.
     """
 
     settings: Settings
@@ -50,6 +52,7 @@ class Arguments:
     mesh: dict[str, Any] | None = None
     options: Options = field(default_factory=Options)
     sharing: str = ""
+    faults: Tolerate | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class Agreement:
         topology: its ranks are numbers of replicas.
         replicas: the workers of each replica.
         peers: connects the workers that hold the same part of each replica; its ranks are numbers of replicas.
+        faults, neighbours: where faults are tolerated.
     """
 
     settings: Settings
@@ -67,6 +71,8 @@ class Agreement:
     rule: Rule
     replicas: Replicas
     peers: Transport
+    faults: Tolerate | None = None
+    neighbours: Neighbours | None = None
 
 
 def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check: Callable[[], Arguments]) -> Agreement:
@@ -100,14 +106,17 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
         # Called on the class, because a subclass may have an attribute named `every`.
         mixing = Topology.every(made, given.settings.mix_every)
         narrow = any(param.itemsize < 4 for param in model.parameters())
+        if given.faults is not None:
+            _refuse_intolerant(mixing, replicas)
         rule = fit_rule(given.rule, check_compression(given.settings.compression), mixing, narrow=narrow)
+        faults = None if given.faults is None else given.faults.signature()
         shared: Mapping[str, Any] = {
             "model": model_signature(model),
             "topology": made.fingerprint(),
-            "settings": {**given.settings.signature(), "rule": rule_settings(given.rule), **given.more},
+            "settings": {**given.settings.signature(), "rule": rule_settings(given.rule), **given.more, "faults": faults},
             "optimizers": given.options.alike,
         }
-        return Agreement(given.settings, mixing, rule, replicas, peers), dict(shared)
+        return Agreement(given.settings, mixing, rule, replicas, peers, given.faults), dict(shared)
 
     def check_all() -> Arguments:
         checked = check()
@@ -122,9 +131,26 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
         tensors = [*model.parameters(), *model.buffers()]
         broadcast_(peers.control, [local(tensor) for tensor in tensors if is_sharded(tensor)])
         broadcast_(transport.control, [tensor for tensor in tensors if not is_sharded(tensor)])
+        if agreed.faults is not None:
+            agreed = replace(agreed, neighbours=peers.tolerate(agreed.faults))
         peers.prepare(agreed.topology._edges_ahead(_PREPARED_ROUNDS))
         # This gather comes last, so that a worker that exits right away is still there for all collectives before it.
         rates, gpus = zip(*transport.control.gather([given.options.rates, gpus_of(model) if owned else []]), strict=True)
         warn_of_rates(rates)
         warn_of_shared_gpus(gpus, transport.rank)
     return agreed
+
+
+def _refuse_intolerant(topology: Topology, replicas: Replicas) -> None:
+    """Raises ValueError if faults cannot be tolerated with this topology, or with replicas of several workers."""
+    largest = Topology.largest_group(topology)
+    if largest > 2:
+        raise ValueError(
+            f"faults=Tolerate(...) needs a topology of pairs, because a group waits for all its members, and {topology!r} "
+            f"mixes groups of {largest}: use 'base-2', 'one-peer-exp', 'ring' or 'random-matching', or leave faults out."
+        )
+    if replicas.shards > 1:
+        raise ValueError(
+            f"faults=Tolerate(...) needs whole replicas, and each of these is sharded over {replicas.shards} workers, which a "
+            "fault of one would stop: leave faults out, or do not shard the model."
+        )

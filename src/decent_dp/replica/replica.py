@@ -25,9 +25,10 @@ from torch.optim import Optimizer
 from decent_dp._sizes import MIB
 from decent_dp.arguments import FLOAT_DTYPES
 from decent_dp.compression import all_finite, check_compression
-from decent_dp.engine import Bucket, Engine
+from decent_dp.engine import Bucket, Edit, Engine
 from decent_dp.errors import NonFiniteError
 from decent_dp.replica.averages import average_, squared_distance
+from decent_dp.replica.company import Company
 from decent_dp.replica.consistency import check_same_round
 from decent_dp.replica.construction import Agreement
 from decent_dp.replica.mean import Mean
@@ -101,7 +102,11 @@ class Replica(ABC):
         self.settings = agreed.settings
         self.parameters = Parameters(model)
         self.topology = agreed.topology
-        self.engine = Engine(self.transport, self.topology, agreed.rule, check_compression(agreed.settings.compression))
+        neighbours, compression = agreed.neighbours, check_compression(agreed.settings.compression)
+        self.engine = Engine(self.transport, self.topology, agreed.rule, compression, neighbours)
+        self._company: Company | None = None
+        if neighbours is not None and agreed.faults is not None:
+            self._company = Company(self.transport, neighbours, agreed.faults)
         self.mean = Mean(self.parameters.locate)
         self.statistics = Statistics([], {})
         self.listeners: list[Listener] = []
@@ -168,6 +173,13 @@ class Replica(ABC):
             self.invalidate()
         self.rebind()
         self.engine.renew()
+        if self._company is not None:
+            self._company.check(self.engine.round)
+            self.engine.catch_up(self.edit_of)
+
+    def edit_of(self, bucket: Bucket) -> Edit | None:
+        """Returns what an exchange of a bucket is finished with."""
+        return None
 
     def use_buckets(self, buckets: list[Bucket]) -> None:
         """Replaces all buckets, after the optimizers."""
@@ -257,6 +269,8 @@ class Replica(ABC):
             waited_s=engine.waited,
             rejected=engine.rejected,
             nonfinite=engine.nonfinite,
+            holes=engine.holes,
+            one_sided=0 if self._company is None else self._company.neighbours.one_sided,
         )
 
     # -- life ---------------------------------------------------------------------------------------------------------

@@ -22,6 +22,10 @@ class Stats:
         rejected: blocks of parameters that were not mixed, because replicas were further apart than the compression can
             represent.
         nonfinite: rounds that this worker sat out, because a replica of its edge had a NaN or an infinity.
+        holes: exchanges of single buckets that were left out, because the other worker was gone, silent or much too slow;
+            0 without ``faults``.
+        one_sided: exchanges that this worker has dropped, as the other one counts as dead, and that the other one may have
+            mixed: the only ones that can move the mean over the replicas.
     """
 
     updates: int
@@ -32,3 +36,5 @@ class Stats:
     waited_s: float = 0.0
     rejected: int = 0
     nonfinite: int = 0
+    holes: int = 0
+    one_sided: int = 0

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from decent_dp.transport.base import Control, ExchangeId, ExchangeRequest, Handle, Transport
+from decent_dp.transport.base import Control, ExchangeId, ExchangeRequest, Handle, Transport, Verdict
 from decent_dp.transport.inprocess import InProcessTransport, LocalHub, run_replicas
+from decent_dp.transport.neighbours import Neighbours
 from decent_dp.transport.process_group import ProcessGroupTransport, connect
 
 __all__ = [
@@ -13,8 +14,10 @@ __all__ = [
     "Handle",
     "InProcessTransport",
     "LocalHub",
+    "Neighbours",
     "ProcessGroupTransport",
     "Transport",
+    "Verdict",
     "connect",
     "run_replicas",
 ]

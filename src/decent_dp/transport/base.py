@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import socket
 import weakref
 from abc import ABC, abstractmethod
@@ -10,15 +11,19 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from decent_dp.compression import Compression, MessageId
+from decent_dp.faults import Tolerate
 from decent_dp.topo import Edge
 from decent_dp.transport.waiter import Waiter
+
+if TYPE_CHECKING:
+    from decent_dp.transport.neighbours import Neighbours
 
 __all__ = [
     "Control",
@@ -29,6 +34,7 @@ __all__ = [
     "Handle",
     "StoreCalls",
     "Transport",
+    "Verdict",
     "connect_store",
     "read_text",
     "server_of",
@@ -105,16 +111,26 @@ class ExchangeRequest:
                 out.copy_(result)
 
 
+class Verdict(enum.Enum):
+    """What becomes of an exchange."""
+
+    BOTH = "all members mix it"
+    NEITHER = "no member mixes it: one is gone or silent, or leaves it out"
+    OPEN = "this worker has the other's message, and does not know whether the other has this worker's"
+
+
 class Handle(ABC):
     """An operation in flight.
 
     Attributes:
         bytes_sent: the bytes that this worker puts on the wire for it, without flags.
+        verdict: after ``wait``. It is BOTH unless faults are tolerated (``Transport.tolerate``); OPEN may change later.
         flags: after ``wait``, ``Compression.flag`` of the message sent and of the one received, if the transport knows them.
             On a GPU that costs less than to read them from the messages. None: read those.
     """
 
     bytes_sent: int = 0
+    verdict: Verdict = Verdict.BOTH
     flags: tuple[int, int] | None = None
 
     def wait_for_read(self) -> None:
@@ -126,7 +142,8 @@ class Handle(ABC):
         """Blocks until the operation is complete. Called once.
 
         Raises:
-            PeerLostError, PeerTimeoutError: another worker is gone or silent; the message names its rank.
+            PeerLostError, PeerTimeoutError: another worker is gone or silent, and faults are not tolerated; the message names
+                its rank.
             WireError: another message came than the expected one.
         """
 
@@ -203,7 +220,17 @@ class Transport(ABC):
 
     @abstractmethod
     def lost(self) -> list[int]:
-        """The workers that are known to be gone: those whose connection to this one is closed."""
+        """The workers that are known to be gone, as far as this one is connected to them."""
+
+    def tolerate(self, faults: Tolerate) -> Neighbours:
+        """From now on exchanges with workers that are gone or silent end with a verdict and not with an error.
+
+        Called before the first exchange, by all workers, with topologies of pairs.
+
+        Raises:
+            TypeError: this kind of transport cannot.
+        """
+        raise TypeError(f"{type(self).__name__} does not tolerate faults: leave faults= out.")
 
     @abstractmethod
     def prepare(self, edges: list[Edge]) -> None:

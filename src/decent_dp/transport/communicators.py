@@ -12,7 +12,7 @@ import os
 import secrets
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeAlias, TypeVar
 
@@ -32,7 +32,20 @@ _STORE_LIMIT = 2.0
 # Errors of the system when a process, or the machine, has too many open files.
 OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
-__all__ = ["OUT_OF_DESCRIPTORS", "Communicator", "Notes", "Rendezvous", "UnreachableError", "network_stack", "peer_error"]
+__all__ = [
+    "OUT_OF_DESCRIPTORS",
+    "Communicator",
+    "Notes",
+    "Rendezvous",
+    "SilentError",
+    "UnreachableError",
+    "network_stack",
+    "peer_error",
+]
+
+
+class SilentError(ConnectionError):
+    """A connected worker gave no sign of life for too long. Users see the `PeerLostError` that follows."""
 
 
 class UnreachableError(ConnectionError):
@@ -60,6 +73,7 @@ class Rendezvous:
         node_of: the name of each worker's network stack; workers of one name share a loopback interface.
         token: known to these workers alone.
         run_id: this wrapper's own name, the same on all its workers.
+        addresses: of workers, as far as they were looked up.
     """
 
     store: Store
@@ -70,6 +84,7 @@ class Rendezvous:
     node_of: tuple[str, ...]
     token: bytes
     run_id: str
+    addresses: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     @classmethod
     def create(cls, process_group: dist.ProcessGroup | None) -> Rendezvous:
@@ -200,6 +215,12 @@ def peer_error(error: Exception, ranks: Sequence[int], what: str, notes: Notes, 
         return PeerError(
             f"this process cannot open a connection to {who}, which {what} needs: {error.strerror}. Raise its limit of open "
             "files (`ulimit -n`)."
+        )
+    if isinstance(error, SilentError):
+        return PeerLostError(
+            f"{who} gave no sign of life ({error}), and {what} needs it: it is stopped, its machine or the way to it is gone, "
+            "or a single call has kept its interpreter busy for so long (a longer wait: DECENT_DP_DEAD_AFTER, seconds, in the "
+            f"environment of all workers).{said}"
         )
     # torch has one class for all errors: only its text distinguishes them.
     text = "" if isinstance(error, ConnectionError) else str(error).lower()

@@ -13,11 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from decent_dp.compression import Lossless
+from decent_dp.faults import Tolerate, default_dead_after
 from decent_dp.topo import Edge
 from decent_dp.transport.base import Control, DeferredHandle, ExchangeId, ExchangeRequest, Handle, Transport
 from decent_dp.transport.communicators import Communicator, Notes, Rendezvous, peer_error
 from decent_dp.transport.inprocess import InProcessTransport
 from decent_dp.transport.nccl import NcclGroups, NcclPairs
+from decent_dp.transport.neighbours import Neighbours
 from decent_dp.transport.peers import Peers
 from decent_dp.transport.tcp.addresses import dial, listen
 from decent_dp.transport.tcp.exchange import TcpExchanges
@@ -73,7 +75,10 @@ class ProcessGroupTransport(Transport):
         self._communicators: dict[str, Communicator] = {}
         self._controls: dict[str, Control] = {}
         self._connect_control("all", range(shared.world_size))
-        self._reactor = Reactor(shared.rank, shared.local, listen(shared), lambda peer: dial(shared, peer), shared.token)
+        self._faults: Tolerate | None = None
+        self._neighbours: Neighbours | None = None
+        dead_after = default_dead_after()
+        self._reactor = Reactor(shared.rank, shared.local, listen(shared), self._dial, shared.token, dead_after)
         self._tcp = TcpExchanges(self._reactor, shared.rank, shared.node_of, self._waiter, self.timeout, self._explain)
 
     @property
@@ -85,11 +90,19 @@ class ProcessGroupTransport(Transport):
         return self._process_group if self._process_group is not None else dist.group.WORLD
 
     def lost(self) -> list[int]:
-        return self._reactor.lost()
+        return self._reactor.lost() if self._neighbours is None else self._neighbours.lost()
 
     def prepare(self, edges: list[Edge]) -> None:
         for t, edge in enumerate(edges):
-            self._tcp.connect(edge, ExchangeId(t, 0))
+            self._tcp.connect(edge, ExchangeId(t, 0), ahead=True)
+
+    def _dial(self, peer: int) -> Any:
+        faults = self._faults
+        return dial(self._rendezvous, peer, self.timeout if faults is None else min(self.timeout, faults.dead_after))
+
+    def tolerate(self, faults: Tolerate) -> Neighbours:
+        self._faults, self._neighbours = faults, self._tcp.tolerate(faults.dead_after)
+        return self._neighbours
 
     def report(self, cause: str) -> None:
         self._notes.write(cause)
@@ -111,7 +124,8 @@ class ProcessGroupTransport(Transport):
     def choose(self, edge: Edge, request: ExchangeRequest) -> TcpExchanges | NcclPairs | NcclGroups:
         """The way of a request, by its device, its compression and the size of its edge."""
         lossless = isinstance(request.compression, Lossless)
-        if not (self._rendezvous.nccl and request.sent.is_cuda and lossless):
+        # NCCL ends the process when a worker dies.
+        if not (self._rendezvous.nccl and request.sent.is_cuda and lossless) or self._faults is not None:
             return self._tcp
         if len(edge.ranks) == 2:
             return self._nccl_pairs()

@@ -47,8 +47,8 @@ def listen(rendezvous: Rendezvous) -> list[socket.socket]:
     return listeners
 
 
-def dial(rendezvous: Rendezvous, peer: int) -> socket.socket:
-    """A connection to ``peer``.
+def dial(rendezvous: Rendezvous, peer: int, seconds: float) -> socket.socket:
+    """A connection to ``peer``, within about so many seconds.
 
     Raises:
         UnreachableError: nobody answers at the address of the peer.
@@ -56,9 +56,10 @@ def dial(rendezvous: Rendezvous, peer: int) -> socket.socket:
         RuntimeError: the peer has not stored its address within the process group's timeout.
     """
     # The store's own timeout, which ``get`` has, is another: half an hour by default.
-    rendezvous.store.wait([f"address/{peer}"], rendezvous.timeout)
-    address = json.loads(rendezvous.store.get(f"address/{peer}"))
-    timeout = rendezvous.timeout.total_seconds()
+    address = rendezvous.addresses.get(peer)
+    if address is None:
+        rendezvous.store.wait([f"address/{peer}"], rendezvous.timeout)
+        address = rendezvous.addresses[peer] = json.loads(rendezvous.store.get(f"address/{peer}"))
     peer_is_local = peer in rendezvous.local and "local" in address
     at: bytes | tuple[str, int]
     if peer_is_local:
@@ -67,7 +68,7 @@ def dial(rendezvous: Rendezvous, peer: int) -> socket.socket:
         family, at = _family_of(address["host"]), (address["host"], address["port"])
     stream = own(lambda: socket.socket(family, socket.SOCK_STREAM))
     try:
-        stream.settimeout(timeout)
+        stream.settimeout(seconds)
         stream.connect(at)
     except OSError as error:
         stream.close()

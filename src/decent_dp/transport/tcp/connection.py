@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import logging
 import math
 import os
 import selectors
 import socket
+import statistics
 import sys
 import time
 from collections import deque
@@ -16,9 +18,23 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from decent_dp.transport.tcp.protocol import HEADER, Key
+from decent_dp.transport.base import Verdict
+from decent_dp.transport.tcp.protocol import HEADER_SIZE, Frame, Key
+from decent_dp.transport.tcp.votes import Votes
 
-__all__ = ["LOCAL", "WINDOW", "Connection", "Message", "Receiving", "Sending", "SharedLink", "configure", "unacknowledged"]
+__all__ = [
+    "LOCAL",
+    "WINDOW",
+    "Connection",
+    "LinkState",
+    "Message",
+    "Pair",
+    "Receiving",
+    "Sending",
+    "SharedLink",
+    "configure",
+    "unacknowledged",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -38,6 +54,10 @@ _FULL = _UNSENT
 LOCAL = getattr(socket, "AF_UNIX", None)
 # Names of TCP congestion controls, separated by commas, of which the first that the system permits is used.
 _CONGESTION_CONTROL = "DECENT_DP_CONGESTION_CONTROL"
+
+# Exchanges of one bucket with one peer from which the usual time of one is known, and the most meetings that are left out
+# after an exchange has taken much longer.
+_TIMED, _LONGEST_BREAK = 8, 64
 
 # The order in which messages are needed: by key, then by when they were added.
 Priority: TypeAlias = tuple[Key, int]
@@ -86,6 +106,38 @@ class Receiving(Message):
     received: int = 0
 
 
+class LinkState(enum.Enum):
+    """The life of the connection to one peer."""
+
+    NEW = "there has been none yet"  # OPEN when one is made; GONE if no process listens there
+    OPEN = "bytes can move"  # BROKEN or GONE when it is lost
+    BROKEN = "it was lost, and the worker of higher rank makes it again"  # OPEN; GONE if no process listens there
+    GONE = "the peer has left, or its process has ended, or it sent what was not due"
+
+
+@dataclass(eq=False)
+class Pair:
+    """An exchange of two workers that both mix, or neither.
+
+    Attributes:
+        settle: called once with BOTH or NEITHER, in the reactor's thread.
+        joined: when both ends were in this exchange; 0 until then.
+    """
+
+    receiving: Receiving
+    sending: Sending
+    settle: Callable[[Verdict], None]
+    joined: float = 0.0
+
+    @property
+    def round(self) -> int:
+        return self.receiving.key[0]
+
+    @property
+    def bucket(self) -> int:
+        return self.receiving.key[1]
+
+
 @dataclass(eq=False)
 class SharedLink:
     """The connections that share a physical link: all inside this node, or all to other nodes.
@@ -121,16 +173,34 @@ class Connection:
     """The connection to one peer, with the frames in both directions.
 
     Attributes:
-        closed: why the connection is closed; None while it is open, or not there yet.
+        state: of its life; ``since``: when it began, on the monotonic clock.
+        closed: why the peer is gone; None while it is not.
         cause: the error with which it was closed.
         write_failed: the peer reads nothing any more; what it had sent may still be read.
         moved: when a part of a message last came or went, on the monotonic clock.
+        heard: when a byte last came.
+        unheard: the seconds for which the peer had not heard from this worker when it last said so.
+        round: the latest round in which the peer is known to be.
+        votes, pairs: where faults are tolerated: of the exchanges with the peer, and the open ones by bucket.
+        notes: where faults are tolerated: the last note for each bucket, to be sent again on a new connection.
     """
 
     def __init__(self, peer: int, link: SharedLink, selector: selectors.BaseSelector) -> None:
         self.peer, self.link = peer, link
         self._selector = selector
         self.socket: socket.socket | None = None
+        self.state, self.since = LinkState.NEW, time.monotonic()
+        self.heard = self.unheard = 0.0
+        self.round = -1
+        self.votes = Votes()
+        self.pairs: dict[int, Pair] = {}
+        self.notes: dict[int, bytes] = {}
+        # Bytes of dropped messages that were granted and will still come.
+        self.unwanted: dict[Key, int] = {}
+        self._times: dict[int, deque[float]] = {}
+        self._break, self._left_out, self._late_round, self._resting = 0, 0, -1, -1
+        # Whether bodies carry checksums: not within a machine.
+        self.checked = True
         self.closed: str | None = None
         self.cause: BaseException | None = None
         self.write_failed = False
@@ -151,8 +221,8 @@ class Connection:
         # Being read: the header, then the body.
         self.receivings: dict[Key, Receiving] = {}
         self.early_offers: set[Key] = set()
-        self.header = bytearray(HEADER.size)
-        self.frame: tuple[int, Key, int] | None = None
+        self.header = bytearray(HEADER_SIZE)
+        self.frame: Frame | None = None
         self.body: memoryview | None = None
         self.filled = 0
         self._low_water = 1
@@ -163,16 +233,35 @@ class Connection:
         """Raises OSError if the peer is gone already."""
         stream.setblocking(False)
         self.socket = stream
+        self.enter(LinkState.OPEN)
+        self.heard, self.unheard = self.since, 0.0
+        self.write_failed = False
+        self.checked = stream.family != LOCAL
         configure(stream)
         self._selector.register(stream, selectors.EVENT_READ, self)
 
+    def enter(self, state: LinkState) -> None:
+        self.state, self.since = state, time.monotonic()
+
     def close(self) -> None:
+        """Closes the socket, and forgets what was half written or half read."""
+        self._writing, self._low_water = False, 1
+        self.frame = self.body = None
+        self.filled = 0
         if self.socket is not None:
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(self.socket)
             self.socket.close()
             self.socket = None
         self.drop_output()
+
+    def rewind(self) -> None:
+        """Messages begin anew on the next connection. Nothing of them can be sent before that."""
+        for receiving in self.receivings.values():
+            receiving.received = receiving.granted = 0
+        for sending in self.sendings.values():
+            sending.written = sending.granted = 0
+            sending.offered = False
 
     def drop_output(self) -> None:
         """Drops what is being written."""
@@ -200,9 +289,40 @@ class Connection:
 
     def is_full_before(self, round_: int) -> bool:
         """Whether the kernel holds messages and there is more to come of rounds before this one."""
-        earliest = next(iter(self.sendings), None)  # they are added round by round
+        # They are added round by round. Written ones are there until the peer has voted.
+        earliest = next((key for key, sending in self.sendings.items() if sending.written < sending.size), None)
         before = earliest is not None and earliest[0] < round_
         return before and self.socket is not None and unacknowledged(self.socket) >= _FULL
+
+    # -- exchanges that take much longer than usual ---------------------------------------------------------------------
+
+    def expected_end(self, pair: Pair) -> float:
+        """When an exchange is late, on the monotonic clock: later than the median of its history and six times the median
+        deviation from it, and than twice the median. Infinite without a history, and until both ends are in the exchange."""
+        times = self._times.get(pair.bucket, ())
+        if len(times) < _TIMED or not pair.joined:
+            return math.inf
+        usual = statistics.median(times)
+        return pair.joined + usual + max(6 * statistics.median(abs(time - usual) for time in times), usual)
+
+    def record(self, pair: Pair, verdict: Verdict) -> None:
+        """Keeps the time of an exchange that has ended."""
+        if verdict is Verdict.BOTH and pair.joined:
+            self._times.setdefault(pair.bucket, deque(maxlen=4 * _TIMED)).append(time.monotonic() - pair.joined)
+            if pair.round > self._late_round:
+                self._break = 0
+
+    def take_break(self, round_: int) -> None:
+        """An exchange of this round was late: the next meetings are left out, twice as many each time."""
+        if round_ > self._late_round:
+            self._break = min(2 * self._break or 1, _LONGEST_BREAK)
+            self._left_out, self._late_round = self._break, round_
+
+    def on_break(self, round_: int) -> bool:
+        """Whether the meeting in this round is left out. Called for rounds in their order."""
+        if self._left_out and round_ > max(self._resting, self._late_round):
+            self._left_out, self._resting = self._left_out - 1, round_
+        return round_ == self._resting
 
     # -- flow control -------------------------------------------------------------------------------------------------
 

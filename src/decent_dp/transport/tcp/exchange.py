@@ -16,8 +16,10 @@ from torch.profiler import record_function
 
 from decent_dp.errors import WireError
 from decent_dp.topo import Edge
-from decent_dp.transport.base import ExchangeId, ExchangeRequest, Explain, Handle, written
-from decent_dp.transport.tcp.connection import Receiving, Sending
+from decent_dp.transport.base import ExchangeId, ExchangeRequest, Explain, Handle, Verdict, written
+from decent_dp.transport.neighbours import Neighbours
+from decent_dp.transport.tcp.connection import Pair, Receiving, Sending
+from decent_dp.transport.tcp.neighbours import TcpNeighbours
 from decent_dp.transport.tcp.protocol import Key
 from decent_dp.transport.tcp.reactor import Reactor
 from decent_dp.transport.tcp.reduction_tree import Place, find_place, group_by_node
@@ -31,6 +33,9 @@ _WHOLE, _HINT, _UP, _DOWN = 0, 1, 2, 3
 
 # Bytes that are coded before the reactor's thread moves messages again.
 _STRIDE = 2**18
+
+# Seconds between two looks at the peer of an exchange, in case that it is gone or silent.
+_LOOK_AT_PEERS = 0.25
 
 # Bytes of the messages of groups that may wait to be reduced. One chunk of a large group may need more.
 _POOL_BYTES = 2**22
@@ -97,6 +102,10 @@ class _TcpHandle(Handle):
 
     def wait(self) -> None:
         self._wait_for(self._done)
+        self._raise()
+        self._finish()
+
+    def _raise(self) -> None:
         error = self._error
         if isinstance(error, OSError):
             raise self._explain(error, [self._error_peer], self._exchange_id) from error
@@ -104,6 +113,8 @@ class _TcpHandle(Handle):
             raise WireError(str(error)) from error
         if error is not None:
             raise RuntimeError(f"{self._exchange_id}: the exchange failed: {error}") from error
+
+    def _finish(self) -> None:
         finish, self.finish = self.finish, lambda: None  # it refers to this handle, and to pinned memory
         finish()
 
@@ -130,6 +141,59 @@ class _TcpHandle(Handle):
         return without_hint or behind or rest or self._others
 
 
+class _SettledHandle(_TcpHandle):
+    """Waits for the verdict of an exchange of two, where faults are tolerated."""
+
+    def __init__(
+        self,
+        request: ExchangeRequest,
+        others: list[int],
+        timeout: _Timeout,
+        reactor: Reactor,
+        explain: Explain,
+        neighbours: TcpNeighbours,
+    ) -> None:
+        super().__init__(request, others, timeout, reactor, explain)
+        self.neighbours = neighbours
+        [self._peer], self._key = others, _key(request.exchange_id, _WHOLE)
+        self.pair: Pair | None = None
+        self._settled: Verdict | None = None
+        self._in_doubt = False
+
+    def settle(self, verdict: Verdict) -> None:
+        self._settled = verdict
+        self._reactor.forget_notes(self._peer, self._key)
+        self._read.set()
+        self._done.set()
+
+    @property
+    def failed(self) -> bool:
+        return self._error is not None or self._settled is not None or self._in_doubt
+
+    @property
+    def verdict(self) -> Verdict:  # type: ignore[override]
+        return self._settled or Verdict.OPEN
+
+    def wait(self) -> None:
+        self._wait_for(self._done)
+        self._raise()
+        if self._settled is not Verdict.NEITHER:
+            self._finish()
+
+    def _wait_for(self, event: threading.Event) -> None:
+        assert self.pair is not None
+        began = time.monotonic()
+        while not (event.is_set() or self._in_doubt):
+            now, lively = time.monotonic(), self.neighbours.patience(self._peer, began)
+            in_time = self.neighbours.expected_end(self.pair) - now
+            active = max(began, self._reactor.last_progress(self._peer)) + self._timeout.seconds - now
+            left = min(lively, in_time, active)
+            if left > 0:
+                event.wait(min(left, _LOOK_AT_PEERS))
+            elif self.neighbours.abandon(self._peer, self._key, late=lively > 0 and in_time <= 0) is Verdict.OPEN:
+                self._in_doubt = True
+
+
 class TcpExchanges:
     """Pairs and groups over the connections of this worker.
 
@@ -147,14 +211,24 @@ class TcpExchanges:
         self._reactor, self._rank, self._node_of = reactor, rank, node_of
         self._waiter, self._timeout, self._explain = waiter, _Timeout(timeout), explain
         self._pool = _BufferPool()
+        self._neighbours: TcpNeighbours | None = None
         self._encodings: deque[Callable[[], bool]] = deque()
 
-    def connect(self, edge: Edge, exchange_id: ExchangeId) -> list[int]:
-        """Makes sure that there are connections to the other members; returns them."""
+    def tolerate(self, dead_after: float) -> Neighbours:
+        """``Transport.tolerate``."""
+        self._neighbours = self._reactor.tolerate(dead_after)
+        return self._neighbours
+
+    def connect(self, edge: Edge, exchange_id: ExchangeId, *, ahead: bool = False) -> list[int]:
+        """Makes sure that there are connections to the other members; returns them.
+
+        Args:
+            ahead: before training, when it may take its time.
+        """
         others = sorted(rank for rank in edge.ranks if rank != self._rank)
         for peer in others:
             try:
-                self._reactor.connect(peer)
+                self._reactor.connect(peer, wait=ahead or self._neighbours is None)
             except (OSError, RuntimeError) as error:
                 raise self._explain(error, [peer], exchange_id) from error
         return others
@@ -165,7 +239,9 @@ class TcpExchanges:
 
     def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
         others = self.connect(edge, request.exchange_id)
-        handle = _TcpHandle(request, others, self._timeout, self._reactor, self._explain)
+        arguments = request, others, self._timeout, self._reactor, self._explain
+        neighbours = self._neighbours
+        handle = _TcpHandle(*arguments) if neighbours is None else _SettledHandle(*arguments, neighbours)
         staged = request.sent.device.type != "cpu"
         on_host = _stage(request, handle) if staged else request
         exchange: _PairExchange | _GroupExchange
@@ -190,7 +266,9 @@ class TcpExchanges:
                 exchange.encoded(request.compression.nbytes)
 
         def encode(rest: Iterator[None]) -> bool:
-            """Codes the next stride; False when all is coded."""
+            """Codes the next stride; False when all is coded, or nobody waits for it any more."""
+            if isinstance(handle, _SettledHandle) and handle.failed:
+                return False
             try:
                 with record_function("decent_dp.encode"):
                     next(rest)
@@ -316,8 +394,13 @@ class _PairExchange:
             handle.fail(peer, error)
 
         self._sending = Sending(peer, key, _bytes(request.sent), handle.arrive, fail)
-        reactor.receive(Receiving(peer, key, _bytes(request.received), handle.arrive, fail))
-        reactor.send(self._sending)
+        receiving = Receiving(peer, key, _bytes(request.received), handle.arrive, fail)
+        if isinstance(handle, _SettledHandle):
+            handle.pair = Pair(receiving, self._sending, handle.settle)
+            handle.neighbours.open(handle.pair)
+        else:
+            reactor.receive(receiving)
+            reactor.send(self._sending)
 
     def encoded(self, ready: int) -> None:
         self._reactor.advance(self._sending, ready)

@@ -10,18 +10,42 @@ Connections inside a node and connections to other nodes do not share a link: ea
 from __future__ import annotations
 
 import contextlib
+import errno
 import heapq
 import itertools
 import selectors
 import socket
 import time
+import zlib
 from collections.abc import Callable
+from typing import Any
 
 from torch.autograd import profiler
 
 from decent_dp.errors import WireError
-from decent_dp.transport.tcp.connection import Connection, Message, Receiving, Sending, SharedLink
-from decent_dp.transport.tcp.protocol import DATA, GRANT, HEADER, NOTE, OFFER, SMALL, VERSION, Key, check_size, pack
+from decent_dp.transport.communicators import SilentError
+from decent_dp.transport.tcp.connection import Connection, LinkState, Message, Receiving, Sending, SharedLink
+from decent_dp.transport.tcp.protocol import (
+    ASK,
+    BEAT,
+    BYE,
+    DATA,
+    DROP,
+    GOT,
+    GRANT,
+    HEADER_SIZE,
+    NOTE,
+    OFFER,
+    SMALL,
+    DamagedError,
+    Frame,
+    Key,
+    check_size,
+    pack,
+    unpack,
+)
+from decent_dp.transport.tcp.settlement import Settlement
+from decent_dp.transport.tcp.votes import Vote
 
 __all__ = ["Framing"]
 
@@ -31,6 +55,8 @@ _FRAME = 2**16
 _READ = 2**15
 # Bytes read from one connection before the others are read.
 _READ_AT_ONCE = 2**21
+# Offers, grants and notes that one peer may have sent ahead.
+_MOST_AHEAD = 2**16
 _NO_RANGE = contextlib.nullcontext()
 
 
@@ -42,6 +68,10 @@ class Framing:
         local: the workers that share this one's network stack.
         selector: the reactor's.
         on_note: called with the peer, the key and the bytes of a NOTE.
+
+    Attributes:
+        tolerant: a connection that is lost is made again, and exchanges end with a verdict.
+        settlement: of the exchanges with verdicts.
     """
 
     def __init__(
@@ -55,6 +85,8 @@ class Framing:
         self._links = {local: SharedLink(local) for local in (True, False)}
         self._order = itertools.count()
         self.connections: dict[int, Connection] = {}
+        self.tolerant = False
+        self.settlement = Settlement(self)
 
     def connection(self, peer: int) -> Connection:
         if peer not in self.connections:
@@ -66,7 +98,22 @@ class Framing:
         try:
             connection.open(stream)
         except OSError as error:
-            self.close(connection, str(error))
+            self.lose(connection, str(error))
+            return
+        if self.tolerant:
+            self._start_again(connection)
+
+    def _start_again(self, connection: Connection) -> None:
+        """Begins a connection, perhaps in place of a lost one: votes and notes are repeated, and messages begin anew."""
+        connection.control.clear()
+        connection.rewind()
+        self.settlement.repeat(connection)
+        connection.control.extend(connection.notes.values())
+        for receiving in connection.receivings.values():
+            if receiving.size <= SMALL:
+                self._grant(connection, receiving, receiving.size)
+        for sending in connection.sendings.values():
+            self.queue(sending)
 
     @property
     def waiting(self) -> bool:
@@ -103,6 +150,7 @@ class Framing:
         if connection is None:
             return
         connection.receivings[receiving.key] = receiving
+        _forget_before(connection.early_offers, receiving.key)
         if receiving.size <= SMALL:
             self._grant(connection, receiving, receiving.size)
         elif receiving.key in connection.early_offers:
@@ -112,8 +160,9 @@ class Framing:
     def _on_offer(self, connection: Connection, key: Key) -> None:
         receiving = connection.receivings.get(key)
         if receiving is None:
+            _bound(connection, len(connection.early_offers))
             connection.early_offers.add(key)
-        else:
+        elif receiving.granted == 0:
             heapq.heappush(connection.link.offered, (receiving.priority, receiving))
 
     def _grant_offered(self, link: SharedLink) -> None:
@@ -137,6 +186,7 @@ class Framing:
     def _on_grant(self, connection: Connection, key: Key, upto: int, size: int) -> None:
         sending = connection.sendings.get(key)
         if sending is None:
+            _bound(connection, len(connection.early_grants))
             connection.early_grants[key] = (upto, size)
             return
         check_size(self._rank, connection.peer, key, size, sending.size)
@@ -150,6 +200,7 @@ class Framing:
         if connection is None:
             return
         connection.sendings[sending.key] = sending
+        _forget_before(connection.early_grants, sending.key)
         if sending.key in connection.early_grants:
             try:
                 self._on_grant(connection, sending.key, *connection.early_grants.pop(sending.key))
@@ -159,9 +210,9 @@ class Framing:
 
     def queue(self, sending: Sending) -> None:
         """Queues a message of which there is something to send, and offers it, once, if it is not small."""
-        if sending.order < 0:
-            return
         connection = self.connection(sending.peer)
+        if connection.sendings.get(sending.key) is not sending:
+            return  # not added yet, or cancelled
         if not sending.offered and sending.ready > 0:
             sending.offered = True
             if sending.size > SMALL:
@@ -171,7 +222,13 @@ class Framing:
             heapq.heappush(connection.link.sendings, (sending.priority, sending))
 
     def send_note(self, peer: int, key: Key, text: bytes) -> None:
-        self.connection(peer).control.append(pack(NOTE, key, len(text), size=len(text)) + text)
+        connection = self.connection(peer)
+        if connection.state is LinkState.GONE:
+            return
+        frame = pack(NOTE, key, len(text), size=len(text), checksum=zlib.crc32(text)) + text
+        if self.tolerant:
+            connection.notes[key[1]] = frame
+        connection.control.append(frame)
 
     def _next_to_send(self, link: SharedLink) -> Connection | None:
         """The connection that sends the next data of a link."""
@@ -199,14 +256,14 @@ class Framing:
             except BlockingIOError:
                 connection.watch_writing(True)
                 return False
-            except ConnectionError:
+            except (ConnectionError, TimeoutError):
                 # Frames that the peer sent before it closed are still to be read, and reading finds the end.
                 connection.watch_writing(False)
                 connection.write_failed = True
                 connection.drop_output()
                 return True
             except OSError as error:
-                self.close(connection, str(error))
+                self.lose(connection, str(error))
                 return True
             while connection.out and count >= len(connection.out[0]):
                 count -= len(connection.out.pop(0))
@@ -232,8 +289,10 @@ class Framing:
         sending = link.sendings[0][1]
         stop = min(sending.ready, sending.granted, sending.written + _FRAME)
         age = min(int(1e6 * (time.monotonic() - sending.granted_at)), 2**32 - 1)
-        header = pack(DATA, sending.key, stop - sending.written, sending.written, sending.size, age)
-        connection.out = [memoryview(header), sending.memory[sending.written : stop]]
+        body = sending.memory[sending.written : stop]
+        checksum = zlib.crc32(body) if connection.checked else 0
+        header = pack(DATA, sending.key, len(body), sending.written, sending.size, age, checksum=checksum)
+        connection.out = [memoryview(header), body]
         connection.current = (sending, stop)
         link.busy = connection
         return True
@@ -245,7 +304,8 @@ class Framing:
         connection.link.busy = None
         connection.moved = time.monotonic()
         sending.written = stop
-        if stop == sending.size:
+        # Where faults are tolerated, a message is done when the peer has voted.
+        if stop == sending.size and connection.sendings.get(sending.key) is sending and not self.tolerant:
             del connection.sendings[sending.key]
             sending.done()
 
@@ -259,11 +319,12 @@ class Framing:
                 into = memoryview(connection.header) if connection.body is None else connection.body
                 count = connection.socket.recv_into(into[connection.filled :])
                 if count == 0:
-                    self.close(connection, "closed by the peer")
+                    self.lose(connection, "closed by the peer")
                     return
                 taken += count
+                connection.heard = time.monotonic()
                 connection.filled += count
-                if connection.body is None and connection.filled == HEADER.size:
+                if connection.body is None and connection.filled == HEADER_SIZE:
                     connection.filled = 0
                     self._open_frame(connection)
                 if connection.body is not None and connection.filled == len(connection.body):
@@ -273,46 +334,70 @@ class Framing:
         except BlockingIOError:
             connection.wait_for_bytes(_READ)
         except OSError as error:
-            self.close(connection, str(error))
+            silent = error.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
+            self.lose(connection, str(error), SilentError(str(error)) if silent else None)
+        except DamagedError as error:
+            self.lose(connection, str(error), error)
         except WireError as error:
             self.fail(connection, error)
 
     def _open_frame(self, connection: Connection) -> None:
-        kind, version, length, round_, bucket, slot, offset, size, age = HEADER.unpack(connection.header)
-        key = (round_, bucket, slot)
-        if version != VERSION or kind not in (DATA, OFFER, GRANT, NOTE):
-            raise WireError(
-                f"worker {connection.peer} sent a frame of kind {kind}, version {version}, where version {VERSION} was due. "
-                "Start all workers from one installation."
-            )
+        frame = unpack(connection.header, connection.peer)
+        kind, key = frame.kind, frame.key
+        if kind != NOTE:  # which is for a later round
+            connection.round = max(connection.round, key[0])
         if kind == GRANT:
-            self._on_grant(connection, key, offset, size)
-            return
-        if kind == OFFER:
+            self._on_grant(connection, key, frame.offset, frame.size)
+        elif kind == OFFER:
+            self.settlement.join(connection, key)
             self._on_offer(connection, key)
-            return
-        connection.frame = (kind, key, length)
-        if kind == NOTE:
-            connection.body = memoryview(bytearray(length))
-            return
+        elif kind == BEAT:
+            connection.unheard = frame.age / 1000
+        elif kind in (GOT, DROP):
+            _bound(connection, key[1])
+            self.settlement.hear(connection, Vote(key[0], key[1], kind == GOT))
+        elif kind == ASK:
+            self.settlement.answer(connection, key[0], key[1])
+        elif kind == BYE:
+            self.give_up(connection, "the peer has left")
+        else:
+            connection.frame = frame
+            connection.body = memoryview(bytearray(frame.length)) if kind == NOTE else self._memory_for(connection, frame)
+
+    def _memory_for(self, connection: Connection, frame: Frame) -> memoryview:
+        """Where the body of a DATA frame goes."""
+        key, length = frame.key, frame.length
+        unwanted = connection.unwanted.get(key, 0)
+        if 0 < length <= unwanted:
+            return memoryview(bytearray(length))
         receiving = connection.receivings.get(key)
-        if receiving is None or offset != receiving.received or offset + length > receiving.granted:
+        if receiving is None or frame.offset != receiving.received or frame.offset + length > receiving.granted:
             raise WireError(
-                f"worker {connection.peer} sent bytes {offset} to {offset + length} of round {round_}, bucket {bucket} (slot "
-                f"{slot}), which were not due. The workers have got out of step; start them together from one installation."
+                f"worker {connection.peer} sent bytes {frame.offset} to {frame.offset + length} of round {key[0]}, bucket "
+                f"{key[1]} (slot {key[2]}), which were not due. The workers have got out of step; start them together from one "
+                "installation."
             )
-        check_size(self._rank, connection.peer, key, size, receiving.size)
-        connection.measure_latency(age)
-        connection.body = receiving.memory[offset : offset + length]
+        check_size(self._rank, connection.peer, key, frame.size, receiving.size)
+        self.settlement.join(connection, key)
+        connection.measure_latency(frame.age)
+        return receiving.memory[frame.offset : frame.offset + length]
 
     def _close_frame(self, connection: Connection) -> None:
         assert connection.frame is not None
-        (kind, key, length), body = connection.frame, connection.body
+        frame, body = connection.frame, connection.body
         connection.frame = connection.body = None
-        if kind == NOTE:
+        key, length = frame.key, frame.length
+        if frame.checksum and body is not None and zlib.crc32(body) != frame.checksum:
+            raise DamagedError(f"a message of worker {connection.peer} was damaged on the way: its checksum is wrong")
+        if frame.kind == NOTE:
             self._on_note(connection.peer, key, bytes(body or b""))
             return
-        receiving = connection.receivings[key]
+        receiving = connection.receivings.get(key)
+        if receiving is None or key in connection.unwanted:
+            left = connection.unwanted.pop(key) - length
+            if left > 0:
+                connection.unwanted[key] = left
+            return
         receiving.received += length
         connection.measure_rate(length)
         if receiving.size > SMALL:
@@ -321,26 +406,81 @@ class Framing:
             del connection.receivings[key]
             receiving.done()
 
+    def cancel(self, connection: Connection, receiving: Receiving, sending: Sending) -> None:
+        """From now on the memory of these messages is the caller's: what is on the way goes elsewhere."""
+        if connection.receivings.get(receiving.key) is receiving:
+            del connection.receivings[receiving.key]
+            connection.link.offered = [entry for entry in connection.link.offered if entry[1] is not receiving]
+            heapq.heapify(connection.link.offered)
+            on_the_way = receiving.granted - receiving.received
+            if on_the_way and connection.socket is not None:
+                connection.unwanted[receiving.key] = on_the_way
+                if receiving.size > SMALL:
+                    connection.count_arrived(on_the_way)
+            if connection.frame is not None and connection.frame.key == receiving.key and connection.body is not None:
+                connection.body = memoryview(bytearray(connection.body))  # with what has come, for the checksum
+        if connection.sendings.get(sending.key) is sending:
+            del connection.sendings[sending.key]
+            sending.ready = sending.written  # it is not sendable any more
+            if connection.current is not None and connection.current[0] is sending and connection.out:
+                connection.out[-1] = memoryview(bytes(connection.out[-1]))
+
     # -- closing ------------------------------------------------------------------------------------------------------
 
+    def lose(self, connection: Connection, reason: str, error: BaseException | None = None) -> None:
+        """The connection was lost: where faults are tolerated it is made again, elsewhere its messages fail."""
+        if not self.tolerant:
+            self.fail(connection, error or ConnectionError(reason))
+        elif connection.state is LinkState.OPEN:
+            self._let_go(connection)
+            connection.enter(LinkState.BROKEN)
+            connection.rewind()
+
+    def give_up(self, connection: Connection, reason: str) -> None:
+        """Where faults are tolerated: the peer has left, or no process listens at its address any more."""
+        self._let_go(connection)
+        connection.closed = connection.closed or reason
+        connection.enter(LinkState.GONE)
+        self.settlement.expire(connection)
+
+    def _let_go(self, connection: Connection) -> None:
+        """Closes the socket, and forgets what its peer had announced on it."""
+        connection.close()
+        link = connection.link
+        link.outstanding -= connection.outstanding
+        connection.outstanding = 0
+        link.offered = [entry for entry in link.offered if entry[1].peer != connection.peer]
+        heapq.heapify(link.offered)
+        connection.early_offers.clear()
+        connection.early_grants.clear()
+        connection.unwanted.clear()
+
     def close(self, connection: Connection, reason: str) -> None:
-        connection.closed = reason
         self.fail(connection, ConnectionError(reason))
 
     def fail(self, connection: Connection, error: BaseException) -> None:
         """Closes a connection, and fails all messages that need it."""
         connection.closed = connection.closed or str(error)
         connection.cause = connection.cause or error
-        connection.close()
-        link = connection.link
+        self._let_go(connection)
+        connection.enter(LinkState.GONE)
         for receiving in list(connection.receivings.values()):
-            if receiving.size > SMALL:
-                link.outstanding -= receiving.granted - receiving.received
             receiving.failed(error)
         for sending in list(connection.sendings.values()):
             sending.failed(error)
-        link.offered = [entry for entry in link.offered if entry[1].peer != connection.peer]
-        heapq.heapify(link.offered)
-        connection.outstanding = 0
         connection.receivings.clear()
         connection.sendings.clear()
+
+
+def _bound(connection: Connection, ahead: int) -> None:
+    if ahead >= _MOST_AHEAD:
+        raise WireError(f"worker {connection.peer} has announced {ahead} messages ahead, or one of bucket {ahead}: too many")
+
+
+def _forget_before(keys: dict[Key, Any] | set[Key], key: Key) -> None:
+    """Removes the keys of earlier rounds of a bucket. Both ends have passed them."""
+    if len(keys) < 2:
+        return
+    old = [early for early in keys if early[1:] == key[1:] and early[0] < key[0]]
+    for early in old:
+        keys.pop(early) if isinstance(keys, dict) else keys.remove(early)

@@ -10,54 +10,115 @@ and a body of ``length`` bytes:
 | GRANT | the receiver accepts the message up to ``offset`` | bytes granted so far | bytes expected | - |
 | DATA | a part of the message | where it starts | bytes of the message | the part |
 | NOTE | a few bytes outside any message, never requested | - | its bytes | the bytes |
+| BEAT | the sender lives, and is in this round | - | - | - |
+| GOT, DROP | a vote on an exchange (``votes``) | - | - | - |
+| ASK | vote on this exchange now: no more of its message will come | - | - | - |
+| BYE | the sender leaves, and needs nothing more | - | - | - |
 | HELLO | the first frame | - | - | the token |
+
+Headers have a checksum, and so have bodies that leave the machine (CRC-32). A frame that fails it breaks the connection.
 
 A message is identified by its ``Key``. A sender offers a message and waits for grants. A receiver grants bytes of the messages
 that it was offered, the earliest exchange first, and never more than a window ahead. So a worker that is ahead does not fill
 its peer's link with its next round. Messages of at most ``SMALL`` bytes are granted without an offer, because waiting for the
-offer would take longer than the message. Either side closes the connection when a frame is wrong (``WireError``). There is no
-frame for the end: closing the connection is the end.
+offer would take longer than the message. Either side closes the connection when a frame is wrong (``WireError``).
 """
 
 from __future__ import annotations
 
 import socket
 import struct
-from typing import TypeAlias
+import zlib
+from typing import NamedTuple, TypeAlias
 
 from decent_dp.errors import WireError
 
 __all__ = [
+    "ASK",
+    "BEAT",
+    "BYE",
     "DATA",
+    "DROP",
+    "GOT",
     "GRANT",
-    "HEADER",
+    "HEADER_SIZE",
     "HELLO",
+    "LARGEST_DATA",
+    "LARGEST_NOTE",
     "NOTE",
     "OFFER",
     "SMALL",
     "VERSION",
+    "DamagedError",
+    "Frame",
     "Key",
     "check_size",
     "pack",
     "peer_of",
     "send_hello",
+    "unpack",
 ]
 
 # (round, bucket, slot): what a message is. Slots number the messages of one exchange.
 Key: TypeAlias = tuple[int, int, int]
 
-# kind, version, length of the body, round, bucket, slot, offset, size and, in the first DATA after a GRANT, the microseconds
-# since the grant came.
-HEADER = struct.Struct("<HHIqIIQQI")
-VERSION = 3
-DATA, OFFER, GRANT, NOTE, HELLO = range(1, 6)
+# kind, version, length of the body, epoch, round, bucket, slot, offset, size; in the first DATA after a GRANT, the microseconds
+# since the grant came, and in a BEAT the milliseconds since the sender has heard from the receiver; the checksum of the body.
+_FIELDS = struct.Struct("<HHIIqIIQQII")
+# The checksum of the fields.
+_CHECKSUM = struct.Struct("<I")
+HEADER_SIZE = _FIELDS.size + _CHECKSUM.size
+VERSION = 4
+DATA, OFFER, GRANT, NOTE, HELLO, BEAT, GOT, DROP, ASK, BYE = range(1, 11)
 
 SMALL = 2**14
+# The largest bodies that are accepted. A note has a byte per block of a bucket.
+LARGEST_NOTE, LARGEST_DATA = 2**20, 2**22
 
 
-def pack(kind: int, key: Key, length: int = 0, offset: int = 0, size: int = 0, age: int = 0) -> bytes:
+class DamagedError(WireError):
+    """A frame does not have the checksum that it was sent with."""
+
+
+class Frame(NamedTuple):
     """A header."""
-    return HEADER.pack(kind, VERSION, length, *key, offset, size, age)
+
+    kind: int
+    length: int
+    epoch: int
+    key: Key
+    offset: int
+    size: int
+    age: int
+    checksum: int
+
+
+def pack(
+    kind: int, key: Key, length: int = 0, offset: int = 0, size: int = 0, age: int = 0, *, epoch: int = 0, checksum: int = 0
+) -> bytes:
+    """A header. ``checksum``: that of the body; 0 for none."""
+    fields = _FIELDS.pack(kind, VERSION, length, epoch, *key, offset, size, age, checksum)
+    return fields + _CHECKSUM.pack(zlib.crc32(fields))
+
+
+def unpack(header: bytes | bytearray, peer: int) -> Frame:
+    """The header that ``pack`` has made.
+
+    Raises:
+        WireError: it was damaged on the way, or is of another version.
+    """
+    kind, version, length, epoch, *key, offset, size, age, checksum = _FIELDS.unpack_from(header)
+    if _CHECKSUM.unpack_from(header, _FIELDS.size)[0] != zlib.crc32(memoryview(header)[: _FIELDS.size]):
+        raise DamagedError(f"a frame of worker {peer} was damaged on the way: its checksum is wrong")
+    if version != VERSION or kind not in (DATA, OFFER, GRANT, NOTE, BEAT, GOT, DROP, ASK, BYE):
+        raise WireError(
+            f"worker {peer} sent a frame of kind {kind}, version {version}, where version {VERSION} was due. "
+            "Start all workers from one installation."
+        )
+    largest = {DATA: LARGEST_DATA, NOTE: LARGEST_NOTE}.get(kind, 0)
+    if length > largest:
+        raise WireError(f"worker {peer} sent a frame of kind {kind} with a body of {length} bytes, where {largest} are allowed")
+    return Frame(kind, length, epoch, tuple(key), offset, size, age, checksum)
 
 
 def send_hello(stream: socket.socket, rank: int, token: bytes) -> None:
@@ -67,10 +128,10 @@ def send_hello(stream: socket.socket, rank: int, token: bytes) -> None:
 
 def peer_of(hello: bytes, token: bytes) -> int | None:
     """The rank in a HELLO with its body; None if the sender is not one of these workers."""
-    if len(hello) != HEADER.size + len(token):
+    if len(hello) != HEADER_SIZE + len(token):
         return None
-    kind, version, _, peer, *_ = HEADER.unpack(hello[: HEADER.size])
-    return peer if (kind, version) == (HELLO, VERSION) and hello[HEADER.size :] == token else None
+    kind, version, _, _, peer, *_ = _FIELDS.unpack_from(hello)
+    return peer if (kind, version) == (HELLO, VERSION) and hello[HEADER_SIZE:] == token else None
 
 
 def check_size(rank: int, peer: int, key: Key, theirs: int, ours: int) -> None:

@@ -1,0 +1,76 @@
+"""What a run does when workers die, freeze or cannot be reached: the policy ``Tolerate``, and the times that follow from it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from decent_dp._checks import check_choice, check_integer, check_number
+
+__all__ = ["Tolerate", "check_faults", "default_dead_after"]
+
+# Seconds without a sign of life after which a worker is an error, in runs without ``faults``.
+_DEAD_AFTER = "DECENT_DP_DEAD_AFTER"
+_POLICIES = ("follow", "train", "stop")
+
+
+@dataclass(frozen=True)
+class Tolerate:
+    """The run goes on when workers die, freeze or cannot be reached.
+
+    An edge with such a worker is a hole: its other end sits the round out, and nobody else waits. The mean over the other
+    workers stays exact.
+
+    Args:
+        dead_after: seconds without a sign of life after which a worker counts as dead. After 0.3 of it its edges are holes.
+        min_workers: training stops on a worker that knows of fewer living ones, itself included.
+        partition: what a worker does that has reached no other one for ``orphan_for`` seconds. 'follow' and 'stop' end the run
+            there, with an error; 'train' goes on alone, with a warning, and mixes again when the network is back.
+        orphan_for: in seconds.
+
+    Raises:
+        ValueError, TypeError: an argument is out of range.
+    """
+
+    dead_after: float = 10.0
+    min_workers: int = 2
+    partition: str = "follow"
+    orphan_for: float = 60.0
+
+    def __post_init__(self) -> None:
+        check_number("dead_after", self.dead_after, "a number of seconds, at least 0.5", at_least=0.5)
+        check_integer("min_workers", self.min_workers, 1, "workers")
+        check_choice("partition", self.partition, _POLICIES)
+        check_number("orphan_for", self.orphan_for, "a number of seconds, at least 0", at_least=0.0)
+
+    def signature(self) -> dict[str, Any]:
+        """The settings, as JSON."""
+        return {key: float(value) if isinstance(value, float) else value for key, value in asdict(self).items()}
+
+
+def check_faults(faults: object) -> Tolerate | None:
+    """Returns ``faults``.
+
+    Raises:
+        TypeError: it is neither None nor a ``Tolerate``.
+    """
+    if faults is None or isinstance(faults, Tolerate):
+        return faults
+    raise TypeError(f"faults must be None or a decent_dp.Tolerate, such as Tolerate(dead_after=10.0), got {faults!r}")
+
+
+def default_dead_after() -> float:
+    """Returns the seconds of ``DECENT_DP_DEAD_AFTER``, or those of ``Tolerate``.
+
+    Raises:
+        ValueError: the variable is no number of at least 0.5.
+    """
+    text = os.environ.get(_DEAD_AFTER, "").strip()
+    if not text:
+        return Tolerate.dead_after
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    return check_number(f"the environment variable {_DEAD_AFTER}", seconds, "a number of seconds, at least 0.5", at_least=0.5)

@@ -1,0 +1,73 @@
+"""Which other workers a worker hears, and what it does when they are too few."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from decent_dp.errors import PeerLostError
+from decent_dp.faults import Tolerate
+from decent_dp.transport import Neighbours, Transport
+
+__all__ = ["Company"]
+
+_log = logging.getLogger(__name__)
+
+
+class Company:
+    """Looks at the other workers once a round, where faults are tolerated. It sees those that this worker is connected to."""
+
+    def __init__(self, transport: Transport, neighbours: Neighbours, faults: Tolerate) -> None:
+        self._transport, self.neighbours, self._faults = transport, neighbours, faults
+        self._silent: set[int] = set()
+        self._lost: set[int] = set()
+        self._alone_since: float | None = None
+        self._warned = False
+
+    def check(self, round_: int) -> None:
+        """Logs who is silent, gone or back.
+
+        Raises:
+            PeerLostError: too few workers are left (``Tolerate.min_workers``), or this one has been alone for too long.
+        """
+        silent, lost = set(self.neighbours.silent()), set(self.neighbours.lost())
+        if silent != self._silent or lost != self._lost:
+            self._report(round_, silent, lost)
+        self._silent, self._lost = silent, lost
+        left, n = self._transport.world_size - len(lost), self._transport.world_size
+        if left < min(self._faults.min_workers, n):
+            raise PeerLostError(
+                f"{left} of {n} workers are left, and faults=Tolerate(min_workers={self._faults.min_workers}) wants more: "
+                f"{_named(lost)} gone. Start the workers again from the newest checkpoint, or allow fewer."
+            )
+        self._check_alone(n)
+
+    def _report(self, round_: int, silent: set[int], lost: set[int]) -> None:
+        for who, what in (
+            (lost - self._lost, "gone: no exchange waits for it, and each of its partners trains on"),
+            (silent - self._silent - lost, "silent: its exchanges are left out until it is heard again"),
+            (self._silent - silent, "back: its exchanges go on"),
+        ):
+            for rank in sorted(who):
+                _log.warning("round %d: worker %d is %s", round_, self._transport.rank_in_all(rank), what)
+
+    def _check_alone(self, n: int) -> None:
+        if n == 1 or self.neighbours.living():
+            self._alone_since, self._warned = None, False
+            return
+        now = time.monotonic()
+        self._alone_since = self._alone_since or now
+        if now - self._alone_since < self._faults.orphan_for or self._warned:
+            return
+        if self._faults.partition != "train":
+            raise PeerLostError(
+                f"worker {self._transport.rank} has heard no other for {self._faults.orphan_for:g} s: the network is gone, or "
+                "the others are. Start it again from the newest checkpoint, or let it train alone: "
+                "faults=Tolerate(partition='train')."
+            )
+        self._warned = True
+        _log.warning("this worker hears no other one, and trains alone until it does")
+
+
+def _named(ranks: set[int]) -> str:
+    return ", ".join(f"worker {rank}" for rank in sorted(ranks)) + (" are" if len(ranks) > 1 else " is")

@@ -1,0 +1,47 @@
+"""What a worker knows of the others, where faults are tolerated."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from decent_dp.topo import Edge
+from decent_dp.transport.base import ExchangeId
+
+__all__ = ["Neighbours"]
+
+
+class Neighbours(ABC):
+    """The workers that this one is connected to. Returned by ``Transport.tolerate``; no call waits for another worker."""
+
+    @abstractmethod
+    def available(self, edge: Edge, exchange_id: ExchangeId) -> bool:
+        """Whether this exchange can be started: the other worker gives signs of life, and has not left it out."""
+
+    @abstractmethod
+    def skip(self, edge: Edge, exchange_id: ExchangeId) -> None:
+        """Tells the other worker that this one leaves an exchange out, and all earlier ones of its bucket that are open."""
+
+    @abstractmethod
+    def announce(self, round_: int) -> None:
+        """This worker is in a round; the others learn of it."""
+
+    @abstractmethod
+    def round_of(self, rank: int) -> int:
+        """The latest round in which a worker is known to be; -1 if nothing is known."""
+
+    @abstractmethod
+    def living(self) -> list[int]:
+        """The workers that are connected and give signs of life."""
+
+    @abstractmethod
+    def silent(self) -> list[int]:
+        """The workers whose edges are holes at present."""
+
+    @abstractmethod
+    def lost(self) -> list[int]:
+        """Those of them that are gone, or have been silent for ``dead_after``."""
+
+    @property
+    @abstractmethod
+    def one_sided(self) -> int:
+        """Exchanges that were dropped here, because the other worker counts as dead, and that it may have mixed."""

@@ -1,0 +1,116 @@
+"""What a worker knows of the others from its connections, where faults are tolerated."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+from decent_dp.topo import Edge
+from decent_dp.transport.base import ExchangeId, Verdict
+from decent_dp.transport.neighbours import Neighbours
+from decent_dp.transport.tcp.connection import Connection, LinkState, Pair
+from decent_dp.transport.tcp.framing import Framing
+from decent_dp.transport.tcp.protocol import Key
+
+if TYPE_CHECKING:
+    from decent_dp.transport.tcp.reactor import Reactor
+
+__all__ = ["SILENT", "TcpNeighbours", "silence"]
+
+# The part of ``dead_after`` after which the edges of a silent worker are holes.
+SILENT = 0.3
+
+
+class TcpNeighbours(Neighbours):
+    """Reads the connections from any thread, and leaves changes to the reactor's.
+
+    Args:
+        dead_after: as of ``Tolerate``.
+    """
+
+    def __init__(self, reactor: Reactor, framing: Framing, rank: int, dead_after: float) -> None:
+        self._reactor, self._framing, self._rank, self._dead_after = reactor, framing, rank, dead_after
+
+    def available(self, edge: Edge, exchange_id: ExchangeId) -> bool:
+        round_, bucket = exchange_id.round, exchange_id.bucket
+        for connection in filter(None, map(self._framing.connections.get, self._others(edge))):
+            votes, state = connection.votes, connection.state
+            if state is LinkState.NEW:
+                continue  # the connection is made with the exchange
+            if state is not LinkState.OPEN or self.patience(connection.peer, 0.0) <= 0:
+                return False
+            if votes.in_doubt(bucket) or votes.has_dropped(round_, bucket) or connection.on_break(round_):
+                return False
+        return True
+
+    def skip(self, edge: Edge, exchange_id: ExchangeId) -> None:
+        for peer in self._others(edge):
+            self._reactor.call(lambda peer=peer: self._skip(peer, exchange_id))  # type: ignore[misc]
+
+    def _skip(self, peer: int, exchange_id: ExchangeId) -> None:
+        self._framing.settlement.skip(peer, exchange_id.round, exchange_id.bucket)
+
+    def announce(self, round_: int) -> None:
+        self._reactor.round = round_
+
+    def round_of(self, rank: int) -> int:
+        connection = self._framing.connections.get(rank)
+        return -1 if connection is None else connection.round
+
+    def living(self) -> list[int]:
+        return self._peers(lambda c: c.state is LinkState.OPEN and self.patience(c.peer, 0.0) > 0)
+
+    def silent(self) -> list[int]:
+        return self._peers(lambda c: c.state is not LinkState.NEW and self.patience(c.peer, 0.0) <= 0)
+
+    def lost(self) -> list[int]:
+        return self._peers(lambda connection: silence(connection) >= self._dead_after)
+
+    @property
+    def one_sided(self) -> int:
+        return self._framing.settlement.one_sided
+
+    # -- a single exchange --------------------------------------------------------------------------------------------
+
+    def open(self, pair: Pair) -> None:
+        self._reactor.call(lambda: self._framing.settlement.open(pair))
+
+    def abandon(self, peer: int, key: Key, *, late: bool) -> Verdict:
+        """``Settlement.abandon``; blocks until the reactor's thread has done it."""
+        future: Future[Verdict] = Future()
+        self._reactor.call(lambda: future.set_result(self._framing.settlement.abandon(peer, key, late=late)))
+        return future.result()
+
+    def patience(self, peer: int, since: float) -> float:
+        """Seconds for which an exchange may still wait for a sign of life. If none are left, its edge is a hole.
+
+        Args:
+            since: when the exchange was started; it counts for a peer that has never been connected.
+        """
+        connection = self._framing.connections.get(peer)
+        if connection is None or connection.state is LinkState.NEW:
+            return since + self._dead_after - time.monotonic()
+        if connection.unheard >= SILENT * self._dead_after:
+            return 0.0  # the peer makes a hole, and may not be able to say so
+        return SILENT * self._dead_after - silence(connection)
+
+    def expected_end(self, pair: Pair) -> float:
+        """``Connection.expected_end``."""
+        connection = self._framing.connections.get(pair.receiving.peer)
+        return math.inf if connection is None else connection.expected_end(pair)
+
+    def _others(self, edge: Edge) -> list[int]:
+        return [rank for rank in edge.ranks if rank != self._rank]
+
+    def _peers(self, chosen: Callable[[Connection], bool]) -> list[int]:
+        return sorted(peer for peer, connection in list(self._framing.connections.items()) if chosen(connection))
+
+
+def silence(connection: Connection) -> float:
+    """Seconds without a sign of life; infinite for a peer that is gone, and 0 for one that has not connected yet."""
+    if connection.state is LinkState.GONE:
+        return math.inf
+    return 0.0 if connection.state is LinkState.NEW else time.monotonic() - connection.heard

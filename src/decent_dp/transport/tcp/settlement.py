@@ -1,0 +1,134 @@
+"""The exchanges of pairs that both ends mix, or neither (``votes``), over the frames of ``framing``."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from decent_dp.errors import WireError
+from decent_dp.transport.base import Verdict
+from decent_dp.transport.tcp.connection import Connection, LinkState, Pair
+from decent_dp.transport.tcp.protocol import ASK, DROP, GOT, Key, pack
+from decent_dp.transport.tcp.votes import Vote
+
+if TYPE_CHECKING:
+    from decent_dp.transport.tcp.framing import Framing
+
+__all__ = ["Settlement"]
+
+
+class Settlement:
+    """Opens exchanges, casts and hears votes, and ends exchanges when their verdict is known. Used by the reactor's thread.
+
+    Attributes:
+        one_sided: exchanges that were dropped here, because the peer counts as dead, and that it may have mixed.
+    """
+
+    def __init__(self, framing: Framing) -> None:
+        self._framing = framing
+        self.one_sided = 0
+
+    def open(self, pair: Pair) -> None:
+        """Begins an exchange."""
+        key, connection = pair.receiving.key, self._framing.connection(pair.receiving.peer)
+        connection.votes.open(pair.round, pair.bucket)
+        connection.pairs[pair.bucket] = pair
+        if connection.state is LinkState.GONE and not isinstance(connection.cause, WireError):
+            connection.votes.vote_drop(pair.round, pair.bucket)
+        if connection.votes.verdict(pair.round, pair.bucket) is not None:
+            self._end(connection, pair)
+            return
+        if key in connection.early_offers or key in connection.early_grants:
+            self.join(connection, key)
+        pair.receiving.done = lambda: self._got(connection, pair)
+        self._framing.add_receiving(pair.receiving)
+        self._framing.add_sending(pair.sending)
+
+    def join(self, connection: Connection, key: Key) -> None:
+        """A frame shows that the peer is in this exchange."""
+        pair = connection.pairs.get(key[1])
+        if pair is not None and pair.round == key[0] and not pair.joined:
+            pair.joined = time.monotonic()
+
+    def hear(self, connection: Connection, vote: Vote) -> None:
+        connection.votes.hear(vote)
+        self._end_if_settled(connection, vote.bucket)
+
+    def answer(self, connection: Connection, round_: int, bucket: int) -> None:
+        """The peer is in doubt, and sends no more of its message. Without the whole of it this worker drops the exchange."""
+        if connection.votes.has_said_got(round_, bucket):
+            self._say(connection, Vote(round_, bucket, got=True))
+        else:
+            self._drop(connection, round_, bucket)
+
+    def abandon(self, peer: int, key: Key, *, late: bool) -> Verdict:
+        """This worker waits no longer for an exchange.
+
+        Args:
+            late: it has taken much longer than usual, so that the next meetings are left out, too.
+
+        Returns:
+            OPEN if this worker is in doubt: it has said GOT. Else the exchange has ended.
+        """
+        connection, (round_, bucket, _) = self._framing.connection(peer), key
+        pair = connection.pairs.get(bucket)
+        if pair is None or pair.round != round_:
+            return Verdict.NEITHER  # it ended in the meantime, and its handle knows how
+        if late:
+            connection.take_break(round_)
+        if connection.votes.in_doubt(bucket):
+            self._framing.cancel(connection, pair.receiving, pair.sending)
+            if connection.state is LinkState.OPEN:
+                connection.control.append(pack(ASK, key))
+            return Verdict.OPEN
+        self._drop(connection, round_, bucket)
+        return Verdict.NEITHER
+
+    def skip(self, peer: int, round_: int, bucket: int) -> None:
+        """This worker leaves an exchange out that it has not opened, and all earlier ones of the bucket."""
+        self._drop(self._framing.connection(peer), round_, bucket)
+
+    def expire(self, connection: Connection) -> None:
+        """The peer counts as dead: all exchanges with it are dropped."""
+        for bucket, pair in list(connection.pairs.items()):
+            if connection.votes.in_doubt(bucket):
+                # A process that has ended has mixed nothing that lasts.
+                self.one_sided += connection.state is not LinkState.GONE
+                connection.votes.revoke(bucket)
+            else:
+                connection.votes.vote_drop(pair.round, bucket)
+            self._end_if_settled(connection, bucket)
+
+    def repeat(self, connection: Connection) -> None:
+        """Begins a connection that was made again."""
+        for vote in connection.votes.repeated():
+            self._say(connection, vote)
+        for bucket, pair in connection.pairs.items():
+            if connection.votes.in_doubt(bucket) and pair.sending.key not in connection.sendings:  # it was abandoned
+                connection.control.append(pack(ASK, pair.sending.key))
+
+    def _got(self, connection: Connection, pair: Pair) -> None:
+        self._say(connection, connection.votes.vote_got(pair.round, pair.bucket))
+        self._end_if_settled(connection, pair.bucket)
+
+    def _drop(self, connection: Connection, round_: int, bucket: int) -> None:
+        self._say(connection, connection.votes.vote_drop(round_, bucket))
+        self._end_if_settled(connection, bucket)
+
+    def _say(self, connection: Connection, vote: Vote) -> None:
+        if connection.state is LinkState.OPEN:  # else it is repeated when there is a connection again
+            connection.control.append(pack(GOT if vote.got else DROP, (vote.round, vote.bucket, 0)))
+
+    def _end_if_settled(self, connection: Connection, bucket: int) -> None:
+        pair = connection.pairs.get(bucket)
+        if pair is not None and connection.votes.verdict(pair.round, bucket) not in (None, Verdict.OPEN):
+            self._end(connection, pair)
+
+    def _end(self, connection: Connection, pair: Pair) -> None:
+        verdict = connection.votes.verdict(pair.round, pair.bucket)
+        assert verdict is not None
+        connection.votes.close(pair.round, pair.bucket)
+        del connection.pairs[pair.bucket]
+        connection.record(pair, verdict)
+        self._framing.cancel(connection, pair.receiving, pair.sending)
+        pair.settle(verdict)

@@ -1,0 +1,105 @@
+"""Both or neither: the two ends of an edge agree whether an exchange is mixed, over connections that may break.
+
+Each end votes once per exchange: GOT when the other's message is whole, or DROP. It is mixed where both have said GOT. A
+worker that has not voted may drop an exchange alone, as the other cannot mix without its GOT. A worker that has said GOT is
+in doubt until it has heard the other's vote. This is two-phase commit with both ends as coordinators.
+
+Exchanges of one bucket with one peer follow each other, and none is opened while the one before is in doubt. So few numbers
+per bucket are enough to answer for all exchanges of the past, however often a connection breaks: the last round with a GOT,
+and the round up to which all others are dropped. After a connection is made again each end repeats them, the GOTs first, as a
+DROP covers all earlier rounds that have none.
+
+The class has no sockets and no clock. ``tests/test_votes.py`` runs two ends over a scripted network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from decent_dp.transport.base import Verdict
+
+__all__ = ["Vote", "Votes"]
+
+
+@dataclass(frozen=True)
+class Vote:
+    """A vote, as it is sent. A DROP covers all rounds up to its own that have no GOT."""
+
+    round: int
+    bucket: int
+    got: bool
+
+
+class Votes:
+    """The exchanges of this worker with one peer."""
+
+    def __init__(self) -> None:
+        # By bucket: the round of the exchange that is not settled, and whether this end has said GOT.
+        self._open: dict[int, int] = {}
+        self._voted: set[int] = set()
+        # By bucket: the last round with this end's GOT, and with the peer's.
+        self._got: dict[int, int] = {}
+        self._peer_got: dict[int, int] = {}
+        # By bucket: the round up to which this end drops, and the peer does.
+        self._dropped: dict[int, int] = {}
+        self._peer_dropped: dict[int, int] = {}
+
+    def in_doubt(self, bucket: int) -> bool:
+        return bucket in self._voted
+
+    def has_said_got(self, round_: int, bucket: int) -> bool:
+        return self._got.get(bucket) == round_
+
+    def has_dropped(self, round_: int, bucket: int) -> bool:
+        """Whether the peer leaves this exchange out."""
+        return self._peer_dropped.get(bucket, -1) >= round_ and self._peer_got.get(bucket, -1) != round_
+
+    def open(self, round_: int, bucket: int) -> None:
+        """This end begins an exchange. The one before is settled."""
+        assert bucket not in self._open, "the exchange before it is settled"
+        self._open[bucket] = round_
+
+    def verdict(self, round_: int, bucket: int) -> Verdict | None:
+        """None: this end has not voted, and the peer has not dropped it."""
+        if self._open.get(bucket) != round_ or self._dropped.get(bucket, -1) >= round_ > self._got.get(bucket, -1):
+            return Verdict.NEITHER
+        if self.has_dropped(round_, bucket):
+            return Verdict.NEITHER
+        if bucket not in self._voted:
+            return None
+        return Verdict.BOTH if self._peer_got.get(bucket) == round_ else Verdict.OPEN
+
+    def close(self, round_: int, bucket: int) -> None:
+        """This end has acted on the verdict."""
+        if self._open.get(bucket) == round_:
+            del self._open[bucket]
+            self._voted.discard(bucket)
+
+    def vote_got(self, round_: int, bucket: int) -> Vote:
+        """The peer's message is whole."""
+        self._voted.add(bucket)
+        self._got[bucket] = round_
+        return Vote(round_, bucket, True)
+
+    def vote_drop(self, round_: int, bucket: int) -> Vote:
+        """This end leaves an exchange out, and all earlier ones that have no GOT. It may not have been opened."""
+        self._dropped[bucket] = max(round_, self._dropped.get(bucket, -1))
+        return Vote(round_, bucket, False)
+
+    def revoke(self, bucket: int) -> Vote:
+        """The peer counts as dead, and this end drops what was in doubt. A GOT that the peer has heard cannot be taken back."""
+        round_ = self._open[bucket]
+        self._got.pop(bucket, None)
+        self._voted.discard(bucket)
+        return self.vote_drop(round_, bucket)
+
+    def hear(self, vote: Vote) -> None:
+        """A vote of the peer came, perhaps again."""
+        kept = self._peer_got if vote.got else self._peer_dropped
+        kept[vote.bucket] = max(vote.round, kept.get(vote.bucket, -1))
+
+    def repeated(self) -> Iterable[Vote]:
+        """All that a new connection must begin with."""
+        yield from (Vote(round_, bucket, True) for bucket, round_ in self._got.items())
+        yield from (Vote(round_, bucket, False) for bucket, round_ in self._dropped.items())
