@@ -100,7 +100,8 @@ class Settlement:
             self._end_if_settled(connection, bucket)
 
     def repeat(self, connection: Connection) -> None:
-        """Begins a connection that was made again."""
+        """Begins a connection, perhaps in place of a lost one."""
+        connection.votes.forget()
         for vote in connection.votes.repeated():
             self._say(connection, vote)
         for bucket, pair in connection.pairs.items():

@@ -99,6 +99,10 @@ class Votes:
         kept = self._peer_got if vote.got else self._peer_dropped
         kept[vote.bucket] = max(vote.round, kept.get(vote.bucket, -1))
 
+    def forget(self) -> None:
+        """The connection was lost: the peer repeats its GOTs on the next one, but for those that it has revoked."""
+        self._peer_got.clear()
+
     def repeated(self) -> Iterable[Vote]:
         """All that a new connection must begin with."""
         yield from (Vote(round_, bucket, True) for bucket, round_ in self._got.items())
