@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +22,7 @@ from decent_dp.transport.tcp import framing as framing_module
 from decent_dp.transport.tcp import settlement as settlement_module
 from decent_dp.transport.tcp.connection import LinkState, Pair, Receiving, Sending
 from decent_dp.transport.tcp.framing import Framing
-from decent_dp.transport.tcp.protocol import ASK, BEAT, BYE, DROP, GOT, HEADER_SIZE, NOTE, SMALL, pack
+from decent_dp.transport.tcp.protocol import ASK, BEAT, BYE, DROP, GOT, HEADER_SIZE, NOTE, SMALL, DamagedError, pack
 from decent_dp.transport.tcp.votes import Vote, Votes
 
 BUCKETS = 2
@@ -95,8 +96,10 @@ class End:
     round: int = 0
     # By (round, bucket): the handle's verdict, None while it waits; what was received.
     verdicts: dict[tuple[int, int], Verdict | None] = field(default_factory=dict)
-    received: dict[tuple[int, int], bytearray] = field(default_factory=dict)
-    dead: int = 0
+    received: dict[tuple[int, int], bytes] = field(default_factory=dict)
+    # Memory that the transport has given back, with what its owner has written to it since.
+    given_back: list[bytearray] = field(default_factory=list)
+    damaged: int = 0
 
     @property
     def peer(self) -> int:
@@ -118,9 +121,21 @@ class World:
     def __init__(self, seed: int, sizes: tuple[int, int]) -> None:
         self.draw, self.sizes = random.Random(seed), sizes
         self.ends = [End(rank, Framing(rank, frozenset(), Selector(), lambda *_: None)) for rank in (0, 1)]  # type: ignore[arg-type]
+        self.flips = 0
+        self.give_back: dict[tuple[int, int, int], Callable[[], Any]] = {}
         for end in self.ends:
             end.framing.tolerant = True
+            self.count_damage(end)
         self.connect()
+
+    def count_damage(self, end: End) -> None:
+        lose = end.framing.lose
+
+        def counted(connection: Any, reason: str, error: BaseException | None = None) -> None:
+            end.damaged += isinstance(error, DamagedError)
+            lose(connection, reason, error)
+
+        end.framing.lose = counted  # type: ignore[method-assign]
 
     # -- the network ------------------------------------------------------------------------------------------------------
 
@@ -147,6 +162,7 @@ class World:
 
     def flip(self, end: End) -> None:
         if end.stream is not None and end.stream.out:
+            self.flips += 1
             place = self.draw.randrange(len(end.stream.out))
             end.stream.out[place] ^= 1 << self.draw.randrange(8)
 
@@ -165,7 +181,9 @@ class World:
             return
         for bucket in range(BUCKETS):
             key, votes = (end.round, bucket, 0), end.connection.votes
-            if end.connection.state is not LinkState.OPEN or votes.in_doubt(bucket) or votes.has_dropped(end.round, bucket):
+            # A worker may not have seen yet that the connection is lost.
+            is_lost = end.connection.state is not LinkState.OPEN and self.draw.random() < 0.7
+            if is_lost or votes.in_doubt(bucket) or votes.has_dropped(end.round, bucket):
                 end.framing.settlement.skip(end.peer, end.round, bucket)
                 end.verdicts[end.round, bucket] = Verdict.NEITHER
                 continue
@@ -176,17 +194,24 @@ class World:
     def open(self, end: End, key: tuple[int, int, int]) -> None:
         round_, bucket, _ = key
         size = self.sizes[bucket]
-        memory = bytearray(size)
+        memory, own = bytearray(size), bytearray(content(end.rank, round_, bucket, size))
 
         def settle(verdict: Verdict) -> None:
             end.verdicts[round_, bucket] = verdict
-            end.received[round_, bucket] = bytearray(memory)
+            end.received.setdefault((round_, bucket), bytes(memory))
+            give_back()
+
+        def give_back() -> None:
+            memory[:] = own[:] = b"\xff" * size
+            end.given_back += [memory, own]
+
+        self.give_back[end.rank, round_, bucket] = lambda: (end.received.update({(round_, bucket): bytes(memory)}), give_back())
 
         def fail(error: BaseException) -> None:
             raise AssertionError(f"worker {end.rank}: {error}")
 
         end.verdicts[round_, bucket] = None
-        sending = Sending(end.peer, key, memoryview(content(end.rank, round_, bucket, size)), lambda: None, fail, ready=size)
+        sending = Sending(end.peer, key, memoryview(own), lambda: None, fail, ready=size)
         receiving = Receiving(end.peer, key, memoryview(memory), lambda: None, fail)
         end.framing.settlement.open(Pair(receiving, sending, settle))
 
@@ -196,6 +221,7 @@ class World:
             if verdict is Verdict.OPEN:
                 assert end.verdicts[round_, bucket] is None
                 end.verdicts[round_, bucket] = Verdict.OPEN
+                self.give_back[end.rank, round_, bucket]()
             else:
                 assert end.verdicts[round_, bucket] is not None
         end.framing.go_on()
@@ -212,7 +238,6 @@ class World:
         """The peer counts as dead here."""
         end.framing.lose(end.connection, "silent")
         end.framing.settlement.expire(end.connection)
-        end.dead += 1
 
     # -- a schedule -------------------------------------------------------------------------------------------------------
 
@@ -272,6 +297,9 @@ class World:
             for end, verdict in zip(self.ends, verdicts, strict=True):
                 if verdict is Verdict.BOTH:
                     assert end.received[key] == content(end.peer, *key, self.sizes[key[1]])
+        assert sum(end.damaged for end in self.ends) <= self.flips
+        for end in self.ends:
+            assert all(memory.count(0xFF) == len(memory) for memory in end.given_back)
         counted = sum(end.framing.settlement.one_sided for end in self.ends)
         assert apart <= counted
         assert deaths or counted == 0
@@ -361,3 +389,47 @@ def test_frames_without_an_exchange_are_no_error():
     end.stream.arrived += pack(BYE, (0, 0, 0))
     end.framing.read(end.connection)
     assert end.connection.state is LinkState.GONE
+
+
+def test_who_is_in_doubt_asks_and_is_told():
+    """The other end never gets the rest of the message, and drops the exchange when it is asked."""
+    world = World(0, (90_000, 1))
+    first, second = world.ends
+    assert first.stream is not None
+    first.stream.room = 4096
+    for end in world.ends:
+        world.open(end, (0, 0, 0))
+        end.framing.go_on()
+    for count in (HEADER_SIZE, HEADER_SIZE, 0, 0, 0):  # its offer and its grant, and nothing of its message
+        world.move(second, 1 << 20)
+        world.read(first)
+        world.move(first, count)
+        world.read(second)
+    assert first.connection.votes.in_doubt(0)
+    world.abandon(first)
+    assert first.verdicts[0, 0] is Verdict.OPEN
+    for _ in range(40):
+        world.move(first, 1 << 20)
+        world.read(second)
+        world.move(second, 1 << 20)
+        world.read(first)
+    assert [end.verdicts[0, 0] for end in world.ends] == [Verdict.NEITHER] * 2
+
+
+def test_a_vote_that_was_revoked_while_the_connection_was_lost():
+    world = World(0, (1, 1))
+    first, second = world.ends
+    for end in world.ends:
+        world.open(end, (0, 0, 0))
+        end.framing.go_on()
+    first.connection.votes.hear(Vote(0, 0, got=True))
+    second.framing.settlement._got(second.connection, second.connection.pairs[0])
+    world.cut()
+    world.read(first)
+    world.expire(second)
+    assert second.verdicts[0, 0] is Verdict.NEITHER
+    world.connect()
+    world.read(second)
+    world.move(second, 1 << 20)
+    world.read(first)
+    assert first.verdicts[0, 0] is Verdict.NEITHER
