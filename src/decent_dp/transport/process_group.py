@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -21,6 +22,7 @@ from decent_dp.transport.nccl import NcclGroups, NcclPairs
 from decent_dp.transport.peers import Peers
 from decent_dp.transport.tcp.addresses import dial, listen
 from decent_dp.transport.tcp.exchange import TcpExchanges
+from decent_dp.transport.tcp.greeting import Identity
 from decent_dp.transport.tcp.reactor import Reactor
 from decent_dp.transport.waiter import Waiter
 
@@ -73,7 +75,15 @@ class ProcessGroupTransport(Transport):
         self._communicators: dict[str, Communicator] = {}
         self._controls: dict[str, Control] = {}
         self._connect_control("all", range(shared.world_size))
-        self._reactor = Reactor(shared.rank, shared.local, listen(shared), lambda peer: dial(shared, peer), shared.token)
+        self._reactor = Reactor(
+            Identity(bytes.fromhex(shared.run_id), shared.rank, secrets.token_bytes(8)),
+            shared.token,
+            range(shared.world_size),
+            shared.local,
+            listen(shared),
+            lambda peer: dial(shared, peer),
+            self.timeout,
+        )
         self._tcp = TcpExchanges(self._reactor, shared.rank, shared.node_of, self._waiter, self.timeout, self._explain)
 
     @property

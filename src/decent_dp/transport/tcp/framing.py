@@ -62,6 +62,11 @@ class Framing:
         return self.connections[peer]
 
     def open(self, peer: int, stream: socket.socket) -> None:
+        before = self.connections.get(peer)
+        if before is not None and before.closed is not None:  # the worker is back; what was under way then has failed
+            del self.connections[peer]
+            before.link.sendings = [entry for entry in before.link.sendings if entry[1].peer != peer]
+            heapq.heapify(before.link.sendings)
         connection = self.connection(peer)
         try:
             connection.open(stream)
@@ -159,9 +164,9 @@ class Framing:
 
     def queue(self, sending: Sending) -> None:
         """Queues a message of which there is something to send, and offers it, once, if it is not small."""
-        if sending.order < 0:
-            return
         connection = self.connection(sending.peer)
+        if connection.sendings.get(sending.key) is not sending:  # not added yet, done, or failed
+            return
         if not sending.offered and sending.ready > 0:
             sending.offered = True
             if sending.size > SMALL:

@@ -1,8 +1,7 @@
 """The protocol between two workers: frames over one stream socket.
 
-The worker of higher rank connects. Its first frame is a HELLO with its rank and the token that the workers have agreed on; a
-connection that begins otherwise is closed. After that both sides send frames in any order. A frame is a header (``HEADER``)
-and a body of ``length`` bytes:
+The worker of higher rank connects, and both greet each other (``greeting``). After that both sides send frames in any order.
+A frame is a header (``HEADER``) and a body of ``length`` bytes:
 
 | kind | says | offset | size | body |
 |---|---|---|---|---|
@@ -10,7 +9,6 @@ and a body of ``length`` bytes:
 | GRANT | the receiver accepts the message up to ``offset`` | bytes granted so far | bytes expected | - |
 | DATA | a part of the message | where it starts | bytes of the message | the part |
 | NOTE | a few bytes outside any message, never requested | - | its bytes | the bytes |
-| HELLO | the first frame | - | - | the token |
 
 A message is identified by its ``Key``. A sender offers a message and waits for grants. A receiver grants bytes of the messages
 that it was offered, the earliest exchange first, and never more than a window ahead. So a worker that is ahead does not fill
@@ -21,7 +19,6 @@ frame for the end: closing the connection is the end.
 
 from __future__ import annotations
 
-import socket
 import struct
 from typing import TypeAlias
 
@@ -31,7 +28,6 @@ __all__ = [
     "DATA",
     "GRANT",
     "HEADER",
-    "HELLO",
     "NOTE",
     "OFFER",
     "SMALL",
@@ -39,8 +35,6 @@ __all__ = [
     "Key",
     "check_size",
     "pack",
-    "peer_of",
-    "send_hello",
 ]
 
 # (round, bucket, slot): what a message is. Slots number the messages of one exchange.
@@ -49,8 +43,8 @@ Key: TypeAlias = tuple[int, int, int]
 # kind, version, length of the body, round, bucket, slot, offset, size and, in the first DATA after a GRANT, the microseconds
 # since the grant came.
 HEADER = struct.Struct("<HHIqIIQQI")
-VERSION = 3
-DATA, OFFER, GRANT, NOTE, HELLO = range(1, 6)
+VERSION = 4
+DATA, OFFER, GRANT, NOTE = range(1, 5)
 
 SMALL = 2**14
 
@@ -58,19 +52,6 @@ SMALL = 2**14
 def pack(kind: int, key: Key, length: int = 0, offset: int = 0, size: int = 0, age: int = 0) -> bytes:
     """A header."""
     return HEADER.pack(kind, VERSION, length, *key, offset, size, age)
-
-
-def send_hello(stream: socket.socket, rank: int, token: bytes) -> None:
-    """Sends the first frame of a worker that has connected."""
-    stream.sendall(pack(HELLO, (rank, 0, 0), len(token)) + token)
-
-
-def peer_of(hello: bytes, token: bytes) -> int | None:
-    """The rank in a HELLO with its body; None if the sender is not one of these workers."""
-    if len(hello) != HEADER.size + len(token):
-        return None
-    kind, version, _, peer, *_ = HEADER.unpack(hello[: HEADER.size])
-    return peer if (kind, version) == (HELLO, VERSION) and hello[HEADER.size :] == token else None
 
 
 def check_size(rank: int, peer: int, key: Key, theirs: int, ours: int) -> None:

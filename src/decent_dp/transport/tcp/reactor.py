@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import selectors
 import socket
@@ -11,53 +10,49 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
-from decent_dp.transport.communicators import OUT_OF_DESCRIPTORS
+from decent_dp.transport.tcp.acceptor import Acceptor
 from decent_dp.transport.tcp.connection import Connection, Receiving, Sending, unacknowledged
 from decent_dp.transport.tcp.descriptors import own
 from decent_dp.transport.tcp.framing import Framing
-from decent_dp.transport.tcp.protocol import HEADER, Key, peer_of, send_hello
+from decent_dp.transport.tcp.greeting import Identity, greet
+from decent_dp.transport.tcp.protocol import Key
 
 __all__ = ["Reactor"]
-
-_log = logging.getLogger(__name__)
 
 # Seconds that closing may take until all that was sent has reached the others.
 _LINGER = 10.0
 # Seconds between two looks at a full link, as no event reports that the kernel has sent what it holds.
 _LOOK = 0.005
-# Seconds for which nobody is accepted when there is no file descriptor, or too many connections without a hello.
-_ACCEPT_AGAIN = 0.2
-# Seconds in which a connection must say hello, and how many may be without one. The others wait in the listener's queue.
-_HELLO_SECONDS, _WITHOUT_HELLO = 10.0, 64
 
 
 class Reactor:
     """This worker's connections.
 
     Args:
-        rank: this worker's.
+        identity: this worker's.
+        secret: with which workers prove that they are of this run.
+        expected: the ranks of the run.
         local: the workers that share this one's network stack.
         listeners: sockets to which others connect.
         dial: connects to a worker of lower rank, blocking, and returns a stream socket.
-        token: what a hello must carry, so that no other program is taken for a worker by mistake.
+        timeout: seconds that a worker has to greet this one after ``dial``.
     """
 
     def __init__(
         self,
-        rank: int,
+        identity: Identity,
+        secret: bytes,
+        expected: Container[int],
         local: frozenset[int],
         listeners: list[socket.socket],
         dial: Callable[[int], socket.socket],
-        token: bytes,
+        timeout: float,
     ) -> None:
-        self._rank, self._dial, self._token = rank, dial, token
+        self._identity, self._secret, self._expected = identity, secret, expected
+        self._dial, self._timeout = dial, timeout
         self._listeners = listeners
-        self._accept_again: dict[socket.socket, float] = {}
-        # Connections that have not said hello, each with its deadline.
-        self._without_hello: dict[socket.socket, float] = {}
-        self._warned = False
         self._dialled: set[int] = set()
         self._commands: deque[Callable[[], None]] = deque()
         self._commands_lock = threading.Lock()
@@ -66,7 +61,8 @@ class Reactor:
         self._on_notes: dict[tuple[int, Key], Callable[[], None]] = {}
         self._notes_lock = threading.Lock()
         self._selector = selectors.DefaultSelector()
-        self._framing = Framing(rank, local, self._selector, self._keep_note)
+        self._framing = Framing(identity.rank, local, self._selector, self._keep_note)
+        self._acceptor = Acceptor(listeners, self._selector, identity, secret, self._admit, self._open)
         # A byte to ``_waker`` wakes the thread.
         wakeup, waker = socket.socketpair()
         self._wakeup, self._waker = own(lambda: wakeup), own(lambda: waker)
@@ -85,12 +81,12 @@ class Reactor:
         """Makes sure that there will be a connection: the worker of higher rank makes it.
 
         Raises:
-            OSError, RuntimeError: the peer cannot be reached.
+            OSError, RuntimeError: the peer cannot be reached, or does not welcome this worker.
         """
-        if peer < self._rank and peer not in self._dialled:
+        if peer < self._identity.rank and peer not in self._dialled:
             stream = self._dial(peer)
             try:
-                send_hello(stream, self._rank, self._token)
+                greet(stream, self._identity, self._secret, peer, self._timeout)
                 self.call(lambda: self._framing.open(peer, stream))
             except (OSError, RuntimeError):
                 stream.close()
@@ -177,8 +173,6 @@ class Reactor:
     def _run(self) -> None:
         try:
             self._selector.register(self._wakeup, selectors.EVENT_READ, None)
-            for listener in self._listeners:
-                self._selector.register(listener, selectors.EVENT_READ, listener)
             while self._closing is None or not self._is_drained():
                 self._step()
         except BaseException as error:
@@ -189,7 +183,8 @@ class Reactor:
             self._shut_down()
 
     def _step(self) -> None:
-        for key, events in self._selector.select(self._timeout()):
+        look_again = self._acceptor.look()
+        for key, events in self._selector.select(self._patience(look_again)):
             if key.fileobj is self._wakeup:
                 with contextlib.suppress(BlockingIOError):
                     self._wakeup.recv(4096)
@@ -199,77 +194,35 @@ class Reactor:
                     self._framing.read(key.data)
                 if events & selectors.EVENT_WRITE and key.data.socket is not None:
                     self._framing.write(key.data)
-            elif key.data in self._listeners:
-                self._accept(key.data)
             else:
-                self._read_hello(key.data, key.fileobj)  # type: ignore[arg-type]
-        self._look_at_deadlines()
+                key.data()  # the acceptor's
         # The commands that are there now, not those that they add: a long encoding lets messages move in between.
         for _ in range(len(self._commands)):
             self._commands.popleft()()
         self._framing.go_on()
 
-    def _timeout(self) -> float | None:
+    def _patience(self, look_again: float | None) -> float | None:
         if self._commands:
             return 0.0
         if self._framing.waiting:
             return _LOOK
         if self._closing is not None:
             return 0.01
-        return _ACCEPT_AGAIN if self._accept_again or self._without_hello else None
+        return look_again
 
-    def _look_at_deadlines(self) -> None:
-        for listener, at in list(self._accept_again.items()):
-            if time.monotonic() >= at:
-                del self._accept_again[listener]
-                self._selector.register(listener, selectors.EVENT_READ, listener)
-        for stream, deadline in list(self._without_hello.items()):
-            if time.monotonic() >= deadline:
-                del self._without_hello[stream]
-                self._selector.unregister(stream)
-                stream.close()
+    def _admit(self, worker: Identity) -> str | None:
+        """Why a worker that has connected is refused; None: it is welcome."""
+        if worker.rank not in self._expected:
+            return f"rank {worker.rank} is not expected"
+        if worker.rank <= self._identity.rank:
+            return f"rank {worker.rank} must not connect to rank {self._identity.rank}, as the worker of higher rank connects"
+        connection = self._framing.connections.get(worker.rank)
+        if connection is not None and connection.socket is not None:
+            return f"rank {worker.rank} is connected already, and no rank may run twice"
+        return None
 
-    def _pause(self, listener: socket.socket) -> None:
-        """Accepts nobody for a while. The newcomer stays in the listener's queue, and the selector would report it again."""
-        self._selector.unregister(listener)
-        self._accept_again[listener] = time.monotonic() + _ACCEPT_AGAIN
-
-    def _accept(self, listener: socket.socket) -> None:
-        if len(self._without_hello) >= _WITHOUT_HELLO:
-            self._pause(listener)
-            return
-        try:
-            stream = own(lambda: listener.accept()[0])
-        except OSError as error:
-            if error.errno in OUT_OF_DESCRIPTORS:
-                if not self._warned:
-                    self._warned = True
-                    _log.warning("a connection of another worker cannot be accepted yet: %s", error)
-                self._pause(listener)
-            return
-        stream.setblocking(False)
-        self._without_hello[stream] = time.monotonic() + _HELLO_SECONDS
-        self._selector.register(stream, selectors.EVENT_READ, bytearray())
-
-    def _read_hello(self, seen: bytearray, stream: socket.socket) -> None:
-        """Reads the hello of a new connection; closes it if that is not the hello of a worker."""
-        expected, part = HEADER.size + len(self._token), b""
-        try:
-            part = stream.recv(expected - len(seen))
-        except BlockingIOError:
-            return
-        except OSError:
-            pass
-        seen += part
-        if part and len(seen) < expected:
-            return
-        del self._without_hello[stream]
-        self._selector.unregister(stream)
-        peer = peer_of(bytes(seen), self._token)
-        if peer is None:
-            stream.close()
-        else:
-            self._framing.open(peer, stream)
+    def _open(self, worker: Identity, stream: socket.socket) -> None:
+        self._framing.open(worker.rank, stream)
 
     def _keep_note(self, peer: int, key: Key, text: bytes) -> None:
         with self._notes_lock:
