@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
 import json
 import socket
 import threading
@@ -316,6 +318,41 @@ def test_the_address_for_others_is_not_loopback_if_another_exists(monkeypatch, m
     monkeypatch.setenv("MASTER_ADDR", master)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     assert addresses._own_address() == ("10.1.0.7" if has_route else "127.0.0.1")
+
+
+@pytest.mark.parametrize("interface", ["lo", None])
+def test_only_the_chosen_interface_is_listened_on(monkeypatch, interface):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    if interface is not None:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", f"{interface},another")
+    store = dist.HashStore()
+    rendezvous: Any = SimpleNamespace(store=store, rank=0, world_size=2, local=frozenset())
+    (made,) = addresses.listen(rendezvous)
+    with made:
+        host, port = made.getsockname()[:2]
+        assert json.loads(store.get("address/0")) == {"host": host, "port": port}
+        assert host == ("127.0.0.1" if interface else addresses._own_address())
+        # This machine's other addresses are not answered at.
+        for other in {"127.0.0.1", "127.0.0.2", addresses.address_of("eth0") or "127.0.0.3"} - {host}:
+            with contextlib.closing(socket.socket()) as stranger, pytest.raises(ConnectionRefusedError):
+                stranger.connect((other, port))
+
+
+def test_an_interface_without_an_address_is_not_replaced_by_another(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "wg7")
+    rendezvous: Any = SimpleNamespace(store=dist.HashStore(), rank=0, world_size=2, local=frozenset())
+    with pytest.raises(RuntimeError, match="GLOO_SOCKET_IFNAME=wg7: this network interface has no address"):
+        addresses.listen(rendezvous)
+
+
+def test_an_interface_may_have_an_ipv6_address_alone(monkeypatch):
+    # An address of the link, which is no use to others, one of another interface, and the one to be found.
+    rows = [("fe80", "7", "20", "wg7"), ("fd00", "8", "00", "wg8"), ("fd00", "7", "00", "wg7")]
+    text = "".join(f"{start}{end:0>28} 09 40 {scope} 80 {name:>8}\n" for start, end, scope, name in rows)
+    monkeypatch.setattr(addresses, "open", lambda path: io.StringIO(text), raising=False)
+    assert addresses.address_of("wg7") == "fd00::7"
+    assert addresses.address_of("wg9") is None
 
 
 def test_at_the_limit_of_open_files_the_peer_is_not_blamed(monkeypatch):

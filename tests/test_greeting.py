@@ -13,6 +13,7 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -23,7 +24,7 @@ from decent_dp.errors import PeerLostError
 from decent_dp.transport.communicators import Notes, Rendezvous, peer_error
 from decent_dp.transport.tcp import acceptor
 from decent_dp.transport.tcp.greeting import Greeting, GreetingError, Identity, greet
-from decent_dp.transport.tcp.protocol import DATA, GRANT, VERSION
+from decent_dp.transport.tcp.protocol import DATA, GRANT, HEADER, NOTE, VERSION
 from tests.test_reactor import (
     RUN,
     SECONDS,
@@ -168,12 +169,18 @@ def true_answer(challenge: bytes, said: bytes, secret: bytes = SECRET, rank: int
     return greeting.answer(None)
 
 
+def answer_proof(label: bytes, challenge: bytes, said: bytes) -> bytes:
+    who = identity(1)
+    transcript = struct.pack("<H16sII8sQ16s16s", VERSION, RUN, 1, 0, who.uid, 0, challenge[10:], said[20:36])
+    return hmac.digest(SECRET, label + transcript + WELCOME, "sha256")
+
+
 WELCOME = struct.pack("<B8sQ192s", 1, b"worker 0", 0, b"")
 IMPOSTORS = {
     "another secret": lambda challenge, said: true_answer(challenge, said, b"another secret.."),
     "another rank": lambda challenge, said: true_answer(challenge, said, rank=2),
     "the dialer's own proof": lambda challenge, said: WELCOME + said[-32:],
-    "the dialer's label": lambda challenge, said: WELCOME + hmac.digest(SECRET, b"decent_dp hello " + WELCOME, "sha256"),
+    "the dialer's label": lambda challenge, said: WELCOME + answer_proof(b"decent_dp hello ", challenge, said),
     "no proof": lambda challenge, said: WELCOME + bytes(32),
     "another welcome": lambda challenge, said: flip(true_answer(challenge, said), 3),
     "a refusal made of a welcome": lambda challenge, said: b"\x02" + true_answer(challenge, said)[1:],
@@ -182,7 +189,8 @@ IMPOSTORS = {
 
 @pytest.mark.parametrize("how", IMPOSTORS)
 def test_who_cannot_prove_to_be_the_peer_is_not_believed(how):
-    assert Answers(impostor(true_answer)).greet() == identity(0)
+    for true in (true_answer, lambda challenge, said: WELCOME + answer_proof(b"decent_dp answer", challenge, said)):
+        assert Answers(impostor(true)).greet() == identity(0)
     with pytest.raises(GreetingError, match="worker 0 does not know the secret of this run"):
         Answers(impostor(IMPOSTORS[how])).greet()
 
@@ -306,10 +314,15 @@ def test_a_recorded_hello_is_worth_nothing_later(by_hand):
 def test_a_hello_in_crumbs_with_a_frame_behind_it():
     by_hand = ByHand(greets=False)
     asked = receive(by_hand.reactor, 1, (0, 0, 0), 4)
-    for byte in hello(receive_exactly(by_hand.stream, CHALLENGE), 1):
+    said = hello(receive_exactly(by_hand.stream, CHALLENGE), 1)
+    for byte in said[:-3]:
         by_hand.stream.sendall(bytes([byte]))
         time.sleep(0.001)
+    by_hand.stream.sendall(said[-3:] + HEADER.pack(NOTE, VERSION, 2, 0, 0, 1, 0, 2, 0) + b"hi")
     receive_exactly(by_hand.stream, ANSWER)
+    heard: Future[list[bytes]] = Future()
+    by_hand.reactor.when_noted([1], (0, 0, 1), heard.set_result)
+    assert heard.result(SECONDS) == [b"hi"]
     assert by_hand.read()[0] == GRANT
     by_hand.frame(DATA, (0, 0, 0), 0, 4, b"fine")
     assert asked.result(SECONDS) == b"fine"
@@ -353,19 +366,21 @@ def test_a_second_connection_of_a_rank_is_refused_and_the_first_goes_on(by_hand)
 def test_a_worker_that_was_lost_may_connect_again(by_hand):
     """With nothing of what was under way before."""
     old, sent = send(by_hand.reactor, 1, (0, 0, 0), bytes(10), ready=0)
+    not_offered, unsent = send(by_hand.reactor, 1, (0, 2, 0), bytes(100_000), ready=0)
     waiting, waited = send(by_hand.reactor, 1, (0, 1, 0), bytes(5_000_000), ready=5_000_000)
     by_hand.grant((0, 0, 0), 10, 10)
     by_hand.grant((0, 1, 0), 5_000_000, 5_000_000)
     asked = receive(by_hand.reactor, 1, (0, 0, 0), 10)
     time.sleep(0.05)
     by_hand.stream.close()
-    for future in (sent, waited, asked):
+    for future in (sent, unsent, waited, asked):
         with pytest.raises(ConnectionError):
             future.result(SECONDS)
     assert by_hand.reactor.lost() == [1]
     by_hand.stream = connect_by_hand(by_hand.name, 1)
     by_hand.reactor.advance(old, 10)
     by_hand.reactor.advance(waiting, 5_000_000)
+    by_hand.reactor.advance(not_offered, 100_000)
     assert by_hand.quiet()
     assert by_hand.reactor.lost() == []
     still_works(by_hand)
@@ -373,6 +388,26 @@ def test_a_worker_that_was_lost_may_connect_again(by_hand):
     by_hand.grant((1, 0, 0), 5, 5)
     assert by_hand.read() == (DATA, (1, 0, 0), 0, 5, b"hello")
     again.result(SECONDS)
+
+
+def test_a_message_that_failed_is_not_sent_when_its_turn_comes(by_hand):
+    """It waited for the link behind a message to a worker that read nothing."""
+    size = 4_000_000
+    with contextlib.closing(connect_by_hand(by_hand.name, 2, 4096)) as slow:
+        _, sent = send(by_hand.reactor, 2, (0, 0, 0), bytes(size))
+        slow.sendall(HEADER.pack(GRANT, VERSION, 0, 0, 0, 0, size, size, 0))
+        time.sleep(0.1)  # as much of it as the kernel takes
+        _, failed = send(by_hand.reactor, 1, (1, 0, 0), bytes(1000))
+        by_hand.grant((1, 0, 0), 1000, 1000)
+        time.sleep(0.05)
+        by_hand.stream.close()
+        with pytest.raises(ConnectionError):
+            failed.result(SECONDS)
+        by_hand.stream = connect_by_hand(by_hand.name, 1)
+        while not sent.done():
+            slow.recv(2**20)
+    assert by_hand.quiet()
+    still_works(by_hand)
 
 
 # -- strangers in numbers --------------------------------------------------------------------------------------------------

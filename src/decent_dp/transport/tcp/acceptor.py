@@ -145,23 +145,24 @@ class Acceptor:
         del self._newcomers[stream]
         self._selector.unregister(stream)
         refusal = self._admit(worker)
+        if refusal is not None:
+            _log.info("a connection of worker %d was refused: %s", worker.rank, refusal)
         with contextlib.suppress(OSError):  # one that is gone again is found so by the first read
             stream.send(greeting.answer(refusal))
         if refusal is None:
             self._opened(worker, stream)
         else:
-            _log.info("a connection of worker %d was refused: %s", worker.rank, refusal)
             stream.close()
 
     def _drop(self, stream: socket.socket) -> None:
         """Closes a stranger's connection, without a word."""
-        del self._newcomers[stream]
-        self._selector.unregister(stream)
-        stream.close()
         self._warn_once(
             "a connection was closed because it did not greet as a worker of this run does: see which machines reach the ports "
             "of its workers (docs/security.md). More of them are not logged."
         )
+        del self._newcomers[stream]
+        self._selector.unregister(stream)
+        stream.close()
 
     def _warn_once(self, text: str, *details: object) -> None:
         if text not in self._warned:

@@ -62,11 +62,8 @@ class Framing:
         return self.connections[peer]
 
     def open(self, peer: int, stream: socket.socket) -> None:
-        before = self.connections.get(peer)
-        if before is not None and before.closed is not None:  # the worker is back; what was under way then has failed
-            del self.connections[peer]
-            before.link.sendings = [entry for entry in before.link.sendings if entry[1].peer != peer]
-            heapq.heapify(before.link.sendings)
+        if peer in self.connections and self.connections[peer].closed is not None:
+            del self.connections[peer]  # the worker is back; what was in flight has failed
         connection = self.connection(peer)
         try:
             connection.open(stream)
@@ -186,7 +183,8 @@ class Framing:
         while link.sendings:
             sending = link.sendings[0][1]
             connection = self.connections[sending.peer]
-            if sending.sendable and connection.closed is None and not connection.write_failed:
+            valid = connection.sendings.get(sending.key) is sending  # has not failed with an earlier connection
+            if sending.sendable and valid and not connection.write_failed:
                 may = connection.socket is not None and not link.must_wait(sending, self.connections.values())
                 return connection if may else None
             heapq.heappop(link.sendings)
