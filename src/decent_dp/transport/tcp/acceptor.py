@@ -140,6 +140,10 @@ class Acceptor:
     def _answer(self, stream: socket.socket, greeting: Greeting) -> None:
         worker = greeting.verify()
         if worker is None:
+            self._warn_once(
+                "a connection was closed because it did not greet as a worker of this run does: see which machines reach the "
+                "ports of its workers (docs/security.md). More of them are not logged."
+            )
             self._drop(stream)
             return
         del self._newcomers[stream]
@@ -156,10 +160,6 @@ class Acceptor:
 
     def _drop(self, stream: socket.socket) -> None:
         """Closes a stranger's connection, without a word."""
-        self._warn_once(
-            "a connection was closed because it did not greet as a worker of this run does: see which machines reach the ports "
-            "of its workers (docs/security.md). More of them are not logged."
-        )
         del self._newcomers[stream]
         self._selector.unregister(stream)
         stream.close()
