@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
 import json
 import socket
 import threading
@@ -261,9 +263,9 @@ def test_a_worker_that_does_not_answer_is_named_with_its_address():
         host, port = server.getsockname()
     store = dist.HashStore()
     store.set("address/3", json.dumps({"host": host, "port": port}))
-    rendezvous: Any = SimpleNamespace(store=store, local=frozenset(), timeout=timedelta(seconds=5))
+    rendezvous: Any = SimpleNamespace(addresses={}, store=store, local=frozenset(), timeout=timedelta(seconds=5))
     with pytest.raises(UnreachableError) as caught:
-        addresses.dial(rendezvous, 3)
+        addresses.dial(rendezvous, 3, 5.0)
     error = peer_error(caught.value, [3], "round 0, bucket 1", Notes(store, 0), rendezvous.timeout)
     assert isinstance(error, PeerLostError)
     assert str(error).startswith(f"worker 3 does not answer at {host} port {port} ([Errno ")
@@ -273,10 +275,10 @@ def test_a_worker_that_does_not_answer_is_named_with_its_address():
 
 
 def test_an_address_that_never_comes_is_waited_for_as_long_as_the_process_group_says():
-    rendezvous: Any = SimpleNamespace(store=dist.HashStore(), local=frozenset(), timeout=timedelta(seconds=0.3))
+    rendezvous: Any = SimpleNamespace(addresses={}, store=dist.HashStore(), local=frozenset(), timeout=timedelta(seconds=0.3))
     began = time.monotonic()
     with pytest.raises(RuntimeError) as caught:
-        addresses.dial(rendezvous, 3)
+        addresses.dial(rendezvous, 3, 5.0)
     assert 0.2 < time.monotonic() - began < 45
     error = peer_error(caught.value, [3], "round 0, bucket 1", Notes(rendezvous.store, 0), rendezvous.timeout)
     assert isinstance(error, PeerTimeoutError)
@@ -318,16 +320,51 @@ def test_the_address_for_others_is_not_loopback_if_another_exists(monkeypatch, m
     assert addresses._own_address() == ("10.1.0.7" if has_route else "127.0.0.1")
 
 
+@pytest.mark.parametrize("interface", ["lo", None])
+def test_only_the_chosen_interface_is_listened_on(monkeypatch, interface):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    if interface is not None:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", f"{interface},another")
+    store = dist.HashStore()
+    rendezvous: Any = SimpleNamespace(store=store, rank=0, world_size=2, local=frozenset())
+    (made,) = addresses.listen(rendezvous)
+    with made:
+        host, port = made.getsockname()[:2]
+        assert json.loads(store.get("address/0")) == {"host": host, "port": port}
+        assert host == ("127.0.0.1" if interface else addresses._own_address())
+        # This machine's other addresses are not answered at.
+        for other in {"127.0.0.1", "127.0.0.2", addresses.address_of("eth0") or "127.0.0.3"} - {host}:
+            with contextlib.closing(socket.socket()) as stranger, pytest.raises(ConnectionRefusedError):
+                stranger.connect((other, port))
+
+
+def test_an_interface_without_an_address_is_not_replaced_by_another(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "wg7")
+    rendezvous: Any = SimpleNamespace(store=dist.HashStore(), rank=0, world_size=2, local=frozenset())
+    with pytest.raises(RuntimeError, match="GLOO_SOCKET_IFNAME=wg7: this network interface has no address"):
+        addresses.listen(rendezvous)
+
+
+def test_an_interface_may_have_an_ipv6_address_alone(monkeypatch):
+    # An address of the link, which is no use to others, one of another interface, and the one to be found.
+    rows = [("fe80", "7", "20", "wg7"), ("fd00", "8", "00", "wg8"), ("fd00", "7", "00", "wg7")]
+    text = "".join(f"{start}{end:0>28} 09 40 {scope} 80 {name:>8}\n" for start, end, scope, name in rows)
+    monkeypatch.setattr(addresses, "open", lambda path: io.StringIO(text), raising=False)
+    assert addresses.address_of("wg7") == "fd00::7"
+    assert addresses.address_of("wg9") is None
+
+
 def test_at_the_limit_of_open_files_the_peer_is_not_blamed(monkeypatch):
     store = dist.HashStore()
     store.set("address/1", json.dumps({"host": "127.0.0.1", "port": 9}))
-    rendezvous: Any = SimpleNamespace(store=store, local=frozenset(), timeout=timedelta(seconds=5))
+    rendezvous: Any = SimpleNamespace(addresses={}, store=store, local=frozenset(), timeout=timedelta(seconds=5))
 
     def refuse(*arguments: Any) -> Any:
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(addresses.socket, "socket", refuse)
     with pytest.raises(OSError, match="Too many open files") as caught:
-        addresses.dial(rendezvous, 1)
+        addresses.dial(rendezvous, 1, 5.0)
     error = peer_error(caught.value, [1], "round 0, bucket 1", Notes(store, 0), rendezvous.timeout)
     assert str(error).startswith("this process cannot open a connection to worker 1, which round 0, bucket 1 needs: Too many")

@@ -20,13 +20,13 @@ import pytest
 
 from decent_dp.errors import WireError
 from decent_dp.transport.tcp import connection, protocol, reactor
-from decent_dp.transport.tcp import reactor as reactor_module
 from decent_dp.transport.tcp.connection import WINDOW, Receiving, Sending, configure
 from decent_dp.transport.tcp.descriptors import own
-from decent_dp.transport.tcp.protocol import DATA, GRANT, HEADER_SIZE, HELLO, NOTE, OFFER, SMALL, VERSION, Key
+from decent_dp.transport.tcp.greeting import Greeting, GreetingError, Identity, greet
+from decent_dp.transport.tcp.protocol import DATA, GRANT, HEADER_SIZE, NOTE, OFFER, SMALL, VERSION, Key
 from decent_dp.transport.tcp.reactor import Reactor
 
-TOKEN = b"open sesame"
+SECRET, RUN = b"open sesame seed", bytes(range(16))
 SECONDS = 20
 
 
@@ -56,7 +56,7 @@ def _no_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
 def listener(local: bool) -> socket.socket:
     made = socket.socket(socket.AF_UNIX if local else socket.AF_INET, socket.SOCK_STREAM)
     made.bind("" if local else ("127.0.0.1", 0))
-    made.listen(16)
+    made.listen(1024)
     made.setblocking(False)
     return made
 
@@ -67,6 +67,27 @@ def reach(name: Any, buffer: int | None = None) -> socket.socket:
     if buffer:
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
     stream.connect(name)
+    return stream
+
+
+def identity(rank: int) -> Identity:
+    return Identity(RUN, rank, b"worker %d" % rank)
+
+
+def make_reactor(
+    rank: int, listeners: list[socket.socket], dial: Any = reach, local: frozenset[int] = frozenset(), timeout: float = SECONDS
+) -> Reactor:
+    return Reactor(identity(rank), SECRET, range(8), local, listeners, dial, timeout)
+
+
+def connect_by_hand(name: Any, rank: int, buffer: int | None = None) -> socket.socket:
+    """A connection of worker ``rank`` to worker 0."""
+    stream = reach(name, buffer)
+    try:
+        greet(stream, identity(rank), SECRET, 0, SECONDS)
+    except OSError:
+        stream.close()
+        raise
     return stream
 
 
@@ -88,7 +109,7 @@ class Net:
         self.names = [made.getsockname() for made in listeners]
         others = [frozenset(set(range(n)) - {rank}) if near else frozenset() for rank in range(n)]
         self.links = [
-            Reactor(rank, others[rank], [listeners[rank]], lambda peer: reach(self.names[peer]), TOKEN) for rank in range(n)
+            make_reactor(rank, [listeners[rank]], lambda peer: reach(self.names[peer]), others[rank]) for rank in range(n)
         ]
 
     def connect(self) -> None:
@@ -186,14 +207,14 @@ def test_notes(net):
     heard: Future[list[bytes]] = Future()
     net.links[0].send_note(2, (5, 1, 1), b"from 0")
     time.sleep(0.05)
-    net.links[2].when_noted([0, 1], (5, 1, 1), heard.set_result)
+    net.links[2].mailbox.when_noted([0, 1], (5, 1, 1), heard.set_result)
     net.links[0].send_note(2, (6, 1, 1), b"not this one")
     time.sleep(0.05)
     assert not heard.done()
     net.links[1].send_note(2, (5, 1, 1), b"")
     assert heard.result(SECONDS) == [b"from 0", b""]
     later: Future[list[bytes]] = Future()
-    net.links[2].when_noted([0], (6, 1, 1), later.set_result)  # is there
+    net.links[2].mailbox.when_noted([0], (6, 1, 1), later.set_result)  # is there
     assert later.result(SECONDS) == [b"not this one"]
 
 
@@ -211,7 +232,7 @@ def test_many_rounds_with_random_delays():
                     peers = sorted({0, 1, 2} - {rank})
                     size = 1 + 77 * round_ if round_ % 40 else 1_500_000
                     heard: Future[list[bytes]] = Future()
-                    links.when_noted(peers, (round_, 0, 1), heard.set_result)
+                    links.mailbox.when_noted(peers, (round_, 0, 1), heard.set_result)
                     waited = []
                     for peer in peers:
                         links.send_note(peer, (round_, 0, 1), b"%d" % rank)
@@ -268,7 +289,7 @@ def test_leaving_at_once_loses_nothing(net):
     net.links[0].close()
     assert asked.result(SECONDS) == data
     heard: Future[list[bytes]] = Future()
-    net.links[2].when_noted([0], (0, 0, 1), heard.set_result)
+    net.links[2].mailbox.when_noted([0], (0, 0, 1), heard.set_result)
     assert heard.result(SECONDS) == [b"good bye"]
     net.links[0].close()  # may be called again
     with pytest.raises(RuntimeError, match="closed"):
@@ -296,12 +317,16 @@ def test_a_message_to_who_has_left_fails(net):
 class ByHand:
     """Worker 1 of two, frame by frame."""
 
-    def __init__(self, *, near: bool = False, rank: int = 1, token: bytes = TOKEN, buffer: int | None = None) -> None:
+    def __init__(self, *, near: bool = False, greets: bool = True, buffer: int | None = None) -> None:
         made = own(lambda: listener(False))
         self.name = made.getsockname()
-        self.reactor = Reactor(0, frozenset({1} if near else ()), [made], reach, TOKEN)
+        self.reactor = make_reactor(0, [made], local=frozenset({1} if near else ()))
         self.stream = reach(self.name, buffer)
-        self.stream.sendall(HEADER.pack(HELLO, VERSION, len(token), rank, 0, 0, 0, 0, 0) + token)
+        if greets:
+            self.greet()
+
+    def greet(self) -> None:
+        greet(self.stream, identity(1), SECRET, 0, SECONDS)
 
     def frame(self, kind: int, key: Key, offset: int, size: int, body: bytes = b"", version: int = VERSION) -> None:
         self.stream.sendall(HEADER.pack(kind, version, len(body), *key, offset, size, 0) + body)
@@ -470,7 +495,6 @@ BAD = {
     "another size": lambda peer: peer.frame(DATA, (0, 0, 0), 0, 12, bytes(10)),
     "old version": lambda peer: peer.frame(DATA, (0, 0, 0), 0, 10, bytes(10), version=VERSION - 1),
     "unknown kind": lambda peer: peer.frame(77, (0, 0, 0), 0, 10, bytes(10)),
-    "hello again": lambda peer: peer.frame(HELLO, (1, 0, 0), 0, 0),
     "wrong grant": lambda peer: peer.grant((0, 0, 0), 20, 20),
 }
 
@@ -499,57 +523,6 @@ def test_a_grant_before_its_message_is_checked_too(by_hand):
         sent.result(SECONDS)
 
 
-@pytest.mark.parametrize("how", ["token", "version", "kind", "half", "nothing"])
-def test_a_stranger_is_dropped_and_disturbs_nobody(by_hand, how):
-    with contextlib.closing(reach(by_hand.name)) as stranger:
-        hello = HEADER.pack(DATA if how == "kind" else HELLO, VERSION + (how == "version"), len(TOKEN), 1, 0, 0, 0, 0, 0) + (
-            b"open barley" if how == "token" else TOKEN
-        )
-        if how == "half":
-            stranger.sendall(hello[:20])
-        elif how != "nothing":
-            stranger.sendall(hello)
-            assert stranger.recv(1) == b""
-        asked = receive(by_hand.reactor, 1, (0, 0, 0), 4)
-        assert by_hand.read()[0] == GRANT
-        if how == "half":
-            stranger.close()
-        by_hand.frame(DATA, (0, 0, 0), 0, 4, b"fine")
-        assert asked.result(SECONDS) == b"fine"
-
-
-@pytest.mark.parametrize("how", ["half", "nothing"])
-def test_strangers_that_never_say_hello_are_dropped_and_only_so_many_are_accepted(monkeypatch, how):
-    monkeypatch.setattr(reactor, "_HELLO_SECONDS", 0.5)
-    monkeypatch.setattr(reactor, "_WITHOUT_HELLO", 3)
-    made, real = listener(False), socket.socket.accept
-    accepted: list[float] = []
-
-    def accept(self: socket.socket) -> Any:
-        accepted.append(time.monotonic())
-        return real(self)
-
-    monkeypatch.setattr(socket.socket, "accept", accept)
-    with contextlib.ExitStack() as stack:
-        strangers = [stack.enter_context(contextlib.closing(reach(made.getsockname()))) for _ in range(7)]
-        for stranger in strangers:
-            stranger.sendall(HEADER.pack(HELLO, VERSION, len(TOKEN), 1, 0, 0, 0, 0, 0) if how == "half" else b"")
-        worker = stack.enter_context(contextlib.closing(reach(made.getsockname())))
-        worker.sendall(HEADER.pack(HELLO, VERSION, len(TOKEN), 1, 0, 0, 0, 0, 0) + TOKEN)
-        own = Reactor(0, frozenset(), [made], reach, TOKEN)
-        stack.callback(own.close)
-        asked = receive(own, 1, (0, 0, 0), 4)
-        assert receive_exactly(worker, HEADER.size)[:2] == HEADER.pack(GRANT, 0, 0, 0, 0, 0, 0, 0, 0)[:2]
-        worker.sendall(HEADER.pack(DATA, VERSION, 4, 0, 0, 0, 0, 4, 0) + b"fine")
-        assert asked.result(SECONDS) == b"fine"
-        for stranger in strangers:
-            assert stranger.recv(1) == b""
-    assert len(accepted) == 8
-    # The fourth and the seventh had to wait until those before them were dropped.
-    assert accepted[3] - accepted[2] > 0.3
-    assert accepted[6] - accepted[5] > 0.3
-
-
 def test_a_peer_that_dies_in_the_middle_of_a_message(by_hand):
     asked = [receive(by_hand.reactor, 1, (0, bucket, 0), 1000) for bucket in range(2)]
     by_hand.frame(NOTE, (0, 0, 1), 0, 2, b"hi")
@@ -564,7 +537,7 @@ def test_a_peer_that_dies_in_the_middle_of_a_message(by_hand):
     assert time.monotonic() - began < SECONDS
     # Earlier messages are still there.
     heard: Future[list[bytes]] = Future()
-    by_hand.reactor.when_noted([1], (0, 0, 1), heard.set_result)
+    by_hand.reactor.mailbox.when_noted([1], (0, 0, 1), heard.set_result)
     assert heard.result(SECONDS) == [b"hi"]
 
 
@@ -586,10 +559,10 @@ def test_a_slow_peer_does_not_hold_up_another():
     """Workers on this node go past one beyond that takes nothing."""
     net = Net(2, near=True)
     made = listener(False)
-    links = Reactor(2, frozenset({0, 1}), [made], lambda peer: reach(net.names[peer]), TOKEN)
+    links = make_reactor(2, [made], lambda peer: reach(net.names[peer]), frozenset({0, 1}))
     links.connect(0)
     far = reach(made.getsockname(), 4096)
-    far.sendall(HEADER.pack(HELLO, VERSION, len(TOKEN), 3, 0, 0, 0, 0, 0) + TOKEN)
+    greet(far, identity(3), SECRET, 2, SECONDS)
     send(links, 3, (0, 0, 0), bytes(8_000_000))
     far.sendall(HEADER.pack(GRANT, VERSION, 0, 0, 0, 0, 8_000_000, 8_000_000, 0))
     time.sleep(0.1)
@@ -608,8 +581,7 @@ def test_an_earlier_round_has_the_link_for_itself(monkeypatch):
     size, in_flight = 1_000_000, {}
     monkeypatch.setattr(connection, "unacknowledged", lambda stream: in_flight.get(stream.getpeername(), 0))
     first = ByHand()
-    second = reach(first.name)
-    second.sendall(HEADER.pack(HELLO, VERSION, len(TOKEN), 2, 0, 0, 0, 0, 0) + TOKEN)
+    second = connect_by_hand(first.name, 2)
     full = {first.stream.getsockname(): 2**16}
 
     def ask(peer: int, round_: int, upto: int) -> None:
@@ -710,24 +682,25 @@ def test_the_kernel_takes_the_option(monkeypatch):
 
 
 @pytest.mark.parametrize("ended", [False, True])
-def test_a_connection_whose_greeting_cannot_be_sent_is_closed(ended):
-    made = listener(False)
-    dialled: list[socket.socket] = []
+def test_a_connection_that_is_not_opened_is_closed(ended):
+    """Because the greeting fails, or this worker's reactor has ended meanwhile."""
+    made, dialled = listener(False), list[socket.socket]()
+    peer = make_reactor(0, [made])
 
-    def dial(peer: int) -> socket.socket:
+    def dial(rank: int) -> socket.socket:
         dialled.append(reach(made.getsockname()))
         if not ended:
-            dialled[0].shutdown(socket.SHUT_WR)  # the greeting raises BrokenPipeError
+            dialled[0].shutdown(socket.SHUT_WR)
         return dialled[0]
 
-    reactor = Reactor(1, frozenset(), [], dial, TOKEN)
+    reactor = make_reactor(1, [], dial)
     if ended:
         reactor.close()
-    with pytest.raises(RuntimeError if ended else OSError, match="closed" if ended else "pipe"):
+    with pytest.raises(RuntimeError if ended else GreetingError, match="closed"):
         reactor.connect(0)
     assert dialled[0].fileno() == -1
     reactor.close()
-    made.close()
+    peer.close()
 
 
 def test_without_descriptors_nobody_is_accepted_and_the_thread_sleeps(by_hand, monkeypatch, caplog):
@@ -741,8 +714,7 @@ def test_without_descriptors_nobody_is_accepted_and_the_thread_sleeps(by_hand, m
         return real(self)
 
     monkeypatch.setattr(socket.socket, "accept", accept)
-    with contextlib.closing(reach(by_hand.name)) as second:
-        second.sendall(HEADER.pack(HELLO, VERSION, len(TOKEN), 2, 0, 0, 0, 0, 0) + TOKEN)
+    with contextlib.closing(connect_by_hand(by_hand.name, 2)) as second:
         asked = receive(by_hand.reactor, 2, (0, 0, 0), 10)
         assert receive_exactly(second, HEADER.size)[:2] == HEADER.pack(GRANT, 0, 0, 0, 0, 0, 0, 0, 0)[:2]
         second.sendall(HEADER.pack(DATA, VERSION, 10, 0, 0, 0, 0, 10, 0) + bytes(10))
@@ -772,9 +744,13 @@ def test_a_forked_child_keeps_no_connection_alive(moment, monkeypatch):
     if moment == "accepted":
         monkeypatch.setattr(socket.socket, "accept", slowed(socket.socket.accept))
     if moment == "greeted":
-        monkeypatch.setattr(reactor_module, "peer_of", slowed(reactor_module.peer_of))
-    by_hand = ByHand()
-    if moment != "connected":
+        monkeypatch.setattr(Greeting, "verify", slowed(Greeting.verify))
+    by_hand = ByHand(greets=False)
+    greeting = threading.Thread(target=by_hand.greet)
+    greeting.start()
+    if moment == "connected":
+        greeting.join(SECONDS)
+    else:
         assert between.wait(SECONDS)
     is_there, there = os.pipe()
     with warnings.catch_warnings():
@@ -786,6 +762,7 @@ def test_a_forked_child_keeps_no_connection_alive(moment, monkeypatch):
         os._exit(0)
     try:
         assert os.read(is_there, 1) == b"x"
+        greeting.join(SECONDS)
         # The parent's connection goes on.
         asked = receive(by_hand.reactor, 1, (0, 0, 0), 10)
         assert by_hand.read()[:4] == (GRANT, (0, 0, 0), 10, 10)

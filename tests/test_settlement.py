@@ -145,7 +145,7 @@ class World:
         streams = Stream(), Stream()
         for end, own, other in zip(self.ends, streams, streams[::-1], strict=True):
             own.other, end.stream = other, own
-            end.framing.open(end.peer, own)  # type: ignore[arg-type]
+            end.framing.open(end.peer, own, b"a process")  # type: ignore[arg-type]
 
     def cut(self) -> None:
         """What has arrived can still be read; the rest is lost."""

@@ -35,6 +35,7 @@ OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 __all__ = [
     "OUT_OF_DESCRIPTORS",
     "Communicator",
+    "GreetingError",
     "Notes",
     "Rendezvous",
     "SilentError",
@@ -61,6 +62,10 @@ class UnreachableError(ConnectionError):
         self.where = where
 
 
+class GreetingError(ConnectionError):
+    """The other end of a new connection refused it, or did not prove who it is. Users see the `PeerLostError` that follows."""
+
+
 @dataclass(frozen=True)
 class Rendezvous:
     """The common data with which the workers of one wrapper connect.
@@ -71,7 +76,7 @@ class Rendezvous:
         timeout: the process group's.
         nccl: the process group moves CUDA tensors by NCCL.
         node_of: the name of each worker's network stack; workers of one name share a loopback interface.
-        token: known to these workers alone.
+        token: the secret with which they prove that they are of this run; known to these workers alone.
         run_id: this wrapper's own name, the same on all its workers.
         addresses: of workers, as far as they were looked up.
     """
@@ -82,7 +87,7 @@ class Rendezvous:
     timeout: timedelta
     nccl: bool
     node_of: tuple[str, ...]
-    token: bytes
+    token: bytes = field(repr=False)
     run_id: str
     addresses: dict[int, dict[str, Any]] = field(default_factory=dict)
 
@@ -211,6 +216,8 @@ def peer_error(error: Exception, ranks: Sequence[int], what: str, notes: Notes, 
             "that no firewall is between the workers, and that this is the address of the right network interface "
             f"(GLOO_SOCKET_IFNAME on that worker names it).{said}"
         )
+    if isinstance(error, GreetingError):
+        return PeerLostError(f"{who} is not connected, and {what} needs it: {error}{said}")
     if isinstance(error, OSError) and error.errno in OUT_OF_DESCRIPTORS:
         return PeerError(
             f"this process cannot open a connection to {who}, which {what} needs: {error.strerror}. Raise its limit of open "

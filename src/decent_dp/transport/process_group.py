@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -23,6 +24,7 @@ from decent_dp.transport.neighbours import Neighbours
 from decent_dp.transport.peers import Peers
 from decent_dp.transport.tcp.addresses import dial, listen
 from decent_dp.transport.tcp.exchange import TcpExchanges
+from decent_dp.transport.tcp.greeting import Identity
 from decent_dp.transport.tcp.reactor import Reactor
 from decent_dp.transport.waiter import Waiter
 
@@ -77,8 +79,16 @@ class ProcessGroupTransport(Transport):
         self._connect_control("all", range(shared.world_size))
         self._faults: Tolerate | None = None
         self._neighbours: Neighbours | None = None
-        dead_after = default_dead_after()
-        self._reactor = Reactor(shared.rank, shared.local, listen(shared), self._dial, shared.token, dead_after)
+        self._reactor = Reactor(
+            Identity(bytes.fromhex(shared.run_id), shared.rank, secrets.token_bytes(8)),
+            shared.token,
+            range(shared.world_size),
+            shared.local,
+            listen(shared),
+            self._dial,
+            self.timeout,
+            default_dead_after(),
+        )
         self._tcp = TcpExchanges(self._reactor, shared.rank, shared.node_of, self._waiter, self.timeout, self._explain)
 
     @property

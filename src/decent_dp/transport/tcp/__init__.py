@@ -1,2 +1,3 @@
-"""Exchanges over sockets: ``protocol`` (frames), ``connection`` (the state of one peer), ``framing`` (which frame goes next),
-``reactor`` (the thread), ``exchange`` (pairs and groups), ``reduction_tree`` and ``addresses``."""
+"""Exchanges over sockets: ``addresses``, ``greeting`` (who is at the other end) and ``acceptor``, ``protocol`` (frames),
+``connection`` (the state of one peer), ``framing`` (which frame goes next), ``reactor`` (the thread), ``exchange`` (pairs and
+groups) and ``reduction_tree``."""

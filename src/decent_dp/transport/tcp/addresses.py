@@ -84,23 +84,29 @@ def _own_address() -> str:
     """The address under which the others reach this worker: that of GLOO_SOCKET_IFNAME, or of the way to the master."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:
-        address = address_of(interface)
-        if address is not None:
-            return address
+        own = address_of(interface)
+        if own is not None:
+            return own
+        if sys.platform == "linux":  # elsewhere nothing is known of interfaces
+            raise RuntimeError(
+                f"GLOO_SOCKET_IFNAME={interface}: this network interface has no address at which others reach this worker. "
+                "Name another one (`ip address` lists them)."
+            )
     for target in (os.environ.get("MASTER_ADDR", ""), socket.gethostname(), _ELSEWHERE):
         with contextlib.suppress(OSError):
             family, kind, _, _, to = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, kind) as probe:
                 probe.connect(to)  # sends nothing: looks the way up
                 found = str(probe.getsockname()[0])
-                # The master may call itself 'localhost', which others cannot use.
-                if not ipaddress.ip_address(found.partition("%")[0]).is_loopback:
+                # The master may call itself 'localhost', which others cannot use. Unspecified would be all interfaces.
+                address = ipaddress.ip_address(found.partition("%")[0])
+                if not (address.is_loopback or address.is_unspecified):
                     return found
     return "127.0.0.1"
 
 
 def address_of(interface: str) -> str | None:
-    """The IPv4 address of a network interface; None if it is unknown."""
+    """The address of a network interface, of IPv4 if it has one; None if it is unknown."""
     try:
         import fcntl
 
@@ -109,4 +115,13 @@ def address_of(interface: str) -> str | None:
             answer = fcntl.ioctl(any_socket.fileno(), siocgifaddr, struct.pack("256s", interface.encode()[:15]))
             return socket.inet_ntoa(answer[20:24])
     except (ImportError, OSError):
-        return None
+        return _ipv6_address_of(interface)
+
+
+def _ipv6_address_of(interface: str) -> str | None:
+    with contextlib.suppress(OSError), open("/proc/net/if_inet6") as file:
+        for line in file:
+            digits, _, _, scope, _, name = line.split()
+            if name == interface and scope != "20":  # one of the link alone is no use without the name of an interface
+                return str(ipaddress.IPv6Address(bytes.fromhex(digits)))
+    return None

@@ -173,6 +173,7 @@ class Connection:
     """The connection to one peer, with the frames in both directions.
 
     Attributes:
+        uid: of the peer's process; empty before the first connection.
         state: of its life; ``since``: when it began, on the monotonic clock.
         closed: why the peer is gone; None while it is not.
         cause: the error with which it was closed.
@@ -189,6 +190,7 @@ class Connection:
         self.peer, self.link = peer, link
         self._selector = selector
         self.socket: socket.socket | None = None
+        self.uid = b""
         self.state, self.since = LinkState.NEW, time.monotonic()
         self.heard = self.unheard = 0.0
         self.round = -1

@@ -133,7 +133,7 @@ class _TcpHandle(Handle):
     def _missing(self) -> list[int]:
         """The workers that keep the exchange waiting, as far as this worker can know."""
         hint = _key(self._exchange_id, _HINT)
-        without_hint = [peer for peer in self._others if self._reactor.waits_for_note(peer, hint)]
+        without_hint = [peer for peer in self._others if self._reactor.mailbox.waits_for(peer, hint)]
         slots = {peer: self._reactor.open_slots(peer, hint[:2]) for peer in self._others}
         behind = [peer for peer in self._others if any(slot % 2 == 0 for slot in slots[peer])]
         # A peer that has begun and sends no mean waits for another worker.
@@ -162,7 +162,7 @@ class _SettledHandle(_TcpHandle):
 
     def settle(self, verdict: Verdict) -> None:
         self._settled = verdict
-        self._reactor.forget_notes(self._peer, self._key)
+        self._reactor.mailbox.forget(self._peer, _key(self._exchange_id, _HINT))
         self._read.set()
         self._done.set()
 
@@ -289,7 +289,7 @@ class TcpExchanges:
                 pass
 
         if request.compression.needs_hints:
-            self._reactor.when_noted(others, _key(request.exchange_id, _HINT), _on_this_stream(schedule, request.sent))
+            self._reactor.mailbox.when_noted(others, _key(request.exchange_id, _HINT), _on_this_stream(schedule, request.sent))
         else:
             schedule([])
         return handle

@@ -93,8 +93,10 @@ class Framing:
             self.connections[peer] = Connection(peer, self._links[peer in self._local], self._selector)
         return self.connections[peer]
 
-    def open(self, peer: int, stream: socket.socket) -> None:
+    def open(self, peer: int, stream: socket.socket, uid: bytes) -> None:
+        """Uses a connection to a process of the peer, which has greeted."""
         connection = self.connection(peer)
+        connection.uid = uid
         try:
             connection.open(stream)
         except OSError as error:
@@ -238,7 +240,8 @@ class Framing:
         while link.sendings:
             sending = link.sendings[0][1]
             connection = self.connections[sending.peer]
-            if sending.sendable and connection.closed is None and not connection.write_failed:
+            valid = connection.sendings.get(sending.key) is sending  # has not failed with an earlier connection
+            if sending.sendable and valid and not connection.write_failed:
                 may = connection.socket is not None and not link.must_wait(sending, self.connections.values())
                 return connection if may else None
             heapq.heappop(link.sendings)

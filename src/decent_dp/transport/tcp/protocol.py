@@ -1,8 +1,7 @@
 """The protocol between two workers: frames over one stream socket.
 
-The worker of higher rank connects. Its first frame is a HELLO with its rank and the token that the workers have agreed on; a
-connection that begins otherwise is closed. After that both sides send frames in any order. A frame is a header (``HEADER``)
-and a body of ``length`` bytes:
+The worker of higher rank connects, and both greet each other (``greeting``). After that both sides send frames in any order.
+A frame is a header (``HEADER``) and a body of ``length`` bytes:
 
 | kind | says | offset | size | body |
 |---|---|---|---|---|
@@ -14,7 +13,6 @@ and a body of ``length`` bytes:
 | GOT, DROP | a vote on an exchange (``votes``) | - | - | - |
 | ASK | vote on this exchange now: no more of its message will come | - | - | - |
 | BYE | the sender leaves, and needs nothing more | - | - | - |
-| HELLO | the first frame | - | - | the token |
 
 Headers have a checksum, and so have bodies that leave the machine (CRC-32). A frame that fails it breaks the connection.
 
@@ -26,7 +24,6 @@ offer would take longer than the message. Either side closes the connection when
 
 from __future__ import annotations
 
-import socket
 import struct
 import zlib
 from typing import NamedTuple, TypeAlias
@@ -42,7 +39,6 @@ __all__ = [
     "GOT",
     "GRANT",
     "HEADER_SIZE",
-    "HELLO",
     "LARGEST_DATA",
     "LARGEST_NOTE",
     "NOTE",
@@ -54,8 +50,6 @@ __all__ = [
     "Key",
     "check_size",
     "pack",
-    "peer_of",
-    "send_hello",
     "unpack",
 ]
 
@@ -69,7 +63,7 @@ _FIELDS = struct.Struct("<HHIIqIIQQII")
 _CHECKSUM = struct.Struct("<I")
 HEADER_SIZE = _FIELDS.size + _CHECKSUM.size
 VERSION = 4
-DATA, OFFER, GRANT, NOTE, HELLO, BEAT, GOT, DROP, ASK, BYE = range(1, 11)
+DATA, OFFER, GRANT, NOTE, BEAT, GOT, DROP, ASK, BYE = range(1, 10)
 
 SMALL = 2**14
 # The largest bodies that are accepted. A note has a byte per block of a bucket.
@@ -119,19 +113,6 @@ def unpack(header: bytes | bytearray, peer: int) -> Frame:
     if length > largest:
         raise WireError(f"worker {peer} sent a frame of kind {kind} with a body of {length} bytes, where {largest} are allowed")
     return Frame(kind, length, epoch, tuple(key), offset, size, age, checksum)
-
-
-def send_hello(stream: socket.socket, rank: int, token: bytes) -> None:
-    """Sends the first frame of a worker that has connected."""
-    stream.sendall(pack(HELLO, (rank, 0, 0), len(token)) + token)
-
-
-def peer_of(hello: bytes, token: bytes) -> int | None:
-    """The rank in a HELLO with its body; None if the sender is not one of these workers."""
-    if len(hello) != HEADER_SIZE + len(token):
-        return None
-    kind, version, _, _, peer, *_ = _FIELDS.unpack_from(hello)
-    return peer if (kind, version) == (HELLO, VERSION) and hello[HEADER_SIZE:] == token else None
 
 
 def check_size(rank: int, peer: int, key: Key, theirs: int, ours: int) -> None:

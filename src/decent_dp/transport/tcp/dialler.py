@@ -1,0 +1,105 @@
+"""Makes connections beside the training: those that were lost, and those that were not made ahead."""
+
+from __future__ import annotations
+
+import math
+import socket
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+from decent_dp.transport.tcp.connection import LinkState
+from decent_dp.transport.tcp.framing import Framing
+from decent_dp.transport.tcp.greeting import Identity, greet
+
+__all__ = ["Dialler"]
+
+# Seconds between two tries: few at first, as the sockets of a process that is killed do not all close at once.
+_FIRST, _LAST = 0.02, 0.5
+
+
+class Dialler:
+    """Dials in threads of their own. All else is for the reactor's thread.
+
+    The worker of higher rank makes the connection. The other one only looks whether anybody listens: if nobody does, the peer's
+    process has ended.
+
+    Args:
+        identity, secret: for the greeting.
+        dial: connects to a worker, blocking, and returns a stream socket.
+        call: runs a function in the reactor's thread.
+        timeout: seconds that a worker has to greet this one.
+    """
+
+    def __init__(
+        self,
+        framing: Framing,
+        identity: Identity,
+        secret: bytes,
+        dial: Callable[[int], socket.socket],
+        call: Callable[[Callable[[], None]], None],
+        timeout: float,
+    ) -> None:
+        self._framing, self._identity, self._secret = framing, identity, secret
+        self._dial, self._call, self._timeout = dial, call, timeout
+        # When each peer is dialled next; infinite while it is being dialled.
+        self._due: dict[int, float] = {}
+        self._pauses: dict[int, float] = {}
+
+    def want(self, peer: int) -> None:
+        """A connection is needed. It is tried until it is there, or the peer is gone."""
+        self._framing.connection(peer)
+        self._due.setdefault(peer, 0.0)
+
+    def look(self) -> float:
+        """Dials whom it is time to dial. Returns when to look again, on the monotonic clock; infinite: when something comes."""
+        for peer, due in list(self._due.items()):
+            if self._framing.connection(peer).state in (LinkState.OPEN, LinkState.GONE):
+                del self._due[peer]
+                self._pauses.pop(peer, None)
+            elif time.monotonic() >= due:
+                self._due[peer] = math.inf
+                # A thread for each, as one that cannot be reached takes long.
+                threading.Thread(target=self._try, args=(peer,), name="decent_dp-dial", daemon=True).start()
+        return min(self._due.values(), default=math.inf)
+
+    def _try(self, peer: int) -> None:
+        outcome: Callable[[], None]
+        stream = None
+        try:
+            stream = self._dial(peer)
+            if peer < self._identity.rank:
+                other = greet(stream, self._identity, self._secret, peer, self._timeout)
+                outcome = partial(self._connected, peer, stream, other.uid)
+            else:
+                stream.close()
+                outcome = partial(self._failed, peer, refused=False)
+        except (OSError, RuntimeError) as error:
+            if stream is not None:
+                stream.close()
+            outcome = partial(self._failed, peer, refused=isinstance(error.__cause__ or error, ConnectionRefusedError))
+        try:
+            self._call(outcome)
+        except RuntimeError:  # the transport was closed in the meantime
+            if stream is not None:
+                stream.close()
+
+    def _failed(self, peer: int, refused: bool) -> None:
+        connection = self._framing.connection(peer)
+        self._pauses[peer] = min(2 * self._pauses.get(peer, _FIRST / 2), _LAST)
+        self._due[peer] = time.monotonic() + self._pauses[peer]
+        if connection.state is LinkState.OPEN:
+            return
+        if refused:
+            self._framing.give_up(connection, "nobody listens at its address")
+        elif connection.state is LinkState.NEW and peer < self._identity.rank:
+            connection.enter(LinkState.BROKEN)
+
+    def _connected(self, peer: int, stream: socket.socket, uid: bytes) -> None:
+        connection = self._framing.connection(peer)
+        self._due[peer] = time.monotonic() + _LAST  # if this one is lost at once
+        if connection.state is LinkState.OPEN or connection.uid not in (b"", uid):
+            stream.close()
+        else:
+            self._framing.open(peer, stream, uid)
