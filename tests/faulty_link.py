@@ -417,7 +417,8 @@ _SMALL_FRAME = 128
 
 @dataclass(frozen=True)
 class Fault:
-    """Worker ``rank`` calls ``action(worker)`` once, at a point of a round. Actions are module-level functions, or partials.
+    """Worker ``rank`` calls ``action(worker)`` once, at a point of a round. Actions can be pickled: ``die``, ``freeze(...)``,
+    ``ask(...)``, and the test's own.
 
     Attributes:
         sent: bytes of the message that are out, with "mid message". The reactor's thread then runs the action.
@@ -481,14 +482,24 @@ def around(
 
 
 def die(worker: Any) -> None:
+    """An action."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def freeze(worker: Any, seconds: float) -> None:
+def freeze(seconds: float) -> Callable[[Any], None]:
+    """An action: the process stops, and the proxy continues it after so many seconds."""
+    return partial(_freeze, seconds=seconds)
+
+
+def ask(verb: str, *args: Any, after: float = 0.0) -> Callable[[Any], None]:
+    """An action: a method of ``Links``."""
+    return partial(_ask, verb=verb, args=args, after=after)
+
+
+def _freeze(worker: Any, seconds: float) -> None:
     worker.links.wake(os.getpid(), after=seconds)
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def ask(worker: Any, verb: str, *args: Any, after: float = 0.0) -> None:
-    """As an action: a method of ``Links``."""
+def _ask(worker: Any, verb: str, args: Sequence[Any], after: float) -> None:
     getattr(worker.links, verb)(*args, after=after)
