@@ -8,6 +8,7 @@ have moved a replica. It follows whether both ends of an edge have mixed an exch
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import signal
@@ -15,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,18 +34,20 @@ from tests.workers import Outcome, Workers, hear, say
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="network stacks and signals as on Linux")
 
-# Seconds without a sign of life after which a worker is out; a part of them makes a hole; and the default.
-DEAD_AFTER, HOLE, DEFAULT_DEAD_AFTER = 2.0, 0.3, 10.0
-# Seconds that a busy machine may add to a promise.
-SLACK = 1.0
+# Seconds without a sign of life after which a worker is out, and those after which it is a hole; in tests of silence, and else.
+DEAD_AFTER, DEFAULT_DEAD_AFTER, HOLE = 4.0, 10.0, 0.3
+# Seconds that a busy machine may add to a promise. A closed connection is seen "at once": long before silence makes a hole, and
+# a hole is made long before a worker is out.
+SLACK = 2.0
 # The round in which faults happen. Of four workers with 'base-2', (0 1) and (2 3) meet in even rounds, (0 2) and (1 3) in odd
 # ones; of six in a ring, (0 1), (2 3) and (4 5) in even rounds, (1 2), (3 4) and (5 0) in odd ones.
 ROUND = 20
 # Rounds at the end whose exchanges may not be settled when training ends.
 UNSETTLED = 5
-# Elements that are recorded: enough to tell exchanges apart.
+# Numbers that are recorded of a replica: enough to tell exchanges apart.
 RECORDED = 16
 LR, EXACT = 0.1, 1e-10
+TOLERATES = hasattr(decent_dp, "Tolerate")
 
 
 # -- the workers -----------------------------------------------------------------------------------------------------------
@@ -80,8 +82,14 @@ def gradient(rank: int, t: int, dimension: int) -> np.ndarray:
     return np.random.default_rng([rank, t]).standard_normal(dimension)
 
 
+@functools.cache
+def projection(dimension: int) -> np.ndarray:
+    """What is recorded of a replica. It is linear, so that exchanges add up as in the replica, and sees every element."""
+    return np.random.default_rng(0).standard_normal((RECORDED, dimension)) / math.sqrt(dimension)
+
+
 def record(plan: Plan) -> np.ndarray:
-    """For each worker and update: when it ended, and the first elements of the replica when its exchange was started."""
+    """For each worker and update: when it ended, and the projection of the replica when its exchange was started."""
     return np.memmap(plan.file, np.float64, "r+", shape=(plan.n, plan.steps, 1 + RECORDED))
 
 
@@ -94,7 +102,7 @@ def train_worker(rank: int, n: int, plan: Plan, links: RemoteLinks) -> Report:
     rows, gone = record(plan)[rank], set[int]()
 
     def note_values(engine: Any, *_: Any) -> None:
-        rows[engine.round, 1:] = model.x.detach()[:RECORDED].numpy()
+        rows[engine.round, 1:] = projection(plan.dimension) @ model.x.detach().numpy()
 
     inject(SimpleNamespace(rank=rank, links=links, model=model), plan.faults)
     around(Engine, "start", before=note_values)  # before any fault at this point
@@ -117,7 +125,7 @@ def train_worker(rank: int, n: int, plan: Plan, links: RemoteLinks) -> Report:
     say(f"trained {rank}")
     for other in plan.survivors:
         with contextlib.suppress(RuntimeError):  # it has failed, which its own outcome tells
-            hear(f"trained {other}", 30)
+            hear(f"trained {other}", 15)
     return report
 
 
@@ -128,7 +136,7 @@ class Run:
     """The end of a run, and its record.
 
     Attributes:
-        sent: the replica of each worker at the start of each exchange, (n, steps, elements); NaN where there was none.
+        sent: the projection of each replica at the start of each exchange, (n, steps, numbers); NaN where there was none.
         ended: when each update of each worker ended, or failed, (n, steps).
         moved: how far mixing alone has moved the replicas in ``sent``.
     """
@@ -137,8 +145,9 @@ class Run:
         self.plan, self.outcomes = plan, outcomes
         rows = np.array(record(plan))
         self.ended, self.sent = rows[..., 0], rows[..., 1:]
-        gradients = [[gradient(rank, t, plan.dimension)[:RECORDED] for t in range(plan.steps)] for rank in range(plan.n)]
-        self.moved = self.sent - 1.0 + LR * np.cumsum(gradients, axis=1)
+        project, shape = projection(plan.dimension), (plan.n, plan.steps, RECORDED)
+        gradients = [project @ gradient(rank, t, plan.dimension) for rank in range(plan.n) for t in range(plan.steps)]
+        self.moved = self.sent - project.sum(1) + LR * np.cumsum(np.reshape(gradients, shape), axis=1)
         self.topologies = [TopologyReg.registry[plan.topology](1, world_size=plan.n, rank=rank) for rank in range(plan.n)]
         self.ledgers = {rank: self.ledger(rank) for rank in plan.survivors}
 
@@ -252,13 +261,13 @@ def train(workers: Workers, tmp_path: Path) -> Callable[..., Run]:
         n: int,
         *faults: Fault,
         survivors: Sequence[int] | None = None,
-        dead_after: float | None = DEAD_AFTER,
+        dead_after: float | None = DEFAULT_DEAD_AFTER,
         topology: str = "base-2",
         steps: int = 60,
         pace: float = 0.01,
         dimension: int = 64,
     ) -> Run:
-        if dead_after is not None and not hasattr(decent_dp, "Tolerate"):
+        if dead_after is not None and not TOLERATES:
             pytest.skip("faults are not tolerated yet")
         survivors = range(n) if survivors is None else survivors
         tolerate = None if dead_after is None else {"dead_after": dead_after}
@@ -295,7 +304,7 @@ def simulated(tmp_path: Path, *, skips: Any = (), late: Any = (), spoils: Any = 
         for _, rank, difference in [entry for entry in pending if entry[0] == t]:
             x[rank] += difference
         x -= LR * np.stack([gradient(rank, t, RECORDED) for rank in range(n)])
-        rows[:, t] = np.hstack([np.full((n, 1), 0.01 * t), x])
+        rows[:, t] = np.hstack([np.full((n, 1), 0.01 * t), x @ projection(RECORDED).T])
         if dies is not None and t > dies:
             rows[3, t] = math.nan
         for rank in range(n):
@@ -348,10 +357,14 @@ def check_error(run: Run, victim: int, neighbours: Sequence[int], seconds: float
 def test_without_tolerance_a_killed_worker_is_named(train, where):
     run = train(4, Fault(3, ROUND, where, die), survivors=(), dead_after=None)
     assert run.outcomes[3].exitcode == -signal.SIGKILL
+    if where != "mid message":  # which is in another thread
+        assert np.isnan(run.ended[3, ROUND]) == ("start" in where)
+    assert np.isnan(run.sent[3, ROUND + 1]).all()
     check_error(run, 3, [1, 2], 0.0)
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not TOLERATES, reason="silence is not noticed yet")
 def test_without_tolerance_a_frozen_worker_is_named(train):
     frozen = Fault(3, ROUND, "after start", freeze(2 * DEFAULT_DEAD_AFTER))
     run = train(4, frozen, survivors=(), dead_after=None)
@@ -359,6 +372,7 @@ def test_without_tolerance_a_frozen_worker_is_named(train):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not TOLERATES, reason="silence is not noticed yet")
 def test_without_tolerance_a_worker_that_cannot_be_heard_is_named(train):
     """It is alive, and so is the connection: only silence tells."""
     cut_off = Fault(3, ROUND, "before start", ask("partition", [3], [0, 1, 2]))
@@ -396,7 +410,7 @@ def jump(worker: Any, seconds: float) -> None:
 @WITH_AND_WITHOUT
 @pytest.mark.parametrize("seconds", [3600.0, -3600.0])
 def test_clocks_may_jump(train, dead_after, seconds):
-    faults = [Fault(rank, ROUND + rank, "before start", partial(jump, seconds=seconds)) for rank in (1, 2)]
+    faults = [Fault(rank, ROUND + rank, "before start", functools.partial(jump, seconds=seconds)) for rank in (1, 2)]
     check_undisturbed(train(4, *faults, steps=150, pace=0.02, dead_after=dead_after), SLACK)
 
 
@@ -450,7 +464,7 @@ def test_two_deaths_cut_a_ring(train):
     """The survivors are planned anew: workers 1 and 2 mix with 4 and 5 again."""
     faults = [Fault(rank, ROUND, "after start", die) for rank in (0, 3)]
     run = train(6, *faults, survivors=(1, 2, 4, 5), topology="ring", steps=300, pace=0.02)
-    run.check(2.0 + SLACK)
+    run.check()
     across = [q for a, b in itertools.product((1, 2), (4, 5)) for q in run.rounds_mixed(a, b)]
     assert across
     assert run.ended[1, min(across)] - run.ended[1, ROUND] < 2.0 + SLACK
@@ -463,7 +477,7 @@ def test_two_deaths_cut_a_ring(train):
 def test_a_long_freeze_makes_a_hole_and_then_an_end(train):
     """What the worker had sent, and what it sends when it wakes, is not mixed."""
     frozen = Fault(3, ROUND, "after start", freeze(2 * DEAD_AFTER))
-    run = train(4, frozen, survivors=(0, 1, 2), steps=400, pace=0.02)
+    run = train(4, frozen, survivors=(0, 1, 2), dead_after=DEAD_AFTER, steps=500, pace=0.02)
     run.check(HOLE * DEAD_AFTER + SLACK)
     run.check_holes(1, 2)
     for rank in (1, 2):
@@ -475,7 +489,7 @@ def test_a_long_freeze_makes_a_hole_and_then_an_end(train):
 def test_a_partition_makes_holes_and_heals(train):
     cut_off = Fault(0, ROUND, "before start", ask("partition", [0, 1], [2, 3]))
     healed = Fault(0, ROUND, "before start", ask("heal", after=2 * HOLE * DEAD_AFTER))
-    run = train(4, cut_off, healed, steps=250, pace=0.02)
+    run = train(4, cut_off, healed, dead_after=DEAD_AFTER, steps=350, pace=0.02)
     run.check(HOLE * DEAD_AFTER + SLACK)
     run.check_holes(0, 1, 2, 3)
     for a, b in ((0, 2), (1, 3)):
@@ -487,7 +501,8 @@ def test_a_partition_makes_holes_and_heals(train):
 
 @pytest.mark.slow
 def test_a_partition_that_lasts_leaves_two_halves_that_train(train):
-    run = train(4, Fault(0, ROUND, "before start", ask("partition", [0, 1], [2, 3])), steps=200, pace=0.02)
+    cut_off = Fault(0, ROUND, "before start", ask("partition", [0, 1], [2, 3]))
+    run = train(4, cut_off, dead_after=DEAD_AFTER, steps=400, pace=0.02)
     run.check(HOLE * DEAD_AFTER + SLACK)
     for a, b in ((0, 1), (2, 3)):
         assert max(run.rounds_mixed(a, b)) > run.plan.steps - UNSETTLED
@@ -495,8 +510,9 @@ def test_a_partition_that_lasts_leaves_two_halves_that_train(train):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ends", [(0, 1), (1, 0)], ids=str)
-def test_a_link_that_passes_one_direction_only(train, ends):
-    run = train(4, Fault(0, ROUND, "before start", ask("blackhole", *ends)), steps=200, pace=0.02)
+@pytest.mark.parametrize("where", ["before start", "mid message"])
+def test_a_link_that_passes_one_direction_only(train, where, ends):
+    run = train(4, Fault(0, ROUND, where, ask("blackhole", *ends)), dead_after=DEAD_AFTER, steps=300, pace=0.02)
     run.check(HOLE * DEAD_AFTER + SLACK)
     run.check_holes(0, 1)
     assert max(run.rounds_mixed(0, 1), default=0) <= ROUND
@@ -515,7 +531,8 @@ def check_edge_is_back(run: Run, a: int, b: int, waits: float) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ends", [(0, 1), (1, 0)], ids=str)
 def test_a_half_open_connection_is_made_anew(train, ends):
-    run = train(4, Fault(0, ROUND, "before start", ask("half_open", *ends)), steps=250, pace=0.02)
+    half_open = Fault(0, ROUND, "before start", ask("half_open", *ends))
+    run = train(4, half_open, dead_after=DEAD_AFTER, steps=300, pace=0.02)
     check_edge_is_back(run, 0, 1, HOLE * DEAD_AFTER + SLACK)
 
 
@@ -528,10 +545,10 @@ def test_a_connection_that_breaks_is_made_anew(train, where):
 
 @pytest.mark.parametrize(("start", "dimension"), [(60, 64), *map(slow, (0, 10, 45, 300, 20_000), (64, 64, 64, 64, 5000))])
 def test_a_corrupted_frame_is_never_mixed(train, start, dimension):
-    """A bit of one byte that is sent from the round on: of a header, a message or what a frame ends with."""
-    spoilt = Fault(0, ROUND, "before start", ask("flip", 0, 1, start, start + 1))
+    """A bit in each of eight bytes that are sent from the round on: of a header, a message or what a frame ends with."""
+    spoilt = Fault(0, ROUND, "before start", ask("flip", 0, 1, start, start + 8))
     run = train(4, spoilt, steps=100, pace=0.02, dimension=dimension)
-    check_edge_is_back(run, 0, 1, HOLE * DEAD_AFTER + SLACK)
+    check_edge_is_back(run, 0, 1, SLACK)
 
 
 # -- values ----------------------------------------------------------------------------------------------------------------
