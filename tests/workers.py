@@ -116,9 +116,9 @@ def say(what: str) -> None:
     _store().set(f"said/{what}", "")
 
 
-def hear(what: str) -> None:
+def hear(what: str, seconds: float = 150) -> None:
     """Waits until a worker of this launch has said so."""
-    _store().wait([f"said/{what}"], timedelta(seconds=150))
+    _store().wait([f"said/{what}"], timedelta(seconds=seconds))
 
 
 def _store() -> Any:
