@@ -47,7 +47,6 @@ UNSETTLED = 5
 # Numbers that are recorded of a replica: enough to tell exchanges apart.
 RECORDED = 16
 LR, EXACT = 0.1, 1e-10
-TOLERATES = hasattr(decent_dp, "Tolerate")
 
 
 # -- the workers -----------------------------------------------------------------------------------------------------------
@@ -89,8 +88,8 @@ def projection(dimension: int) -> np.ndarray:
 
 
 def record(plan: Plan) -> np.ndarray:
-    """For each worker and update: when it ended, and the projection of the replica when its exchange was started."""
-    return np.memmap(plan.file, np.float64, "r+", shape=(plan.n, plan.steps, 1 + RECORDED))
+    """For each worker and update: when it ended, its round, and the projection of the replica when its exchange was started."""
+    return np.memmap(plan.file, np.float64, "r+", shape=(plan.n, plan.steps, 2 + RECORDED))
 
 
 def train_worker(rank: int, n: int, plan: Plan, links: RemoteLinks) -> Report:
@@ -99,10 +98,11 @@ def train_worker(rank: int, n: int, plan: Plan, links: RemoteLinks) -> Report:
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     tolerance = {} if plan.tolerate is None else {"faults": decent_dp.Tolerate(**plan.tolerate)}
     replica = decent_dp.gossip(model, optimizer, topology=plan.topology, **tolerance)
-    rows, gone = record(plan)[rank], set[int]()
+    rows, gone, t = record(plan)[rank], set[int](), 0
 
     def note_values(engine: Any, *_: Any) -> None:
-        rows[engine.round, 1:] = projection(plan.dimension) @ model.x.detach().numpy()
+        rows[t, 1] = engine.round
+        rows[t, 2:] = projection(plan.dimension) @ model.x.detach().numpy()
 
     inject(SimpleNamespace(rank=rank, links=links, model=model), plan.faults)
     around(Engine, "start", before=note_values)  # before any fault at this point
@@ -136,7 +136,7 @@ class Run:
     """The end of a run, and its record.
 
     Attributes:
-        sent: the projection of each replica at the start of each exchange, (n, steps, numbers); NaN where there was none.
+        sent: the projection of each replica in each update, when its exchange was started, (n, steps, numbers); else NaN.
         ended: when each update of each worker ended, or failed, (n, steps).
         moved: how far mixing alone has moved the replicas in ``sent``.
     """
@@ -144,7 +144,9 @@ class Run:
     def __init__(self, plan: Plan, outcomes: list[Outcome]) -> None:
         self.plan, self.outcomes = plan, outcomes
         rows = np.array(record(plan))
-        self.ended, self.sent = rows[..., 0], rows[..., 1:]
+        self.ended, self.sent = rows[..., 0], rows[..., 2:]
+        # By worker: the update of each round. A worker that was silent goes on in the round of the others.
+        self.updates = [{int(q): t for t, q in enumerate(own) if q >= 0} for own in rows[..., 1]]
         project, shape = projection(plan.dimension), (plan.n, plan.steps, RECORDED)
         gradients = [project @ gradient(rank, t, plan.dimension) for rank in range(plan.n) for t in range(plan.steps)]
         self.moved = self.sent - project.sum(1) + LR * np.cumsum(np.reshape(gradients, shape), axis=1)
@@ -167,8 +169,8 @@ class Run:
             step = self.moved[rank, t] - self.moved[rank, t - 1]
             if np.isnan(step).any():  # it has died, and another test says whether it should have
                 break
-            recent = self._exchanges(rank, t - 1, t)
-            late = self._exchanges(rank, 0, t - 1) if not any(_equal(step, value) for _, value in [*recent, NOTHING]) else []
+            recent = self._exchanges(rank, [t - 1])
+            late = self._exchanges(rank, range(t - 1)) if not any(_equal(step, value) for _, value in [*recent, NOTHING]) else []
             for (first, a), (second, b) in itertools.product([NOTHING, *recent], [NOTHING, *late]):
                 if _equal(step, a + b):
                     mixed = {key for key in (first, second) if key is not None}
@@ -179,13 +181,14 @@ class Run:
                 raise AssertionError(f"in update {t} worker {rank} was moved by something that nobody has sent: {step}")
         return found
 
-    def _exchanges(self, rank: int, first: int, stop: int) -> list[tuple[Any, np.ndarray]]:
-        """What the exchanges of these rounds would add, whatever the topology: after a fault it may have been planned anew."""
+    def _exchanges(self, rank: int, updates: Sequence[int]) -> list[tuple[Any, np.ndarray]]:
+        """What the exchanges of these updates would add, whatever the topology: after a fault it may have been planned anew."""
         return [
-            ((peer, q), weight * (self.sent[peer, q] - self.sent[rank, q]))
-            for q in range(first, stop)
+            ((peer, q), weight * (self.sent[peer, self.updates[peer][q]] - self.sent[rank, t]))
+            for q, t in self.updates[rank].items()
+            if t in updates
             for peer in range(self.plan.n)
-            if peer != rank
+            if peer != rank and q in self.updates[peer]
             for weight in (1 / 2, 1 / 3, 2 / 3)
         ]
 
@@ -267,12 +270,10 @@ def train(workers: Workers, tmp_path: Path) -> Callable[..., Run]:
         pace: float = 0.01,
         dimension: int = 64,
     ) -> Run:
-        if dead_after is not None and not TOLERATES:
-            pytest.skip("faults are not tolerated yet")
         survivors = range(n) if survivors is None else survivors
         tolerate = None if dead_after is None else {"dead_after": dead_after}
         plan = Plan(n, faults, tuple(survivors), topology, steps, pace, dimension, tolerate, tmp_path / "record")
-        np.full((n, steps, 1 + RECORDED), math.nan).tofile(plan.file)
+        np.full((n, steps, 2 + RECORDED), math.nan).tofile(plan.file)
         with FaultyLinks(n) as links:
             outcomes = workers.outcomes(n, train_worker, plan, links.remote)
         return Run(plan, outcomes)
@@ -296,7 +297,7 @@ def simulated(tmp_path: Path, *, skips: Any = (), late: Any = (), spoils: Any = 
     steps, n, survivors = 40, 4, (0, 1, 2, 3) if dies is None else (0, 1, 2)
     faults = () if dies is None else (Fault(3, dies, "after start", die),)
     plan = Plan(n, faults, survivors, "base-2", steps, 0.01, RECORDED, None, tmp_path / "record")
-    np.full((n, steps, 1 + RECORDED), math.nan).tofile(plan.file)
+    np.full((n, steps, 2 + RECORDED), math.nan).tofile(plan.file)
     rows, x, missing = record(plan), np.ones((n, RECORDED)), dict.fromkeys(range(n), 0)
     topologies = [TopologyReg.registry["base-2"](1, world_size=n, rank=rank) for rank in range(n)]
     pending: list[tuple[int, int, np.ndarray]] = []
@@ -304,7 +305,7 @@ def simulated(tmp_path: Path, *, skips: Any = (), late: Any = (), spoils: Any = 
         for _, rank, difference in [entry for entry in pending if entry[0] == t]:
             x[rank] += difference
         x -= LR * np.stack([gradient(rank, t, RECORDED) for rank in range(n)])
-        rows[:, t] = np.hstack([np.full((n, 1), 0.01 * t), x @ projection(RECORDED).T])
+        rows[:, t] = np.hstack([np.full((n, 1), 0.01 * t), np.full((n, 1), t), x @ projection(RECORDED).T])
         if dies is not None and t > dies:
             rows[3, t] = math.nan
         for rank in range(n):
@@ -364,7 +365,6 @@ def test_without_tolerance_a_killed_worker_is_named(train, where):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not TOLERATES, reason="silence is not noticed yet")
 def test_without_tolerance_a_frozen_worker_is_named(train):
     frozen = Fault(3, ROUND, "after start", freeze(2 * DEFAULT_DEAD_AFTER))
     run = train(4, frozen, survivors=(), dead_after=None)
@@ -372,7 +372,6 @@ def test_without_tolerance_a_frozen_worker_is_named(train):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not TOLERATES, reason="silence is not noticed yet")
 def test_without_tolerance_a_worker_that_cannot_be_heard_is_named(train):
     """It is alive, and so is the connection: only silence tells."""
     cut_off = Fault(3, ROUND, "before start", ask("partition", [3], [0, 1, 2]))

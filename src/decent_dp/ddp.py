@@ -26,7 +26,7 @@ from decent_dp.arguments import (
 from decent_dp.backward.replica import BackwardReplica
 from decent_dp.backward.units import DeferredList
 from decent_dp.compression import check_compression
-from decent_dp.faults import Tolerate, check_faults
+from decent_dp.faults import Roster, Tolerate, check_faults
 from decent_dp.replica.construction import Arguments, connect_replicas
 from decent_dp.replica.module_hooks import insert_module
 from decent_dp.replica.registry import find_superseded
@@ -346,6 +346,11 @@ class DecentralizedDataParallel(nn.Module):
         """Context manager in which every replica is the mean of all, for evaluation. Called by all workers."""
         with self.replica.averaged():
             yield
+
+    @property
+    def roster(self) -> Roster:
+        """Who takes part, and who is left out."""
+        return self.replica.roster
 
     def consensus_distance(self) -> float:
         """Returns the root mean square, over workers, of the replicas' L2 distance to their mean. Called by all workers.

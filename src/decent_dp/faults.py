@@ -8,7 +8,7 @@ from typing import Any
 
 from decent_dp._checks import check_choice, check_integer, check_number
 
-__all__ = ["Tolerate", "check_faults", "default_dead_after"]
+__all__ = ["Roster", "Tolerate", "check_faults", "default_dead_after"]
 
 # Seconds without a sign of life after which a worker is an error, in runs without ``faults``.
 _DEAD_AFTER = "DECENT_DP_DEAD_AFTER"
@@ -47,6 +47,25 @@ class Tolerate:
     def signature(self) -> dict[str, Any]:
         """The settings, as JSON."""
         return {key: float(value) if isinstance(value, float) else value for key, value in asdict(self).items()}
+
+
+@dataclass(frozen=True)
+class Roster:
+    """Who takes part, as far as this worker knows.
+
+    Attributes:
+        epoch: counted up when the members change; always 0 so far.
+        seat: this worker's position in the topology.
+        size: the number of positions.
+        members: the ranks of the workers by seat.
+        holes: the seats whose exchanges with this worker are left out at present, because they are gone or silent.
+    """
+
+    epoch: int
+    seat: int
+    size: int
+    members: tuple[int, ...]
+    holes: tuple[int, ...]
 
 
 def check_faults(faults: object) -> Tolerate | None:

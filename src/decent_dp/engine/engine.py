@@ -353,6 +353,7 @@ class Engine:
                 if Topology.mixes(bucket.topology, self.round):
                     edge = bucket.topology.get_edge(self.round)
                     self._neighbours.skip(edge, ExchangeId(self.round, bucket.number))
+                    self.holes += len(edge.ranks) > 1
             self.round += 1
 
     def _round_of_others(self, neighbours: Neighbours) -> int:

@@ -27,6 +27,7 @@ from decent_dp.arguments import FLOAT_DTYPES
 from decent_dp.compression import all_finite, check_compression
 from decent_dp.engine import Bucket, Edit, Engine
 from decent_dp.errors import NonFiniteError
+from decent_dp.faults import Roster
 from decent_dp.replica.averages import average_, squared_distance
 from decent_dp.replica.company import Company
 from decent_dp.replica.consistency import check_same_round
@@ -256,6 +257,12 @@ class Replica(ABC):
         while self._flags:
             self._flags.popleft().wait()
         return bool(flag.item() > 0)
+
+    @property
+    def roster(self) -> Roster:
+        """Who takes part, and who is left out."""
+        n, holes = self.transport.world_size, [] if self._company is None else self._company.neighbours.silent()
+        return Roster(0, self.transport.rank, n, tuple(range(n)), tuple(holes))
 
     def stats(self) -> Stats:
         """Counters of this worker, cheap enough to read at every step."""

@@ -75,7 +75,7 @@ class Dialler:
             else:
                 stream.close()
                 outcome = partial(self._failed, peer, refused=False)
-        except (OSError, RuntimeError) as error:
+        except Exception as error:  # also of a store that answers nonsense: it is tried again
             if stream is not None:
                 stream.close()
             outcome = partial(self._failed, peer, refused=isinstance(error.__cause__ or error, ConnectionRefusedError))

@@ -22,6 +22,8 @@ __all__ = ["SILENT", "TcpNeighbours", "silence"]
 
 # The part of ``dead_after`` after which the edges of a silent worker are holes.
 SILENT = 0.3
+# Seconds for which an exchange waits for a lost connection to be made again.
+_MENDED = 0.25
 
 
 class TcpNeighbours(Neighbours):
@@ -93,6 +95,8 @@ class TcpNeighbours(Neighbours):
         connection = self._framing.connections.get(peer)
         if connection is None or connection.state is LinkState.NEW:
             return since + self._dead_after - time.monotonic()
+        if connection.state is LinkState.BROKEN:
+            return connection.since + min(_MENDED, SILENT * self._dead_after) - time.monotonic()
         if connection.unheard >= SILENT * self._dead_after:
             return 0.0  # the peer makes a hole, and may not be able to say so
         return SILENT * self._dead_after - silence(connection)
