@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest $(PARALLEL)
 OLDEST_PYTHON ?= python3.10
 NEWEST_PYTHON ?= python3.13
 
-.PHONY: help test test-all slow breakages compat compat-pythons compat-oldest compat-newest lint types suite demo accuracy wires learning workbench figures bench-net bench-net-long bench-net-nodes bench-gossip bench-time-to-loss bench-optim bench-overhead bench-plan bench-checkpoint examples slurm trace gpu docs dist clean
+.PHONY: help test test-all slow breakages compat compat-pythons compat-oldest compat-newest lint types suite demo accuracy wires learning workbench holes figures bench-net bench-net-long bench-net-nodes bench-gossip bench-time-to-loss bench-optim bench-overhead bench-plan bench-checkpoint examples slurm trace gpu docs dist clean
 
 help:  ## lists the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -81,6 +81,9 @@ examples: $(VENV)/.installed  ## the short examples with 4 workers, and DDP besi
 
 workbench: $(VENV)/.installed  ## topologies, simulated learning and predicted steps: tables, plots and JSON under docs/results/
 	$(BIN)/python -m benchmarks.workbench
+
+holes: $(VENV)/.installed  ## what workers that die cost the others (90 seconds): tables, plot and JSON under docs/results/
+	$(BIN)/python -m benchmarks.holes
 
 figures: $(VENV)/.installed  ## the figures of how-it-works.md, under docs/figures/, and the table of steps of the README
 	$(BIN)/python -m benchmarks.figures

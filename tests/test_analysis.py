@@ -26,7 +26,15 @@ from decent_dp.topo import (
     TopologyReg,
     make_topology,
 )
-from decent_dp.topo.analysis import Analysis, all_rounds, analyse, consensus_error, is_doubly_stochastic, mixing_matrix
+from decent_dp.topo.analysis import (
+    Analysis,
+    all_rounds,
+    analyse,
+    consensus_error,
+    is_doubly_stochastic,
+    mixing_matrix,
+    without,
+)
 from decent_dp.transport.tcp.reduction_tree import find_place
 
 NAMES = ["complete", "ring", "one-peer-exp", "alternating-exp-ring", "base-2", "random-matching", "hierarchical"]
@@ -486,4 +494,63 @@ def test_takes_a_topology_and_scales_with_the_payload():
     )
     assert (many.sent_by_worker, many.sent_by_node, many.fan_in) == pytest.approx(
         (8 * one.sent_by_worker, 8 * one.sent_by_node, 8 * one.fan_in)
+    )
+
+
+# -- without some workers --------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.sampled_from(["base-2", "ring", "random-matching", "every", "graph"]), st.integers(2, 12), st.data(), st.integers(0, 40)
+)
+def test_survivors_mix_as_the_matrices_without_the_edges_of_the_dead(name: str, n: int, data: st.DataObject, t: int) -> None:
+    gone = data.draw(st.sets(st.integers(0, n - 1), max_size=n - 1))
+    whole = graph(nx.path_graph(n)) if name == "graph" else made("ring", n).every(3) if name == "every" else made(name, n)
+    left = without(whole, gone)
+    assert left.survivors == [rank for rank in range(n) if rank not in gone]
+    assert (left.world_size, left.period) == (n - len(gone), whole.period)
+    expected = np.eye(n)
+    for edge in whole.round(t):
+        if len(edge.ranks) == 2 and not gone & set(edge.ranks):
+            i, j = edge.ranks
+            expected[[i, j], [i, j]], expected[[i, j], [j, i]] = edge.weight, 1 - edge.weight
+    np.testing.assert_array_equal(left.mixing_matrix(t), expected[np.ix_(left.survivors, left.survivors)])
+    assert is_doubly_stochastic(left.mixing_matrix(t))
+
+
+def test_how_fast_survivors_come_together() -> None:
+    """The long-run factor per round: with one dead of a power of two it is one half, and 1 where a ring falls apart."""
+    for n in (8, 16, 32):
+        for name in ("base-2", "one-peer-exp"):
+            assert analyse(without(made(name, n), [])).exact
+            for dead in range(n):
+                assert analyse(without(made(name, n), [dead])).rate == pytest.approx(0.5, abs=1e-9)
+    two = [analyse(without(made("base-2", 8), [0, other])) for other in range(1, 8)]
+    assert (min(f.rate for f in two), max(f.rate for f in two)) == pytest.approx((2 ** (-2 / 3), 2 ** (-1 / 3)))
+    # A ring of m survivors in a line: twice cut is in two parts, next to each other in one.
+    ring = made("ring", 16)
+    rates = {gone: analyse(without(ring, gone)).rate for gone in ((), (3,), (3, 4), (3, 5), (0, 8))}
+    assert {gone: round(rate, 3) for gone, rate in rates.items()} == {
+        (): 0.924, (3,): 0.978, (3, 4): 0.975, (3, 5): 1.0, (0, 8): 1.0,
+    }  # fmt: skip
+    # 1 - gap is the norm of one period, which a chain of averages reaches only later.
+    assert analyse(without(made("base-2", 16), [3])).spectral_gap == pytest.approx(1 - 0.25)
+
+
+def test_without_refuses_what_cannot_be() -> None:
+    with pytest.raises(ValueError, match=r"without needs a topology of pairs.* groups of 6: use 'base-2'"):
+        without(made("complete", 6), [1])
+    with pytest.raises(ValueError, match="rank 6 is out of range; the ranks of the 6 workers are 0 to 5"):
+        without(made("ring", 6), [2, 6])
+    with pytest.raises(ValueError, match="all 2 workers are gone"):
+        without(made("ring", 2), [0, 1])
+    with pytest.raises(TypeError, match="without takes a Topology, got 'ring'"):
+        without("ring", [0])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="a rank must be"):
+        without(made("ring", 6), [-1])
+    left = without(made("ring", 6), [4, 1])
+    assert (str(left).splitlines()[0], repr(left)) == (
+        "RingTopology without 1, 4: 4 workers, 2 rounds per period",
+        "without(RingTopology(1, world_size=6, rank=0), [1, 4])",
     )

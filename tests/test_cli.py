@@ -176,6 +176,18 @@ def test_one_after_another(cli: Cli) -> None:
     assert "complete:2,ring: 4 workers" in cli("topology show complete:2,ring -n 4")
 
 
+def test_show_without_the_dead(cli: Cli) -> None:
+    found = cli.json("topology show base-2 -n 16 --dead 5,3")
+    assert found["survivors"] == {"dead": [3, 5], "rate": pytest.approx(0.5**0.5), "exact": False, "rounds_to_epsilon": 19}
+    assert {**found, "survivors": None} == {**cli.json("topology show base-2 -n 16"), "survivors": None}
+    text = " ".join(cli("topology show base-2 -n 16 --dead 3,5").split())
+    assert "without 3, 5 the 14 others: consensus error times 0.707 per round, in the long run; 0.001 after 19 rounds" in text
+    assert "without 3, 8 cut: the 14 others are in parts that never mix" in " ".join(
+        cli("topology show ring -n 16 --dead 3,8").split()
+    )
+    assert "one worker trains alone" in cli("topology show ring -n 2 --dead 0")
+
+
 @pytest.mark.slow
 def test_many_rounds_and_large_groups_are_shortened(cli: Cli) -> None:
     text = cli("topology show base-2 -n 1023")
@@ -373,6 +385,10 @@ BAD = {
     "topology show ring -n 4 --plot /nowhere/a.png": "give a file in a folder that exists",
     "topology show ring -n 4 --plot a.doc": ".png",
     "topology list -l 4": "say with -n",
+    "topology show ring -n 4 --dead two": "write numbers of workers, 0 to 3, such as 0,3",
+    "topology show ring -n 4 --dead 2,4": "has a number that is none of the -n 4 workers",
+    "topology show ring -n 2 --dead 0,1": "leaves none of the -n 2 workers",
+    "topology show complete -n 4 --dead 1": "--dead needs a topology of pairs",
     "topology list -n 0": "Invalid value for '-n'",
     "topology compare -n 0": "Invalid value for '-n'",
     "topology compaer -n 4": "Did you mean 'compare'?",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import workbench
+from benchmarks import holes, workbench
 from decent_dp.topo import make_topology
 from tests.test_topo_finite import product
 
@@ -35,6 +35,7 @@ def again(name: str, out: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any
     ("page", "tables"),
     [
         ("which-topology.md", ["docs/results/topologies.md", "docs/results/uneven-data.md", "benchmarks/results/3x2-100.md"]),
+        ("simulate.md", ["docs/results/holes.md", "docs/results/holes-learning.md"]),
         ("scaling.md", ["docs/results/step-times.md", "docs/results/workers.md", "benchmarks/results/plan.md"]),
     ],
 )
@@ -58,6 +59,35 @@ def test_figures_of_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         if topology.period is not None:
             n = line["workers"]
             assert line["exact"] == (abs(product(topology) - 1 / n).max() < 1e-12)
+
+
+def test_figures_of_holes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And that the page's sentences hold in all lines."""
+    kept = {(line["topology"], line["workers"], line["dead"]): line for line in committed("holes")["lines"]}
+    monkeypatch.setattr(holes, "ROUNDS", [("base-2", 12), ("ring", 16)])
+    monkeypatch.setattr(holes, "DEAD", (0, 1, 2))
+    holes.holes(tmp_path, [])
+    for line in json.loads((tmp_path / "holes.json").read_text())["lines"]:
+        for key, value in kept[line["topology"], line["workers"], line["dead"]].items():
+            assert line[key] == (value if isinstance(value, str) else pytest.approx(value, rel=1e-3)), line
+    for (name, n, dead), line in kept.items():
+        if name in ("base-2", "one-peer-exp"):
+            assert (line["worst"] == 0) == (dead == 0)
+            assert dead != 1 or n & (n - 1) or line["mean"] == line["worst"] == 0.5
+            assert dead > 2 or line["cut"] == 0
+
+
+@pytest.mark.slow
+def test_survivors_learn_as_committed() -> None:
+    """One run of the table's three; other machines round otherwise, which moves some images of 360."""
+    lines = {(line["topology"], line["alpha"], line["dead"]): line for line in committed("holes-learning")["lines"]}
+    for topology in holes.TOPOLOGIES:
+        last = holes.train(topology, None, 4, 0)[-1]
+        assert abs(last["accuracy"] - lines[topology, None, 4]["accuracy"]) < 0.02
+    for alpha in holes.ALPHAS:
+        none, four = (lines["base-2", alpha, dead] for dead in (0, 4))
+        assert none["accuracy"] - four["accuracy"] < 0.015
+        assert lines["ring", alpha, 4]["consensus_distance"] > 100 * four["consensus_distance"]
 
 
 @pytest.mark.slow

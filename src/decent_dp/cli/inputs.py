@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BadInputError",
     "as_count",
+    "as_ranks",
     "as_rate",
     "as_seconds",
     "check_workers",
@@ -120,6 +121,20 @@ def make(name: str, n: int, local: int) -> Topology:
     check_workers(n, local)
     with refusing():
         return make_topology(name, local_world_size=local, world_size=n, rank=0)
+
+
+def as_ranks(option: str, text: str, n: int) -> list[int]:
+    """Some of n workers, from '3,5'."""
+    write = f"numbers of workers, 0 to {n - 1}, such as 0,{n - 1}"
+    try:
+        ranks = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise BadInputError(f"{option} '{text}' is not understood: write {write}") from None
+    if not 0 <= ranks[0] <= ranks[-1] < n:
+        raise BadInputError(f"{option} '{text}' has a number that is none of the -n {n} workers: write {write}")
+    if len(ranks) == n:
+        raise BadInputError(f"{option} '{text}' leaves none of the -n {n} workers: leave one at least")
+    return ranks
 
 
 # -- files -----------------------------------------------------------------------------------------------------------------

@@ -17,9 +17,11 @@ from decent_dp.cli.inputs import (
     MOST_ANALYSED,
     BadInputError,
     as_count,
+    as_ranks,
     check_workers,
     in_options,
     make,
+    refusing,
     require,
     writable,
     writing,
@@ -27,7 +29,7 @@ from decent_dp.cli.inputs import (
 from decent_dp.cli.screen import figures, number, one_line, say, size, table, write_json
 
 if TYPE_CHECKING:
-    from decent_dp.topo import Edge
+    from decent_dp.topo import Edge, Topology
     from decent_dp.topo.analysis import Analysis
 
 __all__ = ["app"]
@@ -35,6 +37,7 @@ __all__ = ["app"]
 _SHOWN_ROUNDS, _SHOWN_EDGES, _SHOWN_RANKS = 12, 8, 6
 # Rounds of a plot's curve, and of a topology that does not repeat in JSON.
 _CURVE, _APERIODIC = 400, 8
+_OF_SURVIVORS = ("rate", "exact", "rounds_to_epsilon")
 
 app = typer.Typer(help="Topologies: which there are, which fit, how fast they mix and what they send.", no_args_is_help=False)
 
@@ -49,7 +52,9 @@ decent-dp topology show base-2 -n 24
 
 decent-dp topology show alternating-exp-ring -n 32 -l 8 --params 65e6
 
-decent-dp topology show complete:100,base-2 -n 6 --plot rounds.png"""
+decent-dp topology show complete:100,base-2 -n 6 --plot rounds.png
+
+decent-dp topology show base-2 -n 16 --dead 3,5"""
 _COMPARE = """[bold]Examples[/bold]
 
 decent-dp topology compare -n 24
@@ -122,6 +127,9 @@ def show(
     local: Local = 1,
     epsilon: Epsilon = 1e-3,
     params: Annotated[str | None, typer.Option(help="Float32 parameters of the model, for sizes in bytes: 65e6.")] = None,
+    dead: Annotated[
+        str | None, typer.Option(help="Workers that are gone: say how fast the others still mix.", metavar="I,J")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw a figure into this file (.png, .pdf, .svg).", metavar="FILE")] = None,
     json: Json = False,
 ) -> None:
@@ -133,6 +141,8 @@ def show(
     writable("--plot", plot, plot=True)
     check_workers(n, local, MOST_ANALYSED)
     topology = make(name, n, local)
+    gone = [] if dead is None else as_ranks("--dead", dead, n)
+    left = _survivors(topology, gone, epsilon) if gone else None
     analysis = analyse(topology, epsilon=epsilon)
     rounds = [topology.round(t) for t in range(topology.period or _APERIODIC)]
     # To the tolerance, two periods at least, and no further than a plot shows.
@@ -141,11 +151,14 @@ def show(
     try:
         if json:
             edges = [[{"ranks": edge.ranks, "weight": edge.weight} for edge in round_] for round_ in rounds]
-            write_json({**_as_json(analysis, nbytes), "name": name, "rounds": edges, "consensus_error": errors})
+            document = {**_as_json(analysis, nbytes), "name": name, "rounds": edges, "consensus_error": errors}
+            if left is not None:
+                document["survivors"] = {"dead": gone, **{key: getattr(left, key) for key in _OF_SURVIVORS}}
+            write_json(document)
         else:
             where = f" on {n // local} nodes of {local}" if local > 1 else ""
             say(f"{name}: {n} worker{'s' * (n > 1)}{where}", "", _rounds_table(rounds, analysis.period), "")
-            say(figures(_in_words(analysis, nbytes)))
+            say(figures(_in_words(analysis, nbytes) + ([] if left is None else [_left_in_words(gone, left)])))
     finally:  # also after a broken pipe
         if plot is not None:
             from decent_dp.plots import plot_topology
@@ -159,6 +172,25 @@ def show(
 
 def _check_epsilon(epsilon: float) -> None:
     require("--epsilon", epsilon, 0 < epsilon < 1, "above 0 and below 1, the error at the start")
+
+
+def _survivors(topology: Topology, gone: Sequence[int], epsilon: float) -> Analysis:
+    from decent_dp.topo.analysis import analyse, without
+    from decent_dp.topo.holes import check_pairs
+
+    with refusing():
+        check_pairs(topology, "--dead")
+    return analyse(without(topology, gone), epsilon=epsilon)
+
+
+def _left_in_words(gone: Sequence[int], left: Analysis) -> tuple[str, str]:
+    heading, others = f"without {', '.join(map(str, gone))}", f"the {left.world_size} others"
+    if left.world_size == 1:
+        return heading, "one worker trains alone"
+    if left.rate == 1:
+        return heading, f"cut: {others} are in parts that never mix"
+    reached = "" if left.rounds_to_epsilon is None else f"; {left.epsilon:g} after {left.rounds_to_epsilon:,} rounds"
+    return heading, f"{others}: consensus error times {number(left.rate)} per round, in the long run{reached}"
 
 
 def _rounds_table(rounds: Sequence[Sequence[Edge]], period: int | None) -> Table:

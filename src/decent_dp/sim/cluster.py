@@ -18,11 +18,13 @@ from decent_dp.engine import fit_rule
 from decent_dp.rules import DriftCorrection, Rule
 from decent_dp.rules.base import check_rule
 from decent_dp.sim.exchange import SpreadExchange
+from decent_dp.sim.faults import RANKS_TYPE, Faults
 from decent_dp.sim.gradients import LOSS_FN_TYPE, Gradients, StepGradients
 from decent_dp.sim.stack import Stack
 from decent_dp.sim.statistics import StatisticsExchange
 from decent_dp.sim.steppers import Shared, Stepper, make_stepper
 from decent_dp.topo import Topology, make_topology
+from decent_dp.topo.holes import check_pairs
 
 __all__ = ["VirtualCluster"]
 
@@ -120,8 +122,9 @@ class VirtualCluster:
         kind = check_compression(compression)
         narrow = any(param.itemsize < 4 for param in self._stack.params.values())
         self._rule = fit_rule(check_rule(rule), kind, self.topology, narrow=narrow)
-        self._exchange = SpreadExchange(self._stack.params, self.topology, self._rule, kind)
-        self._statistics = StatisticsExchange(self.topology, self._exchange.message_share)
+        self._faults = Faults(n)
+        self._exchange = SpreadExchange(self._stack.params, self.topology, self._rule, self._faults, kind)
+        self._statistics = StatisticsExchange(self.topology, self._exchange.message_share, self._faults)
         self._gradients = Gradients(self._stack, loss_fn or _cross_entropy, vectorize)
         self._stepper = self._make_stepper()
         self._failure: BaseException | None = None
@@ -136,7 +139,7 @@ class VirtualCluster:
             batch: the arguments of ``loss_fn`` after the model; of each tensor, (n, ...), row i is replica i's.
 
         Returns:
-            The losses, (n,), detached.
+            The losses, (n,), detached; NaN for replicas that are away.
 
         Raises:
             TypeError, ValueError: a batch is no tensor or has another leading dimension than n; the loss is not one number, or
@@ -155,14 +158,15 @@ class VirtualCluster:
                 "have taken it and others not: make a new VirtualCluster"
             ) from self._failure
         self._check_batch(batch)
-        gradients = self._gradients(batch, self._stepper.scales())
+        with self._faults.standing_still(self._stack.values()):
+            gradients = self._gradients(batch, self._stepper.scales())
         try:
             self._update(gradients)
         except BaseException as error:
             self._failure = error
             raise
         self.round += 1
-        return gradients.losses
+        return self._faults.of_present(gradients.losses)
 
     def _update(self, gradients: StepGradients) -> None:
         if self._gradients.vectorized is False and isinstance(self._stepper, Shared):
@@ -180,7 +184,7 @@ class VirtualCluster:
 
     def _make_stepper(self) -> Stepper:
         may_share = self._gradients.vectorized is not False
-        stepper = make_stepper(self._stack, *self._factories, self._scaler, self._max_norm, may_share=may_share)
+        stepper = make_stepper(self._stack, *self._factories, self._scaler, self._max_norm, self._faults, may_share=may_share)
         if isinstance(self._rule, DriftCorrection):
             states = self._exchange.states
             drifts = [states[name]["drift"] for name in self._stack.names]
@@ -213,6 +217,70 @@ class VirtualCluster:
         self._exchange.set_factor(float(factor))
         self._statistics.factor = float(factor)
 
+    # -- faults -------------------------------------------------------------------------------------------------------
+
+    def kill(self, which: RANKS_TYPE) -> None:
+        """From the next step on these replicas take no part, as if their workers had died or were frozen.
+
+        They stand still. Each of their edges is a hole: their partner sits that round out, and nobody else notices. What is in
+        flight with them, and due before they are back, is dropped at both ends. They do not count in ``mean_model`` and
+        ``consensus_distance``; the rows of a batch are still there for all, and those of the dead are not used.
+
+        Args:
+            which: a replica, or several.
+
+        Raises:
+            IndexError: there is no such replica.
+            ValueError: the topology mixes groups, or no replica would be left.
+        """
+        check_pairs(self.topology, "VirtualCluster.kill")
+        away = self._faults.away.union(self._faults.ranks(which))
+        if len(away) == self.n:
+            raise ValueError(f"kill would leave none of the {self.n} replicas: leave one at least")
+        self._faults.away = away
+
+    def revive(self, which: RANKS_TYPE) -> None:
+        """From the next step on these replicas take part again, as a worker that was frozen.
+
+        Each goes on with its parameters, buffers and optimizer's averages as they were, and with the step count and the
+        schedule of the others.
+
+        Raises:
+            IndexError: there is no such replica.
+        """
+        back = self._faults.away.intersection(self._faults.ranks(which))
+        other = self._faults.present[0]
+        for i in back:
+            self._stepper.catch_up(i, other)
+        self._faults.away = self._faults.away - back
+
+    def cut(self, a: RANKS_TYPE, b: RANKS_TYPE) -> None:
+        """From the next step on no replica of ``a`` and no replica of ``b`` reach each other; all train on.
+
+        Their edges are holes, and what is in flight between them, and due before they are healed, is dropped.
+        ``cut(range(8), range(8, 16))`` is a partition in halves, ``cut(3, 5)`` a broken link.
+
+        Raises:
+            IndexError: there is no such replica.
+            ValueError: the topology mixes groups, or a replica is on both sides.
+        """
+        check_pairs(self.topology, "VirtualCluster.cut")
+        self._faults.cut |= self._faults.pairs(a, b)
+
+    def heal(self, a: RANKS_TYPE, b: RANKS_TYPE) -> None:
+        """From the next step on the replicas of ``a`` and those of ``b`` reach each other again.
+
+        Raises:
+            IndexError: there is no such replica.
+            ValueError: a replica is on both sides.
+        """
+        self._faults.cut -= self._faults.pairs(a, b)
+
+    @property
+    def alive(self) -> list[int]:
+        """The replicas that take part."""
+        return self._faults.present
+
     # -- state and results ------------------------------------------------------------------------------------------------
 
     @property
@@ -242,7 +310,8 @@ class VirtualCluster:
 
     @property
     def steps(self) -> list[int]:
-        """Optimizer steps that each replica has taken; fewer than ``round`` where a scaler skipped one, or no gradient came."""
+        """Optimizer steps that each replica has taken; fewer than ``round`` where a scaler skipped one, no gradient came, or it
+        was away."""
         return list(self._stepper.steps)
 
     @property
@@ -265,15 +334,18 @@ class VirtualCluster:
         return self._exchange.rejected
 
     def consensus_distance(self) -> float:
-        """Root mean square over replicas of the L2 distance to their mean, over the trainable parameters."""
-        return float(self._stack.squared_distances().mean().sqrt())
+        """Root mean square over replicas of the L2 distance to their mean, over the trainable parameters.
+
+        Over ``alive``, if some are away.
+        """
+        return float(self._stack.squared_distances(self._faults.rows).mean().sqrt())
 
     def mean_model(self) -> nn.Module:
         """A new model with the mean of all floating-point parameters and buffers; other buffers are replica 0's.
 
-        The rest of it is as it was when the cluster was made.
+        Over ``alive`` and of the first of them, if some are away. The rest of it is as it was when the cluster was made.
         """
-        return self._stack.mean()
+        return self._stack.mean(self._faults.rows)
 
     def replica_model(self, i: int) -> nn.Module:
         """A new model with the values of replica i, 0 <= i < n; the rest of it is as it was when the cluster was made.

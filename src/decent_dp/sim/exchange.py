@@ -1,7 +1,8 @@
 """The exchanges of replicas in one process, and the rule's use of the received values.
 
 A replica with a NaN or an infinity, and its neighbours in that round, sit the round out, as workers do. (Lossless: with whole
-replicas. Workers leave out the buckets with such a value, which differs if a replica has several.)
+replicas. Workers leave out the buckets with such a value, which differs if a replica has several.) Holes (``Faults``) are seen
+at both ends of an exchange: an edge that is one when it starts sends nothing, and one that is when it ends mixes nothing.
 
 ``start`` and ``finish`` are those of a worker. Without compression they treat all edges of a round at once, on the stacked
 tensors; with it they use the engine's own buckets, replica by replica.
@@ -22,7 +23,9 @@ from decent_dp.engine.bucket import Bucket, InFlight
 from decent_dp.engine.layout import BucketPlan, FlatBuffer, TensorSpec, message_share, plan_buckets, plan_turns
 from decent_dp.rules import Round, Rule
 from decent_dp.rules.base import apply_rule, mixing_rate
+from decent_dp.sim.faults import Faults
 from decent_dp.topo import Edge, Topology
+from decent_dp.topo.holes import with_holes
 
 __all__ = ["CompressedExchange", "LosslessExchange", "SimulatedExchange", "SpreadExchange"]
 
@@ -33,6 +36,7 @@ class SimulatedExchange(ABC):
     Args:
         topology: the edges of each round.
         rule: the proposals, and the use of the received values.
+        faults: who takes part.
 
     Attributes:
         factor: the adaptive factor γ.
@@ -40,9 +44,10 @@ class SimulatedExchange(ABC):
         bytes_sent: by all workers. A pair sends one message per worker, a group of m sends 2 (m - 1) in all.
     """
 
-    def __init__(self, topology: Topology, rule: Rule) -> None:
+    def __init__(self, topology: Topology, rule: Rule, faults: Faults) -> None:
         self._topology = topology
         self._rule = rule
+        self._faults = faults
         self.factor = 1.0
         self.states: dict[str, dict[str, Tensor]] = {}
         self.bytes_sent = 0
@@ -74,7 +79,7 @@ class SimulatedExchange(ABC):
 
     def _edges(self, t: int) -> list[Edge]:
         self._topology.get_edge(t)  # checks the round of a topology without a period
-        return self._topology.round(t)
+        return self._faults.edges(self._topology.round(t))
 
 
 # -- lossless ------------------------------------------------------------------------------------------------------------
@@ -106,8 +111,8 @@ class LosslessExchange(SimulatedExchange):
         params: the tensors to exchange by name, (n, *shape).
     """
 
-    def __init__(self, params: Mapping[str, Tensor], topology: Topology, rule: Rule) -> None:
-        super().__init__(topology, rule)
+    def __init__(self, params: Mapping[str, Tensor], topology: Topology, rule: Rule, faults: Faults) -> None:
+        super().__init__(topology, rule, faults)
         self._params: list[Tensor] = [param.detach() for param in params.values()]
         self.states = {name: rule.state(param) for name, param in zip(params, self._params, strict=True)}
         self._states = list(self.states.values())
@@ -117,12 +122,14 @@ class LosslessExchange(SimulatedExchange):
     @torch.no_grad()
     def _start(self, t: int) -> None:
         edges, round_ = self._edges(t), Round(t)
-        proposed = [self._rule.propose(param, state, round_) for param, state in zip(self._params, self._states, strict=True)]
+        with self._faults.standing_still(*self._states):
+            proposed = [
+                self._rule.propose(param, state, round_) for param, state in zip(self._params, self._states, strict=True)
+            ]
         self.bytes_sent += sum(2 * (len(edge.ranks) - 1) for edge in edges) * self._nbytes
         if not all(all_finite(proposal) for proposal in proposed):
             excluded = _nonfinite(proposed)
-            alone = {rank: Edge([rank], 1.0) for edge in edges if not excluded.isdisjoint(edge.ranks) for rank in edge.ranks}
-            edges = [*(edge for edge in edges if edge.ranks[0] not in alone), *alone.values()]
+            edges = with_holes(edges, lambda edge: not excluded.isdisjoint(edge.ranks))
         used = [edge for edge in edges if len(edge.ranks) > 1 or self._rule.acts_alone]
         parts = _equal_edges(used, self._topology.world_size, self._params[0].device)
         self._in_flight = round_, [(part, [_differences(proposal, part) for proposal in proposed]) for part in parts]
@@ -132,8 +139,8 @@ class LosslessExchange(SimulatedExchange):
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is None:
             return
-        round_, parts = in_flight
-        for part, differences in parts:
+        round_, started = in_flight
+        for part, differences in (piece for whole in started for piece in self._parted(*whole)):
             rate = mixing_rate(part.edge, self.factor) if part.size > 1 else 0.0
             for param, state, difference in zip(self._params, self._states, differences, strict=True):
                 stacked = [param, *state.values()]
@@ -142,6 +149,22 @@ class LosslessExchange(SimulatedExchange):
                 if part.rows is not None:
                     for tensor, value in zip(stacked, (values, *own), strict=True):
                         tensor.index_copy_(0, part.rows, value)
+
+    def _parted(self, part: _EqualEdges, differences: list[Tensor | None]) -> list[tuple[_EqualEdges, list[Tensor | None]]]:
+        """The edges in flight that arrive, and the members of those that are holes by now, to whom nothing came."""
+        if part.partners is None or not self._faults:
+            return [(part, differences)]
+        rows = list(range(self._topology.world_size)) if part.rows is None else part.rows.tolist()
+        lost = [self._faults.is_hole(Edge(pair, 0.5)) for pair in map(list, zip(rows, part.partners.tolist(), strict=True))]
+        if not any(lost):
+            return [(part, differences)]
+        gone, here = (torch.tensor([hole is which for hole in lost], device=part.partners.device) for which in (True, False))
+        all_rows = torch.tensor(rows, device=part.partners.device)
+        arrived = [None if difference is None else difference[here] for difference in differences]
+        return [
+            (_EqualEdges(all_rows[here], part.partners[here], part.edge), arrived),
+            (_EqualEdges(all_rows[gone], None, Edge([rows[lost.index(True)]], 1.0)), [None] * len(differences)),
+        ]
 
 
 def _equal_edges(edges: Sequence[Edge], n: int, device: torch.device) -> list[_EqualEdges]:
@@ -192,9 +215,15 @@ class CompressedExchange(SimulatedExchange):
     """
 
     def __init__(
-        self, params: Mapping[str, Tensor], plan: BucketPlan, topology: Topology, rule: Rule, compression: type[Compression]
+        self,
+        params: Mapping[str, Tensor],
+        plan: BucketPlan,
+        topology: Topology,
+        rule: Rule,
+        faults: Faults,
+        compression: type[Compression],
     ) -> None:
-        super().__init__(topology, rule)
+        super().__init__(topology, rule, faults)
         self._buckets = [
             Bucket(0, FlatBuffer(plan, own, as_view=False), compression, rule, topology)
             for own in ([param.detach()[i] for param in params.values()] for i in range(topology.world_size))
@@ -214,19 +243,17 @@ class CompressedExchange(SimulatedExchange):
     @torch.no_grad()
     def _start(self, t: int) -> None:
         edges, round_, buckets = self._edges(t), Round(t), self._buckets
-        proposals = [bucket.propose(round_) for bucket in buckets]
+        proposals = {rank: buckets[rank].propose(round_) for edge in edges for rank in edge.ranks}
         needs_hints = buckets[0].compression.needs_hints
-        hints = [
-            bucket.advance_hint(proposal) if needs_hints else b"" for bucket, proposal in zip(buckets, proposals, strict=True)
-        ]
+        hints = {rank: buckets[rank].advance_hint(own) for rank, own in proposals.items()} if needs_hints else {}
         for edge in edges:
             for rank in edge.ranks:
-                buckets[rank].in_flight = InFlight(round_, edge, hints[rank])
+                buckets[rank].in_flight = InFlight(round_, edge, hints.get(rank, b""))
             if len(edge.ranks) > 1:
-                self._exchange(edge, t, buckets, proposals, hints if needs_hints else [])
+                self._exchange(edge, t, buckets, proposals, hints)
 
     def _exchange(
-        self, edge: Edge, t: int, buckets: Sequence[Bucket], proposals: Sequence[list[Tensor]], hints: Sequence[bytes]
+        self, edge: Edge, t: int, buckets: Sequence[Bucket], proposals: Mapping[int, list[Tensor]], hints: Mapping[int, bytes]
     ) -> None:
         ranks = tuple(sorted(edge.ranks))
         all_hints = [hints[rank] for rank in ranks] if hints else []
@@ -258,7 +285,8 @@ class CompressedExchange(SimulatedExchange):
             in_flight, bucket.in_flight = bucket.in_flight, None
             if in_flight is None:
                 continue
-            if in_flight.sits_out or any(map(bucket.compression.flag, bucket.messages)):
+            alone = in_flight.sits_out or self._faults.is_hole(in_flight.edge)
+            if alone or any(map(bucket.compression.flag, bucket.messages)):
                 bucket.mix_nothing(in_flight.round)
             else:
                 bucket.mix(in_flight, self.factor)
@@ -271,7 +299,7 @@ class SpreadExchange:
     """The exchanges of all parameters, in turns if there is a ``mix_every``.
 
     Args:
-        params, topology, rule: as of the exchanges.
+        params, topology, rule, faults: as of the exchanges.
         compression: its class.
 
     Attributes:
@@ -283,6 +311,7 @@ class SpreadExchange:
         params: Mapping[str, Tensor],
         topology: Topology,
         rule: Rule,
+        faults: Faults,
         compression: type[Compression],
     ) -> None:
         specs = [TensorSpec.of(name, param.detach()[0]) for name, param in params.items()]
@@ -292,11 +321,11 @@ class SpreadExchange:
             turns = plan_turns(specs, range(len(specs)), math.inf, topology)
         self._exchanges: list[SimulatedExchange] = []
         if compression is not Lossless:
-            self._exchanges += [CompressedExchange(params, plan, own, rule, compression) for plan, own in turns]
+            self._exchanges += [CompressedExchange(params, plan, own, rule, faults, compression) for plan, own in turns]
             return
         for plan, own in turns:
             named = {slot.spec.name: params[slot.spec.name] for slot in plan.slots}
-            self._exchanges.append(LosslessExchange(named, own, rule))
+            self._exchanges.append(LosslessExchange(named, own, rule, faults))
 
     @property
     def states(self) -> dict[str, dict[str, Tensor]]:

@@ -63,20 +63,22 @@ class Stack:
         return self._model(self.row(i))
 
     @torch.no_grad()
-    def mean(self) -> nn.Module:
-        """A new model with the mean of all floating-point parameters and buffers, and replica 0's other buffers."""
+    def mean(self, rows: list[int] | None = None) -> nn.Module:
+        """A new model with the mean over ``rows`` (None: all) of floating-point parameters and buffers, and the first one's
+        other buffers."""
         # torch sums narrow types in float32.
-        values = self.values().items()
+        values = [(name, value if rows is None else value[rows]) for name, value in self.values().items()]
         return self._model({name: value.mean(0) if value.dtype in FLOAT_DTYPES else value[0] for name, value in values})
 
     @torch.no_grad()
-    def squared_distances(self) -> Tensor:
-        """Each replica's squared L2 distance to the mean, over the trainable parameters; (n,), float64."""
-        total = torch.zeros(self.n, dtype=torch.float64)
-        for param in self.params.values():
+    def squared_distances(self, rows: list[int] | None = None) -> Tensor:
+        """The squared L2 distance of each of ``rows`` (None: of all) to their mean, over the trainable parameters; float64."""
+        total = torch.zeros(self.n if rows is None else len(rows), dtype=torch.float64)
+        for stacked in self.params.values():
+            param = stacked if rows is None else stacked[rows]
             mean = param.mean(0, dtype=torch.float64)
-            rows = max(1, _CHUNK // max(1, mean.numel()))
-            for part, sums in zip(torch.split(param, rows), torch.split(total, rows), strict=True):
+            size = max(1, _CHUNK // max(1, mean.numel()))
+            for part, sums in zip(torch.split(param, size), torch.split(total, size), strict=True):
                 sums += (part.to(torch.float64) - mean).square().reshape(len(part), -1).sum(1).cpu()
         return total
 

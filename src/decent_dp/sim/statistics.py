@@ -8,6 +8,7 @@ from torch import Tensor
 from decent_dp._sizes import statistics_interval
 from decent_dp.rules import Gossip
 from decent_dp.sim.exchange import LosslessExchange
+from decent_dp.sim.faults import Faults
 from decent_dp.sim.steppers import Stepper
 from decent_dp.topo import Topology
 
@@ -20,13 +21,14 @@ class StatisticsExchange:
     Args:
         topology: of the parameters.
         message_share: the bytes of an exchange of the parameters as a share of their own.
+        faults: who takes part.
 
     Attributes:
         factor: the adaptive factor γ.
     """
 
-    def __init__(self, topology: Topology, message_share: float) -> None:
-        self._topology, self._message_share = topology, message_share
+    def __init__(self, topology: Topology, message_share: float, faults: Faults) -> None:
+        self._topology, self._message_share, self._faults = topology, message_share, faults
         self.factor = 1.0
         self._tensors: list[Tensor] = []
         self._exchange: LosslessExchange | None = None
@@ -61,7 +63,7 @@ class StatisticsExchange:
             stacked = _stacked(found)
             interval = statistics_interval(stepper.every, self._message_share)
             topology = self._topology._spread(0, 1, 1)._at_most_every(interval)
-            self._exchange = LosslessExchange(stacked, topology, Gossip())
+            self._exchange = LosslessExchange(stacked, topology, Gossip(), self._faults)
         assert self._exchange is not None
         self._exchange.start(t)
 

@@ -21,6 +21,7 @@ from decent_dp.arguments import LR_SCHEDULER_FN_TYPE, OPTIM_FN_TYPE, make_optimi
 from decent_dp.gradients import GradientPolicy
 from decent_dp.optim import AccumAdam, AccumAdamW, GossipAdamW, SharesStatistics
 from decent_dp.optim.statistics import drift_lookup
+from decent_dp.sim.faults import Faults
 from decent_dp.sim.gradients import StepGradients
 from decent_dp.sim.stack import Stack
 
@@ -46,7 +47,10 @@ _STACKABLE = {
 
 
 class Stepper(ABC):
-    """Takes the replicas' steps.
+    """Takes the replicas' steps, of those that take part.
+
+    What counts steps (an optimizer's count for its bias correction, a schedule) is one for all: it goes on for a replica that
+    is away, whose values stand still.
 
     Attributes:
         optimizers: one, or one per replica.
@@ -54,8 +58,11 @@ class Stepper(ABC):
         steps: optimizer steps that each replica has taken.
     """
 
-    def __init__(self, optimizers: list[Optimizer], lr_scheduler_fn: LR_SCHEDULER_FN_TYPE | None, n: int) -> None:
+    def __init__(
+        self, optimizers: list[Optimizer], lr_scheduler_fn: LR_SCHEDULER_FN_TYPE | None, n: int, faults: Faults
+    ) -> None:
         self.optimizers = optimizers
+        self._faults = faults
         made = [make_scheduler(lr_scheduler_fn, optimizer) for optimizer in optimizers]
         self.schedulers: list[LRScheduler] = [scheduler for scheduler in made if scheduler is not None]
         self.steps = [0] * n
@@ -80,6 +87,9 @@ class Stepper(ABC):
     def set_drifts(self, drifts: Sequence[Tensor], scale: float) -> None:
         """Gives optimizers the drifts of the rule ``DriftCorrection``, (n, *shape), in the order of the parameters."""
 
+    def catch_up(self, i: int, other: int) -> None:  # noqa: B027
+        """Called when replica i is back: its counts become those of a replica that was not away."""
+
     @property
     def every(self) -> int:
         """The number of the parameters' exchanges to one of the statistics."""
@@ -92,6 +102,7 @@ def make_stepper(
     lr_scheduler_fn: LR_SCHEDULER_FN_TYPE | None,
     scaler: torch.amp.GradScaler | None,
     max_norm: float,
+    faults: Faults,
     *,
     may_share: bool,
 ) -> Stepper:
@@ -112,13 +123,13 @@ def make_stepper(
             _stack_parameters(optimizer, {id(param): stack.params[name] for name, param in named}, stack.n)
             if isinstance(optimizer, GossipAdamW):
                 optimizer.set_replicas(stack.n, stacked=True)
-            return Shared(stack, optimizer, lr_scheduler_fn, max_norm)
+            return Shared(stack, optimizer, lr_scheduler_fn, max_norm, faults)
     params = [[Parameter(param.detach()[i]) for param in stack.params.values()] for i in range(stack.n)]
     optimizers = [_make_optimizer(optim_fn, list(zip(stack.names, own, strict=True))) for own in params]
     for optimizer in optimizers:
         if isinstance(optimizer, SharesStatistics):
             optimizer.set_replicas(stack.n)
-    return PerReplica(params, optimizers, lr_scheduler_fn, scaler, max_norm)
+    return PerReplica(params, optimizers, lr_scheduler_fn, scaler, max_norm, faults)
 
 
 def _make_optimizer(optim_fn: OPTIM_FN_TYPE, named: Sequence[tuple[str, Parameter]]) -> Optimizer:
@@ -148,13 +159,19 @@ class Shared(Stepper):
 
     Args:
         max_norm: of each replica's gradients together; 0 for no clipping.
+        faults: who takes part.
     """
 
     def __init__(
-        self, stack: Stack, optimizer: Optimizer, lr_scheduler_fn: LR_SCHEDULER_FN_TYPE | None, max_norm: float
+        self,
+        stack: Stack,
+        optimizer: Optimizer,
+        lr_scheduler_fn: LR_SCHEDULER_FN_TYPE | None,
+        max_norm: float,
+        faults: Faults,
     ) -> None:
-        super().__init__([optimizer], lr_scheduler_fn, stack.n)
-        self._params, self._max_norm = list(stack.params.values()), max_norm
+        super().__init__([optimizer], lr_scheduler_fn, stack.n, faults)
+        self._named, self._params, self._max_norm = stack.params, list(stack.params.values()), max_norm
 
     def set_drifts(self, drifts: Sequence[Tensor], scale: float) -> None:
         for optimizer in self._sharing:
@@ -169,12 +186,13 @@ class Shared(Stepper):
             _clip(used, self._max_norm)
         for param, gradient in zip(self._params, gradients.stacked, strict=True):
             param.grad = gradient
-        self.optimizers[0].step()
+        with self._faults.standing_still(self._named, *self.optimizers[0].state.values()):
+            self.optimizers[0].step()
         for scheduler in self.schedulers:
             scheduler.step()
         for param in self._params:
             param.grad = None
-        self.steps = [count + 1 for count in self.steps]
+        self.steps = [count + (i not in self._faults.away) for i, count in enumerate(self.steps)]
 
 
 @torch.no_grad()
@@ -194,6 +212,7 @@ class PerReplica(Stepper):
     Args:
         scaler: each replica gets a copy of it; None for none.
         max_norm: of each replica's gradients together; 0 for no clipping.
+        faults: who takes part.
     """
 
     def __init__(
@@ -203,8 +222,9 @@ class PerReplica(Stepper):
         lr_scheduler_fn: LR_SCHEDULER_FN_TYPE | None,
         scaler: torch.amp.GradScaler | None,
         max_norm: float,
+        faults: Faults,
     ) -> None:
-        super().__init__(optimizers, lr_scheduler_fn, len(params))
+        super().__init__(optimizers, lr_scheduler_fn, len(params), faults)
         self._params = params
         self._policies = [GradientPolicy(own, copy.deepcopy(scaler), max_norm) for own in params]
 
@@ -219,7 +239,8 @@ class PerReplica(Stepper):
         return torch.stack(scales) if scales else None
 
     def step(self, gradients: StepGradients) -> None:
-        for i, params in enumerate(self._params):
+        for i in self._faults.present:
+            params = self._params[i]
             for param, gradient in zip(params, gradients.of_replica(i), strict=True):
                 param.grad = gradient
             if self._policies[i].allows_step():
@@ -229,3 +250,21 @@ class PerReplica(Stepper):
                 self.steps[i] += 1
             for param in params:
                 param.grad = None
+
+    def catch_up(self, i: int, other: int) -> None:
+        own, like = self.optimizers[i], self.optimizers[other]
+        for group, wanted in zip(own.param_groups, like.param_groups, strict=True):
+            group.update({key: copy.deepcopy(value) for key, value in wanted.items() if key != "params"})
+        for param, pattern in zip(self._params[i], self._params[other], strict=True):
+            if param in own.state:
+                counts = {key: value for key, value in like.state[pattern].items() if _is_count(key, value, param)}
+                own.state[param].update(copy.deepcopy(counts))
+        if self.schedulers:
+            self.schedulers[i].load_state_dict(copy.deepcopy(self.schedulers[other].state_dict()))
+
+
+def _is_count(key: str, value: Any, param: Tensor) -> bool:
+    """Whether an entry of an optimizer's state counts steps: a number, or a tensor that is one where the parameter is not."""
+    if isinstance(value, Tensor):
+        return value.ndim == 0 and (param.ndim > 0 or key == "step")
+    return isinstance(value, (int, float))

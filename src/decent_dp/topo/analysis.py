@@ -21,8 +21,9 @@ from decent_dp._checks import check_integer, check_number
 from .base import Topology
 from .compose import EveryTopology, SwitchTopology
 from .edges import Edge
+from .holes import without
 
-__all__ = ["MOST_WORKERS", "Analysis", "analyse", "consensus_error", "is_doubly_stochastic", "mixing_matrix"]
+__all__ = ["MOST_WORKERS", "Analysis", "analyse", "consensus_error", "is_doubly_stochastic", "mixing_matrix", "without"]
 
 Array = npt.NDArray[np.float64]
 
