@@ -297,15 +297,16 @@ class FaultyLinks(Links):
         low, high = link.ranks
         with contextlib.suppress(BlockingIOError):
             dialer = link.listener.accept()[0]
+            listener = socket.socket()
             try:
                 if link.refuses or link.target is None:
                     raise ConnectionRefusedError
-                listener = socket.socket()
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _KERNEL)
                 listener.settimeout(1)
                 listener.connect(link.target)
             except OSError:
                 _reset(dialer)
+                listener.close()
                 return
             for stream in (dialer, listener):
                 stream.setblocking(False)
@@ -398,6 +399,9 @@ def connect_through(links: RemoteLinks, rank: int) -> None:
     dial = process_group.dial
 
     def dial_proxy(rendezvous: Any, peer: int, seconds: float) -> socket.socket:
+        if rank < peer:  # only looks whether anybody listens
+            return dial(rendezvous, peer, seconds)
+
         def get(key: str) -> bytes:
             address = json.loads(rendezvous.store.get(key))
             links.route(rank, peer, address["host"], address["port"])

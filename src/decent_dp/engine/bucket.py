@@ -162,18 +162,19 @@ class Bucket:
         self._clear(kept, self.stale)
 
     @torch.no_grad()
-    def settle_held(self) -> int:
-        """Adds the differences that both ends mix, and forgets those that none does; returns how many were settled.
+    def settle_held(self) -> tuple[int, int]:
+        """Adds the differences that both ends mix, and forgets those that none does; returns the numbers of both.
 
         A late difference is added to the values as they are now, whatever the rule: so the mean stays where it was.
         """
-        before = len(self.held)
-        for held in [held for held in self.held if held.handle.verdict is Verdict.BOTH]:
+        verdicts = [(held, held.handle.verdict) for held in self.held]
+        mixed = [held for held, verdict in verdicts if verdict is Verdict.BOTH]
+        for held in mixed:
             for value, difference in zip(self.values, held.difference, strict=True):
                 value.add_(difference)
             self.buffer.written()
-        self.held = [held for held in self.held if held.handle.verdict is Verdict.OPEN]
-        return before - len(self.held)
+        self.held = [held for held, verdict in verdicts if verdict is Verdict.OPEN]
+        return len(mixed), len(verdicts) - len(mixed) - len(self.held)
 
     def _clear(self, tensors: Sequence[Tensor], names: set[str]) -> None:
         """Sets the elements of these parameters to zero; ``tensors``: one per ``compression.tensors``."""

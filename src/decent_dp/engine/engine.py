@@ -137,7 +137,8 @@ class Engine:
         waited: seconds that the calling thread has waited for exchanges.
         nonfinite: the number of rounds that this worker sat out because of non-finite values.
         holes: the number of exchanges of single buckets that were left out, because the other worker was gone or silent.
-        late: of those that were mixed or dropped after their round, as the other worker's vote was not known in time.
+        late: the number of exchanges of single buckets that were mixed after their round, as the vote of the other worker came
+            late.
         started: the last round in which these buckets have started an exchange or sat out; None before the first.
     """
 
@@ -310,7 +311,9 @@ class Engine:
         if self._neighbours is not None:
             self._neighbours.announce(self.round)
             if bucket.held:
-                self.late += bucket.settle_held()
+                mixed, dropped = bucket.settle_held()
+                self.late += mixed
+                self.holes += dropped
         if not Topology.mixes(bucket.topology, self.round):
             return
         assert bucket.in_flight is None, "an exchange is started when the one before is finished"

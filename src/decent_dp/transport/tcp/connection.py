@@ -121,12 +121,13 @@ class Pair:
 
     Attributes:
         settle: called once with BOTH or NEITHER, in the reactor's thread.
-        joined: when both ends were in this exchange; 0 until then.
+        opened, joined: when this end was in this exchange, and both were; 0 until then.
     """
 
     receiving: Receiving
     sending: Sending
     settle: Callable[[Verdict], None]
+    opened: float = 0.0
     joined: float = 0.0
 
     @property
@@ -199,7 +200,10 @@ class Connection:
         self.notes: dict[int, bytes] = {}
         # Bytes of dropped messages that were granted and will still come.
         self.unwanted: dict[Key, int] = {}
+        # By bucket: the seconds until the peer was in an exchange, and until its end from then on.
+        self._lags: dict[int, deque[float]] = {}
         self._times: dict[int, deque[float]] = {}
+        self._missed = False
         self._break, self._left_out, self._late_round, self._resting = 0, 0, -1, -1
         # Whether bodies carry checksums: not within a machine.
         self.checked = True
@@ -298,27 +302,44 @@ class Connection:
 
     # -- exchanges that take much longer than usual ---------------------------------------------------------------------
 
-    def expected_end(self, pair: Pair) -> float:
-        """When an exchange is late, on the monotonic clock: later than the median of its history and six times the median
-        deviation from it, and than twice the median. Infinite without a history, and until both ends are in the exchange."""
-        times = self._times.get(pair.bucket, ())
-        if len(times) < _TIMED or not pair.joined:
+    def expected_end(self, pair: Pair, step: float, coming: float) -> float:
+        """When an exchange is late, on the monotonic clock; infinite without a history.
+
+        Until the peer is in it, that is the usual time until it is, and then the usual time of its messages: the median of
+        their history, and beyond it six times the median deviation. A peer that has not come in time is not waited for in the
+        next exchanges, until it comes in time again.
+
+        Args:
+            step, coming: the fewest seconds by which messages are late, and a peer that is not in the exchange.
+        """
+        if not pair.opened:  # the reactor has not opened it yet
+            return math.inf
+        if self._missed and not pair.joined:
+            return pair.opened + step
+        times = (self._times if pair.joined else self._lags).get(pair.bucket, ())
+        if len(times) < _TIMED:
             return math.inf
         usual = statistics.median(times)
-        return pair.joined + usual + max(6 * statistics.median(abs(time - usual) for time in times), usual)
+        deviation = 6 * statistics.median(abs(time - usual) for time in times)
+        return pair.joined + usual + max(deviation, step) if pair.joined else pair.opened + usual + max(deviation, step, coming)
 
     def record(self, pair: Pair, verdict: Verdict) -> None:
-        """Keeps the time of an exchange that has ended."""
-        if verdict is Verdict.BOTH and pair.joined:
-            self._times.setdefault(pair.bucket, deque(maxlen=4 * _TIMED)).append(time.monotonic() - pair.joined)
-            if pair.round > self._late_round:
-                self._break = 0
+        """Keeps the times of an exchange that has ended."""
+        if verdict is not Verdict.BOTH or not pair.joined:
+            return
+        for history, time_ in ((self._lags, pair.joined - pair.opened), (self._times, time.monotonic() - pair.joined)):
+            history.setdefault(pair.bucket, deque(maxlen=4 * _TIMED)).append(time_)
+        self._missed = False
+        if pair.round > self._late_round:
+            self._break = 0
 
-    def take_break(self, round_: int) -> None:
-        """An exchange of this round was late: the next meetings are left out, twice as many each time."""
-        if round_ > self._late_round:
+    def give_up(self, pair: Pair) -> None:
+        """An exchange was late. If it was its messages, the next meetings are left out, twice as many each time."""
+        if not pair.joined:
+            self._missed = True
+        elif pair.round > self._late_round:
             self._break = min(2 * self._break or 1, _LONGEST_BREAK)
-            self._left_out, self._late_round = self._break, round_
+            self._left_out, self._late_round = self._break, pair.round
 
     def on_break(self, round_: int) -> bool:
         """Whether the meeting in this round is left out. Called for rounds in their order."""

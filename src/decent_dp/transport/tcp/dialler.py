@@ -1,7 +1,8 @@
-"""Makes connections beside the training: those that were lost, and those that were not made ahead."""
+"""Makes connections beside the training: those that were lost, or are silent, and those that were not made ahead."""
 
 from __future__ import annotations
 
+import logging
 import math
 import socket
 import threading
@@ -9,11 +10,13 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from decent_dp.transport.tcp.connection import LinkState
+from decent_dp.transport.tcp.connection import Connection, LinkState
 from decent_dp.transport.tcp.framing import Framing
 from decent_dp.transport.tcp.greeting import Identity, greet
 
 __all__ = ["Dialler"]
+
+_log = logging.getLogger(__name__)
 
 # Seconds between two tries: few at first, as the sockets of a process that is killed do not all close at once.
 _FIRST, _LAST = 0.02, 0.5
@@ -30,6 +33,7 @@ class Dialler:
         dial: connects to a worker, blocking, and returns a stream socket.
         call: runs a function in the reactor's thread.
         timeout: seconds that a worker has to greet this one.
+        is_silent: whether a connected worker gives no signs of life.
     """
 
     def __init__(
@@ -40,9 +44,10 @@ class Dialler:
         dial: Callable[[int], socket.socket],
         call: Callable[[Callable[[], None]], None],
         timeout: float,
+        is_silent: Callable[[Connection], bool],
     ) -> None:
         self._framing, self._identity, self._secret = framing, identity, secret
-        self._dial, self._call, self._timeout = dial, call, timeout
+        self._dial, self._call, self._timeout, self._is_silent = dial, call, timeout, is_silent
         # When each peer is dialled next; infinite while it is being dialled.
         self._due: dict[int, float] = {}
         self._pauses: dict[int, float] = {}
@@ -55,7 +60,7 @@ class Dialler:
     def look(self) -> float:
         """Dials whom it is time to dial. Returns when to look again, on the monotonic clock; infinite: when something comes."""
         for peer, due in list(self._due.items()):
-            if self._framing.connection(peer).state in (LinkState.OPEN, LinkState.GONE):
+            if not self._needed(self._framing.connection(peer)):
                 del self._due[peer]
                 self._pauses.pop(peer, None)
             elif time.monotonic() >= due:
@@ -63,6 +68,12 @@ class Dialler:
                 # A thread for each, as one that cannot be reached takes long.
                 threading.Thread(target=self._try, args=(peer,), name="decent_dp-dial", daemon=True).start()
         return min(self._due.values(), default=math.inf)
+
+    def _needed(self, connection: Connection) -> bool:
+        """Whether there is no connection, or it may be one that only this end has kept."""
+        return connection.state is not LinkState.GONE and (
+            connection.state is not LinkState.OPEN or self._is_silent(connection)
+        )
 
     def _try(self, peer: int) -> None:
         outcome: Callable[[], None]
@@ -78,6 +89,7 @@ class Dialler:
         except Exception as error:  # also of a store that answers nonsense: it is tried again
             if stream is not None:
                 stream.close()
+            _log.debug("worker %d cannot be reached: %s", peer, error)
             outcome = partial(self._failed, peer, refused=isinstance(error.__cause__ or error, ConnectionRefusedError))
         try:
             self._call(outcome)
@@ -89,7 +101,7 @@ class Dialler:
         connection = self._framing.connection(peer)
         self._pauses[peer] = min(2 * self._pauses.get(peer, _FIRST / 2), _LAST)
         self._due[peer] = time.monotonic() + self._pauses[peer]
-        if connection.state is LinkState.OPEN:
+        if connection.state is LinkState.OPEN and not refused:
             return
         if refused:
             self._framing.give_up(connection, "nobody listens at its address")
@@ -99,7 +111,9 @@ class Dialler:
     def _connected(self, peer: int, stream: socket.socket, uid: bytes) -> None:
         connection = self._framing.connection(peer)
         self._due[peer] = time.monotonic() + _LAST  # if this one is lost at once
-        if connection.state is LinkState.OPEN or connection.uid not in (b"", uid):
+        if not self._needed(connection) or connection.uid not in (b"", uid):
             stream.close()
-        else:
-            self._framing.open(peer, stream, uid)
+            return
+        if connection.state is LinkState.OPEN:
+            self._framing.lose(connection, "replaced")
+        self._framing.open(peer, stream, uid)

@@ -71,6 +71,7 @@ class Framing:
 
     Attributes:
         tolerant: a connection that is lost is made again, and exchanges end with a verdict.
+        round: the one in which this worker is; -1 before the first.
         settlement: of the exchanges with verdicts.
     """
 
@@ -86,6 +87,7 @@ class Framing:
         self._order = itertools.count()
         self.connections: dict[int, Connection] = {}
         self.tolerant = False
+        self.round = -1
         self.settlement = Settlement(self)
 
     def connection(self, peer: int) -> Connection:
@@ -232,6 +234,11 @@ class Framing:
             connection.notes[key[1]] = frame
         connection.control.append(frame)
 
+    def beat(self, connection: Connection) -> None:
+        """Gives a sign of life."""
+        unheard = int(1000 * min(time.monotonic() - connection.heard, 1e6))
+        connection.control.append(pack(BEAT, (max(self.round, 0), 0, 0), age=unheard))
+
     def _next_to_send(self, link: SharedLink) -> Connection | None:
         """The connection that sends the next data of a link."""
         link.waiting = False
@@ -350,12 +357,15 @@ class Framing:
         if kind != NOTE:  # which is for a later round
             connection.round = max(connection.round, key[0])
         if kind == GRANT:
+            self.settlement.join(connection, key)
             self._on_grant(connection, key, frame.offset, frame.size)
         elif kind == OFFER:
             self.settlement.join(connection, key)
             self._on_offer(connection, key)
         elif kind == BEAT:
             connection.unheard = frame.age / 1000
+            if frame.size:
+                self.beat(connection)
         elif kind in (GOT, DROP):
             _bound(connection, key[1])
             self.settlement.hear(connection, Vote(key[0], key[1], kind == GOT))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
@@ -24,6 +26,13 @@ __all__ = ["SILENT", "TcpNeighbours", "silence"]
 SILENT = 0.3
 # Seconds for which an exchange waits for a lost connection to be made again.
 _MENDED = 0.25
+# Rounds of which the median is taken for the time of a step, and the fewest seconds by which an exchange can be late.
+_STEPS, _LATE = 16, 0.25
+# The part of ``dead_after`` for which a living peer that is not in the exchange is waited for: it may itself wait for one that
+# is silent.
+_COMING = 0.4
+# Seconds between two questions to a peer that is late.
+_ANSWER = 0.05
 
 
 class TcpNeighbours(Neighbours):
@@ -35,6 +44,9 @@ class TcpNeighbours(Neighbours):
 
     def __init__(self, reactor: Reactor, framing: Framing, rank: int, dead_after: float) -> None:
         self._reactor, self._framing, self._rank, self._dead_after = reactor, framing, rank, dead_after
+        # When this worker entered its round, and the seconds of its last rounds.
+        self._announced = self._step = 0.0
+        self._steps: deque[float] = deque(maxlen=_STEPS)
 
     def available(self, edge: Edge, exchange_id: ExchangeId) -> bool:
         round_, bucket = exchange_id.round, exchange_id.bucket
@@ -56,7 +68,12 @@ class TcpNeighbours(Neighbours):
         self._framing.settlement.skip(peer, exchange_id.round, exchange_id.bucket)
 
     def announce(self, round_: int) -> None:
-        self._reactor.round = round_
+        now, last = time.monotonic(), self._framing.round
+        if last >= 0 and round_ > last:
+            self._steps.append((now - self._announced) / (round_ - last))
+            self._step = statistics.median(self._steps)
+        if round_ > last:
+            self._announced, self._framing.round = now, round_
 
     def round_of(self, rank: int) -> int:
         connection = self._framing.connections.get(rank)
@@ -102,9 +119,19 @@ class TcpNeighbours(Neighbours):
         return SILENT * self._dead_after - silence(connection)
 
     def expected_end(self, pair: Pair) -> float:
-        """``Connection.expected_end``."""
+        """When an exchange is late (``Connection.expected_end``), on the monotonic clock, if its peer was heard since then.
+
+        So a peer that is stopped is not late: it is waited for until it is silent. One that is late is asked for a sign of
+        life, and answers it at once.
+        """
         connection = self._framing.connections.get(pair.receiving.peer)
-        return math.inf if connection is None else connection.expected_end(pair)
+        if connection is None:
+            return math.inf
+        end = connection.expected_end(pair, max(self._step, _LATE), _COMING * self._dead_after)
+        if time.monotonic() < end or connection.heard > end:
+            return end
+        self._reactor.call(lambda: self._framing.settlement.ask_for_life(connection))
+        return time.monotonic() + _ANSWER
 
     def _others(self, edge: Edge) -> list[int]:
         return [rank for rank in edge.ranks if rank != self._rank]

@@ -22,7 +22,7 @@ from decent_dp.transport.tcp.framing import Framing
 from decent_dp.transport.tcp.greeting import Identity, greet
 from decent_dp.transport.tcp.mailbox import Mailbox
 from decent_dp.transport.tcp.neighbours import SILENT, TcpNeighbours, silence
-from decent_dp.transport.tcp.protocol import BEAT, BYE, Key, pack
+from decent_dp.transport.tcp.protocol import BYE, Key, pack
 
 __all__ = ["Reactor"]
 
@@ -64,7 +64,6 @@ class Reactor:
         self._listeners = listeners
         self._dialled: set[int] = set()
         self._dead_after = dead_after
-        self.round = -1
         self._next_beat = time.monotonic()
         self._dialler: Dialler | None = None
         self._dial_at = math.inf
@@ -147,7 +146,15 @@ class Reactor:
         self._dead_after = dead_after
         self._framing.tolerant = True
         timeout = min(self._timeout, SILENT * dead_after)
-        self._dialler = Dialler(self._framing, self._identity, self._secret, self._dial, self.call, timeout)
+        self._dialler = Dialler(
+            self._framing,
+            self._identity,
+            self._secret,
+            self._dial,
+            self.call,
+            timeout,
+            lambda c: silence(c) > SILENT * dead_after,
+        )
         return TcpNeighbours(self, self._framing, self._identity.rank, dead_after)
 
     def call(self, command: Callable[[], None]) -> None:
@@ -232,8 +239,7 @@ class Reactor:
             if connection.state is LinkState.OPEN and now - connection.heard > _BEAT / 2:
                 self._framing.read(connection)
             if connection.state is LinkState.OPEN:
-                unheard = int(1000 * min(time.monotonic() - connection.heard, 1e6))
-                connection.control.append(pack(BEAT, (max(self.round, 0), 0, 0), age=unheard))
+                self._framing.beat(connection)
             self._judge(connection, now)
 
     def _judge(self, connection: Connection, now: float) -> None:
@@ -248,6 +254,8 @@ class Reactor:
             return
         if state is LinkState.BROKEN and silence(connection) > self._dead_after:
             self._framing.settlement.expire(connection)
+        if state is LinkState.OPEN and silence(connection) > SILENT * self._dead_after:
+            self._dialler.want(connection.peer)
         if state is LinkState.NEW and connection.pairs and now - connection.since > SILENT * self._dead_after:
             self._dialler.want(connection.peer)
 

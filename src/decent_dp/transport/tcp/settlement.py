@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from decent_dp.errors import WireError
 from decent_dp.transport.base import Verdict
 from decent_dp.transport.tcp.connection import Connection, LinkState, Pair
-from decent_dp.transport.tcp.protocol import ASK, DROP, GOT, Key, pack
+from decent_dp.transport.tcp.protocol import ASK, BEAT, DROP, GOT, Key, pack
 from decent_dp.transport.tcp.votes import Vote
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ class Settlement:
     def open(self, pair: Pair) -> None:
         """Begins an exchange."""
         key, connection = pair.receiving.key, self._framing.connection(pair.receiving.peer)
+        pair.opened = time.monotonic()
         connection.votes.open(pair.round, pair.bucket)
         connection.pairs[pair.bucket] = pair
         if connection.state is LinkState.GONE and not isinstance(connection.cause, WireError):
@@ -65,7 +66,7 @@ class Settlement:
         """This worker waits no longer for an exchange.
 
         Args:
-            late: it has taken much longer than usual, so that the next meetings are left out, too.
+            late: it has taken much longer than usual, which changes how long the next ones are waited for.
 
         Returns:
             OPEN if this worker is in doubt: it has said GOT. Else the exchange has ended.
@@ -75,7 +76,7 @@ class Settlement:
         if pair is None or pair.round != round_:
             return Verdict.NEITHER  # it ended in the meantime, and its handle knows how
         if late:
-            connection.take_break(round_)
+            connection.give_up(pair)
         if connection.votes.in_doubt(bucket):
             self._framing.cancel(connection, pair.receiving, pair.sending)
             if connection.state is LinkState.OPEN:
@@ -87,6 +88,10 @@ class Settlement:
     def skip(self, peer: int, round_: int, bucket: int) -> None:
         """This worker leaves an exchange out that it has not opened, and all earlier ones of the bucket."""
         self._drop(self._framing.connection(peer), round_, bucket)
+
+    def ask_for_life(self, connection: Connection) -> None:
+        if connection.state is LinkState.OPEN:
+            connection.control.append(pack(BEAT, (0, 0, 0), size=1))
 
     def expire(self, connection: Connection) -> None:
         """The peer counts as dead: all exchanges with it are dropped."""
