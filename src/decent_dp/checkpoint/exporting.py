@@ -55,8 +55,9 @@ def export(model: Trained, path: str | Path, *, loader: Iterable[Any] | None = N
         NonFiniteError: a replica holds a NaN or an infinity. All of these on all workers.
     """
     replica = replica_of(model, "export")
-    control, rank = replica.everyone.control, replica.everyone.rank
     replica.begin_collective("export")
+    control = replica.everyone.control
+    writes = replica.everyone.rank == control.ranks[0]
     file = call_on_all(control, lambda: _checked_path(path))
     with contextlib.ExitStack() as undone:
         if replica.mean.backup is None:  # else the parameters are a mean already
@@ -65,8 +66,8 @@ def export(model: Trained, path: str | Path, *, loader: Iterable[Any] | None = N
         if loader is not None:
             _calibrate(replica, loader)
         _average_buffers(replica)
-        state = call_on_all(control, lambda: _state(replica, keep=rank == 0))
-        call_on_all(control, lambda: _write(state, file) if rank == 0 else None)
+        state = call_on_all(control, lambda: _state(replica, keep=writes))
+        call_on_all(control, lambda: _write(state, file) if writes else None)
     return file
 
 

@@ -19,7 +19,7 @@ __all__ = [
     "broadcast_object",
     "call_on_all",
     "check_consistency",
-    "check_same_round",
+    "check_same_call",
     "error_of_worker",
     "model_signature",
     "worker_counts",
@@ -77,10 +77,11 @@ def broadcast_object(control: Control, rank: int, message: Any) -> Any:
     return json.loads(bytes(raw.numpy()))
 
 
-def check_same_round(control: Control, round_: int, factor: float, what: str) -> None:
+def check_same_call(control: Control, round_: int | None, factor: float, what: str) -> None:
     """Checks, before a collective call of the user's named ``what``, that all workers make this one, at the same round.
 
     Args:
+        round_: of this worker; None if they may be in different ones.
         factor: the adaptive factor. Different factors would let the mean over the replicas drift.
 
     Raises:
@@ -97,20 +98,22 @@ def check_same_round(control: Control, round_: int, factor: float, what: str) ->
         ) from error
     if len(set(rounds)) > 1:
         raise errors.OutOfStepError(
-            f"{what} needs all workers at the same update, and they have made different numbers ({worker_counts(rounds)}). "
-            "Uneven numbers of batches need `with model.join():` around the loop."
+            f"{what} needs all workers at the same update, and they have made different numbers "
+            f"({worker_counts(rounds, control.ranks)}). Uneven numbers of batches need `with model.join():` around the loop."
         )
-    rank = next((rank for rank, own in enumerate(calls) if own != calls[0]), None)
-    if rank is not None:
+    ranks = control.ranks
+    odd = next((i for i, own in enumerate(calls) if own != calls[0]), None)
+    if odd is not None:
         raise errors.OutOfStepError(
-            f"worker 0 called {calls[0]} and worker {rank} called {calls[rank]}, and each needs all workers: make the same "
-            "calls in the same order on every worker."
+            f"worker {ranks[0]} called {calls[0]} and worker {ranks[odd]} called {calls[odd]}, and each needs all workers: "
+            "make the same calls in the same order on every worker."
         )
-    rank = next((rank for rank, own in enumerate(factors) if own != factors[0]), None)
-    if rank is not None:
+    odd = next((i for i, own in enumerate(factors) if own != factors[0]), None)
+    if odd is not None:
         raise errors.DisagreementError(
-            f"the adaptive factor is {factors[0]!r} on worker 0 and {factors[rank]!r} on worker {rank}, so mixing moves the "
-            "mean over the replicas: call set_adaptive_factor with the same factor on every worker, at the same update."
+            f"the adaptive factor is {factors[0]!r} on worker {ranks[0]} and {factors[odd]!r} on worker {ranks[odd]}, so "
+            "mixing moves the mean over the replicas: call set_adaptive_factor with the same factor on every worker, at the "
+            "same update."
         )
 
 
@@ -120,9 +123,9 @@ def error_of_worker(kind: str, text: str, prefix: str) -> Exception:
     return RuntimeError(f"{prefix}: {kind}: {text}") if shared is None else shared(f"{prefix}: {text}")
 
 
-def worker_counts(numbers: Sequence[int]) -> str:
-    """Formats one number per worker for a message."""
-    return ", ".join(f"worker {rank}: {count}" for rank, count in enumerate(numbers))
+def worker_counts(numbers: Sequence[int], ranks: Sequence[int] | None = None) -> str:
+    """Formats one number per worker for a message; ``ranks``: of the workers, if not all are there."""
+    return ", ".join(f"worker {rank}: {count}" for rank, count in zip(ranks or range(len(numbers)), numbers, strict=True))
 
 
 def model_signature(model: nn.Module) -> list[list[Any]]:
@@ -149,7 +152,7 @@ def _try(attempt: Callable[[], T]) -> tuple[tuple[T] | None, Exception | None]:
 def _raise_on_all(control: Control, failure: Exception | None) -> None:
     own = None if failure is None else [type(failure).__name__, str(failure)]
     outcomes = control.gather(own)
-    failed = [(rank, outcome) for rank, outcome in enumerate(outcomes) if outcome is not None]
+    failed = [(rank, outcome) for rank, outcome in zip(control.ranks, outcomes, strict=True) if outcome is not None]
     if not failed:
         return
     rank, (kind, text) = failed[0]

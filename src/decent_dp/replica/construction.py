@@ -20,9 +20,10 @@ from decent_dp.replica.settings import Settings
 from decent_dp.replica.shards import Replicas, is_sharded, local
 from decent_dp.replica.shutdown import closed_on_error
 from decent_dp.replica.statistics import refuse_isolated
-from decent_dp.rules import Rule
+from decent_dp.rules import DriftCorrection, Rule
 from decent_dp.rules.base import rule_settings
 from decent_dp.topo import Topology, make_topology
+from decent_dp.topo.holes import check_pairs
 from decent_dp.transport import Neighbours, Transport
 
 __all__ = ["Agreement", "Arguments", "connect_replicas"]
@@ -107,7 +108,7 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
         mixing = Topology.every(made, given.settings.mix_every)
         narrow = any(param.itemsize < 4 for param in model.parameters())
         if given.faults is not None:
-            _refuse_intolerant(mixing, replicas)
+            _refuse_intolerant(mixing, replicas, given.rule)
         rule = fit_rule(given.rule, check_compression(given.settings.compression), mixing, narrow=narrow)
         faults = None if given.faults is None else given.faults.signature()
         shared: Mapping[str, Any] = {
@@ -141,16 +142,16 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
     return agreed
 
 
-def _refuse_intolerant(topology: Topology, replicas: Replicas) -> None:
-    """Raises ValueError if faults cannot be tolerated with this topology, or with replicas of several workers."""
-    largest = Topology.largest_group(topology)
-    if largest > 2:
-        raise ValueError(
-            f"faults=Tolerate(...) needs a topology of pairs, because a group waits for all its members, and {topology!r} "
-            f"mixes groups of {largest}: use 'base-2', 'one-peer-exp', 'ring' or 'random-matching', or leave faults out."
-        )
+def _refuse_intolerant(topology: Topology, replicas: Replicas, rule: Rule) -> None:
+    """Raises ValueError if faults cannot be tolerated with this topology or rule, or with replicas of several workers."""
+    check_pairs(topology, "faults=Tolerate(...)")
     if replicas.shards > 1:
         raise ValueError(
             f"faults=Tolerate(...) needs whole replicas, and each of these is sharded over {replicas.shards} workers, which a "
             "fault of one would stop: leave faults out, or do not shard the model."
+        )
+    if isinstance(rule, DriftCorrection):
+        raise ValueError(
+            "faults=Tolerate(...) does not go with DriftCorrection: without a worker the corrections of the others no longer "
+            "add up to zero, and their mean would drift. Use another rule, or leave faults out."
         )

@@ -30,7 +30,7 @@ from decent_dp.errors import NonFiniteError
 from decent_dp.faults import Roster
 from decent_dp.replica.averages import average_, squared_distance
 from decent_dp.replica.company import Company
-from decent_dp.replica.consistency import check_same_round
+from decent_dp.replica.consistency import check_same_call
 from decent_dp.replica.construction import Agreement
 from decent_dp.replica.mean import Mean
 from decent_dp.replica.module_hooks import ModuleHooks
@@ -236,6 +236,11 @@ class Replica(ABC):
         if self.joining:
             raise RuntimeError("join() was entered inside join(): one is enough, around the loop.")
         self.refuse_superseded()
+        if self._company is not None:
+            raise RuntimeError(
+                "join() and faults=Tolerate(...) do not go together: a worker that has run out of batches leaves (close()), "
+                "and the others go on without it."
+            )
         self.apply_pending()
         self.joining = True
         try:
@@ -355,12 +360,18 @@ class Replica(ABC):
             )
 
     def begin_collective(self, what: str) -> None:
-        """Checks, before a collective call of the user's, that all workers make this one, at the same round."""
+        """Checks, before a collective call of the user's, that all workers make this one, at the same round.
+
+        Where faults are tolerated: that all make it that live.
+        """
         self.refuse_in_join(what)
         self.refuse_inside(what)
         self.apply_pending()
         self.refuse_stopped()
-        check_same_round(self.everyone.control, self.engine.round, self.engine.factor, what)
+        self.everyone.regroup()
+        # A worker that was silent for a while is in the round of the others, with fewer updates.
+        round_ = self.engine.round if self._company is None else None
+        check_same_call(self.everyone.control, round_, self.engine.factor, what)
 
     def close(self) -> None:
         """Waits for the exchange in flight, drops it, and releases the connections; parameters stay as they are.
@@ -449,7 +460,7 @@ class Replica(ABC):
         param = next((name for name, t in zip(self.parameters.names, params, strict=False) if not all_finite(t.detach())), None)
         found = self.everyone.control.gather([param, [name for name, t in named if bool(t.isnan().any())], buffers])
         everywhere = set.intersection(*(set(names) for _, names, _ in found))
-        for rank, (name, names, _) in enumerate(found):
+        for rank, (name, names, _) in zip(self.everyone.control.ranks, found, strict=True):
             if name is not None:
                 raise NonFiniteError(
                     f"{what} needs the mean of all replicas, and parameter '{name}' of worker {rank} holds a NaN or an "
@@ -491,7 +502,8 @@ class Replica(ABC):
         pairs = zip(self.parameters.params, self.parameters.locate(), strict=True)
         # Parts that a replica holds several times count once.
         own = squared_distance(self.transport.control, [part.detach() for param, part in pairs if holds_first_copy(param)])
-        distance = float((sum(self.everyone.control.gather(own)) / self.transport.world_size) ** 0.5)
+        replicas = self.transport.world_size if self._company is None else len(self.everyone.control.ranks)
+        distance = float((sum(self.everyone.control.gather(own)) / replicas) ** 0.5)
         for listener in list(self.listeners):
             listener.measured(distance)
         return distance

@@ -160,15 +160,21 @@ class DeferredHandle(Handle):
 
 
 class Control(ABC):
-    """Collectives of all workers, called by all in the same order."""
+    """Collectives of all workers, called by all in the same order. After ``Transport.regroup``: of all that live.
+
+    Attributes:
+        ranks: of the workers that take part.
+    """
+
+    ranks: Sequence[int]
 
     @abstractmethod
     def broadcast(self, tensor: Tensor) -> None:
-        """Every worker's ``tensor`` (any dtype, dense or not) becomes that of rank 0."""
+        """Every worker's ``tensor`` (any dtype, dense or not) becomes that of the first of ``ranks``."""
 
     @abstractmethod
     def gather(self, message: Any) -> list[Any]:
-        """The messages of all workers, by rank; they must be serializable as JSON."""
+        """The messages of all workers, in the order of ``ranks``; they must be serializable as JSON."""
 
     @abstractmethod
     def mean(self, tensor: Tensor) -> Handle:
@@ -231,6 +237,15 @@ class Transport(ABC):
             TypeError: this kind of transport cannot.
         """
         raise TypeError(f"{type(self).__name__} does not tolerate faults: leave faults= out.")
+
+    def regroup(self) -> None:
+        """Where faults are tolerated: from now on collectives are those of the workers that live. Called by all of them.
+
+        Raises:
+            PeerError: the others have gone on without this worker, or do not come.
+            ConnectionError: the store does not answer.
+        """
+        return
 
     @abstractmethod
     def prepare(self, edges: list[Edge]) -> None:

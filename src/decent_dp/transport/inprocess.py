@@ -15,8 +15,10 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from decent_dp.errors import PeerLostError, PeerTimeoutError, WireError
+from decent_dp.faults import Tolerate
 from decent_dp.topo import Edge
-from decent_dp.transport.base import Control, DeferredHandle, ExchangeId, ExchangeRequest, Handle, Transport, written
+from decent_dp.transport.base import Control, DeferredHandle, ExchangeId, ExchangeRequest, Handle, Transport, Verdict, written
+from decent_dp.transport.neighbours import Neighbours
 
 __all__ = ["InProcessTransport", "LocalHub", "run_replicas"]
 
@@ -107,6 +109,7 @@ class InProcessTransport(Transport):
         super().__init__(rank, hub.world_size, run_id, hub.timeout, store)
         self._hub = hub
         self._control = _LocalControl(rank, hub)
+        self._tolerant = False
 
     @property
     def control(self) -> Control:
@@ -114,6 +117,10 @@ class InProcessTransport(Transport):
 
     def lost(self) -> list[int]:
         return self._hub.lost
+
+    def tolerate(self, faults: Tolerate) -> Neighbours:
+        self._tolerant = True
+        return _LocalNeighbours(self.rank, self._hub)
 
     def prepare(self, edges: list[Edge]) -> None:
         return
@@ -143,7 +150,13 @@ class InProcessTransport(Transport):
         self._hub.put(key, self.rank, sent)
 
         def finish() -> None:
-            found = self._hub.collect(key, edge.ranks, str(exchange_id))
+            try:
+                found = self._hub.collect(key, edge.ranks, str(exchange_id))
+            except PeerLostError:
+                if not self._tolerant:
+                    raise
+                handle.verdict = Verdict.NEITHER
+                return
             if any(other.shape != request.received.shape for other in found.values()):
                 raise WireError(f"{exchange_id}: messages of {sorted({len(other) for other in found.values()})} bytes met")
             if len(ranks) == 2:
@@ -152,7 +165,8 @@ class InProcessTransport(Transport):
                 self._reduce(request, ranks, found)
             written(request.received)()  # the memory of the copies may be reused by another stream
 
-        return DeferredHandle(finish, request.compression.payload(request.compression.chunks) * (len(ranks) - 1))
+        handle = DeferredHandle(finish, request.compression.payload(request.compression.chunks) * (len(ranks) - 1))
+        return handle
 
     def _reduce(self, request: ExchangeRequest, ranks: tuple[int, ...], found: dict[int, Tensor]) -> None:
         """Reduces as the roots of the trees would if all workers were on one node."""
@@ -162,9 +176,42 @@ class InProcessTransport(Transport):
             request.reduce(number, messages, [1] * len(ranks), request.received[there], 0)
 
 
+class _LocalNeighbours(Neighbours):
+    """Threads end, and that is all that can happen to them."""
+
+    def __init__(self, rank: int, hub: LocalHub) -> None:
+        self._rank, self._hub = rank, hub
+
+    def available(self, edge: Edge, exchange_id: ExchangeId) -> bool:
+        return not set(edge.ranks) & set(self.lost())
+
+    def skip(self, edge: Edge, exchange_id: ExchangeId) -> None:
+        return
+
+    def announce(self, round_: int) -> None:
+        return
+
+    def round_of(self, rank: int) -> int:
+        return -1
+
+    def living(self) -> list[int]:
+        return sorted(set(range(self._hub.world_size)) - set(self.lost()) - {self._rank})
+
+    def silent(self) -> list[int]:
+        return self.lost()
+
+    def lost(self) -> list[int]:
+        return [rank for rank in self._hub.lost if rank != self._rank]
+
+    @property
+    def one_sided(self) -> int:
+        return 0
+
+
 class _LocalControl(Control):
     def __init__(self, rank: int, hub: LocalHub) -> None:
         self._rank, self._hub = rank, hub
+        self.ranks = range(hub.world_size)
         self._calls = 0
 
     def broadcast(self, tensor: Tensor) -> None:

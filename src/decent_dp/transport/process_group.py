@@ -22,6 +22,7 @@ from decent_dp.transport.inprocess import InProcessTransport
 from decent_dp.transport.nccl import NcclGroups, NcclPairs
 from decent_dp.transport.neighbours import Neighbours
 from decent_dp.transport.peers import Peers
+from decent_dp.transport.survivors import Meeting
 from decent_dp.transport.tcp.addresses import dial, listen
 from decent_dp.transport.tcp.exchange import TcpExchanges
 from decent_dp.transport.tcp.greeting import Identity
@@ -76,9 +77,12 @@ class ProcessGroupTransport(Transport):
         self._waiter = Waiter("decent_dp-staging")
         self._communicators: dict[str, Communicator] = {}
         self._controls: dict[str, Control] = {}
-        self._connect_control("all", range(shared.world_size))
+        # The name of the communicator of all workers, or of those that live.
+        self._present = "all"
+        self._connect_control(self._present, range(shared.world_size))
         self._faults: Tolerate | None = None
         self._neighbours: Neighbours | None = None
+        self._meeting: Meeting | None = None
         self._reactor = Reactor(
             Identity(bytes.fromhex(shared.run_id), shared.rank, secrets.token_bytes(8)),
             shared.token,
@@ -93,7 +97,15 @@ class ProcessGroupTransport(Transport):
 
     @property
     def control(self) -> Control:
-        return self._control_of("all")
+        return self._control_of(self._present)
+
+    def regroup(self) -> None:
+        if self._meeting is None:
+            return
+        members = self._meeting.members()
+        self._present = "all" if len(members) == self.world_size else f"present/{members}"
+        if self._present not in self._controls:
+            self._connect_control(self._present, members)
 
     @property
     def process_group(self) -> Any:
@@ -112,6 +124,7 @@ class ProcessGroupTransport(Transport):
 
     def tolerate(self, faults: Tolerate) -> Neighbours:
         self._faults, self._neighbours = faults, self._tcp.tolerate(faults.dead_after)
+        self._meeting = Meeting(self.store, self.rank, self.world_size, self._neighbours.lost, self.timeout)
         return self._neighbours
 
     def report(self, cause: str) -> None:
@@ -184,7 +197,7 @@ class ProcessGroupTransport(Transport):
             return peer_error(error, others, what, self._notes, self._control_rendezvous.timeout)
 
         communicator = self._get_or_make(name, ranks, self._control_rendezvous, Rendezvous.gloo)
-        self._controls[name] = _GlooControl(communicator, explain)
+        self._controls[name] = _GlooControl(communicator, ranks, explain)
 
     def _control_of(self, name: str) -> Control:
         if name not in self._controls:
@@ -193,8 +206,10 @@ class ProcessGroupTransport(Transport):
 
 
 class _GlooControl(Control):
-    def __init__(self, communicator: Communicator, explain: Callable[[RuntimeError, str], RuntimeError]) -> None:
-        self._communicator, self._explain = communicator, explain
+    def __init__(
+        self, communicator: Communicator, ranks: Sequence[int], explain: Callable[[RuntimeError, str], RuntimeError]
+    ) -> None:
+        self._communicator, self.ranks, self._explain = communicator, ranks, explain
 
     def broadcast(self, tensor: Tensor) -> None:
         # As bytes on the CPU: any dtype, any device, any strides.

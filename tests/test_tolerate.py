@@ -1,0 +1,298 @@
+"""``faults=Tolerate(...)``: arguments, what it does not go with, compressed messages, the wrapper, and calls of all workers
+after a death."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import decent_dp
+from decent_dp.ddp import DecentralizedDataParallel
+from decent_dp.errors import PeerLostError
+from decent_dp.rules import DriftCorrection, OuterNesterov
+from decent_dp.transport import run_replicas
+from tests.helpers import SGD, assert_same, loss, net, values
+
+DEAD_AFTER = 4.0
+
+
+def make(rank: int, kind: str = "gossip", seed: int = 0, **options: Any) -> tuple[Any, Any, Any]:
+    """(model, what steps it, its replica)"""
+    options = {"faults": decent_dp.Tolerate(dead_after=DEAD_AFTER), "topology": "base-2", **options}
+    model = net(seed)
+    if kind == "wrapper":
+        wrapped = DecentralizedDataParallel(model, SGD, **options)
+        return wrapped, None, wrapped
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return model, optimizer, decent_dp.gossip(model, optimizer, **options)
+
+
+def step(model: Any, optimizer: Any, t: int, rank: int) -> None:
+    loss(model, t, rank).backward()
+    if optimizer is not None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
+        call()
+    return str(caught.value)
+
+
+# -- arguments -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        ({"dead_after": 0.1}, ValueError, "dead_after must be a number of seconds, at least 0.5, got 0.1"),
+        ({"dead_after": "10"}, TypeError, "dead_after must be a number of seconds"),
+        ({"min_workers": 0}, ValueError, "min_workers must be a whole number of workers, at least 1, got 0"),
+        ({"partition": "folow"}, ValueError, "did you mean 'follow'"),
+        ({"orphan_for": -1}, ValueError, "orphan_for must be"),
+    ],
+)
+def test_wrong_settings_are_refused(given, error, text):
+    with pytest.raises(error, match=text):
+        decent_dp.Tolerate(**given)
+
+
+def refused(rank: int, n: int, case: str) -> Any:
+    kind, options = {
+        "type": ("gossip", {"faults": 10.0}),
+        "groups": ("gossip", {"topology": "complete"}),
+        "groups later": ("wrapper", {"topology": "ring:3,complete"}),
+        "rule": ("gossip", {"rule": DriftCorrection()}),
+        "differ": ("wrapper", {"faults": decent_dp.Tolerate(dead_after=5.0 + rank)}),
+    }[case]
+    return error_of(lambda: make(rank, kind, **options))
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("type", r"faults must be None or a decent_dp.Tolerate, such as Tolerate\(dead_after=10.0\), got 10.0"),
+        ("groups", "faults=Tolerate(...) needs a topology of pairs"),
+        ("groups later", "mixes groups of 3"),
+        ("rule", "does not go with DriftCorrection"),
+        ("differ", "faults is {'dead_after': 5.0"),
+    ],
+)
+def test_what_it_does_not_go_with_is_refused_on_all_workers(workers, case, text):
+    found = workers(3, refused, case)
+    assert all(text.replace("\\", "") in str(error) for error in found), found
+
+
+def alone(rank: int, n: int) -> Any:
+    model, optimizer, replica = make(rank)
+    twin = net()
+    other = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
+    for t in range(5):
+        step(model, optimizer, t, rank)
+        step(twin, other, t, rank)
+    assert_same(model, twin)
+    with replica.averaged():
+        pass
+    assert replica.roster == decent_dp.faults.Roster(0, 0, 1, (0,), ())
+    replica.close()
+    return True
+
+
+def test_one_worker_needs_nobody(workers):
+    assert workers(1, alone) == [True]
+
+
+def refuses_join(rank: int, n: int) -> str:
+    _, _, replica = make(rank)
+    with pytest.raises(RuntimeError, match="do not go together") as caught, replica.join():
+        pass
+    replica.close()
+    return str(caught.value)
+
+
+def test_join_is_refused(workers):
+    assert "a worker that has run out of batches leaves" in workers(2, refuses_join)[0]
+
+
+# -- without faults nothing changes ----------------------------------------------------------------------------------------
+
+
+def trains(rank: int, n: int, kind: str, options: dict[str, Any]) -> Any:
+    model, optimizer, replica = make(rank, kind, **options)
+    for t in range(8):
+        step(model, optimizer, t, rank)
+    stats = replica.stats()
+    found = values(model), stats.exchanges, stats.holes, stats.one_sided
+    replica.close()
+    return found
+
+
+CASES = [
+    ("gossip", {}),
+    ("gossip", {"compression": "int8", "bucket_size_in_mb": 0}),
+    ("gossip", {"compression": "low-rank:1,int8"}),
+    ("gossip", {"mix_every": 3, "rule": OuterNesterov()}),
+    ("gossip", {"overlap": False, "compression": "bfloat16"}),
+    ("wrapper", {"topology": "ring"}),
+    ("wrapper", {"compression": "int8", "mix_every": 2}),
+]
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
+EACH_CASE = pytest.mark.parametrize(("kind", "options"), [CASES[1], CASES[5], *SLOW])
+
+
+@EACH_CASE
+def test_without_faults_the_numbers_are_the_same(workers, kind, options):
+    with_ = workers(4, trains, kind, options)
+    without = workers(4, trains, kind, {**options, "faults": None})
+    for one, other in zip(with_, without, strict=True):
+        assert_same(one[0], other[0])
+        assert one[1:] == other[1:]
+        assert one[2:] == (0, 0)
+
+
+# -- deaths ----------------------------------------------------------------------------------------------------------------
+
+
+def survives(rank: int, n: int, kind: str, options: dict[str, Any], victim: int) -> Any:
+    model, optimizer, replica = make(rank, kind, **options)
+    longest = 0.0
+    for t in range(30):
+        if (rank, t) == (victim, 6):
+            os.kill(os.getpid(), signal.SIGKILL)
+        began = time.monotonic()
+        step(model, optimizer, t, rank)
+        longest = max(longest, time.monotonic() - began)
+    apart = replica.consensus_distance()
+    with replica.averaged():
+        mean = values(model)
+    again = replica.consensus_distance()
+    found = mean, (apart, again), replica.stats(), replica.roster.holes, longest, values(model)
+    replica.close()
+    return found
+
+
+@EACH_CASE
+@pytest.mark.parametrize("victim", [3])
+def test_the_others_train_on_and_agree_on_their_mean(workers, kind, options, victim):
+    outcomes = workers.outcomes(4, survives, kind, options, victim)
+    assert outcomes[victim].exitcode == -signal.SIGKILL
+    found = [outcome.value for rank, outcome in enumerate(outcomes) if rank != victim]
+    assert all(found), [outcome.trace for outcome in outcomes]
+    means, distances, stats, holes, longest, own = zip(*found, strict=True)
+    expected = {name: sum(replica[name].double() for replica in own) / len(own) for name in own[0]}
+    for mean in means:
+        for name, value in expected.items():
+            torch.testing.assert_close(mean[name].double(), value, rtol=0, atol=1e-6)
+    squares = [sum(((replica[name].double() - value) ** 2).sum() for name, value in expected.items()) for replica in own]
+    assert distances[0] == pytest.approx([float(sum(squares) / len(own)) ** 0.5] * 2, rel=1e-4)
+    assert all(one == distances[0] for one in distances)
+    assert all(one.updates == 30 and one.one_sided == 0 for one in stats)
+    assert any(victim in seen for seen in holes)
+    assert max(longest) < 0.3 * DEAD_AFTER + 2
+
+
+def rank_0_is_gone(rank: int, n: int, path: str) -> Any:
+    model, optimizer, replica = make(rank)
+    for t in range(12):
+        if (rank, t) == (0, 6):
+            os.kill(os.getpid(), signal.SIGKILL)
+        step(model, optimizer, t, rank)
+    decent_dp.export(replica, path)
+    with replica.averaged():
+        found = values(model)
+    replica.close()
+    return found
+
+
+def test_the_mean_is_exported_without_worker_0(workers, tmp_path):
+    path = tmp_path / "model.pt"
+    outcomes = workers.outcomes(3, rank_0_is_gone, str(path))
+    written = torch.load(path, weights_only=True)
+    for outcome in outcomes[1:]:
+        assert outcome.error == "", outcome.trace
+        for name, value in outcome.value.items():
+            torch.testing.assert_close(written[name], value)
+
+
+def saves(rank: int, n: int, path: str) -> Any:
+    model, optimizer, replica = make(rank)
+    for t in range(12):
+        if (rank, t) == (2, 6):
+            os.kill(os.getpid(), signal.SIGKILL)
+        step(model, optimizer, t, rank)
+    began = time.monotonic()
+    error = error_of(lambda: decent_dp.save(replica, path))
+    return error, time.monotonic() - began
+
+
+def test_a_save_without_a_worker_is_an_error_and_no_hang(workers, tmp_path):
+    outcomes = workers.outcomes(3, saves, str(tmp_path))
+    for outcome in outcomes[:2]:
+        assert outcome.error == "", outcome.trace
+        assert "worker 2" in outcome.value[0]
+        assert outcome.value[1] < 30
+
+
+def too_few(rank: int, n: int) -> Any:
+    model, optimizer, _ = make(rank, faults=decent_dp.Tolerate(dead_after=DEAD_AFTER, min_workers=4))
+    for t in range(60):
+        if (rank, t) == (2, 6):
+            os.kill(os.getpid(), signal.SIGKILL)
+        step(model, optimizer, t, rank)
+        time.sleep(0.01)
+    return None
+
+
+def test_too_few_workers_are_an_error(workers):
+    outcomes = workers.outcomes(4, too_few)
+    named = [outcome.message for outcome in outcomes if outcome.error == PeerLostError.__name__]
+    assert any("3 of 4 workers are left" in message and "min_workers=4" in message for message in named), outcomes
+
+
+def left_alone(rank: int, n: int, policy: str) -> Any:
+    faults = decent_dp.Tolerate(dead_after=1.0, min_workers=1, partition=policy, orphan_for=0.5)
+    model, optimizer, replica = make(rank, faults=faults)
+    for t in range(80):
+        if (rank, t) == (1, 6):
+            os.kill(os.getpid(), signal.SIGKILL)
+        step(model, optimizer, t, rank)
+        time.sleep(0.02)
+    return replica.stats().updates
+
+
+@pytest.mark.parametrize("policy", ["follow", "train"])
+def test_the_last_worker_stops_or_trains_alone(workers, policy):
+    outcome = workers.outcomes(2, left_alone, policy)[0]
+    if policy == "train":
+        assert outcome.value == 80
+    else:
+        assert "has heard no other for 0.5 s" in outcome.message
+
+
+# -- threads ---------------------------------------------------------------------------------------------------------------
+
+
+def test_threads_that_end_are_holes():
+    ended = []
+
+    def body(transport: Any) -> Any:
+        model, optimizer, replica = make(transport.rank, transport=transport)
+        for t in range(12):
+            if (transport.rank, t) == (3, 6):
+                ended.append(t)
+                return None
+            step(model, optimizer, t, transport.rank)
+        return replica.stats().holes, replica.stats().updates
+
+    found = run_replicas(4, body)
+    assert ended == [6]
+    assert [updates for _, updates in found[:3]] == [12, 12, 12]
+    assert found[1][0] > 0 < found[2][0]
+    assert found[0][0] == 0
