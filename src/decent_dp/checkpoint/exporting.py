@@ -205,7 +205,8 @@ def _state(replica: Replica, *, keep: bool) -> dict[str, Any]:
     whom those of the first replica gather its parts."""
     replica.parameters.locate()
     first, _ = replica.replicas.place_of(replica.everyone.rank)
-    if first != 0 or (not keep and replica.replicas.shards == 1):
+    gathers = keep if replica.replicas.shards == 1 else first == 0
+    if not gathers:
         return {}
     # A tied parameter is one tensor under all its names, and is gathered once. (Without shards they are copies already.)
     state: dict[str, Any] = replica.model.state_dict(keep_vars=replica.replicas.shards > 1)

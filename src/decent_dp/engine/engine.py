@@ -368,8 +368,9 @@ class Engine:
                 if Topology.mixes(bucket.topology, round_):
                     others = [rank for rank in bucket.topology.get_edge(round_).ranks if rank != self._transport.rank]
                     theirs = max(map(neighbours.round_of, others), default=-1)
-                    # As long as the exchange has time to arrive, the other worker can be ahead and wait for it.
-                    if theirs >= round_ + bucket.topology._time(round_):
+                    # As long as the exchange has time to arrive, the other worker can be ahead. In the next round, when some
+                    # of its buckets are done, it waits for this one.
+                    if theirs > round_ + bucket.topology._time(round_):
                         passed = max(passed, theirs)
             if passed == round_:
                 return round_

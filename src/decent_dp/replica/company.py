@@ -30,17 +30,21 @@ class Company:
         Raises:
             PeerLostError: too few workers are left (``Tolerate.min_workers``), or this one has been alone for too long.
         """
-        silent, lost = set(self.neighbours.silent()), set(self.neighbours.lost())
+        left = set(self.neighbours.left())
+        silent, lost = set(self.neighbours.silent()) - left, set(self.neighbours.lost()) - left
         if silent != self._silent or lost != self._lost:
             self._report(round_, silent, lost)
         self._silent, self._lost = silent, lost
-        left, n = self._transport.world_size - len(lost), self._transport.world_size
-        if left < min(self._faults.min_workers, n):
+        n = self._transport.world_size
+        if n - len(lost) < min(self._faults.min_workers, n):
             raise PeerLostError(
-                f"{left} of {n} workers are left, and faults=Tolerate(min_workers={self._faults.min_workers}) wants more: "
-                f"{_named(lost)} gone. Start the workers again from the newest checkpoint, or allow fewer."
+                f"{n - len(lost)} of {n} workers are left, and faults=Tolerate(min_workers={self._faults.min_workers}) wants "
+                f"more: {_named(lost)} gone. Start the workers again from the newest checkpoint, or allow fewer."
             )
-        self._check_alone(n)
+        if n > 1 and not self.neighbours.living() and (silent or lost):
+            self._check_alone()
+        else:
+            self._alone_since, self._warned = None, False
 
     def _report(self, round_: int, silent: set[int], lost: set[int]) -> None:
         for who, what in (
@@ -51,10 +55,7 @@ class Company:
             for rank in sorted(who):
                 _log.warning("round %d: worker %d is %s", round_, self._transport.rank_in_all(rank), what)
 
-    def _check_alone(self, n: int) -> None:
-        if n == 1 or self.neighbours.living():
-            self._alone_since, self._warned = None, False
-            return
+    def _check_alone(self) -> None:
         now = time.monotonic()
         self._alone_since = self._alone_since or now
         if now - self._alone_since < self._faults.orphan_for or self._warned:

@@ -368,6 +368,8 @@ class Replica(ABC):
         self.refuse_inside(what)
         self.apply_pending()
         self.refuse_stopped()
+        if self._company is not None:
+            self._company.neighbours.pause()
         self.everyone.regroup()
         # A worker that was silent for a while is in the round of the others, with fewer updates.
         round_ = self.engine.round if self._company is None else None

@@ -203,6 +203,12 @@ class _LocalNeighbours(Neighbours):
     def lost(self) -> list[int]:
         return [rank for rank in self._hub.lost if rank != self._rank]
 
+    def left(self) -> list[int]:
+        return self.lost()
+
+    def pause(self) -> None:
+        return
+
     @property
     def one_sided(self) -> int:
         return 0

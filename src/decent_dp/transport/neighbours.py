@@ -41,6 +41,14 @@ class Neighbours(ABC):
     def lost(self) -> list[int]:
         """Those of them that are gone, or have been silent for ``dead_after``."""
 
+    @abstractmethod
+    def left(self) -> list[int]:
+        """Those of the lost ones that have said that they leave."""
+
+    @abstractmethod
+    def pause(self) -> None:
+        """This worker makes no rounds until it announces the next one: none of its exchanges is to be waited for."""
+
     @property
     @abstractmethod
     def one_sided(self) -> int:

@@ -182,6 +182,7 @@ class Connection:
         moved: when a part of a message last came or went, on the monotonic clock.
         heard: when a byte last came.
         unheard: the seconds for which the peer had not heard from this worker when it last said so.
+        paused: the peer makes no rounds at present; ``left``: nor any more.
         round: the latest round in which the peer is known to be.
         votes, pairs: where faults are tolerated: of the exchanges with the peer, and the open ones by bucket.
         notes: where faults are tolerated: the last note for each bucket, to be sent again on a new connection.
@@ -194,6 +195,7 @@ class Connection:
         self.uid = b""
         self.state, self.since = LinkState.NEW, time.monotonic()
         self.heard = self.unheard = 0.0
+        self.paused = self.left = False
         self.round = -1
         self.votes = Votes()
         self.pairs: dict[int, Pair] = {}
@@ -314,6 +316,8 @@ class Connection:
         """
         if not pair.opened:  # the reactor has not opened it yet
             return math.inf
+        if self.paused and not pair.joined:
+            return pair.opened
         if self._missed and not pair.joined:
             return pair.opened + step
         times = (self._times if pair.joined else self._lags).get(pair.bucket, ())

@@ -55,6 +55,8 @@ _FRAME = 2**16
 _READ = 2**15
 # Bytes read from one connection before the others are read.
 _READ_AT_ONCE = 2**21
+# Bits of the size of a BEAT: the sender wants one in return; it makes no rounds at present.
+_ASKS, _PAUSES = 1, 2
 # Offers, grants and notes that one peer may have sent ahead.
 _MOST_AHEAD = 2**16
 _NO_RANGE = contextlib.nullcontext()
@@ -71,7 +73,7 @@ class Framing:
 
     Attributes:
         tolerant: a connection that is lost is made again, and exchanges end with a verdict.
-        round: the one in which this worker is; -1 before the first.
+        round: the one in which this worker is; -1 before the first. ``paused``: it makes no rounds at present.
         settlement: of the exchanges with verdicts.
     """
 
@@ -87,7 +89,7 @@ class Framing:
         self._order = itertools.count()
         self.connections: dict[int, Connection] = {}
         self.tolerant = False
-        self.round = -1
+        self.round, self.paused = -1, False
         self.settlement = Settlement(self)
 
     def connection(self, peer: int) -> Connection:
@@ -234,10 +236,16 @@ class Framing:
             connection.notes[key[1]] = frame
         connection.control.append(frame)
 
-    def beat(self, connection: Connection) -> None:
-        """Gives a sign of life."""
+    def beat(self, connection: Connection, *, ask: bool = False) -> None:
+        """Gives a sign of life; ``ask``: and asks for one."""
         unheard = int(1000 * min(time.monotonic() - connection.heard, 1e6))
-        connection.control.append(pack(BEAT, (max(self.round, 0), 0, 0), age=unheard))
+        says = (_ASKS if ask else 0) | (_PAUSES if self.paused else 0)
+        connection.control.append(pack(BEAT, (max(self.round, 0), 0, 0), size=says, age=unheard))
+
+    def beat_all(self) -> None:
+        for connection in self.connections.values():
+            if connection.state is LinkState.OPEN:
+                self.beat(connection)
 
     def _next_to_send(self, link: SharedLink) -> Connection | None:
         """The connection that sends the next data of a link."""
@@ -364,7 +372,8 @@ class Framing:
             self._on_offer(connection, key)
         elif kind == BEAT:
             connection.unheard = frame.age / 1000
-            if frame.size:
+            connection.paused = bool(frame.size & _PAUSES)
+            if frame.size & _ASKS:
                 self.beat(connection)
         elif kind in (GOT, DROP):
             _bound(connection, key[1])
@@ -372,6 +381,7 @@ class Framing:
         elif kind == ASK:
             self.settlement.answer(connection, key[0], key[1])
         elif kind == BYE:
+            connection.left = True
             self.give_up(connection, "the peer has left")
         else:
             connection.frame = frame

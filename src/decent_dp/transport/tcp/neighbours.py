@@ -68,6 +68,7 @@ class TcpNeighbours(Neighbours):
         self._framing.settlement.skip(peer, exchange_id.round, exchange_id.bucket)
 
     def announce(self, round_: int) -> None:
+        self._framing.paused = False
         now, last = time.monotonic(), self._framing.round
         if last >= 0 and round_ > last:
             self._steps.append((now - self._announced) / (round_ - last))
@@ -87,6 +88,13 @@ class TcpNeighbours(Neighbours):
 
     def lost(self) -> list[int]:
         return self._peers(lambda connection: silence(connection) >= self._dead_after)
+
+    def left(self) -> list[int]:
+        return self._peers(lambda connection: connection.left)
+
+    def pause(self) -> None:
+        self._framing.paused = True
+        self._reactor.call(self._framing.beat_all)
 
     @property
     def one_sided(self) -> int:

@@ -9,7 +9,7 @@ A frame is a header (``HEADER``) and a body of ``length`` bytes:
 | GRANT | the receiver accepts the message up to ``offset`` | bytes granted so far | bytes expected | - |
 | DATA | a part of the message | where it starts | bytes of the message | the part |
 | NOTE | a few bytes outside any message, never requested | - | its bytes | the bytes |
-| BEAT | the sender lives, and is in this round | - | 1: answer with a BEAT | - |
+| BEAT | the sender lives, and is in this round | - | 1: answer with a BEAT; 2: it makes no rounds now | - |
 | GOT, DROP | a vote on an exchange (``votes``) | - | - | - |
 | ASK | vote on this exchange now: no more of its message will come | - | - | - |
 | BYE | the sender leaves, and needs nothing more | - | - | - |

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from decent_dp.errors import WireError
 from decent_dp.transport.base import Verdict
 from decent_dp.transport.tcp.connection import Connection, LinkState, Pair
-from decent_dp.transport.tcp.protocol import ASK, BEAT, DROP, GOT, Key, pack
+from decent_dp.transport.tcp.protocol import ASK, DROP, GOT, Key, pack
 from decent_dp.transport.tcp.votes import Vote
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ class Settlement:
         pair = connection.pairs.get(key[1])
         if pair is not None and pair.round == key[0] and not pair.joined:
             pair.joined = time.monotonic()
+            connection.paused = False
 
     def hear(self, connection: Connection, vote: Vote) -> None:
         connection.votes.hear(vote)
@@ -91,7 +92,7 @@ class Settlement:
 
     def ask_for_life(self, connection: Connection) -> None:
         if connection.state is LinkState.OPEN:
-            connection.control.append(pack(BEAT, (0, 0, 0), size=1))
+            self._framing.beat(connection, ask=True)
 
     def expire(self, connection: Connection) -> None:
         """The peer counts as dead: all exchanges with it are dropped."""
