@@ -177,5 +177,5 @@ def _cluster(one: Case, n: int, *, messages: bool) -> Any:
     cluster = VirtualCluster(one.make_model(), OPTIMIZERS[one.optimizer], topology, n, **one.both())
     if messages:
         rule = cluster._rule
-        cluster._exchange = SpreadExchange(cluster._stack.params, cluster.topology, rule, Messages)
+        cluster._exchange = SpreadExchange(cluster._stack.params, cluster.topology, rule, cluster._faults, Messages)
     return cluster

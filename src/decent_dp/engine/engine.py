@@ -351,13 +351,13 @@ class Engine:
             return
         for bucket in self.buckets:
             self.finish(bucket, edit(bucket)).raise_if_failed()
-        while self.round < target:
+        for round_ in range(self.round, target):
             for bucket in self.buckets:
-                if Topology.mixes(bucket.topology, self.round):
-                    edge = bucket.topology.get_edge(self.round)
-                    self._neighbours.skip(edge, ExchangeId(self.round, bucket.number))
+                if Topology.mixes(bucket.topology, round_):
+                    edge = bucket.topology.get_edge(round_)
+                    self._neighbours.skip(edge, ExchangeId(round_, bucket.number))
                     self.holes += len(edge.ranks) > 1
-            self.round += 1
+        self.round = target
 
     def _round_of_others(self, neighbours: Neighbours) -> int:
         """The first round from the present one on that the other worker of no bucket's edge has passed."""
