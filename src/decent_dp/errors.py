@@ -7,7 +7,7 @@ Each derives from the built-in type that users would catch:
     │   └── DisagreementError      models, optimizers, settings or topologies differ between workers
     └── RuntimeError
         ├── PeerError              an exchange failed because of another worker
-        │   ├── PeerLostError      its connection is closed: it raised, exited or was killed
+        │   ├── PeerLostError      it is gone, or gives no sign of life: it raised, exited, was killed, or cannot be reached
         │   └── PeerTimeoutError   it is connected but sent nothing within the process group's timeout
         ├── WireError              a message arrived that was not expected
         ├── OutOfStepError         the workers have made different numbers of updates, or different collective calls
@@ -38,7 +38,7 @@ class PeerError(RuntimeError):
 
 
 class PeerLostError(PeerError):
-    """A worker's connection is closed: it raised, exited or was killed."""
+    """A worker is gone or gives no sign of life: it raised, exited, was killed, is stopped or cannot be reached."""
 
 
 class PeerTimeoutError(PeerError):

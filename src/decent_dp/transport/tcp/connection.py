@@ -237,15 +237,15 @@ class Connection:
 
     # -- the socket ---------------------------------------------------------------------------------------------------
 
-    def open(self, stream: socket.socket) -> None:
-        """Raises OSError if the peer is gone already."""
+    def open(self, stream: socket.socket, dead_after: float | None) -> None:
+        """Raises OSError if the peer is gone already; ``dead_after``: as of ``configure``."""
         stream.setblocking(False)
         self.socket = stream
         self.enter(LinkState.OPEN)
         self.heard, self.unheard = self.since, 0.0
         self.write_failed = False
         self.checked = stream.family != LOCAL
-        configure(stream)
+        configure(stream, dead_after)
         self._selector.register(stream, selectors.EVENT_READ, self)
 
     def enter(self, state: LinkState) -> None:
@@ -389,10 +389,22 @@ class Connection:
             self._measured_from, self._measured_bytes = now, 0
 
 
-def configure(stream: socket.socket) -> None:
-    """Sets what suits messages in both directions at once over a link that they fill."""
+def configure(stream: socket.socket, dead_after: float | None = None) -> None:
+    """Sets what suits messages in both directions at once over a link that they fill.
+
+    Args:
+        dead_after: seconds without an answer of the peer's kernel after which this one breaks the connection; None: as long
+            as it likes.
+    """
     if stream.family == LOCAL:
         return
+    if dead_after is not None:
+        with contextlib.suppress(OSError, AttributeError):
+            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * dead_after))
+            stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+                stream.setsockopt(socket.IPPROTO_TCP, option, max(1, int(dead_after / 4)))
+            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with contextlib.suppress(OSError, AttributeError):
         # So that grants and the next message's frames do not wait behind what the kernel holds.

@@ -72,7 +72,8 @@ class Framing:
         on_note: called with the peer, the key and the bytes of a NOTE.
 
     Attributes:
-        tolerant: a connection that is lost is made again, and exchanges end with a verdict.
+        tolerant: a connection that is lost is made again, and exchanges end with a verdict; ``dead_after``: of the policy. (The
+            kernel breaks no connection elsewhere: a full queue at a slow link may look like silence to it.)
         round: the one in which this worker is; -1 before the first. ``paused``: it makes no rounds at present.
         settlement: of the exchanges with verdicts.
     """
@@ -89,6 +90,7 @@ class Framing:
         self._order = itertools.count()
         self.connections: dict[int, Connection] = {}
         self.tolerant = False
+        self.dead_after: float | None = None
         self.round, self.paused = -1, False
         self.settlement = Settlement(self)
 
@@ -102,7 +104,7 @@ class Framing:
         connection = self.connection(peer)
         connection.uid = uid
         try:
-            connection.open(stream)
+            connection.open(stream, self.dead_after)
         except OSError as error:
             self.lose(connection, str(error))
             return

@@ -120,11 +120,12 @@ class TcpNeighbours(Neighbours):
         connection = self._framing.connections.get(peer)
         if connection is None or connection.state is LinkState.NEW:
             return since + self._dead_after - time.monotonic()
+        lively = SILENT * self._dead_after - silence(connection)
         if connection.state is LinkState.BROKEN:
-            return connection.since + min(_MENDED, SILENT * self._dead_after) - time.monotonic()
+            return min(lively, connection.since + _MENDED - time.monotonic())
         if connection.unheard >= SILENT * self._dead_after:
             return 0.0  # the peer makes a hole, and may not be able to say so
-        return SILENT * self._dead_after - silence(connection)
+        return lively
 
     def expected_end(self, pair: Pair) -> float:
         """When an exchange is late (``Connection.expected_end``), on the monotonic clock, if its peer was heard since then.
