@@ -40,6 +40,7 @@ DEAD_AFTER = 1.0
 def peer(monkeypatch: pytest.MonkeyPatch) -> Iterator[ByHand]:
     monkeypatch.setattr(Reactor.__init__, "__defaults__", (DEAD_AFTER,))
     made = ByHand()
+    made.reactor._dial = unreachable
     yield made
     made.stream.close()
     made.reactor.close()
@@ -145,7 +146,6 @@ def wait_for(condition: Any, seconds: float = 5.0) -> None:
 
 
 def test_a_silent_worker_is_a_hole_and_then_lost_and_then_back(peer):
-    peer.reactor._dial = unreachable
     known = peer.reactor.tolerate(DEAD_AFTER)
     peer.frame(BEAT, (7, 0, 0), 0, 0)
     wait_for(lambda: known.round_of(1) == 7)
