@@ -155,7 +155,7 @@ def test_a_silent_worker_is_a_hole_and_then_lost_and_then_back(peer):
     assert not known.available(EDGE, EXCHANGE)
     assert (known.silent(), known.lost(), known.living()) == ([1], [], [])
     wait_for(lambda: known.lost() == [1])
-    assert state_of(peer) is LinkState.BROKEN
+    wait_for(lambda: state_of(peer) is LinkState.BROKEN)
     time.sleep(0.1)
     assert known.silent() == [1]
     peer.stream.close()
@@ -164,12 +164,26 @@ def test_a_silent_worker_is_a_hole_and_then_lost_and_then_back(peer):
     assert known.lost() == []
 
 
-def test_a_process_that_has_ended_is_gone_at_once(peer):
+@pytest.mark.parametrize("near", [True, False])
+def test_a_process_that_has_ended_is_a_hole_at_once(monkeypatch, near):
+    """Within a machine it is gone. Elsewhere a firewall may answer in its place, and it may come back."""
+    monkeypatch.setattr(Reactor.__init__, "__defaults__", (20.0,))
+    peer = ByHand(near=near)
     peer.reactor._dial = refused
     known = peer.reactor.tolerate(20.0)
+    wait_for(lambda: known.living() == [1])
     peer.stream.close()
-    wait_for(lambda: state_of(peer) is LinkState.GONE, 1.0)
-    assert (known.lost(), known.left()) == ([1], [])
+    wait_for(lambda: known.silent() == [1], 0.2)
+    if near:
+        wait_for(lambda: state_of(peer) is LinkState.GONE, 1.0)
+        assert (known.lost(), known.left()) == ([1], [])
+    else:
+        time.sleep(0.1)
+        assert state_of(peer) is LinkState.BROKEN
+        peer.stream = connect_by_hand(peer.name, 1)
+        wait_for(lambda: known.living() == [1])
+        peer.stream.close()
+    peer.reactor.close()
 
 
 def test_a_peer_that_does_not_hear_this_worker_is_a_hole(peer):

@@ -3,8 +3,10 @@ after a death."""
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from typing import Any
@@ -275,6 +277,115 @@ def test_the_last_worker_stops_or_trains_alone(workers, policy):
         assert outcome.value == 80
     else:
         assert "has heard no other for 0.5 s" in outcome.message
+
+
+# -- late and stopped workers ----------------------------------------------------------------------------------------------
+
+
+def is_late(rank: int, n: int, kind: str, options: dict[str, Any], path: str) -> Any:
+    """Worker 1 is late by far more than the others wait, in the middle of the run."""
+    model, optimizer, replica = make(rank, kind, faults=decent_dp.Tolerate(dead_after=1.0), **options)
+    for t in range(60):
+        if (rank, t) == (1, 20):
+            time.sleep(2.0)
+        step(model, optimizer, t, rank)
+        time.sleep(0.01)
+        if t in (40, 59):
+            assert decent_dp.save(replica, path).error is None
+    apart = replica.consensus_distance()
+    stats = replica.stats()
+    replica.close()
+    return stats.updates, stats.rounds, stats.holes, apart
+
+
+@pytest.mark.parametrize(("kind", "options"), [("wrapper", {"bucket_size_in_mb": 0}), ("gossip", {"compression": "int8"})])
+def test_a_late_worker_goes_on_with_the_others_and_all_save(workers, tmp_path, kind, options):
+    found = workers(3, is_late, kind, options, str(tmp_path))
+    assert {updates for updates, *_ in found} == {60}
+    assert len({rounds for _, rounds, *_ in found}) == 1
+    assert found[1][1] > 60 < found[1][1] + found[1][2]
+    assert len({apart for *_, apart in found}) == 1
+
+
+def goes_back(rank: int, n: int) -> Any:
+    model, optimizer, replica = make(rank)
+    for t in range(10):
+        step(model, optimizer, t, rank)
+    kept = {name: value.clone() for name, value in model.state_dict().items()}
+    states = copy.deepcopy(optimizer.state_dict()), replica.state_dict()
+    first = []
+    for turn in range(2):
+        for t in range(10, 30 if turn == 0 else 20):
+            step(model, optimizer, t, rank)
+            if turn == 0 and t == 19:
+                first.append(values(model))
+        if turn == 0:
+            model.load_state_dict(kept)
+            optimizer.load_state_dict(states[0])
+            replica.load_state_dict(states[1])
+    first.append(values(model))
+    found = first, replica.stats().rounds, replica.stats().holes
+    replica.close()
+    return found
+
+
+def test_an_earlier_state_may_be_loaded(workers):
+    """Rounds go back, and nobody takes the others' old rounds for present ones."""
+    for (before, after), rounds, holes in workers(2, goes_back):
+        assert_same(before, after)
+        assert (rounds, holes) == (20, 0)
+
+
+def stops_with_all(rank: int, n: int) -> Any:
+    model, optimizer, replica = make(rank, faults=decent_dp.Tolerate(dead_after=1.0))
+    for t in range(60):
+        if t == 20:
+            subprocess.Popen(["sh", "-c", f"sleep 2.5; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
+        step(model, optimizer, t, rank)
+        time.sleep(0.01)
+    updates = replica.stats().updates
+    replica.close()
+    return updates
+
+
+def test_a_job_that_is_suspended_goes_on(workers):
+    """No worker takes its own stop for the silence of the others."""
+    assert workers(3, stops_with_all) == [60] * 3
+
+
+def dies_with_its_neighbour(rank: int, n: int) -> Any:
+    model, optimizer, replica = make(rank, topology="ring")
+    for t in range(20):
+        if rank in (0, 1) and t == 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+        step(model, optimizer, t, rank)
+    apart = replica.consensus_distance()
+    replica.close()
+    return apart
+
+
+def test_no_living_worker_knows_of_both_deaths(workers):
+    outcomes = workers.outcomes(4, dies_with_its_neighbour)
+    assert [outcome.error for outcome in outcomes[2:]] == ["", ""], outcomes
+    assert outcomes[2].value == outcomes[3].value
+
+
+def evaluates(rank: int, n: int) -> Any:
+    model, optimizer, replica = make(rank, overlap=False)
+    for t in range(50):
+        step(model, optimizer, t, rank)
+        if t % 10 == 9:
+            with replica.averaged():
+                pass
+            time.sleep(0.3 * (rank == 0))
+    holes = replica.stats().holes
+    replica.close()
+    return holes
+
+
+def test_an_evaluation_makes_no_holes(workers):
+    assert workers(2, evaluates) == [0, 0]
 
 
 # -- threads ---------------------------------------------------------------------------------------------------------------

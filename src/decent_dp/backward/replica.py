@@ -28,7 +28,7 @@ from decent_dp.backward.output import tensors_in
 from decent_dp.backward.scaled import refuse_scaled_loss
 from decent_dp.backward.states import check_kinds, check_optim_state, collect_optim_state, kind_of, load_optim_state
 from decent_dp.backward.units import Builder, DeferredList, Unit
-from decent_dp.engine import Bucket, Edit
+from decent_dp.engine import Bucket
 from decent_dp.errors import OutOfStepError
 from decent_dp.gradients import GradientPolicy
 from decent_dp.replica.consistency import broadcast_object, check_consistency, worker_counts
@@ -377,9 +377,6 @@ class BackwardReplica(Replica):
         """Raises RuntimeError if no update can be made, or a parameter has changed in a way that cannot be followed."""
         self.refuse_stopped()
         self.parameters.check_unchanged()
-
-    def edit_of(self, bucket: Bucket) -> Edit | None:
-        return next((unit.edit for unit in self.units if unit.bucket is bucket), None)
 
     def _update(self, *, step: bool, keep: bool = False) -> None:
         """Completes a round: updates all buckets that were not updated during the backward."""

@@ -94,6 +94,8 @@ def save(
         PeerLostError, PeerTimeoutError: not all workers have made this save; names those that have not.
     """
     replica = replica_of(model, "save")
+    if replica.tolerates_faults:
+        replica.begin_collective("save")  # all go on in one round
     saving = saver_of(replica).save(replica, path, {} if state is None else state, keep, wait)
     if wait:
         saving.wait()

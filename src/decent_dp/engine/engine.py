@@ -224,6 +224,8 @@ class Engine:
         self._nonfinite.clear()  # ids may be used again
         self._gone += len(self.buckets)
         self.buckets, self.started = buckets, None
+        if self._neighbours is not None:
+            self._neighbours.begin(self._gone)
 
     # -- a round ------------------------------------------------------------------------------------------------------
 
@@ -310,10 +312,7 @@ class Engine:
         self.started = self.round
         if self._neighbours is not None:
             self._neighbours.announce(self.round)
-            if bucket.held:
-                mixed, dropped = bucket.settle_held()
-                self.late += mixed
-                self.holes += dropped
+            self._settle_held(bucket)
         if not Topology.mixes(bucket.topology, self.round):
             return
         assert bucket.in_flight is None, "an exchange is started when the one before is finished"
@@ -329,6 +328,17 @@ class Engine:
         near = [value.clone() for value in proposal] if moves else proposal
         self._send(bucket, round_, edge, proposal, hint, near, hole=hole)
 
+    def settle_held(self) -> None:
+        """Adds the differences whose verdicts have come, before the replica is observed."""
+        for bucket in self.buckets:
+            self._settle_held(bucket)
+
+    def _settle_held(self, bucket: Bucket) -> None:
+        if bucket.held:
+            mixed, dropped = bucket.settle_held()
+            self.late += mixed
+            self.holes += dropped
+
     def _leaves_out(self, bucket: Bucket, edge: Edge) -> bool:
         """Whether the exchange of this round is left out, because the other worker is gone or silent; tells it so."""
         exchange_id = ExchangeId(self.round, bucket.number)
@@ -338,26 +348,30 @@ class Engine:
         self.holes += 1
         return True
 
-    def catch_up(self, edit: Callable[[Bucket], Edit | None]) -> None:
+    def catch_up(self) -> None:
         """Goes on in the round of the others, if they have gone on without this worker, which was silent or too late.
 
-        Called before a round's first bucket. All exchanges in flight are finished, and all those that were missed are
-        left out: the others wait for this worker in their present round, and not in those.
-
-        Args:
-            edit: returns what ``finish`` is called with for a bucket.
+        Called before a round's first bucket. All exchanges that were missed are left out: the others wait for this worker in
+        their present round, and not in those. What is in flight is finished when its bucket's turn comes.
         """
-        if self._neighbours is None or (target := self._round_of_others(self._neighbours)) == self.round:
-            return
-        for bucket in self.buckets:
-            self.finish(bucket, edit(bucket)).raise_if_failed()
+        if self._neighbours is not None:
+            self.go_to(self._round_of_others(self._neighbours))
+
+    def go_to(self, target: int) -> None:
+        """Leaves out all rounds before ``target``."""
+        missed: dict[tuple[int, int], tuple[Edge, ExchangeId]] = {}
         for round_ in range(self.round, target):
             for bucket in self.buckets:
                 if Topology.mixes(bucket.topology, round_):
                     edge = bucket.topology.get_edge(round_)
-                    self._neighbours.skip(edge, ExchangeId(round_, bucket.number))
-                    self.holes += len(edge.ranks) > 1
-        self.round = target
+                    for other in edge.ranks:
+                        if other != self._transport.rank:
+                            self.holes += 1
+                            missed[other, bucket.number] = edge, ExchangeId(round_, bucket.number)
+        if self._neighbours is not None:
+            for edge, exchange_id in missed.values():  # the last one of each bucket and worker stands for those before
+                self._neighbours.skip(edge, exchange_id)
+        self.round = max(self.round, target)
 
     def _round_of_others(self, neighbours: Neighbours) -> int:
         """The first round from the present one on that the other worker of no bucket's edge has passed."""

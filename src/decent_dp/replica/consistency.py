@@ -77,11 +77,12 @@ def broadcast_object(control: Control, rank: int, message: Any) -> Any:
     return json.loads(bytes(raw.numpy()))
 
 
-def check_same_call(control: Control, round_: int | None, factor: float, what: str) -> None:
+def check_same_call(control: Control, round_: int, factor: float, what: str, *, same_round: bool = True) -> None:
     """Checks, before a collective call of the user's named ``what``, that all workers make this one, at the same round.
 
     Args:
-        round_: of this worker; None if they may be in different ones.
+        round_: of this worker.
+        same_round: whether they must be in the same one.
         factor: the adaptive factor. Different factors would let the mean over the replicas drift.
 
     Raises:
@@ -96,7 +97,7 @@ def check_same_call(control: Control, round_: int | None, factor: float, what: s
             f"not all workers called {what}: every worker must call it, also where only one uses the result (put "
             f"`if rank == 0:` inside `with model.averaged():`, not around it). {error}"
         ) from error
-    if len(set(rounds)) > 1:
+    if same_round and len(set(rounds)) > 1:
         raise errors.OutOfStepError(
             f"{what} needs all workers at the same update, and they have made different numbers "
             f"({worker_counts(rounds, control.ranks)}). Uneven numbers of batches need `with model.join():` around the loop."

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from decent_dp._sizes import MIB
 from decent_dp.arguments import FLOAT_DTYPES
 from decent_dp.compression import all_finite, check_compression
-from decent_dp.engine import Bucket, Edit, Engine
+from decent_dp.engine import Bucket, Engine
 from decent_dp.errors import NonFiniteError
 from decent_dp.faults import Roster
 from decent_dp.replica.averages import average_, squared_distance
@@ -176,11 +176,7 @@ class Replica(ABC):
         self.engine.renew()
         if self._company is not None:
             self._company.check(self.engine.round)
-            self.engine.catch_up(self.edit_of)
-
-    def edit_of(self, bucket: Bucket) -> Edit | None:
-        """Returns what an exchange of a bucket is finished with."""
-        return None
+            self.engine.catch_up()
 
     def use_buckets(self, buckets: list[Bucket]) -> None:
         """Replaces all buckets, after the optimizers."""
@@ -359,6 +355,11 @@ class Replica(ABC):
                 f"{what} was called inside join(), where some workers have run out: call it {instead} the with-block."
             )
 
+    @property
+    def tolerates_faults(self) -> bool:
+        """Whether workers may be in different rounds, or gone."""
+        return self._company is not None
+
     def begin_collective(self, what: str) -> None:
         """Checks, before a collective call of the user's, that all workers make this one, at the same round.
 
@@ -371,9 +372,13 @@ class Replica(ABC):
         if self._company is not None:
             self._company.neighbours.pause()
         self.everyone.regroup()
-        # A worker that was silent for a while is in the round of the others, with fewer updates.
-        round_ = self.engine.round if self._company is None else None
-        check_same_call(self.everyone.control, round_, self.engine.factor, what)
+        check_same_call(self.everyone.control, self.engine.round, self.engine.factor, what, same_round=self._company is None)
+        if self._company is not None:
+            # Those that were silent or late for a while are in other rounds, with as many updates.
+            self.engine.go_to(max(self.everyone.control.gather(self.engine.round)))
+            self._company.neighbours.resume()
+            if self.mean.backup is None:
+                self.engine.settle_held()
 
     def close(self) -> None:
         """Waits for the exchange in flight, drops it, and releases the connections; parameters stay as they are.

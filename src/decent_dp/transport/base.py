@@ -226,7 +226,8 @@ class Transport(ABC):
 
     @abstractmethod
     def lost(self) -> list[int]:
-        """The workers that are known to be gone, as far as this one is connected to them."""
+        """The workers that are gone, as far as this one is connected to them. With ``tolerate`` also those that have left, or
+        are silent for long."""
 
     def tolerate(self, faults: Tolerate) -> Neighbours:
         """From now on exchanges with workers that are gone or silent end with a verdict and not with an error.

@@ -141,7 +141,14 @@ class InProcessTransport(Transport):
         ranks, exchange_id = tuple(sorted(edge.ranks)), request.exchange_id
         hints: list[bytes] = []
         if request.compression.needs_hints:
-            hints = list(self._hub.collect(("note", ranks, exchange_id), edge.ranks, str(exchange_id)).values())
+            try:
+                hints = list(self._hub.collect(("note", ranks, exchange_id), edge.ranks, str(exchange_id)).values())
+            except PeerLostError:
+                if not self._tolerant:
+                    raise
+                lost = DeferredHandle(lambda: None)
+                lost.verdict = Verdict.NEITHER
+                return lost
         for _ in request.encode(hints):
             pass
         # A copy, as a network would make it: the sender may write to its message while a slower member still reads.
@@ -207,6 +214,12 @@ class _LocalNeighbours(Neighbours):
         return self.lost()
 
     def pause(self) -> None:
+        return
+
+    def resume(self) -> None:
+        return
+
+    def begin(self, bucket: int) -> None:
         return
 
     @property

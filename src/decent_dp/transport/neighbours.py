@@ -49,6 +49,14 @@ class Neighbours(ABC):
     def pause(self) -> None:
         """This worker makes no rounds until it announces the next one: none of its exchanges is to be waited for."""
 
+    @abstractmethod
+    def resume(self) -> None:
+        """The opposite of ``pause``."""
+
+    @abstractmethod
+    def begin(self, bucket: int) -> None:
+        """Buckets from this number on are in use, and rounds may be earlier ones. Called by all workers together."""
+
     @property
     @abstractmethod
     def one_sided(self) -> int:

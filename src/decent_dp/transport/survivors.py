@@ -19,8 +19,8 @@ _FIRST_POLL, _LAST_POLL = 0.005, 0.1
 class Meeting:
     """Agrees on the workers of one collective after the other.
 
-    Each worker that comes to a collective says so in the store, and names those that are gone as far as it knows. The living
-    worker of lowest rank closes the meeting when all have come that nobody has named. If it dies, the next one does.
+    Each worker that comes to a collective says so in the store, and names those that are gone as far as it knows. The worker of
+    lowest rank closes the meeting when all have come that nobody has named, or another one does, after a while.
 
     Args:
         store: shared by these workers alone.
@@ -51,7 +51,8 @@ class Meeting:
                     self._store.set(f"{key}/{self._rank}", json.dumps(lost))
                     said = lost
                 closed = read_text(self._store, f"{key}/members")
-                if closed is None and self._rank == min(set(range(self._world_size)) - set(lost)):
+                # In the end all look who is there: the worker that should close it may be gone, and only others know.
+                if closed is None and (pause == _LAST_POLL or self._rank == min(set(range(self._world_size)) - set(lost))):
                     closed = self._close(key)
             if closed is not None:
                 members: list[int] = json.loads(closed)
@@ -64,7 +65,7 @@ class Meeting:
             if time.monotonic() > deadline:
                 raise PeerTimeoutError(
                     f"not all workers have come to this call within the process group's timeout of {self._timeout:g} s: make "
-                    "it on every worker."
+                    "it on every worker. (One that is gone is missed only if a living worker was connected to it.)"
                 )
             time.sleep(pause)
             pause = min(2 * pause, _LAST_POLL)

@@ -1,4 +1,5 @@
-"""The state of the connection to one peer, and of the link that connections share. Used by the reactor's thread alone."""
+"""The state of the connection to one peer, and of the link that connections share. Changed by the reactor's thread alone, but
+for the breaks of late exchanges; other threads read single fields."""
 
 from __future__ import annotations
 
@@ -122,6 +123,7 @@ class Pair:
     Attributes:
         settle: called once with BOTH or NEITHER, in the reactor's thread.
         opened, joined: when this end was in this exchange, and both were; 0 until then.
+        whole: the peer's message has come.
     """
 
     receiving: Receiving
@@ -129,6 +131,7 @@ class Pair:
     settle: Callable[[Verdict], None]
     opened: float = 0.0
     joined: float = 0.0
+    whole: bool = False
 
     @property
     def round(self) -> int:
@@ -185,7 +188,9 @@ class Connection:
         paused: the peer makes no rounds at present; ``left``: nor any more.
         round: the latest round in which the peer is known to be.
         votes, pairs: where faults are tolerated: of the exchanges with the peer, and the open ones by bucket.
-        notes: where faults are tolerated: the last note for each bucket, to be sent again on a new connection.
+        notes: where faults are tolerated: the last two notes for each bucket, for this exchange and the next, to be sent again
+            on a new connection.
+        refused: nobody listens at the peer's address, since the connection was lost.
     """
 
     def __init__(self, peer: int, link: SharedLink, selector: selectors.BaseSelector) -> None:
@@ -199,7 +204,8 @@ class Connection:
         self.round = -1
         self.votes = Votes()
         self.pairs: dict[int, Pair] = {}
-        self.notes: dict[int, bytes] = {}
+        self.notes: dict[int, deque[bytes]] = {}
+        self.refused = False
         # Bytes of dropped messages that were granted and will still come.
         self.unwanted: dict[Key, int] = {}
         # By bucket: the seconds until the peer was in an exchange, and until its end from then on.
@@ -243,7 +249,7 @@ class Connection:
         self.socket = stream
         self.enter(LinkState.OPEN)
         self.heard, self.unheard = self.since, 0.0
-        self.write_failed = False
+        self.write_failed = self.refused = False
         self.checked = stream.family != LOCAL
         configure(stream, dead_after)
         self._selector.register(stream, selectors.EVENT_READ, self)
@@ -262,6 +268,15 @@ class Connection:
             self.socket.close()
             self.socket = None
         self.drop_output()
+
+    def keep_note(self, bucket: int, frame: bytes) -> None:
+        self.notes.setdefault(bucket, deque(maxlen=2)).append(frame)
+
+    def forget_rounds(self) -> None:
+        """Rounds may be earlier ones from now on."""
+        self.round = self._late_round = self._resting = -1
+        self._left_out = 0
+        self.notes.clear()
 
     def rewind(self) -> None:
         """Messages begin anew on the next connection. Nothing of them can be sent before that."""
@@ -305,7 +320,7 @@ class Connection:
     # -- exchanges that take much longer than usual ---------------------------------------------------------------------
 
     def expected_end(self, pair: Pair, step: float, coming: float) -> float:
-        """When an exchange is late, on the monotonic clock; infinite without a history.
+        """When an exchange is late, on the monotonic clock; infinite for messages without a history.
 
         Until the peer is in it, that is the usual time until it is, and then the usual time of its messages: the median of
         their history, and beyond it six times the median deviation. A peer that has not come in time is not waited for in the
@@ -320,9 +335,11 @@ class Connection:
             return pair.opened
         if self._missed and not pair.joined:
             return pair.opened + step
-        times = (self._times if pair.joined else self._lags).get(pair.bucket, ())
+        # A copy at once: the reactor's thread may add to it.
+        times = tuple((self._times if pair.joined else self._lags).get(pair.bucket, ()))
         if len(times) < _TIMED:
-            return math.inf
+            # The first messages take their time. A peer that does not come may never come.
+            return math.inf if pair.joined else pair.opened + max(step, coming)
         usual = statistics.median(times)
         deviation = 6 * statistics.median(abs(time - usual) for time in times)
         return pair.joined + usual + max(deviation, step) if pair.joined else pair.opened + usual + max(deviation, step, coming)

@@ -103,8 +103,10 @@ class Dialler:
         self._due[peer] = time.monotonic() + self._pauses[peer]
         if connection.state is LinkState.OPEN and not refused:
             return
-        if refused:
+        if refused and connection.link.local:
             self._framing.give_up(connection, "nobody listens at its address")
+        elif refused and connection.state is LinkState.BROKEN:
+            connection.refused = True  # its process has ended, or a firewall answers in its place
         elif connection.state is LinkState.NEW and peer < self._identity.rank:
             connection.enter(LinkState.BROKEN)
 

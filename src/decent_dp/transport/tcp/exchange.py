@@ -289,7 +289,10 @@ class TcpExchanges:
                 pass
 
         if request.compression.needs_hints:
-            self._reactor.mailbox.when_noted(others, _key(request.exchange_id, _HINT), _on_this_stream(schedule, request.sent))
+            key = _key(request.exchange_id, _HINT)
+            self._reactor.mailbox.when_noted(others, key, _on_this_stream(schedule, request.sent))
+            if isinstance(handle, _SettledHandle) and handle.failed:  # in the meantime
+                self._reactor.mailbox.forget(others[0], key)
         else:
             schedule([])
         return handle

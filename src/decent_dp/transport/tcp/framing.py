@@ -13,6 +13,7 @@ import contextlib
 import errno
 import heapq
 import itertools
+import logging
 import selectors
 import socket
 import time
@@ -49,6 +50,8 @@ from decent_dp.transport.tcp.votes import Vote
 
 __all__ = ["Framing"]
 
+_log = logging.getLogger(__name__)
+
 # Bytes of a DATA frame: few enough for a grant not to wait long behind one on a slow link, enough to be worth a system call.
 _FRAME = 2**16
 # Bytes that must be there before a read is worth it, on a slow link.
@@ -74,7 +77,8 @@ class Framing:
     Attributes:
         tolerant: a connection that is lost is made again, and exchanges end with a verdict; ``dead_after``: of the policy. (The
             kernel breaks no connection elsewhere: a full queue at a slow link may look like silence to it.)
-        round: the one in which this worker is; -1 before the first. ``paused``: it makes no rounds at present.
+        round: the one in which this worker is; -1 before the first. ``first_bucket``: of those in use.
+        paused: this worker makes no rounds at present.
         settlement: of the exchanges with verdicts.
     """
 
@@ -91,7 +95,7 @@ class Framing:
         self.connections: dict[int, Connection] = {}
         self.tolerant = False
         self.dead_after: float | None = None
-        self.round, self.paused = -1, False
+        self.round, self.first_bucket, self.paused = -1, 0, False
         self.settlement = Settlement(self)
 
     def connection(self, peer: int) -> Connection:
@@ -116,7 +120,7 @@ class Framing:
         connection.control.clear()
         connection.rewind()
         self.settlement.repeat(connection)
-        connection.control.extend(connection.notes.values())
+        connection.control.extend(note for notes in connection.notes.values() for note in notes)
         for receiving in connection.receivings.values():
             if receiving.size <= SMALL:
                 self._grant(connection, receiving, receiving.size)
@@ -225,6 +229,8 @@ class Framing:
             sending.offered = True
             if sending.size > SMALL:
                 connection.control.append(pack(OFFER, sending.key, size=sending.size))
+        if self.tolerant and sending.ready == sending.size:
+            self.settlement.coded(connection, sending)
         if sending.sendable and not sending.queued:
             sending.queued = True
             heapq.heappush(connection.link.sendings, (sending.priority, sending))
@@ -235,14 +241,21 @@ class Framing:
             return
         frame = pack(NOTE, key, len(text), size=len(text), checksum=zlib.crc32(text)) + text
         if self.tolerant:
-            connection.notes[key[1]] = frame
-        connection.control.append(frame)
+            connection.keep_note(key[1], frame)
+        if not self.tolerant or connection.state is LinkState.OPEN:  # else a new connection begins with it
+            connection.control.append(frame)
+
+    def begin(self, bucket: int) -> None:
+        """Rounds count from now on for buckets from this number on."""
+        self.first_bucket, self.round = bucket, -1
+        for connection in self.connections.values():
+            connection.forget_rounds()
 
     def beat(self, connection: Connection, *, ask: bool = False) -> None:
         """Gives a sign of life; ``ask``: and asks for one."""
         unheard = int(1000 * min(time.monotonic() - connection.heard, 1e6))
         says = (_ASKS if ask else 0) | (_PAUSES if self.paused else 0)
-        connection.control.append(pack(BEAT, (max(self.round, 0), 0, 0), size=says, age=unheard))
+        connection.control.append(pack(BEAT, (max(self.round, 0), self.first_bucket, 0), size=says, age=unheard))
 
     def beat_all(self) -> None:
         for connection in self.connections.values():
@@ -364,7 +377,8 @@ class Framing:
     def _open_frame(self, connection: Connection) -> None:
         frame = unpack(connection.header, connection.peer)
         kind, key = frame.kind, frame.key
-        if kind != NOTE:  # which is for a later round
+        # A note is for a later round, and frames of earlier buckets belong to a state that was replaced.
+        if kind != NOTE and key[1] >= self.first_bucket:
             connection.round = max(connection.round, key[0])
         if kind == GRANT:
             self.settlement.join(connection, key)
@@ -495,6 +509,9 @@ class Framing:
             sending.failed(error)
         connection.receivings.clear()
         connection.sendings.clear()
+        if self.tolerant:
+            _log.warning("the connection to worker %d was closed for good: %s", connection.peer, error)
+            self.settlement.expire(connection)
 
 
 def _bound(connection: Connection, ahead: int) -> None:

@@ -87,7 +87,7 @@ class TcpNeighbours(Neighbours):
         return self._peers(lambda c: c.state is not LinkState.NEW and self.patience(c.peer, 0.0) <= 0)
 
     def lost(self) -> list[int]:
-        return self._peers(lambda connection: silence(connection) >= self._dead_after)
+        return self._peers(lambda connection: silence(connection, self._reactor.now()) >= self._dead_after)
 
     def left(self) -> list[int]:
         return self._peers(lambda connection: connection.left)
@@ -95,6 +95,13 @@ class TcpNeighbours(Neighbours):
     def pause(self) -> None:
         self._framing.paused = True
         self._reactor.call(self._framing.beat_all)
+
+    def resume(self) -> None:
+        self._framing.paused = False
+        self._reactor.call(self._framing.beat_all)
+
+    def begin(self, bucket: int) -> None:
+        self._reactor.call(lambda: self._framing.begin(bucket))
 
     @property
     def one_sided(self) -> int:
@@ -108,7 +115,15 @@ class TcpNeighbours(Neighbours):
     def abandon(self, peer: int, key: Key, *, late: bool) -> Verdict:
         """``Settlement.abandon``; blocks until the reactor's thread has done it."""
         future: Future[Verdict] = Future()
-        self._reactor.call(lambda: future.set_result(self._framing.settlement.abandon(peer, key, late=late)))
+
+        def abandon() -> None:
+            try:
+                future.set_result(self._framing.settlement.abandon(peer, key, late=late))
+            except BaseException as error:
+                future.set_exception(error)
+                raise
+
+        self._reactor.call(abandon)
         return future.result()
 
     def patience(self, peer: int, since: float) -> float:
@@ -118,11 +133,12 @@ class TcpNeighbours(Neighbours):
             since: when the exchange was started; it counts for a peer that has never been connected.
         """
         connection = self._framing.connections.get(peer)
+        now = self._reactor.now()
         if connection is None or connection.state is LinkState.NEW:
-            return since + self._dead_after - time.monotonic()
-        lively = SILENT * self._dead_after - silence(connection)
+            return since + self._dead_after - now
+        lively = SILENT * self._dead_after - silence(connection, now)
         if connection.state is LinkState.BROKEN:
-            return min(lively, connection.since + _MENDED - time.monotonic())
+            return 0.0 if connection.refused else min(lively, connection.since + _MENDED - now)
         if connection.unheard >= SILENT * self._dead_after:
             return 0.0  # the peer makes a hole, and may not be able to say so
         return lively
@@ -149,8 +165,8 @@ class TcpNeighbours(Neighbours):
         return sorted(peer for peer, connection in list(self._framing.connections.items()) if chosen(connection))
 
 
-def silence(connection: Connection) -> float:
+def silence(connection: Connection, now: float) -> float:
     """Seconds without a sign of life; infinite for a peer that is gone, and 0 for one that has not connected yet."""
     if connection.state is LinkState.GONE:
         return math.inf
-    return 0.0 if connection.state is LinkState.NEW else time.monotonic() - connection.heard
+    return 0.0 if connection.state is LinkState.NEW else now - connection.heard

@@ -137,6 +137,10 @@ class Reactor:
         keys = [] if connection is None else [*list(connection.receivings), *list(connection.sendings)]
         return [slot for *of, slot in keys if tuple(of) == exchange]
 
+    def now(self) -> float:
+        """The time, as far as this thread has looked at its peers since: after a stop of this process they only seem silent."""
+        return min(time.monotonic(), self._next_beat + _BEAT)
+
     def lost(self) -> list[int]:
         """The peers whose connection is closed for good."""
         return sorted(peer for peer, connection in list(self._framing.connections.items()) if connection.closed is not None)
@@ -153,8 +157,9 @@ class Reactor:
             self._dial,
             self.call,
             timeout,
-            lambda c: silence(c) > SILENT * dead_after,
+            lambda c: silence(c, self.now()) > SILENT * dead_after,
         )
+        self.call(self._beat)  # it is more often from now on
         return TcpNeighbours(self, self._framing, self._identity.rank, dead_after)
 
     def call(self, command: Callable[[], None]) -> None:
@@ -232,9 +237,12 @@ class Reactor:
 
     def _beat(self) -> None:
         """Once in a while: gives signs of life, looks for those of the peers, and makes lost connections again."""
-        now = time.monotonic()
-        self._next_beat = now + min(_BEAT, self._dead_after / 10)
+        now, interval = time.monotonic(), min(_BEAT, self._dead_after / 10)
+        stopped = now - self._next_beat > 2 * interval  # this process was, perhaps with all others
+        self._next_beat = now + interval
         for connection in list(self._framing.connections.values()):
+            if stopped:
+                connection.heard = now
             # A low-water mark hides the bytes of a slow link, and after a stop of this process all peers look silent.
             if connection.state is LinkState.OPEN and now - connection.heard > _BEAT / 2:
                 self._framing.read(connection)
@@ -243,8 +251,8 @@ class Reactor:
             self._judge(connection, now)
 
     def _judge(self, connection: Connection, now: float) -> None:
-        state = connection.state
-        if state is LinkState.OPEN and silence(connection) > self._dead_after:
+        state, silent = connection.state, silence(connection, now)
+        if state is LinkState.OPEN and silent > self._dead_after:
             reason = f"silent for {self._dead_after:g} s"
             if self._dialler is not None:
                 self._framing.lose(connection, reason)
@@ -252,9 +260,9 @@ class Reactor:
                 self._framing.fail(connection, SilentError(reason))
         if self._dialler is None:
             return
-        if state is LinkState.BROKEN and silence(connection) > self._dead_after:
+        if state is LinkState.BROKEN and silent > self._dead_after:
             self._framing.settlement.expire(connection)
-        if state is LinkState.OPEN and silence(connection) > SILENT * self._dead_after:
+        if state is LinkState.OPEN and silent > SILENT * self._dead_after:
             self._dialler.want(connection.peer)
         if state is LinkState.NEW and connection.pairs and now - connection.since > SILENT * self._dead_after:
             self._dialler.want(connection.peer)
@@ -297,7 +305,7 @@ class Reactor:
         if time.monotonic() > self._closing:
             return True
         connected = [c for c in self._framing.connections.values() if c.socket is not None]
-        alive = [c for c in connected if self._dialler is None or silence(c) < SILENT * self._dead_after]
+        alive = [c for c in connected if self._dialler is None or silence(c, self.now()) < SILENT * self._dead_after]
         return not self._commands and not any(c.out or c.control or unacknowledged(c.socket) for c in alive)
 
     def _shut_down(self) -> None:

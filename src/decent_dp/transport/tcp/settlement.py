@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from decent_dp.errors import WireError
 from decent_dp.transport.base import Verdict
-from decent_dp.transport.tcp.connection import Connection, LinkState, Pair
+from decent_dp.transport.tcp.connection import Connection, LinkState, Pair, Sending
 from decent_dp.transport.tcp.protocol import ASK, DROP, GOT, Key, pack
 from decent_dp.transport.tcp.votes import Vote
 
@@ -114,7 +114,17 @@ class Settlement:
             if connection.votes.in_doubt(bucket) and pair.sending.key not in connection.sendings:  # it was abandoned
                 connection.control.append(pack(ASK, pair.sending.key))
 
+    def coded(self, connection: Connection, sending: Sending) -> None:
+        """This worker's message is whole."""
+        pair = connection.pairs.get(sending.key[1])
+        if pair is not None and pair.sending is sending and pair.whole and not connection.votes.in_doubt(pair.bucket):
+            self._got(connection, pair)
+
     def _got(self, connection: Connection, pair: Pair) -> None:
+        """The peer's message is whole. Without its own one, this worker could not decode it."""
+        pair.whole = True
+        if pair.sending.ready < pair.sending.size:
+            return
         self._say(connection, connection.votes.vote_got(pair.round, pair.bucket))
         self._end_if_settled(connection, pair.bucket)
 

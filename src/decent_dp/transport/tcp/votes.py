@@ -9,7 +9,7 @@ per bucket are enough to answer for all exchanges of the past, however often a c
 and the round up to which all others are dropped. After a connection is made again each end repeats them, the GOTs first, as a
 DROP covers all earlier rounds that have none.
 
-The class has no sockets and no clock. ``tests/test_votes.py`` runs two ends over a scripted network.
+The class has no sockets and no clock. ``tests/test_settlement.py`` runs two ends over a scripted network.
 """
 
 from __future__ import annotations
