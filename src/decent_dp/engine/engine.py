@@ -351,8 +351,8 @@ class Engine:
     def catch_up(self) -> None:
         """Goes on in the round of the others, if they have gone on without this worker, which was silent or too late.
 
-        Called before a round's first bucket. All exchanges that were missed are left out: the others wait for this worker in
-        their present round, and not in those. What is in flight is finished when its bucket's turn comes.
+        Called before a round's first bucket. The others wait for this worker in their present round, and not in those that it
+        has missed. What is in flight is finished when its bucket's turn comes.
         """
         if self._neighbours is not None:
             self.go_to(self._round_of_others(self._neighbours))
@@ -364,10 +364,9 @@ class Engine:
             for bucket in self.buckets:
                 if Topology.mixes(bucket.topology, round_):
                     edge = bucket.topology.get_edge(round_)
-                    for other in edge.ranks:
-                        if other != self._transport.rank:
-                            self.holes += 1
-                            missed[other, bucket.number] = edge, ExchangeId(round_, bucket.number)
+                    for other in set(edge.ranks) - {self._transport.rank}:
+                        self.holes += 1
+                        missed[other, bucket.number] = edge, ExchangeId(round_, bucket.number)
         if self._neighbours is not None:
             for edge, exchange_id in missed.values():  # the last one of each bucket and worker stands for those before
                 self._neighbours.skip(edge, exchange_id)

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from decent_dp.topo import Edge
 from decent_dp.transport.base import ExchangeId, Verdict
@@ -19,6 +19,8 @@ from decent_dp.transport.tcp.protocol import Key
 
 if TYPE_CHECKING:
     from decent_dp.transport.tcp.reactor import Reactor
+
+T = TypeVar("T")
 
 __all__ = ["SILENT", "TcpNeighbours", "silence"]
 
@@ -101,7 +103,7 @@ class TcpNeighbours(Neighbours):
         self._reactor.call(self._framing.beat_all)
 
     def begin(self, bucket: int) -> None:
-        self._reactor.call(lambda: self._framing.begin(bucket))
+        self._run(lambda: self._framing.begin(bucket))
 
     @property
     def one_sided(self) -> int:
@@ -114,16 +116,20 @@ class TcpNeighbours(Neighbours):
 
     def abandon(self, peer: int, key: Key, *, late: bool) -> Verdict:
         """``Settlement.abandon``; blocks until the reactor's thread has done it."""
-        future: Future[Verdict] = Future()
+        return self._run(lambda: self._framing.settlement.abandon(peer, key, late=late))
 
-        def abandon() -> None:
+    def _run(self, call: Callable[[], T]) -> T:
+        """Waits until the reactor's thread has called it."""
+        future: Future[T] = Future()
+
+        def run() -> None:
             try:
-                future.set_result(self._framing.settlement.abandon(peer, key, late=late))
+                future.set_result(call())
             except BaseException as error:
                 future.set_exception(error)
                 raise
 
-        self._reactor.call(abandon)
+        self._reactor.call(run)
         return future.result()
 
     def patience(self, peer: int, since: float) -> float:

@@ -139,7 +139,11 @@ class Reactor:
 
     def now(self) -> float:
         """The time, as far as this thread has looked at its peers since: after a stop of this process they only seem silent."""
-        return min(time.monotonic(), self._next_beat + _BEAT)
+        return min(time.monotonic(), self._next_beat + self._interval)
+
+    @property
+    def _interval(self) -> float:
+        return min(_BEAT, self._dead_after / 10)
 
     def lost(self) -> list[int]:
         """The peers whose connection is closed for good."""
@@ -237,9 +241,9 @@ class Reactor:
 
     def _beat(self) -> None:
         """Once in a while: gives signs of life, looks for those of the peers, and makes lost connections again."""
-        now, interval = time.monotonic(), min(_BEAT, self._dead_after / 10)
-        stopped = now - self._next_beat > 2 * interval  # this process was, perhaps with all others
-        self._next_beat = now + interval
+        now = time.monotonic()
+        stopped = now - self._next_beat > 2 * self._interval  # this process was, perhaps with all others
+        self._next_beat = now + self._interval
         for connection in list(self._framing.connections.values()):
             if stopped:
                 connection.heard = now
