@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -407,3 +408,9 @@ def test_threads_that_end_are_holes():
     assert ended == [6]
     assert [updates for _, updates in found[:3]] == [12, 12, 12]
     assert found[1][0] > 0 < found[2][0]
+
+
+def test_the_page_shows_the_committed_table():
+    root = Path(__file__).parents[1]
+    page, table = ((root / name).read_text() for name in ("docs/faults.md", "benchmarks/results/faults.md"))
+    assert table.strip() in page
