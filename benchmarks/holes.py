@@ -8,7 +8,6 @@ Two experiments, each written as NAME.json and NAME.md under docs/results/, and 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.workbench import RESULTS, markdown, write
+from benchmarks.workbench import markdown, run_experiments, write
 from decent_dp.optim import lr_scheduler_fn_cosine_with_warmup
 from decent_dp.sim import Batches, Simulation, VirtualCluster, digits, dirichlet_split
 from decent_dp.sim.experiment import OPTIMIZERS, make_model
@@ -164,17 +163,7 @@ EXPERIMENTS = {"holes": holes, "holes-learning": learning}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Makes the tables and the plot about workers that die.")
-    parser.add_argument("experiments", nargs="*", metavar="NAME", help=f"{', '.join(EXPERIMENTS)}; none: all")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    args = parser.parse_args()
-    unknown = [name for name in args.experiments if name not in EXPERIMENTS]
-    if unknown:
-        parser.error(f"unknown experiment {unknown[0]!r}: one of {', '.join(EXPERIMENTS)}")
-    torch.set_num_threads(1)  # small tensors: a second thread waits for the first
-    for name in args.experiments or EXPERIMENTS:
-        EXPERIMENTS[name](args.out, args.seeds)
+    run_experiments("Makes the tables and the plot about workers that die.", EXPERIMENTS)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -287,18 +287,23 @@ def step_times(out: Path, seeds: Sequence[int]) -> None:
 EXPERIMENTS = {"topologies": topologies, "uneven-data": uneven_data, "workers": workers, "step-times": step_times}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Makes the tables and plots about topologies.")
-    parser.add_argument("experiments", nargs="*", metavar="NAME", help=f"{', '.join(EXPERIMENTS)}; none: all")
+def run_experiments(description: str, experiments: Mapping[str, Callable[[Path, Sequence[int]], None]]) -> None:
+    """Runs those that the command line names, or all."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("experiments", nargs="*", metavar="NAME", help=f"{', '.join(experiments)}; none: all")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    unknown = [name for name in args.experiments if name not in EXPERIMENTS]
+    unknown = [name for name in args.experiments if name not in experiments]
     if unknown:
-        parser.error(f"unknown experiment {unknown[0]!r}: one of {', '.join(EXPERIMENTS)}")
+        parser.error(f"unknown experiment {unknown[0]!r}: one of {', '.join(experiments)}")
     torch.set_num_threads(1)  # small tensors: a second thread waits for the first
-    for name in args.experiments or EXPERIMENTS:
-        EXPERIMENTS[name](args.out, args.seeds)
+    for name in args.experiments or experiments:
+        experiments[name](args.out, args.seeds)
+
+
+def main() -> None:
+    run_experiments("Makes the tables and plots about topologies.", EXPERIMENTS)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import struct
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
@@ -33,6 +33,7 @@ from tests.test_reactor import (
     SECRET,
     ByHand,
     _no_heartbeats,  # noqa: F401
+    by_hand,  # noqa: F401
     connect_by_hand,
     identity,
     listener,
@@ -44,14 +45,6 @@ from tests.test_reactor import (
 
 CHALLENGE, HELLO, ANSWER = 26, 68, 241
 OTHER_RUN = bytes(range(1, 17))
-
-
-@pytest.fixture
-def by_hand() -> Iterator[ByHand]:
-    made = ByHand()
-    yield made
-    made.stream.close()
-    made.reactor.close()
 
 
 def hello(

@@ -124,7 +124,7 @@ class World:
         self.flips = 0
         self.give_back: dict[tuple[int, int, int], Callable[[], Any]] = {}
         for end in self.ends:
-            end.framing.tolerant = True
+            end.framing.dead_after = 10.0
             self.count_damage(end)
         self.connect()
 
@@ -423,7 +423,9 @@ def test_a_vote_that_was_revoked_while_the_connection_was_lost():
         world.open(end, (0, 0, 0))
         end.framing.go_on()
     first.connection.votes.hear(Vote(0, 0, got=True))
-    second.framing.settlement._got(second.connection, second.connection.pairs[0])
+    pair = second.connection.pairs[0]
+    pair.receiving.received = pair.receiving.size
+    second.framing.settlement.vote_if_complete(second.connection, 0)
     world.cut()
     world.read(first)
     world.expire(second)

@@ -123,7 +123,6 @@ class Pair:
     Attributes:
         settle: called once with BOTH or NEITHER, in the reactor's thread.
         opened, joined: when this end was in this exchange, and both were; 0 until then.
-        whole: the peer's message has come.
     """
 
     receiving: Receiving
@@ -131,7 +130,11 @@ class Pair:
     settle: Callable[[Verdict], None]
     opened: float = 0.0
     joined: float = 0.0
-    whole: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether the peer's message has come and this worker's own one is coded: without both the peer's cannot be decoded."""
+        return self.receiving.received == self.receiving.size and self.sending.ready == self.sending.size
 
     @property
     def round(self) -> int:

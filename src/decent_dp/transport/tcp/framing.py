@@ -75,8 +75,8 @@ class Framing:
         on_note: called with the peer, the key and the bytes of a NOTE.
 
     Attributes:
-        tolerant: a connection that is lost is made again, and exchanges end with a verdict; ``dead_after``: of the policy. (The
-            kernel breaks no connection elsewhere: a full queue at a slow link may look like silence to it.)
+        dead_after: as of ``Tolerate``; None where faults are errors. The kernel breaks no connection then, because a full queue
+            at a slow link may look like silence to it.
         round: the one in which this worker is; -1 before the first. ``first_bucket``: of those in use.
         paused: this worker makes no rounds at present.
         settlement: of the exchanges with verdicts.
@@ -93,10 +93,14 @@ class Framing:
         self._links = {local: SharedLink(local) for local in (True, False)}
         self._order = itertools.count()
         self.connections: dict[int, Connection] = {}
-        self.tolerant = False
         self.dead_after: float | None = None
         self.round, self.first_bucket, self.paused = -1, 0, False
         self.settlement = Settlement(self)
+
+    @property
+    def tolerant(self) -> bool:
+        """Whether a lost connection is made again, and exchanges end with a verdict."""
+        return self.dead_after is not None
 
     def connection(self, peer: int) -> Connection:
         if peer not in self.connections:
@@ -230,7 +234,7 @@ class Framing:
             if sending.size > SMALL:
                 connection.control.append(pack(OFFER, sending.key, size=sending.size))
         if self.tolerant and sending.ready == sending.size:
-            self.settlement.coded(connection, sending)
+            self.settlement.vote_if_complete(connection, sending.key[1])
         if sending.sendable and not sending.queued:
             sending.queued = True
             heapq.heappush(connection.link.sendings, (sending.priority, sending))
@@ -510,7 +514,8 @@ class Framing:
         connection.receivings.clear()
         connection.sendings.clear()
         if self.tolerant:
-            _log.warning("the connection to worker %d was closed for good: %s", connection.peer, error)
+            if isinstance(error, WireError):
+                _log.warning("the connection to worker %d was closed for good: %s", connection.peer, error)
             self.settlement.expire(connection)
 
 

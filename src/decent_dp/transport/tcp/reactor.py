@@ -152,7 +152,7 @@ class Reactor:
     def tolerate(self, dead_after: float) -> TcpNeighbours:
         """From now on lost connections are made again, and exchanges of pairs end with a verdict."""
         self._dead_after = dead_after
-        self._framing.tolerant, self._framing.dead_after = True, dead_after
+        self._framing.dead_after = dead_after
         timeout = min(self._timeout, SILENT * dead_after)
         self._dialler = Dialler(
             self._framing,

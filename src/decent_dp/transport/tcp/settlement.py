@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from decent_dp.errors import WireError
 from decent_dp.transport.base import Verdict
-from decent_dp.transport.tcp.connection import Connection, LinkState, Pair, Sending
+from decent_dp.transport.tcp.connection import Connection, LinkState, Pair
 from decent_dp.transport.tcp.protocol import ASK, DROP, GOT, Key, pack
 from decent_dp.transport.tcp.votes import Vote
 
@@ -41,7 +41,7 @@ class Settlement:
             return
         if key in connection.early_offers or key in connection.early_grants:
             self.join(connection, key)
-        pair.receiving.done = lambda: self._got(connection, pair)
+        pair.receiving.done = lambda: self.vote_if_complete(connection, pair.bucket)
         self._framing.add_receiving(pair.receiving)
         self._framing.add_sending(pair.sending)
 
@@ -98,8 +98,8 @@ class Settlement:
         """The peer counts as dead: all exchanges with it are dropped."""
         for bucket, pair in list(connection.pairs.items()):
             if connection.votes.in_doubt(bucket):
-                # A process that has ended has mixed nothing that lasts.
-                self.one_sided += connection.state is not LinkState.GONE
+                # What a process that has ended has mixed went with it. One that sent what was not due may live.
+                self.one_sided += connection.state is not LinkState.GONE or connection.cause is not None
                 connection.votes.revoke(bucket)
             else:
                 connection.votes.vote_drop(pair.round, bucket)
@@ -114,19 +114,12 @@ class Settlement:
             if connection.votes.in_doubt(bucket) and pair.sending.key not in connection.sendings:  # it was abandoned
                 connection.control.append(pack(ASK, pair.sending.key))
 
-    def coded(self, connection: Connection, sending: Sending) -> None:
-        """This worker's message is whole."""
-        pair = connection.pairs.get(sending.key[1])
-        if pair is not None and pair.sending is sending and pair.whole and not connection.votes.in_doubt(pair.bucket):
-            self._got(connection, pair)
-
-    def _got(self, connection: Connection, pair: Pair) -> None:
-        """The peer's message is whole. Without its own one, this worker could not decode it."""
-        pair.whole = True
-        if pair.sending.ready < pair.sending.size:
-            return
-        self._say(connection, connection.votes.vote_got(pair.round, pair.bucket))
-        self._end_if_settled(connection, pair.bucket)
+    def vote_if_complete(self, connection: Connection, bucket: int) -> None:
+        """A message of this exchange has come, or is coded."""
+        pair = connection.pairs.get(bucket)
+        if pair is not None and pair.complete and not connection.votes.in_doubt(bucket):
+            self._say(connection, connection.votes.vote_got(pair.round, bucket))
+            self._end_if_settled(connection, bucket)
 
     def _drop(self, connection: Connection, round_: int, bucket: int) -> None:
         self._say(connection, connection.votes.vote_drop(round_, bucket))
