@@ -371,7 +371,6 @@ class Replica(ABC):
         self.refuse_stopped()
         if self._company is not None:
             self._company.neighbours.pause()
-        self.everyone.regroup()
         check_same_call(self.everyone.control, self.engine.round, self.engine.factor, what, same_round=self._company is None)
         if self._company is not None:
             # Those that were silent or late for a while are in other rounds, with as many updates.

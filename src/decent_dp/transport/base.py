@@ -9,7 +9,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -160,10 +160,10 @@ class DeferredHandle(Handle):
 
 
 class Control(ABC):
-    """Collectives of all workers, called by all in the same order. After ``Transport.regroup``: of all that live.
+    """Collectives of all workers, called by all in the same order. Where faults are tolerated: of all that live.
 
     Attributes:
-        ranks: of the workers that take part.
+        ranks: of the workers that took part in the last one.
     """
 
     ranks: Sequence[int]
@@ -197,6 +197,7 @@ class Transport(ABC):
             ``read_text``. ``add`` and ``set`` must not share a key. A store that is gone raises RuntimeError; a stopped one
             hangs (see ``StoreCalls``).
         only_cuda: whether the backend of the process group is NCCL alone, which moves nothing that is on a CPU.
+        neighbours: the result of ``tolerate``; None before it.
     """
 
     rank: int
@@ -205,6 +206,7 @@ class Transport(ABC):
     timeout: float
     store: Store
     only_cuda: bool = False
+    neighbours: Neighbours | None = field(default=None, init=False)
 
     @property
     @abstractmethod
@@ -238,15 +240,6 @@ class Transport(ABC):
             TypeError: this kind of transport cannot.
         """
         raise TypeError(f"{type(self).__name__} does not tolerate faults: leave faults= out.")
-
-    def regroup(self) -> None:
-        """Where faults are tolerated: from now on collectives are those of the workers that live. Called by all of them.
-
-        Raises:
-            PeerError: the others have gone on without this worker, or do not come.
-            ConnectionError: the store does not answer.
-        """
-        return
 
     @abstractmethod
     def prepare(self, edges: list[Edge]) -> None:

@@ -7,6 +7,8 @@ import threading
 import uuid
 from collections import Counter
 from collections.abc import Callable, Hashable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +19,7 @@ from torch.distributed.distributed_c10d import Store
 from decent_dp.errors import PeerLostError, PeerTimeoutError, WireError
 from decent_dp.faults import Tolerate
 from decent_dp.topo import Edge
+from decent_dp.transport.agreement import Decision
 from decent_dp.transport.base import Control, DeferredHandle, ExchangeId, ExchangeRequest, Handle, Transport, Verdict, written
 from decent_dp.transport.neighbours import Neighbours
 
@@ -43,6 +46,7 @@ class LocalHub:
         self.causes: dict[int, str] = {}
         self._transports: Counter[int] = Counter()
         self._runs: dict[int, tuple[str, Store]] = {}
+        self._agreements: dict[str, _Agreement] = {}
 
     def transport(self, rank: int) -> InProcessTransport:
         return InProcessTransport(rank, self)
@@ -63,6 +67,26 @@ class LocalHub:
         with self._changed:
             self._lost.add(rank)
             self._changed.notify_all()
+            for agreement in self._agreements.values():
+                self._decide(agreement)
+
+    def agreement(self, name: str) -> _Agreement:
+        with self._changed:
+            return self._agreements.setdefault(name, _Agreement())
+
+    def propose(self, name: str, rank: int, text: str) -> Future[Decision]:
+        """``Neighbours.propose``."""
+        agreement = self.agreement(name)
+        with self._changed:
+            agreement.texts[rank] = text
+            self._decide(agreement)
+        return agreement.decision
+
+    def _decide(self, agreement: _Agreement) -> None:
+        ranks = agreement.texts.keys()
+        if len(ranks | self._lost) == self.world_size and not agreement.decision.done():
+            links = {rank: frozenset(ranks - {rank}) for rank in ranks}
+            agreement.decision.set_result(Decision(dict(sorted(agreement.texts.items())), links))
 
     def put(self, key: Hashable, rank: int, value: object) -> None:
         """Adds the value of ``rank`` under ``key``."""
@@ -95,6 +119,12 @@ class LocalHub:
             return result
 
 
+@dataclass
+class _Agreement:
+    texts: dict[int, str] = field(default_factory=dict)
+    decision: Future[Decision] = field(default_factory=Future)
+
+
 class InProcessTransport(Transport):
     """A worker that is a thread, or the only worker there is.
 
@@ -109,7 +139,6 @@ class InProcessTransport(Transport):
         super().__init__(rank, hub.world_size, run_id, hub.timeout, store)
         self._hub = hub
         self._control = _LocalControl(rank, hub)
-        self._tolerant = False
 
     @property
     def control(self) -> Control:
@@ -119,8 +148,8 @@ class InProcessTransport(Transport):
         return self._hub.lost
 
     def tolerate(self, faults: Tolerate) -> Neighbours:
-        self._tolerant = True
-        return _LocalNeighbours(self.rank, self._hub)
+        self.neighbours = _LocalNeighbours(self.rank, self._hub)
+        return self.neighbours
 
     def prepare(self, edges: list[Edge]) -> None:
         return
@@ -144,7 +173,7 @@ class InProcessTransport(Transport):
             try:
                 hints = list(self._hub.collect(("note", ranks, exchange_id), edge.ranks, str(exchange_id)).values())
             except PeerLostError:
-                if not self._tolerant:
+                if self.neighbours is None:
                     raise
                 lost = DeferredHandle(lambda: None)
                 lost.verdict = Verdict.NEITHER
@@ -160,7 +189,7 @@ class InProcessTransport(Transport):
             try:
                 found = self._hub.collect(key, edge.ranks, str(exchange_id))
             except PeerLostError:
-                if not self._tolerant:
+                if self.neighbours is None:
                     raise
                 handle.verdict = Verdict.NEITHER
                 return
@@ -221,6 +250,15 @@ class _LocalNeighbours(Neighbours):
 
     def begin(self, bucket: int) -> None:
         return
+
+    def propose(self, name: str, text: str) -> Future[Decision]:
+        return self._hub.propose(name, self._rank, text)
+
+    def heard(self, name: str) -> frozenset[str]:
+        return frozenset(self._hub.agreement(name).texts.values())
+
+    def missing(self, name: str) -> list[int]:
+        return [rank for rank in (*self.living(), self._rank) if rank not in self._hub.agreement(name).texts]
 
     @property
     def one_sided(self) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from concurrent.futures import Future
 
 from decent_dp.topo import Edge
+from decent_dp.transport.agreement import Decision
 from decent_dp.transport.base import ExchangeId
 
 __all__ = ["Neighbours"]
@@ -56,6 +58,18 @@ class Neighbours(ABC):
     @abstractmethod
     def begin(self, bucket: int) -> None:
         """Buckets from this number on are in use, and rounds may be earlier ones. Called by all workers together."""
+
+    @abstractmethod
+    def propose(self, name: str, text: str) -> Future[Decision]:
+        """Contributes to the agreement ``name`` of all workers that live (``decent_dp.transport.agreement``)."""
+
+    @abstractmethod
+    def heard(self, name: str) -> frozenset[str]:
+        """Texts that others have contributed to an agreement without a decision, as far as this worker has heard."""
+
+    @abstractmethod
+    def missing(self, name: str) -> list[int]:
+        """The workers that an agreement waits for, as far as this one knows."""
 
     @property
     @abstractmethod

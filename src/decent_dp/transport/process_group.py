@@ -22,8 +22,8 @@ from decent_dp.transport.inprocess import InProcessTransport
 from decent_dp.transport.nccl import NcclGroups, NcclPairs
 from decent_dp.transport.neighbours import Neighbours
 from decent_dp.transport.peers import Peers
-from decent_dp.transport.survivors import Meeting
-from decent_dp.transport.tcp.addresses import dial, listen
+from decent_dp.transport.survivors import SurvivorControl
+from decent_dp.transport.tcp.addresses import dial, listen, look_up
 from decent_dp.transport.tcp.exchange import TcpExchanges
 from decent_dp.transport.tcp.greeting import Identity
 from decent_dp.transport.tcp.reactor import Reactor
@@ -77,12 +77,8 @@ class ProcessGroupTransport(Transport):
         self._waiter = Waiter("decent_dp-staging")
         self._communicators: dict[str, Communicator] = {}
         self._controls: dict[str, Control] = {}
-        # The name of the communicator of all workers, or of those that live.
-        self._present = "all"
-        self._connect_control(self._present, range(shared.world_size))
+        self._connect_control("all", range(shared.world_size))
         self._faults: Tolerate | None = None
-        self._neighbours: Neighbours | None = None
-        self._meeting: Meeting | None = None
         self._reactor = Reactor(
             Identity(bytes.fromhex(shared.run_id), shared.rank, secrets.token_bytes(8)),
             shared.token,
@@ -97,22 +93,14 @@ class ProcessGroupTransport(Transport):
 
     @property
     def control(self) -> Control:
-        return self._control_of(self._present)
-
-    def regroup(self) -> None:
-        if self._meeting is None:
-            return
-        members = self._meeting.members()
-        self._present = "all" if len(members) == self.world_size else f"present/{members}"
-        if self._present not in self._controls:
-            self._connect_control(self._present, members)
+        return self._control_of("all")
 
     @property
     def process_group(self) -> Any:
         return self._process_group if self._process_group is not None else dist.group.WORLD
 
     def lost(self) -> list[int]:
-        return self._reactor.lost() if self._neighbours is None else self._neighbours.lost()
+        return self._reactor.lost() if self.neighbours is None else self.neighbours.lost()
 
     def prepare(self, edges: list[Edge]) -> None:
         for t, edge in enumerate(edges):
@@ -123,9 +111,14 @@ class ProcessGroupTransport(Transport):
         return dial(self._rendezvous, peer, self.timeout if faults is None else min(self.timeout, faults.dead_after))
 
     def tolerate(self, faults: Tolerate) -> Neighbours:
-        self._faults, self._neighbours = faults, self._tcp.tolerate(faults.dead_after)
-        self._meeting = Meeting(self.store, self.rank, self.world_size, self._neighbours.lost, self.timeout)
-        return self._neighbours
+        shared = self._control_rendezvous
+        look_up(shared)
+        self._faults, self.neighbours = faults, self._tcp.tolerate(faults.dead_after)
+        # gloo names no rank, and cannot be left: a frozen worker would stop it until the timeout.
+        self._communicators.pop("all", None)
+        plane = self._reactor.control_plane
+        self._controls["all"] = SurvivorControl(plane, self.rank, shared.node_of, shared.timeout.total_seconds())
+        return self.neighbours
 
     def report(self, cause: str) -> None:
         self._notes.write(cause)

@@ -1,85 +1,240 @@
-"""Who takes part in a collective when some workers are gone: those that come to it agree over the store."""
+"""Collectives of the workers that live, over their own connections: a death inside one costs another try."""
 
 from __future__ import annotations
 
 import json
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from concurrent import futures
+from typing import Any, TypeVar
 
-from torch._C._distributed_c10d import Store
+import torch
+from torch import Tensor
 
-from decent_dp.errors import PeerLostError, PeerTimeoutError
-from decent_dp.transport.base import read_text, store_errors
+from decent_dp.errors import OutOfStepError, PeerLostError, PeerTimeoutError
+from decent_dp.transport.agreement import Decision, View
+from decent_dp.transport.base import Control, DeferredHandle, Handle
+from decent_dp.transport.tcp.control_plane import ControlPlane
+from decent_dp.transport.tcp.protocol import LARGEST_NOTE
 
-__all__ = ["Meeting"]
+__all__ = ["SurvivorControl", "spanning_tree"]
 
-_FIRST_POLL, _LAST_POLL = 0.005, 0.1
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+# The most bytes of the message of one worker, and of all, that go through an agreement; larger ones go over the tree.
+_SMALL, _SMALL_OF_ALL = 2**12, LARGEST_NOTE // 4
+# Bytes that go up the tree before the first of them come down: they bound the memory of a worker that is waited for.
+_SEGMENT = 2**26
 
 
-class Meeting:
-    """Agrees on the workers of one collective after the other.
+class SurvivorControl(Control):
+    """Collectives that end with the same result on all workers that live, whoever dies inside.
 
-    Each worker that comes to a collective says so in the store, and names those that are gone as far as it knows. The worker of
-    lowest rank closes the meeting when all have come that nobody has named, or another one does, after a while.
+    Each one ends with an agreement on whether all have their result. If not, those that live make it again. ``ranks`` are those
+    that took part in the last one. Data go up and down a tree of connections that work.
 
     Args:
-        store: shared by these workers alone.
-        get_lost: returns the workers that are gone, as far as this one knows.
-        timeout: seconds for which a worker waits for the others.
+        node_of: the name of each worker's node; the tree leaves a node as seldom as it can.
+        timeout: seconds after which a wait for a living worker fails.
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, get_lost: Callable[[], list[int]], timeout: float) -> None:
-        self._store, self._rank, self._world_size = store, rank, world_size
-        self._get_lost, self._timeout = get_lost, timeout
-        self._count = 0
+    def __init__(self, plane: ControlPlane, rank: int, node_of: Sequence[str], timeout: float) -> None:
+        self._plane, self._rank, self._node_of, self._timeout = plane, rank, node_of, timeout
+        self.ranks: tuple[int, ...] = tuple(range(len(node_of)))
+        self._number = 0
+        self._parent: int | None = None
+        self._children: tuple[int, ...] = ()
 
-    def members(self) -> list[int]:
-        """Waits for the others. Returns the ranks of those that take part, the same on all of them.
+    # -- collectives --------------------------------------------------------------------------------------------------
 
-        Raises:
-            PeerLostError: the others have gone on without this worker.
-            PeerTimeoutError: they have not all come.
-            ConnectionError: the store does not answer.
-        """
-        key, self._count = f"meeting/{self._count}", self._count + 1
-        deadline, pause = time.monotonic() + self._timeout, _FIRST_POLL
-        said: list[int] | None = None
+    def gather(self, message: Any) -> list[Any]:
+        own = json.dumps(message)
+        is_small = len(own) <= min(_SMALL, _SMALL_OF_ALL // len(self._node_of))
         while True:
-            with store_errors():
-                lost = self._get_lost()
-                if said != lost:
-                    self._store.set(f"{key}/{self._rank}", json.dumps(lost))
-                    said = lost
-                closed = read_text(self._store, f"{key}/members")
-                # In the end all look who is there: the worker that should close it may be gone, and only others know.
-                if closed is None and (pause == _LAST_POLL or self._rank == min(set(range(self._world_size)) - set(lost))):
-                    closed = self._close(key)
-            if closed is not None:
-                members: list[int] = json.loads(closed)
-                if self._rank not in members:
-                    raise PeerLostError(
-                        f"the others took worker {self._rank} for gone, and workers {members} have made this call without it: "
-                        "start it again from the newest checkpoint."
-                    )
-                return members
-            if time.monotonic() > deadline:
+            decision = self._agree("a gather", own if is_small else "")
+            self._regroup(decision)
+            if all(decision.texts.values()):
+                return [json.loads(text) for text in decision.texts.values()]
+            texts = self._attempt("a gather of long messages", lambda: self._gather_over_tree(own))
+            if texts is not None:
+                return [json.loads(texts[rank]) for rank in self.ranks]
+
+    def broadcast(self, tensor: Tensor) -> None:
+        def make() -> Tensor:
+            host = tensor.detach().to("cpu", copy=True).contiguous()
+            self._send_down(host.reshape(-1).view(torch.uint8))
+            return host
+
+        tensor.detach().copy_(self._until_all_have_it(f"a broadcast of {tensor.nbytes} bytes", make))
+
+    def mean(self, tensor: Tensor) -> Handle:
+        def make() -> Tensor:
+            host = tensor.detach().to("cpu", torch.promote_types(tensor.dtype, torch.float32), copy=True)
+            flat = host.reshape(-1)
+            count = _SEGMENT // flat.itemsize
+            for begin in range(0, flat.numel(), count):
+                segment = flat[begin : begin + count]
+                self._sum_up(segment)
+                self._send_down(segment.view(torch.uint8))
+            return host
+
+        def finish() -> None:
+            tensor.detach().copy_(self._until_all_have_it(f"a mean of {tensor.nbytes} bytes", make))
+
+        return DeferredHandle(finish)
+
+    # -- agreement ----------------------------------------------------------------------------------------------------
+
+    def _until_all_have_it(self, what: str, make: Callable[[], T]) -> T:
+        if self._number == 0:
+            self.gather(None)  # there is no tree yet
+        while True:
+            result = self._attempt(what, make)
+            if result is not None:
+                return result
+
+    def _attempt(self, what: str, make: Callable[[], T]) -> T | None:
+        """Calls ``make`` on all ``ranks``. Returns None if one of them has no result: those that live are ``ranks`` then."""
+        result: T | None = None
+        self._plane.courier.begin(self._number)
+        try:
+            result = make()
+        except PeerLostError as error:
+            _log.info("%s is made again: %s", what, error)
+        before = self.ranks
+        decision = self._agree(what, "lost" if result is None else "done")
+        self._regroup(decision)
+        return result if self.ranks == before and set(decision.texts.values()) == {"done"} else None
+
+    def _agree(self, what: str, text: str) -> Decision:
+        name, self._number = f"call/{self._number}", self._number + 1
+        future = self._plane.propose(name, json.dumps([what, text]))
+        try:
+            decision = future.result(self._timeout)
+        except futures.TimeoutError:
+            missing = ", ".join(f"worker {rank}" for rank in self._plane.missing(name)) or "one of them"
+            raise PeerTimeoutError(
+                f"not all workers that live have come to {what} within the process group's timeout of {self._timeout:g} s: "
+                f"{missing} did not. Make the same calls on every worker."
+            ) from None
+        if self._rank not in decision.texts:
+            raise PeerLostError(
+                f"the others took worker {self._rank} for gone, and workers {list(decision.texts)} have made this call without "
+                "it: start it again from the newest checkpoint."
+            )
+        pairs = {rank: json.loads(said) for rank, said in decision.texts.items()}
+        first = min(pairs)
+        odd = next((rank for rank, (call, _) in pairs.items() if call != pairs[first][0]), None)
+        if odd is not None:
+            raise OutOfStepError(
+                f"worker {first} has come to {pairs[first][0]} and worker {odd} to {pairs[odd][0]}: make the same calls in the "
+                "same order on every worker."
+            )
+        return Decision({rank: said for rank, (_, said) in pairs.items()}, decision.links)
+
+    def _regroup(self, decision: Decision) -> None:
+        ranks = tuple(decision.texts)
+        if ranks != self.ranks:
+            gone, back = sorted(set(self.ranks) - set(ranks)), sorted(set(ranks) - set(self.ranks))
+            _log.warning(
+                "collectives are those of workers %s: %s", list(ranks), f"{gone} are gone" if gone else f"{back} are back"
+            )
+        self.ranks = ranks
+        parents = spanning_tree(ranks, decision.links, self._node_of)
+        self._parent = parents[self._rank]
+        self._children = tuple(rank for rank in ranks if parents[rank] == self._rank)
+
+    # -- the tree -----------------------------------------------------------------------------------------------------
+
+    def _check(self, began: float) -> Callable[[int], None]:
+        """A function that raises if a worker is not to be waited for any longer."""
+        name = f"call/{self._number}"
+
+        def check(peer: int) -> None:
+            if self._plane.view(peer) is View.LOST:
+                raise PeerLostError(f"worker {peer} is gone")
+            if any(json.loads(text)[1] == "lost" for text in self._plane.heard(name)):
+                raise PeerLostError("another worker has lost one")
+            if time.monotonic() - began > self._timeout:
                 raise PeerTimeoutError(
-                    f"not all workers have come to this call within the process group's timeout of {self._timeout:g} s: make "
-                    "it on every worker. (One that is gone is missed only if a living worker was connected to it.)"
+                    f"worker {peer} has not sent its part of a collective within the process group's timeout of "
+                    f"{self._timeout:g} s."
                 )
-            time.sleep(pause)
-            pause = min(2 * pause, _LAST_POLL)
 
-    def _close(self, key: str) -> str | None:
-        """Closes the meeting if everybody has come who is not named as gone."""
-        here = self._present(key)
-        gone = {rank for lost in here.values() for rank in lost} - here.keys()
-        if len(here) + len(gone) < self._world_size:
-            return None
-        members = json.dumps(sorted(here))
-        # Of two that both close it, the first wins.
-        return self._store.compare_set(f"{key}/members", "", members).decode()
+        return check
 
-    def _present(self, key: str) -> dict[int, Sequence[int]]:
-        texts = ((rank, read_text(self._store, f"{key}/{rank}")) for rank in range(self._world_size))
-        return {rank: json.loads(text) for rank, text in texts if text is not None}
+    def _put(self, peer: int, block: Any) -> None:
+        self._plane.courier.put(peer, bytes(block), self._check(time.monotonic()))
+
+    def _get(self, peer: int) -> bytes:
+        return self._plane.courier.get(peer, self._check(time.monotonic()))
+
+    def _sum_up(self, flat: Tensor) -> None:
+        """``flat`` becomes the mean at the root, and elsewhere the sum of a part of the tree."""
+        for part in torch.split(flat, LARGEST_NOTE // flat.itemsize):
+            for child in self._children:
+                part += torch.frombuffer(bytearray(self._get(child)), dtype=part.dtype)
+            if self._parent is None:
+                part /= len(self.ranks)
+            else:
+                self._put(self._parent, part.view(torch.uint8).numpy())
+
+    def _send_down(self, raw: Tensor) -> None:
+        """``raw`` (bytes) becomes that of the root."""
+        for part in torch.split(raw, LARGEST_NOTE) if raw.numel() else ():
+            if self._parent is not None:
+                part.copy_(torch.frombuffer(bytearray(self._get(self._parent)), dtype=torch.uint8))
+            for child in self._children:
+                self._put(child, part.numpy())
+
+    def _gather_over_tree(self, own: str) -> dict[int, str]:
+        texts = {self._rank: own}
+        for child in self._children:
+            texts.update(json.loads(self._get_text(child), object_pairs_hook=_by_rank))
+        if self._parent is not None:
+            self._put_text(self._parent, json.dumps(texts).encode())
+            texts = json.loads(self._get_text(self._parent), object_pairs_hook=_by_rank)
+        for child in self._children:
+            self._put_text(child, json.dumps(texts).encode())
+        return texts
+
+    def _put_text(self, peer: int, text: bytes) -> None:
+        self._put(peer, str(len(text)).encode())
+        for begin in range(0, len(text), LARGEST_NOTE):
+            self._put(peer, text[begin : begin + LARGEST_NOTE])
+
+    def _get_text(self, peer: int) -> bytes:
+        size, text = int(self._get(peer)), bytearray()
+        while len(text) < size:
+            text += self._get(peer)
+        return bytes(text)
+
+
+def _by_rank(pairs: list[tuple[str, str]]) -> dict[int, str]:
+    return {int(rank): text for rank, text in pairs}
+
+
+def spanning_tree(ranks: Sequence[int], links: Mapping[int, AbstractSet[int]], node_of: Sequence[str]) -> dict[int, int | None]:
+    """The parent of each worker in a tree over all of them, whose root is the first; the same on all workers.
+
+    A worker has two children where the connections allow it, so that the tree is not deep and no worker sends much; those of
+    its node come first.
+
+    Args:
+        links: for each worker, those that it is connected to. A connection that both ends name is preferred.
+    """
+    either = {rank: {peer for peer in ranks if peer in links[rank] or rank in links[peer]} for rank in ranks}
+    both = {rank: {peer for peer in ranks if peer in links[rank] and rank in links[peer]} for rank in ranks}
+    parents: dict[int, int | None] = {ranks[0]: None}
+    for near, most in ((both, 2), (both, len(ranks)), (either, len(ranks))):
+        for rank in (order := list(parents)):
+            children = [peer for peer, parent in parents.items() if parent == rank]
+            new = sorted(near[rank] - parents.keys(), key=lambda peer: (node_of[peer] != node_of[rank], peer))
+            for peer in new[: max(most - len(children), 0)]:
+                parents[peer] = rank
+                order.append(peer)
+    return parents

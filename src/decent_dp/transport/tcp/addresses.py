@@ -13,7 +13,7 @@ import sys
 from decent_dp.transport.communicators import Rendezvous, UnreachableError
 from decent_dp.transport.tcp.descriptors import own
 
-__all__ = ["address_of", "dial", "listen"]
+__all__ = ["address_of", "dial", "listen", "look_up"]
 
 # An address that nobody has (RFC 5737): the way to it is the default route.
 _ELSEWHERE = "192.0.2.1"
@@ -47,6 +47,14 @@ def listen(rendezvous: Rendezvous) -> list[socket.socket]:
     return listeners
 
 
+def look_up(rendezvous: Rendezvous) -> None:
+    """Reads the addresses of all workers, so that ``dial`` does not need the store."""
+    others = [rank for rank in range(rendezvous.world_size) if rank not in rendezvous.addresses]
+    keys = [f"address/{rank}" for rank in others]
+    rendezvous.store.wait(keys, rendezvous.timeout)
+    rendezvous.addresses.update(zip(others, map(json.loads, rendezvous.store.multi_get(keys)), strict=True))
+
+
 def dial(rendezvous: Rendezvous, peer: int, seconds: float) -> socket.socket:
     """A connection to ``peer``, within about so many seconds.
 
@@ -55,9 +63,9 @@ def dial(rendezvous: Rendezvous, peer: int, seconds: float) -> socket.socket:
         OSError: this process has no file descriptor left.
         RuntimeError: the peer has not stored its address within the process group's timeout.
     """
-    # The store's own timeout, which ``get`` has, is another: half an hour by default.
     address = rendezvous.addresses.get(peer)
     if address is None:
+        # The store's own timeout, which ``get`` has, is another: half an hour by default.
         rendezvous.store.wait([f"address/{peer}"], rendezvous.timeout)
         address = rendezvous.addresses[peer] = json.loads(rendezvous.store.get(f"address/{peer}"))
     peer_is_local = peer in rendezvous.local and "local" in address

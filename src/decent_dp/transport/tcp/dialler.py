@@ -85,7 +85,7 @@ class Dialler:
                 outcome = partial(self._connected, peer, stream, other.uid)
             else:
                 stream.close()
-                outcome = partial(self._failed, peer, refused=False)
+                outcome = partial(self._try_again, peer)
         except Exception as error:  # also of a store that answers nonsense: it is tried again
             if stream is not None:
                 stream.close()
@@ -97,18 +97,22 @@ class Dialler:
             if stream is not None:
                 stream.close()
 
-    def _failed(self, peer: int, refused: bool) -> None:
-        connection = self._framing.connection(peer)
+    def _try_again(self, peer: int) -> None:
         self._pauses[peer] = min(2 * self._pauses.get(peer, _FIRST / 2), _LAST)
         self._due[peer] = time.monotonic() + self._pauses[peer]
+
+    def _failed(self, peer: int, refused: bool) -> None:
+        connection = self._framing.connection(peer)
+        self._try_again(peer)
         if connection.state is LinkState.OPEN and not refused:
             return
         if refused and connection.link.local:
             self._framing.give_up(connection, "nobody listens at its address")
         elif refused and connection.state is LinkState.BROKEN:
             connection.refused = True  # its process has ended, or a firewall answers in its place
-        elif connection.state is LinkState.NEW and peer < self._identity.rank:
+        elif connection.state is LinkState.NEW:
             connection.enter(LinkState.BROKEN)
+            connection.heard = connection.since
 
     def _connected(self, peer: int, stream: socket.socket, uid: bytes) -> None:
         connection = self._framing.connection(peer)

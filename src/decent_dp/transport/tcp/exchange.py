@@ -230,7 +230,9 @@ class TcpExchanges:
             try:
                 self._reactor.connect(peer, wait=ahead or self._neighbours is None)
             except (OSError, RuntimeError) as error:
-                raise self._explain(error, [peer], exchange_id) from error
+                if self._neighbours is None:
+                    raise self._explain(error, [peer], exchange_id) from error
+                self._reactor.connect(peer, wait=False)
         return others
 
     def send_hint(self, edge: Edge, exchange_id: ExchangeId, text: bytes) -> None:

@@ -27,6 +27,7 @@ from decent_dp.errors import WireError
 from decent_dp.transport.communicators import SilentError
 from decent_dp.transport.tcp.connection import Connection, LinkState, Message, Receiving, Sending, SharedLink
 from decent_dp.transport.tcp.protocol import (
+    ACK,
     ASK,
     BEAT,
     BYE,
@@ -73,6 +74,7 @@ class Framing:
         local: the workers that share this one's network stack.
         selector: the reactor's.
         on_note: called with the peer, the key and the bytes of a NOTE.
+        on_open: called with the peer when there is a connection, perhaps in place of a lost one.
 
     Attributes:
         dead_after: as of ``Tolerate``; None where faults are errors. The kernel breaks no connection then, because a full queue
@@ -88,8 +90,10 @@ class Framing:
         local: frozenset[int],
         selector: selectors.BaseSelector,
         on_note: Callable[[int, Key, bytes], None],
+        on_open: Callable[[int], None] = lambda peer: None,
     ) -> None:
-        self._rank, self._local, self._selector, self._on_note = rank, local, selector, on_note
+        self._rank, self._local, self._selector = rank, local, selector
+        self._on_note, self._on_open = on_note, on_open
         self._links = {local: SharedLink(local) for local in (True, False)}
         self._order = itertools.count()
         self.connections: dict[int, Connection] = {}
@@ -118,6 +122,7 @@ class Framing:
             return
         if self.tolerant:
             self._start_again(connection)
+            self._on_open(peer)
 
     def _start_again(self, connection: Connection) -> None:
         """Begins a connection, perhaps in place of a lost one: votes and notes are repeated, and messages begin anew."""
@@ -244,7 +249,7 @@ class Framing:
         if connection.state is LinkState.GONE:
             return
         frame = pack(NOTE, key, len(text), size=len(text), checksum=zlib.crc32(text)) + text
-        if self.tolerant:
+        if self.tolerant and key[1] < ACK:  # the control plane sends its own again
             connection.keep_note(key[1], frame)
         if not self.tolerant or connection.state is LinkState.OPEN:  # else a new connection begins with it
             connection.control.append(frame)

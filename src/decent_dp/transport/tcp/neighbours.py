@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeVar
 
 from decent_dp.topo import Edge
+from decent_dp.transport.agreement import Decision
 from decent_dp.transport.base import ExchangeId, Verdict
 from decent_dp.transport.neighbours import Neighbours
 from decent_dp.transport.tcp.connection import Connection, LinkState, Pair
@@ -104,6 +105,15 @@ class TcpNeighbours(Neighbours):
 
     def begin(self, bucket: int) -> None:
         self._run(lambda: self._framing.begin(bucket))
+
+    def propose(self, name: str, text: str) -> Future[Decision]:
+        return self._reactor.control_plane.propose(name, text)
+
+    def heard(self, name: str) -> frozenset[str]:
+        return self._reactor.control_plane.heard(name)
+
+    def missing(self, name: str) -> list[int]:
+        return self._reactor.control_plane.missing(name)
 
     @property
     def one_sided(self) -> int:

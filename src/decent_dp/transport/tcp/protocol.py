@@ -31,8 +31,11 @@ from typing import NamedTuple, TypeAlias
 from decent_dp.errors import WireError
 
 __all__ = [
+    "ACK",
+    "AGREEMENT",
     "ASK",
     "BEAT",
+    "BLOCK",
     "BYE",
     "DATA",
     "DROP",
@@ -55,6 +58,9 @@ __all__ = [
 
 # (round, bucket, slot): what a message is. Slots number the messages of one exchange.
 Key: TypeAlias = tuple[int, int, int]
+# In place of a bucket, in notes of the control plane: an agreement's message; a block of a collective, whose number is in place
+# of a round and whose own number is the slot; how many blocks have come.
+ACK, BLOCK, AGREEMENT = range(2**32 - 3, 2**32)
 
 # kind, version, length of the body, epoch, round, bucket, slot, offset, size; in the first DATA after a GRANT, the microseconds
 # since the grant came, and in a BEAT the milliseconds since the sender has heard from the receiver; the checksum of the body.

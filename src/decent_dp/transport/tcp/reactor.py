@@ -11,18 +11,20 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Container
+from collections.abc import Callable
 
+from decent_dp.transport.agreement import View
 from decent_dp.transport.communicators import SilentError
 from decent_dp.transport.tcp.acceptor import Acceptor
 from decent_dp.transport.tcp.connection import Connection, LinkState, Receiving, Sending, unacknowledged
+from decent_dp.transport.tcp.control_plane import ControlPlane
 from decent_dp.transport.tcp.descriptors import own
 from decent_dp.transport.tcp.dialler import Dialler
 from decent_dp.transport.tcp.framing import Framing
 from decent_dp.transport.tcp.greeting import Identity, greet
 from decent_dp.transport.tcp.mailbox import Mailbox
 from decent_dp.transport.tcp.neighbours import SILENT, TcpNeighbours, silence
-from decent_dp.transport.tcp.protocol import BYE, Key, pack
+from decent_dp.transport.tcp.protocol import ACK, BYE, Key, pack
 
 __all__ = ["Reactor"]
 
@@ -52,7 +54,7 @@ class Reactor:
         self,
         identity: Identity,
         secret: bytes,
-        expected: Container[int],
+        expected: range,
         local: frozenset[int],
         listeners: list[socket.socket],
         dial: Callable[[int], socket.socket],
@@ -66,13 +68,17 @@ class Reactor:
         self._dead_after = dead_after
         self._next_beat = time.monotonic()
         self._dialler: Dialler | None = None
+        self._neighbours: TcpNeighbours | None = None
         self._dial_at = math.inf
         self._commands: deque[Callable[[], None]] = deque()
         self._commands_lock = threading.Lock()
         self._ended = False
         self.mailbox = Mailbox(self.call)
         self._selector = selectors.DefaultSelector()
-        self._framing = Framing(identity.rank, local, self._selector, self.mailbox.keep)
+        self.control_plane = ControlPlane(identity.rank, len(expected), self.call, self._send_note, self._view, self._want)
+        self._framing = Framing(
+            identity.rank, local, self._selector, self._keep_note, lambda peer: self.control_plane.reconnected(peer)
+        )
         self._acceptor = Acceptor(listeners, self._selector, identity, secret, self._admit, self._open)
         # A byte to ``_waker`` wakes the thread.
         wakeup, waker = socket.socketpair()
@@ -124,7 +130,7 @@ class Reactor:
 
     def send_note(self, peer: int, key: Key, text: bytes) -> None:
         """Sends a few bytes that are not granted. They are lost without an error if the peer is gone."""
-        self.call(lambda: self._framing.send_note(peer, key, text))
+        self.call(lambda: self._send_note(peer, key, text))
 
     def last_progress(self, peer: int) -> float:
         """When a part of a message last came from ``peer`` or went to it, on the monotonic clock; 0 for never."""
@@ -164,7 +170,8 @@ class Reactor:
             lambda c: silence(c, self.now()) > SILENT * dead_after,
         )
         self.call(self._beat)  # it is more often from now on
-        return TcpNeighbours(self, self._framing, self._identity.rank, dead_after)
+        self._neighbours = TcpNeighbours(self, self._framing, self._identity.rank, dead_after)
+        return self._neighbours
 
     def call(self, command: Callable[[], None]) -> None:
         """Runs ``command`` in the reactor's thread.
@@ -190,6 +197,23 @@ class Reactor:
             self._thread.join(_LINGER + 1)
 
     # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _send_note(self, peer: int, key: Key, text: bytes) -> None:
+        self._framing.send_note(peer, key, text)
+
+    def _keep_note(self, peer: int, key: Key, text: bytes) -> None:
+        (self.mailbox.keep if key[1] < ACK else self.control_plane.hear)(peer, key, text)
+
+    def _view(self, peer: int) -> View:
+        """What the control plane is to know of a peer; any thread may ask."""
+        connection = self._framing.connections.get(peer)
+        if connection is None or connection.state is LinkState.NEW:
+            return View.UNKNOWN
+        if silence(connection, self.now()) >= self._dead_after:
+            return View.LOST
+        if connection.state is LinkState.OPEN and self._neighbours is not None and self._neighbours.patience(peer, 0.0) > 0:
+            return View.LINKED
+        return View.PENDING
 
     def _run(self) -> None:
         try:
@@ -227,7 +251,7 @@ class Reactor:
             for connection in self._framing.connections.values():
                 if connection.state is LinkState.BROKEN:
                     self._dialler.want(connection.peer)
-            self._dial_at = self._dialler.look()
+            self._dial_at = min(self._dialler.look(), self.control_plane.look())
 
     def _patience(self, look_again: float | None) -> float | None:
         if self._commands:
@@ -318,6 +342,7 @@ class Reactor:
             while self._commands:
                 with contextlib.suppress(Exception):
                     self._commands.popleft()()
+            self.control_plane.close()
             for connection in self._framing.connections.values():
                 self._framing.close(connection, "the transport was closed")
             with self._commands_lock:

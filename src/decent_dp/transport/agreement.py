@@ -1,0 +1,307 @@
+"""Agreement among the workers that live: each contributes a text, and all of them get the same texts.
+
+An agreement has a name. Of the workers that live the one of lowest rank decides, when it has a statement of each of them, and
+the decision goes back to where the statements came from. A statement says which workers its sender is connected to. So the
+statements are a map of the connections that work: a worker lives if a chain of them leads to it, and a statement follows the
+chain to the deciding worker. Only a worker that has no connection to a lower rank makes a new one.
+
+A worker that believes that it decides, and has waited for a while, asks for the rest. Its question is passed on over all
+connections, so that two that both believe it learn of each other.
+
+A worker keeps its decisions. If the deciding worker dies, the next one asks all that live, and one that knows the decision
+answers with it. So two workers get different decisions only if no chain of connections leads from one to the other: then each
+part of the network has its own.
+
+The class has no sockets, no threads and no clock. ``tests/test_agreement.py`` runs it in a scripted network.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections import deque
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field, replace
+
+__all__ = ["Agreements", "Decision", "View"]
+
+# Decisions that are kept for workers that come late.
+_KEPT = 64
+
+
+class View(enum.Enum):
+    """What a worker knows of another one."""
+
+    LINKED = "it is connected, and gives signs of life"
+    PENDING = "the connection is broken or silent, and the worker may come back"
+    UNKNOWN = "there has been no connection"
+    LOST = "it has died or left, or has been silent for too long"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The end of an agreement.
+
+    Attributes:
+        texts: of those that take part, by rank in ascending order.
+        links: for each of them, those that it is connected to.
+    """
+
+    texts: Mapping[int, str]
+    links: Mapping[int, frozenset[int]]
+
+
+@dataclass(frozen=True)
+class _Statement:
+    """What a worker contributes (None: nothing yet), and whom it sees. Of two the one of higher version counts."""
+
+    version: int
+    text: str | None
+    linked: frozenset[int]
+    pending: frozenset[int]
+    lost: frozenset[int]
+
+
+_NOTHING = _Statement(0, None, frozenset(), frozenset(), frozenset())
+
+
+@dataclass
+class _Open:
+    """An agreement without a decision.
+
+    Attributes:
+        statements: by rank.
+        askers: the workers that have sent any of them, to which the decision is to be sent.
+        hop, sent: the next worker on the way to the deciding one, and what it has got: versions by rank.
+    """
+
+    statements: dict[int, _Statement] = field(default_factory=dict)
+    askers: set[int] = field(default_factory=set)
+    hop: int | None = None
+    sent: dict[int, int] = field(default_factory=dict)
+
+    def came(self) -> set[int]:
+        """The workers that have contributed."""
+        return {rank for rank, statement in self.statements.items() if statement.text is not None}
+
+    def lacks(self, rank: int, statement: _Statement) -> bool:
+        """Whether a statement of this worker is newer than the known one."""
+        return self.statements.get(rank, _NOTHING).version < statement.version
+
+
+class Agreements:
+    """One worker's part in all agreements. Used by one thread.
+
+    Args:
+        view: what this worker knows of another one.
+        send: sends a message to a connected worker; it may get lost.
+        connect: sees to a connection, or to the knowledge that there can be none.
+        on_open: called with the name of an agreement and another worker's text, before the decision.
+        on_decision: called with its name and the decision.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        view: Callable[[int], View],
+        send: Callable[[int, bytes], None],
+        connect: Callable[[int], None],
+        on_open: Callable[[str, str], None],
+        on_decision: Callable[[str, Decision], None],
+    ) -> None:
+        self._rank, self._others = rank, [peer for peer in range(world_size) if peer != rank]
+        self._view, self._send, self._connect = view, send, connect
+        self._on_open, self._on_decision = on_open, on_decision
+        self._open: dict[str, _Open] = {}
+        # The newest decisions, and the names of all. A late worker learns that an old one was made without it.
+        self._decided: dict[str, Decision] = {}
+        self._names: set[str] = set()
+        self._version = 0
+
+    @property
+    def waiting(self) -> bool:
+        """Whether this worker waits for a decision."""
+        return any(self._rank in agreement.statements for agreement in self._open.values())
+
+    def missing(self, name: str) -> list[int]:
+        """The workers that have not contributed and are waited for, as far as this one knows; empty after the decision."""
+        agreement = self._open.get(name)
+        if agreement is None:
+            return []
+        reached = self._ways(agreement).keys()
+        return sorted({*reached, *self._unclear(agreement, reached)} - agreement.came())
+
+    def propose(self, name: str, text: str) -> None:
+        """Contributes to an agreement."""
+        if name in self._names:
+            self._on_decision(name, self._known(name))
+            return
+        agreement = self._open.setdefault(name, _Open())
+        agreement.statements[self._rank] = self._state(text)
+        self._pursue(name, agreement)
+
+    def hear(self, peer: int, message: bytes) -> None:
+        """Another worker has sent this message.
+
+        Raises:
+            ValueError: it is no such message.
+        """
+        name, statements, decision, asker = _unpack(message)
+        if name in self._names:
+            if decision is None:
+                self._send(peer, _pack(name, {}, self._known(name)))
+            return
+        agreement = self._open.setdefault(name, _Open())
+        if decision is not None:
+            self._conclude(name, agreement, decision)
+            return
+        agreement.askers.add(peer)
+        asks = asker is not None and agreement.lacks(asker, statements[asker])
+        for rank, statement in statements.items():
+            if rank == self._rank or not agreement.lacks(rank, statement):
+                continue
+            is_first = statement.text is not None and rank not in agreement.came()
+            agreement.statements[rank] = statement
+            if is_first and statement.text is not None:
+                self._on_open(name, statement.text)
+        if asks and name in self._open:
+            statements[self._rank] = agreement.statements.get(self._rank) or self._state(None)
+            self._ask(_pack(name, statements, asker=asker), but=peer)
+        self._pursue(name, agreement)
+
+    def look(self, *, again: bool) -> None:
+        """Looks at the other workers; called once in a while as long as it is ``waiting``. ``again``: asks those that miss."""
+        for name, agreement in list(self._open.items()):
+            own = agreement.statements.get(self._rank)
+            if own is None:
+                continue
+            new = self._state(own.text)
+            asks = again and agreement.hop is None
+            if asks or replace(new, version=own.version) != own:
+                agreement.statements[self._rank] = new
+            self._pursue(name, agreement)
+            if asks and name in self._open:
+                self._ask(_pack(name, {self._rank: new}, asker=self._rank))
+
+    def reconnected(self, peer: int) -> None:
+        """What was sent to a worker may have been lost."""
+        for name, agreement in list(self._open.items()):
+            if agreement.hop == peer:
+                agreement.sent.clear()
+                self._pursue(name, agreement)
+
+    def _ask(self, message: bytes, but: int | None = None) -> None:
+        for peer in self._others:
+            if peer != but and self._view(peer) is View.LINKED:
+                self._send(peer, message)
+
+    def _state(self, text: str | None) -> _Statement:
+        seen: dict[View, list[int]] = {view: [] for view in View}
+        for peer in self._others:
+            seen[self._view(peer)].append(peer)
+        self._version += 1
+        linked, pending, lost = (frozenset(seen[view]) for view in (View.LINKED, View.PENDING, View.LOST))
+        return _Statement(self._version, text, linked, pending, lost)
+
+    def _pursue(self, name: str, agreement: _Open) -> None:
+        """Decides, or sends what is new towards the worker that decides."""
+        if name not in self._open:
+            return
+        ways = self._ways(agreement)
+        hop = ways[min(ways)]
+        if hop != agreement.hop:
+            agreement.hop = hop
+            agreement.sent.clear()
+        if hop is None:
+            self._decide(name, agreement, ways.keys())
+            return
+        news = {
+            rank: said
+            for rank, said in agreement.statements.items()
+            if rank != hop and agreement.sent.get(rank) != said.version
+        }
+        if news:
+            agreement.sent.update({rank: said.version for rank, said in news.items()})
+            self._send(hop, _pack(name, news))
+
+    def _decide(self, name: str, agreement: _Open, reached: Set[int]) -> None:
+        """Decides, as the lowest one that lives, if all of them have come; and connects to those of which nobody knows."""
+        below = (peer for peer in self._others if peer < self._rank and self._view(peer) is not View.LOST)
+        if (lowest := next(below, None)) is not None:
+            self._connect(lowest)
+        if not reached <= agreement.came():
+            return
+        unclear = self._unclear(agreement, reached)
+        for peer in unclear:
+            self._connect(peer)
+        if not unclear:
+            said = agreement.statements
+            texts = {rank: said[rank].text or "" for rank in sorted(reached)}
+            self._conclude(name, agreement, Decision(texts, {rank: said[rank].linked & reached for rank in texts}))
+
+    def _ways(self, agreement: _Open) -> dict[int, int | None]:
+        """The workers that live, and the first one on a shortest way to each; None for this one."""
+        ways: dict[int, int | None] = {self._rank: None}
+        waiting = deque([self._rank])
+        while waiting:
+            rank = waiting.popleft()
+            for peer in sorted(self._sight(agreement, rank).linked - ways.keys()):
+                ways[peer] = peer if ways[rank] is None else ways[rank]
+                waiting.append(peer)
+        return ways
+
+    def _unclear(self, agreement: _Open, reached: Set[int]) -> set[int]:
+        """Others that are waited for: they may come back, or nobody has ever been connected to them."""
+        seen = [self._sight(agreement, rank) for rank in reached]
+        pending = frozenset[int]().union(*(statement.pending for statement in seen))
+        lost = frozenset[int]().union(*(statement.lost for statement in seen))
+        return ((set(self._others) - lost) | pending) - reached
+
+    def _sight(self, agreement: _Open, rank: int) -> _Statement:
+        if rank == self._rank:
+            return agreement.statements.get(rank) or self._state(None)
+        return agreement.statements.get(rank, _NOTHING)
+
+    def _known(self, name: str) -> Decision:
+        return self._decided.get(name, Decision({}, {}))
+
+    def _conclude(self, name: str, agreement: _Open, decision: Decision) -> None:
+        self._open.pop(name, None)
+        self._names.add(name)
+        self._decided[name] = decision
+        if len(self._decided) > _KEPT:
+            del self._decided[next(iter(self._decided))]
+        for peer in agreement.askers:
+            self._send(peer, _pack(name, {}, decision))
+        if self._rank in agreement.statements:
+            self._on_decision(name, decision)
+
+
+def _pack(
+    name: str, statements: Mapping[int, _Statement], decision: Decision | None = None, *, asker: int | None = None
+) -> bytes:
+    """A message. ``asker``: the worker whose question it is, of whom a statement is among ``statements``."""
+    said = [[rank, s.version, s.text, sorted(s.linked), sorted(s.pending), sorted(s.lost)] for rank, s in statements.items()]
+    decided = None
+    if decision is not None:
+        decided = [[rank, text, sorted(decision.links[rank])] for rank, text in decision.texts.items()]
+    return json.dumps([name, said, decided, asker], separators=(",", ":")).encode()
+
+
+def _unpack(message: bytes) -> tuple[str, dict[int, _Statement], Decision | None, int | None]:
+    try:
+        name, said, decided, asker = json.loads(message)
+        statements = {
+            rank: _Statement(version, text, frozenset(linked), frozenset(pending), frozenset(lost))
+            for rank, version, text, linked, pending, lost in said
+        }
+        decision = None
+        if decided is not None:
+            texts, links = {rank: text for rank, text, _ in decided}, {rank: frozenset(peers) for rank, _, peers in decided}
+            decision = Decision(texts, links)
+        if asker is not None and asker not in statements:
+            raise ValueError("a question without a statement")
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"no message of an agreement: {message[:100]!r}") from error
+    return str(name), statements, decision, asker

@@ -1,0 +1,133 @@
+"""Agreements and collectives over the connections to other workers, where faults are tolerated."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from decent_dp.errors import WireError
+from decent_dp.transport.agreement import Agreements, Decision, View
+from decent_dp.transport.tcp.courier import Courier
+from decent_dp.transport.tcp.protocol import AGREEMENT, Key
+
+__all__ = ["ControlPlane"]
+
+# Seconds between two looks at the other workers while an agreement is open, and between two questions to those that miss.
+_LOOK, _ASK = 0.1, 0.5
+
+
+class ControlPlane:
+    """Moves the notes of ``Agreements`` and of a ``Courier``.
+
+    Args:
+        call: runs a function in the reactor's thread.
+        send_note: to a worker; in the reactor's thread.
+        view, connect: as of ``Agreements``.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        call: Callable[[Callable[[], None]], None],
+        send_note: Callable[[int, Key, bytes], None],
+        view: Callable[[int], View],
+        connect: Callable[[int], None],
+    ) -> None:
+        self._call, self.view = call, view
+        self.courier = Courier(lambda peer, key, block: call(lambda: send_note(peer, key, block)))
+        self._agreements = Agreements(
+            rank,
+            world_size,
+            view,
+            lambda peer, message: send_note(peer, (0, AGREEMENT, 0), message),
+            connect,
+            self._opened,
+            self._decided,
+        )
+        self._lock = threading.Lock()
+        self._futures: dict[str, list[Future[Decision]]] = {}
+        # The texts of others in agreements without a decision, by name.
+        self._heard: dict[str, set[str]] = {}
+        self._look_at = self._ask_at = math.inf
+
+    # -- called by any thread -----------------------------------------------------------------------------------------
+
+    def propose(self, name: str, text: str) -> Future[Decision]:
+        """Contributes to an agreement. The result is its decision."""
+        future: Future[Decision] = Future()
+
+        def propose() -> None:
+            with self._lock:
+                self._futures.setdefault(name, []).append(future)
+            self._agreements.propose(name, text)
+            if self._agreements.waiting and self._look_at == math.inf:
+                now = time.monotonic()
+                self._look_at, self._ask_at = now + _LOOK, now + _ASK
+
+        self._call(propose)
+        return future
+
+    def heard(self, name: str) -> frozenset[str]:
+        """Texts that others have contributed to an agreement without a decision, as far as they have reached this worker."""
+        with self._lock:
+            return frozenset(self._heard.get(name, ()))
+
+    def missing(self, name: str) -> list[int]:
+        """The workers that an agreement waits for, as far as this one knows."""
+        future: Future[list[int]] = Future()
+        self._call(lambda: future.set_result(self._agreements.missing(name)))
+        return future.result()
+
+    # -- in the reactor's thread --------------------------------------------------------------------------------------
+
+    def hear(self, peer: int, key: Key, text: bytes) -> None:
+        """A note has come.
+
+        Raises:
+            WireError: it is none of those that are sent here.
+        """
+        if key[1] != AGREEMENT:
+            self.courier.hear(peer, key, text)
+            return
+        try:
+            self._agreements.hear(peer, text)
+        except ValueError as error:
+            raise WireError(f"worker {peer} sent {error}") from error
+
+    def reconnected(self, peer: int) -> None:
+        """A connection was made, perhaps in place of a lost one."""
+        self.courier.reconnected(peer)
+        self._agreements.reconnected(peer)
+
+    def close(self) -> None:
+        """Nothing is decided any more."""
+        with self._lock:
+            waiting, self._futures = self._futures, {}
+        for future in (future for futures in waiting.values() for future in futures):
+            future.set_exception(RuntimeError("the transport was closed"))
+
+    def look(self) -> float:
+        """Looks at the other workers if it is time. Returns when to look again, on the monotonic clock."""
+        now = time.monotonic()
+        if now >= self._look_at:
+            again = now >= self._ask_at
+            self._agreements.look(again=again)
+            waiting = self._agreements.waiting
+            self._look_at = now + _LOOK if waiting else math.inf
+            self._ask_at = now + _ASK if again else self._ask_at
+        return self._look_at
+
+    def _opened(self, name: str, text: str) -> None:
+        with self._lock:
+            self._heard.setdefault(name, set()).add(text)
+
+    def _decided(self, name: str, decision: Decision) -> None:
+        with self._lock:
+            self._heard.pop(name, None)
+            futures = self._futures.pop(name, [])
+        for future in futures:
+            future.set_result(decision)

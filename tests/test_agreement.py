@@ -1,0 +1,251 @@
+"""Agreement among the workers that live, over a scripted network in virtual time: random deaths, cuts, losses and delays."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from decent_dp.transport.agreement import Agreements, Decision, View, _pack
+
+# Seconds of virtual time: between two looks, until a broken connection makes a worker LOST, and the end.
+LOOK, DEAD_AFTER, END = 0.1, 3.0, 60.0
+
+
+class Network:
+    """Workers with links among them.
+
+    Attributes:
+        decided: by worker: what it was told, by name.
+        opened: by worker: the texts that it has heard.
+    """
+
+    def __init__(self, n: int, links: set[frozenset[int]], *, seed: int = 0, loss: float = 0.0) -> None:
+        self.n, self.links, self.random, self.loss = n, set(links), random.Random(seed), loss
+        self.now = 0.0
+        self.events: list[tuple[float, int, Callable[[], None]]] = []
+        self.order = itertools.count()
+        self.dead: dict[int, float] = {}
+        self.down: set[frozenset[int]] = set()
+        self.cut: dict[frozenset[int], float] = {}
+        self.decided: list[dict[str, Decision]] = [{} for _ in range(n)]
+        self.opened: list[list[str]] = [[] for _ in range(n)]
+        self.messages = 0
+        self.machines = [self.machine(rank) for rank in range(n)]
+        for rank in range(n):
+            self.at(0.0, lambda rank=rank: self.look(rank, 0))
+
+    def machine(self, rank: int) -> Agreements:
+        def decide(name: str, decision: Decision) -> None:
+            assert name not in self.decided[rank], "told twice"
+            self.decided[rank][name] = decision
+
+        return Agreements(
+            rank,
+            self.n,
+            lambda peer: self.view(rank, peer),
+            lambda peer, message: self.send(rank, peer, message),
+            lambda peer: self.at(0.01, lambda: self.link(rank, peer)),
+            lambda name, text: self.opened[rank].append(text),
+            decide,
+        )
+
+    def at(self, delay: float, call: Callable[[], Any]) -> None:
+        heapq.heappush(self.events, (self.now + delay, next(self.order), call))
+
+    def view(self, rank: int, peer: int) -> View:
+        edge = frozenset((rank, peer))
+        if edge not in self.links:
+            return View.UNKNOWN
+        broken = min(self.dead.get(peer, float("inf")), self.cut.get(edge, float("inf")))
+        if self.now < broken + 0.05:
+            return View.LINKED
+        return View.PENDING if self.now < broken + DEAD_AFTER else View.LOST
+
+    def link(self, rank: int, peer: int) -> None:
+        self.links.add(frozenset((rank, peer)))
+
+    def send(self, rank: int, peer: int, message: bytes) -> None:
+        edge = frozenset((rank, peer))
+        assert edge in self.links
+        self.messages += 1
+        if edge in self.cut or edge in self.down:
+            return
+        if self.random.random() < self.loss:  # with its connection, which is made again
+            self.down.add(edge)
+            self.at(0.06, lambda: self.reconnect(edge))
+            return
+
+        def arrives() -> None:
+            if peer not in self.dead and edge not in self.cut:
+                self.machines[peer].hear(rank, message)
+
+        self.at(self.random.uniform(0.001, 0.05), arrives)
+
+    def reconnect(self, edge: frozenset[int]) -> None:
+        self.down.discard(edge)
+        for a, b in itertools.permutations(edge):
+            if not {a, b} & self.dead.keys() and edge not in self.cut:
+                self.machines[a].reconnected(b)
+
+    def look(self, rank: int, count: int) -> None:
+        if rank not in self.dead:
+            self.machines[rank].look(again=count % 5 == 4)
+            self.at(LOOK, lambda: self.look(rank, count + 1))
+
+    def kill(self, rank: int) -> None:
+        self.dead.setdefault(rank, self.now)
+
+    def break_link(self, a: int, b: int) -> None:
+        self.cut.setdefault(frozenset((a, b)), self.now)
+
+    def propose(self, rank: int, name: str, text: str) -> None:
+        if rank not in self.dead:
+            self.machines[rank].propose(name, text)
+
+    def run(self, until: float = END) -> None:
+        while self.events and self.events[0][0] <= until:
+            self.now, _, call = heapq.heappop(self.events)
+            call()
+        self.now = until
+
+    def component(self, rank: int) -> set[int]:
+        """The living workers that a chain of links leads to, at the end."""
+        found, waiting = {rank}, [rank]
+        while waiting:
+            here = waiting.pop()
+            for there in range(self.n):
+                edge = frozenset((here, there))
+                if there not in found | self.dead.keys() and edge in self.links and edge not in self.cut:
+                    found.add(there)
+                    waiting.append(there)
+        return found
+
+
+def all_pairs(n: int) -> set[frozenset[int]]:
+    return {frozenset(pair) for pair in itertools.combinations(range(n), 2)}
+
+
+def ring(n: int) -> set[frozenset[int]]:
+    return {frozenset((i, (i + 1) % n)) for i in range(n)}
+
+
+@pytest.mark.parametrize("links", [all_pairs(5), ring(5), set()], ids=["all pairs", "ring", "none yet"])
+def test_all_get_the_texts_of_all(links):
+    net = Network(5, links)
+    for rank in range(5):
+        net.at(rank, lambda rank=rank: net.propose(rank, "first", f"text {rank}"))
+    net.run(3.9)
+    assert net.decided == [{}] * 5  # the last one has not come
+    net.run(6.0)
+    for decided in net.decided:
+        assert decided["first"].texts == {rank: f"text {rank}" for rank in range(5)}
+        assert decided["first"].links.keys() == set(range(5))
+
+
+def test_one_that_died_is_not_waited_for_and_one_that_is_late_is():
+    net = Network(4, ring(4))
+    net.kill(0)
+    for rank, when in ((1, 0.5), (2, 1.0), (3, 20.0)):
+        net.at(when, lambda rank=rank: net.propose(rank, "first", f"{rank}"))
+    net.run(19.0)
+    assert net.machines[1].missing("first") == [3]
+    assert net.decided[1] == {}
+    net.run(22.0)
+    assert [net.decided[rank]["first"].texts for rank in (1, 2, 3)] == [{1: "1", 2: "2", 3: "3"}] * 3
+
+
+def test_a_broken_connection_leaves_nobody_out_whom_another_one_reaches():
+    net = Network(4, all_pairs(4))
+    net.break_link(0, 1)
+    net.at(5.0, lambda: [net.propose(rank, "first", "x") for rank in range(4)])
+    net.run(7.0)
+    assert [sorted(decided["first"].texts) for decided in net.decided] == [[0, 1, 2, 3]] * 4
+    assert 1 not in net.decided[2]["first"].links[0]
+
+
+@pytest.mark.parametrize("told", [1, 2, 3])
+def test_the_next_one_asks_those_that_know_the_decision(told):
+    """Worker 0 decides and dies, and only one of the others has heard. Worker 4 has died before, and would be left out."""
+    net = Network(5, all_pairs(5))
+    for rank in range(5):
+        net.propose(rank, "first", str(rank))
+    while not net.decided[0]:
+        net.run(net.events[0][0])
+    net.kill(0)
+    net.kill(4)
+    on_the_way = [event for event in net.events if event[2].__name__ == "arrives"]
+    net.events = [event for event in net.events if event not in on_the_way]
+    heapq.heapify(net.events)
+    net.machines[told].hear(0, _pack("first", {}, net.decided[0]["first"]))
+    net.run(10.0)
+    assert [sorted(net.decided[rank]["first"].texts) for rank in (1, 2, 3)] == [[0, 1, 2, 3, 4]] * 3
+
+
+def test_who_comes_when_it_is_over_learns_that_it_was_left_out():
+    net = Network(3, all_pairs(3))
+    net.break_link(0, 2)
+    net.break_link(1, 2)
+    net.at(5.0, lambda: [net.propose(rank, "first", "x") for rank in (0, 1)])
+    net.run(6.0)
+    assert sorted(net.decided[0]["first"].texts) == [0, 1]
+    net.cut.clear()
+    net.propose(2, "first", "x")
+    net.run(8.0)
+    assert sorted(net.decided[2]["first"].texts) == [0, 1]
+
+
+def test_a_text_reaches_those_that_have_not_come():
+    net = Network(4, ring(4))
+    net.propose(3, "stop", "now")
+    net.run(1.0)
+    assert net.opened == [["now"], [], [], []]
+    net.propose(0, "stop", "as well")
+    net.run(2.0)
+    assert all("as well" in opened for opened in net.opened[1:])
+
+
+def schedule(seed: int) -> None:
+    """Many agreements one after the other, deaths, cuts and losses; what must hold whatever happens."""
+    rng = random.Random(seed)
+    n = rng.randint(2, 7)
+    links = rng.choice([all_pairs, ring])(n) if rng.random() < 0.8 else set()
+    net = Network(n, links, seed=seed, loss=rng.choice([0.0, 0.0, 0.1, 0.3]))
+    names = [f"call {k}" for k in range(4)]
+    for rank in range(n):
+        at = 0.0
+        for name in names:
+            at += rng.choice([0.01, 0.1, 2.0]) * rng.random()
+            net.at(at, lambda rank=rank, name=name: net.propose(rank, name, f"{rank} in {name}"))
+    for _ in range(rng.randint(0, n)):
+        victim = rng.randrange(n)
+        net.at(rng.uniform(0.0, 3.0), lambda victim=victim: net.kill(victim))
+    if n > 2:
+        for _ in range(rng.randint(0, 2)):
+            a, b = rng.sample(range(n), 2)
+            net.at(rng.uniform(0.0, 3.0), lambda a=a, b=b: net.break_link(a, b))
+    net.run()
+    living = [rank for rank in range(n) if rank not in net.dead]
+    for rank, name in itertools.product(living, names):
+        assert name in net.decided[rank], f"seed {seed}: worker {rank} waits for {name}"
+        decision = net.decided[rank][name]
+        for other in net.component(rank):
+            assert net.decided[other].get(name) == decision, f"seed {seed}: workers {rank} and {other} differ in {name}"
+        assert decision.texts == {member: f"{member} in {name}" for member in decision.texts}
+        if not net.cut:
+            assert decision.texts.keys() >= set(living), f"seed {seed}: {name} leaves out a living worker"
+
+
+def test_random_schedules():
+    for seed in range(400):
+        schedule(seed)
+
+
+@pytest.mark.slow
+def test_many_random_schedules():
+    for seed in range(400, 20000):
+        schedule(seed)
