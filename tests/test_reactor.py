@@ -66,7 +66,11 @@ def reach(name: Any, buffer: int | None = None) -> socket.socket:
     stream.settimeout(SECONDS)
     if buffer:
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
-    stream.connect(name)
+    try:
+        stream.connect(name)
+    except OSError:
+        stream.close()
+        raise
     return stream
 
 
@@ -75,9 +79,14 @@ def identity(rank: int) -> Identity:
 
 
 def make_reactor(
-    rank: int, listeners: list[socket.socket], dial: Any = reach, local: frozenset[int] = frozenset(), timeout: float = SECONDS
+    rank: int,
+    listeners: list[socket.socket],
+    dial: Any = reach,
+    local: frozenset[int] = frozenset(),
+    timeout: float = SECONDS,
+    n: int = 8,
 ) -> Reactor:
-    return Reactor(identity(rank), SECRET, range(8), local, listeners, dial, timeout)
+    return Reactor(identity(rank), SECRET, range(n), local, listeners, dial, timeout)
 
 
 def connect_by_hand(name: Any, rank: int, buffer: int | None = None) -> socket.socket:
@@ -109,7 +118,7 @@ class Net:
         self.names = [made.getsockname() for made in listeners]
         others = [frozenset(set(range(n)) - {rank}) if near else frozenset() for rank in range(n)]
         self.links = [
-            make_reactor(rank, [listeners[rank]], lambda peer: reach(self.names[peer]), others[rank]) for rank in range(n)
+            make_reactor(rank, [listeners[rank]], lambda peer: reach(self.names[peer]), others[rank], n=n) for rank in range(n)
         ]
 
     def connect(self) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent import futures
@@ -46,6 +48,7 @@ class SurvivorControl(Control):
         self._plane, self._rank, self._node_of, self._timeout = plane, rank, node_of, timeout
         self.ranks: tuple[int, ...] = tuple(range(len(node_of)))
         self._number = 0
+        self._what = ""
         self._parent: int | None = None
         self._children: tuple[int, ...] = ()
 
@@ -99,6 +102,7 @@ class SurvivorControl(Control):
 
     def _attempt(self, what: str, make: Callable[[], T]) -> T | None:
         """Calls ``make`` on all ``ranks``. Returns None if one of them has no result: those that live are ``ranks`` then."""
+        self._what = what
         result: T | None = None
         self._plane.courier.begin(self._number)
         try:
@@ -152,13 +156,13 @@ class SurvivorControl(Control):
 
     def _check(self, began: float) -> Callable[[int], None]:
         """A function that raises if a worker is not to be waited for any longer."""
-        name = f"call/{self._number}"
+        name, done = f"call/{self._number}", json.dumps([self._what, "done"])
 
         def check(peer: int) -> None:
             if self._plane.view(peer) is View.LOST:
                 raise PeerLostError(f"worker {peer} is gone")
-            if any(json.loads(text)[1] == "lost" for text in self._plane.heard(name)):
-                raise PeerLostError("another worker has lost one")
+            if not self._plane.heard(name) <= {done}:
+                raise PeerLostError("another worker has lost one, or makes another call")
             if time.monotonic() - began > self._timeout:
                 raise PeerTimeoutError(
                     f"worker {peer} has not sent its part of a collective within the process group's timeout of "
@@ -221,20 +225,29 @@ def _by_rank(pairs: list[tuple[str, str]]) -> dict[int, str]:
 def spanning_tree(ranks: Sequence[int], links: Mapping[int, AbstractSet[int]], node_of: Sequence[str]) -> dict[int, int | None]:
     """The parent of each worker in a tree over all of them, whose root is the first; the same on all workers.
 
-    A worker has two children where the connections allow it, so that the tree is not deep and no worker sends much; those of
-    its node come first.
+    It grows worker by worker (as Prim's algorithm), within a node first, and near the root first. A worker has two children
+    where the connections allow it, so that no worker sends much.
 
     Args:
-        links: for each worker, those that it is connected to. A connection that both ends name is preferred.
+        links: for each worker, those that it is connected to. A connection that only one end names is used if there is no other.
     """
-    either = {rank: {peer for peer in ranks if peer in links[rank] or rank in links[peer]} for rank in ranks}
-    both = {rank: {peer for peer in ranks if peer in links[rank] and rank in links[peer]} for rank in ranks}
     parents: dict[int, int | None] = {ranks[0]: None}
-    for near, most in ((both, 2), (both, len(ranks)), (either, len(ranks))):
-        for rank in (order := list(parents)):
-            children = [peer for peer, parent in parents.items() if parent == rank]
-            new = sorted(near[rank] - parents.keys(), key=lambda peer: (node_of[peer] != node_of[rank], peer))
-            for peer in new[: max(most - len(children), 0)]:
-                parents[peer] = rank
-                order.append(peer)
+    depths, children = {ranks[0]: 0}, Counter[int]()
+    for most, both in ((2, True), (len(ranks), True), (len(ranks), False)):
+        found: list[tuple[bool, int, int, int]] = []
+
+        def add(rank: int, found: list[tuple[bool, int, int, int]] = found, both: bool = both) -> None:
+            for peer in ranks:
+                named = (peer in links[rank]) + (rank in links[peer])
+                if peer not in parents and named > both:
+                    heapq.heappush(found, (node_of[peer] != node_of[rank], depths[rank], rank, peer))
+
+        for rank in list(parents):
+            add(rank)
+        while found:
+            _, depth, rank, peer = heapq.heappop(found)
+            if peer not in parents and children[rank] < most:
+                parents[peer], depths[peer] = rank, depth + 1
+                children[rank] += 1
+                add(peer)
     return parents

@@ -103,6 +103,7 @@ class Courier:
         """What was in flight to a worker may be lost."""
         with self._changed:
             again = [((self._number, BLOCK, count), block) for count, block in self._out[peer].items()]
-            again.append(((self._number, ACK, self._came[peer]), b""))
+            if self._came[peer]:
+                again.append(((self._number, ACK, self._came[peer]), b""))
         for key, block in again:
             self._send(peer, key, block)

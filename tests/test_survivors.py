@@ -1,0 +1,323 @@
+"""Collectives of the workers that live: their results, also after a death, a freeze or a broken connection inside.
+
+The workers are threads with connections of their own; one dies by an error in the thread of its transport, which closes its
+sockets as the end of a process does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from decent_dp.errors import OutOfStepError, PeerLostError, PeerTimeoutError
+from decent_dp.transport import survivors as survivors_module
+from decent_dp.transport.survivors import SurvivorControl, spanning_tree
+from decent_dp.transport.tcp.courier import Courier
+from decent_dp.transport.tcp.reactor import Reactor
+from tests.test_reactor import Net
+
+DEAD_AFTER = 2.0
+# Seconds that a test may wait for a collective that does not depend on silence.
+SOON = 1.5
+
+
+class KilledError(Exception):
+    pass
+
+
+class Company:
+    """Workers with tolerant transports.
+
+    Attributes:
+        controls: their collectives.
+    """
+
+    def __init__(self, n: int, links: Sequence[tuple[int, int]], timeout: float = 20.0, *, near: bool = True) -> None:
+        self.net = Net(n, near=near)
+        for reactor in self.net.links:
+            reactor.tolerate(DEAD_AFTER)
+        for a, b in links:
+            self.net.links[max(a, b)].connect(min(a, b))
+        nodes = [f"node {rank // 2}" for rank in range(n)]
+        self.controls = [SurvivorControl(r.control_plane, rank, nodes, timeout) for rank, r in enumerate(self.net.links)]
+
+    def reactor(self, rank: int) -> Reactor:
+        return self.net.links[rank]
+
+    def kill(self, rank: int) -> None:
+        def die() -> None:
+            raise KilledError
+
+        with contextlib.suppress(RuntimeError):
+            self.reactor(rank).call(die)
+        self.reactor(rank)._thread.join(5)
+
+    def run(self, work: Callable[[int, SurvivorControl], Any], ranks: Sequence[int] | None = None) -> dict[int, Any]:
+        """What ``work`` returns on each worker, or its error."""
+        results: dict[int, Any] = {}
+
+        def body(rank: int) -> None:
+            try:
+                results[rank] = work(rank, self.controls[rank])
+            except Exception as error:
+                results[rank] = error
+
+        chosen = range(len(self.controls)) if ranks is None else ranks
+        threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in chosen]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+            assert not thread.is_alive(), "a worker waits for ever"
+        return results
+
+
+def ring(n: int) -> list[tuple[int, int]]:
+    return [(rank, (rank + 1) % n) for rank in range(n if n > 2 else n - 1)]
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Company]]:
+    made: list[Company] = []
+
+    def build(*args: Any, **options: Any) -> Company:
+        made.append(Company(*args, **options))
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Reactor.__init__, "__defaults__", (DEAD_AFTER,))
+        yield build
+    for company in made:
+        company.net.close()
+
+
+def values(rank: int, size: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(rank).standard_normal(size)).to(dtype)
+
+
+def mean_of(ranks: Sequence[int], size: int) -> torch.Tensor:
+    return torch.from_numpy(np.mean([np.random.default_rng(rank).standard_normal(size) for rank in ranks], 0))
+
+
+@pytest.mark.parametrize("n", [2, 3, 6])
+@pytest.mark.parametrize("near", [True, False], ids=["unix", "tcp"])
+def test_collectives(make, monkeypatch, n, near):
+    monkeypatch.setattr(survivors_module, "_SEGMENT", 2**21)  # several in the large mean
+    company = make(n, ring(n), near=near)
+
+    def work(rank: int, control: SurvivorControl) -> Any:
+        texts = [control.gather({"rank": rank}), control.gather("x" * (5000 if rank == 1 else 5)), control.gather("y" * 2**21)]
+        means = []
+        for size, dtype in ((5, torch.float64), (700_001, torch.float64), (0, torch.float32), (3, torch.bfloat16)):
+            tensor = values(rank, size, dtype)
+            control.mean(tensor).wait()
+            means.append(tensor)
+        sent = torch.arange(300_000).reshape(3, -1).t() * (rank + 1)  # not contiguous
+        control.broadcast(sent)
+        empty = torch.empty(0)
+        control.broadcast(empty)
+        return texts, means, sent, control.ranks
+
+    for texts, means, sent, ranks in company.run(work).values():
+        assert texts[0] == [{"rank": rank} for rank in range(n)]
+        assert [len(text) for text in texts[1]] == [5000 if rank == 1 else 5 for rank in range(n)]
+        assert [len(text) for text in texts[2]] == [2**21] * n
+        torch.testing.assert_close(means[0], mean_of(range(n), 5), rtol=1e-14, atol=1e-14)
+        torch.testing.assert_close(means[1], mean_of(range(n), 700_001), rtol=1e-14, atol=1e-14)
+        assert means[2].shape == (0,)
+        own = np.mean([values(rank, 3, torch.bfloat16).float().numpy() for rank in range(n)], 0)
+        assert means[3].equal(torch.from_numpy(own).bfloat16())
+        assert sent.equal(torch.arange(300_000).reshape(3, -1).t())
+        assert ranks == tuple(range(n))
+
+
+def test_workers_that_were_never_connected_meet(make):
+    company = make(4, [])
+    assert company.run(lambda rank, control: control.gather(rank)) == {rank: [0, 1, 2, 3] for rank in range(4)}
+
+
+DEATHS = [(victim, blocks) for victim in range(5) for blocks in (0, 1, 3, 6)]
+
+
+@pytest.mark.parametrize(("victim", "blocks"), DEATHS)
+def test_a_death_in_a_mean(make, monkeypatch, victim, blocks):
+    """The victim dies when it is about to send a block, or to take one; as root, inside the tree and as a leaf."""
+    company, size = make(5, [*ring(5), (0, 2), (1, 3)]), 400_000
+    company.run(lambda rank, control: control.gather(rank))
+    left = {"blocks": blocks}
+    put, get = Courier.put, Courier.get
+
+    def count(courier: Courier) -> None:
+        if courier is company.reactor(victim).control_plane.courier:
+            if left["blocks"] == 0:
+                company.kill(victim)
+                raise KilledError
+            left["blocks"] -= 1
+
+    def counted(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(courier: Courier, *args: Any) -> Any:
+            count(courier)
+            return method(courier, *args)
+
+        return call
+
+    monkeypatch.setattr(Courier, "put", counted(put))
+    monkeypatch.setattr(Courier, "get", counted(get))
+
+    def work(rank: int, control: SurvivorControl) -> Any:
+        tensor = values(rank, size)
+        control.mean(tensor).wait()
+        return tensor, control.ranks, control.gather(rank)
+
+    began = time.monotonic()
+    results = company.run(work)
+    assert time.monotonic() - began < DEAD_AFTER + SOON
+    living = [rank for rank in range(5) if rank != victim]
+    assert isinstance(results.pop(victim), (KilledError, RuntimeError))
+    for tensor, ranks, gathered in results.values():
+        torch.testing.assert_close(tensor, mean_of(living, size), rtol=1e-14, atol=1e-14)
+        assert list(ranks) == gathered == living
+
+
+def test_a_death_before_a_collective(make):
+    company = make(4, ring(4))
+    company.run(lambda rank, control: control.gather(rank))
+    company.kill(0)
+    began = time.monotonic()
+    results = company.run(lambda rank, control: control.gather(rank), [1, 2, 3])
+    assert results == {rank: [1, 2, 3] for rank in (1, 2, 3)}
+    assert time.monotonic() - began < SOON
+
+
+def test_a_worker_whose_neighbours_have_died_takes_part(make):
+    company = make(5, ring(5))
+    company.run(lambda rank, control: control.gather(rank))
+    company.kill(1)
+    company.kill(3)
+    assert company.run(lambda rank, control: control.gather(rank), [0, 2, 4]) == {rank: [0, 2, 4] for rank in (0, 2, 4)}
+
+
+def test_a_frozen_worker_is_left_out_and_told_when_it_wakes(make):
+    company = make(4, ring(4))
+    company.run(lambda rank, control: control.gather(rank))
+    for _ in range(2):
+        company.reactor(2).call(lambda: time.sleep(DEAD_AFTER + 1.5))
+    began = time.monotonic()
+    results = company.run(lambda rank, control: control.gather(rank), [0, 1, 3])
+    assert results == {rank: [0, 1, 3] for rank in (0, 1, 3)}
+    assert DEAD_AFTER / 2 < time.monotonic() - began < DEAD_AFTER + SOON
+    late = company.run(lambda rank, control: control.gather(rank), [2])[2]
+    assert isinstance(late, PeerLostError)
+    assert "took worker 2 for gone" in str(late)
+
+
+def test_a_short_freeze_costs_time_only(make):
+    company = make(3, ring(3))
+    company.run(lambda rank, control: control.gather(rank))
+    company.reactor(1).call(lambda: time.sleep(0.7 * DEAD_AFTER))
+    assert company.run(lambda rank, control: control.gather(rank)) == {rank: [0, 1, 2] for rank in range(3)}
+
+
+@pytest.mark.parametrize("near", [True, False], ids=["unix", "tcp"])
+def test_a_connection_that_breaks_is_made_again(make, near):
+    company, size = make(4, ring(4), near=near), 1_000_000
+    stop = threading.Event()
+
+    def cut() -> None:
+        chosen = random.Random(0)
+        while not stop.wait(0.03):
+            rank = chosen.randrange(4)
+            for connection in list(company.reactor(rank)._framing.connections.values()):
+                with contextlib.suppress(OSError, AttributeError):
+                    connection.socket.shutdown(2)  # type: ignore[union-attr]
+
+    cutting = threading.Thread(target=cut)
+    cutting.start()
+
+    def work(rank: int, control: SurvivorControl) -> Any:
+        tensor = values(rank, size)
+        for _ in range(3):
+            tensor = values(rank, size)
+            control.mean(tensor).wait()
+        return tensor, control.ranks
+
+    results = company.run(work)
+    stop.set()
+    cutting.join()
+    for result in results.values():
+        tensor, ranks = result
+        assert ranks == (0, 1, 2, 3)
+        torch.testing.assert_close(tensor, mean_of(range(4), size), rtol=1e-14, atol=1e-14)
+
+
+def test_who_does_not_come_is_named(make):
+    company = make(3, ring(3), timeout=1.0)
+    results = company.run(lambda rank, control: control.gather(rank), [0, 1])
+    for error in results.values():
+        assert isinstance(error, PeerTimeoutError)
+    assert "worker 2 did not" in str(results[0])
+
+
+def test_different_calls_are_an_error_on_all(make):
+    company = make(3, ring(3))
+
+    def work(rank: int, control: SurvivorControl) -> Any:
+        control.gather(rank)
+        if rank == 2:
+            return control.gather(rank)
+        return control.mean(torch.ones(3)).wait()
+
+    errors = company.run(work)
+    assert all(isinstance(error, OutOfStepError) for error in errors.values())
+    assert {str(error) for error in errors.values()} == {
+        "worker 0 has come to a mean of 12 bytes and worker 2 to a gather: make the same calls in the same order on every "
+        "worker."
+    }
+
+
+def test_a_transport_that_is_closed_waits_for_nobody(make):
+    company = make(2, ring(2))
+    waiting = company.reactor(0).control_plane.propose("call/0", "[]")
+    company.reactor(0).close()
+    with pytest.raises(RuntimeError, match="closed"):
+        waiting.result(5)
+
+
+def test_the_tree_spans_all_and_follows_connections():
+    chosen = random.Random(0)
+    for _ in range(300):
+        n = chosen.randint(1, 12)
+        ranks = sorted(chosen.sample(range(20), n))
+        links: dict[int, set[int]] = {rank: set() for rank in ranks}
+        for i, rank in enumerate(ranks[1:], 1):  # connected, with some more
+            for peer in {chosen.choice(ranks[:i]), chosen.choice(ranks[:i])}:
+                links[rank].add(peer)
+                if chosen.random() < 0.9:
+                    links[peer].add(rank)
+        parents = spanning_tree(ranks, links, [f"node {rank // 4}" for rank in range(20)])
+        assert sorted(parents) == ranks
+        assert parents[ranks[0]] is None
+        for rank, parent in parents.items():
+            assert parent is None or parent in links[rank] or rank in links[parent]
+            seen = {rank}
+            while parent is not None:
+                assert parent not in seen
+                seen.add(parent)
+                parent = parents[parent]
+
+
+def test_the_tree_has_two_children_and_leaves_a_node_seldom():
+    everybody = range(16)
+    nodes = [f"node {rank // 4}" for rank in everybody]
+    parents = spanning_tree(everybody, {rank: set(everybody) - {rank} for rank in everybody}, nodes)
+    assert max(sum(parent == rank for parent in parents.values()) for rank in everybody) == 2
+    between = sum(parent is not None and nodes[parent] != nodes[rank] for rank, parent in parents.items())
+    assert between == 3
