@@ -111,14 +111,15 @@ def receive_exactly(stream: socket.socket, count: int) -> bytes:
 
 
 class Net:
-    """Workers of one process."""
+    """Workers of one process: ``n`` of ``size``."""
 
-    def __init__(self, n: int, *, near: bool = False) -> None:
+    def __init__(self, n: int, *, near: bool = False, size: int = 8) -> None:
         listeners = [listener(near) for _ in range(n)]
         self.names = [made.getsockname() for made in listeners]
         others = [frozenset(set(range(n)) - {rank}) if near else frozenset() for rank in range(n)]
         self.links = [
-            make_reactor(rank, [listeners[rank]], lambda peer: reach(self.names[peer]), others[rank], n=n) for rank in range(n)
+            make_reactor(rank, [listeners[rank]], lambda peer: reach(self.names[peer]), others[rank], n=size)
+            for rank in range(n)
         ]
 
     def connect(self) -> None:

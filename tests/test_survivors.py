@@ -41,7 +41,7 @@ class Company:
     """
 
     def __init__(self, n: int, links: Sequence[tuple[int, int]], timeout: float = 20.0, *, near: bool = True) -> None:
-        self.net = Net(n, near=near)
+        self.net = Net(n, near=near, size=n)
         for reactor in self.net.links:
             reactor.tolerate(DEAD_AFTER)
         for a, b in links:

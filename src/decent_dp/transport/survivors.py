@@ -229,7 +229,7 @@ def spanning_tree(ranks: Sequence[int], links: Mapping[int, AbstractSet[int]], n
     where the connections allow it, so that no worker sends much.
 
     Args:
-        links: for each worker, those that it is connected to. A connection that only one end names is used if there is no other.
+        links: for each worker, those that it is connected to. One that only one end names is used if there is no other.
     """
     parents: dict[int, int | None] = {ranks[0]: None}
     depths, children = {ranks[0]: 0}, Counter[int]()
