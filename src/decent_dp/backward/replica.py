@@ -432,7 +432,7 @@ class BackwardReplica(Replica):
     # -- buckets ------------------------------------------------------------------------------------------------------
 
     def _build(self) -> None:
-        """Makes the buckets at the first update, on all workers in the order of worker 0's gradients."""
+        """Makes the buckets at the first update, on all workers in the order of the first worker's gradients."""
         control, rank, round_ = self.transport.control, self.transport.rank, self.engine.round
         rounds = control.gather(round_)
         if len(set(rounds)) > 1:
@@ -440,7 +440,7 @@ class BackwardReplica(Replica):
                 f"the workers start at different rounds ({worker_counts(rounds)}): they have loaded optimizer states "
                 "of different rounds, or some have loaded none. Load on every worker what was saved at the same update."
             )
-        first: list[int] = broadcast_object(control, rank, list(self.first_order) if rank == 0 else None)
+        first: list[int] = broadcast_object(control, rank, list(self.first_order))
         whole = list(dict.fromkeys([*first, *range(len(self.parameters.params))]))
 
         def make() -> tuple[tuple[list[Unit], Options], dict[str, Any]]:

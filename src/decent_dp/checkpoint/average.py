@@ -127,16 +127,17 @@ class AveragedReplica:
         self.updates = int(state_dict["updates"])
 
     def _compare(self) -> None:
-        found = self._replica.everyone.control.gather([self.updates, self.decay])
-        for rank, (updates, decay) in enumerate(found):
+        control = self._replica.everyone.control
+        found, first = control.gather([self.updates, self.decay]), control.ranks[0]
+        for rank, (updates, decay) in zip(control.ranks, found, strict=True):
             if decay != found[0][1]:
                 raise DisagreementError(
-                    f"the decay of AveragedReplica is {found[0][1]!r} on worker 0 and {decay!r} on worker {rank}: pass the "
-                    "same on every worker"
+                    f"the decay of AveragedReplica is {found[0][1]!r} on worker {first} and {decay!r} on worker {rank}: pass "
+                    "the same on every worker"
                 )
             if updates != found[0][0]:
                 raise OutOfStepError(
-                    f"AveragedReplica has averaged {found[0][0]} updates on worker 0 and {updates} on worker {rank}: call its "
-                    "update() on every worker, after the same updates of the model. With uneven inputs, where workers run out "
+                    f"AveragedReplica has averaged {found[0][0]} updates on worker {first} and {updates} on worker {rank}: call "
+                    "its update() on every worker, after the same updates of the model. With uneven inputs, where workers run out "
                     "in join(), call it once after each join() instead."
                 )

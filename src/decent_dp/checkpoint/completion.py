@@ -7,10 +7,10 @@ return and with which error, and when older checkpoints may be removed.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 
-from decent_dp.checkpoint.agreement import StoreGather
+from decent_dp.checkpoint.agreement import Gather
 from decent_dp.errors import CheckpointError, OutOfStepError
 from decent_dp.replica.consistency import error_of_worker, worker_counts
 
@@ -42,17 +42,18 @@ def is_quiet(error: Exception) -> bool:
     return isinstance(error, (OSError, CheckpointError))
 
 
-def wait_for_reports(gather: StoreGather, own: Report, name: str, timeout: float) -> Exception | None:
+def wait_for_reports(gather: Gather, own: Report, name: str, timeout: float, workers: Collection[int]) -> Exception | None:
     """Sends the report of this worker, and waits for those of the others.
 
     Args:
         name: of the checkpoint, for errors.
+        workers: the ranks of those that write its shards.
 
     Returns:
         Why the checkpoint is not complete; None if it is.
 
     Raises:
-        PeerLostError, PeerTimeoutError, ConnectionError: as ``StoreGather.wait``.
+        PeerLostError, PeerTimeoutError, ConnectionError: as ``Gather.wait``.
     """
     gather.put(json.dumps(asdict(own)))
     texts = gather.wait(
@@ -61,23 +62,30 @@ def wait_for_reports(gather: StoreGather, own: Report, name: str, timeout: float
         late=f"did not write a shard of {name} within {timeout:g} s: all workers must call save(...), at the same updates; or "
         "a disk is slow.",
     )
-    return _failure([Report(**json.loads(text)) for text in texts or ()])
+    reports = {rank: Report(**json.loads(text)) for rank, text in (texts or {}).items()}
+    dead = sorted(set(workers) - reports.keys())
+    if dead:
+        return CheckpointError(f"worker {dead[0]} died before it had written its shard: earlier checkpoints are kept")
+    return _failure(reports)
 
 
-def _failure(reports: Sequence[Report]) -> Exception | None:
-    for rank, report in enumerate(reports):
+def _failure(reports: Mapping[int, Report]) -> Exception | None:
+    for rank, report in reports.items():
         if report.kind:
             return error_of_worker(report.kind, report.text, f"worker {rank} could not write its shard")
-    rounds = [report.round for report in reports]
+    rounds = [report.round for report in reports.values()]
     if len(set(rounds)) > 1:
+        counts = worker_counts(rounds, list(reports))
         return OutOfStepError(
-            f"save needs all workers at the same update, and they have made different numbers ({worker_counts(rounds)}). "
+            f"save needs all workers at the same update, and they have made different numbers ({counts}). "
             "Uneven numbers of batches need `with model.join():` around the loop, and save(...) after it."
         )
-    for rank, report in enumerate(reports):
-        if report.name != reports[0].name:
+    first = min(reports)
+    for rank, report in reports.items():
+        if report.name != reports[first].name:
             return ValueError(
-                f"the shards of the workers are of different checkpoints, {reports[0].name} of worker 0 and {report.name} of "
-                f"worker {rank}: the workers have loaded from different folders. Load and save with the same path on all."
+                f"the shards of the workers are of different checkpoints, {reports[first].name} of worker {first} and "
+                f"{report.name} of worker {rank}: the workers have loaded from different folders. Load and save with the same "
+                "path on all."
             )
     return None

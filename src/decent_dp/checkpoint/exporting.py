@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,6 @@ def export(model: Trained, path: str | Path, *, loader: Iterable[Any] | None = N
     replica = replica_of(model, "export")
     replica.begin_collective("export")
     control = replica.everyone.control
-    writes = replica.everyone.rank == control.ranks[0]
     file = call_on_all(control, lambda: _checked_path(path))
     with contextlib.ExitStack() as undone:
         if replica.mean.backup is None:  # else the parameters are a mean already
@@ -66,8 +66,13 @@ def export(model: Trained, path: str | Path, *, loader: Iterable[Any] | None = N
         if loader is not None:
             _calibrate(replica, loader)
         _average_buffers(replica)
-        state = call_on_all(control, lambda: _state(replica, keep=writes))
-        call_on_all(control, lambda: _write(state, file) if writes else None)
+        written = False
+        while not written:
+            writer = control.ranks[0]
+            writes = replica.everyone.rank == writer
+            state = call_on_all(control, partial(_state, replica, keep=writes))
+            call_on_all(control, partial(_write, state, file) if writes else lambda: None)
+            written = writer in control.ranks  # else it died before it said that it had
     return file
 
 
@@ -104,15 +109,20 @@ def _calibrate(replica: Replica, loader: Iterable[Any]) -> None:
     statistics = [t for norm in norms for t in (norm.running_mean, norm.running_var) if t is not None]
     with torch.no_grad(), _put_back(model) as kept:
         own = call_on_all(control, lambda: _run(model, loader))
-        batches = control.gather(own)
-        share = own * len(batches) / sum(batches)
-        means = [share * t.to(torch.promote_types(t.dtype, torch.float32)) for t in statistics]
-        average_(control, means)
+
+        def weigh() -> tuple[list[Tensor], int]:
+            batches = control.gather(own)
+            share = own * len(batches) / sum(batches)
+            means = [share * t.to(torch.promote_types(t.dtype, torch.float32)) for t in statistics]
+            average_(control, means)
+            return means, sum(batches)
+
+        means, count = replica.among_the_same(weigh)
         for tensor, mean in zip(statistics, means, strict=True):
             tensor.copy_(mean)
         for norm in norms:
             if norm.num_batches_tracked is not None:
-                statistics.append(norm.num_batches_tracked.fill_(sum(batches)))
+                statistics.append(norm.num_batches_tracked.fill_(count))
         kept.difference_update(id(tensor) for tensor in statistics)
 
 

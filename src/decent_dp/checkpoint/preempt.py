@@ -15,11 +15,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from decent_dp._checks import check_number
-from decent_dp.checkpoint.agreement import StoreGather
+from decent_dp.checkpoint.agreement import make_gather
 from decent_dp.checkpoint.trained import Trained, replica_of
 from decent_dp.errors import PeerLostError, PeerTimeoutError
 from decent_dp.replica.replica import Listener, Replica
-from decent_dp.transport.base import store_errors
 
 __all__ = ["Preemption"]
 
@@ -131,10 +130,10 @@ class Preemption:
 
     Processes that are forked in the context (of a ``DataLoader``) end by SIGTERM and SIGINT, and ignore the other ``signals``.
 
-    Agreement: a thread of each worker looks for a stop request in the store. If there is one, it votes for the round after the
-    current one, and its worker begins no round beyond it until the result is known. The stop round is the greatest vote. Every
-    worker can reach it, because no vote is beyond it. So no two workers wait for each other. A worker that waits in a
-    collective (in ``join``) votes, too.
+    Agreement: a thread of each worker looks for a stop request. If there is one, it votes for the round after the current one,
+    and its worker begins no round beyond it until the result is known. The stop round is the greatest vote. Every worker can
+    reach it, because no vote is beyond it. So no two workers wait for each other. A worker that waits in a collective (in
+    ``join``) votes, too. Where faults are tolerated, only workers that live vote; without, requests and votes are in the store.
 
     Args:
         model: the wrapper, or what ``decent_dp.gossip`` returned.
@@ -216,9 +215,9 @@ class _StopVote(Listener):
 
     def __init__(self, replica: Replica, request: _StopRequest, grace: float) -> None:
         transport, name = replica.everyone, f"preemption/{request.contexts}"
-        self._rank, self._store, self._engine = transport.rank, transport.store, replica.engine
-        self._request, self._request_key, self._grace = request, f"{name}/request", grace
-        self._votes = StoreGather(transport, f"{name}/votes")
+        self._rank, self._engine = transport.rank, replica.engine
+        self._request, self._grace = request, grace
+        self._votes = make_gather(transport, f"{name}/votes")
         self._poll = max(_POLL, _POLL_PER_WORKER * transport.world_size)
         self._changed = threading.Condition()
         self._vote: int | None = None
@@ -273,7 +272,7 @@ class _StopVote(Listener):
     def _run(self) -> None:
         try:
             self._wait_for_request()
-            self._votes.put(str(self._fix_vote()))
+            self._votes.put(str(self._fix_vote()), asks=not self._left.is_set())
             votes = self._votes.wait(
                 self._grace,
                 before="the workers had agreed on a stop round",
@@ -287,7 +286,7 @@ class _StopVote(Listener):
         if votes is None:
             return
         with self._changed:
-            self._stop_round = max(map(int, votes))
+            self._stop_round = max(map(int, votes.values()))
             self._changed.notify_all()
         _log.warning("all workers stop after round %d", self._stop_round)
         if not self._left.wait(self._grace) and not self._was_read:
@@ -296,16 +295,13 @@ class _StopVote(Listener):
     def _wait_for_request(self) -> None:
         """Returns when a worker is to stop, or this one leaves."""
         while not self._left.is_set() and not self._request.pending:
-            with store_errors():
-                if self._store.check([self._request_key]):
-                    return
+            if self._votes.asked():
+                return
             deadline = time.monotonic() + self._poll
             while not self._request.pending and time.monotonic() < deadline and not self._left.wait(_LOOK):
                 pass
         if self._request.pending and not self._left.is_set():
             _log.warning("worker %d was asked to stop: all workers stop after the same round", self._rank)
-            with store_errors():
-                self._store.set(self._request_key, "")
 
     def _fix_vote(self) -> int:
         with self._changed:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from decent_dp._checks import check_bool, check_integer
 from decent_dp.checkpoint import folder
-from decent_dp.checkpoint.agreement import StoreGather
+from decent_dp.checkpoint.agreement import Gather, make_gather
 from decent_dp.checkpoint.completion import Report, is_quiet, wait_for_reports
 from decent_dp.checkpoint.files import Record, shard_name, write_shard
 from decent_dp.checkpoint.random_states import random_states
@@ -68,6 +68,9 @@ def save(
     messages that this worker has sent in the exchange in flight. Other threads write it, one file per worker. The checkpoint is
     complete when the files of all workers are there; until then the one before is the newest. A second save waits until this
     worker's file of the first is written. A third one waits until the first is complete, or has failed.
+
+    Where faults are tolerated, all workers that live call it, and it is a checkpoint of as many workers. If one dies before its
+    file is written, the checkpoint does not become complete (``error`` says so), and training continues.
 
     Without a shared disk each worker passes its own ``path``. One run saves in a folder, and each wrapper of a process, such as
     the two of a GAN, needs a folder of its own. A run that called ``load`` on the folder continues it.
@@ -200,11 +203,13 @@ class _Job:
 
     Attributes:
         number: of this save of its replica, from 0.
+        workers: the ranks of those that write its shards.
         trained: names of the parameters that train, with the keys of their tensors.
     """
 
     saving: Saving
     number: int
+    workers: Sequence[int]
     root: _Root
     keep: int
     record: Record
@@ -229,7 +234,7 @@ class Saver(Listener):
         self._in_flight: deque[Saving] = deque()
         self._roots: dict[str, _Root] = {}
         # The reports of the save before, which are deleted when all workers have reported for the next.
-        self._last: StoreGather | None = None
+        self._last: Gather | None = None
 
     # -- in the training thread ---------------------------------------------------------------------------------------
 
@@ -254,7 +259,8 @@ class Saver(Listener):
             refused, report = Saving(Path(f"save number {number}")), Report.of_error(round_, error)
             self._in_flight.append(refused)
             # By way of the writer, so that it does not overtake the saves before it.
-            self._writer.submit(lambda: self._submit(refused, lambda: self._refuse(refused, number, report)))
+            workers = replica.everyone.control.ranks
+            self._writer.submit(lambda: self._submit(refused, lambda: self._refuse(refused, number, report, workers)))
             raise
         self._in_flight.append(job.saving)
         self._writer.submit(lambda: self._write(job, staged, text))
@@ -339,7 +345,8 @@ class Saver(Listener):
         random = random_states(replica.model)  # after it: a pending update may draw
         text, tensors = encode({"snapshot": snapshot, "random": random, "state": dict(state)}, "")
         root = self._roots.setdefault(os.path.realpath(path), _Root())
-        rank, n = self._transport.rank, self._transport.world_size
+        workers = replica.everyone.control.ranks
+        rank, n = workers.index(self._transport.rank), len(workers)
         name = folder.step_name(snapshot["round"], root.attempt, number, self._transport.run_id, n)
         root.known.add(name)
         replicas = [list(workers) for workers in replica.replicas.workers] if replica.replicas.shards > 1 else None
@@ -347,7 +354,7 @@ class Saver(Listener):
         record = Record(name, rank, n, snapshot["round"], model, replicas)
         keys = {id(tensor): key for key, tensor in tensors.items()}
         trained = {name: keys[id(snapshot["parameters"][name])] for name in replica.parameters.names}
-        return _Job(Saving(path / name), number, root, keep, record, trained), text, tensors
+        return _Job(Saving(path / name), number, workers, root, keep, record, trained), text, tensors
 
     # -- in the writer's thread ---------------------------------------------------------------------------------------
 
@@ -381,19 +388,19 @@ class Saver(Listener):
 
     # -- in the finisher's thread -------------------------------------------------------------------------------------
 
-    def _refuse(self, saving: Saving, number: int, report: Report) -> None:
+    def _refuse(self, saving: Saving, number: int, report: Report, workers: Sequence[int]) -> None:
         with contextlib.suppress(Exception):  # it is raised in the training thread
-            self._wait_for_others(saving, number, report)
+            self._wait_for_others(saving, number, report, workers)
         saving._finish(None)
 
     def _finish(self, job: _Job, own: Exception | None) -> None:
         round_, path = job.record.round, job.saving.path
         try:
             report = Report(round_, name=path.name) if own is None else Report.of_error(round_, own)
-            error = self._wait_for_others(job.saving, job.number, report)
+            error = self._wait_for_others(job.saving, job.number, report, job.workers)
             if error is not None:
                 # It never becomes complete. After a PeerError it may have.
-                folder.remove_shard(path, self._transport.rank)
+                folder.remove_shard(path, job.record.rank)
         except ConnectionError as gone:  # the store is, as worker 0 may be
             error = None if self._is_complete_on_disk(job) else PeerLostError(f"{path.name}: {gone}. {_STORE}")
         except Exception as failure:
@@ -409,12 +416,12 @@ class Saver(Listener):
             _log.log(level, "%s is not complete%s: %s", path, goes_on, error)
         job.saving._finish(error)
 
-    def _wait_for_others(self, saving: Saving, number: int, report: Report) -> Exception | None:
+    def _wait_for_others(self, saving: Saving, number: int, report: Report, workers: Sequence[int]) -> Exception | None:
         timeout = self._transport.timeout
 
         def wait() -> Exception | None:
-            gather = StoreGather(self._transport, f"checkpoint/{number}")
-            failure = wait_for_reports(gather, report, saving.path.name, timeout)
+            gather = make_gather(self._transport, f"checkpoint/{number}")
+            failure = wait_for_reports(gather, report, saving.path.name, timeout, workers)
             last, self._last = self._last, gather
             if last is not None:
                 # By now worker 0, which may keep the store, may have exited. The result is known.
@@ -436,7 +443,7 @@ class Saver(Listener):
             time.sleep(0.05)
 
     def _completed(self, job: _Job) -> None:
-        path, rank = job.saving.path, self._transport.rank
+        path, rank = job.saving.path, job.record.rank
         _log.info("%s is complete", path)
         job.saving._is_complete = True
         job.root.complete.add(path.name)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
+from concurrent import futures
 
+from decent_dp.engine import Engine
 from decent_dp.errors import PeerLostError
 from decent_dp.faults import Tolerate
 from decent_dp.transport import Neighbours, Transport
@@ -12,6 +15,9 @@ from decent_dp.transport import Neighbours, Transport
 __all__ = ["Company"]
 
 _log = logging.getLogger(__name__)
+
+# Seconds between two looks at the others' rounds, for a worker that has run out of batches.
+_PAUSE = 0.01
 
 
 class Company:
@@ -23,6 +29,7 @@ class Company:
         self._lost: set[int] = set()
         self._alone_since: float | None = None
         self._warned = False
+        self._joins = 0
 
     def check(self, round_: int) -> None:
         """Logs who is silent, gone or back.
@@ -45,6 +52,18 @@ class Company:
             self._check_alone()
         else:
             self._alone_since, self._warned = None, False
+
+    def join(self, engine: Engine, mix_only: Callable[[], None]) -> None:
+        """Makes rounds with those that still train, until all living workers have come here."""
+        neighbours, (name, self._joins) = self.neighbours, (f"join/{self._joins}", self._joins + 1)
+        all_are_here = neighbours.propose(name, "")
+        while not all_are_here.done():
+            # A round that nobody else has begun would be of no use to anybody.
+            if max(map(neighbours.round_of, neighbours.living()), default=-1) >= engine.round:
+                mix_only()
+            else:
+                futures.wait([all_are_here], _PAUSE)
+                self.check(engine.round)
 
     def _report(self, round_: int, silent: set[int], lost: set[int]) -> None:
         for who, what in (

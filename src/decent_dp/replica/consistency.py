@@ -66,24 +66,30 @@ def check_consistency(control: Control, rank: int, attempt: Callable[[], tuple[T
 
 
 def broadcast_object(control: Control, rank: int, message: Any) -> Any:
-    """Returns worker 0's ``message`` (JSON) on all workers."""
-    text = json.dumps(message).encode() if rank == 0 else b""
-    size = torch.tensor([len(text)], device="cpu")
-    control.broadcast(size)
-    raw = torch.zeros(int(size), dtype=torch.uint8, device="cpu")
-    if rank == 0:
-        raw.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-    control.broadcast(raw)
-    return json.loads(bytes(raw.numpy()))
+    """Returns the ``message`` (JSON) of the first worker on all of them."""
+    while True:
+        first = control.ranks[0]
+        text = json.dumps(message).encode() if rank == first else b""
+        size = torch.tensor([len(text)], device="cpu")
+        control.broadcast(size)
+        raw = torch.zeros(int(size), dtype=torch.uint8, device="cpu")
+        if text:
+            raw.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        control.broadcast(raw)
+        if control.ranks[0] == first:  # it has not died in between
+            return json.loads(bytes(raw.numpy()))
 
 
-def check_same_call(control: Control, round_: int, factor: float, what: str, *, same_round: bool = True) -> None:
+def check_same_call(control: Control, round_: int, factor: float, what: str, *, same_round: bool = True) -> list[int]:
     """Checks, before a collective call of the user's named ``what``, that all workers make this one, at the same round.
 
     Args:
         round_: of this worker.
         same_round: whether they must be in the same one.
         factor: the adaptive factor. Different factors would let the mean over the replicas drift.
+
+    Returns:
+        The rounds of all.
 
     Raises:
         PeerTimeoutError: not all workers made the call.
@@ -116,6 +122,7 @@ def check_same_call(control: Control, round_: int, factor: float, what: str, *, 
             "mixing moves the mean over the replicas: call set_adaptive_factor with the same factor on every worker, at the "
             "same update."
         )
+    return rounds
 
 
 def error_of_worker(kind: str, text: str, prefix: str) -> Exception:

@@ -129,11 +129,11 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
         replicas = Replicas.of(transport.control.gather(given.mesh))
         peers = transport if replicas.shards == 1 else transport.among(replicas.peers_of(transport.rank))
         agreed = check_consistency(transport.control, transport.rank, attempt)
+        if agreed.faults is not None:
+            agreed = replace(agreed, neighbours=peers.tolerate(agreed.faults))
         tensors = [*model.parameters(), *model.buffers()]
         broadcast_(peers.control, [local(tensor) for tensor in tensors if is_sharded(tensor)])
         broadcast_(transport.control, [tensor for tensor in tensors if not is_sharded(tensor)])
-        if agreed.faults is not None:
-            agreed = replace(agreed, neighbours=peers.tolerate(agreed.faults))
         peers.prepare(agreed.topology._edges_ahead(_PREPARED_ROUNDS))
         # This gather comes last, so that a worker that exits right away is still there for all collectives before it.
         rates, gpus = zip(*transport.control.gather([given.options.rates, gpus_of(model) if owned else []]), strict=True)

@@ -13,10 +13,10 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from multiprocessing.util import Finalize
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,8 @@ from decent_dp.rules.base import rule_settings
 from decent_dp.transport import Handle, Transport
 
 __all__ = ["Listener", "Replica"]
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -165,7 +167,7 @@ class Replica(ABC):
 
     def begin_round(self, *, active: bool = True) -> None:
         """Called before any bucket is used. ``active``: this worker has not run out of data."""
-        if self.joining and active:
+        if self.joining and active and self._company is None:
             # The first collective of the round, because workers that have run out wait for it.
             self._flags.append(self.transport.control.mean(torch.ones(1, device="cpu")))
             if len(self._flags) > _FLAGS_IN_FLIGHT:
@@ -232,17 +234,14 @@ class Replica(ABC):
         if self.joining:
             raise RuntimeError("join() was entered inside join(): one is enough, around the loop.")
         self.refuse_superseded()
-        if self._company is not None:
-            raise RuntimeError(
-                "join() and faults=Tolerate(...) do not go together: a worker that has run out of batches leaves (close()), "
-                "and the others go on without it."
-            )
         self.apply_pending()
         self.joining = True
         try:
             yield
             self.apply_pending()
-            while self._anybody_active():
+            if self._company is not None:
+                self._company.join(self.engine, self.mix_only)
+            while self._company is None and self._anybody_active():
                 self.mix_only()
         except Exception as error:
             self.everyone.report(f"{type(error).__name__} in round {self.engine.round}: {error}")
@@ -371,10 +370,11 @@ class Replica(ABC):
         self.refuse_stopped()
         if self._company is not None:
             self._company.neighbours.pause()
-        check_same_call(self.everyone.control, self.engine.round, self.engine.factor, what, same_round=self._company is None)
+        engine, control = self.engine, self.everyone.control
+        rounds = check_same_call(control, engine.round, engine.factor, what, same_round=self._company is None)
         if self._company is not None:
             # Those that were silent or late for a while are in other rounds, with as many updates.
-            self.engine.go_to(max(self.everyone.control.gather(self.engine.round)))
+            engine.go_to(max(rounds))
             self._company.neighbours.resume()
             if self.mean.backup is None:
                 self.engine.settle_held()
@@ -492,10 +492,34 @@ class Replica(ABC):
         Parts and sharded buffers are averaged over replicas. Each worker has its own copy of any other buffer, so those are
         averaged over all workers.
         """
-        distances = average_(self.transport.control, parts)
-        average_(self.transport.control, [local(buffer) for buffer in buffers if is_sharded(buffer)])
-        average_(self.everyone.control, [buffer for buffer in buffers if not is_sharded(buffer)])
-        return distances
+        shards = [local(buffer) for buffer in buffers if is_sharded(buffer)]
+        whole = [buffer for buffer in buffers if not is_sharded(buffer)]
+        if self._company is None:
+            distances = average_(self.transport.control, parts)
+            average_(self.transport.control, shards)
+            average_(self.everyone.control, whole)
+            return distances
+
+        def average_copies() -> tuple[list[Tensor], list[Tensor]]:
+            copies = [tensor.clone() for tensor in (*parts, *whole)]
+            return copies, average_(self.everyone.control, copies)
+
+        copies, distances = self.among_the_same(average_copies)
+        for tensor, copy in zip((*parts, *whole), copies, strict=True):
+            tensor.copy_(copy)
+        return distances[: len(parts)]
+
+    def among_the_same(self, call: Callable[[], T]) -> T:
+        """Returns the result of ``call``, which makes several collectives, with the same workers from the first to the last.
+
+        If one dies in between, it is called again. It must not change what it reads.
+        """
+        control = self.everyone.control
+        while True:
+            ranks = control.ranks
+            result = call()
+            if control.ranks == ranks:
+                return result
 
     @torch.no_grad()
     def consensus_distance(self) -> float:
@@ -507,9 +531,10 @@ class Replica(ABC):
         self.begin_collective("consensus_distance")
         pairs = zip(self.parameters.params, self.parameters.locate(), strict=True)
         # Parts that a replica holds several times count once.
-        own = squared_distance(self.transport.control, [part.detach() for param, part in pairs if holds_first_copy(param)])
-        replicas = self.transport.world_size if self._company is None else len(self.everyone.control.ranks)
-        distance = float((sum(self.everyone.control.gather(own)) / replicas) ** 0.5)
+        parts = [part.detach() for param, part in pairs if holds_first_copy(param)]
+        control = self.everyone.control
+        squares = self.among_the_same(lambda: control.gather(squared_distance(self.transport.control, parts)))
+        distance = float((sum(squares) * self.replicas.shards / len(squares)) ** 0.5)
         for listener in list(self.listeners):
             listener.measured(distance)
         return distance
