@@ -113,18 +113,6 @@ def test_one_worker_needs_nobody(workers):
     assert workers(1, alone) == [True]
 
 
-def refuses_join(rank: int, n: int) -> str:
-    _, _, replica = make(rank)
-    with pytest.raises(RuntimeError, match="do not go together") as caught, replica.join():
-        pass
-    replica.close()
-    return str(caught.value)
-
-
-def test_join_is_refused(workers):
-    assert "a worker that has run out of batches leaves" in workers(2, refuses_join)[0]
-
-
 # -- without faults nothing changes ----------------------------------------------------------------------------------------
 
 
@@ -223,25 +211,6 @@ def test_the_mean_is_exported_without_worker_0(workers, tmp_path):
         assert outcome.error == "", outcome.trace
         for name, value in outcome.value.items():
             torch.testing.assert_close(written[name], value)
-
-
-def saves(rank: int, n: int, path: str) -> Any:
-    model, optimizer, replica = make(rank)
-    for t in range(12):
-        if (rank, t) == (2, 6):
-            os.kill(os.getpid(), signal.SIGKILL)
-        step(model, optimizer, t, rank)
-    began = time.monotonic()
-    error = error_of(lambda: decent_dp.save(replica, path))
-    return error, time.monotonic() - began
-
-
-def test_a_save_without_a_worker_is_an_error_and_no_hang(workers, tmp_path):
-    outcomes = workers.outcomes(3, saves, str(tmp_path))
-    for outcome in outcomes[:2]:
-        assert outcome.error == "", outcome.trace
-        assert "worker 2" in outcome.value[0]
-        assert outcome.value[1] < 30
 
 
 def too_few(rank: int, n: int) -> Any:

@@ -137,7 +137,7 @@ class AveragedReplica:
                 )
             if updates != found[0][0]:
                 raise OutOfStepError(
-                    f"AveragedReplica has averaged {found[0][0]} updates on worker {first} and {updates} on worker {rank}: call "
-                    "its update() on every worker, after the same updates of the model. With uneven inputs, where workers run out "
-                    "in join(), call it once after each join() instead."
+                    f"AveragedReplica has averaged {found[0][0]} updates on worker {first} and {updates} on worker {rank}: "
+                    "call its update() on every worker, after the same updates of the model. With uneven inputs, where workers "
+                    "run out in join(), call it once after each join() instead."
                 )

@@ -138,7 +138,7 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
         # This gather comes last, so that a worker that exits right away is still there for all collectives before it.
         rates, gpus = zip(*transport.control.gather([given.options.rates, gpus_of(model) if owned else []]), strict=True)
         warn_of_rates(rates)
-        warn_of_shared_gpus(gpus, transport.rank)
+        warn_of_shared_gpus(gpus, transport.control.ranks.index(transport.rank))
     return agreed
 
 
