@@ -144,9 +144,9 @@ def test_without_faults_the_numbers_are_the_same(workers, kind, options):
     with_ = workers(4, trains, kind, options)
     without = workers(4, trains, kind, {**options, "faults": None})
     for one, other in zip(with_, without, strict=True):
-        assert_same(one[0], other[0])
         assert one[1:] == other[1:]
         assert one[2:] == (0, 0)
+        assert_same(one[0], other[0])
 
 
 # -- deaths ----------------------------------------------------------------------------------------------------------------

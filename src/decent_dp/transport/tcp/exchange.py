@@ -230,9 +230,7 @@ class TcpExchanges:
             try:
                 self._reactor.connect(peer, wait=ahead or self._neighbours is None)
             except (OSError, RuntimeError) as error:
-                if self._neighbours is None:
-                    raise self._explain(error, [peer], exchange_id) from error
-                self._reactor.connect(peer, wait=False)
+                raise self._explain(error, [peer], exchange_id) from error
         return others
 
     def send_hint(self, edge: Edge, exchange_id: ExchangeId, text: bytes) -> None:

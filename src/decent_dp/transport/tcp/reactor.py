@@ -98,15 +98,18 @@ class Reactor:
         """Makes sure that there will be a connection: the worker of higher rank makes it.
 
         Args:
-            wait: until there is one. False: another thread makes it; only where faults are tolerated.
+            wait: until there is one. Where faults are tolerated, another thread makes it, and that may fail.
 
         Raises:
             OSError, RuntimeError: the peer cannot be reached, or does not welcome this worker.
         """
         if peer < self._identity.rank and peer not in self._dialled:
-            if not wait:
+            if self._dialler is not None:
                 self._dialled.add(peer)
                 self.call(lambda: self._want(peer))
+                deadline = time.monotonic() + self._dead_after
+                while wait and self._view(peer) is View.UNKNOWN and time.monotonic() < deadline:
+                    time.sleep(_LOOK)
                 return
             stream = self._dial(peer)
             try:
