@@ -35,7 +35,7 @@ def test_all_workers_receive_all_texts_and_leave_nothing_behind():
         return found, transport.store.num_keys()
 
     for found, keys in run_replicas(3, work, 20):
-        assert found == [["größer 0", "größer 1", "größer 2"]] * 20
+        assert found == [{0: "größer 0", 1: "größer 1", 2: "größer 2"}] * 20
         assert keys == 0
 
 
@@ -63,8 +63,8 @@ def test_a_worker_that_is_gone_after_its_text_was_stored_is_not_missing():
     store.set("question/1", "b")
     threading.Timer(0.2, lambda: second.put("c")).start()
     first.put("a")
-    assert first.wait(10, "", "") == ["a", "b", "c"]
-    assert second.wait(0.1, "", "") == ["a", "b", "c"]  # late
+    assert first.wait(10, "", "") == {0: "a", 1: "b", 2: "c"}
+    assert second.wait(0.1, "", "") == {0: "a", 1: "b", 2: "c"}  # late
 
 
 def test_a_wait_ends_when_it_is_cancelled_or_the_store_is_gone():

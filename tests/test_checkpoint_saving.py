@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from decent_dp import gossip
-from decent_dp.checkpoint import latest, load, save, saver
+from decent_dp.checkpoint import agreement, latest, load, save, saver
 from decent_dp.checkpoint.files import Shard
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import PeerTimeoutError
@@ -294,7 +294,7 @@ def test_a_save_that_is_complete_needs_the_store_no_more(tmp_path, monkeypatch):
     def gone(_: Any) -> None:
         raise ConnectionError("the store does not answer")
 
-    monkeypatch.setattr(saver.StoreGather, "clear", gone)
+    monkeypatch.setattr(agreement.StoreGather, "clear", gone)
     monkeypatch.setattr(saver, "_WITHOUT_STORE", 0.1)
 
     def work(transport: InProcessTransport) -> Any:

@@ -486,7 +486,7 @@ def test_a_store_that_hangs_is_waited_for_little_longer_than_the_grace_period(mo
         loss(model, 0).backward()
         assert stop._vote is not None
         put = stop._vote._votes.put
-        monkeypatch.setattr(stop._vote._votes, "put", lambda text: (put(text), store.answers.clear()))
+        monkeypatch.setattr(stop._vote._votes, "put", lambda text, **asks: (put(text, **asks), store.answers.clear()))
         tell()
         time.sleep(0.3)
         began = time.monotonic()
@@ -549,7 +549,7 @@ def test_a_signal_after_the_store_is_gone_ends_the_training(monkeypatch):
     broken: Any = BrokenStore()
     with Preemption(model) as stop:
         assert stop._vote is not None
-        monkeypatch.setattr(stop._vote, "_store", broken)
+        monkeypatch.setattr(stop._vote._votes, "_store", broken)
         stop._vote._thread.join(10)
         train(stop, model, steps=3)
         assert not stop.due
