@@ -47,7 +47,8 @@ for _room in ("rules", "compression", "planner"):
     BELOW[_room] = {"errors", "topo"}
 BELOW["transport"] = {"errors", "topo", "compression", "planner", "faults"}
 BELOW["engine"] = BELOW["transport"] | {"transport", "rules"}
-BELOW["replica"] = BELOW["engine"] | {"engine", "arguments", "gradients", "optim"}
+BELOW["membership"] = BELOW["engine"] | {"engine"}
+BELOW["replica"] = BELOW["membership"] | {"membership", "arguments", "gradients", "optim"}
 BELOW["backward"] = BELOW["replica"] | {"replica"}
 BELOW["_gossip"] = BELOW["replica"] | {"replica"}
 BELOW["ddp"] = BELOW["backward"] | {"backward"}

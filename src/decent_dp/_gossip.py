@@ -25,6 +25,7 @@ from decent_dp.compression import check_compression
 from decent_dp.engine import Bucket
 from decent_dp.faults import Tolerate, check_faults
 from decent_dp.replica.construction import Agreement, Arguments, connect_replicas
+from decent_dp.replica.finite import refuse_nonfinite
 from decent_dp.replica.hidden_state import has_own_state_dict, refuse_hidden_state
 from decent_dp.replica.optimizers import check_optimizers, load_optimizer, params_of, saved_optimizer, signature_of
 from decent_dp.replica.options import options_of
@@ -326,7 +327,7 @@ class Gossip(Replica):
             NonFiniteError: a replica holds a NaN or an infinity; on all of them.
         """
         self.begin_collective("average_")
-        self.refuse_nonfinite("average_", self.averaged_buffers())
+        refuse_nonfinite(self, "average_", self.averaged_buffers())
         self.invalidate()
         self.become_mean(self.averaged_buffers())
         self.engine.renew()

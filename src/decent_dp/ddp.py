@@ -28,6 +28,7 @@ from decent_dp.backward.units import DeferredList
 from decent_dp.compression import check_compression
 from decent_dp.faults import Roster, Tolerate, check_faults
 from decent_dp.replica.construction import Arguments, connect_replicas
+from decent_dp.replica.finite import refuse_nonfinite
 from decent_dp.replica.module_hooks import insert_module
 from decent_dp.replica.registry import find_superseded
 from decent_dp.replica.replica import Replica
@@ -322,7 +323,7 @@ class DecentralizedDataParallel(nn.Module):
         """
         replica = self.replica
         replica.begin_collective("global_avg")
-        replica.refuse_nonfinite("global_avg", replica.averaged_buffers())
+        refuse_nonfinite(replica, "global_avg", replica.averaged_buffers())
         replica.mean.reverted = False
         if will_revert:
             replica.mean.keep([*replica.parameters.params, *replica.averaged_buffers()])

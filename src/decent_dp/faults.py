@@ -54,8 +54,8 @@ class Roster:
     """Who takes part, as far as this worker knows.
 
     Attributes:
-        epoch: counted up when the members change; always 0 so far.
-        seat: this worker's position in the topology.
+        epoch: counted up when the members change.
+        seat: this worker's position in the topology; -1 if it was left out and is not back yet.
         size: the number of positions.
         members: the ranks of the workers by seat.
         holes: the seats whose exchanges with this worker are left out at present, because they are gone or silent.

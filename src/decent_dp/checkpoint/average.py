@@ -11,6 +11,7 @@ from torch import Tensor
 
 from decent_dp.checkpoint.trained import Trained, replica_of
 from decent_dp.errors import DisagreementError, OutOfStepError
+from decent_dp.replica.finite import refuse_nonfinite
 
 __all__ = ["AveragedReplica"]
 
@@ -82,7 +83,7 @@ class AveragedReplica:
         replica = self._replica
         replica.begin_collective("averaged of AveragedReplica")
         self._compare()
-        replica.refuse_nonfinite("averaged of AveragedReplica", replica.averaged_buffers(), self._averages)
+        refuse_nonfinite(replica, "averaged of AveragedReplica", replica.averaged_buffers(), self._averages)
         params = replica.parameters.params
         # Buffers too, because `calibrate` changes them.
         with replica.mean.preserved([*params, *replica.model.buffers()]):

@@ -23,6 +23,7 @@ from decent_dp.checkpoint.trained import Trained, replica_of
 from decent_dp.errors import CheckpointError
 from decent_dp.replica.averages import average_, differing
 from decent_dp.replica.consistency import call_on_all
+from decent_dp.replica.finite import refuse_nonfinite
 from decent_dp.replica.replica import Replica
 from decent_dp.replica.shards import is_sharded
 
@@ -201,7 +202,7 @@ def _average_buffers(replica: Replica) -> None:
         if tensor is not None and name not in module._non_persistent_buffers_set and tensor.dtype in FLOAT_DTYPES
     }
     buffers = list(found.values())
-    replica.refuse_nonfinite("export", buffers, [])
+    refuse_nonfinite(replica, "export", buffers, [])
     whole = [buffer for buffer in buffers if not is_sharded(buffer)]
     with torch.no_grad():
         replica.average([], [*differing(replica.everyone.control, whole), *filter(is_sharded, buffers)])

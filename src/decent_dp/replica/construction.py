@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +23,10 @@ from decent_dp.replica.shutdown import closed_on_error
 from decent_dp.replica.statistics import refuse_isolated
 from decent_dp.rules import DriftCorrection, Rule
 from decent_dp.rules.base import rule_settings
-from decent_dp.topo import Topology, make_topology
+from decent_dp.topo import Topology, TopologyReg, make_topology
+from decent_dp.topo.epochs import EpochTopology
 from decent_dp.topo.holes import check_pairs
+from decent_dp.topo.registry import why_unfit
 from decent_dp.transport import Neighbours, Transport
 
 __all__ = ["Agreement", "Arguments", "connect_replicas"]
@@ -90,13 +93,14 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
     """
 
     def attempt() -> tuple[Agreement, dict[str, Any]]:
+        local_world_size = replicas.peers_on_node(transport.rank, given.local_world_size)
         try:
             made = make_topology(
-                given.topology,
-                local_world_size=replicas.peers_on_node(transport.rank, given.local_world_size),
-                world_size=peers.world_size,
-                rank=peers.rank,
+                given.topology, local_world_size=local_world_size, world_size=peers.world_size, rank=peers.rank
             )
+            if given.faults is not None and isinstance(given.topology, str) and given.topology in TopologyReg.registry:
+                make = partial(_for_members, given.topology, local_world_size)
+                made = EpochTopology(make, world_size=peers.world_size, rank=peers.rank)
         except ValueError as error:
             if replicas.shards == 1:
                 raise
@@ -140,6 +144,13 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
         warn_of_rates(rates)
         warn_of_shared_gpus(gpus, transport.control.ranks.index(transport.rank))
     return agreed
+
+
+def _for_members(name: str, local_world_size: int, count: int) -> Topology:
+    """The topology of so many workers: the one of this name if it fits, or 'base-2', which always does."""
+    local_world_size = min(local_world_size, count)
+    name = name if why_unfit(name, count, local_world_size) is None else "base-2"
+    return make_topology(name, local_world_size=local_world_size, world_size=count, rank=0)
 
 
 def _refuse_intolerant(topology: Topology, replicas: Replicas, rule: Rule) -> None:

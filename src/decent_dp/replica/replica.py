@@ -24,14 +24,14 @@ from torch.optim import Optimizer
 
 from decent_dp._sizes import MIB
 from decent_dp.arguments import FLOAT_DTYPES
-from decent_dp.compression import all_finite, check_compression
+from decent_dp.compression import check_compression
 from decent_dp.engine import Bucket, Engine
-from decent_dp.errors import NonFiniteError
 from decent_dp.faults import Roster
+from decent_dp.membership import Company, Epochs, Line
 from decent_dp.replica.averages import average_, squared_distance
-from decent_dp.replica.company import Company
 from decent_dp.replica.consistency import check_same_call
 from decent_dp.replica.construction import Agreement
+from decent_dp.replica.finite import refuse_nonfinite
 from decent_dp.replica.mean import Mean
 from decent_dp.replica.module_hooks import ModuleHooks
 from decent_dp.replica.parameters import Parameters
@@ -41,6 +41,7 @@ from decent_dp.replica.shutdown import shut_down
 from decent_dp.replica.statistics import Statistics, tell_drifts, tell_replicas
 from decent_dp.replica.stats import Stats
 from decent_dp.rules.base import rule_settings
+from decent_dp.topo.epochs import EpochTopology
 from decent_dp.transport import Handle, Transport
 
 __all__ = ["Listener", "Replica"]
@@ -109,7 +110,11 @@ class Replica(ABC):
         self.engine = Engine(self.transport, self.topology, agreed.rule, compression, neighbours)
         self._company: Company | None = None
         if neighbours is not None and agreed.faults is not None:
-            self._company = Company(self.transport, neighbours, agreed.faults)
+            epochs = None
+            if isinstance(self.topology, EpochTopology):
+                rank, n = transport.rank, transport.world_size
+                epochs = Epochs(rank, n, neighbours, self.topology, Line(transport.store, transport.run_id))
+            self._company = Company(self.transport, neighbours, agreed.faults, epochs)
         self.mean = Mean(self.parameters.locate)
         self.statistics = Statistics([], {})
         self.listeners: list[Listener] = []
@@ -177,7 +182,9 @@ class Replica(ABC):
         self.rebind()
         self.engine.renew()
         if self._company is not None:
-            self._company.check(self.engine.round)
+            if self._company.check(self.engine.round):
+                for bucket in self.engine.buckets:
+                    bucket.hinted = -1  # it may have gone to another worker
             self.engine.catch_up()
 
     def use_buckets(self, buckets: list[Bucket]) -> None:
@@ -261,8 +268,18 @@ class Replica(ABC):
     @property
     def roster(self) -> Roster:
         """Who takes part, and who is left out."""
-        n, holes = self.transport.world_size, [] if self._company is None else self._company.neighbours.silent()
-        return Roster(0, self.transport.rank, n, tuple(range(n)), tuple(holes))
+        n = self.transport.world_size
+        return Roster(0, self.transport.rank, n, tuple(range(n)), ()) if self._company is None else self._company.roster
+
+    def on_roster(self, callback: Callable[[Roster, Roster], None]) -> None:
+        """Registers a callback(old, new), called before the first round of each new roster, in the training thread.
+
+        Raises:
+            RuntimeError: faults are not tolerated, so that the roster stays as it is.
+        """
+        if self._company is None:
+            raise RuntimeError("on_roster needs faults=decent_dp.Tolerate(...): without it the workers stay the same.")
+        self._company.callbacks.append(callback)
 
     def stats(self) -> Stats:
         """Counters of this worker, cheap enough to read at every step."""
@@ -401,6 +418,8 @@ class Replica(ABC):
             self.closed = True
             self.remove_hooks()
             tell_replicas(self.optimizers, 1)
+            if self._company is not None:
+                self._company.close()
             self.everyone.close()
 
     @property
@@ -438,48 +457,11 @@ class Replica(ABC):
         """
         self.begin_collective("averaged")
         averaged = self.averaged_buffers()
-        self.refuse_nonfinite("averaged", averaged, buffers=buffers)
+        refuse_nonfinite(self, "averaged", averaged, buffers=buffers)
         # If some buffers are averaged, all are restored, because `calibrate` changes the others (counters) inside.
         with self.mean.preserved([*self.parameters.params, *(self.model.buffers() if averaged else ())]):
             self.become_mean(averaged)
             yield
-
-    @torch.no_grad()
-    def refuse_nonfinite(
-        self, what: str, averaged: Sequence[Tensor] = (), params: Sequence[Tensor] | None = None, *, buffers: bool = True
-    ) -> None:
-        """Checks, before a mean over the replicas, that it will be finite. Called by all workers.
-
-        Args:
-            what: the name of the user's call.
-            averaged: the buffers that take part. Infinities are allowed in them (a best loss so far), and so is a NaN that
-                all workers have.
-            params: the tensors that take part in place of the parameters; None for the parameters.
-            buffers: whether this worker uses the means of buffers.
-
-        Raises:
-            NonFiniteError: a replica holds a NaN or an infinity, or a buffer a NaN; on all workers.
-        """
-        params = self.parameters.locate() if params is None else params
-        chosen = set(map(id, averaged))
-        named = [(name, local(buffer)) for name, buffer in self.model.named_buffers() if id(buffer) in chosen]
-        param = next((name for name, t in zip(self.parameters.names, params, strict=False) if not all_finite(t.detach())), None)
-        found = self.everyone.control.gather([param, [name for name, t in named if bool(t.isnan().any())], buffers])
-        everywhere = set.intersection(*(set(names) for _, names, _ in found))
-        for rank, (name, names, _) in zip(self.everyone.control.ranks, found, strict=True):
-            if name is not None:
-                raise NonFiniteError(
-                    f"{what} needs the mean of all replicas, and parameter '{name}' of worker {rank} holds a NaN or an "
-                    "infinity: a batch, a loss or a gradient was not finite there. Start the workers again from the last "
-                    "checkpoint."
-                )
-            culprit = next((name for name in names if name not in everywhere), None)
-            if culprit is not None and any(used for _, _, used in found):
-                raise NonFiniteError(
-                    f"{what} needs the mean of all replicas, and buffer '{culprit}' of worker {rank} holds a NaN: reset it "
-                    "there, as BatchNorm's reset_running_stats() does, or leave buffers out (averaged(buffers=False) of "
-                    "gossip(), sync_buffer_in_global_avg=False of the wrapper)."
-                )
 
     @torch.no_grad()
     def become_mean(self, buffers: Sequence[Tensor] = ()) -> list[Tensor]:

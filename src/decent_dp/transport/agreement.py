@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 
 __all__ = ["Agreements", "Decision", "View"]
 
-# Decisions that are kept for workers that come late.
+# Decisions of each kind (what is before the slash in their names) that are kept for workers that come late.
 _KEPT = 64
 
 
@@ -73,12 +73,14 @@ class _Open:
         statements: by rank.
         askers: the workers that have sent any of them, to which the decision is to be sent.
         hop, sent: the next worker on the way to the deciding one, and what it has got: versions by rank.
+        ratifying: this worker has a decision, and does not know yet whether it counts.
     """
 
     statements: dict[int, _Statement] = field(default_factory=dict)
     askers: set[int] = field(default_factory=set)
     hop: int | None = None
     sent: dict[int, int] = field(default_factory=dict)
+    ratifying: bool = False
 
     def came(self) -> set[int]:
         """The workers that have contributed."""
@@ -98,6 +100,8 @@ class Agreements:
         connect: sees to a connection, or to the knowledge that there can be none.
         on_open: called with the name of an agreement and another worker's text, before the decision.
         on_decision: called with its name and the decision.
+        ratify: called with a name and a decision that this worker is to make. True: it counts. False: it is not known yet;
+            ``ratified`` tells.
     """
 
     def __init__(
@@ -109,7 +113,9 @@ class Agreements:
         connect: Callable[[int], None],
         on_open: Callable[[str, str], None],
         on_decision: Callable[[str, Decision], None],
+        ratify: Callable[[str, Decision], bool] = lambda name, decision: True,
     ) -> None:
+        self._ratify = ratify
         self._rank, self._others = rank, [peer for peer in range(world_size) if peer != rank]
         self._view, self._send, self._connect = view, send, connect
         self._on_open, self._on_decision = on_open, on_decision
@@ -235,10 +241,20 @@ class Agreements:
         unclear = self._unclear(agreement, reached)
         for peer in unclear:
             self._connect(peer)
-        if not unclear:
+        if not unclear and not agreement.ratifying:
             said = agreement.statements
             texts = {rank: said[rank].text or "" for rank in sorted(reached)}
-            self._conclude(name, agreement, Decision(texts, {rank: said[rank].linked & reached for rank in texts}))
+            decision = Decision(texts, {rank: said[rank].linked & reached for rank in texts})
+            if self._ratify(name, decision):
+                self._conclude(name, agreement, decision)
+            else:
+                agreement.ratifying = True
+
+    def ratified(self, name: str, decision: Decision) -> None:
+        """The decision that counts is known."""
+        agreement = self._open.get(name)
+        if agreement is not None:
+            self._conclude(name, agreement, decision)
 
     def _ways(self, agreement: _Open) -> dict[int, int | None]:
         """The workers that live, and the first one on a shortest way to each; None for this one."""
@@ -270,10 +286,13 @@ class Agreements:
         self._open.pop(name, None)
         self._names.add(name)
         self._decided[name] = decision
-        if len(self._decided) > _KEPT:
-            del self._decided[next(iter(self._decided))]
+        kind = name.partition("/")[0]
+        alike = [other for other in self._decided if other.partition("/")[0] == kind]
+        if len(alike) > _KEPT:
+            del self._decided[alike[0]]
         for peer in agreement.askers:
-            self._send(peer, _pack(name, {}, decision))
+            if self._view(peer) is not View.LOST:
+                self._send(peer, _pack(name, {}, decision))
         if self._rank in agreement.statements:
             self._on_decision(name, decision)
 
@@ -285,7 +304,7 @@ def _pack(
     said = [[rank, s.version, s.text, sorted(s.linked), sorted(s.pending), sorted(s.lost)] for rank, s in statements.items()]
     decided = None
     if decision is not None:
-        decided = [[rank, text, sorted(decision.links[rank])] for rank, text in decision.texts.items()]
+        decided = [[rank, text, sorted(decision.links.get(rank, ()))] for rank, text in decision.texts.items()]
     return json.dumps([name, said, decided, asker], separators=(",", ":")).encode()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import uuid
 from collections import Counter
@@ -217,15 +218,16 @@ class _LocalNeighbours(Neighbours):
 
     def __init__(self, rank: int, hub: LocalHub) -> None:
         self._rank, self._hub = rank, hub
+        self._round, self._last = -1, math.inf
 
     def available(self, edge: Edge, exchange_id: ExchangeId) -> bool:
-        return not set(edge.ranks) & set(self.lost())
+        return exchange_id.round <= self._last and not set(edge.ranks) & set(self.lost())
 
     def skip(self, edge: Edge, exchange_id: ExchangeId) -> None:
         return
 
     def announce(self, round_: int) -> None:
-        return
+        self._round = round_
 
     def round_of(self, rank: int) -> int:
         return -1
@@ -259,6 +261,23 @@ class _LocalNeighbours(Neighbours):
 
     def missing(self, name: str) -> list[int]:
         return [rank for rank in (*self.living(), self._rank) if rank not in self._hub.agreement(name).texts]
+
+    def govern(self, prefix: str, vote: Callable[[str], None], ratify: Callable[[str, Decision], Decision]) -> None:
+        return
+
+    def promise(self, seconds: float, least: int, not_before: int) -> int:
+        promise = max(self._round + least, not_before)
+        self._last = min(self._last, promise)
+        return promise
+
+    def confine(self, last: int | None) -> None:
+        self._last = math.inf if last is None else last
+
+    def enter_epoch(self, number: int) -> None:
+        return
+
+    def newest_epoch(self) -> int:
+        return 0
 
     @property
     def one_sided(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from concurrent.futures import Future
 
 from decent_dp.topo import Edge
@@ -70,6 +71,36 @@ class Neighbours(ABC):
     @abstractmethod
     def missing(self, name: str) -> list[int]:
         """The workers that an agreement waits for, as far as this one knows."""
+
+    @abstractmethod
+    def govern(self, prefix: str, vote: Callable[[str], None], ratify: Callable[[str, Decision], Decision]) -> None:
+        """For agreements whose name begins so.
+
+        Args:
+            vote: called with the name when another worker has contributed, in a thread that must not wait.
+            ratify: called with the name and a decision before it counts, in a thread of its own. Returns the one that counts.
+        """
+
+    @abstractmethod
+    def promise(self, seconds: float, least: int, not_before: int) -> int:
+        """Promises a round, after which this worker starts no exchange until ``confine(None)``, and returns it.
+
+        Args:
+            seconds, least: how far it is ahead of the present round: as many rounds as take so long, or so many.
+            not_before: the earliest round.
+        """
+
+    @abstractmethod
+    def confine(self, last: int | None) -> None:
+        """Exchanges of later rounds than this are left out; None: no longer."""
+
+    @abstractmethod
+    def enter_epoch(self, number: int) -> None:
+        """This worker knows an epoch; the others learn of it."""
+
+    @abstractmethod
+    def newest_epoch(self) -> int:
+        """The largest number of an epoch that a connected worker knows."""
 
     @property
     @abstractmethod

@@ -189,7 +189,7 @@ class Connection:
         heard: when a byte last came.
         unheard: the seconds for which the peer had not heard from this worker when it last said so.
         paused: the peer makes no rounds at present; ``left``: nor any more.
-        round: the latest round in which the peer is known to be.
+        round: the latest round in which the peer is known to be; ``epoch``: the newest that it is known to know.
         votes, pairs: where faults are tolerated: of the exchanges with the peer, and the open ones by bucket.
         notes: where faults are tolerated: the last two notes for each bucket, for this exchange and the next, to be sent again
             on a new connection.
@@ -204,6 +204,7 @@ class Connection:
         self.state, self.since = LinkState.NEW, time.monotonic()
         self.heard = self.unheard = 0.0
         self.paused = self.left = False
+        self.epoch = 0
         self.round = -1
         self.votes = Votes()
         self.pairs: dict[int, Pair] = {}

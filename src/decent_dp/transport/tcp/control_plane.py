@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
@@ -47,12 +48,15 @@ class ControlPlane:
             connect,
             self._opened,
             self._decided,
+            self._ratify,
         )
         self._lock = threading.Lock()
         self._futures: dict[str, list[Future[Decision]]] = {}
         # The texts of others in agreements without a decision, by name.
         self._heard: dict[str, set[str]] = {}
         self._look_at = self._ask_at = math.inf
+        # By the beginning of names: see ``Neighbours.govern``.
+        self._governed: dict[str, tuple[Callable[[str], None], Callable[[str, Decision], Decision]]] = {}
 
     # -- called by any thread -----------------------------------------------------------------------------------------
 
@@ -70,6 +74,10 @@ class ControlPlane:
 
         self._call(propose)
         return future
+
+    def govern(self, prefix: str, vote: Callable[[str], None], ratify: Callable[[str, Decision], Decision]) -> None:
+        """``Neighbours.govern``."""
+        self._governed[prefix] = vote, ratify
 
     def heard(self, name: str) -> frozenset[str]:
         """Texts that others have contributed to an agreement without a decision, as far as they have reached this worker."""
@@ -124,6 +132,23 @@ class ControlPlane:
     def _opened(self, name: str, text: str) -> None:
         with self._lock:
             self._heard.setdefault(name, set()).add(text)
+        for prefix, (vote, _) in self._governed.items():
+            if name.startswith(prefix):
+                self._call(lambda vote=vote: vote(name))  # type: ignore[misc]
+
+    def _ratify(self, name: str, decision: Decision) -> bool:
+        for prefix, (_, ratify) in self._governed.items():
+            if name.startswith(prefix):
+                threading.Thread(
+                    target=self._run_ratify, args=(name, decision, ratify), name="decent_dp-ratify", daemon=True
+                ).start()
+                return False
+        return True
+
+    def _run_ratify(self, name: str, decision: Decision, ratify: Callable[[str, Decision], Decision]) -> None:
+        result = ratify(name, decision)
+        with contextlib.suppress(RuntimeError):  # the transport was closed
+            self._call(lambda: self._agreements.ratified(name, result))
 
     def _decided(self, name: str, decision: Decision) -> None:
         with self._lock:

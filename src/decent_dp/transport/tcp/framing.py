@@ -81,6 +81,7 @@ class Framing:
             at a slow link may look like silence to it.
         round: the one in which this worker is; -1 before the first. ``first_bucket``: of those in use.
         paused: this worker makes no rounds at present.
+        epoch: the number of the newest one that this worker knows.
         settlement: of the exchanges with verdicts.
     """
 
@@ -98,7 +99,7 @@ class Framing:
         self._order = itertools.count()
         self.connections: dict[int, Connection] = {}
         self.dead_after: float | None = None
-        self.round, self.first_bucket, self.paused = -1, 0, False
+        self.round, self.first_bucket, self.paused, self.epoch = -1, 0, False, 0
         self.settlement = Settlement(self)
 
     @property
@@ -264,7 +265,9 @@ class Framing:
         """Gives a sign of life; ``ask``: and asks for one."""
         unheard = int(1000 * min(time.monotonic() - connection.heard, 1e6))
         says = (_ASKS if ask else 0) | (_PAUSES if self.paused else 0)
-        connection.control.append(pack(BEAT, (max(self.round, 0), self.first_bucket, 0), size=says, age=unheard))
+        connection.control.append(
+            pack(BEAT, (max(self.round, 0), self.first_bucket, 0), size=says, age=unheard, epoch=self.epoch)
+        )
 
     def beat_all(self) -> None:
         for connection in self.connections.values():
@@ -398,6 +401,7 @@ class Framing:
         elif kind == BEAT:
             connection.unheard = frame.age / 1000
             connection.paused = bool(frame.size & _PAUSES)
+            connection.epoch = max(connection.epoch, frame.epoch)
             if frame.size & _ASKS:
                 self.beat(connection)
         elif kind in (GOT, DROP):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -50,9 +51,14 @@ class TcpNeighbours(Neighbours):
         # When this worker entered its round, and the seconds of its last rounds.
         self._announced = self._step = 0.0
         self._steps: deque[float] = deque(maxlen=_STEPS)
+        # The last round in which exchanges are started. A promise must not come between a round and its exchanges.
+        self._last = math.inf
+        self._lock = threading.Lock()
 
     def available(self, edge: Edge, exchange_id: ExchangeId) -> bool:
         round_, bucket = exchange_id.round, exchange_id.bucket
+        if round_ > self._last:
+            return False
         for connection in filter(None, map(self._framing.connections.get, self._others(edge))):
             votes, state = connection.votes, connection.state
             if state is LinkState.NEW:
@@ -77,7 +83,8 @@ class TcpNeighbours(Neighbours):
             self._steps.append((now - self._announced) / (round_ - last))
             self._step = statistics.median(self._steps)
         if round_ > last:
-            self._announced, self._framing.round = now, round_
+            with self._lock:
+                self._announced, self._framing.round = now, round_
 
     def round_of(self, rank: int) -> int:
         connection = self._framing.connections.get(rank)
@@ -114,6 +121,27 @@ class TcpNeighbours(Neighbours):
 
     def missing(self, name: str) -> list[int]:
         return self._reactor.control_plane.missing(name)
+
+    def govern(self, prefix: str, vote: Callable[[str], None], ratify: Callable[[str, Decision], Decision]) -> None:
+        self._reactor.control_plane.govern(prefix, vote, ratify)
+
+    def promise(self, seconds: float, least: int, not_before: int) -> int:
+        with self._lock:
+            ahead = max(least, math.ceil(seconds / self._step) if self._step else 0)
+            promise = max(self._framing.round + ahead, not_before)
+            self._last = min(self._last, promise)
+        return promise
+
+    def confine(self, last: int | None) -> None:
+        with self._lock:
+            self._last = math.inf if last is None else last
+
+    def enter_epoch(self, number: int) -> None:
+        self._framing.epoch = number
+        self._reactor.call(self._framing.beat_all)
+
+    def newest_epoch(self) -> int:
+        return max((connection.epoch for connection in list(self._framing.connections.values())), default=0)
 
     @property
     def one_sided(self) -> int:

@@ -9,7 +9,8 @@ from concurrent import futures
 
 from decent_dp.engine import Engine
 from decent_dp.errors import PeerLostError
-from decent_dp.faults import Tolerate
+from decent_dp.faults import Roster, Tolerate
+from decent_dp.membership.epochs import Epoch, Epochs
 from decent_dp.transport import Neighbours, Transport
 
 __all__ = ["Company"]
@@ -18,27 +19,56 @@ _log = logging.getLogger(__name__)
 
 # Seconds between two looks at the others' rounds, for a worker that has run out of batches.
 _PAUSE = 0.01
+# Seconds for which a member is missed before rounds are planned anew: for others that die with it, or leave with it at the end.
+_SETTLE = 0.5
 
 
 class Company:
-    """Looks at the other workers once a round, where faults are tolerated. It sees those that this worker is connected to."""
+    """Looks at the other workers once a round, where faults are tolerated. It sees those that this worker is connected to.
 
-    def __init__(self, transport: Transport, neighbours: Neighbours, faults: Tolerate) -> None:
-        self._transport, self.neighbours, self._faults = transport, neighbours, faults
+    Args:
+        epochs: plans rounds anew; None for a topology that cannot be.
+
+    Attributes:
+        callbacks: called with the old and the new roster when an epoch begins.
+    """
+
+    def __init__(self, transport: Transport, neighbours: Neighbours, faults: Tolerate, epochs: Epochs | None) -> None:
+        self._transport, self.neighbours, self._faults, self._epochs = transport, neighbours, faults, epochs
+        self.callbacks: list[Callable[[Roster, Roster], None]] = []
         self._silent: set[int] = set()
         self._lost: set[int] = set()
+        # Members that are missed, and since when, on the monotonic clock.
+        self._missed: dict[int, float] = {}
+        self._coming: tuple[Epoch, Roster] | None = None
         self._alone_since: float | None = None
         self._warned = False
         self._joins = 0
 
-    def check(self, round_: int) -> None:
-        """Logs who is silent, gone or back.
+    @property
+    def members(self) -> tuple[int, ...]:
+        return tuple(range(self._transport.world_size)) if self._epochs is None else self._epochs.newest.members
+
+    @property
+    def roster(self) -> Roster:
+        """The newest epoch, and who of it is left out."""
+        members, silent, rank = self.members, self.neighbours.silent(), self._transport.rank
+        number = 0 if self._epochs is None else self._epochs.newest.number
+        is_in = self._epochs is None or self._epochs.is_member
+        holes = tuple(seat for seat, member in enumerate(members) if member in silent)
+        return Roster(number, members.index(rank) if is_in else -1, len(members), members, holes)
+
+    def check(self, round_: int) -> bool:
+        """Logs who is silent, gone or back, and has rounds planned anew.
+
+        Returns:
+            Whether they have been: the topology is another one.
 
         Raises:
             PeerLostError: too few workers are left (``Tolerate.min_workers``), or this one has been alone for too long.
         """
-        left = set(self.neighbours.left())
-        silent, lost = set(self.neighbours.silent()) - left, set(self.neighbours.lost()) - left
+        gone, left = set(self.neighbours.lost()), set(self.neighbours.left())
+        silent, lost = set(self.neighbours.silent()) - left, gone - left
         if silent != self._silent or lost != self._lost:
             self._report(round_, silent, lost)
         self._silent, self._lost = silent, lost
@@ -52,6 +82,30 @@ class Company:
             self._check_alone()
         else:
             self._alone_since, self._warned = None, False
+        return self._look_at_epochs(round_, gone | left)
+
+    def _look_at_epochs(self, round_: int, gone: set[int]) -> bool:
+        if self._epochs is None:
+            return False
+        now, before = time.monotonic(), self.roster
+        missed = gone & set(self.members)
+        self._missed = {rank: self._missed.get(rank, now) for rank in missed}
+        wanted = any(now - since > _SETTLE for since in self._missed.values()) and bool(self.neighbours.living())
+        epoch = self._epochs.look(wanted=wanted)
+        if epoch is not None:
+            self._coming = epoch, before
+            _log.warning(
+                "epoch %d, from round %d on: %d workers, %s",
+                epoch.number,
+                epoch.start,
+                len(epoch.members),
+                ", ".join(map(str, epoch.members)),
+            )
+        if self._coming is not None and round_ >= self._coming[0].start:
+            (_, old), self._coming = self._coming, None
+            for callback in self.callbacks:
+                callback(old, self.roster)
+        return epoch is not None
 
     def join(self, engine: Engine, mix_only: Callable[[], None]) -> None:
         """Makes rounds with those that still train, until all living workers have come here."""
@@ -64,6 +118,11 @@ class Company:
             else:
                 futures.wait([all_are_here], _PAUSE)
                 self.check(engine.round)
+
+    def close(self) -> None:
+        """Ends the threads."""
+        if self._epochs is not None:
+            self._epochs.close()
 
     def _report(self, round_: int, silent: set[int], lost: set[int]) -> None:
         for who, what in (

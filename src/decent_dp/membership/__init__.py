@@ -1,0 +1,9 @@
+"""Who takes part: workers that die, and come back; epochs."""
+
+from __future__ import annotations
+
+from decent_dp.membership.company import Company
+from decent_dp.membership.epochs import Epochs
+from decent_dp.membership.line import Line
+
+__all__ = ["Company", "Epochs", "Line"]

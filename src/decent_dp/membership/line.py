@@ -1,0 +1,83 @@
+"""The line of epochs in the store."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection
+from typing import TypeVar
+
+from torch._C._distributed_c10d import Store
+
+from decent_dp.transport.base import StoreCalls, connect_store, read_text, server_of, store_errors
+
+__all__ = ["Line"]
+
+T = TypeVar("T")
+
+# Seconds for a connection, and for an answer of a store that may hang.
+_SECONDS, _LIMIT = 2.0, 5.0
+
+
+class Line:
+    """Texts of epochs under their numbers, where the first one stays. It connects again to a server that was lost.
+
+    torch's clients stay broken when their server has ended, and complain on the console.
+
+    Args:
+        store: of the run, for a store without a server.
+        run_id: names the run, as others may use the same server.
+    """
+
+    def __init__(self, store: Store, run_id: str) -> None:
+        self._store, self._run_id, self._server = store, run_id, server_of(store)
+        self._client: Store | None = store if self._server is None else None
+        self._calls, self._lock = StoreCalls(), threading.Lock()
+
+    def probe(self) -> None:
+        """Raises ConnectionError if the store does not answer."""
+        self._run(lambda store: store.check(["epoch/0"]))
+
+    def write(self, number: int, text: str, replaced: Collection[str], *, may_restore: bool) -> str | None:
+        """Writes an epoch.
+
+        Args:
+            replaced: texts that may stand there and do not count.
+            may_restore: whether the epoch before may be written, too, if the store knows nothing of it.
+
+        Returns:
+            The text that counts; None if the store knows nothing of the epoch before, and may not be told.
+
+        Raises:
+            ConnectionError: the store does not answer. The text may be written.
+        """
+
+        def write(store: Store) -> str | None:
+            before = f"epoch/{number - 1}"
+            if number and read_text(store, before) is None:
+                if not may_restore:
+                    return None
+                store.compare_set(before, "", "restored")
+            found = store.compare_set(f"epoch/{number}", "", text).decode()
+            if found in replaced:
+                found = store.compare_set(f"epoch/{number}", found, text).decode()
+            return found
+
+        return self._run(write)
+
+    def _run(self, call: Callable[[Store], T]) -> T:
+        def run() -> T:
+            try:
+                with store_errors():
+                    return call(self._connected())
+            except (ConnectionError, OSError):
+                self._client = self._client if self._server is None else None
+                raise
+
+        with self._lock:
+            return self._calls.run(run, _LIMIT)
+
+    def _connected(self) -> Store:
+        if self._client is None:
+            assert self._server is not None
+            self._client = connect_store(*self._server, f"decent_dp/{self._run_id}/line", _SECONDS)
+        return self._client

@@ -1,0 +1,126 @@
+"""A topology that is planned anew for the workers that are there."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from .base import Topology
+from .edges import Edge
+
+__all__ = ["EpochTopology"]
+
+
+@dataclass
+class _Line:
+    """The last changes: the first round of each, and its members. Shared by a topology and those that are made from it.
+
+    Replaced as a whole, as threads read it.
+    """
+
+    changes: tuple[tuple[int, tuple[int, ...]], ...]
+
+
+class EpochTopology(Topology):
+    """From some round on the topology of other workers: one after the other, as the members of a run change.
+
+    Members sit in the topology of as many workers in the order of their ranks. Each part starts with its round 0. All other
+    workers are idle.
+
+    Args:
+        make: returns the topology of so many workers.
+        world_size: of all workers.
+        rank: this worker.
+    """
+
+    def __init__(self, make: Callable[[int], Topology], *, world_size: int, rank: int) -> None:
+        first = make(world_size)
+        super().__init__(first._local_world_size, world_size=world_size, rank=rank)
+        self._make, self._line = make, _Line(((0, tuple(range(world_size))),))
+        self._made = {self._line.changes[0]: first}
+
+    def change(self, start: int, members: Sequence[int]) -> None:
+        """From round ``start`` on only ``members`` mix. What was before the last change is forgotten."""
+        self._line.changes = (*self._line.changes[-1:], (start, tuple(sorted(members))))
+
+    def _from(self, derive: Callable[[Topology], Topology]) -> Topology:
+        """Made from this one, part by part, as the parts are that come later."""
+        made = EpochTopology(lambda n: derive(self._make(n)), world_size=self._world_size, rank=self._rank)
+        made._line = self._line
+        return made
+
+    def _at(self, t: int) -> tuple[Topology, int, tuple[int, ...]]:
+        """The topology in use in round ``t``, the number of its round, and its members."""
+        changes = self._line.changes
+        change = next((change for change in reversed(changes) if change[0] <= t), changes[0])
+        if change not in self._made:
+            kept = {key: made for key, made in self._made.items() if key in changes}
+            self._made = {**kept, change: self._make(len(change[1]))}
+        return self._made[change], max(t - change[0], 0), change[1]
+
+    @property
+    def _last(self) -> Topology:
+        return self._at(self._line.changes[-1][0])[0]
+
+    def round(self, t: int) -> list[Edge]:
+        inner, at, members = self._at(t)
+        edges = inner._checked(at)
+        if len(members) == self._world_size:
+            return list(edges)
+        mixing = [Edge([members[seat] for seat in edge.ranks], edge.weight) for edge in edges]
+        return mixing + [Edge([rank], 1.0) for rank in range(self._world_size) if rank not in members]
+
+    def _checked(self, t: int) -> list[Edge]:
+        return self.round(t)  # its parts are checked
+
+    @property
+    def period(self) -> int | None:
+        return self._last.period if len(self._line.changes) == 1 else None
+
+    def _mixes(self, t: int) -> bool:
+        inner, at, _ = self._at(t)
+        return inner._mixes(at)
+
+    def _time(self, t: int) -> int:
+        inner, at, _ = self._at(t)
+        return inner._time(at)
+
+    def _meetings(self, t: int, ranks: tuple[int, ...]) -> int:
+        inner, at, members = self._at(t)
+        return inner._meetings(at, tuple(members.index(rank) for rank in ranks)) if set(ranks) <= set(members) else 0
+
+    def _spread(self, start: int, stop: int, total: int) -> Topology:
+        return self._from(lambda topology: topology._spread(start, stop, total))
+
+    def _every(self, h: int) -> Topology:
+        return self._from(lambda topology: Topology.every(topology, h))
+
+    def _at_most_every(self, h: int) -> Topology:
+        return self._from(lambda topology: topology._at_most_every(h))
+
+    def _longest_turn(self) -> int:
+        return self._last._longest_turn()
+
+    def _largest_group(self) -> int:
+        return self._last._largest_group()
+
+    def _final_part(self) -> tuple[Topology, int]:
+        return self._last._final_part()
+
+    def _edges_ahead(self, limit: int) -> list[Edge]:
+        start = self._line.changes[-1][0]
+        return [self.get_edge(start + t) for t in range(len(self._last._edges_ahead(limit)))]
+
+    def _title(self) -> str:
+        return self._last._title()
+
+    def fingerprint(self) -> dict[str, str | int]:
+        found = self._last.fingerprint()
+        if len(self._line.changes) == 1:
+            return found
+        digest = hashlib.sha256(f"{self._line.changes} {found['rounds']}".encode())
+        return {"name": found["name"], "n": self._world_size, "rounds": digest.hexdigest()[:16]}
+
+    def __repr__(self) -> str:
+        return repr(self._last)
