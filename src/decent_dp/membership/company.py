@@ -91,7 +91,7 @@ class Company:
         missed = gone & set(self.members)
         self._missed = {rank: self._missed.get(rank, now) for rank in missed}
         wanted = any(now - since > _SETTLE for since in self._missed.values()) and bool(self.neighbours.living())
-        epoch = self._epochs.look(wanted=wanted)
+        epoch = self._epochs.look(round_, wanted=wanted)
         if epoch is not None:
             self._coming = epoch, before
             _log.warning(

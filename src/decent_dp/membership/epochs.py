@@ -14,6 +14,7 @@ stay holes. A store that is back and empty gets the newest epoch again from a ma
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import threading
@@ -66,10 +67,12 @@ class Epochs:
     def __init__(self, rank: int, world_size: int, neighbours: Neighbours, topology: EpochTopology, line: Line) -> None:
         self._rank, self._neighbours, self._topology, self._line = rank, neighbours, topology, line
         self.newest = Epoch(0, 0, tuple(range(world_size)))
+        # That of the newest epoch, as it is in the store.
+        self._text = "[]"
         # The number of the line's newest epoch, which may not name this worker, and of tries for the next one.
         self._number = self._tries = 0
         self._result: Future[Decision] | None = None
-        # Texts of tries that came to nothing. The store may have one of them.
+        # Digests of what tries for the next epoch would have written that came to nothing. The store may have one of them.
         self._void: set[str] = set()
         self._lock = threading.Lock()
         # Looks whether the store answers, before anybody promises anything.
@@ -89,8 +92,8 @@ class Epochs:
     def _name(self) -> str:
         return f"{_PREFIX}{self._number + 1}.{self._tries}"
 
-    def look(self, *, wanted: bool) -> Epoch | None:
-        """Called before each round, by the training thread.
+    def look(self, round_: int, *, wanted: bool) -> Epoch | None:
+        """Called before round ``round_``, by the training thread.
 
         Args:
             wanted: a member is missed.
@@ -100,7 +103,7 @@ class Epochs:
         """
         result = self._result
         if result is not None and result.done():
-            return self._adopt(result.result())
+            return self._adopt(result.result(), round_)
         known = self._neighbours.newest_epoch()
         if known > self._number + 1:
             self._leave(known)
@@ -118,6 +121,7 @@ class Epochs:
         """There is an epoch that this worker knows nothing of: it mixes with nobody until one names it."""
         with self._lock:
             self._number, self._tries, self._result = number, 0, None
+            self._void.clear()
         self._neighbours.confine(-1)
         _log.warning("this worker was left out of epoch %d: it mixes again when the others have taken it in", number)
 
@@ -130,7 +134,7 @@ class Epochs:
         with self._lock:
             if self._result is None:
                 promise = self._neighbours.promise(_AHEAD, _LEAST, self.newest.start)
-                self._result = self._neighbours.propose(self._name, str(promise))
+                self._result = self._neighbours.propose(self._name, json.dumps([promise, sorted(self._void)]))
 
     def _propose_if_the_store_answers(self) -> None:
         if self._probe is None and time.monotonic() >= self._probe_at:
@@ -150,10 +154,10 @@ class Epochs:
             _log.warning("rounds are not planned anew until the store answers, and training goes on: %s", error)
         self._warned = True
 
-    def _adopt(self, decision: Decision) -> Epoch | None:
+    def _adopt(self, decision: Decision, round_: int) -> Epoch | None:
         if _VOID in decision.texts:
             with self._lock:
-                self._void.add(decision.texts[_VOID])
+                self._void.add(_digest(decision.texts[_VOID]))
                 self._tries, self._result = self._tries + 1, None
             if self.is_member:
                 self._neighbours.confine(None)
@@ -161,12 +165,14 @@ class Epochs:
             return None
         with self._lock:
             self._number, self._tries, self._result = self._number + 1, 0, None
+            self._void.clear()
         members, start = _read(decision)
         if self._rank not in members:
             self._neighbours.confine(-1)
             return None
         old, self.newest = self.newest, Epoch(self._number, start, members)
-        self._topology.change(start, members)
+        self._text = _text_of(decision)
+        self._topology.change(start, members, since=round_ - 2 * self._topology.longest_turn())
         self._neighbours.confine(None)
         self._neighbours.enter_epoch(self._number)
         _log.info("epoch %d: workers %s from round %d on, after %s", self._number, list(members), start, list(old.members))
@@ -174,7 +180,7 @@ class Epochs:
 
     def _found(self) -> None:
         with contextlib.suppress(ConnectionError, OSError):  # the first epoch is written by those that need it then
-            self._line.write(0, "founded", (), may_restore=False)
+            self._line.write(0, self._text, lambda found: False, None)
 
     def _ratify(self, name: str, decision: Decision) -> Decision:
         """Writes a result to the store. Called in a thread of its own.
@@ -184,19 +190,30 @@ class Epochs:
             know the newest epoch.
         """
         number = int(name.removeprefix(_PREFIX).partition(".")[0])
-        text = json.dumps([[rank, said] for rank, said in decision.texts.items()])
+        text = _text_of(decision)
         # With a majority of its members an epoch is the newest one.
         members = set(self.newest.members)
-        is_majority = self.newest.number == number - 1 and 2 * len(decision.texts.keys() & members) > len(members)
+        is_newest = self.newest.number == number - 1 and 2 * len(decision.texts.keys() & members) > len(members)
+        before = self._text if is_newest else None
+        # Who is here has learned of all tries before, and whose promises do not hold any more.
+        void = {digest for said in decision.texts.values() for digest in json.loads(said)[1]}
         won: str | None = None
         with contextlib.suppress(ConnectionError, OSError):
-            won = self._line.write(number, text, self._void, may_restore=is_majority)
+            won = self._line.write(number, text, lambda found: _digest(found) in void, before)
         if won is None:
             return Decision({_VOID: text}, {})
         return decision if won == text else Decision(dict(json.loads(won)), {})
 
 
+def _text_of(decision: Decision) -> str:
+    return json.dumps([[rank, said] for rank, said in decision.texts.items()])
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
 def _read(decision: Decision) -> tuple[tuple[int, ...], int]:
     """The members, and the first round: that after the largest promise."""
-    promises = {rank: int(text) for rank, text in decision.texts.items()}
+    promises = {rank: int(json.loads(text)[0]) for rank, text in decision.texts.items()}
     return tuple(sorted(promises)), max(promises.values(), default=0) + 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import TypeVar
 
 from torch._C._distributed_c10d import Store
@@ -37,12 +37,12 @@ class Line:
         """Raises ConnectionError if the store does not answer."""
         self._run(lambda store: store.check(["epoch/0"]))
 
-    def write(self, number: int, text: str, replaced: Collection[str], *, may_restore: bool) -> str | None:
+    def write(self, number: int, text: str, is_void: Callable[[str], bool], before: str | None) -> str | None:
         """Writes an epoch.
 
         Args:
-            replaced: texts that may stand there and do not count.
-            may_restore: whether the epoch before may be written, too, if the store knows nothing of it.
+            is_void: whether a text that stands there does not count.
+            before: the text of the epoch before, if it may be written when the store knows nothing of it.
 
         Returns:
             The text that counts; None if the store knows nothing of the epoch before, and may not be told.
@@ -52,13 +52,12 @@ class Line:
         """
 
         def write(store: Store) -> str | None:
-            before = f"epoch/{number - 1}"
-            if number and read_text(store, before) is None:
-                if not may_restore:
+            if number and read_text(store, f"epoch/{number - 1}") is None:
+                if before is None:
                     return None
-                store.compare_set(before, "", "restored")
+                store.compare_set(f"epoch/{number - 1}", "", before)
             found = store.compare_set(f"epoch/{number}", "", text).decode()
-            if found in replaced:
+            if is_void(found):
                 found = store.compare_set(f"epoch/{number}", found, text).decode()
             return found
 

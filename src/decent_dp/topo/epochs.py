@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from .base import Topology
 from .edges import Edge
@@ -14,7 +15,7 @@ __all__ = ["EpochTopology"]
 
 @dataclass
 class _Line:
-    """The last changes: the first round of each, and its members. Shared by a topology and those that are made from it.
+    """The changes: the first round of each, and its members. Shared by a topology and those that are made from it.
 
     Replaced as a whole, as threads read it.
     """
@@ -40,9 +41,11 @@ class EpochTopology(Topology):
         self._make, self._line = make, _Line(((0, tuple(range(world_size))),))
         self._made = {self._line.changes[0]: first}
 
-    def change(self, start: int, members: Sequence[int]) -> None:
-        """From round ``start`` on only ``members`` mix. What was before the last change is forgotten."""
-        self._line.changes = (*self._line.changes[-1:], (start, tuple(sorted(members))))
+    def change(self, start: int, members: Sequence[int], since: int = 0) -> None:
+        """From round ``start`` on only ``members`` mix. What was before round ``since`` may be forgotten."""
+        changes = self._line.changes
+        kept = [change for change, after in pairwise(changes) if after[0] > since]
+        self._line.changes = (*kept, changes[-1], (start, tuple(sorted(members))))
 
     def _from(self, derive: Callable[[Topology], Topology]) -> Topology:
         """Made from this one, part by part, as the parts are that come later."""

@@ -1,0 +1,253 @@
+"""The protocol of epochs in a scripted network in virtual time: deaths, cuts that heal, a store that dies and comes back empty.
+
+The real ``Epochs`` and ``Agreements`` of all workers run in one thread. What must hold: both ends of an edge have planned its
+round for the same members, there is one line of epochs, and when the network is whole again, so are its epochs.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from decent_dp.membership import epochs as epochs_module
+from decent_dp.membership.epochs import Epochs
+from decent_dp.topo import make_topology
+from decent_dp.topo.epochs import EpochTopology
+from decent_dp.transport.agreement import Decision, View
+from tests.test_agreement import Network, all_pairs, ring
+
+# Seconds of virtual time: of a step, about; until a member is missed; of the disturbances; and the end.
+STEP, SETTLE, CALM, END = 0.1, 0.5, 12.0, 60.0
+
+
+class Immediate:
+    """In place of a thread."""
+
+    def __init__(self, name: str) -> None: ...
+
+    def submit(self, job: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(job())
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def close(self) -> None: ...
+
+
+class Store:
+    """What the line of epochs is kept in. ``away``: the workers that cannot reach it."""
+
+    def __init__(self) -> None:
+        self.texts: dict[int, str] = {}
+        self.away: set[int] = set()
+        self.loses_answers = False
+
+
+class FakeLine:
+    def __init__(self, store: Store, rank: int) -> None:
+        self.store, self.rank = store, rank
+
+    def probe(self) -> None:
+        if self.rank in self.store.away:
+            raise ConnectionError
+
+    def write(self, number: int, text: str, is_void: Callable[[str], bool], before: str | None) -> str | None:
+        self.probe()
+        texts = self.store.texts
+        if number and number - 1 not in texts:
+            if before is None:
+                return None
+            texts[number - 1] = before
+        if is_void(texts.setdefault(number, text)):
+            texts[number] = text
+        if self.store.loses_answers:
+            raise ConnectionError
+        return texts[number]
+
+
+class Worker:
+    """A worker that makes rounds; also its ``Neighbours``, as far as epochs use them."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self.world, self.rank = world, rank
+        self.round, self.last, self.epoch = 0, math.inf, 0
+        self.futures: dict[str, Future[Decision]] = {}
+        self.texts: dict[str, set[str]] = {}
+        self.missed: dict[int, float] = {}
+        self.govern_calls: Any = None
+        self.topology = EpochTopology(
+            lambda n: make_topology("ring", local_world_size=1, world_size=n, rank=0), world_size=world.n, rank=rank
+        )
+        line: Any = FakeLine(world.store, rank)
+        neighbours: Any = self
+        self.epochs = Epochs(rank, world.n, neighbours, self.topology, line)
+
+    # -- Neighbours
+
+    def govern(self, prefix: str, vote: Any, ratify: Any) -> None:
+        self.govern_calls = vote, ratify
+
+    def promise(self, seconds: float, least: int, not_before: int) -> int:
+        promise = max(self.round + max(least, math.ceil(seconds / STEP)), not_before)
+        self.last = min(self.last, promise)
+        return promise
+
+    def confine(self, last: int | None) -> None:
+        self.last = math.inf if last is None else last
+
+    def enter_epoch(self, number: int) -> None:
+        self.epoch = number
+
+    def newest_epoch(self) -> int:
+        others = (worker for worker in self.world.workers if worker.rank != self.rank)
+        return max((w.epoch for w in others if self.world.view(self.rank, w.rank) is View.LINKED), default=0)
+
+    def propose(self, name: str, text: str) -> Future[Decision]:
+        future = self.futures.setdefault(name, Future())
+        self.world.at(0.0, lambda: self.world.propose(self.rank, name, text))
+        return future
+
+    def heard(self, name: str) -> frozenset[str]:
+        return frozenset(self.texts.get(name, ()))
+
+    # -- rounds
+
+    def step(self) -> None:
+        world = self.world
+        if self.rank in world.dead:
+            return
+        ahead = [w.round for w in world.workers if world.view(self.rank, w.rank) is View.LINKED and w.rank != self.rank]
+        self.round = max([self.round + 1, *(other - 1 for other in ahead)])  # who was alone for long goes on with the others
+        gone = {rank for rank in self.epochs.newest.members if rank != self.rank and world.view(self.rank, rank) is View.LOST}
+        self.missed = {rank: self.missed.get(rank, world.now) for rank in gone}
+        self.epochs.look(self.round, wanted=any(world.now - since > SETTLE for since in self.missed.values()))
+        if self.round <= self.last:
+            world.note(self)
+        world.at(STEP * world.random.uniform(0.5, 2.0), self.step)
+
+
+class World(Network):
+    def __init__(self, n: int, links: set[frozenset[int]], seed: int) -> None:
+        super().__init__(n, links, seed=seed)
+        self.store = Store()
+        # By round, and by those who mix in it: their plan, and their edge. By number: the epochs.
+        self.planned: dict[int, dict[int, tuple[Any, list[int]]]] = {}
+        self.line: dict[int, tuple[int, ...]] = {}
+        self.workers: list[Worker] = []
+        self.workers = [Worker(self, rank) for rank in range(n)]
+        for rank, machine in enumerate(self.machines):
+            machine._ratify = lambda name, decision, rank=rank: self.ratify(rank, name, decision)  # type: ignore[misc]
+            machine._on_decision = lambda name, decision, rank=rank: self.decide(rank, name, decision)  # type: ignore[misc]
+            machine._on_open = lambda name, text, rank=rank: self.hear_of(rank, name, text)  # type: ignore[misc]
+            self.at(0.1 * rank, self.workers[rank].step)
+
+    def ratify(self, rank: int, name: str, decision: Decision) -> bool:
+        def run() -> None:
+            if rank not in self.dead:
+                result = self.workers[rank].govern_calls[1](name, decision)
+                self.at(self.random.uniform(0.0, 0.2), lambda: rank in self.dead or self.machines[rank].ratified(name, result))
+
+        self.at(self.random.uniform(0.0, 0.2), run)
+        return False
+
+    def decide(self, rank: int, name: str, decision: Decision) -> None:
+        self.workers[rank].futures[name].set_result(decision)
+
+    def hear_of(self, rank: int, name: str, text: str) -> None:
+        self.workers[rank].texts.setdefault(name, set()).add(text)
+        self.at(0.0, lambda: rank in self.dead or self.workers[rank].govern_calls[0](name))
+
+    def note(self, worker: Worker) -> None:
+        """This worker mixes in its round as its topology says."""
+        _, at, members = worker.topology._at(worker.round)
+        plan = (worker.round - at, members)
+        newest = worker.epochs.newest
+        assert self.line.setdefault(newest.number, newest.members) == newest.members, f"two epochs {newest.number}"
+        assert worker.rank in members
+        mine, others = worker.topology.get_edge(worker.round).ranks, self.planned.setdefault(worker.round, {})
+        for rank, (other_plan, theirs) in others.items():
+            meet = rank in mine and worker.rank in theirs
+            assert not meet or other_plan == plan, f"round {worker.round}: {plan} of {worker.rank}, {other_plan} of {rank}"
+        others[worker.rank] = plan, mine
+
+
+def disturb(world: World, rng: random.Random) -> None:
+    n = world.n
+    for _ in range(rng.choice([0, 1, 1, 2, n - 2])):
+        victim = rng.randrange(n)
+        if len(world.dead) < n - 2:
+            world.at(rng.uniform(0.5, CALM), lambda victim=victim: len(world.dead) < n - 2 and world.kill(victim))
+    for _ in range(rng.choice([0, 0, 1, 2])):  # the network falls into parts, and heals
+        side = set(rng.sample(range(n), rng.randint(1, n - 1)))
+        between = [edge for edge in all_pairs(n) if len(edge & side) == 1]
+        store_side = rng.random() < 0.5
+        start, length = rng.uniform(0.5, CALM / 2), rng.uniform(0.5, 8.0)
+
+        def cut(between: Any = between, side: Any = side, store_side: bool = store_side) -> None:
+            for edge in between:
+                world.cut.setdefault(edge, world.now)
+            world.store.away |= side if store_side else set(range(n)) - side
+
+        def heal(between: Any = between) -> None:
+            for edge in between:
+                world.cut.pop(edge, None)
+                world.reconnect(edge)
+            world.store.away.clear()
+
+        world.at(start, cut)
+        world.at(start + length, heal)
+    if rng.random() < 0.4:
+        start, length, empty = rng.uniform(0.5, CALM), rng.uniform(0.5, 8.0), rng.random() < 0.5
+        world.at(start, lambda: world.store.away.update(range(n)))
+        world.at(start + length, world.store.away.clear)
+        if empty:
+            world.at(start + length / 2, world.store.texts.clear)
+    if rng.random() < 0.2:
+        start = rng.uniform(0.5, CALM)
+        world.at(start, lambda: setattr(world.store, "loses_answers", True))
+        world.at(start + 2.0, lambda: setattr(world.store, "loses_answers", False))
+
+
+def schedule(seed: int) -> None:
+    rng = random.Random(seed)
+    n = rng.randint(3, 6)
+    world = World(n, rng.choice([all_pairs, ring])(n), seed)
+    clock = pytest.MonkeyPatch()
+    clock.setattr(epochs_module.time, "monotonic", lambda: world.now)
+    try:
+        disturb(world, rng)
+        world.run(END)
+    except AssertionError as error:
+        raise AssertionError(f"seed {seed}: {error}") from error
+    finally:
+        clock.undo()
+    living = [rank for rank in range(n) if rank not in world.dead]
+    component = world.component(living[0])
+    if component != set(living):
+        return  # a ring with two deaths: nobody connects its parts here
+    ends = {(world.workers[rank].epochs.newest.members, world.workers[rank].last) for rank in living}
+    if world.store.texts and world.store.texts.get(0) is not None:
+        assert ends == {(tuple(living), math.inf)}, f"seed {seed}: {ends}, living {living}, store {world.store.texts}"
+
+
+@pytest.fixture(autouse=True)
+def _immediately(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(epochs_module, "Waiter", Immediate)
+
+
+def test_random_schedules():
+    for seed in range(60):
+        schedule(seed)
+
+
+@pytest.mark.slow
+def test_many_random_schedules():
+    for seed in range(60, 3000):
+        schedule(seed)
