@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -58,15 +57,14 @@ class FakeLine:
         if self.rank in self.store.away:
             raise ConnectionError
 
-    def write(self, number: int, text: str, is_void: Callable[[str], bool], before: str | None) -> str | None:
+    def write(self, number: int, text: str, before: str | None) -> str | None:
         self.probe()
         texts = self.store.texts
         if number and number - 1 not in texts:
             if before is None:
                 return None
             texts[number - 1] = before
-        if is_void(texts.setdefault(number, text)):
-            texts[number] = text
+        texts.setdefault(number, text)
         if self.store.loses_answers:
             raise ConnectionError
         return texts[number]
@@ -152,7 +150,8 @@ class World(Network):
         def run() -> None:
             if rank not in self.dead:
                 result = self.workers[rank].govern_calls[1](name, decision)
-                self.at(self.random.uniform(0.0, 0.2), lambda: rank in self.dead or self.machines[rank].ratified(name, result))
+                delay = self.random.uniform(0.0, 0.2) if result else 2.0
+                self.at(delay, lambda: rank in self.dead or self.machines[rank].ratified(name, result))
 
         self.at(self.random.uniform(0.0, 0.2), run)
         return False
@@ -233,7 +232,7 @@ def schedule(seed: int) -> None:
     if component != set(living):
         return  # a ring with two deaths: nobody connects its parts here
     ends = {(world.workers[rank].epochs.newest.members, world.workers[rank].last) for rank in living}
-    if world.store.texts and world.store.texts.get(0) is not None:
+    if world.store.texts:
         assert ends == {(tuple(living), math.inf)}, f"seed {seed}: {ends}, living {living}, store {world.store.texts}"
 
 

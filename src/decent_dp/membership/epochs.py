@@ -4,17 +4,17 @@ Epochs are numbered, and follow each other in one line. A worker that misses a m
 the agreement on the next one (``decent_dp.transport.agreement``). All workers that live promise a round after which they mix
 with nobody before they know the result. The epoch begins with the round after the largest promise: nobody has passed it, so
 each round has one topology. Promises are about a second ahead, so that nobody leaves a round out while the result is on its
-way.
+way. A promise is never taken back, as others may know a result.
 
 Before a result counts it is written to the store, under the number of its epoch, where the first one stays. So of a network
-that has fallen into parts only the one with the store makes epochs. Without the store there are none: members that are gone
-stay holes. A store that is back and empty gets the newest epoch again from a majority of its members.
+that has fallen into parts only the one with the store makes epochs. Before anybody promises anything, the store must answer:
+without it there are no new epochs, and members that are gone stay holes. A store that is back and empty gets the newest epoch
+again from a majority of its members.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import threading
@@ -37,8 +37,6 @@ _PREFIX = "epoch/"
 _AHEAD, _LEAST = 1.0, 2
 # Seconds until a store that did not answer is asked again.
 _AGAIN = 2.0
-# In place of a rank: the text of a try that came to nothing.
-_VOID = -1
 
 
 @dataclass(frozen=True)
@@ -69,11 +67,9 @@ class Epochs:
         self.newest = Epoch(0, 0, tuple(range(world_size)))
         # That of the newest epoch, as it is in the store.
         self._text = "[]"
-        # The number of the line's newest epoch, which may not name this worker, and of tries for the next one.
-        self._number = self._tries = 0
+        # The number of the line's newest epoch, which may not name this worker.
+        self._number = 0
         self._result: Future[Decision] | None = None
-        # Digests of what tries for the next epoch would have written that came to nothing. The store may have one of them.
-        self._void: set[str] = set()
         self._lock = threading.Lock()
         # Looks whether the store answers, before anybody promises anything.
         self._prober = Waiter("decent_dp-epochs")
@@ -90,7 +86,7 @@ class Epochs:
 
     @property
     def _name(self) -> str:
-        return f"{_PREFIX}{self._number + 1}.{self._tries}"
+        return f"{_PREFIX}{self._number + 1}"
 
     def look(self, round_: int, *, wanted: bool) -> Epoch | None:
         """Called before round ``round_``, by the training thread.
@@ -120,8 +116,7 @@ class Epochs:
     def _leave(self, number: int) -> None:
         """There is an epoch that this worker knows nothing of: it mixes with nobody until one names it."""
         with self._lock:
-            self._number, self._tries, self._result = number, 0, None
-            self._void.clear()
+            self._number, self._result = number, None
         self._neighbours.confine(-1)
         _log.warning("this worker was left out of epoch %d: it mixes again when the others have taken it in", number)
 
@@ -134,7 +129,7 @@ class Epochs:
         with self._lock:
             if self._result is None:
                 promise = self._neighbours.promise(_AHEAD, _LEAST, self.newest.start)
-                self._result = self._neighbours.propose(self._name, json.dumps([promise, sorted(self._void)]))
+                self._result = self._neighbours.propose(self._name, str(promise))
 
     def _propose_if_the_store_answers(self) -> None:
         if self._probe is None and time.monotonic() >= self._probe_at:
@@ -155,17 +150,8 @@ class Epochs:
         self._warned = True
 
     def _adopt(self, decision: Decision, round_: int) -> Epoch | None:
-        if _VOID in decision.texts:
-            with self._lock:
-                self._void.add(_digest(decision.texts[_VOID]))
-                self._tries, self._result = self._tries + 1, None
-            if self.is_member:
-                self._neighbours.confine(None)
-            self._wait("it did not take a new epoch")
-            return None
         with self._lock:
-            self._number, self._tries, self._result = self._number + 1, 0, None
-            self._void.clear()
+            self._number, self._result = self._number + 1, None
         members, start = _read(decision)
         if self._rank not in members:
             self._neighbours.confine(-1)
@@ -180,28 +166,28 @@ class Epochs:
 
     def _found(self) -> None:
         with contextlib.suppress(ConnectionError, OSError):  # the first epoch is written by those that need it then
-            self._line.write(0, self._text, lambda found: False, None)
+            self._line.write(0, self._text, None)
 
-    def _ratify(self, name: str, decision: Decision) -> Decision:
+    def _ratify(self, name: str, decision: Decision) -> Decision | None:
         """Writes a result to the store. Called in a thread of its own.
 
         Returns:
-            The result that counts, or a void one: the store does not answer, or has come back empty and this worker may not
-            know the newest epoch.
+            The result that counts. None: the store does not answer, or has come back empty, and this worker may not know the
+            newest epoch.
         """
-        number = int(name.removeprefix(_PREFIX).partition(".")[0])
+        number = int(name.removeprefix(_PREFIX))
         text = _text_of(decision)
         # With a majority of its members an epoch is the newest one.
         members = set(self.newest.members)
         is_newest = self.newest.number == number - 1 and 2 * len(decision.texts.keys() & members) > len(members)
         before = self._text if is_newest else None
-        # Who is here has learned of all tries before, and whose promises do not hold any more.
-        void = {digest for said in decision.texts.values() for digest in json.loads(said)[1]}
         won: str | None = None
         with contextlib.suppress(ConnectionError, OSError):
-            won = self._line.write(number, text, lambda found: _digest(found) in void, before)
+            won = self._line.write(number, text, before)
         if won is None:
-            return Decision({_VOID: text}, {})
+            # What was promised stays promised: the text may be written, and others may learn of it.
+            _log.warning("%s: the store does not take it. Until it does, rounds are made without exchanges", name)
+            return None
         return decision if won == text else Decision(dict(json.loads(won)), {})
 
 
@@ -209,11 +195,7 @@ def _text_of(decision: Decision) -> str:
     return json.dumps([[rank, said] for rank, said in decision.texts.items()])
 
 
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
 def _read(decision: Decision) -> tuple[tuple[int, ...], int]:
     """The members, and the first round: that after the largest promise."""
-    promises = {rank: int(json.loads(text)[0]) for rank, text in decision.texts.items()}
+    promises = {rank: int(text) for rank, text in decision.texts.items()}
     return tuple(sorted(promises)), max(promises.values(), default=0) + 1

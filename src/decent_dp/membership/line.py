@@ -37,11 +37,10 @@ class Line:
         """Raises ConnectionError if the store does not answer."""
         self._run(lambda store: store.check(["epoch/0"]))
 
-    def write(self, number: int, text: str, is_void: Callable[[str], bool], before: str | None) -> str | None:
+    def write(self, number: int, text: str, before: str | None) -> str | None:
         """Writes an epoch.
 
         Args:
-            is_void: whether a text that stands there does not count.
             before: the text of the epoch before, if it may be written when the store knows nothing of it.
 
         Returns:
@@ -56,10 +55,7 @@ class Line:
                 if before is None:
                     return None
                 store.compare_set(f"epoch/{number - 1}", "", before)
-            found = store.compare_set(f"epoch/{number}", "", text).decode()
-            if is_void(found):
-                found = store.compare_set(f"epoch/{number}", found, text).decode()
-            return found
+            return store.compare_set(f"epoch/{number}", "", text).decode()
 
         return self._run(write)
 

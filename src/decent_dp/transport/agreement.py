@@ -250,11 +250,13 @@ class Agreements:
             else:
                 agreement.ratifying = True
 
-    def ratified(self, name: str, decision: Decision) -> None:
-        """The decision that counts is known."""
+    def ratified(self, name: str, decision: Decision | None) -> None:
+        """The decision that counts is known; None: it is to be made again."""
         agreement = self._open.get(name)
         if agreement is not None:
-            self._conclude(name, agreement, decision)
+            agreement.ratifying = False
+            if decision is not None:
+                self._conclude(name, agreement, decision)
 
     def _ways(self, agreement: _Open) -> dict[int, int | None]:
         """The workers that live, and the first one on a shortest way to each; None for this one."""

@@ -262,7 +262,7 @@ class _LocalNeighbours(Neighbours):
     def missing(self, name: str) -> list[int]:
         return [rank for rank in (*self.living(), self._rank) if rank not in self._hub.agreement(name).texts]
 
-    def govern(self, prefix: str, vote: Callable[[str], None], ratify: Callable[[str, Decision], Decision]) -> None:
+    def govern(self, prefix: str, vote: Callable[[str], None], ratify: Callable[[str, Decision], Decision | None]) -> None:
         return
 
     def promise(self, seconds: float, least: int, not_before: int) -> int:

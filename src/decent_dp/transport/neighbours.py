@@ -73,12 +73,13 @@ class Neighbours(ABC):
         """The workers that an agreement waits for, as far as this one knows."""
 
     @abstractmethod
-    def govern(self, prefix: str, vote: Callable[[str], None], ratify: Callable[[str, Decision], Decision]) -> None:
+    def govern(self, prefix: str, vote: Callable[[str], None], ratify: Callable[[str, Decision], Decision | None]) -> None:
         """For agreements whose name begins so.
 
         Args:
             vote: called with the name when another worker has contributed, in a thread that must not wait.
-            ratify: called with the name and a decision before it counts, in a thread of its own. Returns the one that counts.
+            ratify: called with the name and a decision before it counts, in a thread of its own. Returns the one that
+                counts; None: it is called again.
         """
 
     @abstractmethod

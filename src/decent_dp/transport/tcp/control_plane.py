@@ -18,6 +18,8 @@ __all__ = ["ControlPlane"]
 
 # Seconds between two looks at the other workers while an agreement is open, and between two questions to those that miss.
 _LOOK, _ASK = 0.1, 0.5
+# Seconds until a decision that did not count is made again.
+_AGAIN = 2.0
 
 
 class ControlPlane:
@@ -56,7 +58,7 @@ class ControlPlane:
         self._heard: dict[str, set[str]] = {}
         self._look_at = self._ask_at = math.inf
         # By the beginning of names: see ``Neighbours.govern``.
-        self._governed: dict[str, tuple[Callable[[str], None], Callable[[str, Decision], Decision]]] = {}
+        self._governed: dict[str, tuple[Callable[[str], None], Callable[[str, Decision], Decision | None]]] = {}
 
     # -- called by any thread -----------------------------------------------------------------------------------------
 
@@ -75,7 +77,7 @@ class ControlPlane:
         self._call(propose)
         return future
 
-    def govern(self, prefix: str, vote: Callable[[str], None], ratify: Callable[[str, Decision], Decision]) -> None:
+    def govern(self, prefix: str, vote: Callable[[str], None], ratify: Callable[[str, Decision], Decision | None]) -> None:
         """``Neighbours.govern``."""
         self._governed[prefix] = vote, ratify
 
@@ -145,8 +147,10 @@ class ControlPlane:
                 return False
         return True
 
-    def _run_ratify(self, name: str, decision: Decision, ratify: Callable[[str, Decision], Decision]) -> None:
+    def _run_ratify(self, name: str, decision: Decision, ratify: Callable[[str, Decision], Decision | None]) -> None:
         result = ratify(name, decision)
+        if result is None:
+            time.sleep(_AGAIN)
         with contextlib.suppress(RuntimeError):  # the transport was closed
             self._call(lambda: self._agreements.ratified(name, result))
 

@@ -122,7 +122,7 @@ class TcpNeighbours(Neighbours):
     def missing(self, name: str) -> list[int]:
         return self._reactor.control_plane.missing(name)
 
-    def govern(self, prefix: str, vote: Callable[[str], None], ratify: Callable[[str, Decision], Decision]) -> None:
+    def govern(self, prefix: str, vote: Callable[[str], None], ratify: Callable[[str, Decision], Decision | None]) -> None:
         self._reactor.control_plane.govern(prefix, vote, ratify)
 
     def promise(self, seconds: float, least: int, not_before: int) -> int:
