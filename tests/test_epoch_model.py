@@ -92,8 +92,8 @@ class Worker:
     def govern(self, prefix: str, vote: Any, ratify: Any) -> None:
         self.govern_calls = vote, ratify
 
-    def promise(self, seconds: float, least: int, not_before: int) -> int:
-        promise = max(self.round + max(least, math.ceil(seconds / STEP)), not_before)
+    def promise(self, seconds: float, least: int) -> int:
+        promise = self.round + max(least, math.ceil(seconds / STEP))
         self.last = min(self.last, promise)
         return promise
 
@@ -242,11 +242,11 @@ def _immediately(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_random_schedules():
-    for seed in range(60):
+    for seed in (*range(50), 392, 1057, 2201):  # the last ones see faults that few others see
         schedule(seed)
 
 
 @pytest.mark.slow
 def test_many_random_schedules():
-    for seed in range(60, 3000):
+    for seed in range(50, 3000):
         schedule(seed)

@@ -128,7 +128,7 @@ class Epochs:
     def _propose(self) -> None:
         with self._lock:
             if self._result is None:
-                promise = self._neighbours.promise(_AHEAD, _LEAST, self.newest.start)
+                promise = self._neighbours.promise(_AHEAD, _LEAST)
                 self._result = self._neighbours.propose(self._name, str(promise))
 
     def _propose_if_the_store_answers(self) -> None:
@@ -186,8 +186,11 @@ class Epochs:
             won = self._line.write(number, text, before)
         if won is None:
             # What was promised stays promised: the text may be written, and others may learn of it.
-            _log.warning("%s: the store does not take it. Until it does, rounds are made without exchanges", name)
+            if not self._warned:
+                _log.warning("epoch %d: the store does not take it. Until it does, rounds are made without exchanges", number)
+            self._warned = True
             return None
+        self._warned = False
         return decision if won == text else Decision(dict(json.loads(won)), {})
 
 

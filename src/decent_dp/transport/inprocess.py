@@ -265,8 +265,8 @@ class _LocalNeighbours(Neighbours):
     def govern(self, prefix: str, vote: Callable[[str], None], ratify: Callable[[str, Decision], Decision | None]) -> None:
         return
 
-    def promise(self, seconds: float, least: int, not_before: int) -> int:
-        promise = max(self._round + least, not_before)
+    def promise(self, seconds: float, least: int) -> int:
+        promise = self._round + least
         self._last = min(self._last, promise)
         return promise
 

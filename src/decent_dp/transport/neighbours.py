@@ -83,12 +83,11 @@ class Neighbours(ABC):
         """
 
     @abstractmethod
-    def promise(self, seconds: float, least: int, not_before: int) -> int:
+    def promise(self, seconds: float, least: int) -> int:
         """Promises a round, after which this worker starts no exchange until ``confine(None)``, and returns it.
 
         Args:
             seconds, least: how far it is ahead of the present round: as many rounds as take so long, or so many.
-            not_before: the earliest round.
         """
 
     @abstractmethod

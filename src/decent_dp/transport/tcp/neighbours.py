@@ -125,10 +125,10 @@ class TcpNeighbours(Neighbours):
     def govern(self, prefix: str, vote: Callable[[str], None], ratify: Callable[[str, Decision], Decision | None]) -> None:
         self._reactor.control_plane.govern(prefix, vote, ratify)
 
-    def promise(self, seconds: float, least: int, not_before: int) -> int:
+    def promise(self, seconds: float, least: int) -> int:
         with self._lock:
             ahead = max(least, math.ceil(seconds / self._step) if self._step else 0)
-            promise = max(self._framing.round + ahead, not_before)
+            promise = max(self._framing.round, 0) + ahead
             self._last = min(self._last, promise)
         return promise
 
