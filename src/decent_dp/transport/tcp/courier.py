@@ -6,7 +6,6 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
 
-from decent_dp.errors import WireError
 from decent_dp.transport.tcp.protocol import ACK, BLOCK, Key
 
 __all__ = ["Courier"]
@@ -75,17 +74,14 @@ class Courier:
     # -- in the reactor's thread --------------------------------------------------------------------------------------
 
     def hear(self, peer: int, key: Key, block: bytes) -> None:
-        """A block has come, perhaps again, or an acknowledgement.
-
-        Raises:
-            WireError: the worker has sent more than is due.
-        """
+        """A block has come, perhaps again, or an acknowledgement."""
         number, kind, count = key
         with self._changed:
             if number > self._number and kind == BLOCK:
-                self._early[peer][key] = block
-                if len(self._early[peer]) > 2 * _WINDOW:
-                    raise WireError(f"worker {peer} sent more blocks of a collective than are due")
+                early = self._early[peer]
+                early[key] = block
+                while len(early) > _WINDOW:  # no more than that are in flight; others are of one that was given up
+                    del early[min(early)]
             if number != self._number:
                 return
             self._changed.notify_all()
