@@ -478,11 +478,19 @@ def test_a_measured_file_that_is_no_doctors(cli: Cli, tmp_path: Path) -> None:
         assert str(path) in err
 
 
+def test_a_store_that_cannot_listen(cli: Cli) -> None:
+    for given, said in (("29500", "--bind must be HOST:PORT"), ("192.0.2.1:29500", "cannot listen on 192.0.2.1:29500")):
+        out, err, code = cli.all(f"roster --bind {given}")
+        assert (out, code) == ("", 2 if given == "29500" else 1)
+        assert said in err
+
+
 # -- help, and errors of other kinds ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "line", ["", "topology", "topology list", "topology show", "topology compare", "simulate", "plan", "doctor", "watch"]
+    "line",
+    ["", "topology", "topology list", "topology show", "topology compare", "simulate", "plan", "doctor", "roster", "watch"],
 )
 def test_help_with_examples(cli: Cli, line: str) -> None:
     text = cli(f"{line} --help")

@@ -165,19 +165,14 @@ def test_a_worker_that_was_left_out_comes_back(workers):
     assert () in found[2][2]
 
 
-SERVER = """
-import sys, time, torch.distributed as dist
-store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=True, wait_for_workers=False)
-print(store.port, flush=True)
-time.sleep(120)
-"""
-
-
 def serve(port: int = 0) -> tuple[subprocess.Popen[str], int]:
-    """A store in a process of its own, and its port."""
-    server = subprocess.Popen([sys.executable, "-c", SERVER, str(port)], stdout=subprocess.PIPE, text=True)
+    """``decent-dp roster``, and its port."""
+    command = [sys.executable, "-m", "decent_dp", "roster", "--bind", f"127.0.0.1:{port}"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
-    return server, int(server.stdout.readline())
+    said = [server.stdout.readline(), server.stdout.readline()]
+    assert "TORCHELASTIC_USE_AGENT_STORE=True" in said[1]
+    return server, int(said[1].split("MASTER_PORT=")[1].split()[0])
 
 
 def loses_the_store(rank: int, n: int, comes_back: bool) -> Any:
@@ -187,8 +182,9 @@ def loses_the_store(rank: int, n: int, comes_back: bool) -> Any:
         shared.set("port", str(port))
     port = int(shared.get("port"))
     dist.destroy_process_group()
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=n, timeout=timedelta(seconds=60))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(n))
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     model, optimizer, replica = make(rank, topology="ring")
     for t in range(300 if comes_back else 150):
         if server is not None and t == 20:

@@ -151,10 +151,10 @@ def _run(workers: int, attempt: int, max_restarts: int, command: Sequence[str]) 
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     from decent_dp.launch import script
-    from decent_dp.launch.local import loopback_store
+    from decent_dp.launch.local import store_on
 
     torchrun: Any = importlib.import_module("torch.distributed.run")  # it has no types
-    store = loopback_store()
+    store = store_on()
     with tempfile.TemporaryDirectory(prefix="decent-dp-") as notes:
         line = ["--rdzv-backend", "static", "--rdzv-endpoint", f"127.0.0.1:{store.port}", "--log-dir", notes]
         options = torchrun.parse_args([*line, "--nproc-per-node", str(workers), script.__file__])

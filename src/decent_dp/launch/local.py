@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from decent_dp.launch.environment import read_environment
 
-__all__ = ["Failure", "cause", "loopback_store", "refuse_in_a_worker", "usable_cores", "worker_environment"]
+__all__ = ["Failure", "cause", "refuse_in_a_worker", "store_on", "usable_cores", "worker_environment"]
 
 _LOOPBACKS = ("lo", "lo0")  # Linux, macOS
 # What a worker says when another one has gone: the exceptions of decent_dp, and the words of gloo.
@@ -51,18 +51,23 @@ def worker_environment(nproc: int, environ: Mapping[str, str]) -> dict[str, str]
     return {name: environ.get(name) or value for name, value in found.items()}
 
 
-def loopback_store() -> TCPStore:
-    """Returns a store on a port of 127.0.0.1 that the system chooses. Its server lives as long as this object.
+def store_on(host: str = "127.0.0.1", port: int = 0) -> TCPStore:
+    """Returns a store at this address; port 0: one that the system chooses. Its server lives as long as this object.
 
     torch's own server would listen on all interfaces.
+
+    Raises:
+        OSError: the address is not this machine's, or the port is in use.
     """
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
         listener.listen(1024)
-        port: int = listener.getsockname()[1]
+        port = listener.getsockname()[1]
         # multi_tenant: torchrun's agent, which wants to serve this port itself, takes the server of this process.
         return TCPStore(
-            "127.0.0.1",
+            host,
             port,
             is_master=True,
             wait_for_workers=False,

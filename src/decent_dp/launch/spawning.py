@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from decent_dp._checks import check_integer, install_hint
 from decent_dp.launch.group import initialize_dist
-from decent_dp.launch.local import Failure, cause, loopback_store, refuse_in_a_worker, worker_environment
+from decent_dp.launch.local import Failure, cause, refuse_in_a_worker, store_on, worker_environment
 from decent_dp.launch.script import end_with_parent, last_line
 
 __all__ = ["spawn"]
@@ -74,7 +74,7 @@ def spawn(fn: Callable[..., T], nproc: int, *args: Any) -> list[T]:
         )
     by_value = _is_interactive()
     call = _dumped((fn, args), by_value)
-    store = loopback_store()
+    store = store_on()
     workers: list[_Worker] = []
     try:
         for rank in range(nproc):
