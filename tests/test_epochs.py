@@ -100,14 +100,14 @@ def trains_on(rank: int, n: int, topology: str, dead: dict[int, int], steps: int
     ("topology", "options"),
     [
         ("ring", {}),
-        ("one-peer-exp", {}),
-        ("base-2", {"compression": "int8"}),
+        pytest.param("one-peer-exp", {}, marks=pytest.mark.slow),
+        pytest.param("base-2", {"compression": "int8"}, marks=pytest.mark.slow),
         pytest.param("random-matching", {"mix_every": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_rounds_are_planned_anew_after_deaths(workers, topology, options):
     """Two deaths at once cut a ring of six in parts."""
-    n, steps = 8 if topology == "one-peer-exp" else 6, 240
+    n, steps = 8 if topology == "one-peer-exp" else 6, 200
     outcomes = workers.outcomes(n, trains_on, topology, {1: 40, 4: 40}, steps, options)
     found = [outcome.value for rank, outcome in enumerate(outcomes) if rank not in (1, 4)]
     assert all(value is not None for value in found), [outcome.trace for outcome in outcomes]
@@ -155,6 +155,7 @@ def freezes(rank: int, n: int, steps: int) -> Any:
     return found
 
 
+@pytest.mark.slow
 def test_a_worker_that_was_left_out_comes_back(workers):
     found = workers(4, freezes, 500, timeout=120)
     for rank, (roster, stats, seen) in enumerate(found):

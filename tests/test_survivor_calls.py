@@ -87,8 +87,18 @@ def averages(rank: int, n: int, kind: str, where: str, victim: int) -> Any:
     return own, mean, distance, seconds
 
 
-@pytest.mark.parametrize("where", IN_MEAN)
-@pytest.mark.parametrize(("kind", "victim"), [("gossip", 0), ("gossip", 2), ("wrapper", 3)])
+@pytest.mark.parametrize(
+    ("kind", "victim", "where"),
+    [
+        ("gossip", 0, "in the mean"),
+        ("wrapper", 3, "after all have come"),
+        *(
+            pytest.param(kind, victim, where, marks=pytest.mark.slow)
+            for kind, victim in (("gossip", 0), ("gossip", 2), ("wrapper", 3))
+            for where in IN_MEAN
+        ),
+    ],
+)
 def test_a_death_in_a_mean(workers, kind, where, victim):
     found = survivors(workers.outcomes(N, averages, kind, where, victim), victim)
     for name in found[0][0]:
@@ -133,7 +143,9 @@ def loads(rank: int, n: int, path: str) -> Any:
     return state, found
 
 
-@pytest.mark.parametrize("where", IN_SAVE)
+@pytest.mark.parametrize(
+    "where", [pytest.param(where, marks=() if where == "before the file" else pytest.mark.slow) for where in IN_SAVE]
+)
 def test_a_death_in_a_save(workers, tmp_path, where):
     found = survivors(workers.outcomes(N, saves, str(tmp_path), where))
     errors = {tuple(error) for error, _ in found}
@@ -197,7 +209,9 @@ def runs_out(rank: int, n: int, kind: str, victim: int) -> Any:
     return stats, mean, seconds
 
 
-@pytest.mark.parametrize(("kind", "victim"), [("gossip", -1), ("wrapper", -1), ("gossip", 1), ("gossip", 3)])
+@pytest.mark.parametrize(
+    ("kind", "victim"), [("gossip", 1), ("wrapper", -1), *(pytest.param("gossip", v, marks=pytest.mark.slow) for v in (-1, 3))]
+)
 def test_workers_that_run_out_go_on_mixing_until_all_have(workers, kind, victim):
     found = survivors(workers.outcomes(N, runs_out, kind, victim), victim)
     ranks = [rank for rank in range(N) if rank != victim]
@@ -236,7 +250,9 @@ def is_preempted(rank: int, n: int, path: str, where: str) -> Any:
     return rounds, str(error) if error else ""
 
 
-@pytest.mark.parametrize("where", ["never", "earlier", "before its vote", "after its vote"])
+@pytest.mark.parametrize(
+    "where", ["before its vote", *(pytest.param(w, marks=pytest.mark.slow) for w in ("never", "earlier", "after its vote"))]
+)
 def test_all_that_live_stop_after_the_same_round(workers, tmp_path, where):
     found = survivors(workers.outcomes(N, is_preempted, str(tmp_path), where), -1 if where == "never" else VICTIM)
     assert len(set(found)) == 1, found
@@ -274,7 +290,9 @@ def constructs(rank: int, n: int, where: str) -> Any:
     return "", updates, time.monotonic() - began
 
 
-@pytest.mark.parametrize("where", ["process group", "arguments", "tolerate", "connections"])
+@pytest.mark.parametrize(
+    "where", ["arguments", "tolerate", *(pytest.param(w, marks=pytest.mark.slow) for w in ("process group", "connections"))]
+)
 def test_a_death_in_the_construction(workers, where):
     found = survivors(workers.outcomes(N, constructs, where))
     for kind, what, seconds in found:

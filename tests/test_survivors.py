@@ -107,7 +107,7 @@ def mean_of(ranks: Sequence[int], size: int) -> torch.Tensor:
     return torch.from_numpy(np.mean([np.random.default_rng(rank).standard_normal(size) for rank in ranks], 0))
 
 
-@pytest.mark.parametrize("n", [2, 3, 6])
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow), 6])
 @pytest.mark.parametrize("near", [True, False], ids=["unix", "tcp"])
 def test_collectives(make, monkeypatch, n, near):
     monkeypatch.setattr(survivors_module, "_SEGMENT", 2**21)  # several in the large mean
@@ -144,7 +144,11 @@ def test_workers_that_were_never_connected_meet(make):
     assert company.run(lambda rank, control: control.gather(rank)) == {rank: [0, 1, 2, 3] for rank in range(4)}
 
 
-DEATHS = [(victim, blocks) for victim in range(5) for blocks in (0, 1, 3, 6)]
+DEATHS = [
+    pytest.param(victim, blocks, marks=() if (victim, blocks) in ((0, 0), (0, 3), (1, 1), (4, 0)) else pytest.mark.slow)
+    for victim in range(5)
+    for blocks in (0, 1, 3, 6)
+]
 
 
 @pytest.mark.parametrize(("victim", "blocks"), DEATHS)
@@ -205,6 +209,7 @@ def test_a_worker_whose_neighbours_have_died_takes_part(make):
     assert company.run(lambda rank, control: control.gather(rank), [0, 2, 4]) == {rank: [0, 2, 4] for rank in (0, 2, 4)}
 
 
+@pytest.mark.slow
 def test_a_frozen_worker_is_left_out_and_told_when_it_wakes(make):
     company = make(4, ring(4))
     company.run(lambda rank, control: control.gather(rank))
