@@ -351,8 +351,7 @@ class Engine:
     def catch_up(self) -> None:
         """Goes on in the round of the others, if they have gone on without this worker, which was silent or too late.
 
-        Called before a round's first bucket. The others wait for this worker in their present round, and not in those that it
-        has missed. What is in flight is finished when its bucket's turn comes.
+        Called before a round's first bucket. What is in flight is finished when its bucket's turn comes.
         """
         if self._neighbours is not None:
             self.go_to(self._round_of_others(self._neighbours))
@@ -373,18 +372,19 @@ class Engine:
         self.round = max(self.round, target)
 
     def _round_of_others(self, neighbours: Neighbours) -> int:
-        """The first round from the present one on that the other worker of no bucket's edge has passed."""
-        round_ = self.round
+        """The first round from the present one on that the other worker of no bucket's edge has passed, or leaves out."""
+        round_, newest = self.round, max(map(neighbours.round_of, neighbours.living()), default=-1)
         while True:
             passed = round_
             for bucket in self.buckets:
                 if Topology.mixes(bucket.topology, round_):
                     others = [rank for rank in bucket.topology.get_edge(round_).ranks if rank != self._transport.rank]
                     theirs = max(map(neighbours.round_of, others), default=-1)
-                    # As long as the exchange has time to arrive, the other worker can be ahead. In the next round, when some
-                    # of its buckets are done, it waits for this one.
+                    # As long as the exchange has time to arrive, the other worker can be ahead; later it waits for this one.
                     if theirs > round_ + bucket.topology._time(round_):
                         passed = max(passed, theirs)
+                    elif newest > round_ and neighbours.has_dropped(others, ExchangeId(round_, bucket.number)):
+                        passed = max(passed, round_ + 1)
             if passed == round_:
                 return round_
             round_ = passed

@@ -7,7 +7,7 @@ import math
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -222,6 +222,9 @@ class _LocalNeighbours(Neighbours):
 
     def available(self, edge: Edge, exchange_id: ExchangeId) -> bool:
         return exchange_id.round <= self._last and not set(edge.ranks) & set(self.lost())
+
+    def has_dropped(self, others: Sequence[int], exchange_id: ExchangeId) -> bool:
+        return False
 
     def skip(self, edge: Edge, exchange_id: ExchangeId) -> None:
         return

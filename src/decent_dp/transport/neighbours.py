@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from decent_dp.topo import Edge
@@ -19,6 +19,10 @@ class Neighbours(ABC):
     @abstractmethod
     def available(self, edge: Edge, exchange_id: ExchangeId) -> bool:
         """Whether this exchange can be started: the other worker gives signs of life, and has not left it out."""
+
+    @abstractmethod
+    def has_dropped(self, others: Sequence[int], exchange_id: ExchangeId) -> bool:
+        """Whether one of these workers leaves this exchange out."""
 
     @abstractmethod
     def skip(self, edge: Edge, exchange_id: ExchangeId) -> None:

@@ -56,6 +56,8 @@ LOCAL = getattr(socket, "AF_UNIX", None)
 # Names of TCP congestion controls, separated by commas, of which the first that the system permits is used.
 _CONGESTION_CONTROL = "DECENT_DP_CONGESTION_CONTROL"
 
+# The part of each round's time for which a worker waits for peers that are not in their exchanges.
+_SHARE = 0.1
 # Exchanges of one bucket with one peer from which the usual time of one is known, and the most meetings that are left out
 # after an exchange has taken much longer.
 _TIMED, _LONGEST_BREAK = 8, 64
@@ -194,6 +196,8 @@ class Connection:
         notes: where faults are tolerated: the last two notes for each bucket, for this exchange and the next, to be sent again
             on a new connection.
         refused: nobody listens at the peer's address, since the connection was lost.
+        patience: seconds for which this worker still waits for a living peer that is not in its exchange. Each round adds a
+            tenth of a step: a slow peer costs its partners a tenth of their pace, and one that is late for once is waited for.
     """
 
     def __init__(self, peer: int, link: SharedLink, selector: selectors.BaseSelector) -> None:
@@ -210,12 +214,11 @@ class Connection:
         self.pairs: dict[int, Pair] = {}
         self.notes: dict[int, deque[bytes]] = {}
         self.refused = False
+        self.patience, self._waited_in = math.inf, -1
         # Bytes of dropped messages that were granted and will still come.
         self.unwanted: dict[Key, int] = {}
-        # By bucket: the seconds until the peer was in an exchange, and until its end from then on.
-        self._lags: dict[int, deque[float]] = {}
+        # By bucket: the seconds from when both were in an exchange until its end.
         self._times: dict[int, deque[float]] = {}
-        self._missed = False
         self._break, self._left_out, self._late_round, self._resting = 0, 0, -1, -1
         # Whether bodies carry checksums: not within a machine.
         self.checked = True
@@ -278,7 +281,7 @@ class Connection:
 
     def forget_rounds(self) -> None:
         """Rounds may be earlier ones from now on."""
-        self.round = self._late_round = self._resting = -1
+        self.round = self._late_round = self._resting = self._waited_in = -1
         self._left_out = 0
         self.notes.clear()
 
@@ -323,46 +326,49 @@ class Connection:
 
     # -- exchanges that take much longer than usual ---------------------------------------------------------------------
 
-    def expected_end(self, pair: Pair, step: float, coming: float) -> float:
+    def expected_end(self, pair: Pair, began: float, step: float) -> float:
         """When an exchange is late, on the monotonic clock; infinite for messages without a history.
 
-        Until the peer is in it, that is the usual time until it is, and then the usual time of its messages: the median of
-        their history, and beyond it six times the median deviation. A peer that has not come in time is not waited for in the
-        next exchanges, until it comes in time again.
+        A peer that is in the exchange has the usual time of its messages: the median of their history, and beyond it six times
+        the median deviation. One that is not is waited for as long as its ``patience`` lasts.
 
         Args:
-            step, coming: the fewest seconds by which messages are late, and a peer that is not in the exchange.
+            began: when this worker began to wait.
+            step: the fewest seconds by which messages are late.
         """
         if not pair.opened:  # the reactor has not opened it yet
             return math.inf
-        if self.paused and not pair.joined:
-            return pair.opened
-        if self._missed and not pair.joined:
-            return pair.opened + step
-        # A copy at once: the reactor's thread may add to it.
-        times = tuple((self._times if pair.joined else self._lags).get(pair.bucket, ()))
+        if not pair.joined:
+            return pair.opened if self.paused else began + self.patience
+        times = tuple(self._times.get(pair.bucket, ()))  # a copy at once: the reactor's thread may add to it
         if len(times) < _TIMED:
-            # The first messages take their time. A peer that does not come may never come.
-            return math.inf if pair.joined else pair.opened + max(step, coming)
+            return math.inf  # the first messages take their time
         usual = statistics.median(times)
         deviation = 6 * statistics.median(abs(time - usual) for time in times)
-        return pair.joined + usual + max(deviation, step) if pair.joined else pair.opened + usual + max(deviation, step, coming)
+        return pair.joined + usual + max(deviation, step)
+
+    def waited(self, pair: Pair, began: float, step: float, most: float) -> None:
+        """This worker has waited for an exchange.
+
+        Args:
+            began: when it began to wait.
+            step: seconds of its rounds; each one adds to the patience, up to ``most``.
+        """
+        absent = max((pair.joined or time.monotonic()) - began, 0.0)
+        earned = _SHARE * step if pair.round > self._waited_in else 0.0
+        self.patience, self._waited_in = min(max(self.patience - absent, 0.0) + earned, most), pair.round
 
     def record(self, pair: Pair, verdict: Verdict) -> None:
-        """Keeps the times of an exchange that has ended."""
+        """Keeps the time of an exchange that has ended."""
         if verdict is not Verdict.BOTH or not pair.joined:
             return
-        for history, time_ in ((self._lags, pair.joined - pair.opened), (self._times, time.monotonic() - pair.joined)):
-            history.setdefault(pair.bucket, deque(maxlen=4 * _TIMED)).append(time_)
-        self._missed = False
+        self._times.setdefault(pair.bucket, deque(maxlen=4 * _TIMED)).append(time.monotonic() - pair.joined)
         if pair.round > self._late_round:
             self._break = 0
 
     def give_up(self, pair: Pair) -> None:
         """An exchange was late. If it was its messages, the next meetings are left out, twice as many each time."""
-        if not pair.joined:
-            self._missed = True
-        elif pair.round > self._late_round:
+        if pair.joined and pair.round > self._late_round:
             self._break = min(2 * self._break or 1, _LONGEST_BREAK)
             self._left_out, self._late_round = self._break, pair.round
 

@@ -185,13 +185,14 @@ class _SettledHandle(_TcpHandle):
         began = time.monotonic()
         while not (event.is_set() or self._in_doubt):
             now, lively = time.monotonic(), self.neighbours.patience(self._peer, began)
-            in_time = self.neighbours.expected_end(self.pair) - now
+            in_time = self.neighbours.expected_end(self.pair, began) - now
             active = max(began, self._reactor.last_progress(self._peer)) + self._timeout.seconds - now
             left = min(lively, in_time, active)
             if left > 0:
                 event.wait(min(left, _LOOK_AT_PEERS))
             elif self.neighbours.abandon(self._peer, self._key, late=lively > 0 and in_time <= 0) is Verdict.OPEN:
                 self._in_doubt = True
+        self.neighbours.waited(self.pair, began)
 
 
 class TcpExchanges:

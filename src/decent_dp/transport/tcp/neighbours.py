@@ -7,7 +7,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeVar
 
@@ -32,8 +32,8 @@ SILENT = 0.3
 _MENDED = 0.25
 # Rounds of which the median is taken for the time of a step, and the fewest seconds by which an exchange can be late.
 _STEPS, _LATE = 16, 0.25
-# The part of ``dead_after`` for which a living peer that is not in the exchange is waited for: it may itself wait for one that
-# is silent.
+# The part of ``dead_after`` for which a living peer that is not in its exchange is waited for at most: it may itself wait for
+# one that is silent.
 _COMING = 0.4
 # Seconds between two questions to a peer that is late.
 _ANSWER = 0.05
@@ -68,6 +68,10 @@ class TcpNeighbours(Neighbours):
             if votes.in_doubt(bucket) or votes.has_dropped(round_, bucket) or connection.on_break(round_):
                 return False
         return True
+
+    def has_dropped(self, others: Sequence[int], exchange_id: ExchangeId) -> bool:
+        found = filter(None, map(self._framing.connections.get, others))
+        return any(connection.votes.has_dropped(exchange_id.round, exchange_id.bucket) for connection in found)
 
     def skip(self, edge: Edge, exchange_id: ExchangeId) -> None:
         for peer in self._others(edge):
@@ -187,20 +191,27 @@ class TcpNeighbours(Neighbours):
             return 0.0  # the peer makes a hole, and may not be able to say so
         return lively
 
-    def expected_end(self, pair: Pair) -> float:
-        """When an exchange is late (``Connection.expected_end``), on the monotonic clock, if its peer was heard since then.
+    def expected_end(self, pair: Pair, began: float) -> float:
+        """When an exchange is late (``Connection.expected_end``), on the monotonic clock. ``began``: when the wait did.
 
-        So a peer that is stopped is not late: it is waited for until it is silent. One that is late is asked for a sign of
-        life, and answers it at once.
+        Messages are late only if their peer was heard since then: it is asked for a sign of life, and answers it at once. So a
+        peer that is stopped is waited for until it is silent.
         """
         connection = self._framing.connections.get(pair.receiving.peer)
         if connection is None:
             return math.inf
-        end = connection.expected_end(pair, max(self._step, _LATE), _COMING * self._dead_after)
-        if time.monotonic() < end or connection.heard > end:
+        connection.patience = min(connection.patience, _COMING * self._dead_after)
+        end = connection.expected_end(pair, began, max(self._step, _LATE))
+        if not pair.joined or time.monotonic() < end or connection.heard > end:
             return end
         self._reactor.call(lambda: self._framing.settlement.ask_for_life(connection))
         return time.monotonic() + _ANSWER
+
+    def waited(self, pair: Pair, began: float) -> None:
+        """This worker has waited for an exchange since ``began``."""
+        connection = self._framing.connections.get(pair.receiving.peer)
+        if connection is not None:
+            connection.waited(pair, began, self._step, _COMING * self._dead_after)
 
     def _others(self, edge: Edge) -> list[int]:
         return [rank for rank in edge.ranks if rank != self._rank]
