@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest $(PARALLEL)
 OLDEST_PYTHON ?= python3.10
 NEWEST_PYTHON ?= python3.13
 
-.PHONY: help test test-all slow breakages compat compat-pythons compat-oldest compat-newest lint types suite demo accuracy wires learning workbench holes figures bench-net bench-net-long bench-net-nodes bench-gossip bench-time-to-loss bench-optim bench-overhead bench-plan bench-faults bench-checkpoint examples slurm trace gpu docs dist clean
+.PHONY: help test test-all slow breakages compat compat-pythons compat-oldest compat-newest lint types suite demo accuracy wires learning workbench holes figures bench-net bench-net-long bench-net-nodes bench-gossip bench-time-to-loss bench-optim bench-overhead bench-plan bench-faults bench-unequal bench-checkpoint examples slurm trace gpu docs dist clean
 
 help:  ## lists the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -119,6 +119,9 @@ bench-plan: $(VENV)/.installed  ## the planner against the lab's results and a p
 
 bench-faults: $(VENV)/.installed  ## what faults=Tolerate() costs, and what a killed and a frozen worker cost the others (2 minutes)
 	$(BIN)/python -m benchmarks.faults
+
+bench-unequal: $(VENV)/.installed  ## what a slow worker costs the others, waiting and with faults=Tolerate() (7 minutes)
+	$(BIN)/python -m benchmarks.unequal
 
 bench-checkpoint: $(VENV)/.installed  ## the cost of saving, resuming and other numbers of workers (12 GiB of memory, 7 GB of disk)
 	$(BIN)/python -m benchmarks.checkpoint
