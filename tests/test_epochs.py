@@ -19,7 +19,7 @@ from decent_dp.topo import Edge, EveryTopology, Topology, make_topology
 from decent_dp.topo.epochs import EpochTopology
 from tests.helpers import assert_same, values
 from tests.test_survivor_calls import survivors
-from tests.test_tolerate import make, step
+from tests.test_tolerate import DEAD_AFTER, make, step
 from tests.workers import _store, hear, say
 
 # -- the topology ----------------------------------------------------------------------------------------------------------
@@ -55,6 +55,17 @@ def test_rounds_are_those_of_the_members():
     topology.change(15, range(6))
     assert edges(topology, 15) == edges(plain, 0)
     assert edges(topology, 14) == {(1,), (4,), *map(tuple, ({0, 2}, {3, 5}))} or len(edges(topology, 14)) == 4
+
+
+def test_after_a_load_rounds_are_those_of_the_newest_members():
+    """Which older plans a worker still has depends on how far it was."""
+    topologies = [EpochTopology(ring_of, world_size=4, rank=0) for _ in range(2)]
+    for topology, since in zip(topologies, (0, 300), strict=True):
+        topology.change(100, [0, 1, 3])
+        topology.change(200, [0, 1, 2, 3], since=since)
+        topology.restart()
+    assert [edges(topologies[0], t) for t in range(9)] == [edges(topologies[1], t) for t in range(9)]
+    assert [edges(topologies[0], t) for t in range(9)] == [edges(ring_of(4), t) for t in range(9)]
 
 
 def test_what_is_made_from_it_changes_with_it():
@@ -127,6 +138,30 @@ def test_rounds_are_planned_anew_after_deaths(workers, topology, options):
     seats = [roster.seat for roster, *_ in found]
     assert seats == list(range(len(members)))
     assert len({tuple(new.epoch for _, new, _ in changes) for _, _, changes, *_ in found}) == 1
+
+
+def leaves(rank: int, n: int) -> Any:
+    """As after a SIGTERM to one worker alone."""
+    model, optimizer, replica = make(rank, topology="ring")
+    longest = 0.0
+    for t in range(150):
+        if (rank, t) == (2, 40):
+            break
+        time.sleep(0.02)
+        began = time.monotonic()
+        step(model, optimizer, t, rank)
+        longest = max(longest, time.monotonic() - began) if t > 5 else 0.0
+    found = replica.roster, replica.stats(), longest
+    replica.close()
+    return found
+
+
+def test_a_worker_that_leaves_with_a_word_delays_nobody(workers):
+    found = workers(5, leaves)
+    for rank, (roster, stats, longest) in enumerate(found):
+        if rank != 2:
+            assert (roster.members, stats.updates) == ((0, 1, 3, 4), 150)
+            assert longest < 0.25 * DEAD_AFTER  # far less than a silent worker costs
 
 
 def freezes(rank: int, n: int, steps: int) -> Any:

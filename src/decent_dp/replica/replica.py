@@ -190,6 +190,8 @@ class Replica(ABC):
     def use_buckets(self, buckets: list[Bucket]) -> None:
         """Replaces all buckets, after the optimizers."""
         self.engine.install(buckets)
+        if isinstance(self.topology, EpochTopology):
+            self.topology.restart()
         if _log.isEnabledFor(logging.DEBUG):
             sizes = [bucket.buffer.plan.numel * bucket.buffer.plan.dtype.itemsize / MIB for bucket in buckets]
             _log.debug(

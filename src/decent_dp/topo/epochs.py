@@ -47,6 +47,10 @@ class EpochTopology(Topology):
         kept = [change for change, after in pairwise(changes) if after[0] > since]
         self._line.changes = (*kept, changes[-1], (start, tuple(sorted(members))))
 
+    def restart(self) -> None:
+        """The newest members mix in all rounds: their numbers may be earlier ones from now on."""
+        self._line.changes = ((0, self._line.changes[-1][1]),)
+
     def _from(self, derive: Callable[[Topology], Topology]) -> Topology:
         """Made from this one, part by part, as the parts are that come later."""
         made = EpochTopology(lambda n: derive(self._make(n)), world_size=self._world_size, rank=self._rank)
