@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -352,6 +352,14 @@ class DecentralizedDataParallel(nn.Module):
     def roster(self) -> Roster:
         """Who takes part, and who is left out."""
         return self.replica.roster
+
+    def on_roster(self, callback: Callable[[Roster, Roster], None]) -> None:
+        """Registers ``callback(old, new)``, which is called before the first round of each new roster, in the training thread.
+
+        Raises:
+            RuntimeError: faults are not tolerated, so that the roster stays as it is.
+        """
+        self.replica.on_roster(callback)
 
     def consensus_distance(self) -> float:
         """Returns the root mean square, over workers, of the replicas' L2 distance to their mean. Called by all workers.

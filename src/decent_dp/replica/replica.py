@@ -274,7 +274,7 @@ class Replica(ABC):
         return Roster(0, self.transport.rank, n, tuple(range(n)), ()) if self._company is None else self._company.roster
 
     def on_roster(self, callback: Callable[[Roster, Roster], None]) -> None:
-        """Registers a callback(old, new), called before the first round of each new roster, in the training thread.
+        """Registers ``callback(old, new)``, which is called before the first round of each new roster, in the training thread.
 
         Raises:
             RuntimeError: faults are not tolerated, so that the roster stays as it is.
