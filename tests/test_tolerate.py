@@ -252,6 +252,30 @@ def test_the_last_worker_stops_or_trains_alone(workers, policy):
 # -- late and stopped workers ----------------------------------------------------------------------------------------------
 
 
+def is_slow(rank: int, n: int, seconds: float) -> Any:
+    model, optimizer, replica = make(rank)
+    pace = 0.15 if rank == n - 1 else 0.03
+    for measured in (False, True):  # at first each worker waits for the slow one for longer
+        before, began, steps = replica.stats().exchanges, time.monotonic(), 0
+        while time.monotonic() < began + seconds:
+            time.sleep(pace)
+            step(model, optimizer, steps, rank)
+            steps += 1
+        if measured:
+            found = pace * steps / (time.monotonic() - began), (replica.stats().exchanges - before) / steps
+    replica.close()
+    return found
+
+
+@pytest.mark.slow
+def test_a_slow_worker_slows_nobody_and_mixes(workers):
+    *others, (own, mixed) = workers(4, is_slow, 6.0)
+    # Alone they reach about 0.93: a step computes, too.
+    assert min(pace for pace, _ in others) > 0.75
+    assert own > 0.8
+    assert mixed > 0.3
+
+
 def is_late(rank: int, n: int, kind: str, options: dict[str, Any], path: str) -> Any:
     """Worker 1 is late by far more than the others wait, in the middle of the run."""
     model, optimizer, replica = make(rank, kind, faults=decent_dp.Tolerate(dead_after=1.0), **options)
