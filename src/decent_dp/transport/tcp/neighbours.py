@@ -200,6 +200,8 @@ class TcpNeighbours(Neighbours):
         connection = self._framing.connections.get(pair.receiving.peer)
         if connection is None:
             return math.inf
+        if not pair.joined and connection.epoch > self._framing.epoch:
+            return pair.opened  # it may make other rounds, without this worker
         connection.patience = min(connection.patience, _COMING * self._dead_after)
         end = connection.expected_end(pair, began, max(self._step, _LATE))
         if not pair.joined or time.monotonic() < end or connection.heard > end:

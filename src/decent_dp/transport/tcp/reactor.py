@@ -76,9 +76,7 @@ class Reactor:
         self.mailbox = Mailbox(self.call)
         self._selector = selectors.DefaultSelector()
         self.control_plane = ControlPlane(identity.rank, len(expected), self.call, self._send_note, self._view, self._want)
-        self._framing = Framing(
-            identity.rank, local, self._selector, self._keep_note, lambda peer: self.control_plane.reconnected(peer)
-        )
+        self._framing = Framing(identity.rank, local, self._selector, self._keep_note, lambda peer: self._connected(peer))
         self._acceptor = Acceptor(listeners, self._selector, identity, secret, self._admit, self._open)
         # A byte to ``_waker`` wakes the thread.
         wakeup, waker = socket.socketpair()
@@ -203,6 +201,10 @@ class Reactor:
 
     def _send_note(self, peer: int, key: Key, text: bytes) -> None:
         self._framing.send_note(peer, key, text)
+
+    def _connected(self, peer: int) -> None:
+        self._framing.beat(self._framing.connection(peer))  # says in which round and epoch this worker is
+        self.control_plane.reconnected(peer)
 
     def _keep_note(self, peer: int, key: Key, text: bytes) -> None:
         (self.mailbox.keep if key[1] < ACK else self.control_plane.hear)(peer, key, text)
