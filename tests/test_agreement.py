@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from decent_dp.transport.agreement import Agreements, Decision, View, _pack
+from decent_dp.transport.agreement import Agreements, Decision, View, _pack, _unpack
 
 # Seconds of virtual time: between two looks, until a broken connection makes a worker LOST, and the end.
 LOOK, DEAD_AFTER, END = 0.1, 3.0, 60.0
@@ -184,6 +184,51 @@ def test_the_next_one_asks_those_that_know_the_decision(told):
     net.machines[told].hear(0, _pack("first", {}, net.decided[0]["first"]))
     net.run(10.0)
     assert [sorted(net.decided[rank]["first"].texts) for rank in (1, 2, 3)] == [[0, 1, 2, 3, 4]] * 3
+
+
+def test_who_decides_knows_of_connections_that_were_made_later():
+    """Worker 2 has told worker 1 that it knows nothing of worker 0, and tells worker 0 alone when they are connected."""
+    net = Network(3, {frozenset((0, 1)), frozenset((1, 2))})
+    net.at(0.1, lambda: [net.propose(rank, "first", "x") for rank in (1, 2)])
+    net.at(1.0, lambda: net.link(0, 2))
+    net.at(2.0, lambda: net.break_link(0, 1))
+    net.at(10.0, lambda: net.propose(0, "first", "x"))
+    net.run(20.0)
+    assert [sorted(decided["first"].texts) for decided in net.decided] == [[0, 1, 2]] * 3
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"",
+        b"{}",
+        b"[" * 200_000,
+        b'["first",[[1,"v","x","0","0","0"]],null,null]',
+        b'["first",[[1,1,"x",["a"],"0","0"]],null,null]',
+        b'["first",[[1,1,"x","f0","0","0"]],null,null]',  # workers that there are not
+        b'["first",[[99,1,"x","1","0","0"]],null,null]',
+        b'["first",[[-1,1,"x","1","0","0"]],null,null]',
+        b'["first",[],null,2]',
+        b'["first",[],[[1,null,"1"]],null]',
+        b"[1,[],null,null]",
+    ],
+)
+def test_what_is_no_message_is_refused(message):
+    net = Network(3, all_pairs(3))
+    with pytest.raises(ValueError, match="no message of an agreement"):
+        net.machines[0].hear(1, message)
+    for rank in range(3):
+        net.propose(rank, "first", "x")
+    net.run(2.0)
+    assert [sorted(decided["first"].texts) for decided in net.decided] == [[0, 1, 2]] * 3
+
+
+def test_messages_of_many_workers_are_small():
+    everybody = frozenset(range(1000))
+    decision = Decision(dict.fromkeys(everybody, "x" * 200), dict.fromkeys(everybody, everybody))
+    packed = _pack("call/1", {}, decision)
+    assert len(packed) < 2**19
+    assert _unpack(packed, 1000)[2] == decision
 
 
 def test_who_comes_when_it_is_over_learns_that_it_was_left_out():

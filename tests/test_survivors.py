@@ -21,6 +21,7 @@ from decent_dp.errors import OutOfStepError, PeerLostError, PeerTimeoutError
 from decent_dp.transport import survivors as survivors_module
 from decent_dp.transport.survivors import SurvivorControl, spanning_tree
 from decent_dp.transport.tcp.courier import Courier
+from decent_dp.transport.tcp.protocol import AGREEMENT
 from decent_dp.transport.tcp.reactor import Reactor
 from tests.test_reactor import Net
 
@@ -286,6 +287,43 @@ def test_different_calls_are_an_error_on_all(make):
         "worker 0 has come to a mean of 12 bytes and worker 2 to a gather: make the same calls in the same order on every "
         "worker."
     }
+
+
+def test_parts_of_a_network_do_not_share_a_call(make):
+    """Between two collectives of one call each half has made one of its own."""
+    company = make(4, ring(4))
+
+    def call(rank: int, control: SurvivorControl) -> Any:
+        control.begin()
+        control.gather(rank)
+        control._history = 1 + rank // 2
+        return control.gather(rank)
+
+    errors = company.run(call)
+    assert all(isinstance(error, PeerLostError) and "fallen into parts" in str(error) for error in errors.values())
+    again = company.run(lambda rank, control: (control.begin(), control.gather(rank))[1])
+    assert again == {key: [0, 1, 2, 3] for key in range(4)}
+
+
+def test_too_few_workers_make_no_call(make):
+    company = make(2, ring(2))
+    control = SurvivorControl(company.reactor(0).control_plane, 0, ["a", "a"], 20.0, min_workers=2)
+    company.kill(1)
+    with pytest.raises(PeerLostError, match=r"1 of 2 workers have come to this call.*min_workers=2"):
+        control.gather(0)
+
+
+def test_a_message_that_is_none_costs_its_connection_only(make):
+    company = make(3, ring(3))
+    company.run(lambda rank, control: control.gather(rank))
+    company.reactor(1).call(
+        lambda: company.reactor(1)._framing.send_note(0, (0, AGREEMENT, 0), b'["x",[[1,1,"x",["a"],"0","0"]],null,0]')
+    )
+    deadline = time.monotonic() + 5
+    while company.reactor(0).lost() != [1]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert company.reactor(0)._thread.is_alive()
 
 
 def test_a_transport_that_is_closed_waits_for_nobody(make):

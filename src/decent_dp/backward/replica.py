@@ -436,9 +436,10 @@ class BackwardReplica(Replica):
         control, rank, round_ = self.transport.control, self.transport.rank, self.engine.round
         rounds = control.gather(round_)
         if len(set(rounds)) > 1:
+            counts = worker_counts(rounds, control.ranks)
             raise OutOfStepError(
-                f"the workers start at different rounds ({worker_counts(rounds)}): they have loaded optimizer states "
-                "of different rounds, or some have loaded none. Load on every worker what was saved at the same update."
+                f"the workers start at different rounds ({counts}): they have loaded optimizer states of different rounds, or "
+                "some have loaded none. Load on every worker what was saved at the same update."
             )
         first: list[int] = broadcast_object(control, rank, list(self.first_order))
         whole = list(dict.fromkeys([*first, *range(len(self.parameters.params))]))

@@ -158,7 +158,7 @@ def read_parameters(path: str | os.PathLike[str], rank: int | None = None, *, bu
         raise ValueError(f"{step} was saved by {n} workers and has none of rank {rank}")
     with contextlib.ExitStack() as opened:
         shards = [opened.enter_context(Shard(step / shard_name(r), r)) for r in (range(n) if rank is None else [rank])]
-        _check_alike(step, n, [{shard.record.rank: _seen(shard) for shard in shards}])
+        _check_alike(step, n, {0: {shard.record.rank: _seen(shard) for shard in shards}})
         for shard in shards:
             if shard.record.replicas is not None:
                 raise ValueError(f"{step} was saved by sharded replicas: load it into a run, and use export() there.")
@@ -223,9 +223,10 @@ def _verify(replica: Replica, step: Path, shards: Sequence[Shard]) -> None:
     """Checks the shards that this worker reads. One that several workers see is read whole by one of them only."""
     control, rank = replica.everyone.control, replica.everyone.rank
     gathered = control.gather([[shard.record.rank, shard.identity, _seen(shard)] for shard in shards])
-    _check_alike(step, shards[0].record.world_size, [{number: seen for number, _, seen in own} for own in gathered])
+    seen = {reader: {number: seen for number, _, seen in own} for reader, own in zip(control.ranks, gathered, strict=True)}
+    _check_alike(step, shards[0].record.world_size, seen)
     readers: dict[tuple[Any, ...], list[int]] = {}
-    for reader, own in enumerate(gathered):
+    for reader, own in zip(control.ranks, gathered, strict=True):
         for number, identity, _ in own:
             readers.setdefault((number, *identity), []).append(reader)
 
@@ -242,7 +243,7 @@ def _seen(shard: Shard) -> list[Any]:
     return [shard.record.step, shard.record.world_size, shard.record.sha256]
 
 
-def _check_alike(step: Path, n: int, seen: Sequence[Mapping[int, list[Any]]]) -> None:
+def _check_alike(step: Path, n: int, seen: Mapping[int, Mapping[int, list[Any]]]) -> None:
     """Raises CheckpointError if workers read shards of different checkpoints, or different ones of one worker.
 
     Args:
@@ -251,7 +252,7 @@ def _check_alike(step: Path, n: int, seen: Sequence[Mapping[int, list[Any]]]) ->
     """
     first: dict[int, tuple[int, list[Any]]] = {}
     reference: tuple[int, str] | None = None
-    for reader, shards in enumerate(seen):
+    for reader, shards in seen.items():
         for number, own in shards.items():
             before, theirs = first.setdefault(number, (reader, own))
             if own != theirs:

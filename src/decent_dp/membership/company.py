@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent import futures
 
 from decent_dp.engine import Engine
-from decent_dp.errors import PeerLostError
+from decent_dp.errors import PeerLostError, PeerTimeoutError
 from decent_dp.faults import Roster, Tolerate
 from decent_dp.membership.epochs import Epoch, Epochs
 from decent_dp.transport import Neighbours, Transport
@@ -110,14 +110,24 @@ class Company:
     def join(self, engine: Engine, mix_only: Callable[[], None]) -> None:
         """Makes rounds with those that still train, until all living workers have come here."""
         neighbours, (name, self._joins) = self.neighbours, (f"join/{self._joins}", self._joins + 1)
-        all_are_here = neighbours.propose(name, "")
+        all_are_here, deadline = neighbours.propose(name, ""), time.monotonic() + self._transport.timeout
         while not all_are_here.done():
+            if time.monotonic() > deadline:
+                raise PeerTimeoutError(
+                    f"{_named(set(neighbours.missing(name)))} not in join(), and no worker has made a round within the process "
+                    f"group's timeout of {self._transport.timeout:g} s: join() goes around the loop on every worker."
+                )
             # A round that nobody else has begun would be of no use to anybody.
             if max(map(neighbours.round_of, neighbours.living()), default=-1) >= engine.round:
                 mix_only()
+                deadline = time.monotonic() + self._transport.timeout
             else:
                 futures.wait([all_are_here], _PAUSE)
                 self.check(engine.round)
+        if self._transport.rank not in all_are_here.result().texts:
+            raise PeerLostError(
+                f"the others took worker {self._transport.rank} for gone, and have left join() without it. End this process."
+            )
 
     def close(self) -> None:
         """Ends the threads."""
@@ -141,7 +151,7 @@ class Company:
         if self._faults.partition != "train":
             raise PeerLostError(
                 f"worker {self._transport.rank} has heard no other for {self._faults.orphan_for:g} s: the network is gone, or "
-                "the others are. Start it again from the newest checkpoint, or let it train alone: "
+                "the others are. Start all workers again from the newest checkpoint, or let it train alone: "
                 "faults=Tolerate(partition='train')."
             )
         self._warned = True

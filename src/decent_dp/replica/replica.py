@@ -390,6 +390,7 @@ class Replica(ABC):
         if self._company is not None:
             self._company.neighbours.pause()
         engine, control = self.engine, self.everyone.control
+        control.begin()
         rounds = check_same_call(control, engine.round, engine.factor, what, same_round=self._company is None)
         if self._company is not None:
             # Those that were silent or late for a while are in other rounds, with as many updates.

@@ -20,7 +20,7 @@ from __future__ import annotations
 import enum
 import json
 from collections import deque
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 
 __all__ = ["Agreements", "Decision", "View"]
@@ -73,6 +73,7 @@ class _Open:
         statements: by rank.
         askers: the workers that have sent any of them, to which the decision is to be sent.
         hop, sent: the next worker on the way to the deciding one, and what it has got: versions by rank.
+        told: the version of this worker's own statement that each hop has got, the former ones, too: one of them may decide.
         ratifying: this worker has a decision, and does not know yet whether it counts.
     """
 
@@ -80,6 +81,7 @@ class _Open:
     askers: set[int] = field(default_factory=set)
     hop: int | None = None
     sent: dict[int, int] = field(default_factory=dict)
+    told: dict[int, int] = field(default_factory=dict)
     ratifying: bool = False
 
     def came(self) -> set[int]:
@@ -153,7 +155,7 @@ class Agreements:
         Raises:
             ValueError: it is no such message.
         """
-        name, statements, decision, asker = _unpack(message)
+        name, statements, decision, asker = _unpack(message, len(self._others) + 1)
         if name in self._names:
             if decision is None:
                 self._send(peer, _pack(name, {}, self._known(name)))
@@ -219,6 +221,11 @@ class Agreements:
         if hop != agreement.hop:
             agreement.hop = hop
             agreement.sent.clear()
+        own = agreement.statements.get(self._rank)
+        for peer, version in agreement.told.items():
+            if own is not None and peer != hop and version < own.version and self._view(peer) is View.LINKED:
+                agreement.told[peer] = own.version
+                self._send(peer, _pack(name, {self._rank: own}))
         if hop is None:
             self._decide(name, agreement, ways.keys())
             return
@@ -229,6 +236,8 @@ class Agreements:
         }
         if news:
             agreement.sent.update({rank: said.version for rank, said in news.items()})
+            if own is not None:
+                agreement.told[hop] = own.version
             self._send(hop, _pack(name, news))
 
     def _decide(self, name: str, agreement: _Open, reached: Set[int]) -> None:
@@ -303,26 +312,44 @@ def _pack(
     name: str, statements: Mapping[int, _Statement], decision: Decision | None = None, *, asker: int | None = None
 ) -> bytes:
     """A message. ``asker``: the worker whose question it is, of whom a statement is among ``statements``."""
-    said = [[rank, s.version, s.text, sorted(s.linked), sorted(s.pending), sorted(s.lost)] for rank, s in statements.items()]
+    said = [[rank, s.version, s.text, _mask(s.linked), _mask(s.pending), _mask(s.lost)] for rank, s in statements.items()]
     decided = None
     if decision is not None:
-        decided = [[rank, text, sorted(decision.links.get(rank, ()))] for rank, text in decision.texts.items()]
-    return json.dumps([name, said, decided, asker], separators=(",", ":")).encode()
+        decided = [[rank, text, _mask(decision.links.get(rank, ()))] for rank, text in decision.texts.items()]
+    return json.dumps([name, said, decided, asker], separators=(",", ":"), ensure_ascii=False).encode()
 
 
-def _unpack(message: bytes) -> tuple[str, dict[int, _Statement], Decision | None, int | None]:
+def _unpack(message: bytes, world_size: int) -> tuple[str, dict[int, _Statement], Decision | None, int | None]:
     try:
         name, said, decided, asker = json.loads(message)
-        statements = {
-            rank: _Statement(version, text, frozenset(linked), frozenset(pending), frozenset(lost))
-            for rank, version, text, linked, pending, lost in said
-        }
+        statements: dict[int, _Statement] = {}
+        for rank, version, text, *masks in said:
+            linked, pending, lost = (_ranks(mask, world_size) for mask in masks)
+            _check(rank in range(world_size) and type(version) is int and (text is None or isinstance(text, str)))
+            statements[rank] = _Statement(version, text, linked, pending, lost)
         decision = None
         if decided is not None:
-            texts, links = {rank: text for rank, text, _ in decided}, {rank: frozenset(peers) for rank, _, peers in decided}
-            decision = Decision(texts, links)
-        if asker is not None and asker not in statements:
-            raise ValueError("a question without a statement")
-    except (TypeError, ValueError) as error:
+            _check(all(rank in range(world_size) and isinstance(text, str) for rank, text, _ in decided))
+            links = {rank: _ranks(mask, world_size) for rank, _, mask in decided}
+            decision = Decision({rank: text for rank, text, _ in decided}, links)
+        _check(isinstance(name, str) and (asker is None or asker in statements))
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"no message of an agreement: {message[:100]!r}") from error
-    return str(name), statements, decision, asker
+    return name, statements, decision, asker
+
+
+def _check(is_right: bool) -> None:
+    if not is_right:
+        raise ValueError("an entry of another type, or a rank that is no worker's")
+
+
+def _mask(ranks: Iterable[int]) -> str:
+    """Ranks as bits, in hexadecimal digits: short for many workers."""
+    return format(sum(1 << rank for rank in ranks), "x")
+
+
+def _ranks(mask: str, world_size: int) -> frozenset[int]:
+    _check(isinstance(mask, str) and len(mask) <= world_size // 4 + 1)
+    bits = int(mask, 16)
+    _check(0 <= bits < 1 << world_size)
+    return frozenset(rank for rank in range(world_size) if bits >> rank & 1)

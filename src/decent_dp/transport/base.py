@@ -168,6 +168,10 @@ class Control(ABC):
 
     ranks: Sequence[int]
 
+    def begin(self) -> None:
+        """A call of the user's begins, which may make several collectives."""
+        return
+
     @abstractmethod
     def broadcast(self, tensor: Tensor) -> None:
         """Every worker's ``tensor`` (any dtype, dense or not) becomes that of the first of ``ranks``."""

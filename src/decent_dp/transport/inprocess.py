@@ -149,7 +149,7 @@ class InProcessTransport(Transport):
         return self._hub.lost
 
     def tolerate(self, faults: Tolerate) -> Neighbours:
-        self.neighbours = _LocalNeighbours(self.rank, self._hub)
+        self.neighbours = _LocalNeighbours(self.rank, self._hub, self.run_id)
         return self.neighbours
 
     def prepare(self, edges: list[Edge]) -> None:
@@ -216,8 +216,8 @@ class InProcessTransport(Transport):
 class _LocalNeighbours(Neighbours):
     """Threads end, and that is all that can happen to them."""
 
-    def __init__(self, rank: int, hub: LocalHub) -> None:
-        self._rank, self._hub = rank, hub
+    def __init__(self, rank: int, hub: LocalHub, run_id: str) -> None:
+        self._rank, self._hub, self._run_id = rank, hub, run_id
         self._round, self._last = -1, math.inf
 
     def available(self, edge: Edge, exchange_id: ExchangeId) -> bool:
@@ -257,13 +257,15 @@ class _LocalNeighbours(Neighbours):
         return
 
     def propose(self, name: str, text: str) -> Future[Decision]:
-        return self._hub.propose(name, self._rank, text)
+        return self._hub.propose(f"{self._run_id}/{name}", self._rank, text)
 
     def heard(self, name: str) -> frozenset[str]:
-        return frozenset(self._hub.agreement(name).texts.values())
+        return frozenset(self._hub.agreement(f"{self._run_id}/{name}").texts.values())
 
     def missing(self, name: str) -> list[int]:
-        return [rank for rank in (*self.living(), self._rank) if rank not in self._hub.agreement(name).texts]
+        return [
+            rank for rank in (*self.living(), self._rank) if rank not in self._hub.agreement(f"{self._run_id}/{name}").texts
+        ]
 
     def govern(self, prefix: str, vote: Callable[[str], None], ratify: Callable[[str, Decision], Decision | None]) -> None:
         return

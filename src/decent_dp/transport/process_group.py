@@ -117,7 +117,8 @@ class ProcessGroupTransport(Transport):
         # gloo names no rank, and cannot be left: a frozen worker would stop it until the timeout.
         self._communicators.pop("all", None)
         plane = self._reactor.control_plane
-        self._controls["all"] = SurvivorControl(plane, self.rank, shared.node_of, shared.timeout.total_seconds())
+        timeout = shared.timeout.total_seconds()
+        self._controls["all"] = SurvivorControl(plane, self.rank, shared.node_of, timeout, faults.min_workers)
         return self.neighbours
 
     def report(self, cause: str) -> None:

@@ -6,6 +6,7 @@ import heapq
 import json
 import logging
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -42,10 +43,14 @@ class SurvivorControl(Control):
     Args:
         node_of: the name of each worker's node; the tree leaves a node as seldom as it can.
         timeout: seconds after which a wait for a living worker fails.
+        min_workers: as of ``Tolerate``.
     """
 
-    def __init__(self, plane: ControlPlane, rank: int, node_of: Sequence[str], timeout: float) -> None:
+    def __init__(self, plane: ControlPlane, rank: int, node_of: Sequence[str], timeout: float, min_workers: int = 1) -> None:
         self._plane, self._rank, self._node_of, self._timeout = plane, rank, node_of, timeout
+        self._min_workers = min(min_workers, len(node_of))
+        # Of the members of all collectives since ``begin``: all of them must have had the same.
+        self._history = 0
         self.ranks: tuple[int, ...] = tuple(range(len(node_of)))
         self._number = 0
         self._what = ""
@@ -53,6 +58,9 @@ class SurvivorControl(Control):
         self._children: tuple[int, ...] = ()
 
     # -- collectives --------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        self._history = 0
 
     def gather(self, message: Any) -> list[Any]:
         own = json.dumps(message)
@@ -109,6 +117,10 @@ class SurvivorControl(Control):
             result = make()
         except PeerLostError as error:
             _log.info("%s is made again: %s", what, error)
+        except PeerTimeoutError:
+            self._plane.propose(f"call/{self._number}", _said(what, self._history, "lost"))  # the others need not wait, too
+            self._number += 1
+            raise
         before = self.ranks
         decision = self._agree(what, "lost" if result is None else "done")
         self._regroup(decision)
@@ -116,7 +128,7 @@ class SurvivorControl(Control):
 
     def _agree(self, what: str, text: str) -> Decision:
         name, self._number = f"call/{self._number}", self._number + 1
-        future = self._plane.propose(name, json.dumps([what, text]))
+        future = self._plane.propose(name, _said(what, self._history, text))
         try:
             decision = future.result(self._timeout)
         except futures.TimeoutError:
@@ -127,18 +139,29 @@ class SurvivorControl(Control):
             ) from None
         if self._rank not in decision.texts:
             raise PeerLostError(
-                f"the others took worker {self._rank} for gone, and workers {list(decision.texts)} have made this call without "
-                "it: start it again from the newest checkpoint."
+                f"the others took worker {self._rank} for gone, and have made this call without it. It cannot take part any "
+                "more: end this process. The others go on."
             )
-        pairs = {rank: json.loads(said) for rank, said in decision.texts.items()}
-        first = min(pairs)
-        odd = next((rank for rank, (call, _) in pairs.items() if call != pairs[first][0]), None)
-        if odd is not None:
-            raise OutOfStepError(
-                f"worker {first} has come to {pairs[first][0]} and worker {odd} to {pairs[odd][0]}: make the same calls in the "
-                "same order on every worker."
+        said = {rank: text.split("\n", 2) for rank, text in decision.texts.items()}
+        first = min(said)
+        for rank, (call, history, _) in said.items():
+            if call != said[first][0]:
+                raise OutOfStepError(
+                    f"worker {first} has come to {said[first][0]} and worker {rank} to {call}: make the same calls in the same "
+                    "order on every worker."
+                )
+            if history != said[first][1]:
+                raise PeerLostError(
+                    f"the network had fallen into parts inside this call: workers {first} and {rank} have taken part in "
+                    "different collectives of it. Make the call again."
+                )
+        if len(said) < self._min_workers:
+            raise PeerLostError(
+                f"{len(said)} of {len(self._node_of)} workers have come to this call, and faults=Tolerate(min_workers="
+                f"{self._min_workers}) wants more. Start all workers again from the newest checkpoint, or allow fewer."
             )
-        return Decision({rank: said for rank, (_, said) in pairs.items()}, decision.links)
+        self._history = zlib.crc32(f"{name} {list(said)}".encode(), self._history)
+        return Decision({rank: text for rank, (_, _, text) in said.items()}, decision.links)
 
     def _regroup(self, decision: Decision) -> None:
         ranks = tuple(decision.texts)
@@ -156,7 +179,7 @@ class SurvivorControl(Control):
 
     def _check(self, began: float) -> Callable[[int], None]:
         """A function that raises if a worker is not to be waited for any longer."""
-        name, done = f"call/{self._number}", json.dumps([self._what, "done"])
+        name, done = f"call/{self._number}", _said(self._what, self._history, "done")
 
         def check(peer: int) -> None:
             if self._plane.view(peer) is View.LOST:
@@ -216,6 +239,11 @@ class SurvivorControl(Control):
         while len(text) < size:
             text += self._get(peer)
         return bytes(text)
+
+
+def _said(what: str, history: int, text: str) -> str:
+    """What a worker says in an agreement: which call it makes, what this one is made of so far, and its text."""
+    return f"{what}\n{history:x}\n{text}"
 
 
 def _by_rank(pairs: list[tuple[str, str]]) -> dict[int, str]:

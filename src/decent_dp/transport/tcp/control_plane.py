@@ -113,12 +113,14 @@ class ControlPlane:
         self.courier.reconnected(peer)
         self._agreements.reconnected(peer)
 
-    def close(self) -> None:
-        """Nothing is decided any more."""
+    def close(self, cause: BaseException | None = None) -> None:
+        """Nothing is decided any more. ``cause``: why, if it is not the end of the run."""
         with self._lock:
             waiting, self._futures = self._futures, {}
         for future in (future for futures in waiting.values() for future in futures):
-            future.set_exception(RuntimeError("the transport was closed"))
+            error = RuntimeError("the transport was closed" if cause is None else f"the transport has failed: {cause}")
+            error.__cause__ = cause
+            future.set_exception(error)
 
     def look(self) -> float:
         """Looks at the other workers if it is time. Returns when to look again, on the monotonic clock."""
@@ -148,9 +150,15 @@ class ControlPlane:
         return True
 
     def _run_ratify(self, name: str, decision: Decision, ratify: Callable[[str, Decision], Decision | None]) -> None:
-        result = ratify(name, decision)
-        if result is None:
-            time.sleep(_AGAIN)
+        result = None
+        try:
+            result = ratify(name, decision)
+        finally:  # an error is the thread's; the decision is made again
+            if result is None:
+                time.sleep(_AGAIN)
+            self._ratified(name, result)
+
+    def _ratified(self, name: str, result: Decision | None) -> None:
         with contextlib.suppress(RuntimeError):  # the transport was closed
             self._call(lambda: self._agreements.ratified(name, result))
 

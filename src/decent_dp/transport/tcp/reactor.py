@@ -347,7 +347,7 @@ class Reactor:
             while self._commands:
                 with contextlib.suppress(Exception):
                     self._commands.popleft()()
-            self.control_plane.close()
+            self.control_plane.close(self._error)
             for connection in self._framing.connections.values():
                 self._framing.close(connection, "the transport was closed")
             with self._commands_lock:
