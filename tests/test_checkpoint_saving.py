@@ -200,7 +200,8 @@ def test_an_exit_after_an_error_waits_briefly(monkeypatch, error, interactive, h
     assert asked == [hurry]
 
 
-@pytest.mark.parametrize("shared", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow  # ten seconds of waiting; test_store.py has a stopped store in the fast tests
+@pytest.mark.parametrize("shared", [True, False])
 def test_a_store_that_hangs_is_not_waited_for_without_end(tmp_path, monkeypatch, shared):
     """On a shared disk each worker sees the shards of all; else it is not known whether the checkpoint is complete."""
     monkeypatch.setattr(saver, "_MARGIN", 0.3)

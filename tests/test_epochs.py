@@ -118,7 +118,7 @@ def trains_on(rank: int, n: int, topology: str, dead: dict[int, int], steps: int
 )
 def test_rounds_are_planned_anew_after_deaths(workers, topology, options):
     """Two deaths at once cut a ring of six in parts."""
-    n, steps = 8 if topology == "one-peer-exp" else 6, 200
+    n, steps = 8 if topology == "one-peer-exp" else 6, 160
     outcomes = workers.outcomes(n, trains_on, topology, {1: 40, 4: 40}, steps, options)
     found = [outcome.value for rank, outcome in enumerate(outcomes) if rank not in (1, 4)]
     assert all(value is not None for value in found), [outcome.trace for outcome in outcomes]
@@ -156,6 +156,7 @@ def leaves(rank: int, n: int) -> Any:
     return found
 
 
+@pytest.mark.slow
 def test_a_worker_that_leaves_with_a_word_delays_nobody(workers):
     found = workers(5, leaves)
     for rank, (roster, stats, longest) in enumerate(found):
@@ -242,7 +243,8 @@ def loses_the_store(rank: int, n: int, comes_back: bool) -> Any:
     return found
 
 
-@pytest.mark.parametrize("comes_back", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("comes_back", [False, True])
 def test_without_a_store_changes_wait_and_training_goes_on(workers, comes_back):
     for roster, stats in survivors(workers.outcomes(4, loses_the_store, comes_back), 3):
         assert stats.updates == (300 if comes_back else 150)
