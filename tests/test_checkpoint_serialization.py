@@ -425,6 +425,7 @@ MALFORMED = [
     *('{"!tensor":3}', '{"!tensor":["w","int99",[1]]}', '{"!tensor":["w","float64",[3]]}', '{"!tensor":["w","uint8",[5]]}'),
     *('{"!array":["w","O",[1]]}', '{"!array":["w","|O",[1]]}', '{"!array":["w","<i8",[7]]}', '{"!array":["q","<i8",[7]]}'),
     *('{"!array":["w","|V4",[3]]}', '{"!array":["w","i4,i4",[3]]}', '{"!scalar":["<f8","00"]}', '{"!scalar":["<f8"]}'),
+    *('{"!array":["w","08",[3]]}', '{"!array":["w","a4",[3]]}', '{"!array":["w","<m8[1%2s]",[1]]}'),
     *('{"!scalar":["|O","0000000000000000"]}', '{"!sparse":[1,2,[3],true]}', '{"!sparse":[{"!tensor":"w"}]}'),
     '{"!sparse":[{"!tensor":"i"},{"!tensor":"w"},[2],false]}',  # an index that is out of range
     '{"!sparse":[{"!tensor":"w"},{"!tensor":"w"},[9],false]}',

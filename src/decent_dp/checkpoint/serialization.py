@@ -16,6 +16,7 @@ from __future__ import annotations
 import base64
 import enum
 import json
+import re
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -340,7 +341,8 @@ def _torch_dtype(body: Any) -> torch.dtype:
 
 
 def _numpy_dtype(body: Any) -> np.dtype[Any]:
-    if not isinstance(body, str) or len(body) > 20:
+    # As ``dtype.str`` writes them. NumPy reads other texts as Python, or with a warning.
+    if not isinstance(body, str) or not re.fullmatch(rf"[<>|=]?[{_ARRAY_KINDS}][0-9]{{0,9}}(\[[0-9A-Za-z]{{1,8}}\])?", body):
         raise ValueError("a dtype was expected")
     dtype = np.dtype(body)
     if not _is_plain(dtype):
