@@ -117,7 +117,7 @@ def test_a_run_that_is_resumed_equals_one_that_was_not_stopped(workers, tmp_path
 @pytest.mark.parametrize(
     ("compression", "stops"),
     [
-        *((None, (0, 3)), ("int8", (1, 2))),
+        ("int8", (0, 3)),
         *(pytest.param(compression, range(6), marks=pytest.mark.slow) for compression in (None, "int8")),
     ],
 )
