@@ -285,6 +285,19 @@ def schedule(seed: int) -> None:
             assert decision.texts.keys() >= set(living), f"seed {seed}: {name} leaves out a living worker"
 
 
+def test_who_was_away_asks_before_it_decides():
+    """Worker 0 has the statements of both others, loses its connection, and comes when they have decided without it."""
+    net = Network(3, {frozenset((0, 1)), frozenset((1, 2))})
+    net.at(0.1, lambda: [net.propose(rank, "first", "x") for rank in (1, 2)])
+    net.at(2.0, lambda: net.break_link(0, 1))
+    net.run(9.0)
+    assert [sorted(net.decided[rank]["first"].texts) for rank in (1, 2)] == [[1, 2]] * 2
+    net.link(0, 2)
+    net.propose(0, "first", "x")
+    net.run(20.0)
+    assert sorted(net.decided[0]["first"].texts) == [1, 2]  # and it learns that it was left out
+
+
 def test_random_schedules():
     for seed in range(120):
         schedule(seed)

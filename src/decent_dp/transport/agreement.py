@@ -1,16 +1,18 @@
-"""Agreement among the workers that live: each contributes a text, and all of them get the same texts.
+"""Agreement among the living workers: each contributes a text, and all of them get the same texts.
 
-An agreement has a name. Of the workers that live the one of lowest rank decides, when it has a statement of each of them, and
-the decision goes back to where the statements came from. A statement says which workers its sender is connected to. So the
-statements are a map of the connections that work: a worker lives if a chain of them leads to it, and a statement follows the
-chain to the deciding worker. Only a worker that has no connection to a lower rank makes a new one.
+An agreement has a name. The living worker of lowest rank decides when it has a statement of every living worker. The decision
+travels back along the paths of the statements. A statement lists the workers that its sender is connected to. Together the
+statements form a map of the working connections: a worker is alive if a path leads to it, and statements follow the shortest
+path to the worker that decides. A worker opens a new connection only if it has none to a lower rank.
 
-A worker that believes that it decides, and has waited for a while, asks for the rest. Its question is passed on over all
-connections, so that two that both believe it learn of each other.
+A worker that believes that it decides, and has waited for a while, asks for the missing statements. Its question is flooded over
+all connections, so that two workers that both believe it learn of each other.
 
-A worker keeps its decisions. If the deciding worker dies, the next one asks all that live, and one that knows the decision
-answers with it. So two workers get different decisions only if no chain of connections leads from one to the other: then each
-part of the network has its own.
+Workers keep their decisions. If the deciding worker dies, its successor asks all others, and those that know the decision reply
+with it. A worker that has lost a connection decides only on statements that are newer than this loss, because their senders may
+have decided without it. So two workers get different decisions only if no path connected them at that time: each part of a
+partitioned network has decisions of its own. A worker that has lost all its connections for ``dead_after`` counts as lost, even if
+it could open new ones.
 
 The class has no sockets, no threads and no clock. ``tests/test_agreement.py`` runs it in a scripted network.
 """
@@ -72,16 +74,21 @@ class _Open:
     Attributes:
         statements: by rank.
         askers: the workers that have sent any of them, to which the decision is to be sent.
-        hop, sent: the next worker on the way to the deciding one, and what it has got: versions by rank.
-        told: the version of this worker's own statement that each hop has got, the former ones, too: one of them may decide.
+        hop: the next worker on the way to the deciding one; None if that is this worker.
+        sent: for each hop so far, the versions of the statements that it has been sent. A former hop may be the one that
+            decides, so it is sent newer versions, too.
+        linked: those that this worker was connected to when it last looked.
+        stale: the versions of the statements that were known when a connection was lost. Since then their senders may have
+            decided without this worker, so it decides on newer ones only.
         ratifying: this worker has a decision, and does not know yet whether it counts.
     """
 
     statements: dict[int, _Statement] = field(default_factory=dict)
     askers: set[int] = field(default_factory=set)
     hop: int | None = None
-    sent: dict[int, int] = field(default_factory=dict)
-    told: dict[int, int] = field(default_factory=dict)
+    sent: dict[int, dict[int, int]] = field(default_factory=dict)
+    linked: frozenset[int] = frozenset()
+    stale: dict[int, int] = field(default_factory=dict)
     ratifying: bool = False
 
     def came(self) -> set[int]:
@@ -174,8 +181,12 @@ class Agreements:
             if is_first and statement.text is not None:
                 self._on_open(name, statement.text)
         if asks and name in self._open:
-            statements[self._rank] = agreement.statements.get(self._rank) or self._state(None)
-            self._ask(_pack(name, statements, asker=asker), but=peer)
+            own = agreement.statements.get(self._rank)
+            statements[self._rank] = self._state(None if own is None else own.text)
+            if own is not None:
+                agreement.statements[self._rank] = statements[self._rank]
+                self._send(peer, _pack(name, {self._rank: statements[self._rank]}))
+            self._flood(_pack(name, statements, asker=asker), but=peer)
         self._pursue(name, agreement)
 
     def look(self, *, again: bool) -> None:
@@ -185,21 +196,25 @@ class Agreements:
             if own is None:
                 continue
             new = self._state(own.text)
-            asks = again and agreement.hop is None
-            if asks or replace(new, version=own.version) != own:
+            if replace(new, version=own.version) != own:
                 agreement.statements[self._rank] = new
             self._pursue(name, agreement)
-            if asks and name in self._open:
-                self._ask(_pack(name, {self._rank: new}, asker=self._rank))
+            if again and agreement.hop is None and name in self._open:
+                self._ask(name, agreement)
 
     def reconnected(self, peer: int) -> None:
         """What was sent to a worker may have been lost."""
         for name, agreement in list(self._open.items()):
-            if agreement.hop == peer:
-                agreement.sent.clear()
+            if peer in agreement.sent:
+                agreement.sent[peer] = dict.fromkeys(agreement.sent[peer], 0)
                 self._pursue(name, agreement)
 
-    def _ask(self, message: bytes, but: int | None = None) -> None:
+    def _ask(self, name: str, agreement: _Open) -> None:
+        """Asks all that live for their statements, which are newer than this question then; or for the decision."""
+        own = agreement.statements[self._rank] = self._state(agreement.statements[self._rank].text)
+        self._flood(_pack(name, {self._rank: own}, asker=self._rank))
+
+    def _flood(self, message: bytes, but: int | None = None) -> None:
         for peer in self._others:
             if peer != but and self._view(peer) is View.LINKED:
                 self._send(peer, message)
@@ -216,29 +231,31 @@ class Agreements:
         """Decides, or sends what is new towards the worker that decides."""
         if name not in self._open:
             return
+        linked = self._sight(agreement, self._rank).linked
+        has_lost = bool(agreement.linked - linked)
+        if has_lost:
+            agreement.stale = {rank: said.version for rank, said in agreement.statements.items() if rank != self._rank}
+        agreement.linked = linked
         ways = self._ways(agreement)
-        hop = ways[min(ways)]
-        if hop != agreement.hop:
-            agreement.hop = hop
-            agreement.sent.clear()
-        own = agreement.statements.get(self._rank)
-        for peer, version in agreement.told.items():
-            if own is not None and peer != hop and version < own.version and self._view(peer) is View.LINKED:
-                agreement.told[peer] = own.version
-                self._send(peer, _pack(name, {self._rank: own}))
-        if hop is None:
+        agreement.hop = ways[min(ways)]
+        if agreement.hop is not None:
+            agreement.sent.setdefault(agreement.hop, {})
+        for peer, sent in agreement.sent.items():
+            if self._view(peer) is not View.LINKED:
+                continue
+            due = agreement.statements.keys() if peer == agreement.hop else sent.keys()
+            news = {
+                rank: said
+                for rank, said in agreement.statements.items()
+                if rank in due and rank != peer and sent.get(rank) != said.version
+            }
+            if news:
+                sent.update({rank: said.version for rank, said in news.items()})
+                self._send(peer, _pack(name, news))
+        if agreement.hop is None:
+            if has_lost and self._rank in agreement.statements:
+                self._ask(name, agreement)
             self._decide(name, agreement, ways.keys())
-            return
-        news = {
-            rank: said
-            for rank, said in agreement.statements.items()
-            if rank != hop and agreement.sent.get(rank) != said.version
-        }
-        if news:
-            agreement.sent.update({rank: said.version for rank, said in news.items()})
-            if own is not None:
-                agreement.told[hop] = own.version
-            self._send(hop, _pack(name, news))
 
     def _decide(self, name: str, agreement: _Open, reached: Set[int]) -> None:
         """Decides, as the lowest one that lives, if all of them have come; and connects to those of which nobody knows."""
@@ -250,8 +267,9 @@ class Agreements:
         unclear = self._unclear(agreement, reached)
         for peer in unclear:
             self._connect(peer)
-        if not unclear and not agreement.ratifying:
-            said = agreement.statements
+        said = agreement.statements
+        is_stale = any(said[rank].version <= agreement.stale.get(rank, 0) for rank in reached - {self._rank})
+        if not (unclear or is_stale or agreement.ratifying):
             texts = {rank: said[rank].text or "" for rank in sorted(reached)}
             decision = Decision(texts, {rank: said[rank].linked & reached for rank in texts})
             if self._ratify(name, decision):
