@@ -87,7 +87,11 @@ class Worker:
         neighbours: Any = self
         self.epochs = Epochs(rank, world.n, neighbours, self.topology, line)
 
-    # -- Neighbours
+    # -- Neighbours, and their Consensus
+
+    @property
+    def consensus(self) -> Any:
+        return self
 
     def govern(self, prefix: str, vote: Any, ratify: Any) -> None:
         self.govern_calls = vote, ratify

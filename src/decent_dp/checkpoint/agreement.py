@@ -10,8 +10,7 @@ from concurrent import futures
 from concurrent.futures import Future
 
 from decent_dp.errors import PeerLostError, PeerTimeoutError
-from decent_dp.transport import Neighbours
-from decent_dp.transport.agreement import Decision
+from decent_dp.transport.agreement import Consensus, Decision
 from decent_dp.transport.base import Transport, store_errors
 
 __all__ = ["Gather", "LinkGather", "StoreGather", "make_gather"]
@@ -71,21 +70,21 @@ class Gather(ABC):
 def make_gather(transport: Transport, name: str) -> Gather:
     """A gather of the workers of ``transport``, for this name alone."""
     neighbours = transport.neighbours
-    return StoreGather(transport, name) if neighbours is None else LinkGather(neighbours, transport.rank, name)
+    return StoreGather(transport, name) if neighbours is None else LinkGather(neighbours.consensus, transport.rank, name)
 
 
 class LinkGather(Gather):
     """An agreement of the workers that live, over their connections."""
 
-    def __init__(self, neighbours: Neighbours, rank: int, name: str) -> None:
-        self._neighbours, self._rank, self._name = neighbours, rank, name
+    def __init__(self, consensus: Consensus, rank: int, name: str) -> None:
+        self._consensus, self._rank, self._name = consensus, rank, name
         self._decision: Future[Decision] = Future()
 
     def put(self, text: str, *, asks: bool = False) -> None:
-        self._decision = self._neighbours.propose(self._name, f"{_ASKS if asks else _TELLS}{text}")
+        self._decision = self._consensus.propose(self._name, f"{_ASKS if asks else _TELLS}{text}")
 
     def asked(self) -> bool:
-        return any(text.startswith(_ASKS) for text in self._neighbours.heard(self._name))
+        return any(text.startswith(_ASKS) for text in self._consensus.heard(self._name))
 
     def wait(
         self, timeout: float, before: str, late: str, cancelled: threading.Event | None = None
@@ -95,7 +94,7 @@ class LinkGather(Gather):
             if cancelled.is_set():
                 return None
             if time.monotonic() > deadline:
-                raise PeerTimeoutError(f"{_workers(self._neighbours.missing(self._name))} {late}")
+                raise PeerTimeoutError(f"{_workers(self._consensus.missing(self._name))} {late}")
             futures.wait([self._decision], _LAST_POLL)
         texts = self._decision.result().texts
         if self._rank not in texts:

@@ -22,7 +22,7 @@ from decent_dp.checkpoint.folder import make_folder
 from decent_dp.checkpoint.trained import Trained, replica_of
 from decent_dp.errors import CheckpointError
 from decent_dp.replica.averages import average_, differing
-from decent_dp.replica.consistency import call_on_all
+from decent_dp.replica.consistency import among_the_same, call_on_all
 from decent_dp.replica.finite import refuse_nonfinite
 from decent_dp.replica.replica import Replica
 from decent_dp.replica.shards import is_sharded
@@ -118,7 +118,7 @@ def _calibrate(replica: Replica, loader: Iterable[Any]) -> None:
             average_(control, means)
             return means, sum(batches)
 
-        means, count = replica.among_the_same(weigh)
+        means, count = among_the_same(control, weigh)
         for tensor, mean in zip(statistics, means, strict=True):
             tensor.copy_(mean)
         for norm in norms:

@@ -110,11 +110,12 @@ class Company:
     def join(self, engine: Engine, mix_only: Callable[[], None]) -> None:
         """Makes rounds with those that still train, until all living workers have come here."""
         neighbours, (name, self._joins) = self.neighbours, (f"join/{self._joins}", self._joins + 1)
-        all_are_here, deadline = neighbours.propose(name, ""), time.monotonic() + self._transport.timeout
+        consensus = neighbours.consensus
+        all_are_here, deadline = consensus.propose(name, ""), time.monotonic() + self._transport.timeout
         while not all_are_here.done():
             if time.monotonic() > deadline:
                 raise PeerTimeoutError(
-                    f"{_named(set(neighbours.missing(name)))} not in join(), and no worker has made a round within the process "
+                    f"{_named(set(consensus.missing(name)))} not in join(), and no worker has made a round within the process "
                     f"group's timeout of {self._transport.timeout:g} s: join() goes around the loop on every worker."
                 )
             # A round that nobody else has begun would be of no use to anybody.

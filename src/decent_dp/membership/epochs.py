@@ -64,6 +64,7 @@ class Epochs:
 
     def __init__(self, rank: int, world_size: int, neighbours: Neighbours, topology: EpochTopology, line: Line) -> None:
         self._rank, self._neighbours, self._topology, self._line = rank, neighbours, topology, line
+        self._consensus = neighbours.consensus
         self.newest = Epoch(0, 0, tuple(range(world_size)))
         # That of the newest epoch, as it is in the store.
         self._text = "[]"
@@ -77,7 +78,7 @@ class Epochs:
         self._probe_at, self._warned = 0.0, False
         if rank == 0:
             self._prober.submit(self._found)
-        neighbours.govern(_PREFIX, self._vote, self._ratify)
+        self._consensus.govern(_PREFIX, self._vote, self._ratify)
 
     @property
     def is_member(self) -> bool:
@@ -104,7 +105,7 @@ class Epochs:
         if known > self._number + 1:
             self._leave(known)
         if self._result is None:
-            if known > self._number or self._neighbours.heard(self._name):
+            if known > self._number or self._consensus.heard(self._name):
                 self._propose()
             elif wanted or not self.is_member:
                 self._propose_if_the_store_answers()
@@ -129,7 +130,7 @@ class Epochs:
         with self._lock:
             if self._result is None:
                 promise = self._neighbours.promise(_AHEAD, _LEAST)
-                self._result = self._neighbours.propose(self._name, str(promise))
+                self._result = self._consensus.propose(self._name, str(promise))
 
     def _propose_if_the_store_answers(self) -> None:
         if self._probe is None and time.monotonic() >= self._probe_at:
@@ -140,13 +141,10 @@ class Epochs:
         if error is None:
             self._warned = False
             self._propose()
-        else:
-            self._wait(error)
-
-    def _wait(self, error: BaseException | str) -> None:
+            return
         self._probe_at = time.monotonic() + _AGAIN
         if not self._warned:
-            _log.warning("rounds are not planned anew until the store answers, and training goes on: %s", error)
+            _log.warning("the members cannot change until the store answers. Training continues: %s", error)
         self._warned = True
 
     def _adopt(self, decision: Decision, round_: int) -> Epoch | None:
@@ -156,12 +154,11 @@ class Epochs:
         if self._rank not in members:
             self._neighbours.confine(-1)
             return None
-        old, self.newest = self.newest, Epoch(self._number, start, members)
+        self.newest = Epoch(self._number, start, members)
         self._text = _text_of(decision)
         self._topology.change(start, members, since=round_ - 2 * self._topology.longest_turn())
         self._neighbours.confine(None)
         self._neighbours.enter_epoch(self._number)
-        _log.info("epoch %d: workers %s from round %d on, after %s", self._number, list(members), start, list(old.members))
         return self.newest
 
     def _found(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from decent_dp import errors
 from decent_dp.engine.layout import TensorSpec
@@ -16,6 +16,7 @@ from decent_dp.replica.shards import placement
 from decent_dp.transport import Control
 
 __all__ = [
+    "among_the_same",
     "broadcast_object",
     "call_on_all",
     "check_consistency",
@@ -67,17 +68,30 @@ def check_consistency(control: Control, rank: int, attempt: Callable[[], tuple[T
 
 def broadcast_object(control: Control, rank: int, message: Any) -> Any:
     """Returns the ``message`` (JSON) of the first worker on all of them."""
-    while True:
-        first = control.ranks[0]
-        text = json.dumps(message).encode() if rank == first else b""
+
+    def broadcast() -> Tensor:
+        text = json.dumps(message).encode() if rank == control.ranks[0] else b""
         size = torch.tensor([len(text)], device="cpu")
         control.broadcast(size)
         raw = torch.zeros(int(size), dtype=torch.uint8, device="cpu")
         if text:
-            raw.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+            raw[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         control.broadcast(raw)
-        if control.ranks[0] == first:  # it has not died in between
-            return json.loads(bytes(raw.numpy()))
+        return raw
+
+    return json.loads(bytes(among_the_same(control, broadcast).numpy()))
+
+
+def among_the_same(control: Control, call: Callable[[], T]) -> T:
+    """Returns the result of ``call``, which makes several collectives, with the same workers from the first to the last.
+
+    If one dies in between, it is called again. It must not change what it reads.
+    """
+    while True:
+        ranks = control.ranks
+        result = call()
+        if control.ranks == ranks:
+            return result
 
 
 def check_same_call(control: Control, round_: int, factor: float, what: str, *, same_round: bool = True) -> list[int]:

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from multiprocessing.util import Finalize
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from decent_dp.engine import Bucket, Engine
 from decent_dp.faults import Roster
 from decent_dp.membership import Company, Epochs, Line
 from decent_dp.replica.averages import average_, squared_distance
-from decent_dp.replica.consistency import check_same_call
+from decent_dp.replica.consistency import among_the_same, check_same_call
 from decent_dp.replica.construction import Agreement
 from decent_dp.replica.finite import refuse_nonfinite
 from decent_dp.replica.mean import Mean
@@ -45,8 +45,6 @@ from decent_dp.topo.epochs import EpochTopology
 from decent_dp.transport import Handle, Transport
 
 __all__ = ["Listener", "Replica"]
-
-T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -489,22 +487,10 @@ class Replica(ABC):
             copies = [tensor.clone() for tensor in (*parts, *whole)]
             return copies, average_(self.everyone.control, copies)
 
-        copies, distances = self.among_the_same(average_copies)
+        copies, distances = among_the_same(self.everyone.control, average_copies)
         for tensor, copy in zip((*parts, *whole), copies, strict=True):
             tensor.copy_(copy)
         return distances[: len(parts)]
-
-    def among_the_same(self, call: Callable[[], T]) -> T:
-        """Returns the result of ``call``, which makes several collectives, with the same workers from the first to the last.
-
-        If one dies in between, it is called again. It must not change what it reads.
-        """
-        control = self.everyone.control
-        while True:
-            ranks = control.ranks
-            result = call()
-            if control.ranks == ranks:
-                return result
 
     @torch.no_grad()
     def consensus_distance(self) -> float:
@@ -518,7 +504,7 @@ class Replica(ABC):
         # Parts that a replica holds several times count once.
         parts = [part.detach() for param, part in pairs if holds_first_copy(param)]
         control = self.everyone.control
-        squares = self.among_the_same(lambda: control.gather(squared_distance(self.transport.control, parts)))
+        squares = among_the_same(control, lambda: control.gather(squared_distance(self.transport.control, parts)))
         distance = float((sum(squares) * self.replicas.shards / len(squares)) ** 0.5)
         for listener in list(self.listeners):
             listener.measured(distance)

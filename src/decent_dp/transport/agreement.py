@@ -5,14 +5,14 @@ travels back along the paths of the statements. A statement lists the workers th
 statements form a map of the working connections: a worker is alive if a path leads to it, and statements follow the shortest
 path to the worker that decides. A worker opens a new connection only if it has none to a lower rank.
 
-A worker that believes that it decides, and has waited for a while, asks for the missing statements. Its question is flooded over
-all connections, so that two workers that both believe it learn of each other.
+A worker that believes that it decides, and has waited for a while, asks for the missing statements. Its question is flooded
+over all connections, so that two workers that both believe it learn of each other.
 
 Workers keep their decisions. If the deciding worker dies, its successor asks all others, and those that know the decision reply
-with it. A worker that has lost a connection decides only on statements that are newer than this loss, because their senders may
-have decided without it. So two workers get different decisions only if no path connected them at that time: each part of a
-partitioned network has decisions of its own. A worker that has lost all its connections for ``dead_after`` counts as lost, even if
-it could open new ones.
+with it. A worker that has lost a connection decides only on statements that are newer than this loss, because their senders
+may have decided without it. So two workers get different decisions only if no path connected them at that time: each part of
+a partitioned network has decisions of its own. A worker that has lost all its connections for ``dead_after`` counts as lost,
+even if it could open new ones.
 
 The class has no sockets, no threads and no clock. ``tests/test_agreement.py`` runs it in a scripted network.
 """
@@ -21,11 +21,13 @@ from __future__ import annotations
 
 import enum
 import json
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Set
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
-__all__ = ["Agreements", "Decision", "View"]
+__all__ = ["Agreements", "Consensus", "Decision", "View"]
 
 # Decisions of each kind (what is before the slash in their names) that are kept for workers that come late.
 _KEPT = 64
@@ -51,6 +53,32 @@ class Decision:
 
     texts: Mapping[int, str]
     links: Mapping[int, frozenset[int]]
+
+
+class Consensus(ABC):
+    """Agreements of the living workers. Used by any thread."""
+
+    @abstractmethod
+    def propose(self, name: str, text: str) -> Future[Decision]:
+        """Contributes to the agreement ``name``. The result is its decision."""
+
+    @abstractmethod
+    def heard(self, name: str) -> frozenset[str]:
+        """Texts that others have contributed to an agreement without a decision, as far as this worker has heard."""
+
+    @abstractmethod
+    def missing(self, name: str) -> list[int]:
+        """The workers that an agreement waits for, as far as this one knows."""
+
+    @abstractmethod
+    def govern(self, prefix: str, vote: Callable[[str], None], ratify: Callable[[str, Decision], Decision | None]) -> None:
+        """For agreements whose name begins so.
+
+        Args:
+            vote: called with the name when another worker has contributed, in a thread that must not wait.
+            ratify: called with the name and a decision before it counts, in a thread of its own. Returns the one that
+                counts; None: it is called again.
+        """
 
 
 @dataclass(frozen=True)

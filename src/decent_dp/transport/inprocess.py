@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import Store
 from decent_dp.errors import PeerLostError, PeerTimeoutError, WireError
 from decent_dp.faults import Tolerate
 from decent_dp.topo import Edge
-from decent_dp.transport.agreement import Decision
+from decent_dp.transport.agreement import Consensus, Decision
 from decent_dp.transport.base import Control, DeferredHandle, ExchangeId, ExchangeRequest, Handle, Transport, Verdict, written
 from decent_dp.transport.neighbours import Neighbours
 
@@ -217,7 +217,7 @@ class _LocalNeighbours(Neighbours):
     """Threads end, and that is all that can happen to them."""
 
     def __init__(self, rank: int, hub: LocalHub, run_id: str) -> None:
-        self._rank, self._hub, self._run_id = rank, hub, run_id
+        self._rank, self._hub, self._consensus = rank, hub, _LocalConsensus(rank, hub, run_id)
         self._round, self._last = -1, math.inf
 
     def available(self, edge: Edge, exchange_id: ExchangeId) -> bool:
@@ -256,19 +256,9 @@ class _LocalNeighbours(Neighbours):
     def begin(self, bucket: int) -> None:
         return
 
-    def propose(self, name: str, text: str) -> Future[Decision]:
-        return self._hub.propose(f"{self._run_id}/{name}", self._rank, text)
-
-    def heard(self, name: str) -> frozenset[str]:
-        return frozenset(self._hub.agreement(f"{self._run_id}/{name}").texts.values())
-
-    def missing(self, name: str) -> list[int]:
-        return [
-            rank for rank in (*self.living(), self._rank) if rank not in self._hub.agreement(f"{self._run_id}/{name}").texts
-        ]
-
-    def govern(self, prefix: str, vote: Callable[[str], None], ratify: Callable[[str, Decision], Decision | None]) -> None:
-        return
+    @property
+    def consensus(self) -> Consensus:
+        return self._consensus
 
     def promise(self, seconds: float, least: int) -> int:
         promise = self._round + least
@@ -287,6 +277,29 @@ class _LocalNeighbours(Neighbours):
     @property
     def one_sided(self) -> int:
         return 0
+
+
+class _LocalConsensus(Consensus):
+    """Of the threads that have not ended."""
+
+    def __init__(self, rank: int, hub: LocalHub, run_id: str) -> None:
+        self._rank, self._hub, self._run_id = rank, hub, run_id
+
+    def propose(self, name: str, text: str) -> Future[Decision]:
+        return self._hub.propose(self._key(name), self._rank, text)
+
+    def heard(self, name: str) -> frozenset[str]:
+        return frozenset(self._hub.agreement(self._key(name)).texts.values())
+
+    def missing(self, name: str) -> list[int]:
+        there = self._hub.agreement(self._key(name)).texts.keys() | set(self._hub.lost)
+        return [rank for rank in range(self._hub.world_size) if rank not in there]
+
+    def govern(self, prefix: str, vote: Callable[[str], None], ratify: Callable[[str, Decision], Decision | None]) -> None:
+        return  # all threads come by themselves, and cannot be parted
+
+    def _key(self, name: str) -> str:
+        return f"{self._run_id}/{name}"
 
 
 class _LocalControl(Control):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 
 from decent_dp.topo import Edge
-from decent_dp.transport.agreement import Decision
+from decent_dp.transport.agreement import Consensus
 from decent_dp.transport.base import ExchangeId
 
 __all__ = ["Neighbours"]
@@ -64,27 +63,10 @@ class Neighbours(ABC):
     def begin(self, bucket: int) -> None:
         """Buckets from this number on are in use, and rounds may be earlier ones. Called by all workers together."""
 
+    @property
     @abstractmethod
-    def propose(self, name: str, text: str) -> Future[Decision]:
-        """Contributes to the agreement ``name`` of all workers that live (``decent_dp.transport.agreement``)."""
-
-    @abstractmethod
-    def heard(self, name: str) -> frozenset[str]:
-        """Texts that others have contributed to an agreement without a decision, as far as this worker has heard."""
-
-    @abstractmethod
-    def missing(self, name: str) -> list[int]:
-        """The workers that an agreement waits for, as far as this one knows."""
-
-    @abstractmethod
-    def govern(self, prefix: str, vote: Callable[[str], None], ratify: Callable[[str, Decision], Decision | None]) -> None:
-        """For agreements whose name begins so.
-
-        Args:
-            vote: called with the name when another worker has contributed, in a thread that must not wait.
-            ratify: called with the name and a decision before it counts, in a thread of its own. Returns the one that
-                counts; None: it is called again.
-        """
+    def consensus(self) -> Consensus:
+        """Agreements with the living workers."""
 
     @abstractmethod
     def promise(self, seconds: float, least: int) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from decent_dp.errors import WireError
-from decent_dp.transport.agreement import Agreements, Decision, View
+from decent_dp.transport.agreement import Agreements, Consensus, Decision, View
 from decent_dp.transport.tcp.courier import Courier
 from decent_dp.transport.tcp.protocol import AGREEMENT, Key
 
@@ -22,7 +22,7 @@ _LOOK, _ASK = 0.1, 0.5
 _AGAIN = 2.0
 
 
-class ControlPlane:
+class ControlPlane(Consensus):
     """Moves the notes of ``Agreements`` and of a ``Courier``.
 
     Args:
@@ -57,13 +57,12 @@ class ControlPlane:
         # The texts of others in agreements without a decision, by name.
         self._heard: dict[str, set[str]] = {}
         self._look_at = self._ask_at = math.inf
-        # By the beginning of names: see ``Neighbours.govern``.
+        # By the beginning of names: see ``govern``.
         self._governed: dict[str, tuple[Callable[[str], None], Callable[[str, Decision], Decision | None]]] = {}
 
     # -- called by any thread -----------------------------------------------------------------------------------------
 
     def propose(self, name: str, text: str) -> Future[Decision]:
-        """Contributes to an agreement. The result is its decision."""
         future: Future[Decision] = Future()
 
         def propose() -> None:
@@ -78,16 +77,13 @@ class ControlPlane:
         return future
 
     def govern(self, prefix: str, vote: Callable[[str], None], ratify: Callable[[str, Decision], Decision | None]) -> None:
-        """``Neighbours.govern``."""
         self._governed[prefix] = vote, ratify
 
     def heard(self, name: str) -> frozenset[str]:
-        """Texts that others have contributed to an agreement without a decision, as far as they have reached this worker."""
         with self._lock:
             return frozenset(self._heard.get(name, ()))
 
     def missing(self, name: str) -> list[int]:
-        """The workers that an agreement waits for, as far as this one knows."""
         future: Future[list[int]] = Future()
         self._call(lambda: future.set_result(self._agreements.missing(name)))
         return future.result()

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeVar
 
 from decent_dp.topo import Edge
-from decent_dp.transport.agreement import Decision
+from decent_dp.transport.agreement import Consensus
 from decent_dp.transport.base import ExchangeId, Verdict
 from decent_dp.transport.neighbours import Neighbours
 from decent_dp.transport.tcp.connection import Connection, LinkState, Pair
@@ -117,17 +117,9 @@ class TcpNeighbours(Neighbours):
     def begin(self, bucket: int) -> None:
         self._run(lambda: self._framing.begin(bucket))
 
-    def propose(self, name: str, text: str) -> Future[Decision]:
-        return self._reactor.control_plane.propose(name, text)
-
-    def heard(self, name: str) -> frozenset[str]:
-        return self._reactor.control_plane.heard(name)
-
-    def missing(self, name: str) -> list[int]:
-        return self._reactor.control_plane.missing(name)
-
-    def govern(self, prefix: str, vote: Callable[[str], None], ratify: Callable[[str, Decision], Decision | None]) -> None:
-        self._reactor.control_plane.govern(prefix, vote, ratify)
+    @property
+    def consensus(self) -> Consensus:
+        return self._reactor.control_plane
 
     def promise(self, seconds: float, least: int) -> int:
         with self._lock:
