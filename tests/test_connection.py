@@ -15,9 +15,10 @@ from decent_dp.errors import WireError
 from decent_dp.transport.base import Verdict
 from decent_dp.transport.tcp import framing as framing_module
 from decent_dp.transport.tcp.connection import Connection, Pair, Receiving, Sending, SharedLink, configure
-from decent_dp.transport.tcp.protocol import DATA, LARGEST_DATA, NOTE, OFFER, pack, unpack
+from decent_dp.transport.tcp.neighbours import TcpNeighbours
+from decent_dp.transport.tcp.protocol import BEAT, DATA, HEADER_SIZE, LARGEST_DATA, NOTE, OFFER, pack, unpack
 from tests.test_liveness import connect_by_hand, refused, wait_for
-from tests.test_reactor import ByHand, _no_heartbeats, by_hand  # noqa: F401
+from tests.test_reactor import ByHand, _no_heartbeats, by_hand, receive_exactly  # noqa: F401
 
 pytestmark = pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="options of Linux")
 
@@ -122,6 +123,32 @@ def test_a_slow_peer_costs_a_tenth_of_the_time_and_one_that_is_late_once_is_wait
     for round_ in range(102, 400):
         connection.waited(make_pair(round_, opened=1.0, joined=1.0), time.monotonic(), step, most)
     assert connection.patience == most
+
+
+def test_a_peer_of_a_newer_epoch_is_not_waited_for():
+    """It may make rounds without this worker, which would wait as long as for a late one, and learn of the epoch afterwards."""
+    connection, now = make_connection(), time.monotonic()
+    framing: Any = SimpleNamespace(connections={1: connection}, epoch=2)
+    neighbours = TcpNeighbours(SimpleNamespace(now=time.monotonic), framing, 0, 10.0)  # type: ignore[arg-type]
+    pair = make_pair(5, opened=now - 1)
+    assert neighbours.expected_end(pair, now) == pytest.approx(now + 4.0, abs=0.1)
+    connection.epoch = 3
+    assert neighbours.expected_end(pair, now) == now - 1
+    pair.joined = now - 0.5
+    assert neighbours.expected_end(pair, now) > now  # it is in the exchange
+
+
+def test_a_new_connection_begins_with_the_round_and_the_epoch():
+    peer = ByHand()
+    peer.reactor._dial = refused
+    peer.reactor.tolerate(10.0).enter_epoch(7)
+    peer.reactor._framing.round = 40
+    peer.stream.close()
+    peer.stream = connect_by_hand(peer.name, 1)
+    frame = unpack(receive_exactly(peer.stream, HEADER_SIZE), 0)
+    assert (frame.kind, frame.epoch, frame.key[0]) == (BEAT, 7, 40)
+    peer.stream.close()
+    peer.reactor.close()
 
 
 def test_after_late_messages_meetings_are_left_out_twice_as_many_each_time():

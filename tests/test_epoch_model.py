@@ -131,6 +131,7 @@ class Worker:
         self.missed = {rank: self.missed.get(rank, world.now) for rank in gone}
         self.epochs.look(self.round, wanted=any(world.now - since > SETTLE for since in self.missed.values()))
         if self.round <= self.last:
+            assert self.epochs.is_member, f"worker {self.rank} was left out of epoch {self.epochs._number}, and mixes"
             world.note(self)
         world.at(STEP * world.random.uniform(0.5, 2.0), self.step)
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch.distributed as dist
 import decent_dp
 from decent_dp.topo import Edge, EveryTopology, Topology, make_topology
 from decent_dp.topo.epochs import EpochTopology
+from decent_dp.transport import InProcessTransport
 from tests.helpers import assert_same, values
 from tests.test_survivor_calls import survivors
 from tests.test_tolerate import DEAD_AFTER, make, step
@@ -212,7 +214,7 @@ def serve(port: int = 0) -> tuple[subprocess.Popen[str], int]:
     return server, int(said[1].split("MASTER_PORT=")[1].split()[0])
 
 
-def loses_the_store(rank: int, n: int, comes_back: bool) -> Any:
+def loses_the_store(rank: int, n: int, how: str) -> Any:
     shared, server = _store(), None
     if rank == 0:
         server, port = serve()
@@ -223,13 +225,13 @@ def loses_the_store(rank: int, n: int, comes_back: bool) -> Any:
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     model, optimizer, replica = make(rank, topology="ring")
-    for t in range(300 if comes_back else 150):
+    for t in range(300 if how == "comes back" else 150):
         if server is not None and t == 20:
-            server.kill()
-            server.wait()
+            server.send_signal(signal.SIGSTOP if how == "hangs" else signal.SIGKILL)
         if (rank, t) == (n - 1, 40):
             os.kill(os.getpid(), signal.SIGKILL)
-        if server is not None and t == 100 and comes_back:
+        if server is not None and t == 100 and how == "comes back":
+            server.wait()
             server, _ = serve(port)
         time.sleep(0.02)
         step(model, optimizer, t, rank)
@@ -243,12 +245,30 @@ def loses_the_store(rank: int, n: int, comes_back: bool) -> Any:
     return found
 
 
+@pytest.mark.parametrize("kind", ["gossip", "wrapper"])
+def test_on_roster_needs_tolerance(kind):
+    _, _, replica = make(0, kind, faults=None, transport=InProcessTransport())
+    with pytest.raises(RuntimeError, match=r"on_roster needs faults=decent_dp.Tolerate\(...\)"):
+        replica.on_roster(print)
+    replica.close()
+
+
+def test_the_store_listens_on_its_address_only():
+    server, port = serve()
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    listening = [fields[1] for fields in lines if fields[3] == "0A" and fields[1].endswith(f":{port:04X}")]
+    server.terminate()
+    server.communicate(timeout=10)
+    assert server.returncode == 0
+    assert listening == [f"0100007F:{port:04X}"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("comes_back", [False, True])
-def test_without_a_store_changes_wait_and_training_goes_on(workers, comes_back):
-    for roster, stats in survivors(workers.outcomes(4, loses_the_store, comes_back), 3):
-        assert stats.updates == (300 if comes_back else 150)
-        if comes_back:  # and empty: a majority has put the line of epochs back
+@pytest.mark.parametrize("how", ["dies", "hangs", "comes back"])
+def test_without_a_store_changes_wait_and_training_goes_on(workers, how):
+    for roster, stats in survivors(workers.outcomes(4, loses_the_store, how), 3):
+        assert stats.updates == (300 if how == "comes back" else 150)
+        if how == "comes back":  # and empty: a majority has put the line of epochs back
             assert (roster.epoch, roster.members) == (1, (0, 1, 2))
         else:
             assert (roster.epoch, roster.members, 3 in roster.holes) == (0, (0, 1, 2, 3), True)

@@ -1,0 +1,93 @@
+"""What a worker does alone where faults are tolerated: the end of ``join()``, and several collectives by the same workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from decent_dp.errors import PeerLostError, PeerTimeoutError
+from decent_dp.faults import Tolerate
+from decent_dp.membership import Company
+from decent_dp.replica.consistency import among_the_same, broadcast_object
+from decent_dp.transport.agreement import Decision
+
+
+def make_company(rounds: Callable[[], int], decision: Future[Decision], timeout: float = 0.3) -> Company:
+    consensus = SimpleNamespace(propose=lambda name, text: decision, missing=lambda name: [1])
+    nobody: Callable[[], list[int]] = list
+    neighbours: Any = SimpleNamespace(
+        consensus=consensus, living=lambda: [1], round_of=lambda rank: rounds(), silent=nobody, lost=nobody, left=nobody
+    )
+    transport: Any = SimpleNamespace(rank=0, world_size=2, timeout=timeout, rank_in_all=lambda rank: rank)
+    return Company(transport, neighbours, Tolerate(), None)
+
+
+def test_who_has_run_out_makes_rounds_with_the_others_and_not_ahead_of_them():
+    engine: Any = SimpleNamespace(round=3)
+    decision: Future[Decision] = Future()
+    newest = iter([3, 3, 4, 6, 6])
+
+    def mix_only() -> None:
+        engine.round += 1
+        if engine.round == 6:
+            decision.set_result(Decision({0: "", 1: ""}, {}))
+
+    make_company(lambda: next(newest, 6), decision).join(engine, mix_only)
+    assert engine.round == 6
+
+
+def test_join_waits_for_nobody_without_end():
+    engine: Any = SimpleNamespace(round=3)
+    with pytest.raises(PeerTimeoutError, match=r"worker 1 is not in join\(\), and no worker has made a round"):
+        make_company(lambda: 2, Future()).join(engine, lambda: None)
+
+
+def test_who_was_left_out_of_join_is_told():
+    decision: Future[Decision] = Future()
+    decision.set_result(Decision({1: ""}, {}))
+    with pytest.raises(PeerLostError, match=r"took worker 0 for gone, and have left join\(\)"):
+        make_company(lambda: 9, decision).join(SimpleNamespace(round=3), lambda: None)  # type: ignore[arg-type]
+
+
+class Control:
+    """Worker 1 of three, as it sees broadcasts. ``dies``: worker 0 does, after so many of them."""
+
+    def __init__(self, dies: int) -> None:
+        self.ranks: tuple[int, ...] = (0, 1, 2)
+        self.dies, self.broadcasts = dies, 0
+        self.sent = {0: b'{"of": 0}', 1: b'{"of": 1}'}
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        text = self.sent[self.ranks[0]]
+        if self.ranks[0] == 0:  # from elsewhere
+            tensor.copy_(
+                torch.tensor(len(text)) if tensor.dtype is torch.int64 else torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            )
+        self.broadcasts += 1
+        if self.broadcasts == self.dies:
+            self.ranks = (1, 2)
+
+
+@pytest.mark.parametrize(("dies", "sender", "broadcasts"), [(0, 0, 2), (1, 1, 4), (2, 1, 4)])
+def test_an_object_is_that_of_one_worker_if_the_first_dies(dies, sender, broadcasts):
+    control: Any = Control(dies)
+    assert broadcast_object(control, 1, {"of": 1}) == {"of": sender}
+    assert control.broadcasts == broadcasts
+
+
+def test_several_collectives_are_repeated_until_the_same_workers_make_all():
+    control: Any = SimpleNamespace(ranks=(0, 1, 2, 3))
+    seen = []
+
+    def call() -> int:
+        seen.append(control.ranks)
+        control.ranks = control.ranks[: max(2, len(control.ranks) - 1)]
+        return len(control.ranks)
+
+    assert among_the_same(control, call) == 2
+    assert seen == [(0, 1, 2, 3), (0, 1, 2), (0, 1)]
