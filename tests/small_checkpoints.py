@@ -10,7 +10,7 @@ import torch
 
 from decent_dp.checkpoint import folder
 from decent_dp.checkpoint.files import Record, Shard, shard_name, write_shard
-from decent_dp.checkpoint.serialization import encode
+from decent_dp.serialization import encode
 
 N = 2
 WHOLE = {shard_name(rank) for rank in range(N)}

@@ -42,13 +42,13 @@ BELOW: dict[str, set[str]] = {
     "launch": {"errors"},
     "utils": {"errors", "launch"},
 }
-BELOW["topo"] = {"errors"}
+BELOW["topo"] = BELOW["serialization"] = {"errors"}
 for _room in ("rules", "compression", "planner"):
     BELOW[_room] = {"errors", "topo"}
 BELOW["transport"] = {"errors", "topo", "compression", "planner", "faults"}
 BELOW["engine"] = BELOW["transport"] | {"transport", "rules"}
 BELOW["membership"] = BELOW["engine"] | {"engine"}
-BELOW["replica"] = BELOW["membership"] | {"membership", "arguments", "gradients", "optim"}
+BELOW["replica"] = BELOW["membership"] | {"membership", "arguments", "gradients", "optim", "serialization"}
 BELOW["backward"] = BELOW["replica"] | {"replica"}
 BELOW["_gossip"] = BELOW["replica"] | {"replica"}
 BELOW["ddp"] = BELOW["backward"] | {"backward"}

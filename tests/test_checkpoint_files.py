@@ -23,9 +23,9 @@ from torch import Tensor
 
 from decent_dp.checkpoint import files, folder
 from decent_dp.checkpoint.files import FORMAT, VERSION, Record, Shard, replace_text, shard_name, write_shard
-from decent_dp.checkpoint.serialization import encode
-from decent_dp.checkpoint.staging import Staging
 from decent_dp.errors import CheckpointError
+from decent_dp.replica.staging import Staging
+from decent_dp.serialization import encode
 from tests.small_checkpoints import names_in, save
 
 ANY = Record("any", 0, 1, 3, [])

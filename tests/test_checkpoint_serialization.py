@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from decent_dp.checkpoint.serialization import RESERVED, Stored, decode, encode, parse
-from decent_dp.checkpoint.staging import Staging
 from decent_dp.errors import CheckpointError
+from decent_dp.replica.staging import Staging
+from decent_dp.serialization import RESERVED, Stored, decode, encode, parse
 
 
 def there_and_back(tree: Any) -> Any:

@@ -143,8 +143,11 @@ def test_a_new_connection_begins_with_the_round_and_the_epoch():
     peer.reactor._dial = refused
     peer.reactor.tolerate(10.0).enter_epoch(7)
     peer.reactor._framing.round = 40
+    wait_for(lambda: peer.reactor._interval == 1.0 and not peer.reactor._commands)
+    peer.reactor._next_beat = time.monotonic() + 60
     peer.stream.close()
     peer.stream = connect_by_hand(peer.name, 1)
+    peer.stream.settimeout(5)
     frame = unpack(receive_exactly(peer.stream, HEADER_SIZE), 0)
     assert (frame.kind, frame.epoch, frame.key[0]) == (BEAT, 7, 40)
     peer.stream.close()

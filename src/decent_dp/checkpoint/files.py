@@ -30,8 +30,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from decent_dp._checks import check_integer
-from decent_dp.checkpoint.serialization import RESERVED, loaded, parse
 from decent_dp.errors import CheckpointError
+from decent_dp.serialization import RESERVED, loaded, parse
 
 __all__ = [
     "FORMAT",

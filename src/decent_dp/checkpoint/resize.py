@@ -32,8 +32,8 @@ from torch import Tensor
 
 from decent_dp._checks import check_choice
 from decent_dp.checkpoint.files import Shard
-from decent_dp.checkpoint.serialization import Stored, loaded
 from decent_dp.errors import CheckpointError
+from decent_dp.serialization import Stored, loaded
 
 __all__ = ["HOW", "combined", "mean_tensors", "sources", "state_of_worker"]
 

@@ -25,14 +25,14 @@ from decent_dp.checkpoint.agreement import Gather, make_gather
 from decent_dp.checkpoint.completion import Report, is_quiet, wait_for_reports
 from decent_dp.checkpoint.files import Record, shard_name, write_shard
 from decent_dp.checkpoint.random_states import random_states
-from decent_dp.checkpoint.serialization import encode
-from decent_dp.checkpoint.staging import Staged, Staging
 from decent_dp.checkpoint.trained import Trained, replica_of
 from decent_dp.compression import all_finite
 from decent_dp.errors import CheckpointError, PeerLostError, PeerTimeoutError
 from decent_dp.replica.consistency import model_signature
 from decent_dp.replica.replica import Listener, Replica
 from decent_dp.replica.snapshot import take
+from decent_dp.replica.staging import Staged, Staging
+from decent_dp.serialization import encode
 from decent_dp.transport.base import StoreCalls, Transport
 from decent_dp.transport.waiter import Waiter
 
