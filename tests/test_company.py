@@ -30,14 +30,19 @@ def make_company(rounds: Callable[[], int], decision: Future[Decision], timeout:
 def test_who_has_run_out_makes_rounds_with_the_others_and_not_ahead_of_them():
     engine: Any = SimpleNamespace(round=3)
     decision: Future[Decision] = Future()
-    newest = iter([3, 3, 4, 6, 6])
+    newest, seen = iter([2, 3, 3, 4, 6, 6]), [2]
+
+    def round_of() -> int:
+        seen.append(next(newest, 6))
+        return seen[-1]
 
     def mix_only() -> None:
+        assert seen[-1] >= engine.round, "nobody else has begun this round"
         engine.round += 1
         if engine.round == 6:
             decision.set_result(Decision({0: "", 1: ""}, {}))
 
-    make_company(lambda: next(newest, 6), decision).join(engine, mix_only)
+    make_company(round_of, decision).join(engine, mix_only)
     assert engine.round == 6
 
 

@@ -1,14 +1,15 @@
-"""The line of epochs in the store."""
+"""What a run keeps in the store where faults are tolerated: its line of epochs, and what a process needs to join it."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
-from decent_dp.transport.base import StoreCalls, connect_store, read_text, server_of, store_errors
+from decent_dp.transport.base import StoreCalls, connect_store, read_text, server_of, store_errors, whole_store
 
 __all__ = ["Line"]
 
@@ -29,8 +30,8 @@ class Line:
     """
 
     def __init__(self, store: Store, run_id: str) -> None:
-        self._store, self._run_id, self._server = store, run_id, server_of(store)
-        self._client: Store | None = store if self._server is None else None
+        self._prefix, self._server = f"decent_dp/{run_id}/line", server_of(store)
+        self._client: Store | None = PrefixStore(self._prefix, whole_store(store)) if self._server is None else None
         self._calls, self._lock = StoreCalls(), threading.Lock()
 
     def probe(self) -> None:
@@ -74,5 +75,5 @@ class Line:
     def _connected(self) -> Store:
         if self._client is None:
             assert self._server is not None
-            self._client = connect_store(*self._server, f"decent_dp/{self._run_id}/line", _SECONDS)
+            self._client = connect_store(*self._server, self._prefix, _SECONDS)
         return self._client

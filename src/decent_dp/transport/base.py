@@ -39,6 +39,7 @@ __all__ = [
     "read_text",
     "server_of",
     "store_errors",
+    "whole_store",
     "written",
 ]
 
@@ -253,6 +254,10 @@ class Transport(ABC):
     def report(self, cause: str) -> None:
         """Stores the cause of a failure here, for the errors of workers that lose this one; '' removes it."""
 
+    def records(self) -> dict[str, str]:
+        """What a process must find in the store to join these workers, by key; the secret of the run is among it."""
+        return {}
+
     @property
     def process_group(self) -> Any:
         """The process group of these workers, for collectives of the user's; None if there is none."""
@@ -284,10 +289,16 @@ def read_text(store: Store, key: str) -> str | None:
     return store.get(key).decode(errors="replace") if store.check([key]) else None
 
 
-def server_of(store: Store) -> tuple[str, int] | None:
-    """Returns the host and the port of the server that keeps ``store``; None if there is none."""
+def whole_store(store: Store) -> Store:
+    """Returns the store that ``store`` is a part of, with the keys of all runs."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
+    return store
+
+
+def server_of(store: Store) -> tuple[str, int] | None:
+    """Returns the host and the port of the server that keeps ``store``; None if there is none."""
+    store = whole_store(store)
     return (store.host, store.port) if isinstance(store, TCPStore) else None
 
 

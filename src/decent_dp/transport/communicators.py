@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import secrets
 import uuid
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, default_pg_timeout
 
 from decent_dp.errors import PeerError, PeerLostError, PeerTimeoutError
-from decent_dp.transport.base import StoreCalls, read_text
+from decent_dp.transport.base import StoreCalls, read_text, whole_store
 
 # torch's stubs leave out what its communicators can do (send, recv, allreduce, … on lists of tensors).
 Communicator: TypeAlias = Any
@@ -74,6 +75,7 @@ class Rendezvous:
         store: the process group's store, under a prefix of this wrapper's own.
         rank, world_size: in the process group.
         timeout: the process group's.
+        incarnation: how many processes had joined the run before this one, itself included; 0 for those that began it.
         nccl: the process group moves CUDA tensors by NCCL.
         node_of: the name of each worker's network stack; workers of one name share a loopback interface.
         token: the secret with which they prove that they are of this run; known to these workers alone.
@@ -89,6 +91,7 @@ class Rendezvous:
     node_of: tuple[str, ...]
     token: bytes = field(repr=False)
     run_id: str
+    incarnation: int = 0
     addresses: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     @classmethod
@@ -98,7 +101,8 @@ class Rendezvous:
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         cards: list[Any] = [None] * world_size
         dist.all_gather_object(cards, (uuid.uuid4().hex, secrets.token_hex(16), network_stack()), group=group)
-        store = PrefixStore(f"decent_dp/{cards[0][0]}", _get_default_store())
+        # Without the prefix of the process group, which a process that joins later does not know.
+        store = PrefixStore(f"decent_dp/{cards[0][0]}", whole_store(_get_default_store()))
         return cls(
             store,
             rank,
@@ -110,6 +114,16 @@ class Rendezvous:
             token=bytes.fromhex(cards[0][1]),
             run_id=cards[0][0],
         )
+
+    def records(self) -> dict[str, str]:
+        """``Transport.records``."""
+        common = {
+            "token": self.token.hex(),
+            "world_size": self.world_size,
+            "node_of": list(self.node_of),
+            "timeout": self.timeout.total_seconds(),
+        }
+        return {"run": json.dumps(common), f"address/{self.rank}": json.dumps(self.addresses[self.rank])}
 
     @property
     def local(self) -> frozenset[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 import threading
 import uuid
 from collections import Counter
@@ -273,6 +274,16 @@ class _LocalNeighbours(Neighbours):
 
     def newest_epoch(self) -> int:
         return 0
+
+    def renew(self, rank: int, incarnation: int) -> None:
+        return
+
+    @property
+    def replaced(self) -> bool:
+        return False
+
+    def welcome(self, host: Callable[[socket.socket], None]) -> None:
+        return  # threads do not join later
 
     @property
     def one_sided(self) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from decent_dp.topo import Edge
 from decent_dp.transport.agreement import Consensus
@@ -87,6 +88,24 @@ class Neighbours(ABC):
     @abstractmethod
     def newest_epoch(self) -> int:
         """The largest number of an epoch that a connected worker knows."""
+
+    @abstractmethod
+    def renew(self, rank: int, incarnation: int) -> None:
+        """Another process is this worker now; nothing, if it is this incarnation already."""
+
+    @property
+    @abstractmethod
+    def replaced(self) -> bool:
+        """Whether another process is known to be this worker now."""
+
+    @abstractmethod
+    def welcome(self, host: Callable[[socket.socket], None]) -> None:
+        """Processes that want to join are accepted from now on.
+
+        Args:
+            host: called with the connection to one, which has proved that it knows the run's secret, in a thread of its own.
+                It closes the connection.
+        """
 
     @property
     @abstractmethod

@@ -66,21 +66,28 @@ class ProcessGroupTransport(Transport):
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, timeout: float | None = None) -> None:
-        self._control_rendezvous = shared = Rendezvous.create(process_group)
-        self._process_group = process_group
+        self._process_group: Any = process_group if process_group is not None else dist.group.WORLD
+        self._meet(Rendezvous.create(process_group), timeout)
+        self.only_cuda = str(dist.get_backend(process_group)) == "nccl"
+        self._connect_control("all", range(self.world_size))
+        self._listen()
+
+    def _meet(self, shared: Rendezvous, timeout: float | None) -> None:
+        self._control_rendezvous = shared
         if timeout is not None:
             shared = replace(shared, timeout=timedelta(seconds=timeout))
         self._rendezvous = shared
         super().__init__(shared.rank, shared.world_size, shared.run_id, shared.timeout.total_seconds(), shared.store)
-        self.only_cuda = str(dist.get_backend(process_group)) == "nccl"
         self._notes = Notes(shared.store, shared.rank)
         self._waiter = Waiter("decent_dp-staging")
         self._communicators: dict[str, Communicator] = {}
         self._controls: dict[str, Control] = {}
-        self._connect_control("all", range(shared.world_size))
         self._faults: Tolerate | None = None
+
+    def _listen(self) -> None:
+        shared = self._rendezvous
         self._reactor = Reactor(
-            Identity(bytes.fromhex(shared.run_id), shared.rank, secrets.token_bytes(8)),
+            Identity(bytes.fromhex(shared.run_id), shared.rank, secrets.token_bytes(8), shared.incarnation),
             shared.token,
             range(shared.world_size),
             shared.local,
@@ -97,7 +104,7 @@ class ProcessGroupTransport(Transport):
 
     @property
     def process_group(self) -> Any:
-        return self._process_group if self._process_group is not None else dist.group.WORLD
+        return self._process_group
 
     def lost(self) -> list[int]:
         return self._reactor.lost() if self.neighbours is None else self.neighbours.lost()
@@ -108,7 +115,11 @@ class ProcessGroupTransport(Transport):
 
     def _dial(self, peer: int) -> Any:
         faults = self._faults
-        return dial(self._rendezvous, peer, self.timeout if faults is None else min(self.timeout, faults.dead_after))
+        seconds = self.timeout if faults is None else min(self.timeout, faults.dead_after)
+        return dial(self._rendezvous, peer, seconds, self._reactor.incarnation_of(peer))
+
+    def records(self) -> dict[str, str]:
+        return self._rendezvous.records()
 
     def tolerate(self, faults: Tolerate) -> Neighbours:
         shared = self._control_rendezvous

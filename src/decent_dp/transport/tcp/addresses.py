@@ -9,6 +9,7 @@ import os
 import socket
 import struct
 import sys
+from typing import Any
 
 from decent_dp.transport.communicators import Rendezvous, UnreachableError
 from decent_dp.transport.tcp.descriptors import own
@@ -25,7 +26,8 @@ def listen(rendezvous: Rendezvous) -> list[socket.socket]:
     On Linux, workers on this one's network stack use a local socket. Nothing listens beyond the loopback interface if all
     workers are there.
     """
-    listeners, address = [], {}
+    listeners: list[socket.socket] = []
+    address: dict[str, Any] = {"node": rendezvous.node_of[rendezvous.rank], "incarnation": rendezvous.incarnation}
     others = rendezvous.world_size - 1
     if rendezvous.local and sys.platform == "linux":
         stream = own(lambda: socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
@@ -43,6 +45,7 @@ def listen(rendezvous: Rendezvous) -> list[socket.socket]:
     for listener in listeners:
         listener.listen(1024)
         listener.setblocking(False)
+    rendezvous.addresses[rendezvous.rank] = address
     rendezvous.store.set(f"address/{rendezvous.rank}", json.dumps(address))
     return listeners
 
@@ -55,8 +58,8 @@ def look_up(rendezvous: Rendezvous) -> None:
     rendezvous.addresses.update(zip(others, map(json.loads, rendezvous.store.multi_get(keys)), strict=True))
 
 
-def dial(rendezvous: Rendezvous, peer: int, seconds: float) -> socket.socket:
-    """A connection to ``peer``, within about so many seconds.
+def dial(rendezvous: Rendezvous, peer: int, seconds: float, incarnation: int = 0) -> socket.socket:
+    """A connection to ``peer``, which is the process of this incarnation, within about so many seconds.
 
     Raises:
         UnreachableError: nobody answers at the address of the peer.
@@ -64,11 +67,11 @@ def dial(rendezvous: Rendezvous, peer: int, seconds: float) -> socket.socket:
         RuntimeError: the peer has not stored its address within the process group's timeout.
     """
     address = rendezvous.addresses.get(peer)
-    if address is None:
+    if address is None or address["incarnation"] != incarnation:
         # The store's own timeout, which ``get`` has, is another: half an hour by default.
         rendezvous.store.wait([f"address/{peer}"], rendezvous.timeout)
         address = rendezvous.addresses[peer] = json.loads(rendezvous.store.get(f"address/{peer}"))
-    peer_is_local = peer in rendezvous.local and "local" in address
+    peer_is_local = address["node"] == rendezvous.node_of[rendezvous.rank] and "local" in address
     at: bytes | tuple[str, int]
     if peer_is_local:
         family, at = socket.AF_UNIX, b"\0" + address["local"].encode()

@@ -114,7 +114,7 @@ class LinkState(enum.Enum):
 
     NEW = "there has been none yet"  # OPEN when one is made; GONE if no process listens there
     OPEN = "bytes can move"  # BROKEN or GONE when it is lost
-    BROKEN = "it was lost, and the worker of higher rank makes it again"  # OPEN; GONE if no process listens there
+    BROKEN = "it was lost, and one of both makes it again"  # OPEN; GONE if no process listens there
     GONE = "the peer has left, or its process has ended, or it sent what was not due"
 
 
@@ -182,7 +182,7 @@ class Connection:
     """The connection to one peer, with the frames in both directions.
 
     Attributes:
-        uid: of the peer's process; empty before the first connection.
+        uid: of the peer's process; empty before the first connection. ``incarnation``: see ``Identity``.
         state: of its life; ``since``: when it began, on the monotonic clock.
         closed: why the peer is gone; None while it is not.
         cause: the error with which it was closed.
@@ -204,7 +204,7 @@ class Connection:
         self.peer, self.link = peer, link
         self._selector = selector
         self.socket: socket.socket | None = None
-        self.uid = b""
+        self.uid, self.incarnation = b"", 0
         self.state, self.since = LinkState.NEW, time.monotonic()
         self.heard = self.unheard = 0.0
         self.paused = self.left = False

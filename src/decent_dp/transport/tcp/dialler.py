@@ -12,7 +12,7 @@ from functools import partial
 
 from decent_dp.transport.tcp.connection import Connection, LinkState
 from decent_dp.transport.tcp.framing import Framing
-from decent_dp.transport.tcp.greeting import Identity, greet
+from decent_dp.transport.tcp.greeting import Identity, ReplacedError, greet
 
 __all__ = ["Dialler"]
 
@@ -25,15 +25,19 @@ _FIRST, _LAST = 0.02, 0.5
 class Dialler:
     """Dials in threads of their own. All else is for the reactor's thread.
 
-    The worker of higher rank makes the connection. The other one only looks whether anybody listens: if nobody does, the peer's
-    process has ended.
+    One of two workers makes the connection (``greeting``). The other one only looks whether anybody listens: if nobody does,
+    the peer's process has ended.
 
     Args:
         identity, secret: for the greeting.
         dial: connects to a worker, blocking, and returns a stream socket.
         call: runs a function in the reactor's thread.
         timeout: seconds that a worker has to greet this one.
+        dials: whether this worker makes the connection to another one.
         is_silent: whether a connected worker gives no signs of life.
+
+    Attributes:
+        replaced: another process is this worker by now.
     """
 
     def __init__(
@@ -44,8 +48,11 @@ class Dialler:
         dial: Callable[[int], socket.socket],
         call: Callable[[Callable[[], None]], None],
         timeout: float,
+        dials: Callable[[int], bool],
         is_silent: Callable[[Connection], bool],
     ) -> None:
+        self._dials = dials
+        self.replaced = False
         self._framing, self._identity, self._secret = framing, identity, secret
         self._dial, self._call, self._timeout, self._is_silent = dial, call, timeout, is_silent
         # When each peer is dialled next; infinite while it is being dialled.
@@ -80,15 +87,16 @@ class Dialler:
         stream = None
         try:
             stream = self._dial(peer)
-            if peer < self._identity.rank:
+            if self._dials(peer):
                 other = greet(stream, self._identity, self._secret, peer, self._timeout)
-                outcome = partial(self._connected, peer, stream, other.uid)
+                outcome = partial(self._connected, peer, stream, other)
             else:
                 stream.close()
                 outcome = partial(self._try_again, peer)
         except Exception as error:  # also of a store that answers nonsense: it is tried again
             if stream is not None:
                 stream.close()
+            self.replaced |= isinstance(error, ReplacedError)
             _log.debug("worker %d cannot be reached: %s", peer, error)
             outcome = partial(self._failed, peer, refused=isinstance(error.__cause__ or error, ConnectionRefusedError))
         try:
@@ -114,12 +122,13 @@ class Dialler:
             connection.enter(LinkState.BROKEN)
             connection.heard = connection.since
 
-    def _connected(self, peer: int, stream: socket.socket, uid: bytes) -> None:
+    def _connected(self, peer: int, stream: socket.socket, other: Identity) -> None:
         connection = self._framing.connection(peer)
         self._due[peer] = time.monotonic() + _LAST  # if this one is lost at once
-        if not self._needed(connection) or connection.uid not in (b"", uid):
+        is_same = connection.uid in (b"", other.uid) and connection.incarnation == other.incarnation
+        if not (self._needed(connection) and is_same):
             stream.close()
             return
         if connection.state is LinkState.OPEN:
             self._framing.lose(connection, "replaced")
-        self._framing.open(peer, stream, uid)
+        self._framing.open(peer, stream, other.uid)

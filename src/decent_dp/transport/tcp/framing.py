@@ -125,6 +125,18 @@ class Framing:
             self._start_again(connection)
             self._on_open(peer)
 
+    def renew(self, peer: int, incarnation: int) -> None:
+        """Another process is this peer now. It counts as one that was connected just now."""
+        old = self.connection(peer)
+        if old.incarnation >= incarnation:
+            return
+        self.give_up(old, "another process has taken its place")
+        connection = Connection(peer, self._links[peer in self._local], self._selector)
+        connection.incarnation = incarnation
+        connection.enter(LinkState.BROKEN)
+        connection.heard = connection.since
+        self.connections[peer] = connection
+
     def _start_again(self, connection: Connection) -> None:
         """Begins a connection, perhaps in place of a lost one: votes and notes are repeated, and messages begin anew."""
         connection.control.clear()

@@ -1,15 +1,15 @@
 """How the two ends of a new connection prove that they are workers of one run.
 
-The worker of higher rank dials. Three messages of fixed length pass before the first frame:
+The worker of higher incarnation dials or, of two with the same one, that of higher rank. Three messages of fixed length pass before the first frame:
 
 | from | message | carries |
 |---|---|---|
 | acceptor | CHALLENGE | magic, version, a nonce |
-| dialer | HELLO | its rank, uid and epoch, a nonce of its own, a proof |
-| acceptor | ANSWER | WELCOME or REFUSED, its uid and epoch, the reason of a refusal, a proof |
+| dialer | HELLO | its rank, uid and incarnation, a nonce of its own, a proof |
+| acceptor | ANSWER | WELCOME, REFUSED or REPLACED, its uid and incarnation, the reason of a refusal, a proof |
 
 A proof is an HMAC-SHA256 with the run's secret over all that identifies the two ends: the version, the run, both ranks, the
-dialer's uid and epoch, and both nonces. So a recorded message is worth nothing later, or at another worker. Each direction
+dialer's uid and incarnation, and both nonces. So a recorded message is worth nothing later, or at another worker. Each direction
 has a label of its own, so that a proof cannot be sent back. Who has no valid proof gets no answer: its connection is closed.
 
 Frames that follow are not authenticated (docs/security.md).
@@ -27,22 +27,30 @@ from dataclasses import dataclass
 from decent_dp.transport.communicators import GreetingError
 from decent_dp.transport.tcp.protocol import VERSION
 
-__all__ = ["Greeting", "GreetingError", "Identity", "greet"]
+__all__ = ["GUEST", "REPLACED", "Greeting", "GreetingError", "Identity", "ReplacedError", "greet"]
 
 _MAGIC = b"decentdp"
 _NONCE = 16
-_WELCOME, _REFUSED = 1, 2
+_WELCOME, _REFUSED, _REPLACED = 1, 2, 3
+# The reason of a refusal that is for good.
+REPLACED = "another process has taken its place"
+# In place of a rank: a process that is no worker yet, and wants something else than exchanges.
+GUEST = 2**32 - 1
 # Magic, version, nonce.
 _CHALLENGE = struct.Struct(f"<8sH{_NONCE}s")
-# Rank, uid, epoch, nonce, proof.
+# Rank, uid, incarnation, nonce, proof.
 _HELLO = struct.Struct(f"<I8sQ{_NONCE}s32s")
-# Kind, uid, epoch, and the reason of a refusal, padded with zeros; a proof follows.
+# Kind, uid, incarnation, and the reason of a refusal, padded with zeros; a proof follows.
 _ANSWER = struct.Struct("<B8sQ192s")
 _PROOF = 32
-# Version, run, the ranks of dialer and acceptor, the dialer's uid and epoch, the nonces of acceptor and dialer.
+# Version, run, the ranks of dialer and acceptor, the dialer's uid and incarnation, the nonces of acceptor and dialer.
 _TRANSCRIPT = struct.Struct(f"<H16sII8sQ{_NONCE}s{_NONCE}s")
 # Of equal length, so that no label with what follows is another label with something else.
 _FROM_DIALER, _FROM_ACCEPTOR = b"decent_dp hello ", b"decent_dp answer"
+
+
+class ReplacedError(GreetingError):
+    """Another process is this worker by now."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +61,13 @@ class Identity:
         run_id: 16 bytes, the same on all workers of a run.
         rank: of the worker.
         uid: 8 bytes, drawn at random by each process.
-        epoch: the epoch of the roster that the worker is in.
+        incarnation: 0 for the processes that began the run; those that join it later are counted.
     """
 
     run_id: bytes
     rank: int
     uid: bytes
-    epoch: int = 0
+    incarnation: int = 0
 
     def __post_init__(self) -> None:
         if (len(self.run_id), len(self.uid)) != (16, 8):
@@ -67,7 +75,7 @@ class Identity:
 
 
 def _transcript(dialer: Identity, acceptor: int, nonces: tuple[bytes, bytes]) -> bytes:
-    return _TRANSCRIPT.pack(VERSION, dialer.run_id, dialer.rank, acceptor, dialer.uid, dialer.epoch, *nonces)
+    return _TRANSCRIPT.pack(VERSION, dialer.run_id, dialer.rank, acceptor, dialer.uid, dialer.incarnation, *nonces)
 
 
 def _proof(secret: bytes, label: bytes, *said: bytes) -> bytes:
@@ -99,15 +107,17 @@ class Greeting:
 
     def verify(self) -> Identity | None:
         """Who has said hello; None if the dialer does not know the secret, or is of another run. The hello must be whole."""
-        rank, uid, epoch, nonce, proof = _HELLO.unpack(self._seen)
-        dialer = Identity(self._identity.run_id, rank, uid, epoch)
+        rank, uid, incarnation, nonce, proof = _HELLO.unpack(self._seen)
+        dialer = Identity(self._identity.run_id, rank, uid, incarnation)
         self._said = _transcript(dialer, self._identity.rank, (self._nonce, nonce))
         return dialer if hmac.compare_digest(proof, _proof(self._secret, _FROM_DIALER, self._said)) else None
 
     def answer(self, refusal: str | None) -> bytes:
         """What a dialer that was verified gets: welcome (None), or the reason why it is refused."""
-        kind = _WELCOME if refusal is None else _REFUSED
-        answer = _ANSWER.pack(kind, self._identity.uid, self._identity.epoch, (refusal or "").encode())  # cuts a long text
+        kind = _WELCOME if refusal is None else _REPLACED if refusal == REPLACED else _REFUSED
+        answer = _ANSWER.pack(
+            kind, self._identity.uid, self._identity.incarnation, (refusal or "").encode()
+        )  # cuts a long text
         return answer + _proof(self._secret, _FROM_ACCEPTOR, self._said, answer)
 
 
@@ -141,7 +151,7 @@ def greet(stream: socket.socket, identity: Identity, secret: bytes, peer: int, t
     said = _transcript(identity, peer, (theirs, nonce))
     proof = _proof(secret, _FROM_DIALER, said)
     try:
-        stream.sendall(_HELLO.pack(identity.rank, identity.uid, identity.epoch, nonce, proof))
+        stream.sendall(_HELLO.pack(identity.rank, identity.uid, identity.incarnation, nonce, proof))
     except ConnectionError as error:
         raise _closed(peer) from error
     whole = _receive(stream, _ANSWER.size + _PROOF, peer, deadline)
@@ -151,11 +161,13 @@ def greet(stream: socket.socket, identity: Identity, secret: bytes, peer: int, t
             f"who answers at the address of worker {peer} does not know the secret of this run. If no other run uses that "
             "address, somebody may have come between: see that only the machines of this run reach its ports."
         )
-    kind, uid, epoch, text = _ANSWER.unpack(answer)
+    kind, uid, incarnation, text = _ANSWER.unpack(answer)
     if kind != _WELCOME:
         reason = text.rstrip(b"\0").decode(errors="replace")
-        raise GreetingError(f"worker {peer} refused the connection of worker {identity.rank}: {reason}.")
-    return Identity(identity.run_id, peer, uid, epoch)
+        raise (ReplacedError if kind == _REPLACED else GreetingError)(
+            f"worker {peer} refused the connection of worker {identity.rank}: {reason}."
+        )
+    return Identity(identity.run_id, peer, uid, incarnation)
 
 
 def _receive(stream: socket.socket, count: int, peer: int, deadline: float) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import socket
 import statistics
 import threading
 import time
@@ -138,6 +139,16 @@ class TcpNeighbours(Neighbours):
 
     def newest_epoch(self) -> int:
         return max((connection.epoch for connection in list(self._framing.connections.values())), default=0)
+
+    def renew(self, rank: int, incarnation: int) -> None:
+        self._reactor.renew(rank, incarnation)
+
+    @property
+    def replaced(self) -> bool:
+        return self._reactor.replaced
+
+    def welcome(self, host: Callable[[socket.socket], None]) -> None:
+        self._reactor.on_guest = host
 
     @property
     def one_sided(self) -> int:

@@ -1,6 +1,6 @@
 """The protocol between two workers: frames over one stream socket.
 
-The worker of higher rank connects, and both greet each other (``greeting``). After that both sides send frames in any order.
+One of both connects, and they greet each other (``greeting``). After that both sides send frames in any order.
 A frame is a header (``HEADER``) and a body of ``length`` bytes:
 
 | kind | says | offset | size | body |

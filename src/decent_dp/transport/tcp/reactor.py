@@ -21,7 +21,7 @@ from decent_dp.transport.tcp.control_plane import ControlPlane
 from decent_dp.transport.tcp.descriptors import own
 from decent_dp.transport.tcp.dialler import Dialler
 from decent_dp.transport.tcp.framing import Framing
-from decent_dp.transport.tcp.greeting import Identity, greet
+from decent_dp.transport.tcp.greeting import GUEST, REPLACED, Identity, greet
 from decent_dp.transport.tcp.mailbox import Mailbox
 from decent_dp.transport.tcp.neighbours import SILENT, TcpNeighbours, silence
 from decent_dp.transport.tcp.protocol import ACK, BYE, Key, pack
@@ -45,7 +45,7 @@ class Reactor:
         expected: the ranks of the run.
         local: the workers that share this one's network stack.
         listeners: sockets to which others connect.
-        dial: connects to a worker of lower rank, blocking, and returns a stream socket.
+        dial: connects to a worker, blocking, and returns a stream socket.
         timeout: seconds that a worker has to greet this one after ``dial``.
         dead_after: seconds without a sign of life after which a peer that is waited for is an error (``tolerate``: is dead).
     """
@@ -65,6 +65,8 @@ class Reactor:
         self._dial, self._timeout = dial, timeout
         self._listeners = listeners
         self._dialled: set[int] = set()
+        # Called with the connection of a process that is no worker yet, in a thread of its own.
+        self.on_guest: Callable[[socket.socket], None] | None = None
         self._dead_after = dead_after
         self._next_beat = time.monotonic()
         self._dialler: Dialler | None = None
@@ -93,7 +95,7 @@ class Reactor:
     # -- called by any thread -----------------------------------------------------------------------------------------
 
     def connect(self, peer: int, *, wait: bool = True) -> None:
-        """Makes sure that there will be a connection: the worker of higher rank makes it.
+        """Makes sure that there will be a connection: one of both makes it (``greeting``).
 
         Args:
             wait: until there is one. Where faults are tolerated, another thread makes it, and that may fail.
@@ -101,7 +103,7 @@ class Reactor:
         Raises:
             OSError, RuntimeError: the peer cannot be reached, or does not welcome this worker.
         """
-        if peer < self._identity.rank and peer not in self._dialled:
+        if self._dials(peer) and peer not in self._dialled:
             if self._dialler is not None:
                 self._dialled.add(peer)
                 self.call(lambda: self._want(peer))
@@ -117,6 +119,23 @@ class Reactor:
                 stream.close()
                 raise
             self._dialled.add(peer)
+
+    def _dials(self, peer: int) -> bool:
+        """Whether this worker makes the connection to another one, and not that one."""
+        return (self.incarnation_of(peer), peer) < (self._identity.incarnation, self._identity.rank)
+
+    def incarnation_of(self, peer: int) -> int:
+        connection = self._framing.connections.get(peer)
+        return 0 if connection is None else connection.incarnation
+
+    def renew(self, peer: int, incarnation: int) -> None:
+        """Another process is this peer now."""
+        self.call(lambda: self._framing.renew(peer, incarnation))
+
+    @property
+    def replaced(self) -> bool:
+        """Whether another process is this worker now."""
+        return self._dialler is not None and self._dialler.replaced
 
     def send(self, sending: Sending) -> None:
         self.call(lambda: self._framing.add_sending(sending))
@@ -168,6 +187,7 @@ class Reactor:
             self._dial,
             self.call,
             timeout,
+            self._dials,
             lambda c: silence(c, self.now()) > SILENT * dead_after,
         )
         self.call(self._beat)  # it is more often from now on
@@ -311,11 +331,15 @@ class Reactor:
 
     def _admit(self, worker: Identity) -> str | None:
         """Why a worker that has connected is refused; None: it is welcome."""
+        if worker.rank == GUEST:
+            return "nobody can join this run" if self.on_guest is None else None
         if worker.rank not in self._expected:
             return f"rank {worker.rank} is not expected"
-        if worker.rank <= self._identity.rank:
-            return f"rank {worker.rank} must not connect to rank {self._identity.rank}, as the worker of higher rank connects"
         connection = self._framing.connection(worker.rank)
+        if worker.incarnation != connection.incarnation:
+            return REPLACED if worker.incarnation < connection.incarnation else f"worker {worker.rank} is not a member yet"
+        if self._dials(worker.rank) or worker.rank == self._identity.rank:
+            return f"rank {worker.rank} must not connect to rank {self._identity.rank}, as that one connects"
         if connection.state is LinkState.GONE:
             return f"worker {worker.rank} is gone for worker {self._identity.rank}, which has dropped what they had in common"
         if connection.uid not in (b"", worker.uid):
@@ -325,6 +349,10 @@ class Reactor:
         return None
 
     def _open(self, worker: Identity, stream: socket.socket) -> None:
+        if worker.rank == GUEST:
+            assert self.on_guest is not None
+            threading.Thread(target=self.on_guest, args=(stream,), name="decent_dp-guest", daemon=True).start()
+            return
         connection = self._framing.connection(worker.rank)
         if connection.state is LinkState.OPEN:  # the peer has seen first that it was lost
             self._framing.lose(connection, "replaced by the peer")
