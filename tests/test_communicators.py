@@ -263,7 +263,7 @@ def test_a_worker_that_does_not_answer_is_named_with_its_address():
         host, port = server.getsockname()
     store = dist.HashStore()
     store.set("address/3", json.dumps({"node": "far", "incarnation": 0, "host": host, "port": port}))
-    rendezvous: Any = SimpleNamespace(addresses={}, store=store, rank=0, node_of=("here",), timeout=timedelta(seconds=5))
+    rendezvous: Any = SimpleNamespace(addresses={}, store=store, node="here", timeout=timedelta(seconds=5))
     with pytest.raises(UnreachableError) as caught:
         addresses.dial(rendezvous, 3, 5.0)
     error = peer_error(caught.value, [3], "round 0, bucket 1", Notes(store, 0), rendezvous.timeout)
@@ -328,7 +328,7 @@ def test_only_the_chosen_interface_is_listened_on(monkeypatch, interface):
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", f"{interface},another")
     store = dist.HashStore()
     rendezvous: Any = SimpleNamespace(
-        store=store, rank=0, world_size=2, local=frozenset(), node_of=("here", "far"), incarnation=0, addresses={}
+        store=store, rank=0, world_size=2, local=frozenset(), node="here", incarnation=0, addresses={}
     )
     (made,) = addresses.listen(rendezvous)
     with made:
@@ -344,7 +344,7 @@ def test_only_the_chosen_interface_is_listened_on(monkeypatch, interface):
 def test_an_interface_without_an_address_is_not_replaced_by_another(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "wg7")
     rendezvous: Any = SimpleNamespace(
-        store=dist.HashStore(), rank=0, world_size=2, local=frozenset(), node_of=("here", "far"), incarnation=0, addresses={}
+        store=dist.HashStore(), rank=0, world_size=2, local=frozenset(), node="here", incarnation=0, addresses={}
     )
     with pytest.raises(RuntimeError, match="GLOO_SOCKET_IFNAME=wg7: this network interface has no address"):
         addresses.listen(rendezvous)
@@ -362,7 +362,7 @@ def test_an_interface_may_have_an_ipv6_address_alone(monkeypatch):
 def test_at_the_limit_of_open_files_the_peer_is_not_blamed(monkeypatch):
     store = dist.HashStore()
     store.set("address/1", json.dumps({"node": "far", "incarnation": 0, "host": "127.0.0.1", "port": 9}))
-    rendezvous: Any = SimpleNamespace(addresses={}, store=store, rank=0, node_of=("here",), timeout=timedelta(seconds=5))
+    rendezvous: Any = SimpleNamespace(addresses={}, store=store, node="here", timeout=timedelta(seconds=5))
 
     def refuse(*arguments: Any) -> Any:
         raise OSError(errno.EMFILE, "Too many open files")

@@ -53,6 +53,9 @@ class FakeLine:
     def __init__(self, store: Store, rank: int) -> None:
         self.store, self.rank = store, rank
 
+    def keep(self, newest: bool = False) -> None:
+        return
+
     def probe(self) -> None:
         if self.rank in self.store.away:
             raise ConnectionError

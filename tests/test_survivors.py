@@ -294,14 +294,14 @@ def test_parts_of_a_network_do_not_share_a_call(make):
     company = make(4, ring(4))
 
     def call(rank: int, control: SurvivorControl) -> Any:
-        control.begin()
+        control.begin("mean")
         control.gather(rank)
         control._history = 1 + rank // 2
         return control.gather(rank)
 
     errors = company.run(call)
     assert all(isinstance(error, PeerLostError) and "fallen into parts" in str(error) for error in errors.values())
-    again = company.run(lambda rank, control: (control.begin(), control.gather(rank))[1])
+    again = company.run(lambda rank, control: (control.begin("mean"), control.gather(rank))[1])
     assert again == {key: [0, 1, 2, 3] for key in range(4)}
 
 
@@ -328,7 +328,7 @@ def test_a_message_that_is_none_costs_its_connection_only(make):
 
 def test_a_transport_that_is_closed_waits_for_nobody(make):
     company = make(2, ring(2))
-    waiting = company.reactor(0).control_plane.propose("call/0", "[]")
+    waiting = company.reactor(0).control_plane.propose("call/0/0", "[]")
     company.reactor(0).close()
     with pytest.raises(RuntimeError, match="closed"):
         waiting.result(5)

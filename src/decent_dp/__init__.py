@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from decent_dp.ddp import DecentralizedDataParallel, Stats
     from decent_dp.faults import Tolerate
     from decent_dp.launch import initialize_dist
+    from decent_dp.membership import join
     from decent_dp.optim import AccumAdam, AccumAdamW, GossipAdamW
     from decent_dp.rules import Anticipation, DriftCorrection, GASLoC, OuterNesterov, Rule
     from decent_dp.topo import Edge, Topology, TopologyReg
@@ -74,6 +75,7 @@ __all__ = [
     "export",
     "gossip",
     "initialize_dist",
+    "join",
     "latest",
     "load",
     "read_parameters",
@@ -97,6 +99,7 @@ _NAMES = {
     "ddp": ("DecentralizedDataParallel", "Stats"),
     "faults": ("Tolerate",),
     "launch": ("initialize_dist",),
+    "membership": ("join",),
     "optim": ("AccumAdam", "AccumAdamW", "GossipAdamW"),
     "rules": ("Anticipation", "DriftCorrection", "GASLoC", "OuterNesterov", "Rule"),
     "topo": ("Edge", "Topology", "TopologyReg"),

@@ -27,6 +27,7 @@ from decent_dp.faults import Tolerate, check_faults
 from decent_dp.replica.construction import Agreement, Arguments, connect_replicas
 from decent_dp.replica.finite import refuse_nonfinite
 from decent_dp.replica.hidden_state import has_own_state_dict, refuse_hidden_state
+from decent_dp.replica.newcomer import open_doors
 from decent_dp.replica.optimizers import check_optimizers, load_optimizer, params_of, saved_optimizer, signature_of
 from decent_dp.replica.options import options_of
 from decent_dp.replica.registry import find_superseded, running_steps
@@ -129,7 +130,9 @@ def gossip(
     with closed_on_error(transport, given is None):
         for replica in older:
             replica.supersede()
-        return Gossip(model, transport, agreed, optimizers, check_scaler(scaler))
+        replica = Gossip(model, transport, agreed, optimizers, check_scaler(scaler))
+    open_doors(replica)
+    return replica
 
 
 class Gossip(Replica):
@@ -258,6 +261,7 @@ class Gossip(Replica):
             if step:
                 self._stepped, self._taken = [0] * len(self.optimizers), False
         self.notify_listeners()
+        self.reached_boundary()
 
     def _check_groups(self) -> None:
         for optimizer, had in zip(self.optimizers, self._params_at_call, strict=True):

@@ -30,6 +30,7 @@ from decent_dp.faults import Roster, Tolerate, check_faults
 from decent_dp.replica.construction import Arguments, connect_replicas
 from decent_dp.replica.finite import refuse_nonfinite
 from decent_dp.replica.module_hooks import insert_module
+from decent_dp.replica.newcomer import open_doors
 from decent_dp.replica.registry import find_superseded
 from decent_dp.replica.replica import Replica
 from decent_dp.replica.settings import Settings, refuse_ddp_keywords, workers_per_node
@@ -162,6 +163,7 @@ class DecentralizedDataParallel(nn.Module):
             scaler,
             as_view=bool(param_as_bucket_view),
         )
+        open_doors(self.replica)
         # Existing scripts read these two.
         self._optims, self._lr_schedulers = self.replica.optimizers, self.replica.schedulers
         self.register_load_state_dict_pre_hook(insert_module)  # type: ignore[no-untyped-call]
@@ -196,6 +198,7 @@ class DecentralizedDataParallel(nn.Module):
         if not self.module.training:
             replica.apply_pending()
         replica.recover()
+        replica.reached_boundary()
         if torch.is_grad_enabled() and (self.module.training or not replica.closed):
             replica.refuse_unusable()
         return False

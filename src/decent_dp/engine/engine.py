@@ -10,9 +10,8 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,102 +21,18 @@ from decent_dp._sizes import statistics_interval
 from decent_dp.compression import Compression, Lossless
 from decent_dp.engine.bucket import Bucket, Edit, InFlight
 from decent_dp.engine.layout import FlatBuffer, TensorSpec, message_share, plan_buckets, plan_turns
-from decent_dp.errors import NonFiniteError, PeerError, PeerLostError
+from decent_dp.engine.outcome import ARRIVED, SAT_OUT, NonFinite, Outcome
+from decent_dp.errors import PeerError, PeerLostError
 from decent_dp.rules import Gossip, Round, Rule
 from decent_dp.topo import Edge, Topology
 from decent_dp.transport import ExchangeId, ExchangeRequest, Neighbours, Transport, Verdict
 
-__all__ = ["ARRIVED", "NONFINITE_ROUNDS", "SAT_OUT", "Engine", "Outcome"]
+__all__ = ["Engine"]
 
 _log = logging.getLogger(__name__)
 
-# Training stops after a worker has sat out so many rounds in a row because of non-finite values.
-NONFINITE_ROUNDS = 10
-
 # After so many exchanges in a row in which a block was rejected there is a warning.
 _REJECTED_ROUNDS = 10
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The end of a bucket's exchange: the message was mixed in, this worker sat the round out, or a peer was lost."""
-
-    kind: Literal["arrived", "sat out", "lost"]
-    error: PeerError | NonFiniteError | None = None
-
-    def raise_if_failed(self) -> None:
-        """Raises the error that ends the run, if there is one."""
-        if self.error is not None:
-            raise self.error
-
-
-ARRIVED, SAT_OUT = Outcome("arrived"), Outcome("sat out")
-
-
-class _NonFinite:
-    """Counts the rounds that a worker sits out because a replica of its edge has non-finite values, and warns of them.
-
-    Args:
-        rank_in_all: returns the global rank of a member of an edge, for messages.
-
-    Attributes:
-        rounds: the number of such rounds.
-    """
-
-    def __init__(self, rank_in_all: Callable[[int], int]) -> None:
-        self._rank_in_all = rank_in_all
-        self.rounds = 0
-        self._in_a_row = 0
-        # The last finished exchange: its round, its members, and whether this worker sat it out.
-        self._round, self._sat_out = -1, False
-        self._members: Sequence[int] = ()
-        # Workers named in a warning, until they are finite again, and workers that were non-finite in the current sequence.
-        self._warned: set[int] = set()
-        self._nonfinite_workers: set[int] = set()
-
-    def record(self, in_flight: InFlight, ranks: Collection[int], bucket: Bucket, message: Tensor) -> Outcome | None:
-        """Records the end of one bucket's exchange.
-
-        Args:
-            ranks: the members of the edge with non-finite values, as far as the messages name them.
-            message: a message with non-finite values, if there are any.
-
-        Returns:
-            The outcome if there are non-finite values; None if the exchange can be mixed in.
-        """
-        number = in_flight.round.number
-        if number != self._round:
-            if not self._sat_out:
-                self._warned.difference_update(self._members)
-                self._in_a_row = 0
-                self._nonfinite_workers.clear()
-            self._round, self._members, self._sat_out = number, in_flight.edge.ranks, False
-        if not ranks:
-            return None
-        if not self._sat_out:
-            self._sat_out = True
-            self.rounds += 1
-            self._in_a_row += 1
-        self._nonfinite_workers.update(ranks)
-        where = f"parameter '{bucket.first_nonfinite(message)}' in round {number}"
-        for rank in sorted(set(ranks) - self._warned):
-            self._warned.add(rank)
-            _log.warning(
-                "the replica of worker %d holds a NaN or an infinity (%s). Its exchanges are left out on both sides, so that "
-                "no other replica gets it, until it is finite again; after %d such rounds in a row training stops.",
-                self._rank_in_all(rank),
-                where,
-                NONFINITE_ROUNDS,
-            )
-        if self._in_a_row < NONFINITE_ROUNDS:
-            return SAT_OUT
-        who = " and ".join(f"worker {self._rank_in_all(rank)}" for rank in sorted(self._nonfinite_workers))
-        error = NonFiniteError(
-            f"in each of the last {NONFINITE_ROUNDS} rounds a replica held a NaN or an infinity, that of {who} (now {where}): "
-            "a loss or a gradient was not finite there. Try a lower learning rate, gradient clipping, or a GradScaler in "
-            "float16, and start the workers again from the last checkpoint."
-        )
-        return Outcome("sat out", error)
 
 
 class Engine:
@@ -161,7 +76,7 @@ class Engine:
         self.bytes_sent = 0
         self.waited = 0.0
         # By the id of their topology: the rounds of one turn, or of the statistics, follow each other.
-        self._nonfinite: dict[int, _NonFinite] = {}
+        self._nonfinite: dict[int, NonFinite] = {}
         self.started: int | None = None
         # Rejected blocks and the number of replaced buckets. Bucket numbers are never reused, so that a hint for an old
         # bucket is not taken for a new one's.
@@ -218,6 +133,15 @@ class Engine:
             for number, plan in enumerate(plans)
         ]
 
+    @property
+    def first_bucket(self) -> int:
+        """The number of the first of the present buckets, the same on all workers."""
+        return self._gone
+
+    def count_buckets_from(self, first: int) -> None:
+        """The buckets that are laid out and installed next have numbers from this one on."""
+        self._gone = first - len(self.buckets)
+
     def install(self, buckets: list[Bucket]) -> None:
         """Replaces all buckets, which must have nothing in flight."""
         self._rejected, self._left_out = self.rejected, self.nonfinite
@@ -272,7 +196,7 @@ class Engine:
         ranks = {flag - 1 for flag in flags if flag}
         message = bucket.messages[0 if flags[0] else 1]
         # Between two exchanges of a turn, or of statistics, are those of others, which would end a sequence of rounds left out.
-        record = self._nonfinite.setdefault(id(bucket.topology), _NonFinite(self._transport.rank_in_all))
+        record = self._nonfinite.setdefault(id(bucket.topology), NonFinite(self._transport.rank_in_all))
         unmixable = record.record(in_flight, ranks, bucket, message)
         if unmixable is not None:
             bucket.mix_nothing(in_flight.round)

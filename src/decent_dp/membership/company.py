@@ -6,11 +6,13 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent import futures
+from concurrent.futures import Future
 
 from decent_dp.engine import Engine
 from decent_dp.errors import PeerLostError, PeerTimeoutError
 from decent_dp.faults import Roster, Tolerate
-from decent_dp.membership.epochs import Epoch, Epochs
+from decent_dp.membership.epochs import Epochs
+from decent_dp.membership.line import Epoch
 from decent_dp.transport import Neighbours, Transport
 
 __all__ = ["Company"]
@@ -31,10 +33,11 @@ class Company:
 
     Attributes:
         callbacks: called with the old and the new roster when an epoch begins.
+        joins: how many times all workers have left ``join()``.
     """
 
     def __init__(self, transport: Transport, neighbours: Neighbours, faults: Tolerate, epochs: Epochs | None) -> None:
-        self._transport, self.neighbours, self._faults, self._epochs = transport, neighbours, faults, epochs
+        self._transport, self.neighbours, self.faults, self._epochs = transport, neighbours, faults, epochs
         self.callbacks: list[Callable[[Roster, Roster], None]] = []
         self._silent: set[int] = set()
         self._lost: set[int] = set()
@@ -43,7 +46,7 @@ class Company:
         self._coming: tuple[Epoch, Roster] | None = None
         self._alone_since: float | None = None
         self._warned = False
-        self._joins = 0
+        self.joins = 0
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -73,9 +76,9 @@ class Company:
             self._report(round_, silent, lost)
         self._silent, self._lost = silent, lost
         n = self._transport.world_size
-        if n - len(lost) < min(self._faults.min_workers, n):
+        if n - len(lost) < min(self.faults.min_workers, n):
             raise PeerLostError(
-                f"{n - len(lost)} of {n} workers are left, and faults=Tolerate(min_workers={self._faults.min_workers}) wants "
+                f"{n - len(lost)} of {n} workers are left, and faults=Tolerate(min_workers={self.faults.min_workers}) wants "
                 f"more: {_named(lost)} gone. Start the workers again from the newest checkpoint, or allow fewer."
             )
         if n > 1 and not self.neighbours.living() and (silent or lost):
@@ -90,8 +93,13 @@ class Company:
         now, before = time.monotonic(), self.roster
         missed = gone & set(self.members)
         self._missed = {rank: self._missed.get(rank, now) for rank in missed}
-        wanted = any(now - since > _SETTLE for since in self._missed.values()) and bool(self.neighbours.living())
-        epoch = self._epochs.look(round_, wanted=wanted)
+        is_missed = any(now - since > _SETTLE for since in self._missed.values()) and bool(self.neighbours.living())
+        epoch = self._epochs.look(round_, wanted=is_missed or self._epochs.offered(_SETTLE))
+        if self._epochs.replaced or self.neighbours.replaced:
+            raise PeerLostError(
+                f"another process has taken the place of worker {self._transport.rank}, which was gone for the others. End "
+                "this one: the others continue."
+            )
         if epoch is not None:
             self._coming = epoch, before
             _log.warning(
@@ -109,7 +117,8 @@ class Company:
 
     def join(self, engine: Engine, mix_only: Callable[[], None]) -> None:
         """Makes rounds with those that still train, until all living workers have come here."""
-        neighbours, (name, self._joins) = self.neighbours, (f"join/{self._joins}", self._joins + 1)
+        neighbours, name = self.neighbours, f"join/{self.joins}"
+        self.joins += 1
         consensus = neighbours.consensus
         all_are_here, deadline = consensus.propose(name, ""), time.monotonic() + self._transport.timeout
         while not all_are_here.done():
@@ -130,6 +139,45 @@ class Company:
                 f"the others took worker {self._transport.rank} for gone, and have left join() without it. End this process."
             )
 
+    # -- processes that join ------------------------------------------------------------------------------------------
+
+    def is_free(self, rank: int) -> bool:
+        """Whether a process may take the place of this worker: it is gone.
+
+        Raises:
+            RuntimeError: no process can join these workers.
+        """
+        if self._epochs is None or not self._epochs.is_member:
+            raise RuntimeError("this worker cannot let processes in: it was left out, or its topology is not given by name")
+        return rank != self._transport.rank and (rank in self.neighbours.lost() or rank not in self.members)
+
+    def offer(self, rank: int, incarnation: int) -> Future[Epoch]:
+        """``Epochs.offer``."""
+        assert self._epochs is not None
+        return self._epochs.offer(rank, incarnation)
+
+    def withdraw(self, rank: int, incarnation: int) -> None:
+        """``Epochs.withdraw``."""
+        assert self._epochs is not None
+        self._epochs.withdraw(rank, incarnation)
+
+    def newest_members(self) -> tuple[int, ...]:
+        """Those of the newest epoch in the store.
+
+        Raises:
+            RuntimeError: no process can join these workers.
+        """
+        if self._epochs is None:
+            raise RuntimeError("no process can join workers whose topology is not given by name")
+        return self._epochs.newest_members()
+
+    def enter(self, epoch: Epoch, joins: int) -> None:
+        """This process is a member from this epoch on. ``joins``: of another member."""
+        assert self._epochs is not None
+        before, self.joins = self.roster, joins
+        self._epochs.enter(epoch)
+        self._coming = epoch, before
+
     def close(self) -> None:
         """Ends the threads."""
         if self._epochs is not None:
@@ -147,11 +195,11 @@ class Company:
     def _check_alone(self) -> None:
         now = time.monotonic()
         self._alone_since = self._alone_since or now
-        if now - self._alone_since < self._faults.orphan_for or self._warned:
+        if now - self._alone_since < self.faults.orphan_for or self._warned:
             return
-        if self._faults.partition != "train":
+        if self.faults.partition != "train":
             raise PeerLostError(
-                f"worker {self._transport.rank} has heard no other for {self._faults.orphan_for:g} s: the network is gone, or "
+                f"worker {self._transport.rank} has heard no other for {self.faults.orphan_for:g} s: the network is gone, or "
                 "the others are. Start all workers again from the newest checkpoint, or let it train alone: "
                 "faults=Tolerate(partition='train')."
             )

@@ -10,6 +10,10 @@ Before a result counts it is written to the store, under the number of its epoch
 that has fallen into parts only the one with the store makes epochs. Before anybody promises anything, the store must answer:
 without it there are no new epochs, and members that are gone stay holes. A store that is back and empty gets the newest epoch
 again from a majority of its members.
+
+A process that takes the place of a worker is named in the promise of the member that it has asked. It becomes a member with the
+epoch, and its incarnation tells it from the process before it (``decent_dp.transport.tcp.greeting``). Each epoch lists the
+incarnations of all its members, for those that have missed earlier ones.
 """
 
 from __future__ import annotations
@@ -19,37 +23,40 @@ import json
 import logging
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
-from decent_dp.membership.line import Line
+from decent_dp.membership.line import Epoch, Line
 from decent_dp.topo.epochs import EpochTopology
 from decent_dp.transport import Neighbours
 from decent_dp.transport.agreement import Decision
 from decent_dp.transport.waiter import Waiter
 
-__all__ = ["Epoch", "Epochs"]
+__all__ = ["Epochs"]
 
 _log = logging.getLogger(__name__)
 
 _PREFIX = "epoch/"
 # Seconds that a promise is ahead of the present round, and rounds at least.
 _AHEAD, _LEAST = 1.0, 2
-# Seconds until a store that did not answer is asked again.
-_AGAIN = 2.0
+# Seconds until a store that did not answer is asked again, and between two looks whether it has lost what it is to keep.
+_AGAIN, _KEEP = 2.0, 10.0
 
 
 @dataclass(frozen=True)
-class Epoch:
-    """Who mixes from round ``start`` on.
+class _Promise:
+    """What a member contributes to the agreement on an epoch.
 
     Attributes:
-        members: ranks in ascending order; their positions are the seats.
+        until: it mixes with nobody after this round, before it knows the epoch.
+        joining: incarnations of processes that have asked it for a seat, by rank.
+        processes: ``Epoch.incarnations`` of the present one.
     """
 
-    number: int
-    start: int
-    members: tuple[int, ...]
+    until: int
+    joining: Mapping[int, int]
+    processes: Mapping[int, int]
 
 
 class Epochs:
@@ -57,26 +64,32 @@ class Epochs:
 
     Args:
         topology: of the rounds; it is changed.
+        incarnation: of this process.
 
     Attributes:
         newest: the newest epoch that names this worker; it may begin later.
+        replaced: another process is this worker by now.
     """
 
-    def __init__(self, rank: int, world_size: int, neighbours: Neighbours, topology: EpochTopology, line: Line) -> None:
+    def __init__(
+        self, rank: int, world_size: int, neighbours: Neighbours, topology: EpochTopology, line: Line, incarnation: int = 0
+    ) -> None:
+        self._incarnation, self.replaced = incarnation, False
+        # Processes that want to be members, by rank: the incarnation, since when, and what tells them the epoch.
+        self._candidates: dict[int, tuple[int, float, Future[Epoch]]] = {}
+        self._keep_at = time.monotonic() + _KEEP
         self._rank, self._neighbours, self._topology, self._line = rank, neighbours, topology, line
         self._consensus = neighbours.consensus
-        self.newest = Epoch(0, 0, tuple(range(world_size)))
-        # That of the newest epoch, as it is in the store.
-        self._text = "[]"
-        # The number of the line's newest epoch, which may not name this worker.
-        self._number = 0
+        self.newest = Epoch(0, 0, tuple(range(world_size)), {}, "[]")
+        # The number of the line's newest epoch, which may not name this worker. A process that joins is no member yet.
+        self._number = -1 if incarnation else 0
         self._result: Future[Decision] | None = None
         self._lock = threading.Lock()
         # Looks whether the store answers, before anybody promises anything.
         self._prober = Waiter("decent_dp-epochs")
         self._probe: Future[None] | None = None
         self._probe_at, self._warned = 0.0, False
-        if rank == 0:
+        if not incarnation:
             self._prober.submit(self._found)
         self._consensus.govern(_PREFIX, self._vote, self._ratify)
 
@@ -93,7 +106,7 @@ class Epochs:
         """Called before round ``round_``, by the training thread.
 
         Args:
-            wanted: a member is missed.
+            wanted: a member is missed, or a process wants to be one.
 
         Returns:
             A new epoch that names this worker.
@@ -101,6 +114,9 @@ class Epochs:
         result = self._result
         if result is not None and result.done():
             return self._adopt(result.result(), round_)
+        if time.monotonic() >= self._keep_at:
+            self._keep_at = time.monotonic() + _KEEP
+            self._prober.submit(self._keep)
         known = self._neighbours.newest_epoch()
         if known > self._number + 1:
             self._leave(known)
@@ -111,8 +127,52 @@ class Epochs:
                 self._propose_if_the_store_answers()
         return None
 
+    def offer(self, rank: int, incarnation: int) -> Future[Epoch]:
+        """A process wants to be member ``rank``. The result is the epoch that names it. Called by any thread.
+
+        Raises:
+            ConnectionError: a newer process is this member, or wants to be it; or this one was it, and was left out.
+        """
+        with self._lock:
+            present = self.newest.incarnations.get(rank, 0)
+            if present == incarnation and rank in self.newest.members:  # it had asked another worker before
+                future: Future[Epoch] = Future()
+                future.set_result(self.newest)
+                return future
+            former, since, future = self._candidates.get(rank, (present, time.monotonic(), Future()))
+            if former >= incarnation:
+                raise ConnectionError(f"another process is worker {rank}, or this one was left out before it had connected")
+            self._candidates[rank] = incarnation, since, future
+        return future
+
+    def withdraw(self, rank: int, incarnation: int) -> None:
+        """The process that wanted to be this member has gone."""
+        with self._lock:
+            if rank in self._candidates and self._candidates[rank][0] == incarnation:
+                del self._candidates[rank]
+
+    def offered(self, seconds: float) -> bool:
+        """Whether a process has waited so long for a seat."""
+        now = time.monotonic()
+        with self._lock:
+            return any(now - since >= seconds for _, since, _ in self._candidates.values())
+
+    def newest_members(self) -> tuple[int, ...]:
+        """Those of the newest epoch in the store; all workers, if there has been no other one."""
+        return self._line.newest().members or self.newest.members
+
+    def enter(self, epoch: Epoch) -> None:
+        """This process, which has joined, is a member from this epoch on."""
+        self._number, self.newest = epoch.number, epoch
+        self._topology.change(epoch.start, epoch.members, since=epoch.start)
+        self._neighbours.enter_epoch(epoch.number)
+
     def close(self) -> None:
         self._prober.close()
+        with self._lock:
+            candidates, self._candidates = self._candidates, {}
+        for _, _, future in candidates.values():
+            future.set_exception(ConnectionError("the worker has ended"))
 
     def _leave(self, number: int) -> None:
         """There is an epoch that this worker knows nothing of: it mixes with nobody until one names it."""
@@ -129,8 +189,10 @@ class Epochs:
     def _propose(self) -> None:
         with self._lock:
             if self._result is None:
-                promise = self._neighbours.promise(_AHEAD, _LEAST)
-                self._result = self._consensus.propose(self._name, str(promise))
+                until = self._neighbours.promise(_AHEAD, _LEAST)
+                joining = {rank: incarnation for rank, (incarnation, _, _) in self._candidates.items()}
+                promise = _Promise(until, joining, self.newest.incarnations)
+                self._result = self._consensus.propose(self._name, json.dumps(asdict(promise)))
 
     def _propose_if_the_store_answers(self) -> None:
         if self._probe is None and time.monotonic() >= self._probe_at:
@@ -150,20 +212,37 @@ class Epochs:
     def _adopt(self, decision: Decision, round_: int) -> Epoch | None:
         with self._lock:
             self._number, self._result = self._number + 1, None
-        members, start = _read(decision)
-        if self._rank not in members:
+        epoch = Epoch.read(self._number, _text_of(decision))
+        self.replaced |= epoch.incarnations.get(self._rank, 0) > self._incarnation
+        if self._rank not in epoch.members or self.replaced:
             self._neighbours.confine(-1)
             return None
-        self.newest = Epoch(self._number, start, members)
-        self._text = _text_of(decision)
-        self._topology.change(start, members, since=round_ - 2 * self._topology.longest_turn())
+        self.newest = epoch
+        for rank, incarnation in epoch.incarnations.items():
+            if rank != self._rank:
+                self._neighbours.renew(rank, incarnation)
+        self._topology.change(epoch.start, epoch.members, since=round_ - 2 * self._topology.longest_turn())
         self._neighbours.confine(None)
         self._neighbours.enter_epoch(self._number)
-        return self.newest
+        self._seat(epoch)
+        return epoch
+
+    def _seat(self, epoch: Epoch) -> None:
+        """Tells those that are members now."""
+        with self._lock:
+            seated = [rank for rank, (own, _, _) in self._candidates.items() if epoch.incarnations.get(rank, 0) >= own]
+            found = [self._candidates.pop(rank) for rank in seated]
+        for _, _, future in found:
+            future.set_result(epoch)
 
     def _found(self) -> None:
         with contextlib.suppress(ConnectionError, OSError):  # the first epoch is written by those that need it then
-            self._line.write(0, self._text, None)
+            self._line.keep(newest=self._rank == 0)
+            self._line.write(0, "[]", None)
+
+    def _keep(self) -> None:
+        with contextlib.suppress(ConnectionError, OSError):
+            self._line.keep()
 
     def _ratify(self, name: str, decision: Decision) -> Decision | None:
         """Writes a result to the store. Called in a thread of its own.
@@ -177,7 +256,7 @@ class Epochs:
         # With a majority of its members an epoch is the newest one.
         members = set(self.newest.members)
         is_newest = self.newest.number == number - 1 and 2 * len(decision.texts.keys() & members) > len(members)
-        before = self._text if is_newest else None
+        before = self.newest.text if is_newest else None
         won: str | None = None
         with contextlib.suppress(ConnectionError, OSError):
             won = self._line.write(number, text, before)
@@ -193,9 +272,3 @@ class Epochs:
 
 def _text_of(decision: Decision) -> str:
     return json.dumps([[rank, said] for rank, said in decision.texts.items()])
-
-
-def _read(decision: Decision) -> tuple[tuple[int, ...], int]:
-    """The members, and the first round: that after the largest promise."""
-    promises = {rank: int(text) for rank, text in decision.texts.items()}
-    return tuple(sorted(promises)), max(promises.values(), default=0) + 1

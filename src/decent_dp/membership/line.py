@@ -2,21 +2,49 @@
 
 from __future__ import annotations
 
-import contextlib
+import json
 import threading
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from decent_dp.transport.base import StoreCalls, connect_store, read_text, server_of, store_errors, whole_store
+from decent_dp.transport.communicators import NEWEST, ROOT
 
-__all__ = ["Line"]
+__all__ = ["Epoch", "Line", "newest_epoch"]
 
 T = TypeVar("T")
 
 # Seconds for a connection, and for an answer of a store that may hang.
 _SECONDS, _LIMIT = 2.0, 5.0
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """Who mixes from round ``start`` on.
+
+    Attributes:
+        members: ranks in ascending order; their positions are the seats.
+        incarnations: of the newest processes that have joined later, by rank; also of those that are no members any more.
+        text: as it is in the store.
+    """
+
+    number: int
+    start: int
+    members: tuple[int, ...]
+    incarnations: Mapping[int, int]
+    text: str
+
+    @classmethod
+    def read(cls, number: int, text: str) -> Epoch:
+        """The epoch that a text stands for: the promises of those that agreed on it, by rank."""
+        said: dict[int, dict[str, Any]] = {int(rank): json.loads(promise) for rank, promise in json.loads(text)}
+        joining, processes = (_newest(promise[key] for promise in said.values()) for key in ("joining", "processes"))
+        members = tuple(sorted({*said, *joining}))
+        start = max((promise["until"] for promise in said.values()), default=0) + 1
+        return cls(number, start, members, _newest([joining, processes]), text)
 
 
 class Line:
@@ -27,16 +55,36 @@ class Line:
     Args:
         store: of the run, for a store without a server.
         run_id: names the run, as others may use the same server.
+        records: ``Transport.records``, and more of the kind.
     """
 
-    def __init__(self, store: Store, run_id: str) -> None:
-        self._prefix, self._server = f"decent_dp/{run_id}/line", server_of(store)
-        self._client: Store | None = PrefixStore(self._prefix, whole_store(store)) if self._server is None else None
+    def __init__(self, store: Store, run_id: str, records: Mapping[str, str]) -> None:
+        self._run_id, self._records, self._server = run_id, records, server_of(store)
+        self._client: Store | None = PrefixStore(ROOT, whole_store(store)) if self._server is None else None
         self._calls, self._lock = StoreCalls(), threading.Lock()
+
+    def keep(self, newest: bool = False) -> None:
+        """Writes what a process needs to join, as far as it is missing.
+
+        Args:
+            newest: this run began just now, and is the one that is joined at this store.
+
+        Raises:
+            ConnectionError: the store does not answer.
+        """
+
+        def write(store: Store) -> None:
+            for key, text in self._records.items():
+                store.compare_set(self._key(key), "", text)
+            if newest:
+                store.set(NEWEST, self._run_id)
+            store.compare_set(NEWEST, "", self._run_id)
+
+        self._run(write)
 
     def probe(self) -> None:
         """Raises ConnectionError if the store does not answer."""
-        self._run(lambda store: store.check(["epoch/0"]))
+        self._run(lambda store: store.check([NEWEST]))
 
     def write(self, number: int, text: str, before: str | None) -> str | None:
         """Writes an epoch.
@@ -50,15 +98,29 @@ class Line:
         Raises:
             ConnectionError: the store does not answer. The text may be written.
         """
+        former, own = self._key(f"epoch/{number - 1}"), self._key(f"epoch/{number}")
 
         def write(store: Store) -> str | None:
-            if number and read_text(store, f"epoch/{number - 1}") is None:
+            if number and read_text(store, former) is None:
                 if before is None:
                     return None
-                store.compare_set(f"epoch/{number - 1}", "", before)
-            return store.compare_set(f"epoch/{number}", "", text).decode()
+                store.compare_set(former, "", before)
+            won = store.compare_set(own, "", text).decode()
+            store.set(self._key("epoch"), str(number))  # where those that join begin to look
+            return won
 
         return self._run(write)
+
+    def newest(self) -> Epoch:
+        """The newest epoch that the store knows; the first one names nobody.
+
+        Raises:
+            ConnectionError: the store does not answer.
+        """
+        return self._run(lambda store: newest_epoch(store, self._run_id))
+
+    def _key(self, name: str) -> str:
+        return f"{self._run_id}/{name}"
 
     def _run(self, call: Callable[[Store], T]) -> T:
         def run() -> T:
@@ -75,5 +137,23 @@ class Line:
     def _connected(self) -> Store:
         if self._client is None:
             assert self._server is not None
-            self._client = connect_store(*self._server, self._prefix, _SECONDS)
+            self._client = connect_store(*self._server, ROOT, _SECONDS)
         return self._client
+
+
+def newest_epoch(store: Store, run_id: str) -> Epoch:
+    """The newest epoch in a store, of which all keys begin with ``ROOT``. Epoch 0 names nobody."""
+    number = int(read_text(store, f"{run_id}/epoch") or 0)  # it may be an older one
+    text = read_text(store, f"{run_id}/epoch/{number}") or "[]"
+    while (newer := read_text(store, f"{run_id}/epoch/{number + 1}")) is not None:
+        number, text = number + 1, newer
+    return Epoch.read(number, text)
+
+
+def _newest(parts: Iterable[Mapping[Any, int]]) -> dict[int, int]:
+    """The largest number of each rank."""
+    found: dict[int, int] = {}
+    for part in parts:
+        for rank, number in part.items():
+            found[int(rank)] = max(number, found.get(int(rank), 0))
+    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +21,7 @@ __all__ = [
     "call_on_all",
     "check_consistency",
     "check_same_call",
+    "compare",
     "error_of_worker",
     "model_signature",
     "worker_counts",
@@ -57,7 +58,7 @@ def check_consistency(control: Control, rank: int, attempt: Callable[[], tuple[T
     found, failure = _try(attempt)
     reference = broadcast_object(control, rank, found[0][1] if found is not None else None)
     if found is not None and reference is not None:
-        _, failure = _try(lambda: _compare(reference, json.loads(json.dumps(found[0][1])), rank))
+        _, failure = _try(lambda: compare(reference, json.loads(json.dumps(found[0][1])), rank))
     try:
         _raise_on_all(control, failure)
     finally:
@@ -186,7 +187,8 @@ def _raise_on_all(control: Control, failure: Exception | None) -> None:
     raise error_of_worker(kind, text, f"worker {rank}") from failure
 
 
-def _compare(reference: dict[str, Any], own: dict[str, Any], rank: int) -> None:
+def compare(reference: Mapping[str, Any], own: Mapping[str, Any], rank: int) -> None:
+    """Raises DisagreementError with the first difference between the signature of worker 0 and that of this worker."""
     for i, (theirs, ours) in enumerate(_pairs(reference.get("model", []), own.get("model", []))):
         if theirs != ours:
             raise errors.DisagreementError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,7 +15,7 @@ from decent_dp.compression import check_compression
 from decent_dp.engine import fit_rule
 from decent_dp.faults import Tolerate
 from decent_dp.replica.averages import broadcast_
-from decent_dp.replica.consistency import call_on_all, check_consistency, model_signature
+from decent_dp.replica.consistency import call_on_all, check_consistency, compare, model_signature
 from decent_dp.replica.devices import gpus_of, refuse_wrong_device, warn_of_shared_gpus
 from decent_dp.replica.options import Options, warn_of_rates
 from decent_dp.replica.settings import Settings
@@ -27,7 +28,7 @@ from decent_dp.topo import Topology, TopologyReg, make_topology
 from decent_dp.topo.epochs import EpochTopology
 from decent_dp.topo.holes import check_pairs
 from decent_dp.topo.registry import why_unfit
-from decent_dp.transport import Neighbours, Transport
+from decent_dp.transport import Neighbours, NewcomerTransport, Transport
 
 __all__ = ["Agreement", "Arguments", "connect_replicas"]
 
@@ -68,6 +69,7 @@ class Agreement:
         replicas: the workers of each replica.
         peers: connects the workers that hold the same part of each replica; its ranks are numbers of replicas.
         faults, neighbours: where faults are tolerated.
+        signature: what was compared between workers (JSON).
     """
 
     settings: Settings
@@ -77,6 +79,7 @@ class Agreement:
     peers: Transport
     faults: Tolerate | None = None
     neighbours: Neighbours | None = None
+    signature: Mapping[str, Any] = field(default_factory=dict)
 
 
 def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check: Callable[[], Arguments]) -> Agreement:
@@ -121,14 +124,19 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
             "settings": {**given.settings.signature(), "rule": rule_settings(given.rule), **given.more, "faults": faults},
             "optimizers": given.options.alike,
         }
-        return Agreement(given.settings, mixing, rule, replicas, peers, given.faults), dict(shared)
+        if isinstance(transport, NewcomerTransport):
+            compare(transport.signature, json.loads(json.dumps(shared)), transport.rank)
+        return Agreement(given.settings, mixing, rule, replicas, peers, given.faults, signature=shared), dict(shared)
 
     def check_all() -> Arguments:
         checked = check()
         refuse_wrong_device(model, transport)
+        if joins and checked.faults is None:
+            raise ValueError("a process that joins a run needs faults=decent_dp.Tolerate(...), as on the other workers.")
         return checked
 
-    with closed_on_error(transport, owned), torch.no_grad():
+    joins = isinstance(transport, NewcomerTransport)
+    with closed_on_error(transport, owned or joins), torch.no_grad():
         given = call_on_all(transport.control, check_all)
         replicas = Replicas.of(transport.control.gather(given.mesh))
         peers = transport if replicas.shards == 1 else transport.among(replicas.peers_of(transport.rank))

@@ -42,7 +42,7 @@ from decent_dp.replica.statistics import Statistics, tell_drifts, tell_replicas
 from decent_dp.replica.stats import Stats
 from decent_dp.rules.base import rule_settings
 from decent_dp.topo.epochs import EpochTopology
-from decent_dp.transport import Handle, Transport
+from decent_dp.transport import Handle, NewcomerTransport, Transport
 
 __all__ = ["Listener", "Replica"]
 
@@ -57,6 +57,9 @@ class Listener:
 
     def round_ended(self) -> None:
         """Called between two rounds. An exception in it leaves the replica unchanged."""
+
+    def reached_boundary(self) -> None:
+        """Called between two rounds, outside any backward."""
 
     def measured(self, distance: float) -> None:
         """Called with each result of ``consensus_distance``."""
@@ -88,6 +91,7 @@ class Replica(ABC):
         joining: whether it is inside ``join``, where every round tells the others that this worker is active.
         closed: whether rounds are over.
         superseded: whether it was closed because a newer replica took the model over.
+        company: the other workers, where faults are tolerated.
     """
 
     # The name of the driver in snapshots, and in messages.
@@ -106,13 +110,18 @@ class Replica(ABC):
         self.topology = agreed.topology
         neighbours, compression = agreed.neighbours, check_compression(agreed.settings.compression)
         self.engine = Engine(self.transport, self.topology, agreed.rule, compression, neighbours)
-        self._company: Company | None = None
+        self.company: Company | None = None
+        # Of a process that joins a run: makes it a member.
+        self.before_first_round: Callable[[], None] | None = None
         if neighbours is not None and agreed.faults is not None:
             epochs = None
             if isinstance(self.topology, EpochTopology):
                 rank, n = transport.rank, transport.world_size
-                epochs = Epochs(rank, n, neighbours, self.topology, Line(transport.store, transport.run_id))
-            self._company = Company(self.transport, neighbours, agreed.faults, epochs)
+                incarnation = transport.incarnation if isinstance(transport, NewcomerTransport) else 0
+                records = {**transport.records(), "signature": json.dumps(agreed.signature)}
+                line = Line(transport.store, transport.run_id, records)
+                epochs = Epochs(rank, n, neighbours, self.topology, line, incarnation)
+            self.company = Company(self.transport, neighbours, agreed.faults, epochs)
         self.mean = Mean(self.parameters.locate)
         self.statistics = Statistics([], {})
         self.listeners: list[Listener] = []
@@ -170,7 +179,7 @@ class Replica(ABC):
 
     def begin_round(self, *, active: bool = True) -> None:
         """Called before any bucket is used. ``active``: this worker has not run out of data."""
-        if self.joining and active and self._company is None:
+        if self.joining and active and self.company is None:
             # The first collective of the round, because workers that have run out wait for it.
             self._flags.append(self.transport.control.mean(torch.ones(1, device="cpu")))
             if len(self._flags) > _FLAGS_IN_FLIGHT:
@@ -179,8 +188,11 @@ class Replica(ABC):
             self.invalidate()
         self.rebind()
         self.engine.renew()
-        if self._company is not None:
-            if self._company.check(self.engine.round):
+        if self.before_first_round is not None:
+            self.before_first_round()
+            self.before_first_round = None
+        if self.company is not None:
+            if self.company.check(self.engine.round):
                 for bucket in self.engine.buckets:
                     bucket.hinted = -1  # it may have gone to another worker
             self.engine.catch_up()
@@ -223,6 +235,11 @@ class Replica(ABC):
         for listener in list(self.listeners):
             listener.round_ended()
 
+    def reached_boundary(self) -> None:
+        """Notifies the listeners, between two rounds and outside any backward."""
+        for listener in list(self.listeners):
+            listener.reached_boundary()
+
     def invalidate(self, params: Iterable[Tensor] | None = None) -> None:
         """Drops the state of ``params`` (None: of all), whose values are replaced from outside.
 
@@ -246,9 +263,9 @@ class Replica(ABC):
         try:
             yield
             self.apply_pending()
-            if self._company is not None:
-                self._company.join(self.engine, self.mix_only)
-            while self._company is None and self._anybody_active():
+            if self.company is not None:
+                self.company.join(self.engine, self.mix_only)
+            while self.company is None and self._anybody_active():
                 self.mix_only()
         except Exception as error:
             self.everyone.report(f"{type(error).__name__} in round {self.engine.round}: {error}")
@@ -269,7 +286,7 @@ class Replica(ABC):
     def roster(self) -> Roster:
         """Who takes part, and who is left out."""
         n = self.transport.world_size
-        return Roster(0, self.transport.rank, n, tuple(range(n)), ()) if self._company is None else self._company.roster
+        return Roster(0, self.transport.rank, n, tuple(range(n)), ()) if self.company is None else self.company.roster
 
     def on_roster(self, callback: Callable[[Roster, Roster], None]) -> None:
         """Registers ``callback(old, new)``, which is called before the first round of each new roster, in the training thread.
@@ -277,9 +294,9 @@ class Replica(ABC):
         Raises:
             RuntimeError: faults are not tolerated, so that the roster stays as it is.
         """
-        if self._company is None:
+        if self.company is None:
             raise RuntimeError("on_roster needs faults=decent_dp.Tolerate(...): without it the workers stay the same.")
-        self._company.callbacks.append(callback)
+        self.company.callbacks.append(callback)
 
     def stats(self) -> Stats:
         """Counters of this worker, cheap enough to read at every step."""
@@ -294,7 +311,7 @@ class Replica(ABC):
             rejected=engine.rejected,
             nonfinite=engine.nonfinite,
             holes=engine.holes,
-            one_sided=0 if self._company is None else self._company.neighbours.one_sided,
+            one_sided=0 if self.company is None else self.company.neighbours.one_sided,
         )
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -374,7 +391,7 @@ class Replica(ABC):
     @property
     def tolerates_faults(self) -> bool:
         """Whether workers may be in different rounds, or gone."""
-        return self._company is not None
+        return self.company is not None
 
     def begin_collective(self, what: str) -> None:
         """Checks, before a collective call of the user's, that all workers make this one, at the same round.
@@ -385,15 +402,15 @@ class Replica(ABC):
         self.refuse_inside(what)
         self.apply_pending()
         self.refuse_stopped()
-        if self._company is not None:
-            self._company.neighbours.pause()
+        if self.company is not None:
+            self.company.neighbours.pause()
         engine, control = self.engine, self.everyone.control
-        control.begin()
-        rounds = check_same_call(control, engine.round, engine.factor, what, same_round=self._company is None)
-        if self._company is not None:
+        control.begin(what)
+        rounds = check_same_call(control, engine.round, engine.factor, what, same_round=self.company is None)
+        if self.company is not None:
             # Those that were silent or late for a while are in other rounds, with as many updates.
             engine.go_to(max(rounds))
-            self._company.neighbours.resume()
+            self.company.neighbours.resume()
             if self.mean.backup is None:
                 self.engine.settle_held()
 
@@ -419,8 +436,8 @@ class Replica(ABC):
             self.closed = True
             self.remove_hooks()
             tell_replicas(self.optimizers, 1)
-            if self._company is not None:
-                self._company.close()
+            if self.company is not None:
+                self.company.close()
             self.everyone.close()
 
     @property
@@ -477,7 +494,7 @@ class Replica(ABC):
         """
         shards = [local(buffer) for buffer in buffers if is_sharded(buffer)]
         whole = [buffer for buffer in buffers if not is_sharded(buffer)]
-        if self._company is None:
+        if self.company is None:
             distances = average_(self.transport.control, parts)
             average_(self.transport.control, shards)
             average_(self.everyone.control, whole)

@@ -165,13 +165,15 @@ class Control(ABC):
 
     Attributes:
         ranks: of the workers that took part in the last one.
+        calls: how many calls of the user's have begun, the same number on all workers.
     """
 
     ranks: Sequence[int]
+    calls: int = 0
 
-    def begin(self) -> None:
-        """A call of the user's begins, which may make several collectives."""
-        return
+    def begin(self, what: str) -> None:
+        """A call of the user's begins, which may make several collectives. ``what``: its name."""
+        self.calls += 1
 
     @abstractmethod
     def broadcast(self, tensor: Tensor) -> None:

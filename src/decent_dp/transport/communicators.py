@@ -33,8 +33,13 @@ _STORE_LIMIT = 2.0
 # Errors of the system when a process, or the machine, has too many open files.
 OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
+# The beginning of all keys of this library in a store, and below it that of the run which began last.
+ROOT, NEWEST = "decent_dp", "newest"
+
 __all__ = [
+    "NEWEST",
     "OUT_OF_DESCRIPTORS",
+    "ROOT",
     "Communicator",
     "GreetingError",
     "Notes",
@@ -75,6 +80,7 @@ class Rendezvous:
         store: the process group's store, under a prefix of this wrapper's own.
         rank, world_size: in the process group.
         timeout: the process group's.
+        node: the name of this worker's network stack. In ``node_of`` may be that of a process before it.
         incarnation: how many processes had joined the run before this one, itself included; 0 for those that began it.
         nccl: the process group moves CUDA tensors by NCCL.
         node_of: the name of each worker's network stack; workers of one name share a loopback interface.
@@ -91,6 +97,7 @@ class Rendezvous:
     node_of: tuple[str, ...]
     token: bytes = field(repr=False)
     run_id: str
+    node: str
     incarnation: int = 0
     addresses: dict[int, dict[str, Any]] = field(default_factory=dict)
 
@@ -102,17 +109,19 @@ class Rendezvous:
         cards: list[Any] = [None] * world_size
         dist.all_gather_object(cards, (uuid.uuid4().hex, secrets.token_hex(16), network_stack()), group=group)
         # Without the prefix of the process group, which a process that joins later does not know.
-        store = PrefixStore(f"decent_dp/{cards[0][0]}", whole_store(_get_default_store()))
+        store = PrefixStore(f"{ROOT}/{cards[0][0]}", whole_store(_get_default_store()))
+        # A worker that does not know its stack shares it with nobody.
+        node_of = tuple(stack or f"worker {i}" for i, (_, _, stack) in enumerate(cards))
         return cls(
             store,
             rank,
             world_size,
             _timeout_of(group),
             nccl="nccl" in str(dist.get_backend(group)),
-            # A worker that does not know its stack shares it with nobody.
-            node_of=tuple(stack or f"worker {i}" for i, (_, _, stack) in enumerate(cards)),
+            node_of=node_of,
             token=bytes.fromhex(cards[0][1]),
             run_id=cards[0][0],
+            node=node_of[rank],
         )
 
     def records(self) -> dict[str, str]:
@@ -128,7 +137,7 @@ class Rendezvous:
     @property
     def local(self) -> frozenset[int]:
         """The other workers on this one's network stack."""
-        return frozenset(i for i, name in enumerate(self.node_of) if name == self.node_of[self.rank] and i != self.rank)
+        return frozenset(i for i, name in enumerate(self.node_of) if name == self.node and i != self.rank)
 
     def gloo(self, name: str, ranks: Sequence[int]) -> Communicator:
         """A gloo communicator of ``ranks``; called by its members alone."""

@@ -285,6 +285,9 @@ class _LocalNeighbours(Neighbours):
     def welcome(self, host: Callable[[socket.socket], None]) -> None:
         return  # threads do not join later
 
+    def visit(self, rank: int) -> socket.socket:
+        raise ConnectionError("workers that are threads give each other nothing but exchanges")
+
     @property
     def one_sided(self) -> int:
         return 0

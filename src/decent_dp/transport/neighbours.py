@@ -107,6 +107,15 @@ class Neighbours(ABC):
                 It closes the connection.
         """
 
+    @abstractmethod
+    def visit(self, rank: int) -> socket.socket:
+        """A connection to the ``host`` of another worker. It blocks.
+
+        Raises:
+            ConnectionError: it cannot be reached, or nobody can join.
+            TimeoutError: it does not answer.
+        """
+
     @property
     @abstractmethod
     def one_sided(self) -> int:

@@ -129,7 +129,9 @@ class ProcessGroupTransport(Transport):
         self._communicators.pop("all", None)
         plane = self._reactor.control_plane
         timeout = shared.timeout.total_seconds()
-        self._controls["all"] = SurvivorControl(plane, self.rank, shared.node_of, timeout, faults.min_workers)
+        self._controls["all"] = SurvivorControl(
+            plane, self.rank, shared.node_of, timeout, faults.min_workers, self._reactor.close
+        )
         return self.neighbours
 
     def report(self, cause: str) -> None:

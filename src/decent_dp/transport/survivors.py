@@ -30,6 +30,8 @@ _log = logging.getLogger(__name__)
 
 # The most bytes of the message of one worker, and of all, that go through an agreement; larger ones go over the tree.
 _SMALL, _SMALL_OF_ALL = 2**12, LARGEST_NOTE // 4
+# Bits of the number of a collective that count within a call.
+_CALL = 24
 # Bytes that go up the tree before the first of them come down: they bound the memory of a worker that is waited for.
 _SEGMENT = 2**26
 
@@ -37,30 +39,49 @@ _SEGMENT = 2**26
 class SurvivorControl(Control):
     """Collectives that end with the same result on all workers that live, whoever dies inside.
 
-    Each one ends with an agreement on whether all have their result. If not, those that live make it again. ``ranks`` are those
-    that took part in the last one. Data go up and down a tree of connections that work.
+    Each one ends with an agreement on whether all have their result. If not, the living workers make it again. ``ranks`` are
+    those that took part in the last one. Data go up and down a tree of connections that work.
+
+    A worker that was silent for a while, or has joined, may have missed calls. Its next call is the next one of the others. If
+    that is another call, it is out.
 
     Args:
         node_of: the name of each worker's node; the tree leaves a node as seldom as it can.
         timeout: seconds after which a wait for a living worker fails.
         min_workers: as of ``Tolerate``.
+        leave: called when this worker can take part in no call any more, so that the others do not wait for it.
     """
 
-    def __init__(self, plane: ControlPlane, rank: int, node_of: Sequence[str], timeout: float, min_workers: int = 1) -> None:
+    def __init__(
+        self,
+        plane: ControlPlane,
+        rank: int,
+        node_of: Sequence[str],
+        timeout: float,
+        min_workers: int = 1,
+        leave: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._leave = leave
         self._plane, self._rank, self._node_of, self._timeout = plane, rank, node_of, timeout
         self._min_workers = min(min_workers, len(node_of))
         # Of the members of all collectives since ``begin``: all of them must have had the same.
         self._history = 0
         self.ranks: tuple[int, ...] = tuple(range(len(node_of)))
-        self._number = 0
+        # Collectives since ``begin``; what has begun; whether this worker has missed calls, and has made none since.
+        self._number, self._call, self._is_late = 0, "", False
         self._what = ""
         self._parent: int | None = None
         self._children: tuple[int, ...] = ()
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        self._history = 0
+    def begin(self, what: str) -> None:
+        super().begin(what)
+        self._history, self._number, self._call = 0, 0, what
+
+    def enter(self, calls: int) -> None:
+        """This worker has joined others, which have begun so many calls."""
+        self.calls, self._is_late = max(calls - 1, 0), True
 
     def gather(self, message: Any) -> list[Any]:
         own = json.dumps(message)
@@ -112,13 +133,13 @@ class SurvivorControl(Control):
         """Calls ``make`` on all ``ranks``. Returns None if one of them has no result: those that live are ``ranks`` then."""
         self._what = what
         result: T | None = None
-        self._plane.courier.begin(self._number)
+        self._plane.courier.begin(self.calls << _CALL | self._number)
         try:
             result = make()
         except PeerLostError as error:
             _log.info("%s is made again: %s", what, error)
         except PeerTimeoutError:
-            self._plane.propose(f"call/{self._number}", _said(what, self._history, "lost"))  # the others need not wait, too
+            self._plane.propose(self._name, self._said(what, "lost"))  # the others need not wait, too
             self._number += 1
             raise
         before = self.ranks
@@ -126,25 +147,55 @@ class SurvivorControl(Control):
         self._regroup(decision)
         return result if self.ranks == before and set(decision.texts.values()) == {"done"} else None
 
-    def _agree(self, what: str, text: str) -> Decision:
-        name, self._number = f"call/{self._number}", self._number + 1
-        future = self._plane.propose(name, _said(what, self._history, text))
+    @property
+    def _name(self) -> str:
+        """Of the next agreement."""
+        return f"call/{self.calls}/{self._number}"
+
+    def _said(self, what: str, text: str) -> str:
+        """What this worker says in an agreement: which call it makes, what that is made of so far, and its text."""
+        lateness = "late" if self._is_late else ""
+        return f"{self._describe(what)}\n{self._history:x}\n{lateness}\n{text}"
+
+    def _describe(self, what: str) -> str:
+        return f"{what} of {self._call}()" if self._call else what
+
+    def _await(self, name: str, what: str, text: str) -> Decision:
+        future = self._plane.propose(name, self._said(what, text))
         try:
-            decision = future.result(self._timeout)
+            return future.result(self._timeout)
         except futures.TimeoutError:
             missing = ", ".join(f"worker {rank}" for rank in self._plane.missing(name)) or "one of them"
             raise PeerTimeoutError(
-                f"not all workers that live have come to {what} within the process group's timeout of {self._timeout:g} s: "
-                f"{missing} did not. Make the same calls on every worker."
+                f"not all living workers have come to {self._describe(what)} within the process group's timeout of "
+                f"{self._timeout:g} s: {missing} did not. Make the same calls on every worker."
             ) from None
-        if self._rank not in decision.texts:
-            raise PeerLostError(
-                f"the others took worker {self._rank} for gone, and have made this call without it. It cannot take part any "
-                "more: end this process. The others go on."
+
+    def _agree(self, what: str, text: str) -> Decision:
+        while True:
+            name, self._number = self._name, self._number + 1
+            decision = self._await(name, what, text)
+            if self._rank in decision.texts:
+                break
+            if self.calls == 0 or self._number > 1:
+                self._leave()
+                raise PeerLostError(
+                    f"the others took worker {self._rank} for gone, and have made this call without it. It cannot take part "
+                    "any more: end this process. The others go on."
+                )
+            self.calls, self._number, self._is_late = self.calls + 1, 0, True
+            _log.warning("worker %d has missed a call of the others: this %s is their next one", self._rank, self._call)
+        said = {rank: text.split("\n", 3) for rank, text in decision.texts.items()}
+        first = min(said, key=lambda rank: (bool(said[rank][2]), rank))
+        out = {rank for rank, (call, _, late, _) in said.items() if late and call != said[first][0]}
+        if self._rank in out:
+            self._leave()
+            raise OutOfStepError(
+                f"worker {self._rank} has come to {said[self._rank][0]} and the others to {said[first][0]}, as it has missed "
+                "calls of theirs. It cannot take part any more: end this process. The others go on."
             )
-        said = {rank: text.split("\n", 2) for rank, text in decision.texts.items()}
-        first = min(said)
-        for rank, (call, history, _) in said.items():
+        said = {rank: parts for rank, parts in said.items() if rank not in out}
+        for rank, (call, history, *_) in said.items():
             if call != said[first][0]:
                 raise OutOfStepError(
                     f"worker {first} has come to {said[first][0]} and worker {rank} to {call}: make the same calls in the same "
@@ -160,8 +211,9 @@ class SurvivorControl(Control):
                 f"{len(said)} of {len(self._node_of)} workers have come to this call, and faults=Tolerate(min_workers="
                 f"{self._min_workers}) wants more. Start all workers again from the newest checkpoint, or allow fewer."
             )
+        self._is_late = False
         self._history = zlib.crc32(f"{name} {list(said)}".encode(), self._history)
-        return Decision({rank: text for rank, (_, _, text) in said.items()}, decision.links)
+        return Decision({rank: text for rank, (*_, text) in said.items()}, decision.links)
 
     def _regroup(self, decision: Decision) -> None:
         ranks = tuple(decision.texts)
@@ -179,7 +231,7 @@ class SurvivorControl(Control):
 
     def _check(self, began: float) -> Callable[[int], None]:
         """A function that raises if a worker is not to be waited for any longer."""
-        name, done = f"call/{self._number}", _said(self._what, self._history, "done")
+        name, done = self._name, self._said(self._what, "done")
 
         def check(peer: int) -> None:
             if self._plane.view(peer) is View.LOST:
@@ -239,11 +291,6 @@ class SurvivorControl(Control):
         while len(text) < size:
             text += self._get(peer)
         return bytes(text)
-
-
-def _said(what: str, history: int, text: str) -> str:
-    """What a worker says in an agreement: which call it makes, what this one is made of so far, and its text."""
-    return f"{what}\n{history:x}\n{text}"
 
 
 def _by_rank(pairs: list[tuple[str, str]]) -> dict[int, str]:

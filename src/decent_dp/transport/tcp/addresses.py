@@ -27,7 +27,7 @@ def listen(rendezvous: Rendezvous) -> list[socket.socket]:
     workers are there.
     """
     listeners: list[socket.socket] = []
-    address: dict[str, Any] = {"node": rendezvous.node_of[rendezvous.rank], "incarnation": rendezvous.incarnation}
+    address: dict[str, Any] = {"node": rendezvous.node, "incarnation": rendezvous.incarnation}
     others = rendezvous.world_size - 1
     if rendezvous.local and sys.platform == "linux":
         stream = own(lambda: socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
@@ -71,7 +71,7 @@ def dial(rendezvous: Rendezvous, peer: int, seconds: float, incarnation: int = 0
         # The store's own timeout, which ``get`` has, is another: half an hour by default.
         rendezvous.store.wait([f"address/{peer}"], rendezvous.timeout)
         address = rendezvous.addresses[peer] = json.loads(rendezvous.store.get(f"address/{peer}"))
-    peer_is_local = address["node"] == rendezvous.node_of[rendezvous.rank] and "local" in address
+    peer_is_local = address["node"] == rendezvous.node and "local" in address
     at: bytes | tuple[str, int]
     if peer_is_local:
         family, at = socket.AF_UNIX, b"\0" + address["local"].encode()

@@ -1,6 +1,7 @@
 """How the two ends of a new connection prove that they are workers of one run.
 
-The worker of higher incarnation dials or, of two with the same one, that of higher rank. Three messages of fixed length pass before the first frame:
+The worker of higher incarnation dials or, of two with the same one, that of higher rank. Three messages of fixed length pass
+before the first frame:
 
 | from | message | carries |
 |---|---|---|
@@ -9,8 +10,9 @@ The worker of higher incarnation dials or, of two with the same one, that of hig
 | acceptor | ANSWER | WELCOME, REFUSED or REPLACED, its uid and incarnation, the reason of a refusal, a proof |
 
 A proof is an HMAC-SHA256 with the run's secret over all that identifies the two ends: the version, the run, both ranks, the
-dialer's uid and incarnation, and both nonces. So a recorded message is worth nothing later, or at another worker. Each direction
-has a label of its own, so that a proof cannot be sent back. Who has no valid proof gets no answer: its connection is closed.
+dialer's uid and incarnation, and both nonces. So a recorded message is worth nothing later, or at another worker. Each
+direction has a label of its own, so that a proof cannot be sent back. Who has no valid proof gets no answer: its connection is
+closed.
 
 Frames that follow are not authenticated (docs/security.md).
 """

@@ -150,6 +150,9 @@ class TcpNeighbours(Neighbours):
     def welcome(self, host: Callable[[socket.socket], None]) -> None:
         self._reactor.on_guest = host
 
+    def visit(self, rank: int) -> socket.socket:
+        return self._reactor.visit(rank)
+
     @property
     def one_sided(self) -> int:
         return self._framing.settlement.one_sided

@@ -12,6 +12,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 from decent_dp.transport.agreement import View
 from decent_dp.transport.communicators import SilentError
@@ -131,6 +132,24 @@ class Reactor:
     def renew(self, peer: int, incarnation: int) -> None:
         """Another process is this peer now."""
         self.call(lambda: self._framing.renew(peer, incarnation))
+
+    def want(self, peer: int) -> None:
+        """A connection is to be made, where faults are tolerated."""
+        self.call(lambda: self._want(peer))
+
+    def _want(self, peer: int) -> None:
+        if self._dialler is not None:
+            self._dialler.want(peer)
+
+    def visit(self, peer: int) -> socket.socket:
+        """``Neighbours.visit``."""
+        stream = self._dial(peer)
+        try:
+            greet(stream, replace(self._identity, rank=GUEST), self._secret, peer, SILENT * self._dead_after)
+        except BaseException:
+            stream.close()
+            raise
+        return stream
 
     @property
     def replaced(self) -> bool:
@@ -319,10 +338,6 @@ class Reactor:
             self._dialler.want(connection.peer)
         if state is LinkState.NEW and connection.pairs and now - connection.since > SILENT * self._dead_after:
             self._dialler.want(connection.peer)
-
-    def _want(self, peer: int) -> None:
-        if self._dialler is not None:
-            self._dialler.want(peer)
 
     def _say_bye(self) -> None:
         for connection in self._framing.connections.values():

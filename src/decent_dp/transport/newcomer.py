@@ -1,0 +1,90 @@
+"""The transport of a process that joins a run: it is alone until it is a member."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from decent_dp.faults import Tolerate
+from decent_dp.topo import Edge
+from decent_dp.transport.base import Control, DeferredHandle, Handle
+from decent_dp.transport.communicators import Rendezvous
+from decent_dp.transport.neighbours import Neighbours
+from decent_dp.transport.process_group import ProcessGroupTransport
+from decent_dp.transport.survivors import SurvivorControl
+
+__all__ = ["NewcomerTransport"]
+
+# Seconds between two looks whether connections are there.
+_LOOK = 0.01
+
+
+class NewcomerTransport(ProcessGroupTransport):
+    """Connects a process that takes the place of a worker. Until ``enter``, collectives are those of this process alone.
+
+    Args:
+        shared: what the workers of the run have in common.
+        signature: of their settings, which this process must share (``decent_dp.replica.consistency``).
+    """
+
+    def __init__(self, shared: Rendezvous, signature: Mapping[str, Any]) -> None:
+        self._process_group = None
+        self.signature = signature
+        self._meet(shared, None)
+        self._alone = _AloneControl(self.rank)
+        self._controls["all"] = self._alone
+        self._members: SurvivorControl | None = None
+        self._listen()
+
+    @property
+    def incarnation(self) -> int:
+        return self._rendezvous.incarnation
+
+    def tolerate(self, faults: Tolerate) -> Neighbours:
+        neighbours = super().tolerate(faults)
+        members = self._controls["all"]
+        assert isinstance(members, SurvivorControl)
+        self._members, self._controls["all"] = members, self._alone
+        return neighbours
+
+    def prepare(self, edges: list[Edge]) -> None:
+        return  # nobody accepts it before it is a member
+
+    def enter(self, incarnations: Mapping[int, int], calls: int) -> None:
+        """Connects to the other members, and takes part in their collectives from now on.
+
+        Args:
+            incarnations: of the other members.
+            calls: ``Control.calls`` of one of them.
+        """
+        assert self._members is not None
+        assert self._faults is not None
+        assert self.neighbours is not None
+        for rank, incarnation in incarnations.items():
+            self._reactor.renew(rank, incarnation)
+            self._reactor.want(rank)
+        deadline = time.monotonic() + self._faults.dead_after / 2
+        while set(incarnations) - {*self.neighbours.living(), *self.neighbours.lost()} and time.monotonic() < deadline:
+            time.sleep(_LOOK)
+        self._members.enter(calls)
+        self._controls["all"] = self._members
+
+
+class _AloneControl(Control):
+    """Of one worker."""
+
+    def __init__(self, rank: int) -> None:
+        self.ranks = (rank,)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        return
+
+    def gather(self, message: Any) -> list[Any]:
+        return [json.loads(json.dumps(message))]
+
+    def mean(self, tensor: Tensor) -> Handle:
+        return DeferredHandle(lambda: None)
