@@ -398,14 +398,14 @@ def connect_through(links: RemoteLinks, rank: int) -> None:
     communicators.network_stack = lambda: f"host of worker {rank}"
     dial = process_group.dial
 
-    def dial_proxy(rendezvous: Any, peer: int, seconds: float) -> socket.socket:
+    def dial_proxy(rendezvous: Any, peer: int, seconds: float, incarnation: int = 0) -> socket.socket:
         if rank < peer:  # only looks whether anybody listens
-            return dial(rendezvous, peer, seconds)
+            return dial(rendezvous, peer, seconds, incarnation)
 
         def get(key: str) -> bytes:
             address = json.loads(rendezvous.store.get(key))
             links.route(rank, peer, address["host"], address["port"])
-            return json.dumps({"host": "127.0.0.1", "port": links.ports[peer, rank]}).encode()
+            return json.dumps({**address, "host": "127.0.0.1", "port": links.ports[peer, rank]}).encode()
 
         store = SimpleNamespace(wait=rendezvous.store.wait, get=get)
         return dial(replace(rendezvous, store=store), peer, seconds)

@@ -348,7 +348,7 @@ PUBLIC = {
     "": """AccumAdam AccumAdamW Anticipation AveragedReplica CheckpointError DecentralizedDataParallel DisagreementError
         DriftCorrection Edge GASLoC Gossip GossipAdamW NonFiniteError OutOfStepError OuterNesterov PeerError PeerLostError
         PeerTimeoutError Preemption Rule Saving Stats Tolerate Topology TopologyReg WireError calibrate
-        export gossip initialize_dist latest load read_parameters save""",
+        export gossip initialize_dist join latest load read_parameters save""",
     ".checkpoint": "AveragedReplica Preemption Saving calibrate export latest load read_parameters save",
     ".ddp": "LR_SCHEDULER_FN_TYPE OPTIM_FN_TYPE DecentralizedDataParallel Stats",
     ".errors": """CheckpointError DisagreementError NonFiniteError OutOfStepError PeerError PeerLostError PeerTimeoutError

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import decent_dp
 from decent_dp.transport.base import server_of
 from tests.helpers import assert_same, values
 from tests.test_survivor_calls import die, survivors
-from tests.test_tolerate import DEAD_AFTER, make, step
+from tests.test_tolerate import make, step
 from tests.workers import _store, hear, say
 
 N, VICTIM = 4, 2
@@ -59,7 +56,11 @@ def joins(rank: int, n: int, kind: str) -> Any:
         say("dead")
         die()
     t = train_until(
-        model, optimizer, rank, lambda: replica.roster.epoch > 0 and len(replica.roster.members) == N and not replica.roster.holes, t
+        model,
+        optimizer,
+        rank,
+        lambda: replica.roster.epoch > 0 and len(replica.roster.members) == N and not replica.roster.holes,
+        t,
     )
     train_until(model, optimizer, rank, lambda: replica.stats().rounds >= 400, t)
     found = replica.consensus_distance(), replica.roster, replica.stats(), started, rosters

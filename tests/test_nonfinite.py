@@ -124,7 +124,7 @@ def test_no_other_replica_gets_the_nan(made_by, of):
 
 
 def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
-    messages = [record.getMessage() for record in caplog.records if record.name == "decent_dp.engine.engine"]
+    messages = [record.getMessage() for record in caplog.records if record.name == "decent_dp.engine.outcome"]
     caplog.clear()
     return messages
 

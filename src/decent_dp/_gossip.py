@@ -130,9 +130,7 @@ def gossip(
     with closed_on_error(transport, given is None):
         for replica in older:
             replica.supersede()
-        replica = Gossip(model, transport, agreed, optimizers, check_scaler(scaler))
-    open_doors(replica)
-    return replica
+        return open_doors(Gossip(model, transport, agreed, optimizers, check_scaler(scaler)))
 
 
 class Gossip(Replica):

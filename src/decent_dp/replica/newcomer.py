@@ -20,6 +20,7 @@ from decent_dp.transport import NewcomerTransport
 __all__ = ["open_doors"]
 
 T = TypeVar("T")
+R = TypeVar("R", bound=Replica)
 
 _log = logging.getLogger(__name__)
 
@@ -27,15 +28,18 @@ _log = logging.getLogger(__name__)
 _STUCK, _AGAIN = 5.0, 0.5
 
 
-def open_doors(replica: Replica) -> None:
+def open_doors(replica: R) -> R:
     """Where faults are tolerated: processes can join from now on. One that joins itself gets its state here.
+
+    Returns:
+        The replica.
 
     Raises:
         PeerLostError: no member has given it.
     """
     company, transport = replica.company, replica.everyone
     if company is None:
-        return
+        return replica
     host = Host(replica, company)
     replica.listeners.append(host)
     if isinstance(transport, NewcomerTransport):
@@ -47,6 +51,7 @@ def open_doors(replica: Replica) -> None:
             raise
         replica.before_first_round = newcomer.enter
     company.neighbours.welcome(host.serve)
+    return replica
 
 
 class _Newcomer:

@@ -91,7 +91,7 @@ def receive_state(stream: socket.socket) -> Any:
         tensors[key] = raw.view(dtype).reshape(shape)
     if bytes(_receive(stream, digest.digest_size)) != digest.digest():
         raise ConnectionError("the state was damaged on the way: its SHA-256 is wrong")
-    return decode(text, tensors.__getitem__)
+    return decode(text, lambda key: tensors[key])
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
