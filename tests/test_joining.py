@@ -1,21 +1,42 @@
-"""Processes that take a dead worker's place: their state, their seat, and what goes wrong on the way."""
+"""Processes that take a dead worker's place: their state, their seat, and what goes wrong on the way. Replicas that heal."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import signal
+import socket
+import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 
 import decent_dp
+from decent_dp.checkpoint.saver import Saver, _Root
+from decent_dp.errors import CheckpointError, DisagreementError, PeerLostError
+from decent_dp.membership import joining
+from decent_dp.replica import host as host_module
+from decent_dp.replica import newcomer as newcomer_module
+from decent_dp.replica.transfer import hear, hear_answer, receive_state, say, send_state
+from decent_dp.serialization import encode
 from decent_dp.transport.base import server_of
 from tests.helpers import assert_same, values
 from tests.test_survivor_calls import die, survivors
 from tests.test_tolerate import make, step
-from tests.workers import _store, hear, say
+from tests.workers import _store
+from tests.workers import hear as hear_said
+from tests.workers import say as tell
 
 N, VICTIM = 4, 2
+PAUSE = 0.02
 
 
 def the_store() -> str:
@@ -24,63 +45,541 @@ def the_store() -> str:
     return f"{server[0]}:{server[1]}"
 
 
-def newcomer(rank: int = VICTIM, **options: Any) -> tuple[Any, Any, Any]:
-    """A process that joins the workers of this launch."""
-    return make(rank, transport=decent_dp.join(the_store(), rank=rank), seed=17, **options)
+def begin(rank: int, kind: str = "gossip", **options: Any) -> tuple[Any, Any, Any, int]:
+    """The first four processes of a launch are workers. Each other one joins, as worker 2, when it hears "dead"."""
+    group = dist.new_group(range(N))
+    if rank < N:
+        return (*make(rank, kind, process_group=group, **options), rank)
+    hear_said("dead")
+    return (*make(VICTIM, kind, seed=17, transport=decent_dp.join(the_store(), rank=VICTIM), **options), VICTIM)
 
 
-def train_until(model: Any, optimizer: Any, rank: int, done: Any, t: int = 0) -> int:
-    deadline = time.monotonic() + 60
+def train(model: Any, optimizer: Any, rank: int, done: Callable[[], bool]) -> None:
+    """Steps until ``done``, which is at an equal number of rounds, or soon."""
+    t, deadline = 0, time.monotonic() + 60
     while not done():
         assert time.monotonic() < deadline
-        time.sleep(0.02)
+        time.sleep(PAUSE)
         step(model, optimizer, t, rank)
         t += 1
-    return t
 
 
-def joins(rank: int, n: int, kind: str) -> Any:
-    """Worker 2 of four dies, and another process takes its place."""
-    group = dist.new_group(range(N))
-    if rank == N:
-        hear("dead")
-        model, optimizer, replica = newcomer(kind=kind)
-        rank, started = VICTIM, replica.stats().updates
-    else:
-        model, optimizer, replica = make(rank, kind=kind, process_group=group)
-        started = 0
-    rosters: list[Any] = []
-    replica.on_roster(lambda old, new: rosters.append(new))
-    t = train_until(model, optimizer, rank, lambda: replica.stats().updates >= 30)
-    if n > N and dist.get_rank() == VICTIM:
-        say("dead")
+def is_whole(replica: Any) -> bool:
+    """Whether another process is worker 2, and all are connected to it."""
+    roster, living = replica.roster, getattr(replica, "replica", replica).company.neighbours.living()
+    return roster.epoch > 0 and roster.members == tuple(range(N)) and len(living) == N - 1
+
+
+def kill_one(model: Any, optimizer: Any, replica: Any, rank: int) -> None:
+    """Worker 2 of the first four dies after some rounds."""
+    train(model, optimizer, rank, lambda: replica.stats().rounds >= 20)
+    if dist.get_rank() == VICTIM:
+        tell("dead")
         die()
-    t = train_until(
-        model,
-        optimizer,
-        rank,
-        lambda: replica.roster.epoch > 0 and len(replica.roster.members) == N and not replica.roster.holes,
-        t,
-    )
-    train_until(model, optimizer, rank, lambda: replica.stats().rounds >= 400, t)
-    found = replica.consensus_distance(), replica.roster, replica.stats(), started, rosters
+
+
+def end(replica: Any) -> None:
+    """All leave together."""
+    with replica.averaged():
+        pass
+    replica.close()
+
+
+# -- the place of a dead worker --------------------------------------------------------------------------------------------
+
+
+def joins(rank: int, n: int, kind: str, path: str) -> Any:
+    model, optimizer, replica, rank = begin(rank, kind)
+    rosters: list[Any] = []
+    replica.on_roster(lambda old, new: rosters.append((old, new)))
+    updates, seat = replica.stats().updates, replica.roster.seat
+    kill_one(model, optimizer, replica, rank)
+    if rank == 0 and kind == "gossip":
+        with torch.no_grad():
+            next(iter(model.parameters())).add_(0)  # announced to autograd, and no other value
+    train(model, optimizer, rank, lambda: is_whole(replica) and replica.stats().rounds >= 150)
+    saved = decent_dp.save(replica, path, wait=True)
+    distance, roster = replica.consensus_distance(), replica.roster
+    with replica.averaged():
+        mean = values(model)
+    found = distance, roster, replica.stats(), updates, seat, rosters, mean, saved.error
+    replica.close()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["gossip", pytest.param("wrapper", marks=pytest.mark.slow)])
+def test_a_process_takes_the_place_of_a_dead_worker(workers, tmp_path, kind):
+    found = survivors(workers.outcomes(N + 1, joins, kind, str(tmp_path)))
+    for rank, (distance, roster, stats, updates, seat, rosters, mean, error) in zip((0, 1, 3, 2), found, strict=True):
+        assert_same(mean, found[0][-2])
+        assert (roster.seat, roster.members, error) == (rank, (0, 1, 2, 3), None)
+        assert distance == found[0][0] < 1.0
+        assert rosters[-1][1].members == (0, 1, 2, 3)
+        if rank == VICTIM:
+            assert (updates >= 20, seat) == (True, -1)
+            assert rosters[0][0].seat == -1
+            assert stats.exchanges > 20
+    (step_folder,) = tmp_path.glob("step-*")
+    assert len(list(step_folder.glob("*.safetensors"))) == N
+
+
+def gets_a_copy(rank: int, n: int) -> Any:
+    """A process that joins starts with the values of its donor, bit for bit; also those of the optimizer."""
+    model, optimizer, replica, rank = begin(rank)
+    if dist.get_rank() < N:
+        kill_one(model, optimizer, replica, rank)
+        sent: list[Any] = []
+        take = host_module.take
+
+        def keep(replica: Any) -> Any:
+            snapshot = take(replica)
+            sent.append({name: tensor.clone() for name, tensor in snapshot["parameters"].items()})
+            sent.append({name: state["momentum_buffer"].clone() for name, state in _momenta(optimizer, model).items()})
+            return snapshot
+
+        host_module.take = keep  # type: ignore[assignment]
+        train(model, optimizer, rank, lambda: is_whole(replica))
+        end(replica)
+        return sent
+    found = values(model), {name: state["momentum_buffer"].clone() for name, state in _momenta(optimizer, model).items()}
+    train(model, optimizer, rank, lambda: is_whole(replica))
+    end(replica)
+    return found
+
+
+def _momenta(optimizer: Any, model: nn.Module) -> dict[str, Any]:
+    return {name: optimizer.state[param] for name, param in model.named_parameters()}
+
+
+@pytest.mark.slow
+def test_a_process_that_joins_has_the_state_of_a_member(workers):
+    *found, (params, momenta) = survivors(workers.outcomes(N + 1, gets_a_copy))
+    sent = next(sent for sent in found if sent)
+    assert_same(params, sent[0])
+    assert_same(momenta, sent[1])
+
+
+def joins_again(rank: int, n: int) -> Any:
+    """The place is taken, and taken again when that process has died."""
+    group = dist.new_group(range(N))
+    if rank >= N:
+        hear_said(f"dead {rank - N}")
+        model, optimizer, replica = make(VICTIM, seed=17, transport=decent_dp.join(the_store(), rank=VICTIM))
+    else:
+        model, optimizer, replica = make(rank, process_group=group)
+    generation = max(rank - N + 1, 0)
+    if rank in (VICTIM, N, N + 1):
+        train(model, optimizer, VICTIM, lambda: replica.stats().exchanges >= 30)
+        tell(f"dead {generation}")
+        die()
+    train(model, optimizer, VICTIM if rank > N else rank, lambda: replica.roster.epoch >= 3 and is_whole(replica))
     with replica.averaged():
         mean = values(model)
     replica.close()
-    return found, mean
+    return mean
 
 
-@pytest.mark.parametrize("kind", ["gossip", "wrapper"])
-def test_a_process_takes_the_place_of_a_dead_worker(workers, kind):
-    outcomes = workers.outcomes(N + 1, joins, kind)
-    found = survivors(outcomes)
-    for _, mean in found[1:]:
-        assert_same(mean, found[0][1])
-    for rank, ((distance, roster, stats, started, rosters), _) in zip((0, 1, 3, 2), found, strict=True):
-        assert roster.members == (0, 1, 2, 3)
-        assert roster.seat == rank
-        assert distance < 1.0
-        if rank == VICTIM:
-            assert started >= 30
-            assert stats.exchanges > 50
-        assert rosters[-1].members == (0, 1, 2, 3)
+@pytest.mark.slow
+def test_a_place_is_taken_again_and_again(workers):
+    outcomes = workers.outcomes(N + 3, joins_again)
+    assert [outcome.exitcode for outcome in outcomes] == [0, 0, -9, 0, -9, -9, 0]
+    for rank in (1, 3, N + 2):
+        assert_same(outcomes[rank].value, outcomes[0].value)
+
+
+def wakes_replaced(rank: int, n: int) -> Any:
+    """Worker 2 is frozen for so long that another process takes its place, and wakes then."""
+    model, optimizer, replica, rank = begin(rank, faults=decent_dp.Tolerate(dead_after=1.5, orphan_for=20.0))
+    train(model, optimizer, rank, lambda: replica.stats().rounds >= 20)
+    if dist.get_rank() == VICTIM:
+        if (freezer := os.fork()) == 0:
+            time.sleep(7)
+            os.kill(os.getppid(), signal.SIGCONT)
+            os._exit(0)
+        tell("dead")
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os.waitpid(freezer, 0)
+        with pytest.raises(PeerLostError, match="another process has taken the place of worker 2"):
+            train(model, optimizer, rank, lambda: False)
+        replica.close()
+        return None
+    train(model, optimizer, rank, lambda: is_whole(replica))
+    begun = time.monotonic()
+    train(model, optimizer, rank, lambda: time.monotonic() > begun + 6)
+    with replica.averaged():
+        mean = values(model)
+    replica.close()
+    return mean
+
+
+@pytest.mark.slow
+def test_a_frozen_worker_whose_place_is_taken_is_told_when_it_wakes(workers):
+    means = [mean for mean in workers(N + 1, wakes_replaced) if mean is not None]
+    assert len(means) == N
+    for mean in means:
+        assert_same(mean, means[0])
+
+
+def leave_and_come(rank: int, n: int) -> Any:
+    """Two of four die together, and three processes come for their two places."""
+    group = dist.new_group(range(N))
+    options: dict[str, Any] = {"faults": decent_dp.Tolerate(dead_after=3.0)}
+    if rank >= N:
+        hear_said("dead")
+        rank = (1, 2, 2)[rank - N]
+        options["transport"] = decent_dp.join(the_store(), rank=rank)
+        time.sleep(0.1 * dist.get_rank())
+    else:
+        options["process_group"] = group
+    model, optimizer, replica = make(rank, seed=dist.get_rank(), **options)
+    train(model, optimizer, rank, lambda: replica.stats().rounds >= 20)
+    if dist.get_rank() in (1, 2):
+        tell("dead")
+        die()
+    try:
+        train(model, optimizer, rank, lambda: is_whole(replica))
+        begun = time.monotonic()
+        train(model, optimizer, rank, lambda: time.monotonic() > begun + 3)
+        with replica.averaged():
+            return values(model)
+    except PeerLostError as error:
+        return str(error)
+    finally:
+        replica.close()
+
+
+@pytest.mark.slow
+def test_several_leave_and_more_come_than_there_are_places(workers):
+    outcomes = workers.outcomes(N + 3, leave_and_come)
+    means = [outcome.value for outcome in outcomes if isinstance(outcome.value, dict)]
+    errors = [outcome for outcome in outcomes if isinstance(outcome.value, str) or outcome.error]
+    assert len(means) == N
+    for mean in means:
+        assert_same(mean, means[0])
+    assert len(errors) == 2 + 1
+
+
+# -- what goes wrong -------------------------------------------------------------------------------------------------------
+
+
+def has_another_model(rank: int, n: int) -> Any:
+    group = dist.new_group(range(N))
+    if rank < N:
+        model, optimizer, replica = make(rank, process_group=group)
+        kill_one(model, optimizer, replica, rank)
+        train(model, optimizer, rank, lambda: _store().check(["said/tried"]))
+        found = is_whole(replica)
+        end(replica)
+        return found
+    hear_said("dead")
+    for change in ({"topology": "ring"}, {"faults": None}, {"compression": "bfloat16"}):
+        with pytest.raises((DisagreementError, ValueError)) as caught:
+            make(VICTIM, transport=decent_dp.join(the_store(), rank=VICTIM), **change)  # type: ignore[arg-type]
+        assert next(iter(change)) in str(caught.value)
+    model = nn.Linear(3, 3)
+    with pytest.raises(DisagreementError, match="the models differ between workers"):
+        decent_dp.gossip(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+            faults=decent_dp.Tolerate(dead_after=2.0),
+            transport=decent_dp.join(the_store(), rank=VICTIM),
+        )
+    tell("tried")
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("decent_dp-transport")]
+
+
+def test_a_process_with_another_model_or_other_settings_is_refused(workers):
+    *members, threads = survivors(workers.outcomes(N + 1, has_another_model))
+    assert members == [False] * 3
+    assert threads == []
+
+
+def has_an_old_checkpoint(rank: int, n: int, path: str) -> Any:
+    """Neither a checkpoint nor the values of one get into a replica that has joined, before it trains."""
+    model, optimizer, replica, rank = begin(rank)
+    if dist.get_rank() < N:
+        decent_dp.save(replica, path, wait=True)
+        kill_one(model, optimizer, replica, rank)
+    else:
+        before = values(model)
+        old = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+        for call in (
+            lambda: decent_dp.load(replica, path),
+            lambda: model.load_state_dict(old),
+            lambda: replica.load_state_dict(replica.state_dict()),
+            lambda: decent_dp.save(replica, path),
+        ):
+            with pytest.raises(RuntimeError, match="joins a run, before its first step"):
+                call()
+        assert_same(values(model), before)
+    train(model, optimizer, rank, lambda: is_whole(replica))
+    decent_dp.load(replica, path, resize="spread")  # all together, it is a call like any other
+    found = values(model)
+    replica.close()
+    return found
+
+
+@pytest.mark.slow
+def test_an_old_checkpoint_does_not_get_into_a_replica_that_joins(workers, tmp_path):
+    found = survivors(workers.outcomes(N + 1, has_an_old_checkpoint, str(tmp_path)))
+    assert len(found) == N
+
+
+def donor_dies(rank: int, n: int) -> Any:
+    """The first worker that sends its state dies half-way."""
+    half = send_state
+
+    def dies(stream: Any, text: str, tensors: Any) -> None:
+        if _store().add("donors", 1) == 1:
+            say(stream, {"tree": text, "tensors": [["weight", "float32", [10**6]]]})
+            stream.sendall(bytes(1000))
+            die()
+        half(stream, text, tensors)
+
+    host_module.send_state = dies  # type: ignore[assignment]
+    model, optimizer, replica, rank = begin(rank, faults=decent_dp.Tolerate(dead_after=2.0))
+    kill_one(model, optimizer, replica, rank)
+    train(
+        model,
+        optimizer,
+        rank,
+        lambda: (
+            replica.roster.epoch > 0
+            and len(replica.roster.members) == N - 1
+            and VICTIM in replica.roster.members
+            and not replica.roster.holes
+        ),
+    )
+    with replica.averaged():
+        mean = values(model)
+    replica.close()
+    return mean
+
+
+@pytest.mark.slow
+def test_another_member_gives_its_state_if_the_first_dies(workers):
+    outcomes = workers.outcomes(N + 1, donor_dies)
+    means = [outcome.value for outcome in outcomes if outcome.value is not None]
+    assert [outcome.exitcode for outcome in outcomes].count(-9) == 2
+    assert len(means) == N - 1
+    for mean in means:
+        assert_same(mean, means[0])
+
+
+def joiner_dies(rank: int, n: int) -> Any:
+    """Two processes come one after the other; the first one dies when it has the state, or asks for its seat."""
+    model, optimizer, replica, rank = None, None, None, rank
+    if rank == N:
+        newcomer_module.put_back = lambda *_: die()  # type: ignore[assignment]
+    if rank == N + 1:
+        company = newcomer_module._Newcomer
+        company.enter = lambda self: _ask_and_die(self)  # type: ignore[method-assign]
+    if rank == N + 2:
+        hear_said("dead")
+        time.sleep(4)
+    model, optimizer, replica, rank = begin(rank)
+    kill_one(model, optimizer, replica, rank)
+    train(model, optimizer, rank, lambda: is_whole(replica))
+    begun = time.monotonic()
+    train(model, optimizer, rank, lambda: time.monotonic() > begun + 1)
+    with replica.averaged():
+        mean = values(model)
+    longest = replica.stats().waited_s
+    replica.close()
+    return mean, longest
+
+
+def _ask_and_die(newcomer: Any) -> None:
+    with newcomer._company.neighbours.visit(0, 0) as stream:
+        say(stream, {"seat": VICTIM, "incarnation": newcomer._transport.incarnation})
+        time.sleep(0.3)
+        die()
+
+
+@pytest.mark.slow
+def test_processes_that_die_while_they_join_stop_nobody(workers):
+    outcomes = workers.outcomes(N + 3, joiner_dies)
+    assert [outcome.exitcode for outcome in outcomes] == [0, 0, -9, 0, -9, -9, 0]
+    for rank in (1, 3, N + 2):
+        assert_same(outcomes[rank].value[0], outcomes[0].value[0])
+
+
+def test_what_join_is_given_is_checked(monkeypatch):
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for store in (None, "here", ":1", "a:b"):
+        with pytest.raises(ValueError, match="store must be HOST:PORT"):
+            decent_dp.join(store)
+    with pytest.raises(TypeError, match="store must be HOST:PORT"):
+        decent_dp.join(7)  # type: ignore[arg-type]
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        with pytest.raises(PeerLostError, match=r"no store answers at 127\.0\.0\.1"):
+            decent_dp.join(f"127.0.0.1:{unused.getsockname()[1]}")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(PeerLostError, match="no run is registered at this store"):
+        decent_dp.join(f"127.0.0.1:{store.port}")
+    store.set("decent_dp/newest", "0" * 32)
+    run = {"token": "00", "world_size": 4, "node_of": ["a"] * 4, "timeout": 10.0}
+    store.set(f"decent_dp/{'0' * 32}/run", json.dumps(run))
+    store.set(f"decent_dp/{'0' * 32}/signature", "{}")
+    for rank in (None, 4, -1, "x"):
+        with pytest.raises(ValueError, match="rank must be that of a worker of the run, from 0 to 3"):
+            decent_dp.join(f"127.0.0.1:{store.port}", rank=rank)  # type: ignore[arg-type]
+
+
+# -- the wire --------------------------------------------------------------------------------------------------------------
+
+
+def over_wire(send: Callable[[socket.socket], None]) -> socket.socket:
+    ours, theirs = socket.socketpair()
+    ours.settimeout(5)
+
+    def body() -> None:
+        with theirs, contextlib.suppress(OSError):  # the other end may have seen enough
+            send(theirs)
+
+    threading.Thread(target=body, daemon=True).start()
+    return ours
+
+
+TREE = {
+    "a": torch.arange(7.0),
+    "b": {"c": torch.zeros(0, 3), "d": torch.ones(2, 3, dtype=torch.bfloat16)},
+    "e": (1, "x"),
+    "f": None,
+}
+
+
+def test_a_state_arrives_as_it_was_sent():
+    text, tensors = encode(TREE, "")
+
+    def send(stream: socket.socket) -> None:
+        say(stream, None)
+        send_state(stream, text, tensors)
+
+    with over_wire(send) as stream:
+        found = receive_state(stream, 5)
+    assert found["e"] == (1, "x")
+    torch.testing.assert_close(found["b"], TREE["b"], rtol=0, atol=0)
+    torch.testing.assert_close(found["a"], TREE["a"], rtol=0, atol=0)
+
+
+class Flip:
+    """A stream that changes one byte."""
+
+    def __init__(self, stream: Any, at: int) -> None:
+        self.stream, self.at, self.sent = stream, at, 0
+
+    def sendall(self, part: Any) -> None:
+        raw = bytearray(part)
+        if self.sent <= self.at < self.sent + len(raw):
+            raw[self.at - self.sent] ^= 1
+        self.sent += len(raw)
+        self.stream.sendall(raw)
+
+
+def test_a_damaged_state_is_refused_wherever_a_bit_is_flipped():
+    text, tensors = encode({"a": torch.arange(5.0)}, "")
+    whole = Flip(SimpleNamespace(sendall=lambda part: None), 10**9)
+    send_state(whole, text, tensors)  # type: ignore[arg-type]
+    for at in range(8, whole.sent):
+
+        def send(stream: socket.socket, at: int = at) -> None:
+            send_state(Flip(stream, at), text, tensors)  # type: ignore[arg-type]
+
+        with over_wire(send) as stream, pytest.raises((ConnectionError, CheckpointError, TimeoutError, KeyError, TypeError)):
+            receive_state(stream, 5)
+
+
+def test_messages_are_bounded_and_refusals_are_errors():
+    too_long = (2**40).to_bytes(8, "little")
+    with over_wire(lambda stream: stream.sendall(too_long)) as stream, pytest.raises(ConnectionError, match="are allowed"):
+        hear(stream)
+    refusal = {"refused": "too busy"}
+    with over_wire(lambda stream: say(stream, refusal)) as stream, pytest.raises(ConnectionError, match="too busy"):
+        receive_state(stream, 5)
+
+    def never(stream: socket.socket) -> None:
+        for _ in range(40):
+            say(stream, None)
+            time.sleep(0.02)
+
+    with over_wire(never) as stream, pytest.raises(TimeoutError, match="has not answered within"):
+        hear_answer(stream, 0.2)
+
+
+# -- replicas that are not finite ------------------------------------------------------------------------------------------
+
+
+def heals(rank: int, n: int, kind: str, times: int) -> Any:
+    model, optimizer, replica = make(rank, kind)
+    inner = model.module if kind == "wrapper" else model
+    seen = []
+    for t in range(160):
+        if rank == 1 and t % 20 == 10 and t < 20 * times:
+            with torch.no_grad():
+                next(iter(inner.parameters())).fill_(float("nan"))
+        time.sleep(PAUSE / 2)
+        step(model, optimizer, t, rank)
+        seen.append(all(bool(param.isfinite().all()) for param in inner.parameters()))
+    with replica.averaged():
+        mean = values(inner)
+    found = mean, seen, replica.stats()
+    replica.close()
+    return found
+
+
+@pytest.mark.parametrize(("kind", "times"), [("gossip", 3), pytest.param("wrapper", 1, marks=pytest.mark.slow)])
+def test_a_replica_that_is_not_finite_gets_the_values_of_a_member(workers, kind, times):
+    found = workers(N, heals, kind, times)
+    for rank, (mean, seen, stats) in enumerate(found):
+        assert_same(mean, found[0][0])
+        assert all(bool(value.isfinite().all()) for value in mean.values())
+        assert all(seen) or rank == 1
+        assert stats.updates == 160
+    seen = found[1][1]
+    assert times <= seen.count(False) <= 4 * times
+    assert all(seen[100:])
+
+
+def never_heals(rank: int, n: int) -> Any:
+    """Its data make it infinite again and again."""
+    model, optimizer, replica = make(rank)
+    try:
+        for t in range(300):
+            time.sleep(PAUSE / 2)
+            step(model, optimizer, t, rank)
+            if rank == 1:
+                with torch.no_grad():
+                    next(iter(model.parameters())).fill_(float("inf"))
+    except decent_dp.NonFiniteError as error:
+        return str(error)
+    finally:
+        replica.close()
+    return ""
+
+
+@pytest.mark.slow
+def test_a_replica_that_does_not_become_finite_ends_with_the_error(workers):
+    found = workers(N, never_heals)
+    assert "worker 1" in found[1]
+
+
+def test_the_environment_names_the_store_and_the_rank(monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    assert joining._own_rank(None, 4) == 3
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    with pytest.raises(PeerLostError, match="no run is registered"):
+        decent_dp.join()
+
+
+def test_shards_of_a_save_after_a_process_has_joined_are_named_alike(tmp_path: Path):
+    """``Saver.agree`` takes the number of loads from the others."""
+    control = SimpleNamespace(gather=lambda own: [own, None, 3])
+    saver = Saver(SimpleNamespace(control=control, timeout=1.0))  # type: ignore[arg-type]
+    saver.agree(tmp_path)
+    assert saver._roots[os.path.realpath(tmp_path)] == _Root(3)
+    saver.close()

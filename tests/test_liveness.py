@@ -123,11 +123,11 @@ def test_a_wrong_time_is_refused(monkeypatch, text):
 # -- where faults are tolerated --------------------------------------------------------------------------------------------
 
 
-def unreachable(rank: int) -> socket.socket:
+def unreachable(rank: int, incarnation: int = 0) -> socket.socket:
     raise TimeoutError
 
 
-def refused(rank: int) -> socket.socket:
+def refused(rank: int, incarnation: int = 0) -> socket.socket:
     raise ConnectionRefusedError
 
 
@@ -214,7 +214,7 @@ def test_the_worker_of_higher_rank_connects_again(monkeypatch):
     names = [listener(False), listener(False)]
     ends: list[Reactor] = []
 
-    def dial(rank: int) -> socket.socket:
+    def dial(rank: int, incarnation: int = 0) -> socket.socket:
         return socket.create_connection(names[rank].getsockname(), SECONDS)
 
     for rank in (0, 1):

@@ -118,7 +118,7 @@ class Net:
         self.names = [made.getsockname() for made in listeners]
         others = [frozenset(set(range(n)) - {rank}) if near else frozenset() for rank in range(n)]
         self.links = [
-            make_reactor(rank, [listeners[rank]], lambda peer: reach(self.names[peer]), others[rank], n=size)
+            make_reactor(rank, [listeners[rank]], lambda peer, _=0: reach(self.names[peer]), others[rank], n=size)
             for rank in range(n)
         ]
 
@@ -569,7 +569,7 @@ def test_a_slow_peer_does_not_hold_up_another():
     """Workers on this node go past one beyond that takes nothing."""
     net = Net(2, near=True)
     made = listener(False)
-    links = make_reactor(2, [made], lambda peer: reach(net.names[peer]), frozenset({0, 1}))
+    links = make_reactor(2, [made], lambda peer, _=0: reach(net.names[peer]), frozenset({0, 1}))
     links.connect(0)
     far = reach(made.getsockname(), 4096)
     greet(far, identity(3), SECRET, 2, SECONDS)
@@ -697,7 +697,7 @@ def test_a_connection_that_is_not_opened_is_closed(ended):
     made, dialled = listener(False), list[socket.socket]()
     peer = make_reactor(0, [made])
 
-    def dial(rank: int) -> socket.socket:
+    def dial(rank: int, incarnation: int = 0) -> socket.socket:
         dialled.append(reach(made.getsockname()))
         if not ended:
             dialled[0].shutdown(socket.SHUT_WR)

@@ -372,6 +372,8 @@ class Gossip(Replica):
             OutOfStepError: the workers' states are of different rounds; likewise.
         """
         self.refuse_in_join("load_state_dict", "before")
+        self.refuse_before_member("load_state_dict")
+        self.everyone.control.begin("load_state_dict")
 
         def check() -> None:
             self.refuse_inside("load_state_dict")
@@ -432,10 +434,13 @@ class Gossip(Replica):
         self._refuse_open_update("load")
         check_scaler_state(self.scaler, snapshot["optim"].get("scaler"))
 
+    def load_optimizers(self, snapshot: Mapping[str, Any], undo: contextlib.ExitStack) -> None:
+        for optimizer, saved in zip(self.optimizers, snapshot["optim"]["optimizers"], strict=True):
+            load_optimizer(optimizer, self.model, saved, undo)
+
     def prepare_load(self, snapshot: Mapping[str, Any], undo: contextlib.ExitStack) -> list[Bucket]:
         if "optim" in snapshot:  # missing in the result of state_dict(): the user loads the optimizers
-            for optimizer, saved in zip(self.optimizers, snapshot["optim"]["optimizers"], strict=True):
-                load_optimizer(optimizer, self.model, saved, undo)
+            self.load_optimizers(snapshot, undo)
         return self._lay_out()
 
     def install(self, snapshot: Mapping[str, Any], buckets: list[Bucket]) -> None:

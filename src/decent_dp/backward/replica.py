@@ -558,6 +558,9 @@ class BackwardReplica(Replica):
             raise ValueError(f"the snapshot has a gradient of '{unknown[0]}', which is not a trainable parameter of this model")
         check_scaler_state(self.policy.scaler, snapshot["optim"].get("scaler"))
 
+    def load_optimizers(self, snapshot: Mapping[str, Any], undo: contextlib.ExitStack) -> None:
+        load_optim_state(self.units, snapshot["optim"], exact=True)
+
     def prepare_load(self, snapshot: Mapping[str, Any], undo: contextlib.ExitStack) -> list[Bucket]:
         """Calls the factories again, so that a snapshot fits any bucket size."""
         order, numbers = snapshot["order"], self.parameters.numbers
@@ -583,8 +586,7 @@ class BackwardReplica(Replica):
             self._pending_state = {**copy.deepcopy(rest), "state": copied(optim["state"])}
         self.window, self.accumulate = Window(snapshot["window"]), snapshot["accumulate"]
         self.nested, self.first_order = snapshot["nested"], {numbers[name]: None for name in snapshot["arrived"]}
-        scaler = self.policy.scaler
-        if scaler is not None:
+        if (scaler := self.policy.scaler) is not None:
             scaler.load_state_dict(optim["scaler"])
             first_loss_scale(scaler, self.parameters.params[0].device)
 

@@ -66,12 +66,15 @@ def load(
     if replica.closed:
         raise RuntimeError(f"{replica.WHAT} was closed: load before close(), into one that is to train.")
     replica.refuse_in_join("load", "before")
+    replica.refuse_before_member("load")
     replica.apply_pending()  # first, because the others may be waiting for its exchange
     saver = saver_of(replica)
     saver.drain()
     replica.parameters.locate()  # a gathered parameter becomes the shard that is loaded
     transport = replica.everyone
     control, rank, n = transport.control, transport.rank, transport.world_size
+    if replica.tolerates_faults:
+        replica.begin_collective("load")  # all continue in one round
 
     def look() -> tuple[Path, Sight]:
         if resize is not None:

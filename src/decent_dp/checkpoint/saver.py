@@ -98,7 +98,9 @@ def save(
     """
     replica = replica_of(model, "save")
     if replica.tolerates_faults:
-        replica.begin_collective("save")  # all go on in one round
+        replica.refuse_before_member("save")
+        replica.begin_collective("save")  # all continue in one round
+        saver_of(replica).agree(path)
     saving = saver_of(replica).save(replica, path, {} if state is None else state, keep, wait)
     if wait:
         saving.wait()
@@ -238,11 +240,21 @@ class Saver(Listener):
 
     # -- in the training thread ---------------------------------------------------------------------------------------
 
+    def agree(self, path: str | os.PathLike[str]) -> None:
+        """Where faults are tolerated: a worker that has joined learns how checkpoints are named."""
+        key = os.path.realpath(path) if isinstance(path, (str, os.PathLike)) else ""
+        root = self._roots.get(key)
+        attempts = self._transport.control.gather(None if root is None else root.attempt)
+        if root is None and key:
+            self._roots[key] = _Root(max((attempt for attempt in attempts if attempt is not None), default=0))
+
     def save(self, replica: Replica, path: str | os.PathLike[str], state: Mapping[str, Any], keep: int, wait: bool) -> Saving:
         """Copies the state of ``replica`` and submits it to the threads. ``wait`` is only checked."""
         replica.refuse_closed()
         replica.refuse_in_join("save")
         number, self._saves = self._saves, self._saves + 1
+        if replica.tolerates_faults:  # some may have joined later
+            number = replica.everyone.control.calls
         round_ = replica.engine.round
         # Later the interpreter may exit.
         self._finisher.start()

@@ -54,6 +54,7 @@ class Engine:
         holes: the number of exchanges of single buckets that were left out, because the other worker was gone or silent.
         late: the number of exchanges of single buckets that were mixed after their round, as the vote of the other worker came
             late.
+        nonfinite_in: the last round in which this replica was not finite; -1 if it never was.
         started: the last round in which these buckets have started an exchange or sat out; None before the first.
     """
 
@@ -67,6 +68,7 @@ class Engine:
     ) -> None:
         self._neighbours = neighbours
         self.holes = self.late = 0
+        self.nonfinite_in = -1
         self._transport, self._topology = transport, topology
         self.rule, self._compression = rule, compression
         self.buckets: list[Bucket] = []
@@ -194,6 +196,8 @@ class Engine:
         self.exchanges += 1
         flags = in_flight.handle.flags or tuple(map(bucket.compression.flag, bucket.messages))
         ranks = {flag - 1 for flag in flags if flag}
+        if self._transport.rank in ranks:
+            self.nonfinite_in = in_flight.round.number
         message = bucket.messages[0 if flags[0] else 1]
         # Between two exchanges of a turn, or of statistics, are those of others, which would end a sequence of rounds left out.
         record = self._nonfinite.setdefault(id(bucket.topology), NonFinite(self._transport.rank_in_all))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent import futures
 from concurrent.futures import Future
 
@@ -161,15 +161,19 @@ class Company:
         assert self._epochs is not None
         self._epochs.withdraw(rank, incarnation)
 
-    def newest_members(self) -> tuple[int, ...]:
-        """Those of the newest epoch in the store.
+    def newest_members(self) -> dict[int, int]:
+        """The incarnations of the other members of the newest epoch in the store, by rank."""
+        epoch = None if self._epochs is None else self._epochs.newest_in_store()
+        return self._incarnations(self.members if epoch is None else epoch.members or self.members, epoch)
 
-        Raises:
-            RuntimeError: no process can join these workers.
-        """
-        if self._epochs is None:
-            raise RuntimeError("no process can join workers whose topology is not given by name")
-        return self._epochs.newest_members()
+    def living_members(self) -> dict[int, int]:
+        """The incarnations of the other members that this worker is connected to, by rank."""
+        epoch = None if self._epochs is None else self._epochs.newest
+        return self._incarnations(set(self.members) & set(self.neighbours.living()), epoch)
+
+    def _incarnations(self, ranks: Collection[int], epoch: Epoch | None) -> dict[int, int]:
+        known = {} if epoch is None else epoch.incarnations
+        return {rank: known.get(rank, 0) for rank in ranks if rank != self._transport.rank}
 
     def enter(self, epoch: Epoch, joins: int) -> None:
         """This process is a member from this epoch on. ``joins``: of another member."""

@@ -157,9 +157,11 @@ class Epochs:
         with self._lock:
             return any(now - since >= seconds for _, since, _ in self._candidates.values())
 
-    def newest_members(self) -> tuple[int, ...]:
-        """Those of the newest epoch in the store; all workers, if there has been no other one."""
-        return self._line.newest().members or self.newest.members
+    def newest_in_store(self) -> Epoch:
+        """The newest epoch, as far as the store answers and knows it."""
+        with contextlib.suppress(ConnectionError, OSError):
+            return max(self._line.newest(), self.newest, key=lambda epoch: epoch.number)
+        return self.newest
 
     def enter(self, epoch: Epoch) -> None:
         """This process, which has joined, is a member from this epoch on."""

@@ -138,7 +138,8 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
     joins = isinstance(transport, NewcomerTransport)
     with closed_on_error(transport, owned or joins), torch.no_grad():
         given = call_on_all(transport.control, check_all)
-        replicas = Replicas.of(transport.control.gather(given.mesh))
+        meshes = transport.control.gather(given.mesh)
+        replicas = Replicas.of(meshes * transport.world_size if joins else meshes)
         peers = transport if replicas.shards == 1 else transport.among(replicas.peers_of(transport.rank))
         agreed = check_consistency(transport.control, transport.rank, attempt)
         if agreed.faults is not None:

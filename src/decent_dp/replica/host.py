@@ -30,13 +30,17 @@ _MOST = 8
 
 
 class Host(Listener):
-    """Serves each newcomer in a thread of its own (``serve``), and takes snapshots between rounds."""
+    """Serves each newcomer in a thread of its own (``serve``), and takes snapshots between rounds.
+
+    Attributes:
+        is_away: this worker asks others itself, and makes no rounds until they answer.
+    """
 
     def __init__(self, replica: Replica, company: Company) -> None:
         self._replica, self._company = replica, company
         # Those that wait for a snapshot: its tree, and the copies of its tensors.
         self._waiting: list[Future[tuple[str, Staged]]] = []
-        self._lock = threading.Lock()
+        self._lock, self.is_away = threading.Lock(), False
         self._guests = threading.BoundedSemaphore(_MOST)
 
     # -- in the training thread ---------------------------------------------------------------------------------------
@@ -77,6 +81,8 @@ class Host(Listener):
                 return
             try:
                 request = hear(stream)
+                if self.is_away:
+                    raise RuntimeError("it waits for the state of another worker")
                 if request == {"want": "state"}:
                     self._give_state(stream)
                 else:
@@ -90,7 +96,12 @@ class Host(Listener):
         future: Future[tuple[str, Staged]] = Future()
         with self._lock:
             self._waiting.append(future)
-        text, staged = _await(stream, future)
+        try:
+            text, staged = _await(stream, future)
+        except OSError:
+            with self._lock, contextlib.suppress(ValueError):
+                self._waiting.remove(future)
+            raise
         staged.wait()
         for key, tensor in staged.tensors.items():
             if tensor.is_floating_point() and ".parameters." in key and not all_finite(tensor):
@@ -99,7 +110,10 @@ class Host(Listener):
 
     def _give_seat(self, stream: socket.socket, rank: int, incarnation: int) -> None:
         company = self._company
+        deadline = time.monotonic() + 2 * company.faults.dead_after
         while not company.is_free(rank):  # its process may be frozen, or have ended just now
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"worker {rank} lives")
             say(stream, None)
             time.sleep(_PAUSE / 4)
         try:

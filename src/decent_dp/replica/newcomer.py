@@ -1,4 +1,4 @@
-"""How a process joins a run: it gets the state of a member, and becomes one before its first round."""
+"""How a worker gets the state of another one: a process that joins the run, and a replica that is not finite."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 from decent_dp.errors import CheckpointError, PeerLostError
 from decent_dp.membership import Company, Epoch
 from decent_dp.replica.host import Host
-from decent_dp.replica.replica import Replica
-from decent_dp.replica.snapshot import put_back
-from decent_dp.replica.transfer import hear, receive_state, say
-from decent_dp.transport import NewcomerTransport
+from decent_dp.replica.replica import Listener, Replica
+from decent_dp.replica.snapshot import put_back, replace_values
+from decent_dp.replica.transfer import hear_answer, receive_state, say
+from decent_dp.transport import NewcomerTransport, Transport
 
 __all__ = ["open_doors"]
 
@@ -24,8 +24,13 @@ R = TypeVar("R", bound=Replica)
 
 _log = logging.getLogger(__name__)
 
-# Seconds without progress after which another worker is asked, and between two rounds of questions.
-_STUCK, _AGAIN = 5.0, 0.5
+# The message that asks for it.
+_STATE = {"want": "state"}
+# Rounds after which a replica that has become finite counts as healed, and how often in a row it is tried.
+_CALM, _MOST_TIMES = 100, 5
+# Seconds without progress after which another worker is asked, and between two rounds of questions; for all of them, and for
+# those without a connection.
+_STUCK, _AGAIN, _LONGEST, _UNREACHED = 5.0, 0.5, 300.0, 30.0
 
 
 def open_doors(replica: R) -> R:
@@ -41,7 +46,7 @@ def open_doors(replica: R) -> R:
     if company is None:
         return replica
     host = Host(replica, company)
-    replica.listeners.append(host)
+    replica.listeners += [host, _Healer(replica, company, host)]
     if isinstance(transport, NewcomerTransport):
         newcomer = _Newcomer(replica, company, transport)
         try:
@@ -60,7 +65,8 @@ class _Newcomer:
 
     def fetch(self) -> None:
         """Gets the state of a member."""
-        rank, state = self._ask("its state", {"want": "state"}, receive_state)
+        company = self._company
+        rank, state = _ask(company, self._transport, company.newest_members, "its state", _STATE, receive_state)
         _log.info("worker %d has the state of worker %d", self._transport.rank, rank)
         self._replica.engine.count_buckets_from(state["first_bucket"])
         put_back(self._replica, state["snapshot"])
@@ -70,18 +76,15 @@ class _Newcomer:
         replica, transport, company = self._replica, self._transport, self._company
         own, incarnation = transport.rank, transport.incarnation
 
-        def seat(stream: socket.socket) -> tuple[Epoch, dict[str, Any]]:
-            answer = None
-            while answer is None:
-                answer = hear(stream)
-            if "refused" in answer:
-                raise ConnectionError(answer["refused"])
+        def seat(stream: socket.socket, seconds: float) -> tuple[Epoch, dict[str, Any]]:
+            answer = hear_answer(stream, seconds)
             epoch = Epoch.read(answer["epoch"], answer["text"])
             if epoch.incarnations.get(own) != incarnation or own not in epoch.members:
-                raise ConnectionError("another process has taken the seat")
+                raise PeerLostError(f"another process has taken the place of worker {own}: end this one.")
             return epoch, answer
 
-        _, (epoch, answer) = self._ask("a seat", {"seat": own, "incarnation": incarnation}, seat)
+        request = {"seat": own, "incarnation": incarnation}
+        _, (epoch, answer) = _ask(company, transport, company.newest_members, "a seat", request, seat)
         fetched = replica.engine.round
         company.enter(epoch, answer["joins"])
         others = {rank: epoch.incarnations.get(rank, 0) for rank in epoch.members if rank != own}
@@ -90,24 +93,80 @@ class _Newcomer:
         # The others have made about as many steps as rounds.
         replica.steps += replica.engine.round - fetched
 
-    def _ask(self, what: str, request: dict[str, Any], receive: Callable[[socket.socket], T]) -> tuple[int, T]:
-        """Asks one member after the other. Returns the rank of the first that gives it, and what ``receive`` returns."""
-        reasons: dict[int, str] = {}
-        deadline = time.monotonic() + self._transport.timeout
-        while time.monotonic() < deadline:
-            others = [rank for rank in self._company.newest_members() if rank != self._transport.rank]
-            for rank in random.sample(others, len(others)):
-                try:
-                    with self._company.neighbours.visit(rank) as stream:
-                        stream.settimeout(_STUCK)
-                        say(stream, request)
-                        return rank, receive(stream)
-                except (OSError, RuntimeError, CheckpointError) as error:
-                    _log.info("worker %d does not give %s: %s", rank, what, error)
-                    reasons[rank] = str(error)
-            time.sleep(_AGAIN)
-        said = "; ".join(f"worker {rank}: {reason}" for rank, reason in sorted(reasons.items()))
-        raise PeerLostError(
-            f"no worker of the run has given {what} to the process that joins as worker {self._transport.rank} within "
-            f"{self._transport.timeout:g} s. {said or 'It has no other member.'}"
-        )
+
+class _Healer(Listener):
+    """Gives a replica that is not finite the values of a member. Until then its exchanges are left out."""
+
+    def __init__(self, replica: Replica, company: Company, host: Host) -> None:
+        self._replica, self._company, self._host = replica, company, host
+        # The round of the last time, and how many times there were in a row.
+        self._last, self._times = -1, 0
+
+    def reached_boundary(self) -> None:
+        engine = self._replica.engine
+        if engine.nonfinite_in <= self._last:
+            return
+        self._times = self._times + 1 if engine.round < self._last + _CALM else 1
+        if self._times > _MOST_TIMES:  # it is the data, or the learning rate: the run ends with the error
+            return
+        company = self._company
+        company.neighbours.pause()
+        self._host.is_away = True
+        try:
+            living = company.living_members
+            rank, state = _ask(company, self._replica.everyone, living, "its state", _STATE, receive_state, once=True)
+            replace_values(self._replica, state["snapshot"])
+        except (PeerLostError, ValueError, TypeError) as error:
+            _log.warning("this replica is not finite, and no other worker gives its values: %s", error)
+            return
+        finally:
+            self._host.is_away = False
+            company.neighbours.resume()
+        self._last = engine.round
+        _log.warning("round %d: this replica was not finite, and has the values of worker %d now", engine.round, rank)
+
+
+def _ask(
+    company: Company,
+    transport: Transport,
+    members: Callable[[], dict[int, int]],
+    what: str,
+    request: dict[str, Any],
+    receive: Callable[[socket.socket, float], T],
+    *,
+    once: bool = False,
+) -> tuple[int, T]:
+    """Asks one member after the other. Returns the rank of the first that gives it, and what ``receive`` returns.
+
+    Args:
+        members: returns the incarnations of those that can be asked, by rank.
+        receive: called with the connection, and the seconds in which an answer must come.
+        what: is asked for, in messages.
+        once: each member only once.
+
+    Raises:
+        PeerLostError: no member gives it.
+    """
+    reasons: dict[int, str] = {}
+    reached = time.monotonic()
+    deadline, patience = reached + min(transport.timeout, _LONGEST), _STUCK
+    while (left := min(deadline, reached + _UNREACHED) - time.monotonic()) > 0:
+        others = list(members().items())
+        for rank, incarnation in random.sample(others, len(others)):
+            try:
+                with company.neighbours.visit(rank, incarnation) as stream:
+                    reached = time.monotonic()
+                    stream.settimeout(_STUCK)
+                    say(stream, request)
+                    return rank, receive(stream, min(patience, left))
+            except PeerLostError:
+                raise
+            except (OSError, RuntimeError, CheckpointError) as error:
+                _log.info("worker %d does not give %s: %s", rank, what, error)
+                reasons[rank] = str(error)
+        if once:
+            break
+        time.sleep(_AGAIN)
+        patience *= 2  # their steps may be long
+    said = "; ".join(f"worker {rank}: {reason}" for rank, reason in sorted(reasons.items()))
+    raise PeerLostError(f"no worker has given {what} to worker {transport.rank}. {said or 'There is no other member.'}")

@@ -172,6 +172,10 @@ class Replica(ABC):
         """Returns new buckets for a snapshot, and loads everything that the user's objects may refuse; ``undo`` reverts it."""
 
     @abstractmethod
+    def load_optimizers(self, snapshot: Mapping[str, Any], undo: contextlib.ExitStack) -> None:
+        """Loads the state of the optimizers into those that are there; ``undo`` reverts it."""
+
+    @abstractmethod
     def install(self, snapshot: Mapping[str, Any], buckets: list[Bucket]) -> None:
         """Replaces the buckets, and loads all entries that are not tensors of the model."""
 
@@ -388,6 +392,14 @@ class Replica(ABC):
                 f"{what} was called inside join(), where some workers have run out: call it {instead} the with-block."
             )
 
+    def refuse_before_member(self, what: str) -> None:
+        """Raises RuntimeError in a process that joins a run, before its first step; ``what`` names the user's call."""
+        if self.before_first_round is not None:
+            raise RuntimeError(
+                f"{what} was called in a process that joins a run, before its first step. It has the newest state of another "
+                f"worker already: leave {what} out where replica.roster.seat is -1."
+            )
+
     @property
     def tolerates_faults(self) -> bool:
         """Whether workers may be in different rounds, or gone."""
@@ -539,6 +551,7 @@ class Replica(ABC):
 
     def before_load(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
         """Called before ``state`` overwrites a module's own tensors: the exchange in flight belongs to the old values."""
+        self.refuse_before_member("load_state_dict")
         self.apply_pending()
         self.parameters.locate()
         params, buffers = (

@@ -31,7 +31,16 @@ from decent_dp.replica.consistency import call_on_all, worker_counts
 from decent_dp.replica.replica import Replica
 from decent_dp.replica.shards import local, placed, placement
 
-__all__ = ["ENGINE_ENTRIES", "check_scaler_state", "copied", "first_loss_scale", "put_back", "restore", "take"]
+__all__ = [
+    "ENGINE_ENTRIES",
+    "check_scaler_state",
+    "copied",
+    "first_loss_scale",
+    "put_back",
+    "replace_values",
+    "restore",
+    "take",
+]
 
 # The entries of the engine and its rounds, which ``Gossip.state_dict`` has too.
 ENGINE_ENTRIES = frozenset({"driver", "steps", "round", "factor", "rule", "compression", "exchange", "link"})
@@ -116,6 +125,27 @@ def put_back(replica: Replica, snapshot: dict[str, Any]) -> None:
     call_on_all(replica.everyone.control, refuse)
     restore(replica, snapshot, lambda: _check(replica, snapshot), lambda: _write(replica, snapshot))
     replica.mean.backup = None
+
+
+def replace_values(replica: Replica, snapshot: dict[str, Any]) -> None:
+    """This replica alone gets the values of another one: parameters, buffers and the state of its optimizers.
+
+    Its buckets, rounds and steps stay. What is in flight is not added to the new values, and the rule's state is reset.
+
+    Raises:
+        ValueError, TypeError: the snapshot does not fit.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        _check(replica, snapshot)
+        with contextlib.ExitStack() as undo:
+            replica.load_optimizers(snapshot, undo)
+            undo.pop_all()
+        steps = replica.steps
+        replica.invalidate()
+        _write(replica, snapshot)
+        replica.steps = steps
+        replica.rebind()
+        replica.engine.renew()
 
 
 def restore(replica: Replica, state: dict[str, Any], check: Callable[[], None], write: Callable[[], None]) -> None:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import socket
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from decent_dp.serialization import decode
 
-__all__ = ["hear", "receive_state", "say", "send_state"]
+__all__ = ["hear", "hear_answer", "receive_state", "say", "send_state"]
 
 # Bytes of the largest message without and with a tree, and of a part of a tensor that is sent or received at once.
 _LARGEST, _LARGEST_TREE, _PART = 2**20, 2**30, 2**22
@@ -47,6 +48,23 @@ def hear(stream: socket.socket, largest: int = _LARGEST) -> Any:
         raise ConnectionError(f"a message that is no JSON: {error}") from error
 
 
+def hear_answer(stream: socket.socket, seconds: float, largest: int = _LARGEST) -> Any:
+    """The first message that is not ``null``.
+
+    Raises:
+        ConnectionError: as of ``hear``, or the other end has refused.
+        TimeoutError: there is none within so many seconds.
+    """
+    deadline, answer = time.monotonic() + seconds, None
+    while answer is None:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"it has not answered within {seconds:g} s")
+        answer = hear(stream, largest)
+    if "refused" in answer:
+        raise ConnectionError(answer["refused"])
+    return answer
+
+
 def send_state(stream: socket.socket, text: str, tensors: Mapping[str, Tensor]) -> None:
     """Sends a tree.
 
@@ -64,19 +82,15 @@ def send_state(stream: socket.socket, text: str, tensors: Mapping[str, Tensor]) 
     stream.sendall(digest.digest())
 
 
-def receive_state(stream: socket.socket) -> Any:
-    """The tree that the other end sends.
+def receive_state(stream: socket.socket, seconds: float) -> Any:
+    """The tree that the other end sends. ``seconds``: until it begins.
 
     Raises:
         ConnectionError: the other end has closed the connection or refused, or the state was damaged on the way.
-        TimeoutError: no progress within the socket's timeout.
+        TimeoutError: it has not begun in time, or made no progress within the socket's timeout.
         CheckpointError: it is no tree.
     """
-    header = None
-    while header is None:
-        header = hear(stream, _LARGEST_TREE)
-    if "refused" in header:
-        raise ConnectionError(header["refused"])
+    header = hear_answer(stream, seconds, _LARGEST_TREE)
     text, entries = header["tree"], header["tensors"]
     digest, tensors = hashlib.sha256(json.dumps([text, entries]).encode()), {}
     for key, name, shape in entries:

@@ -29,6 +29,8 @@ from dataclasses import dataclass, field, replace
 
 __all__ = ["Agreements", "Consensus", "Decision", "View"]
 
+# Bits of the version of a statement that count within one incarnation of its sender.
+_VERSIONS = 40
 # Decisions of each kind (what is before the slash in their names) that are kept for workers that come late.
 _KEPT = 64
 
@@ -137,6 +139,7 @@ class Agreements:
         connect: sees to a connection, or to the knowledge that there can be none.
         on_open: called with the name of an agreement and another worker's text, before the decision.
         on_decision: called with its name and the decision.
+        incarnation: of this process; those of later incarnations have statements of higher versions.
         ratify: called with a name and a decision that this worker is to make. True: it counts. False: it is not known yet;
             ``ratified`` tells.
     """
@@ -151,6 +154,7 @@ class Agreements:
         on_open: Callable[[str, str], None],
         on_decision: Callable[[str, Decision], None],
         ratify: Callable[[str, Decision], bool] = lambda name, decision: True,
+        incarnation: int = 0,
     ) -> None:
         self._ratify = ratify
         self._rank, self._others = rank, [peer for peer in range(world_size) if peer != rank]
@@ -160,7 +164,9 @@ class Agreements:
         # The newest decisions, and the names of all. A late worker learns that an old one was made without it.
         self._decided: dict[str, Decision] = {}
         self._names: set[str] = set()
-        self._version = 0
+        self._version = incarnation << _VERSIONS
+        # By rank: what is older was said by a process before the present one.
+        self._least: dict[int, int] = {}
 
     @property
     def waiting(self) -> bool:
@@ -202,7 +208,8 @@ class Agreements:
         agreement.askers.add(peer)
         asks = asker is not None and agreement.lacks(asker, statements[asker])
         for rank, statement in statements.items():
-            if rank == self._rank or not agreement.lacks(rank, statement):
+            is_former = statement.version < self._least.get(rank, 0)
+            if rank == self._rank or is_former or not agreement.lacks(rank, statement):
                 continue
             is_first = statement.text is not None and rank not in agreement.came()
             agreement.statements[rank] = statement
@@ -236,6 +243,14 @@ class Agreements:
             if peer in agreement.sent:
                 agreement.sent[peer] = dict.fromkeys(agreement.sent[peer], 0)
                 self._pursue(name, agreement)
+
+    def renew(self, rank: int, incarnation: int) -> None:
+        """Another process is this worker now: what the one before has said does not count any more."""
+        self._least[rank] = incarnation << _VERSIONS
+        for agreement in self._open.values():
+            agreement.statements.pop(rank, None)
+            agreement.sent.pop(rank, None)
+            agreement.askers.discard(rank)
 
     def _ask(self, name: str, agreement: _Open) -> None:
         """Asks all that live for their statements, which are newer than this question then; or for the decision."""

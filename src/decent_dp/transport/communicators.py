@@ -46,6 +46,7 @@ __all__ = [
     "Rendezvous",
     "SilentError",
     "UnreachableError",
+    "address_key",
     "network_stack",
     "peer_error",
 ]
@@ -132,7 +133,8 @@ class Rendezvous:
             "node_of": list(self.node_of),
             "timeout": self.timeout.total_seconds(),
         }
-        return {"run": json.dumps(common), f"address/{self.rank}": json.dumps(self.addresses[self.rank])}
+        own = json.dumps(self.addresses[self.rank])
+        return {"run": json.dumps(common), address_key(self.rank, self.incarnation): own}
 
     @property
     def local(self) -> frozenset[int]:
@@ -163,6 +165,11 @@ class Rendezvous:
         if len(self.local) == self.world_size - 1:  # nothing needs to listen beyond it
             return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
         return dist.ProcessGroupGloo.create_default_device()
+
+
+def address_key(rank: int, incarnation: int) -> str:
+    """The key of a process's address in the run's store."""
+    return f"address/{rank}" if incarnation == 0 else f"address/{rank}/{incarnation}"
 
 
 def network_stack() -> str | None:

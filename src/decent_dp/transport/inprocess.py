@@ -285,7 +285,7 @@ class _LocalNeighbours(Neighbours):
     def welcome(self, host: Callable[[socket.socket], None]) -> None:
         return  # threads do not join later
 
-    def visit(self, rank: int) -> socket.socket:
+    def visit(self, rank: int, incarnation: int) -> socket.socket:
         raise ConnectionError("workers that are threads give each other nothing but exchanges")
 
     @property

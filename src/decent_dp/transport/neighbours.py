@@ -108,8 +108,8 @@ class Neighbours(ABC):
         """
 
     @abstractmethod
-    def visit(self, rank: int) -> socket.socket:
-        """A connection to the ``host`` of another worker. It blocks.
+    def visit(self, rank: int, incarnation: int) -> socket.socket:
+        """A connection to the ``host`` of another worker, which is the process of this incarnation. It blocks.
 
         Raises:
             ConnectionError: it cannot be reached, or nobody can join.

@@ -113,24 +113,25 @@ class ProcessGroupTransport(Transport):
         for t, edge in enumerate(edges):
             self._tcp.connect(edge, ExchangeId(t, 0), ahead=True)
 
-    def _dial(self, peer: int) -> Any:
+    def _dial(self, peer: int, incarnation: int) -> Any:
         faults = self._faults
         seconds = self.timeout if faults is None else min(self.timeout, faults.dead_after)
-        return dial(self._rendezvous, peer, seconds, self._reactor.incarnation_of(peer))
+        return dial(self._rendezvous, peer, seconds, incarnation)
 
     def records(self) -> dict[str, str]:
         return self._rendezvous.records()
 
     def tolerate(self, faults: Tolerate) -> Neighbours:
         shared = self._control_rendezvous
-        look_up(shared)
+        if not shared.incarnation:  # a process that joins looks up those that it meets
+            look_up(shared)
         self._faults, self.neighbours = faults, self._tcp.tolerate(faults.dead_after)
         # gloo names no rank, and cannot be left: a frozen worker would stop it until the timeout.
         self._communicators.pop("all", None)
         plane = self._reactor.control_plane
         timeout = shared.timeout.total_seconds()
         self._controls["all"] = SurvivorControl(
-            plane, self.rank, shared.node_of, timeout, faults.min_workers, self._reactor.close
+            plane, self.rank, shared.node_of, timeout, faults.min_workers, self._reactor.close, shared.incarnation
         )
         return self.neighbours
 

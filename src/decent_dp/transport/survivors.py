@@ -30,6 +30,8 @@ _log = logging.getLogger(__name__)
 
 # The most bytes of the message of one worker, and of all, that go through an agreement; larger ones go over the tree.
 _SMALL, _SMALL_OF_ALL = 2**12, LARGEST_NOTE // 4
+# The end of what a worker says about itself that has missed calls.
+_LATE = "late"
 # Bits of the number of a collective that count within a call.
 _CALL = 24
 # Bytes that go up the tree before the first of them come down: they bound the memory of a worker that is waited for.
@@ -49,6 +51,7 @@ class SurvivorControl(Control):
         node_of: the name of each worker's node; the tree leaves a node as seldom as it can.
         timeout: seconds after which a wait for a living worker fails.
         min_workers: as of ``Tolerate``.
+        incarnation: of this process.
         leave: called when this worker can take part in no call any more, so that the others do not wait for it.
     """
 
@@ -60,7 +63,9 @@ class SurvivorControl(Control):
         timeout: float,
         min_workers: int = 1,
         leave: Callable[[], None] = lambda: None,
+        incarnation: int = 0,
     ) -> None:
+        self._incarnation = incarnation
         self._leave = leave
         self._plane, self._rank, self._node_of, self._timeout = plane, rank, node_of, timeout
         self._min_workers = min(min_workers, len(node_of))
@@ -153,9 +158,9 @@ class SurvivorControl(Control):
         return f"call/{self.calls}/{self._number}"
 
     def _said(self, what: str, text: str) -> str:
-        """What this worker says in an agreement: which call it makes, what that is made of so far, and its text."""
-        lateness = "late" if self._is_late else ""
-        return f"{self._describe(what)}\n{self._history:x}\n{lateness}\n{text}"
+        """What this worker says in an agreement: which call it makes, what that is made of so far, who it is, and its text."""
+        process = f"{self._incarnation} {_LATE}" if self._is_late else f"{self._incarnation}"
+        return f"{self._describe(what)}\n{self._history:x}\n{process}\n{text}"
 
     def _describe(self, what: str) -> str:
         return f"{what} of {self._call}()" if self._call else what
@@ -175,7 +180,8 @@ class SurvivorControl(Control):
         while True:
             name, self._number = self._name, self._number + 1
             decision = self._await(name, what, text)
-            if self._rank in decision.texts:
+            own = decision.texts.get(self._rank, "\n\n\n").split("\n", 3)[2]
+            if own.partition(" ")[0] == f"{self._incarnation}":  # else it may be that of a process before this one
                 break
             if self.calls == 0 or self._number > 1:
                 self._leave()
@@ -186,8 +192,9 @@ class SurvivorControl(Control):
             self.calls, self._number, self._is_late = self.calls + 1, 0, True
             _log.warning("worker %d has missed a call of the others: this %s is their next one", self._rank, self._call)
         said = {rank: text.split("\n", 3) for rank, text in decision.texts.items()}
-        first = min(said, key=lambda rank: (bool(said[rank][2]), rank))
-        out = {rank for rank, (call, _, late, _) in said.items() if late and call != said[first][0]}
+        late = {rank for rank, (_, _, process, _) in said.items() if process.endswith(_LATE)}
+        first = min(said, key=lambda rank: (rank in late, rank))
+        out = {rank for rank in late if said[rank][0] != said[first][0]}
         if self._rank in out:
             self._leave()
             raise OutOfStepError(

@@ -11,7 +11,7 @@ import struct
 import sys
 from typing import Any
 
-from decent_dp.transport.communicators import Rendezvous, UnreachableError
+from decent_dp.transport.communicators import Rendezvous, UnreachableError, address_key
 from decent_dp.transport.tcp.descriptors import own
 
 __all__ = ["address_of", "dial", "listen", "look_up"]
@@ -46,7 +46,7 @@ def listen(rendezvous: Rendezvous) -> list[socket.socket]:
         listener.listen(1024)
         listener.setblocking(False)
     rendezvous.addresses[rendezvous.rank] = address
-    rendezvous.store.set(f"address/{rendezvous.rank}", json.dumps(address))
+    rendezvous.store.set(address_key(rendezvous.rank, rendezvous.incarnation), json.dumps(address))
     return listeners
 
 
@@ -69,8 +69,9 @@ def dial(rendezvous: Rendezvous, peer: int, seconds: float, incarnation: int = 0
     address = rendezvous.addresses.get(peer)
     if address is None or address["incarnation"] != incarnation:
         # The store's own timeout, which ``get`` has, is another: half an hour by default.
-        rendezvous.store.wait([f"address/{peer}"], rendezvous.timeout)
-        address = rendezvous.addresses[peer] = json.loads(rendezvous.store.get(f"address/{peer}"))
+        key = address_key(peer, incarnation)
+        rendezvous.store.wait([key], rendezvous.timeout)
+        address = rendezvous.addresses[peer] = json.loads(rendezvous.store.get(key))
     peer_is_local = address["node"] == rendezvous.node and "local" in address
     at: bytes | tuple[str, int]
     if peer_is_local:

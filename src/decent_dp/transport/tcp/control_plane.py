@@ -39,6 +39,7 @@ class ControlPlane(Consensus):
         send_note: Callable[[int, Key, bytes], None],
         view: Callable[[int], View],
         connect: Callable[[int], None],
+        incarnation: int = 0,
     ) -> None:
         self._call, self.view = call, view
         self.courier = Courier(lambda peer, key, block: call(lambda: send_note(peer, key, block)))
@@ -51,6 +52,7 @@ class ControlPlane(Consensus):
             self._opened,
             self._decided,
             self._ratify,
+            incarnation,
         )
         self._lock = threading.Lock()
         self._futures: dict[str, list[Future[Decision]]] = {}
@@ -103,6 +105,10 @@ class ControlPlane(Consensus):
             self._agreements.hear(peer, text)
         except ValueError as error:
             raise WireError(f"worker {peer} sent {error}") from error
+
+    def renew(self, peer: int, incarnation: int) -> None:
+        """Another process is this worker now."""
+        self._agreements.renew(peer, incarnation)
 
     def reconnected(self, peer: int) -> None:
         """A connection was made, perhaps in place of a lost one."""

@@ -127,10 +127,7 @@ class Framing:
 
     def renew(self, peer: int, incarnation: int) -> None:
         """Another process is this peer now. It counts as one that was connected just now."""
-        old = self.connection(peer)
-        if old.incarnation >= incarnation:
-            return
-        self.give_up(old, "another process has taken its place")
+        self.give_up(self.connection(peer), "another process has taken its place")
         connection = Connection(peer, self._links[peer in self._local], self._selector)
         connection.incarnation = incarnation
         connection.enter(LinkState.BROKEN)

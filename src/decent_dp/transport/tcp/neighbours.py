@@ -150,8 +150,8 @@ class TcpNeighbours(Neighbours):
     def welcome(self, host: Callable[[socket.socket], None]) -> None:
         self._reactor.on_guest = host
 
-    def visit(self, rank: int) -> socket.socket:
-        return self._reactor.visit(rank)
+    def visit(self, rank: int, incarnation: int) -> socket.socket:
+        return self._reactor.visit(rank, incarnation)
 
     @property
     def one_sided(self) -> int:

@@ -46,7 +46,7 @@ class Reactor:
         expected: the ranks of the run.
         local: the workers that share this one's network stack.
         listeners: sockets to which others connect.
-        dial: connects to a worker, blocking, and returns a stream socket.
+        dial: connects to a worker, which is the process of an incarnation, blocking, and returns a stream socket.
         timeout: seconds that a worker has to greet this one after ``dial``.
         dead_after: seconds without a sign of life after which a peer that is waited for is an error (``tolerate``: is dead).
     """
@@ -58,7 +58,7 @@ class Reactor:
         expected: range,
         local: frozenset[int],
         listeners: list[socket.socket],
-        dial: Callable[[int], socket.socket],
+        dial: Callable[[int, int], socket.socket],
         timeout: float,
         dead_after: float = 10.0,
     ) -> None:
@@ -78,7 +78,9 @@ class Reactor:
         self._ended = False
         self.mailbox = Mailbox(self.call)
         self._selector = selectors.DefaultSelector()
-        self.control_plane = ControlPlane(identity.rank, len(expected), self.call, self._send_note, self._view, self._want)
+        self.control_plane = ControlPlane(
+            identity.rank, len(expected), self.call, self._send_note, self._view, self._want, identity.incarnation
+        )
         self._framing = Framing(identity.rank, local, self._selector, self._keep_note, lambda peer: self._connected(peer))
         self._acceptor = Acceptor(listeners, self._selector, identity, secret, self._admit, self._open)
         # A byte to ``_waker`` wakes the thread.
@@ -112,7 +114,7 @@ class Reactor:
                 while wait and self._view(peer) is View.UNKNOWN and time.monotonic() < deadline:
                     time.sleep(_LOOK)
                 return
-            stream = self._dial(peer)
+            stream = self._dial(peer, self.incarnation_of(peer))
             try:
                 other = greet(stream, self._identity, self._secret, peer, self._timeout)
                 self.call(lambda: self._framing.open(peer, stream, other.uid))
@@ -131,7 +133,13 @@ class Reactor:
 
     def renew(self, peer: int, incarnation: int) -> None:
         """Another process is this peer now."""
-        self.call(lambda: self._framing.renew(peer, incarnation))
+
+        def renew() -> None:
+            if self.incarnation_of(peer) < incarnation:
+                self._framing.renew(peer, incarnation)
+                self.control_plane.renew(peer, incarnation)
+
+        self.call(renew)
 
     def want(self, peer: int) -> None:
         """A connection is to be made, where faults are tolerated."""
@@ -141,9 +149,9 @@ class Reactor:
         if self._dialler is not None:
             self._dialler.want(peer)
 
-    def visit(self, peer: int) -> socket.socket:
+    def visit(self, peer: int, incarnation: int) -> socket.socket:
         """``Neighbours.visit``."""
-        stream = self._dial(peer)
+        stream = self._dial(peer, incarnation)
         try:
             greet(stream, replace(self._identity, rank=GUEST), self._secret, peer, SILENT * self._dead_after)
         except BaseException:
@@ -203,7 +211,7 @@ class Reactor:
             self._framing,
             self._identity,
             self._secret,
-            self._dial,
+            lambda peer: self._dial(peer, self.incarnation_of(peer)),
             self.call,
             timeout,
             self._dials,
