@@ -39,7 +39,7 @@ class Network:
         for rank in range(n):
             self.at(0.0, lambda rank=rank: self.look(rank, 0))
 
-    def machine(self, rank: int) -> Agreements:
+    def machine(self, rank: int, incarnation: int = 0) -> Agreements:
         def decide(name: str, decision: Decision) -> None:
             assert name not in self.decided[rank], "told twice"
             self.decided[rank][name] = decision
@@ -52,6 +52,7 @@ class Network:
             lambda peer: self.at(0.01, lambda: self.link(rank, peer)),
             lambda name, text: self.opened[rank].append(text),
             decide,
+            incarnation=incarnation,
         )
 
     def at(self, delay: float, call: Callable[[], Any]) -> None:

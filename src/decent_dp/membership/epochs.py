@@ -230,12 +230,14 @@ class Epochs:
         return epoch
 
     def _seat(self, epoch: Epoch) -> None:
-        """Tells those that are members now."""
+        """Tells those that are members now, and those whose place another process has."""
         with self._lock:
-            seated = [rank for rank, (own, _, _) in self._candidates.items() if epoch.incarnations.get(rank, 0) >= own]
-            found = [self._candidates.pop(rank) for rank in seated]
-        for _, _, future in found:
-            future.set_result(epoch)
+            found = {rank: self._candidates.pop(rank) for rank in epoch.members if rank in self._candidates}
+        for rank, (incarnation, _, future) in found.items():
+            if epoch.incarnations.get(rank, 0) == incarnation:
+                future.set_result(epoch)
+            else:
+                future.set_exception(ConnectionError(f"another process is worker {rank} in epoch {epoch.number}"))
 
     def _found(self) -> None:
         with contextlib.suppress(ConnectionError, OSError):  # the first epoch is written by those that need it then
