@@ -1,6 +1,6 @@
 """Trains under faults: ``python -m benchmarks.endurance``, or ``make endurance``.
 
-Workers of this machine train a small classifier (digits) with 0.4 s of emulated computation per step, while a schedule kills
+Workers of this machine train a small classifier (digits) with 0.8 s of emulated computation per step, while a schedule kills
 and freezes them. A new process takes a killed worker's place after three seconds; a frozen one wakes after 2 to 30 seconds. The
 schedule is drawn from a seed: faults at random times (Poisson), each of a random worker. The same run without faults comes
 first. Figures:
@@ -28,6 +28,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,7 +40,7 @@ from torch import nn
 import decent_dp
 from decent_dp.launch.local import store_on
 
-PACE, LR, BATCH = 0.4, 0.05, 32
+PACE, LR, BATCH = 0.8, 0.05, 32
 # Seconds: until a killed worker is started again, without faults at the end, and for all to end after that.
 RESTART, CALM, GRACE = 3.0, 25.0, 60.0
 KILLS = 0.6
@@ -252,10 +253,9 @@ def table(n: int, seconds: float, per_hour: float, calm: dict[str, Any], stormy:
         "the same, per living worker": f"{stormy['steps_per_living_second'] / calm['steps_per_living_second']:.3f}",
         "participation": f"{stormy['participation']:.3f} ({calm['participation']:.3f} without faults)",
         "longest stall of a worker that was not frozen": f"{stormy['longest_stall']:.2f} s",
-        "a new process mixes after": f"{stormy['rejoin_after_imports_s'] or 0:.1f} s; with its imports {stormy['rejoin_s'] or 0:.1f} s",
+        "a new process mixes after": f"{stormy['rejoin_after_imports_s'] or 0:.1f} s",
+        "the same, with its imports": f"{stormy['rejoin_s'] or 0:.1f} s",
         "loss of the mean at the end": f"{(stormy['loss'] or 0) / (calm['loss'] or 1):.3f} of that without faults",
-        if calm["loss"] and stormy["loss"]
-        else "-",
     }
     return "\n".join(["| what | measured |", "|---|---|", *(f"| {what} | {value} |" for what, value in rows.items())]) + "\n"
 
@@ -286,9 +286,52 @@ def plot(n: int, seconds: float, calm: list[dict[str, Any]], stormy: list[dict[s
     plt.savefig(file, dpi=110)
 
 
+def demo() -> None:
+    """A worker of four is killed after 15 seconds; three seconds later a new process starts in its place."""
+    n, seconds, killed_at, victim = 4, 40.0, 15.0, 2
+    with tempfile.TemporaryDirectory() as place:
+        folder, found = Path(place), {}
+
+        def train() -> None:
+            found.update(run(n, seconds, [Fault(killed_at, victim)], folder))
+
+        thread = threading.Thread(target=train)
+        thread.start()
+        print(f"{n} workers on this machine. Each line: steps per second of workers 0 to {n - 1}, members, loss of a replica.")
+        last: dict[int, dict[str, Any]] = {}
+        while thread.is_alive():
+            thread.join(2.0)
+            shown, sizes, losses = [], set(), []
+            for rank in range(n):
+                file = folder / f"worker-{rank}.jsonl"
+                lines = [json.loads(line) for line in file.read_text().splitlines()[-3:]] if file.exists() else []
+                same = [line for line in lines if line["pid"] == lines[-1]["pid"]]
+                is_new = bool(lines) and lines[-1] != last.get(rank)
+                if is_new and len(same) > 1 and same[-1]["time"] > same[0]["time"]:
+                    pace = (same[-1]["steps"] - same[0]["steps"]) / (same[-1]["time"] - same[0]["time"])
+                    shown.append(f"{pace:4.2f}")
+                    sizes.add(same[-1]["size"])
+                    losses.append(same[-1]["loss"])
+                else:
+                    shown.append("   -")
+                last |= {rank: lines[-1]} if lines else {}
+            if losses:
+                members = "/".join(map(str, sorted(sizes)))
+                print(
+                    f"{time.strftime('%X')}  {'  '.join(shown)}   members {members}   loss {statistics.fmean(losses):.3f}",
+                    flush=True,
+                )
+        seen = figures(n, seconds, found, read(folder, found))
+    rejoined, stall = seen["rejoin_after_imports_s"] or 0.0, seen["longest_stall"]
+    print(f"Worker {victim} was killed, and a new process took its place: it mixed {rejoined:.1f} s after its imports.")
+    print(f"The others lost no step. Their longest one took {stall:.2f} s, of which {PACE:g} s are computation.")
+    print(f"At the end all {seen['at_the_end']} workers had the same mean: {seen['means'] == 1}.")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--demo", action="store_true", help="four workers, one minute, one kill")
     parser.add_argument("--workers", type=int, default=32)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--faults-per-hour", type=float, default=125.0)
@@ -298,6 +341,9 @@ def main() -> None:
     if given.worker:
         rank, store, folder, until, *joins = given.worker
         work(int(rank), store, folder, float(until), bool(joins))
+        return
+    if given.demo:
+        demo()
         return
     n, seconds = given.workers, 60 * given.minutes
     schedule = make_schedule(n, seconds, given.faults_per_hour, given.seed)

@@ -278,7 +278,8 @@ def disturb(world: World, rng: random.Random, comes: bool) -> None:
         if len(world.dead) < n - 2:
             world.at(rng.uniform(0.5, CALM), lambda victim=victim: len(world.dead) < n - 2 and world.kill(victim))
     for _ in range(rng.choice([0, 1, 2, n]) if comes else 0):
-        world.at(rng.uniform(2.0, CALM + 10.0), lambda rank=rng.randrange(n): world.come(rank))
+        place = rng.randrange(n)
+        world.at(rng.uniform(2.0, CALM + 10.0), lambda place=place: world.come(place))
     for _ in range(rng.choice([0, 0, 1, 2])):  # the network falls into parts, and heals
         side = set(rng.sample(range(n), rng.randint(1, n - 1)))
         between = [edge for edge in all_pairs(n) if len(edge & side) == 1]

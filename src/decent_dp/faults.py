@@ -17,7 +17,7 @@ _POLICIES = ("follow", "train", "stop")
 
 @dataclass(frozen=True)
 class Tolerate:
-    """The run goes on when workers die, freeze or cannot be reached.
+    """The run continues when workers die, freeze or cannot be reached.
 
     An edge with such a worker is a hole: its other end sits the round out, and nobody else waits. The mean over the other
     workers stays exact.
@@ -26,7 +26,7 @@ class Tolerate:
         dead_after: seconds without a sign of life after which a worker counts as dead. After 0.3 of it its edges are holes.
         min_workers: training stops on a worker that knows of fewer living ones, itself included.
         partition: what a worker does that has reached no other one for ``orphan_for`` seconds. 'follow' and 'stop' end the run
-            there, with an error; 'train' goes on alone, with a warning, and mixes again when the network is back.
+            there, with an error; 'train' continues alone, with a warning, and mixes again when the network is back.
         orphan_for: in seconds.
 
     Raises:
@@ -51,7 +51,7 @@ class Tolerate:
 
 @dataclass(frozen=True)
 class Roster:
-    """Who takes part, as far as this worker knows.
+    """The members, as far as this worker knows.
 
     Attributes:
         epoch: counted up when the members change.

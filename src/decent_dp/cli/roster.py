@@ -30,7 +30,7 @@ def roster(
     """Serve the store of a run, so that it outlives every worker.
 
     Without it worker 0 keeps the store, or torchrun's agent on the first node does. A run that tolerates faults trains on
-    without a store, but it plans no rounds anew.
+    without a store, but its members cannot change.
     """
     host, _, number = bind.rpartition(":")
     if not host or not number.isdecimal() or int(number) > 65535:

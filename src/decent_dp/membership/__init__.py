@@ -1,4 +1,4 @@
-"""Who takes part: workers that die, and come back; epochs."""
+"""The members of a run: workers that die and come back, epochs, and processes that join."""
 
 from __future__ import annotations
 

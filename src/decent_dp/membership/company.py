@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 # Seconds between two looks at the others' rounds, for a worker that has run out of batches.
 _PAUSE = 0.01
-# Seconds for which a member is missed before rounds are planned anew: for others that die with it, or leave with it at the end.
+# Seconds for which a member is missed before an epoch without it: for others that die with it, or leave with it at the end.
 _SETTLE = 0.5
 
 
@@ -29,7 +29,7 @@ class Company:
     """Looks at the other workers once a round, where faults are tolerated. It sees those that this worker is connected to.
 
     Args:
-        epochs: plans rounds anew; None for a topology that cannot be.
+        epochs: changes the members; None for a topology that cannot be rebuilt.
 
     Attributes:
         callbacks: called with the old and the new roster when an epoch begins.
@@ -62,7 +62,7 @@ class Company:
         return Roster(number, members.index(rank) if is_in else -1, len(members), members, holes)
 
     def check(self, round_: int) -> bool:
-        """Logs who is silent, gone or back, and has rounds planned anew.
+        """Logs which workers are silent, gone or back, and looks at the epochs.
 
         Returns:
             Whether they have been: the topology is another one.
@@ -191,7 +191,7 @@ class Company:
         for who, what in (
             (lost - self._lost, "gone: no exchange waits for it, and each of its partners trains on"),
             (silent - self._silent - lost, "silent: its exchanges are left out until it is heard again"),
-            (self._silent - silent, "back: its exchanges go on"),
+            (self._silent - silent, "back: its exchanges continue"),
         ):
             for rank in sorted(who):
                 _log.warning("round %d: worker %d is %s", round_, self._transport.rank_in_all(rank), what)

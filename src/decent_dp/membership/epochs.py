@@ -1,7 +1,7 @@
 """Epochs: whose rounds the topology is planned for, and from which round on.
 
 Epochs are numbered, and follow each other in one line. A worker that misses a member, or that was left out and is back, opens
-the agreement on the next one (``decent_dp.transport.agreement``). All workers that live promise a round after which they mix
+the agreement on the next one (``decent_dp.transport.agreement``). All living workers promise a round after which they mix
 with nobody before they know the result. The epoch begins with the round after the largest promise: nobody has passed it, so
 each round has one topology. Promises are about a second ahead, so that nobody leaves a round out while the result is on its
 way. A promise is never taken back, as others may know a result.
@@ -60,7 +60,7 @@ class _Promise:
 
 
 class Epochs:
-    """One worker's part in planning rounds anew.
+    """One worker's part in changing the members.
 
     Args:
         topology: of the rounds; it is changed.

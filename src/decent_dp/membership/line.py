@@ -23,7 +23,7 @@ _SECONDS, _LIMIT = 2.0, 5.0
 
 @dataclass(frozen=True)
 class Epoch:
-    """Who mixes from round ``start`` on.
+    """The members from round ``start`` on.
 
     Attributes:
         members: ranks in ascending order; their positions are the seats.

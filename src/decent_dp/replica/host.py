@@ -57,7 +57,7 @@ class Host(Listener):
             snapshot = {**take(self._replica), "exchange": None, "compression": {}, "grads": {}}
             text, tensors = encode({"first_bucket": self._replica.engine.first_bucket, "snapshot": snapshot}, "")
             staged = Staging().copy(tensors)
-        except Exception as error:  # training goes on
+        except Exception as error:  # training continues
             for future in waiting:
                 future.set_exception(error)
         else:

@@ -72,7 +72,7 @@ class _Newcomer:
         put_back(self._replica, state["snapshot"])
 
     def enter(self) -> None:
-        """Becomes a member, and goes on in its first round."""
+        """Becomes a member, and continues in the first round of the epoch."""
         replica, transport, company = self._replica, self._transport, self._company
         own, incarnation = transport.rank, transport.incarnation
 

@@ -1,4 +1,4 @@
-"""A topology that is planned anew for the workers that are there."""
+"""A topology that is rebuilt when the members change."""
 
 from __future__ import annotations
 

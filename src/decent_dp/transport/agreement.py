@@ -253,7 +253,7 @@ class Agreements:
             agreement.askers.discard(rank)
 
     def _ask(self, name: str, agreement: _Open) -> None:
-        """Asks all that live for their statements, which are newer than this question then; or for the decision."""
+        """Asks all living workers for their statements, which are newer than this question then; or for the decision."""
         own = agreement.statements[self._rank] = self._state(agreement.statements[self._rank].text)
         self._flood(_pack(name, {self._rank: own}, asker=self._rank))
 
@@ -329,7 +329,7 @@ class Agreements:
                 self._conclude(name, agreement, decision)
 
     def _ways(self, agreement: _Open) -> dict[int, int | None]:
-        """The workers that live, and the first one on a shortest way to each; None for this one."""
+        """The living workers, and the first one on a shortest way to each; None for this one."""
         ways: dict[int, int | None] = {self._rank: None}
         waiting = deque([self._rank])
         while waiting:

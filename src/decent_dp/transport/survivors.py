@@ -1,4 +1,4 @@
-"""Collectives of the workers that live, over their own connections: a death inside one costs another try."""
+"""Collectives of the living workers, over their own connections: a death inside one costs another try."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _SEGMENT = 2**26
 
 
 class SurvivorControl(Control):
-    """Collectives that end with the same result on all workers that live, whoever dies inside.
+    """Collectives that end with the same result on all living workers, also if some die inside.
 
     Each one ends with an agreement on whether all have their result. If not, the living workers make it again. ``ranks`` are
     those that took part in the last one. Data go up and down a tree of connections that work.
@@ -135,7 +135,7 @@ class SurvivorControl(Control):
                 return result
 
     def _attempt(self, what: str, make: Callable[[], T]) -> T | None:
-        """Calls ``make`` on all ``ranks``. Returns None if one of them has no result: those that live are ``ranks`` then."""
+        """Calls ``make`` on all ``ranks``. Returns None if one of them has no result: the living workers are ``ranks`` then."""
         self._what = what
         result: T | None = None
         self._plane.courier.begin(self.calls << _CALL | self._number)
@@ -187,7 +187,7 @@ class SurvivorControl(Control):
                 self._leave()
                 raise PeerLostError(
                     f"the others took worker {self._rank} for gone, and have made this call without it. It cannot take part "
-                    "any more: end this process. The others go on."
+                    "any more: end this process. The others continue."
                 )
             self.calls, self._number, self._is_late = self.calls + 1, 0, True
             _log.warning("worker %d has missed a call of the others: this %s is their next one", self._rank, self._call)
@@ -199,7 +199,7 @@ class SurvivorControl(Control):
             self._leave()
             raise OutOfStepError(
                 f"worker {self._rank} has come to {said[self._rank][0]} and the others to {said[first][0]}, as it has missed "
-                "calls of theirs. It cannot take part any more: end this process. The others go on."
+                "calls of theirs. It cannot take part any more: end this process. The others continue."
             )
         said = {rank: parts for rank, parts in said.items() if rank not in out}
         for rank, (call, history, *_) in said.items():
