@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -564,6 +566,22 @@ def never_heals(rank: int, n: int) -> Any:
 def test_a_replica_that_does_not_become_finite_ends_with_the_error(workers):
     found = workers(N, never_heals)
     assert "worker 1" in found[1]
+
+
+def is_collected(rank: int, n: int) -> bool:
+    model, optimizer, replica = make(rank, "wrapper")
+    for t in range(5):
+        step(model, optimizer, t, rank)
+    found = weakref.ref(replica.replica)
+    dist.barrier()
+    del model, optimizer, replica
+    gc.collect()
+    return found() is None
+
+
+def test_a_wrapper_that_nobody_uses_is_collected(workers):
+    """The transport's thread, which lets processes in, does not keep it."""
+    assert workers(2, is_collected) == [True, True]
 
 
 def test_the_environment_names_the_store_and_the_rank(monkeypatch):
