@@ -107,8 +107,8 @@ def look_at_run(store: str | Store | None = None) -> Run:
         raise PeerLostError(str(error)) from error
     if run_id is None or epoch is None or None in found.values():
         raise PeerLostError(
-            "no run is registered at this store: only a run with faults=decent_dp.Tolerate(...) and a topology that is given by "
-            "name can be joined."
+            "no run is registered at this store: only a run with faults=decent_dp.Tolerate(...) and a topology that is "
+            "given by name can be joined."
         )
     record, signature = (json.loads(found[name] or "") for name in ("run", "signature"))
     return Run(whole, run_id, record, signature, epoch)
