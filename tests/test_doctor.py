@@ -210,10 +210,10 @@ def with_a_wall(rank: int, n: int, path: str) -> Any:
     if rank == 2:
         dial = process_group.dial
 
-        def stopped(rendezvous: Any, peer: int, seconds: float) -> Any:
+        def stopped(rendezvous: Any, peer: int, *more: Any) -> Any:
             if peer == 1:
                 raise UnreachableError("10.0.0.1 port 1234", "no way there")
-            return dial(rendezvous, peer, seconds)
+            return dial(rendezvous, peer, *more)
 
         process_group.dial = stopped
     measure = Probe._measure

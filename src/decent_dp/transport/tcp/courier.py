@@ -49,8 +49,8 @@ class Courier:
                 queue.clear()
             early = [(peer, key, block) for peer, blocks in self._early.items() for key, block in sorted(blocks.items())]
             self._early.clear()
-        for peer, key, block in early:
-            self.hear(peer, key, block)
+            for peer, key, block in early:  # before any that come now
+                self.hear(peer, key, block)
 
     def put(self, peer: int, block: bytes, check: Callable[[int], None]) -> None:
         """Sends a block, as soon as few others are in flight to this worker. ``check`` is called with it, and may raise."""
