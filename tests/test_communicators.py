@@ -8,6 +8,7 @@ import io
 import json
 import os
 import socket
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -329,7 +330,7 @@ def test_only_the_chosen_interface_is_listened_on(monkeypatch, interface):
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", f"{interface},another")
     store = dist.HashStore()
     rendezvous: Any = SimpleNamespace(
-        store=store, rank=0, world_size=2, local=frozenset(), node="here", incarnation=0, addresses={}
+        store=store, rank=0, world_size=2, places=2, local=frozenset(), node="here", incarnation=0, addresses={}
     )
     (made,) = addresses.listen(rendezvous)
     with made:
@@ -349,10 +350,34 @@ def test_only_the_chosen_interface_is_listened_on(monkeypatch, interface):
                 stranger.connect((other, port))
 
 
+@pytest.mark.parametrize(("master", "host"), [("127.0.0.1", "127.0.0.1"), ("10.1.0.7", "10.1.0.9"), ("", "127.0.0.1")])
+def test_workers_of_one_machine_listen_for_others_that_may_come_on_the_way_to_the_master(monkeypatch, master, host):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("MASTER_ADDR", master)
+    asked: list[Any] = []
+    own = addresses._own_address
+    monkeypatch.setattr(addresses, "_own_address", lambda **options: asked.append(options) or (own(**options) and host))
+    alone = {"world_size": 2, "local": frozenset({1}), "node": "here", "incarnation": 0}
+    for places, listeners in ((2, 1), (3, 2)):
+        if sys.platform != "linux":
+            pytest.skip("local sockets without a file are Linux's")
+        rendezvous: Any = SimpleNamespace(store=dist.HashStore(), rank=0, places=places, addresses={}, **alone)
+        if places == 3 and host == "10.1.0.9":
+            with pytest.raises(OSError, match="assign"):  # it is not this machine's
+                addresses.listen(rendezvous)
+            continue
+        made = addresses.listen(rendezvous)
+        assert len(made) == listeners
+        assert rendezvous.addresses[0].get("host") == (host if places == 3 else None)
+        for listener in made:
+            listener.close()
+    assert asked == [{"guess": False}]
+
+
 def test_an_interface_without_an_address_is_not_replaced_by_another(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "wg7")
     rendezvous: Any = SimpleNamespace(
-        store=dist.HashStore(), rank=0, world_size=2, local=frozenset(), node="here", incarnation=0, addresses={}
+        store=dist.HashStore(), rank=0, world_size=2, places=2, local=frozenset(), node="here", incarnation=0, addresses={}
     )
     with pytest.raises(RuntimeError, match="GLOO_SOCKET_IFNAME=wg7: this network interface has no address"):
         addresses.listen(rendezvous)

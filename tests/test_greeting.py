@@ -544,7 +544,7 @@ def test_strangers_are_reported_once_and_nothing_tells_the_secret(by_hand, caplo
         connect_by_hand(by_hand.name, 1)
     said.append(str(caught.value))
     nobody: Any = None
-    said.append(repr(Rendezvous(nobody, 0, 2, timedelta(0), False, ("a", "b"), SECRET, RUN.hex(), "a")))
+    said.append(repr(Rendezvous(nobody, 0, 2, timedelta(0), False, ("a", "b"), SECRET, RUN.hex(), "a", 2)))
     said.append(repr(identity(1)))
     assert caplog.text.count("a connection was closed because it did not greet") == 1
     assert "a connection of worker 1 was refused: rank 1 is connected already" in caplog.text

@@ -132,7 +132,7 @@ def test_every_chunk_reaches_every_worker_once(sizes):
 def on_two_nodes(rank: int, n: int) -> Any:
     """One machine that acts as two: TCP between them, and leaders that are no roots."""
     communicators.network_stack = lambda: f"node {rank // 2}"
-    addresses._own_address = lambda: "127.0.0.1"
+    addresses._own_address = lambda **_: "127.0.0.1"
     edge = Edge(list(range(n)), 1 / n)
     found = []
     for kind in COMPRESSIONS.values():

@@ -48,7 +48,9 @@ class Company:
         for a, b in links:
             self.net.links[max(a, b)].connect(min(a, b))
         nodes = [f"node {rank // 2}" for rank in range(n)]
-        self.controls = [SurvivorControl(r.control_plane, rank, nodes, timeout) for rank, r in enumerate(self.net.links)]
+        self.controls = [
+            SurvivorControl(r.control_plane, rank, range(n), nodes, timeout) for rank, r in enumerate(self.net.links)
+        ]
 
     def reactor(self, rank: int) -> Reactor:
         return self.net.links[rank]
@@ -307,9 +309,9 @@ def test_parts_of_a_network_do_not_share_a_call(make):
 
 def test_too_few_workers_make_no_call(make):
     company = make(2, ring(2))
-    control = SurvivorControl(company.reactor(0).control_plane, 0, ["a", "a"], 20.0, min_workers=2)
+    control = SurvivorControl(company.reactor(0).control_plane, 0, range(2), ["a", "a"], 20.0, min_workers=2)
     company.kill(1)
-    with pytest.raises(PeerLostError, match=r"1 of 2 workers have come to this call.*min_workers=2"):
+    with pytest.raises(PeerLostError, match=r"only workers \[0\] have come to this call.*min_workers=2"):
         control.gather(0)
 
 

@@ -23,7 +23,7 @@ from decent_dp._sizes import MIB
 from decent_dp.arguments import check_model, check_scaler
 from decent_dp.compression import check_compression
 from decent_dp.engine import Bucket
-from decent_dp.faults import Tolerate, check_faults
+from decent_dp.faults import Tolerate, check_faults, most_workers
 from decent_dp.replica.construction import Agreement, Arguments, connect_replicas
 from decent_dp.replica.finite import refuse_nonfinite
 from decent_dp.replica.hidden_state import has_own_state_dict, refuse_hidden_state
@@ -101,7 +101,10 @@ def gossip(
             workers raise the same error.
         RuntimeError: there is no process group.
     """
-    given, transport = transport, transport if transport is not None else connect(process_group)
+    given, transport = (
+        transport,
+        transport if transport is not None else connect(process_group, most_workers=most_workers(faults)),
+    )
     optimizers: list[Optimizer] = []
     older: list[Replica] = []
 

@@ -26,7 +26,7 @@ from decent_dp.arguments import (
 from decent_dp.backward.replica import BackwardReplica
 from decent_dp.backward.units import DeferredList
 from decent_dp.compression import check_compression
-from decent_dp.faults import Roster, Tolerate, check_faults
+from decent_dp.faults import Roster, Tolerate, check_faults, most_workers
 from decent_dp.replica.construction import Arguments, connect_replicas
 from decent_dp.replica.finite import refuse_nonfinite
 from decent_dp.replica.module_hooks import insert_module
@@ -120,7 +120,10 @@ class DecentralizedDataParallel(nn.Module):
         **unknown: Any,
     ) -> None:
         super().__init__()
-        given, transport = transport, transport if transport is not None else connect(process_group)
+        given, transport = (
+            transport,
+            transport if transport is not None else connect(process_group, most_workers=most_workers(faults)),
+        )
         older: list[Replica] = []
 
         def check() -> Arguments:

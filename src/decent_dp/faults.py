@@ -8,7 +8,7 @@ from typing import Any
 
 from decent_dp._checks import check_choice, check_integer, check_number
 
-__all__ = ["Roster", "Tolerate", "check_faults", "default_dead_after"]
+__all__ = ["Roster", "Tolerate", "check_faults", "default_dead_after", "most_workers"]
 
 # Seconds without a sign of life after which a worker is an error, in runs without ``faults``.
 _DEAD_AFTER = "DECENT_DP_DEAD_AFTER"
@@ -28,6 +28,8 @@ class Tolerate:
         partition: what a worker does that has reached no other one for ``orphan_for`` seconds. 'follow' and 'stop' end the run
             there, with an error; 'train' continues alone, with a warning, and mixes again when the network is back.
         orphan_for: in seconds.
+        max_workers: how many workers there can be at a time, for processes that join in addition to those that began the run;
+            None: as many as began it.
 
     Raises:
         ValueError, TypeError: an argument is out of range.
@@ -37,12 +39,15 @@ class Tolerate:
     min_workers: int = 2
     partition: str = "follow"
     orphan_for: float = 60.0
+    max_workers: int | None = None
 
     def __post_init__(self) -> None:
         check_number("dead_after", self.dead_after, "a number of seconds, at least 0.5", at_least=0.5)
         check_integer("min_workers", self.min_workers, 1, "workers")
         check_choice("partition", self.partition, _POLICIES)
         check_number("orphan_for", self.orphan_for, "a number of seconds, at least 0", at_least=0.0)
+        if self.max_workers is not None:
+            check_integer("max_workers", self.max_workers, 1, "workers")
 
     def signature(self) -> dict[str, Any]:
         """The settings, as JSON."""
@@ -77,6 +82,12 @@ def check_faults(faults: object) -> Tolerate | None:
     if faults is None or isinstance(faults, Tolerate):
         return faults
     raise TypeError(f"faults must be None or a decent_dp.Tolerate, such as Tolerate(dead_after=10.0), got {faults!r}")
+
+
+def most_workers(faults: object) -> int:
+    """``max_workers`` of the argument ``faults``, which may be wrong; 0 if there is none."""
+    most = faults.max_workers if isinstance(faults, Tolerate) else None
+    return most or 0
 
 
 def default_dead_after() -> float:

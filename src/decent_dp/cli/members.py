@@ -37,10 +37,12 @@ _Address = Annotated[str | None, typer.Argument(metavar="[HOST:PORT]", help="The
 def status(address: _Address = None) -> int:
     """Show the members of a run with faults=Tolerate(...): seat, machine, process, and whether it answers."""
     run = _look(address)
-    say(f"epoch {run.epoch.number}, {len(run.members)} of {run.record['world_size']} workers")
+    say(f"epoch {run.epoch.number}, {len(run.members)} of at most {run.record['places']} workers")
     rows = []
-    for rank in range(run.record["world_size"]):
+    for rank in range(run.record["places"]):
         found = run.address(rank)
+        if found is None and rank >= run.record["world_size"]:
+            continue  # nobody has had this place yet
         seat = str(run.members.index(rank)) if rank in run.members else "-"
         where = ["?", "?"] if found is None else [str(found["machine"]), str(found["pid"])]
         rows.append([str(rank), seat, *where, "yes" if found is not None and _answers(found) else "no"])

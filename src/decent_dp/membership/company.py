@@ -76,10 +76,12 @@ class Company:
             self._report(round_, silent, lost)
         self._silent, self._lost = silent, lost
         n = self._transport.world_size
-        if n - len(lost) < min(self.faults.min_workers, n):
+        here = {*self.members, *left} - lost  # who has left had no batches any more
+        if len(here) < min(self.faults.min_workers, n):
+            least = self.faults.min_workers
             raise PeerLostError(
-                f"{n - len(lost)} of {n} workers are left, and faults=Tolerate(min_workers={self.faults.min_workers}) wants "
-                f"more: {_named(lost)} gone. Start the workers again from the newest checkpoint, or allow fewer."
+                f"{len(here)} of {len(here | lost)} workers are left, and faults=Tolerate(min_workers={least}) wants more: "
+                f"{_named(lost)} gone. Start the workers again from the newest checkpoint, or allow fewer."
             )
         if n > 1 and not self.neighbours.living() and (silent or lost):
             self._check_alone()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -20,12 +21,13 @@ from decent_dp.transport.communicators import NEWEST, ROOT, Rendezvous, address_
 
 __all__ = ["Run", "join", "look_at_run"]
 
-# Seconds for a connection to the store.
-_SECONDS = 5.0
+# Seconds for a connection to the store, until a place is free, and between two looks for one.
+_SECONDS, _FREE, _AGAIN = 5.0, 30.0, 0.5
 
 
 def join(store: str | Store | None = None, *, rank: int | None = None) -> NewcomerTransport:
-    """Prepares this process to take the place of a worker that is gone, in a run with ``faults=Tolerate(...)``.
+    """Prepares this process to join a run with ``faults=Tolerate(...)``: in the place of a worker that is gone, or as one more
+    (``Tolerate.max_workers``).
 
     Pass the result as ``transport`` to ``gossip()`` or ``DecentralizedDataParallel``, with the same arguments as on the other
     workers. This process needs no process group. It gets parameters, buffers and the state of the optimizers from another
@@ -33,14 +35,14 @@ def join(store: str | Store | None = None, *, rank: int | None = None) -> Newcom
 
     Args:
         store: the run's store, as HOST:PORT; None: MASTER_ADDR and MASTER_PORT of the environment.
-        rank: of the worker; None: RANK of the environment.
+        rank: of the worker; None: RANK of the environment, or if that is not set, the first one that no member has.
 
     Raises:
         ValueError, TypeError: an argument is wrong, or missing.
-        PeerLostError: no store answers there, or no run that tolerates faults is registered in it.
+        PeerLostError: no store answers there, no run that tolerates faults is registered in it, or it has no place for more.
     """
-    run = look_at_run(store)
-    record, own = run.record, _own_rank(rank, run.record["world_size"])
+    run, own = _look_for_a_place(store, rank)
+    record = run.record
     try:
         with store_errors():
             # A store that has lost its contents counts from the beginning.
@@ -60,6 +62,7 @@ def join(store: str | Store | None = None, *, rank: int | None = None) -> Newcom
         run_id=run.run_id,
         node=stack,
         incarnation=incarnation,
+        places=record["places"],
     )
     return NewcomerTransport(shared, run.signature)
 
@@ -137,9 +140,38 @@ def _whole_store(store: str | Store | None) -> Store:
         ) from error
 
 
-def _own_rank(rank: int | None, world_size: int) -> int:
-    text: object = os.environ.get("RANK", "") if rank is None else rank
-    with contextlib.suppress(TypeError, ValueError):
-        if int(str(text)) in range(world_size):
-            return int(str(text))
-    raise ValueError(f"rank must be that of a worker of the run, from 0 to {world_size - 1}, or RANK must be set, got {text!r}")
+def _look_for_a_place(store: str | Store | None, rank: int | None) -> tuple[Run, int]:
+    """The run, and the rank in it that this process is to have."""
+    text: object = os.environ.get("RANK") if rank is None else rank
+    run, deadline = look_at_run(store), time.monotonic() + _FREE
+    places = run.record["places"]
+    if text is not None:
+        with contextlib.suppress(TypeError, ValueError):
+            if int(str(text)) in range(places):
+                return run, int(str(text))
+        raise ValueError(
+            f"rank must be from 0 to {places - 1} in this run, which began with {run.record['world_size']} workers and "
+            f"faults=Tolerate(max_workers={run.record['places']}), got {text!r}"
+        )
+    while (found := _free_rank(run)) is None:
+        if time.monotonic() > deadline:
+            raise PeerLostError(
+                f"the run has {len(run.members)} members, and no place for more. Give the rank of a worker that is gone, or "
+                f"begin the run with faults=Tolerate(max_workers=...) above {places}."
+            )
+        time.sleep(_AGAIN)
+        run = look_at_run(store)
+    return run, found
+
+
+def _free_rank(run: Run) -> int | None:
+    """The first rank that no member has. Another process that looks at the same time gets another one."""
+    try:
+        with store_errors():
+            for rank in range(run.record["places"]):
+                key = f"{run.run_id}/free/{run.epoch.number}/{rank}"
+                if rank not in run.members and run.store.add(key, 1) == 1:
+                    return rank
+    except ConnectionError as error:
+        raise PeerLostError(str(error)) from error
+    return None

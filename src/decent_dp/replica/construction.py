@@ -13,7 +13,7 @@ from torch import nn
 
 from decent_dp.compression import check_compression
 from decent_dp.engine import fit_rule
-from decent_dp.faults import Tolerate
+from decent_dp.faults import Tolerate, most_workers
 from decent_dp.replica.averages import broadcast_
 from decent_dp.replica.consistency import call_on_all, check_consistency, compare, model_signature
 from decent_dp.replica.devices import gpus_of, refuse_wrong_device, warn_of_shared_gpus
@@ -98,12 +98,9 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
     def attempt() -> tuple[Agreement, dict[str, Any]]:
         local_world_size = replicas.peers_on_node(transport.rank, given.local_world_size)
         try:
-            made = make_topology(
-                given.topology, local_world_size=local_world_size, world_size=peers.world_size, rank=peers.rank
-            )
-            if given.faults is not None and isinstance(given.topology, str) and given.topology in TopologyReg.registry:
-                make = partial(_for_members, given.topology, local_world_size)
-                made = EpochTopology(make, world_size=peers.world_size, rank=peers.rank)
+            # A process that joins may have a rank beyond those that began the run.
+            rank = min(peers.rank, peers.world_size - 1)
+            made = make_topology(given.topology, local_world_size=local_world_size, world_size=peers.world_size, rank=rank)
         except ValueError as error:
             if replicas.shards == 1:
                 raise
@@ -111,6 +108,8 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
             raise ValueError(f"{error} (A topology counts replicas, and there are {numbers}.)") from error
         if given.sharing:
             refuse_isolated(given.sharing, made)
+        if given.faults is not None:
+            made = _with_epochs(made, given.topology, most_workers(given.faults), peers.rank)
         # Called on the class, because a subclass may have an attribute named `every`.
         mixing = Topology.every(made, given.settings.mix_every)
         narrow = any(param.itemsize < 4 for param in model.parameters())
@@ -153,6 +152,20 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
         warn_of_rates(rates)
         warn_of_shared_gpus(gpus, transport.control.ranks.index(transport.rank))
     return agreed
+
+
+def _with_epochs(made: Topology, given: object, most: int, rank: int) -> Topology:
+    """The topology ``made`` from the argument ``given``, such that it can be rebuilt for up to ``most`` workers."""
+    n = made.world_size
+    if isinstance(given, str) and given in TopologyReg.registry:
+        make = partial(_for_members, given, made._local_world_size)
+        return EpochTopology(make, world_size=max(n, most), rank=rank, members=n)
+    if most > n:
+        raise ValueError(
+            f"faults=Tolerate(max_workers={most}) with {n} workers needs a topology that can be rebuilt for "
+            f"more: give it by name, such as 'base-2', instead of {made!r}."
+        )
+    return made
 
 
 def _for_members(name: str, local_world_size: int, count: int) -> Topology:

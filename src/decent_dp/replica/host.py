@@ -51,7 +51,7 @@ class Host(Listener):
         with self._lock:
             waiting, self._waiting = self._waiting, []
         try:
-            if not self._replica.engine.exchanges:
+            if not self._replica.engine.exchanges and len(self._company.members) > 1:
                 raise RuntimeError("this worker has not mixed yet")
             # What is in flight, and what edges have learned, is between this worker and others.
             snapshot = {**take(self._replica), "exchange": None, "compression": {}, "grads": {}}

@@ -122,6 +122,7 @@ class Replica(ABC):
                 line = Line(transport.store, transport.run_id, records)
                 epochs = Epochs(rank, n, neighbours, self.topology, line, incarnation)
             self.company = Company(self.transport, neighbours, agreed.faults, epochs)
+            self.company.callbacks.append(lambda _, new: tell_replicas(self.optimizers, new.size))
         self.mean = Mean(self.parameters.locate)
         self.statistics = Statistics([], {})
         self.listeners: list[Listener] = []

@@ -31,14 +31,15 @@ class EpochTopology(Topology):
 
     Args:
         make: returns the topology of so many workers.
-        world_size: of all workers.
+        world_size: of all workers, also of those that may come.
         rank: this worker.
+        members: the number of the first ones; None: all.
     """
 
-    def __init__(self, make: Callable[[int], Topology], *, world_size: int, rank: int) -> None:
-        first = make(world_size)
+    def __init__(self, make: Callable[[int], Topology], *, world_size: int, rank: int, members: int | None = None) -> None:
+        first = make(world_size if members is None else members)
         super().__init__(first._local_world_size, world_size=world_size, rank=rank)
-        self._make, self._line = make, _Line(((0, tuple(range(world_size))),))
+        self._make, self._line = make, _Line(((0, tuple(range(first.world_size))),))
         self._made = {self._line.changes[0]: first}
 
     def change(self, start: int, members: Sequence[int], since: int = 0) -> None:
@@ -53,7 +54,8 @@ class EpochTopology(Topology):
 
     def _from(self, derive: Callable[[Topology], Topology]) -> Topology:
         """Made from this one, part by part, as the parts are that come later."""
-        made = EpochTopology(lambda n: derive(self._make(n)), world_size=self._world_size, rank=self._rank)
+        members = len(self._line.changes[0][1])
+        made = EpochTopology(lambda n: derive(self._make(n)), world_size=self._world_size, rank=self._rank, members=members)
         made._line = self._line
         return made
 

@@ -157,7 +157,8 @@ class Agreements:
         incarnation: int = 0,
     ) -> None:
         self._ratify = ratify
-        self._rank, self._others = rank, [peer for peer in range(world_size) if peer != rank]
+        self._rank, self._world_size = rank, world_size
+        self._others = [peer for peer in range(world_size) if peer != rank]
         self._view, self._send, self._connect = view, send, connect
         self._on_open, self._on_decision = on_open, on_decision
         self._open: dict[str, _Open] = {}
@@ -167,6 +168,10 @@ class Agreements:
         self._version = incarnation << _VERSIONS
         # By rank: what is older was said by a process before the present one.
         self._least: dict[int, int] = {}
+
+    def expand(self, world_size: int) -> None:
+        """From now on there can be so many workers. New ones are heard of first in statements, or by ``renew``."""
+        self._world_size = max(world_size, self._world_size)
 
     @property
     def waiting(self) -> bool:
@@ -196,7 +201,7 @@ class Agreements:
         Raises:
             ValueError: it is no such message.
         """
-        name, statements, decision, asker = _unpack(message, len(self._others) + 1)
+        name, statements, decision, asker = _unpack(message, self._world_size)
         if name in self._names:
             if decision is None:
                 self._send(peer, _pack(name, {}, self._known(name)))
@@ -247,6 +252,8 @@ class Agreements:
     def renew(self, rank: int, incarnation: int) -> None:
         """Another process is this worker now: what the one before has said does not count any more."""
         self._least[rank] = incarnation << _VERSIONS
+        if rank not in self._others:
+            self._others = sorted([*self._others, rank])
         for agreement in self._open.values():
             agreement.statements.pop(rank, None)
             agreement.sent.pop(rank, None)
@@ -308,7 +315,7 @@ class Agreements:
         if not reached <= agreement.came():
             return
         unclear = self._unclear(agreement, reached)
-        for peer in unclear:
+        for peer in unclear.intersection(self._others):
             self._connect(peer)
         said = agreement.statements
         is_stale = any(said[rank].version <= agreement.stale.get(rank, 0) for rank in reached - {self._rank})

@@ -82,6 +82,7 @@ class Rendezvous:
         rank, world_size: in the process group.
         timeout: the process group's.
         node: the name of this worker's network stack. In ``node_of`` may be that of a process before it.
+        places: the number of ranks, with those of workers that may come.
         incarnation: how many processes had joined the run before this one, itself included; 0 for those that began it.
         nccl: the process group moves CUDA tensors by NCCL.
         node_of: the name of each worker's network stack; workers of one name share a loopback interface.
@@ -99,12 +100,13 @@ class Rendezvous:
     token: bytes = field(repr=False)
     run_id: str
     node: str
+    places: int
     incarnation: int = 0
     addresses: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     @classmethod
-    def create(cls, process_group: dist.ProcessGroup | None) -> Rendezvous:
-        """Called by all workers of ``process_group`` (None: the default group) together."""
+    def create(cls, process_group: dist.ProcessGroup | None, most_workers: int = 0) -> Rendezvous:
+        """Called by all workers of ``process_group`` (None: the default group) together. ``most_workers``: of ``Tolerate``."""
         group = process_group if process_group is not None else dist.group.WORLD
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         cards: list[Any] = [None] * world_size
@@ -123,6 +125,7 @@ class Rendezvous:
             token=bytes.fromhex(cards[0][1]),
             run_id=cards[0][0],
             node=node_of[rank],
+            places=max(world_size, most_workers),
         )
 
     def records(self) -> dict[str, str]:
@@ -130,6 +133,7 @@ class Rendezvous:
         common = {
             "token": self.token.hex(),
             "world_size": self.world_size,
+            "places": self.places,
             "node_of": list(self.node_of),
             "timeout": self.timeout.total_seconds(),
         }

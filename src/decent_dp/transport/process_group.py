@@ -32,11 +32,12 @@ from decent_dp.transport.waiter import Waiter
 __all__ = ["ProcessGroupTransport", "connect"]
 
 
-def connect(process_group: dist.ProcessGroup | None, timeout: float | None = None) -> Transport:
+def connect(process_group: dist.ProcessGroup | None, timeout: float | None = None, *, most_workers: int = 0) -> Transport:
     """The transport of this worker in ``process_group`` (None: the default group); called by all its workers together.
 
     Args:
         timeout: seconds without progress after which an exchange fails; None: the process group's, as for everything else.
+        most_workers: ``max_workers`` of ``Tolerate``.
 
     Raises:
         RuntimeError: there is no process group.
@@ -49,9 +50,9 @@ def connect(process_group: dist.ProcessGroup | None, timeout: float | None = Non
         )
     if dist.get_rank(process_group) < 0:
         raise ValueError("this worker is not a member of process_group: call gossip() or wrap the model on its members only.")
-    if dist.get_world_size(process_group) == 1:
+    if max(dist.get_world_size(process_group), most_workers) == 1:
         return InProcessTransport()
-    return ProcessGroupTransport(process_group, timeout)
+    return ProcessGroupTransport(process_group, timeout, most_workers=most_workers)
 
 
 class ProcessGroupTransport(Transport):
@@ -63,11 +64,14 @@ class ProcessGroupTransport(Transport):
     Args:
         process_group: whose workers, backend and timeout; None for the default group. All its workers call this together.
         timeout: of exchanges, in seconds; None: the process group's. The collectives keep the process group's.
+        most_workers: ``max_workers`` of ``Tolerate``.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None, timeout: float | None = None) -> None:
+    def __init__(
+        self, process_group: dist.ProcessGroup | None = None, timeout: float | None = None, *, most_workers: int = 0
+    ) -> None:
         self._process_group: Any = process_group if process_group is not None else dist.group.WORLD
-        self._meet(Rendezvous.create(process_group), timeout)
+        self._meet(Rendezvous.create(process_group, most_workers), timeout)
         self.only_cuda = str(dist.get_backend(process_group)) == "nccl"
         self._connect_control("all", range(self.world_size))
         self._listen()
@@ -125,13 +129,22 @@ class ProcessGroupTransport(Transport):
         shared = self._control_rendezvous
         if not shared.incarnation:  # a process that joins looks up those that it meets
             look_up(shared)
-        self._faults, self.neighbours = faults, self._tcp.tolerate(faults.dead_after)
+        self._faults, self.neighbours = faults, self._tcp.tolerate(faults.dead_after, shared.places)
         # gloo names no rank, and cannot be left: a frozen worker would stop it until the timeout.
         self._communicators.pop("all", None)
         plane = self._reactor.control_plane
         timeout = shared.timeout.total_seconds()
+        # Nothing is known of the nodes of those that may come.
+        node_of = (*shared.node_of, *(f"worker {rank}" for rank in range(self.world_size, shared.places)))
         self._controls["all"] = SurvivorControl(
-            plane, self.rank, shared.node_of, timeout, faults.min_workers, self._reactor.close, shared.incarnation
+            plane,
+            self.rank,
+            range(self.world_size),
+            node_of,
+            timeout,
+            faults.min_workers,
+            self._reactor.close,
+            shared.incarnation,
         )
         return self.neighbours
 

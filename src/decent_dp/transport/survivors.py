@@ -48,6 +48,7 @@ class SurvivorControl(Control):
     that is another call, it is out.
 
     Args:
+        ranks: of the workers that began the run.
         node_of: the name of each worker's node; the tree leaves a node as seldom as it can.
         timeout: seconds after which a wait for a living worker fails.
         min_workers: as of ``Tolerate``.
@@ -59,6 +60,7 @@ class SurvivorControl(Control):
         self,
         plane: ControlPlane,
         rank: int,
+        ranks: Sequence[int],
         node_of: Sequence[str],
         timeout: float,
         min_workers: int = 1,
@@ -68,10 +70,10 @@ class SurvivorControl(Control):
         self._incarnation = incarnation
         self._leave = leave
         self._plane, self._rank, self._node_of, self._timeout = plane, rank, node_of, timeout
-        self._min_workers = min(min_workers, len(node_of))
+        self._min_workers = min(min_workers, len(ranks))
         # Of the members of all collectives since ``begin``: all of them must have had the same.
         self._history = 0
-        self.ranks: tuple[int, ...] = tuple(range(len(node_of)))
+        self.ranks: tuple[int, ...] = tuple(ranks)
         # Collectives since ``begin``; what has begun; whether this worker has missed calls, and has made none since.
         self._number, self._call, self._is_late = 0, "", False
         self._what = ""
@@ -215,7 +217,7 @@ class SurvivorControl(Control):
                 )
         if len(said) < self._min_workers:
             raise PeerLostError(
-                f"{len(said)} of {len(self._node_of)} workers have come to this call, and faults=Tolerate(min_workers="
+                f"only workers {list(said)} have come to this call, and faults=Tolerate(min_workers="
                 f"{self._min_workers}) wants more. Start all workers again from the newest checkpoint, or allow fewer."
             )
         self._is_late = False

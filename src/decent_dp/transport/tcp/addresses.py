@@ -19,13 +19,14 @@ __all__ = ["address_of", "dial", "dial_at", "listen", "look_up"]
 
 # An address that nobody has (RFC 5737): the way to it is the default route.
 _ELSEWHERE = "192.0.2.1"
+_LOOPBACK = "127.0.0.1"
 
 
 def listen(rendezvous: Rendezvous) -> list[socket.socket]:
     """Listens for the workers of higher rank, and stores the addresses.
 
-    On Linux, workers on this one's network stack use a local socket. Nothing listens beyond the loopback interface if all
-    workers are there.
+    On Linux, workers on this one's network stack use a local socket. If all workers are there, nothing listens beyond the
+    loopback interface, but where others may come and the master's address is another.
     """
     listeners: list[socket.socket] = []
     address: dict[str, Any] = {"node": rendezvous.node, "incarnation": rendezvous.incarnation, "pid": os.getpid()}
@@ -37,8 +38,9 @@ def listen(rendezvous: Rendezvous) -> list[socket.socket]:
         name = stream.getsockname()
         address["local"] = name[1:].decode()
         listeners.append(stream)
-    if len(rendezvous.local) < others or not listeners:
-        host = "127.0.0.1" if len(rendezvous.local) == others else _own_address()
+    is_far, grows = len(rendezvous.local) < others, rendezvous.places > rendezvous.world_size
+    if is_far or grows or not listeners:
+        host = _own_address(guess=is_far) if is_far or grows else _LOOPBACK
         family = _family_of(host)
         remote = own(lambda: socket.socket(family, socket.SOCK_STREAM))
         remote.bind((host, 0))
@@ -104,8 +106,12 @@ def _family_of(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
-def _own_address() -> str:
-    """The address under which the others reach this worker: that of GLOO_SOCKET_IFNAME, or of the way to the master."""
+def _own_address(*, guess: bool = True) -> str:
+    """The address under which the others reach this worker: that of GLOO_SOCKET_IFNAME, or of the way to the master.
+
+    Args:
+        guess: if the master's does not tell, take that of the host's name, or of the default route.
+    """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:
         own = address_of(interface)
@@ -116,7 +122,7 @@ def _own_address() -> str:
                 f"GLOO_SOCKET_IFNAME={interface}: this network interface has no address at which others reach this worker. "
                 "Name another one (`ip address` lists them)."
             )
-    for target in (os.environ.get("MASTER_ADDR", ""), socket.gethostname(), _ELSEWHERE):
+    for target in (os.environ.get("MASTER_ADDR", ""), *((socket.gethostname(), _ELSEWHERE) if guess else ())):
         with contextlib.suppress(OSError):
             family, kind, _, _, to = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, kind) as probe:
@@ -126,7 +132,7 @@ def _own_address() -> str:
                 address = ipaddress.ip_address(found.partition("%")[0])
                 if not (address.is_loopback or address.is_unspecified):
                     return found
-    return "127.0.0.1"
+    return _LOOPBACK
 
 
 def address_of(interface: str) -> str | None:

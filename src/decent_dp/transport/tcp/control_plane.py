@@ -62,6 +62,10 @@ class ControlPlane(Consensus):
         # By the beginning of names: see ``govern``.
         self._governed: dict[str, tuple[Callable[[str], None], Callable[[str, Decision], Decision | None]]] = {}
 
+    def expand(self, world_size: int) -> None:
+        """``Agreements.expand``."""
+        self._call(lambda: self._agreements.expand(world_size))
+
     # -- called by any thread -----------------------------------------------------------------------------------------
 
     def propose(self, name: str, text: str) -> Future[Decision]:

@@ -215,9 +215,9 @@ class TcpExchanges:
         self._neighbours: TcpNeighbours | None = None
         self._encodings: deque[Callable[[], bool]] = deque()
 
-    def tolerate(self, dead_after: float) -> Neighbours:
-        """``Transport.tolerate``."""
-        self._neighbours = self._reactor.tolerate(dead_after)
+    def tolerate(self, dead_after: float, places: int) -> Neighbours:
+        """``Reactor.tolerate``."""
+        self._neighbours = self._reactor.tolerate(dead_after, places)
         return self._neighbours
 
     def connect(self, edge: Edge, exchange_id: ExchangeId, *, ahead: bool = False) -> list[int]:

@@ -62,7 +62,7 @@ class Reactor:
         timeout: float,
         dead_after: float = 10.0,
     ) -> None:
-        self._identity, self._secret, self._expected = identity, secret, expected
+        self._identity, self._secret, self._expected = identity, secret, set(expected)
         self._dial, self._timeout = dial, timeout
         self._listeners = listeners
         self._dialled: set[int] = set()
@@ -136,6 +136,7 @@ class Reactor:
 
         def renew() -> None:
             if self.incarnation_of(peer) < incarnation:
+                self._expected.add(peer)
                 self._framing.renew(peer, incarnation)
                 self.control_plane.renew(peer, incarnation)
 
@@ -202,8 +203,13 @@ class Reactor:
         """The peers whose connection is closed for good."""
         return sorted(peer for peer, connection in list(self._framing.connections.items()) if connection.closed is not None)
 
-    def tolerate(self, dead_after: float) -> TcpNeighbours:
-        """From now on lost connections are made again, and exchanges of pairs end with a verdict."""
+    def tolerate(self, dead_after: float, places: int = 0) -> TcpNeighbours:
+        """From now on lost connections are made again, and exchanges of pairs end with a verdict.
+
+        Args:
+            places: the number of ranks, with those of workers that may come (``renew``).
+        """
+        self.control_plane.expand(places)
         self._dead_after = dead_after
         self._framing.dead_after = dead_after
         timeout = min(self._timeout, SILENT * dead_after)

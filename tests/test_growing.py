@@ -1,0 +1,150 @@
+"""Workers that come in addition to those that began the run."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+import decent_dp
+from decent_dp.errors import PeerLostError
+from decent_dp.membership import joining
+from tests.helpers import assert_same, net, values
+from tests.test_joining import end, the_store, train
+from tests.test_survivor_calls import die, survivors
+from tests.test_tolerate import make
+from tests.workers import hear, say
+
+
+def is_grown(replica: Any, size: int) -> bool:
+    """Whether there are so many members, and this worker is one and connected to all others."""
+    roster, living = replica.roster, getattr(replica, "replica", replica).company.neighbours.living()
+    return roster.size == size and roster.seat >= 0 and set(roster.members) == {*living, roster.members[roster.seat]}
+
+
+def comes_and_goes(rank: int, n: int, began: int, leave: int, kind: str, path: str) -> Any:
+    """The first ``began`` processes begin the run, and the last ``leave`` of them die. Then all other processes come."""
+    os.environ.pop("RANK", None)  # the first rank that is free
+    faults, size = decent_dp.Tolerate(dead_after=5.0, max_workers=n - leave), n - leave
+    group = dist.new_group(range(began))
+    if rank < began:
+        model, optimizer, replica = make(rank, kind, process_group=group, faults=faults)
+        train(model, optimizer, rank, lambda: replica.stats().rounds >= 10)
+        if rank >= began - leave:
+            say("come")
+            die()
+        if not leave:
+            say("come")
+    else:
+        hear("come")
+        model, optimizer, replica = make(rank, kind, seed=rank, transport=decent_dp.join(the_store()), faults=faults)
+    train(model, optimizer, rank, lambda: is_grown(replica, size))
+    grown = replica.stats().rounds
+    train(model, optimizer, rank, lambda: replica.stats().rounds >= grown + 100)
+    saved = decent_dp.save(replica, path, wait=True)
+    roster, distance, stats = replica.roster, replica.consensus_distance(), replica.stats()
+    own = values(model)
+    with replica.averaged():
+        mean = values(model)
+    end(replica)
+    return roster, own, mean, distance, saved.error, stats
+
+
+@pytest.mark.parametrize(
+    ("began", "leave", "come", "kind"),
+    [
+        (3, 1, 2, "gossip"),
+        pytest.param(1, 0, 2, "gossip", marks=pytest.mark.slow),
+        pytest.param(4, 2, 4, "wrapper", marks=pytest.mark.slow),
+        pytest.param(8, 4, 8, "gossip", marks=[pytest.mark.slow, pytest.mark.timeout(240)]),
+    ],
+)
+def test_some_workers_leave_and_more_come(workers, tmp_path, began, leave, come, kind):
+    outcomes = workers.outcomes(began + come, comes_and_goes, began, leave, kind, str(tmp_path))
+    victims = range(began - leave, began)
+    assert all(outcomes[rank].exitcode == -signal.SIGKILL for rank in victims)
+    found = survivors([outcome for rank, outcome in enumerate(outcomes) if rank not in victims], -1)
+    size = began - leave + come
+    assert sorted(roster.seat for roster, *_ in found) == list(range(size))
+    roster, own, mean, distance, error, stats = found[0]
+    expected = [np.mean([values[name].double().numpy() for _, values, *_ in found], axis=0) for name in own]
+    for other, _, others_mean, others_distance, error, others_stats in found:
+        assert (other.members, other.size, error) == (roster.members, size, None)
+        assert_same(others_mean, mean)
+        assert others_distance == distance < 1.0
+        assert others_stats.exchanges > 0
+        assert abs(others_stats.rounds - stats.rounds) <= 3
+    for one, exact in zip(mean.values(), expected, strict=True):
+        np.testing.assert_allclose(one.numpy(), exact, rtol=1e-5, atol=1e-6)
+    (step_folder,) = tmp_path.glob("step-*")
+    assert len(list(step_folder.glob("*.safetensors"))) == size
+
+
+def is_refused(rank: int, n: int) -> Any:
+    """A run that has no place for more, seen from a process that is not its own."""
+    faults = decent_dp.Tolerate(dead_after=5.0, max_workers=2)
+    if rank == 2:
+        dist.new_group(range(2))
+        hear("come")
+        joining._FREE = 1.0
+        os.environ.pop("RANK", None)
+        found = []
+        for options in ({}, {"rank": 2}):
+            with pytest.raises((PeerLostError, ValueError)) as caught:
+                decent_dp.join(the_store(), **options)
+            found.append(str(caught.value))
+        say("end")
+        return found
+    model, optimizer, replica = make(rank, process_group=dist.new_group(range(2)), faults=faults)
+    train(model, optimizer, rank, lambda: replica.stats().rounds >= 3)
+    say("come")
+    hear("end")
+    replica.close()
+    return None
+
+
+def test_a_run_without_a_free_place_refuses(workers):
+    no_place, wrong = workers(3, is_refused)[2]
+    assert no_place.startswith("the run has 2 members, and no place for more")
+    assert "max_workers=...) above 2" in no_place
+    assert wrong.startswith("rank must be from 0 to 1 in this run")
+    assert wrong.endswith("got 2")
+
+
+def needs_a_name(rank: int, n: int) -> Any:
+    topology = decent_dp.topo.make_topology("base-2", local_world_size=1, world_size=n, rank=rank)
+    with pytest.raises(ValueError, match=r"max_workers=3\) with 2 workers needs a topology that can be rebuilt for more"):
+        make(rank, topology=topology, faults=decent_dp.Tolerate(max_workers=3))
+
+
+def test_a_topology_object_does_not_grow(workers):
+    workers(2, needs_a_name)
+
+
+def test_the_number_is_checked():
+    with pytest.raises(ValueError, match="max_workers must be a whole number of workers, at least 1, got 0"):
+        decent_dp.Tolerate(max_workers=0)
+
+
+def counts_replicas(rank: int, n: int) -> Any:
+    """GossipAdamW takes the number of the members for its statistics."""
+    model = net()
+    optimizer = decent_dp.GossipAdamW(model.parameters(), lr=0.01)
+    replica = decent_dp.gossip(model, optimizer, faults=decent_dp.Tolerate(dead_after=5.0))
+    train(model, optimizer, rank, lambda: replica.stats().rounds >= 5)
+    before = optimizer._replicas
+    if rank == 2:
+        die()
+    train(model, optimizer, rank, lambda: replica.roster.size == 2 and replica.stats().rounds >= 20)
+    train(model, optimizer, rank, lambda: optimizer._replicas != before)
+    found = before, optimizer._replicas
+    end(replica)
+    return found
+
+
+def test_an_optimizer_with_statistics_knows_how_many_replicas_there_are(workers):
+    assert survivors(workers.outcomes(3, counts_replicas), 2) == [(3, 2)] * 2
