@@ -111,7 +111,7 @@ def test_a_run_without_a_free_place_refuses(workers):
     no_place, wrong = workers(3, is_refused)[2]
     assert no_place.startswith("the run has 2 members, and no place for more")
     assert "max_workers=...) above 2" in no_place
-    assert wrong.startswith("rank must be from 0 to 1 in this run")
+    assert wrong.startswith("rank must be from 0 to 1, as this run can have 2 workers")
     assert wrong.endswith("got 2")
 
 

@@ -150,8 +150,8 @@ def _look_for_a_place(store: str | Store | None, rank: int | None) -> tuple[Run,
             if int(str(text)) in range(places):
                 return run, int(str(text))
         raise ValueError(
-            f"rank must be from 0 to {places - 1} in this run, which began with {run.record['world_size']} workers and "
-            f"faults=Tolerate(max_workers={run.record['places']}), got {text!r}"
+            f"rank must be from 0 to {places - 1}, as this run can have {places} workers (faults=Tolerate(max_workers=...)), "
+            f"got {text!r}"
         )
     while (found := _free_rank(run)) is None:
         if time.monotonic() > deadline:
