@@ -53,6 +53,7 @@ BELOW["backward"] = BELOW["replica"] | {"replica"}
 BELOW["_gossip"] = BELOW["replica"] | {"replica"}
 BELOW["ddp"] = BELOW["backward"] | {"backward"}
 BELOW["checkpoint"] = BELOW["ddp"] | {"ddp", "__init__"}
+BELOW["data"] = BELOW["checkpoint"] | {"checkpoint"}
 BELOW["logging"] = BELOW["checkpoint"] | {"checkpoint"}
 BELOW["integrations"] = BELOW["logging"] | {"logging", "launch"}
 BELOW["sim"] = BELOW["engine"] | {"engine", "optim", "arguments", "gradients"}
@@ -347,7 +348,7 @@ def old_shape(callable_: Any) -> str:
 PUBLIC = {
     "": """AccumAdam AccumAdamW Anticipation AveragedReplica CheckpointError DecentralizedDataParallel DisagreementError
         DriftCorrection Edge GASLoC Gossip GossipAdamW NonFiniteError OutOfStepError OuterNesterov PeerError PeerLostError
-        PeerTimeoutError Preemption Rule Saving Stats Tolerate Topology TopologyReg WireError calibrate
+        PeerTimeoutError Preemption RosterSampler Rule Saving Stats Tolerate Topology TopologyReg WireError calibrate
         export gossip initialize_dist join latest load read_parameters save""",
     ".checkpoint": "AveragedReplica Preemption Saving calibrate export latest load read_parameters save",
     ".ddp": "LR_SCHEDULER_FN_TYPE OPTIM_FN_TYPE DecentralizedDataParallel Stats",

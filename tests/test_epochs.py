@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 import torch.distributed as dist
 
 import decent_dp
+from decent_dp.membership import Epoch
 from decent_dp.topo import Edge, EveryTopology, Topology, make_topology
 from decent_dp.topo.epochs import EpochTopology
 from decent_dp.transport import InProcessTransport
@@ -273,3 +275,14 @@ def test_without_a_store_changes_wait_and_training_goes_on(workers, how):
         else:
             assert (roster.epoch, roster.members, 3 in roster.holes) == (0, (0, 1, 2, 3), True)
         assert stats.exchanges > 60  # nobody has promised anything that would keep it from mixing
+
+
+def test_an_epoch_counts_the_shares_of_data_before_it():
+    """From the newest epoch that one of its members knows: five workers since round 10, after 36 shares."""
+
+    def promise(until: int, since: tuple[int, ...]) -> str:
+        return json.dumps({"until": until, "joining": {}, "processes": {}, "since": since})
+
+    text = json.dumps([[0, promise(20, (2, 10, 36, 5))], [3, promise(23, (1, 4, 12, 4))], [4, promise(22, (2, 10, 36, 5))]])
+    epoch = Epoch.read(3, text)
+    assert (epoch.start, epoch.dealt) == (24, 36 + 14 * 5)

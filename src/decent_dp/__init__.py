@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         read_parameters,
         save,
     )
+    from decent_dp.data import RosterSampler
     from decent_dp.ddp import DecentralizedDataParallel, Stats
     from decent_dp.faults import Tolerate
     from decent_dp.launch import initialize_dist
@@ -64,6 +65,7 @@ __all__ = [
     "PeerLostError",
     "PeerTimeoutError",
     "Preemption",
+    "RosterSampler",
     "Rule",
     "Saving",
     "Stats",
@@ -96,6 +98,7 @@ _NAMES = {
         "read_parameters",
         "save",
     ),
+    "data": ("RosterSampler",),
     "ddp": ("DecentralizedDataParallel", "Stats"),
     "faults": ("Tolerate",),
     "launch": ("initialize_dist",),

@@ -101,10 +101,7 @@ def gossip(
             workers raise the same error.
         RuntimeError: there is no process group.
     """
-    given, transport = (
-        transport,
-        transport if transport is not None else connect(process_group, most_workers=most_workers(faults)),
-    )
+    owned, transport = transport is None, transport or connect(process_group, most_workers=most_workers(faults))
     optimizers: list[Optimizer] = []
     older: list[Replica] = []
 
@@ -129,8 +126,8 @@ def gossip(
             check_faults(faults),
         )
 
-    agreed = connect_replicas(model, transport, given is None, check)
-    with closed_on_error(transport, given is None):
+    agreed = connect_replicas(model, transport, owned, check)
+    with closed_on_error(transport, owned):
         for replica in older:
             replica.supersede()
         return open_doors(Gossip(model, transport, agreed, optimizers, check_scaler(scaler)))

@@ -120,10 +120,7 @@ class DecentralizedDataParallel(nn.Module):
         **unknown: Any,
     ) -> None:
         super().__init__()
-        given, transport = (
-            transport,
-            transport if transport is not None else connect(process_group, most_workers=most_workers(faults)),
-        )
+        owned, transport = transport is None, transport or connect(process_group, most_workers=most_workers(faults))
         older: list[Replica] = []
 
         def check() -> Arguments:
@@ -148,10 +145,10 @@ class DecentralizedDataParallel(nn.Module):
             scheduled = {"scheduled": lr_scheduler_fn is not None}
             return Arguments(settings, topology, check_rule(rule), local, scheduled, faults=check_faults(faults))
 
-        agreed = connect_replicas(model, transport, given is None, check)
+        agreed = connect_replicas(model, transport, owned, check)
         if topology == "complete" and transport.world_size > 2 and transport.rank == 0:
             _warn_once_of_complete()
-        with closed_on_error(transport, given is None):
+        with closed_on_error(transport, owned):
             for replica in older:
                 replica.supersede()
         self.module = model

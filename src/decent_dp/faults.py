@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from decent_dp._checks import check_choice, check_integer, check_number
@@ -64,6 +64,8 @@ class Roster:
         size: the number of positions.
         members: the ranks of the workers by seat.
         holes: the seats whose exchanges with this worker are left out at present, because they are gone or silent.
+        start: its first round, which may be ahead.
+        dealt: the shares of data that belong to all rounds before ``start``, one for each seat and round (``RosterSampler``).
     """
 
     epoch: int
@@ -71,6 +73,12 @@ class Roster:
     size: int
     members: tuple[int, ...]
     holes: tuple[int, ...]
+    start: int = field(default=0, repr=False)
+    dealt: int = field(default=0, repr=False)
+
+    def dealt_before(self, round_: int) -> int:
+        """The shares that belong to all rounds before ``round_``, as far as they depend on this roster."""
+        return self.dealt + (round_ - self.start) * self.size
 
 
 def check_faults(faults: object) -> Tolerate | None:

@@ -47,6 +47,8 @@ class Company:
         self._alone_since: float | None = None
         self._warned = False
         self.joins = 0
+        # ``Roster.start`` and ``Roster.dealt`` where the members stay the same.
+        self._origin = 0, 0
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -59,7 +61,16 @@ class Company:
         number = 0 if self._epochs is None else self._epochs.newest.number
         is_in = self._epochs is None or self._epochs.is_member
         holes = tuple(seat for seat, member in enumerate(members) if member in silent)
-        return Roster(number, members.index(rank) if is_in else -1, len(members), members, holes)
+        start, dealt = self._origin
+        if self._epochs is not None:
+            start, dealt = self._epochs.newest.start, self._epochs.newest.dealt
+        return Roster(number, members.index(rank) if is_in else -1, len(members), members, holes, start, dealt)
+
+    def deal_from(self, round_: int, dealt: int) -> None:
+        """``Roster.start`` and ``Roster.dealt`` of the present roster are these; the same on all workers."""
+        self._origin = round_, dealt
+        if self._epochs is not None:
+            self._epochs.deal_from(round_, dealt)
 
     def check(self, round_: int) -> bool:
         """Logs which workers are silent, gone or back, and looks at the epochs.

@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from decent_dp.membership.line import Epoch, Line
 from decent_dp.topo.epochs import EpochTopology
@@ -52,11 +52,13 @@ class _Promise:
         until: it mixes with nobody after this round, before it knows the epoch.
         joining: incarnations of processes that have asked it for a seat, by rank.
         processes: ``Epoch.incarnations`` of the present one.
+        since: number, start, dealt and size of the present one.
     """
 
     until: int
     joining: Mapping[int, int]
     processes: Mapping[int, int]
+    since: tuple[int, int, int, int]
 
 
 class Epochs:
@@ -80,7 +82,7 @@ class Epochs:
         self._keep_at = time.monotonic() + _KEEP
         self._rank, self._neighbours, self._topology, self._line = rank, neighbours, topology, line
         self._consensus = neighbours.consensus
-        self.newest = Epoch(0, 0, tuple(range(world_size)), {}, "[]")
+        self.newest = Epoch(0, 0, 0, tuple(range(world_size)), {}, "[]")
         # The number of the line's newest epoch, which may not name this worker. A process that joins is no member yet.
         self._number = -1 if incarnation else 0
         self._result: Future[Decision] | None = None
@@ -169,6 +171,10 @@ class Epochs:
         self._topology.change(epoch.start, epoch.members, since=epoch.start)
         self._neighbours.enter_epoch(epoch.number)
 
+    def deal_from(self, round_: int, dealt: int) -> None:
+        """The data of the newest epoch are dealt from this round on, after so many shares."""
+        self.newest = replace(self.newest, start=round_, dealt=dealt)
+
     def close(self) -> None:
         self._prober.close()
         with self._lock:
@@ -193,7 +199,9 @@ class Epochs:
             if self._result is None:
                 until = self._neighbours.promise(_AHEAD, _LEAST)
                 joining = {rank: incarnation for rank, (incarnation, _, _) in self._candidates.items()}
-                promise = _Promise(until, joining, self.newest.incarnations)
+                newest = self.newest
+                since = newest.number, newest.start, newest.dealt, len(newest.members)
+                promise = _Promise(until, joining, newest.incarnations, since)
                 self._result = self._consensus.propose(self._name, json.dumps(asdict(promise)))
 
     def _propose_if_the_store_answers(self) -> None:

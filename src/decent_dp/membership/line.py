@@ -28,11 +28,13 @@ class Epoch:
     Attributes:
         members: ranks in ascending order; their positions are the seats.
         incarnations: of the newest processes that have joined later, by rank; also of those that are no members any more.
+        dealt: as of ``Roster``.
         text: as it is in the store.
     """
 
     number: int
     start: int
+    dealt: int
     members: tuple[int, ...]
     incarnations: Mapping[int, int]
     text: str
@@ -44,7 +46,12 @@ class Epoch:
         joining, processes = (_newest(promise[key] for promise in said.values()) for key in ("joining", "processes"))
         members = tuple(sorted({*said, *joining}))
         start = max((promise["until"] for promise in said.values()), default=0) + 1
-        return cls(number, start, members, _newest([joining, processes]), text)
+        dealt = 0
+        if said:
+            # From the newest epoch that one of them knows: its number, first round, shares dealt before it, and size.
+            _, since, before, size = max(promise["since"] for promise in said.values())
+            dealt = before + (start - since) * size
+        return cls(number, start, dealt, members, _newest([joining, processes]), text)
 
 
 class Line:

@@ -109,7 +109,8 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
         if given.sharing:
             refuse_isolated(given.sharing, made)
         if given.faults is not None:
-            made = _with_epochs(made, given.topology, most_workers(given.faults), peers.rank)
+            make = _maker(given.topology, local_world_size)
+            made = _with_epochs(made, make, most_workers(given.faults), peers.rank)
         # Called on the class, because a subclass may have an attribute named `every`.
         mixing = Topology.every(made, given.settings.mix_every)
         narrow = any(param.itemsize < 4 for param in model.parameters())
@@ -154,11 +155,17 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
     return agreed
 
 
-def _with_epochs(made: Topology, given: object, most: int, rank: int) -> Topology:
-    """The topology ``made`` from the argument ``given``, such that it can be rebuilt for up to ``most`` workers."""
+def _maker(topology: object, local_world_size: int) -> Callable[[int], Topology] | None:
+    """What makes this topology for other numbers of workers; None if it cannot be made for others."""
+    if isinstance(topology, str) and topology in TopologyReg.registry:
+        return partial(_for_members, topology, local_world_size)
+    return None
+
+
+def _with_epochs(made: Topology, make: Callable[[int], Topology] | None, most: int, rank: int) -> Topology:
+    """The topology ``made``, such that it can be rebuilt for up to ``most`` workers."""
     n = made.world_size
-    if isinstance(given, str) and given in TopologyReg.registry:
-        make = partial(_for_members, given, made._local_world_size)
+    if make is not None:
         return EpochTopology(make, world_size=max(n, most), rank=rank, members=n)
     if most > n:
         raise ValueError(
