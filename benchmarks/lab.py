@@ -164,8 +164,9 @@ class Lab:
     def _build(self) -> None:
         switch = self._name("sw")
         _run("ip", "netns", "add", switch)
-        _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
-        _run("ip", "-n", switch, "link", "set", "bridge", "addrgenmode", "none", "up")
+        for bridge in ("bridge", "apart"):
+            _run("ip", "-n", switch, "link", "add", bridge, "type", "bridge")
+            _run("ip", "-n", switch, "link", "set", bridge, "addrgenmode", "none", "up")
         for node in range(self._nodes):
             self._build_node(node, self._name(node), switch)
 
@@ -179,9 +180,7 @@ class Lab:
         _run("ip", "-n", name, "address", "add", f"{self.address(node)}/24", "dev", INTERFACE)
         _run("ip", "-n", switch, "link", "set", port, "addrgenmode", "none", "master", "bridge")
         if self._rate is not None:
-            # A veth shapes only what it sends, so each direction is shaped at its sender.
-            for namespace, device in ((name, INTERFACE), (switch, port)):
-                _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *shape(self._rate))
+            self.set_rate(node, self._rate)
         _run("ip", "-n", switch, "link", "set", port, "up")
         _run("ip", "-n", name, "link", "set", INTERFACE, "up")
         if self._congestion_control is not None:
@@ -193,6 +192,17 @@ class Lab:
                     f"TCP may not use {self._congestion_control!r} in a network namespace here: only 'reno', and what "
                     "`sysctl net.ipv4.tcp_allowed_congestion_control` names"
                 ) from None
+
+    def set_rate(self, node: int, rate: float) -> None:
+        """Shapes a node's link, in both directions, to ``rate`` Mbit/s."""
+        # A veth shapes only what it sends, so each direction is shaped at its sender.
+        for namespace, device in ((self._name(node), INTERFACE), (self._name("sw"), f"port{node}")):
+            _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", *shape(rate))
+
+    def plug(self, nodes: Sequence[int], *, apart: bool) -> None:
+        """Parts these nodes from all others, or joins them again. Nodes that are apart reach each other. Nobody is told."""
+        for node in nodes:
+            _run("ip", "-n", self._name("sw"), "link", "set", f"port{node}", "master", "apart" if apart else "bridge")
 
     def start(
         self, node: int, command: Sequence[str], env: Mapping[str, str], log: IO[bytes], cwd: Path | None = None
