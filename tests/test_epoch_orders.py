@@ -1,0 +1,291 @@
+"""The protocol of epochs with three workers, in all orders of events up to a bound: a search, where ``test_epoch_model`` draws.
+
+The real ``Epochs`` and ``Agreements`` run in one thread. Time passes in ticks of a round, ``LOOK`` seconds. Within a tick the
+search tries all orders in which the links deliver their messages (each link keeps its own order), votes are cast and results are
+written to the store. At each point one worker may die, and one answer of the store may be lost, for a probe or for a write that
+has taken effect. A tick may also begin while messages, votes or writes are still under way: ``early`` times in a run.
+
+A schedule is a list of choices. It is run from the beginning, then all other choices at its new points are tried. A run ends
+where it comes to a state that was seen before: two orders of deliveries to different workers are one.
+
+The bound: one change of the members is wanted, at first, by one worker; disturbances begin within ``WITHIN`` ticks, and after
+``END`` ticks those that live must be the members of one epoch. Delays of promises, of deaths until they are known, and of
+repetitions are one to three ticks, so that they fall into each other. What is not tried: two deaths, cut links, processes that
+join, and a store that is lost; see ``test_epoch_model``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from decent_dp.membership import epochs as epochs_module
+from decent_dp.transport.agreement import Agreements, Decision
+from tests import test_agreement, test_epoch_model
+from tests.test_agreement import LOOK, all_pairs
+from tests.test_epoch_model import Immediate, World
+
+N, WITHIN, END = 3, 6, 30
+
+
+class Seen(Exception):
+    """The run has come to a state from which all orders are tried already."""
+
+
+class Even:
+    """In place of random delays."""
+
+    def uniform(self, low: float, high: float) -> float:
+        return 1.0
+
+
+class Orders(World):
+    """Three workers whose events come in the order of a list of choices.
+
+    Args:
+        choices: those at the first points; afterwards always the first one.
+        seen: digests of states, of all runs.
+        early: how many ticks may begin with events under way.
+        wanting: the worker that wants an epoch at first.
+        deaths, losses: how many there may be.
+    """
+
+    def __init__(self, choices: list[int], seen: set[int], *, early: int, wanting: int, deaths: int, losses: int) -> None:
+        self.choices, self.seen = choices, seen
+        self.early, self.deaths, self.losses = early, deaths, losses
+        # At each point: the number of choices. How many points were given.
+        self.points: list[int] = []
+        self.given = len(choices)
+        self.ticks = 0
+        self.queues: dict[tuple[int, int], deque[bytes]] = {}
+        self.votes: list[tuple[int, str]] = []
+        self.writes: list[tuple[int, str, Decision]] = []
+        self.repeated: list[tuple[int, str]] = []
+        self.epochs: dict[int, tuple[int, tuple[int, ...]]] = {}
+        super().__init__(N, all_pairs(N), 0)
+        stub: Any = Even()
+        self.random = stub
+        for worker in self.workers:
+            epochs: Any = worker.epochs
+            epochs.offered = lambda _, own=worker: own.rank == wanting and own.epochs._number < 1
+            line: Any = epochs._line
+            line.probe = self.probe
+
+    # -- what happens in the order of the choices
+
+    def choose(self, count: int) -> int:
+        place = len(self.points)
+        self.points.append(count)
+        if place < self.given:
+            return self.choices[place]
+        self.choices.append(0)
+        return 0
+
+    def probe(self) -> None:
+        if self.answer_is_lost():
+            raise ConnectionError
+
+    def answer_is_lost(self) -> bool:
+        lost = bool(self.losses and self.ticks < WITHIN and self.choose(2))
+        self.losses -= lost
+        return lost
+
+    def send(self, rank: int, peer: int, message: bytes) -> None:
+        self.queues.setdefault((rank, peer), deque()).append(message)
+
+    def ratify(self, rank: int, name: str, decision: Decision) -> bool:
+        self.writes.append((rank, name, decision))
+        return False
+
+    def hear_of(self, rank: int, name: str, text: str) -> None:
+        self.workers[rank].texts.setdefault(name, set()).add(text)
+        self.votes.append((rank, name))
+
+    def deliver(self, link: tuple[int, int]) -> None:
+        self.machines[link[1]].hear(link[0], self.queues[link].popleft())
+
+    def vote(self, place: int) -> None:
+        rank, name = self.votes.pop(place)
+        self.workers[rank].govern_calls[0](name)
+
+    def write(self, place: int) -> None:
+        rank, name, decision = self.writes.pop(place)
+        store = self.store
+        store.loses_answers = self.answer_is_lost()
+        line: Any = self.workers[rank].epochs._line
+        line.probe = lambda: None  # the answer of a write is its own
+        result = self.workers[rank].govern_calls[1](name, decision)
+        line.probe = self.probe
+        store.loses_answers = False
+        if result is None:
+            self.repeated.append((rank, name))
+        else:
+            self.machines[rank].ratified(name, result)
+
+    def die(self, rank: int) -> None:
+        self.deaths -= 1
+        self.kill(rank)
+        self.forget(lambda other: other == rank)
+        for link in self.queues:
+            if link[1] == rank:
+                self.queues[link].clear()
+
+    def forget(self, is_gone: Callable[[int], bool]) -> None:
+        self.votes = [vote for vote in self.votes if not is_gone(vote[0])]
+        self.writes = [write for write in self.writes if not is_gone(write[0])]
+        self.repeated = [each for each in self.repeated if not is_gone(each[0])]
+
+    def tick(self) -> None:
+        """Time passes; what the dead had sent and nobody has read is lost with its connection."""
+        for link, queue in self.queues.items():
+            if link[0] in self.dead:
+                queue.clear()
+        repeated, self.repeated = self.repeated, []
+        self.ticks += 1
+        self.run_due(self.ticks * LOOK)
+        for rank, name in repeated:
+            self.machines[rank].ratified(name, None)
+
+    def run_due(self, until: float) -> None:
+        super().run(until + 1e-9)
+        self.now = until
+
+    # -- the search
+
+    def actions(self) -> Iterator[Callable[[], None]]:
+        """All that may happen next, of which one is chosen. The last one is that time passes."""
+        for link in sorted(self.queues):
+            if self.queues[link]:
+                yield lambda link=link: self.deliver(link)  # type: ignore[misc]
+        for place in range(len(self.votes)):
+            yield lambda place=place: self.vote(place)  # type: ignore[misc]
+        for place in range(len(self.writes)):
+            yield lambda place=place: self.write(place)  # type: ignore[misc]
+
+    def search(self) -> None:
+        """Runs to the end, or to a state that was seen before."""
+        while self.ticks < END:
+            actions = list(self.actions())
+            is_free = self.ticks < WITHIN
+            if not actions:
+                actions.append(self.tick)
+            elif is_free and self.early:
+                actions.append(self.tick_early)
+            if is_free and self.deaths:
+                actions += [lambda rank=rank: self.die(rank) for rank in range(N)]  # type: ignore[misc]
+            if len(self.points) >= self.given:
+                digest = self.digest()
+                if digest in self.seen:
+                    raise Seen
+                self.seen.add(digest)
+            if len(actions) == 1:
+                actions[0]()
+            else:
+                actions[self.choose(len(actions))]()
+            self.run_due(self.now)
+            self.check()
+
+    def tick_early(self) -> None:
+        self.early -= 1
+        self.tick()
+
+    def check(self) -> None:
+        """All know one line of epochs: of each number, one start and the same members."""
+        for worker in self.workers:
+            newest = worker.epochs.newest
+            known = self.epochs.setdefault(newest.number, (newest.start, newest.members))
+            assert known == (newest.start, newest.members), f"two epochs {newest.number}: {known} and {newest}"
+
+    def check_end(self) -> None:
+        living = tuple(rank for rank in range(N) if rank not in self.dead)
+        newest = [(self.workers[rank].epochs.newest, self.workers[rank].last) for rank in living]
+        ends = {(epoch.number, epoch.start, epoch.members, last) for epoch, last in newest}
+        [(number, _, members, last)] = ends if len(ends) == 1 else [(0, 0, (), 0.0)]
+        assert number and (members, last) == (living, math.inf), f"the end of {living}: {ends}"
+
+    def digest(self) -> int:
+        """Of all that the future depends on, and of the rounds that were made."""
+        state: list[Any] = [self.ticks, self.early, self.deaths, self.losses, sorted(self.dead.items())]
+        state += [sorted(self.votes), sorted((rank, name, repr(decision)) for rank, name, decision in self.writes)]
+        state += [sorted(self.repeated), sorted(self.store.texts.items())]
+        state += [(link, tuple(queue)) for link, queue in sorted(self.queues.items()) if queue]
+        state += [(round_, sorted(plans.items())) for round_, plans in sorted(self.planned.items())]
+        state += [sorted(self.epochs.items())]
+        for rank, worker in enumerate(self.workers):
+            if rank in self.dead:
+                continue
+            epochs = worker.epochs
+            result = None if epochs._result is None else epochs._result.done()
+            state += [worker.round, worker.last, worker.epoch, sorted(worker.missed.items()), sorted(worker.texts.items())]
+            state += [sorted((name, future.done()) for name, future in worker.futures.items())]
+            state += [epochs._number, result, epochs._probe_at, _machine(self.machines[rank])]
+        return hash(repr(state))
+
+
+def _machine(machine: Agreements) -> list[Any]:
+    agreements = [
+        (
+            name,
+            sorted((rank, _said(statement)) for rank, statement in each.statements.items()),
+            (sorted(each.askers), each.hop, sorted(each.linked), each.ratifying),
+            sorted((hop, sorted(sent.items())) for hop, sent in each.sent.items()),
+            sorted(each.stale.items()),
+        )
+        for name, each in sorted(machine._open.items())
+    ]
+    return [agreements, machine._version, sorted((name, repr(known)) for name, known in machine._decided.items())]
+
+
+def _said(statement: Any) -> tuple[Any, ...]:
+    return statement.version, statement.text, *map(sorted, (statement.linked, statement.pending, statement.lost))
+
+
+def explore(most: int | None = None, **bounds: int) -> tuple[int, int, bool]:
+    """Runs schedules until none is left, or so many.
+
+    Returns:
+        How many runs, how many states, and whether none is left.
+    """
+    seen: set[int] = set()
+    waiting: list[list[int]] = [[]]
+    runs = 0
+    while waiting and runs != most:
+        choices = waiting.pop()
+        given, runs = len(choices), runs + 1
+        with pytest.MonkeyPatch.context() as patch:
+            world_now: list[Any] = []
+            patch.setattr(epochs_module.time, "monotonic", lambda: world_now[0].now if world_now else 0.0)
+            world = Orders(list(choices), seen, **bounds)
+            world_now.append(world)
+            try:
+                world.search()
+                world.check_end()
+            except Seen:
+                pass
+            except Exception as error:
+                raise AssertionError(f"choices {world.choices} of {bounds}: {error!r}") from error
+        for place in range(given, len(world.points)):
+            waiting += [[*world.choices[:place], other] for other in range(1, world.points[place])]
+    return runs, len(seen), not waiting
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short delays, and no threads."""
+    monkeypatch.setattr(epochs_module, "Waiter", Immediate)
+    monkeypatch.setattr(epochs_module, "_AHEAD", 0.1)
+    monkeypatch.setattr(epochs_module, "_AGAIN", 0.2)
+    for module in (test_agreement, test_epoch_model):
+        monkeypatch.setattr(module, "DEAD_AFTER", 0.25)
+    monkeypatch.setattr(test_epoch_model, "SETTLE", 0.15)
+
+
+@pytest.mark.parametrize("wanting", range(N))
+def test_all_orders_of_one_change(wanting: int) -> None:
+    _, states, complete = explore(early=0, wanting=wanting, deaths=0, losses=0)
+    assert complete and states > 50
