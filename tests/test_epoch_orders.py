@@ -1,9 +1,8 @@
 """The protocol of epochs with three workers, in all orders of events up to a bound: a search, where ``test_epoch_model`` draws.
 
 The real ``Epochs`` and ``Agreements`` run in one thread. Time passes in ticks of a round, ``LOOK`` seconds. Within a tick the
-search tries all orders in which the links deliver their messages (each link keeps its own order), votes are cast and results are
-written to the store. At each point one worker may die, and one answer of the store may be lost, for a probe or for a write that
-has taken effect. A tick may also begin while messages, votes or writes are still under way: ``early`` times in a run.
+search tries all orders in which the links deliver their messages (each link keeps its own order) and results are written to the store. At each point one worker may die, and one answer of the store may be lost, for a probe or for a write that
+has taken effect. A tick may also begin while messages or writes are still in flight: ``early`` times in a run.
 
 A schedule is a list of choices. It is run from the beginning, then all other choices at its new points are tried. A run ends
 where it comes to a state that was seen before: two orders of deliveries to different workers are one.
@@ -16,6 +15,7 @@ join, and a store that is lost; see ``test_epoch_model``.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -25,12 +25,14 @@ from typing import Any
 import pytest
 
 from decent_dp.membership import epochs as epochs_module
-from decent_dp.transport.agreement import Agreements, Decision
-from tests import test_agreement, test_epoch_model
+from decent_dp.topo import make_topology
+from decent_dp.transport.agreement import Agreements, Decision, View
+from tests import test_epoch_model
 from tests.test_agreement import LOOK, all_pairs
 from tests.test_epoch_model import Immediate, World
 
-N, WITHIN, END = 3, 6, 30
+# Workers. Ticks in which disturbances begin, and of a run. Seconds until one that has died counts as lost.
+N, WITHIN, END, DEAD_AFTER = 3, 4, 24, 0.25
 
 
 class Seen(Exception):
@@ -63,7 +65,6 @@ class Orders(World):
         self.given = len(choices)
         self.ticks = 0
         self.queues: dict[tuple[int, int], deque[bytes]] = {}
-        self.votes: list[tuple[int, str]] = []
         self.writes: list[tuple[int, str, Decision]] = []
         self.repeated: list[tuple[int, str]] = []
         self.epochs: dict[int, tuple[int, tuple[int, ...]]] = {}
@@ -75,6 +76,10 @@ class Orders(World):
             epochs.offered = lambda _, own=worker: own.rank == wanting and own.epochs._number < 1
             line: Any = epochs._line
             line.probe = self.probe
+
+    def view(self, rank: int, peer: int) -> View:
+        since = self.now - self.dead.get(peer, math.inf)
+        return View.LINKED if since < 0.05 else View.PENDING if since < DEAD_AFTER else View.LOST
 
     # -- what happens in the order of the choices
 
@@ -102,16 +107,8 @@ class Orders(World):
         self.writes.append((rank, name, decision))
         return False
 
-    def hear_of(self, rank: int, name: str, text: str) -> None:
-        self.workers[rank].texts.setdefault(name, set()).add(text)
-        self.votes.append((rank, name))
-
     def deliver(self, link: tuple[int, int]) -> None:
         self.machines[link[1]].hear(link[0], self.queues[link].popleft())
-
-    def vote(self, place: int) -> None:
-        rank, name = self.votes.pop(place)
-        self.workers[rank].govern_calls[0](name)
 
     def write(self, place: int) -> None:
         rank, name, decision = self.writes.pop(place)
@@ -136,7 +133,6 @@ class Orders(World):
                 self.queues[link].clear()
 
     def forget(self, is_gone: Callable[[int], bool]) -> None:
-        self.votes = [vote for vote in self.votes if not is_gone(vote[0])]
         self.writes = [write for write in self.writes if not is_gone(write[0])]
         self.repeated = [each for each in self.repeated if not is_gone(each[0])]
 
@@ -162,8 +158,6 @@ class Orders(World):
         for link in sorted(self.queues):
             if self.queues[link]:
                 yield lambda link=link: self.deliver(link)  # type: ignore[misc]
-        for place in range(len(self.votes)):
-            yield lambda place=place: self.vote(place)  # type: ignore[misc]
         for place in range(len(self.writes)):
             yield lambda place=place: self.write(place)  # type: ignore[misc]
 
@@ -211,7 +205,7 @@ class Orders(World):
     def digest(self) -> int:
         """Of all that the future depends on, and of the rounds that were made."""
         state: list[Any] = [self.ticks, self.early, self.deaths, self.losses, sorted(self.dead.items())]
-        state += [sorted(self.votes), sorted((rank, name, repr(decision)) for rank, name, decision in self.writes)]
+        state += [sorted((rank, name, repr(decision)) for rank, name, decision in self.writes)]
         state += [sorted(self.repeated), sorted(self.store.texts.items())]
         state += [(link, tuple(queue)) for link, queue in sorted(self.queues.items()) if queue]
         state += [(round_, sorted(plans.items())) for round_, plans in sorted(self.planned.items())]
@@ -280,8 +274,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(epochs_module, "Waiter", Immediate)
     monkeypatch.setattr(epochs_module, "_AHEAD", 0.1)
     monkeypatch.setattr(epochs_module, "_AGAIN", 0.2)
-    for module in (test_agreement, test_epoch_model):
-        monkeypatch.setattr(module, "DEAD_AFTER", 0.25)
+    monkeypatch.setattr(test_epoch_model, "make_topology", functools.cache(make_topology))
     monkeypatch.setattr(test_epoch_model, "SETTLE", 0.15)
 
 
