@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import math
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -61,13 +60,16 @@ class Worker:
     Attributes:
         round: of its next exchange.
         open: the round and the partner of the exchange in flight; None if it has ended, or was left out.
+        flight: the same, until the worker has accounted for it.
         waits_since: when it began to wait for it; None: it computes.
         joined: when its partner has come.
         announced: the round of its last update, and when that was.
         known: the rounds of others as far as it has heard.
         dropped: by partner: the round up to which that one leaves exchanges out.
         patience: by partner.
+        steps: the seconds of its last rounds.
         updates: the rounds in which it made updates, and when they ended.
+        computed: the seconds of computation of each update, and of the next one.
     """
 
     round: int = 0
@@ -246,9 +248,10 @@ def figures(run: VirtualTime, since: float, until: float) -> dict[str, list[floa
     paces, parts = [], []
     for i, worker in enumerate(run.workers):
         made = zip(worker.updates, worker.computed, strict=False)
-        own = [(round_, seconds) for (round_, end), seconds in made if since < end <= until]
-        paces.append(sum(seconds for _, seconds in own) / (until - since))
-        parts.append(sum(i in meetings.get(round_, ()) for round_, _ in own) / max(len(own), 1))
+        paces.append(sum(seconds for (_, end), seconds in made if since < end <= until) / (until - since))
+        ended = worker.updates[:-1] if worker.open else worker.updates  # the last exchange is in flight
+        own = [round_ for round_, end in ended if since < end <= until]
+        parts.append(sum(i in meetings.get(round_, ()) for round_ in own) / max(len(own), 1))
     return {"paces": paces, "parts": parts}
 
 

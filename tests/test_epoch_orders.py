@@ -32,7 +32,7 @@ from tests.test_agreement import LOOK, all_pairs
 from tests.test_epoch_model import Immediate, World
 
 # Workers. Ticks in which disturbances begin, and of a run. Seconds until one that has died counts as lost.
-N, WITHIN, END, DEAD_AFTER = 3, 4, 24, 0.25
+N, WITHIN, END, DEAD_AFTER = 3, 6, 24, 0.25
 
 
 class Seen(Exception):
