@@ -6,7 +6,7 @@ Messages take no time, and heartbeats tell the rounds of others once a second. A
 worker has its own for all steps, or draws one anew for each step. After a warm-up:
 
 - pace: the share of its time in which a worker computes, of the median worker;
-- mixed: the part of the updates whose exchange took place, of all workers, and of the worker with the smallest part;
+- mixed: the part of a worker's updates whose exchange took place, on average over workers, and the smallest one;
 - loss: of the mean model on the digits' test data after the same virtual time, from the same start, relative to waiting.
 
 A worker's update needs only values of earlier rounds. So the digits network is trained round by round, where a worker that made no
@@ -251,7 +251,7 @@ def figures(run: VirtualTime, since: float, until: float) -> dict[str, list[floa
         paces.append(sum(seconds for (_, end), seconds in made if since < end <= until) / (until - since))
         ended = worker.updates[:-1] if worker.open else worker.updates  # the last exchange is in flight
         own = [round_ for round_, end in ended if since < end <= until]
-        parts.append(sum(i in meetings.get(round_, ()) for round_ in own) / max(len(own), 1))
+        parts.append(sum(i in meetings.get(round_, ()) for round_ in own) / len(own) if own else 1.0)
     return {"paces": paces, "parts": parts}
 
 

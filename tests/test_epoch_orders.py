@@ -278,7 +278,26 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_epoch_model, "SETTLE", 0.15)
 
 
-@pytest.mark.parametrize("wanting", range(N))
-def test_all_orders_of_one_change(wanting: int) -> None:
-    _, states, complete = explore(early=0, wanting=wanting, deaths=0, losses=0)
-    assert complete and states > 50
+@pytest.mark.parametrize(("deaths", "losses"), [(1, 0), (0, 1)])
+def test_all_orders_with_a_death_or_a_lost_answer(deaths: int, losses: int) -> None:
+    _, states, complete = explore(early=0, wanting=0, deaths=deaths, losses=losses)
+    assert complete and states > 500
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("early", "wanting", "most"), [(0, 0, None), (0, 1, None), (1, 0, 20_000)])
+def test_all_orders_with_a_death_and_a_lost_answer(early: int, wanting: int, most: int | None) -> None:
+    _, states, complete = explore(most, early=early, wanting=wanting, deaths=1, losses=1)
+    assert (complete or most) and states > 2000
+
+
+def test_a_schedule_is_repeated_by_its_choices() -> None:
+    """And two orders that lead to one state are one."""
+    seen: set[int] = set()
+    world = Orders([], seen, early=0, wanting=0, deaths=0, losses=0)
+    world.search()
+    again = Orders(list(world.choices), set(), early=0, wanting=0, deaths=0, losses=0)
+    again.search()
+    assert again.points == world.points and again.digest() == world.digest()
+    with pytest.raises(Seen):
+        Orders([], seen, early=0, wanting=0, deaths=0, losses=0).search()
