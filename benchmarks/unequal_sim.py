@@ -1,16 +1,16 @@
 """What unequal speeds cost 64 workers, in virtual time: ``python -m benchmarks.unequal_sim``, or ``make bench-unequal-sim``.
 
-The rule is the one of ``faults=Tolerate()``: a budget of patience with each partner, to which each round adds a tenth of a step;
-when it is used up the exchange is left out at both ends, and a worker whose partner has passed its round continues in a later one.
-Messages take no time, and heartbeats tell the rounds of others once a second. A step takes 200 ms times a log-normal factor: each
-worker has its own for all steps, or draws one anew for each step. After a warm-up:
+The rule is the one of ``faults=Tolerate()``: a budget of patience with each partner, to which each round adds a tenth of a
+step. When it is used up the exchange is left out at both ends, and a worker whose partner has passed its round continues in a
+later one. Messages take no time, and heartbeats tell the rounds of others once a second. A step takes 200 ms times a log-normal
+factor: each worker has its own for all steps, or draws one anew for each step. After a warm-up:
 
 - pace: the share of its time in which a worker computes, of the median worker;
 - mixed: the part of a worker's updates whose exchange took place, on average over workers, and the smallest one;
 - loss: of the mean model on the digits' test data after the same virtual time, from the same start, relative to waiting.
 
-A worker's update needs only values of earlier rounds. So the digits network is trained round by round, where a worker that made no
-update in a round stands still, and has the edges that took place. The mix is that of ``overlap=False``.
+A worker's update needs only values of earlier rounds. So the digits network is trained round by round, with the edges that took
+place; a worker that made no update in a round stands still. The mix is that of ``overlap=False``.
 
 Writes ``benchmarks/results/unequal-sim.json`` and ``unequal-sim.md``.
 """
