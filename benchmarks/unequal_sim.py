@@ -43,7 +43,7 @@ N, PACE, WARM_UP, SECONDS = 64, 0.2, 300.0, 10.0
 TOPOLOGIES, SIGMAS, SEEDS = ("base-2", "ring"), (0.25, 0.5, 1.0), (0, 1, 2)
 MOST = _COMING * Tolerate.dead_after
 HEARTBEAT = 1.0
-LEARNING = Simulation(batch=16, optimizer="momentum", lr=0.05)
+BATCH, LR, MOMENTUM = 16, 0.05, 0.9
 RESULTS = Path(__file__).parent / "results"
 
 # Seconds of computation of a worker's next step.
@@ -284,9 +284,9 @@ def loss_of_mean(run: VirtualTime, since: float, until: float, seed: int) -> flo
     rounds = sorted(present)
     edges = [{pair for pair in run.mixed.get(round_, set()) if present[round_].issuperset(pair)} for round_ in rounds]
     model = make_model(Simulation(seed=seed), data.x.shape[1], data.classes)
-    optimizer = partial(torch.optim.SGD, lr=LEARNING.lr, momentum=0.9)
+    optimizer = partial(torch.optim.SGD, lr=LR, momentum=MOMENTUM)
     cluster = VirtualCluster(model, optimizer, Recorded(n, edges), n, overlap=False)
-    batches = Batches(dirichlet_split(data.y.numpy(), n, None, seed), LEARNING.batch, seed)
+    batches = Batches(dirichlet_split(data.y.numpy(), n, None, seed), BATCH, seed)
     for t, round_ in enumerate(rounds):
         here = set(cluster.alive)
         cluster.revive(present[round_] - here)
@@ -322,13 +322,15 @@ def main() -> None:
         line: dict[str, Any] = {"topology": topology, "drawn": "each step" if anew else "once", "sigma": sigma}
         for tolerates in (False, True):
             runs = [measure(topology, sigma, seed, anew=anew, tolerates=tolerates) for seed in SEEDS]
-            line["tolerant" if tolerates else "waiting"] = {key: fmean(run[key] for run in runs) for key in runs[0]}
+            line["tolerant" if tolerates else "waiting"] = {
+                key: float(f"{fmean(run[key] for run in runs):.5g}") for key in runs[0]
+            }
         print(line, flush=True)
         lines.append(line)
     headings = ["topology", "factor drawn", "sigma", "pace, waiting", "with `Tolerate()`", "mixed", "least", "loss, waiting"]
     rows = [row_of(line) for line in lines]
     settings = {"workers": N, "step_s": PACE, "warm_up_s": WARM_UP, "seconds": SECONDS, "seeds": list(SEEDS)}
-    settings |= {"batch": LEARNING.batch, "lr": LEARNING.lr, "hidden": list(LEARNING.hidden)}
+    settings |= {"batch": BATCH, "lr": LR, "momentum": MOMENTUM}
     write(RESULTS, "unequal-sim", lines, settings, markdown([*headings, "with `Tolerate()`"], rows, words=2))
 
 
