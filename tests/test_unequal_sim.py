@@ -120,7 +120,8 @@ def test_the_figures_are_those_of_the_page() -> None:
 
 @pytest.mark.slow
 def test_the_command_gives_the_committed_figures() -> None:
-    for line in committed():
+    """Those of virtual time, of three lines."""
+    for line in committed()[::5]:
         for tolerates, key in ((False, "waiting"), (True, "tolerant")):
             arguments = line["topology"], line["sigma"]
             runs = [
