@@ -301,7 +301,7 @@ def test_all_orders_with_a_death_and_a_lost_answer(wanting: int, least: int) -> 
 
 @pytest.mark.slow
 def test_orders_with_a_tick_that_comes_early() -> None:
-    """As many as fit in half a minute: not all."""
+    """The first ones: not all."""
     explore(5_000, early=1, wanting=0, deaths=1, losses=1)
 
 
