@@ -409,5 +409,5 @@ def test_threads_that_end_are_holes():
 def test_the_page_shows_the_committed_tables():
     root = Path(__file__).parents[1]
     page = (root / "docs/faults.md").read_text()
-    for name in ("faults", "unequal"):
+    for name in ("faults", "unequal", "unequal-sim"):
         assert (root / f"benchmarks/results/{name}.md").read_text().strip() in page
