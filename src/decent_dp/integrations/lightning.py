@@ -34,6 +34,8 @@ from decent_dp.integrations._lightning_common import (
     save_replicas,
 )
 from decent_dp.integrations._lightning_fabric import GossipFabricStrategy
+from decent_dp.integrations._lightning_living import LivingCollectives
+from decent_dp.integrations._living import Living, tolerates
 from decent_dp.replica.shards import is_sharded
 
 if TYPE_CHECKING:
@@ -52,7 +54,7 @@ _log = logging.getLogger(__name__)
 _MODEL = "state_dict"
 
 
-class GossipStrategy(GossipArguments, DDPStrategy):  # type: ignore[misc]
+class GossipStrategy(GossipArguments, LivingCollectives, DDPStrategy):  # type: ignore[misc]
     """A strategy of Lightning's Trainer whose workers mix with their neighbours after each step of the optimizers.
 
     Validation, and the weights in checkpoint files, are the mean of the replicas. A folder beside each file has all replicas,
@@ -99,6 +101,9 @@ class GossipStrategy(GossipArguments, DDPStrategy):  # type: ignore[misc]
 
     def setup(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
+        if self.has_lost_workers and trainer.state.fn != TrainerFn.FITTING:
+            self._setup_without_the_others(trainer)
+            return
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
@@ -110,6 +115,16 @@ class GossipStrategy(GossipArguments, DDPStrategy):  # type: ignore[misc]
         self.replica = self.make_replica(self.lightning_module, self.optimizers)
         self._random = None
         self._contexts.enter_context(_Stops(self, trainer, self.replica))
+        if tolerates(self.replica):
+            self._contexts.enter_context(self.living_metrics(self.lightning_module))
+
+    def _setup_without_the_others(self, trainer: pl.Trainer) -> None:
+        """As Lightning's own for ``validate``, ``test`` and ``predict``, without its broadcast of the model, which is the mean."""
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        self.setup_precision_plugin()
 
     def configure_ddp(self) -> None:
         """Wraps nothing."""
@@ -125,6 +140,7 @@ class GossipStrategy(GossipArguments, DDPStrategy):  # type: ignore[misc]
                 ending.callback(self._evaluation.close)
                 if not (self._trainer.interrupted or self.replica.failed):
                     self.replica.average_()
+                self.remember_the_living(self.replica)
 
     @property
     def _training(self) -> bool:
@@ -238,15 +254,14 @@ class GossipStrategy(GossipArguments, DDPStrategy):  # type: ignore[misc]
 
     # -- collectives of Lightning, also in its handling of an error ---------------------------------------------------
 
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
+    def current_replica(self) -> Gossip | None:
+        return self.replica if self._training else None
+
+    def living(self) -> Living | None:
         if not self._alone:
-            super().barrier(*args, **kwargs)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return obj if self._alone else super().broadcast(obj, src)
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return tensor if self._alone else super().reduce(tensor, group, reduce_op)
+            return super().living()
+        known = self.replica is not None and tolerates(self.replica)
+        return Living(self.global_rank, None, self.replica.everyone.control.ranks if known else range(self.world_size))
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
