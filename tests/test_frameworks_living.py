@@ -2,37 +2,43 @@
 
 from __future__ import annotations
 
-import os
-import signal
+import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import decent_dp
-from tests.framework_cases import as_launched, copies, quiet_frameworks
-from tests.test_survivor_calls import die
+from tests.framework_cases import Model, Points, as_launched, copies, quiet_frameworks
+from tests.test_survivor_calls import die, die_in, survivors
 
-FAULTS = {"dead_after": 3.0}
+# Found rather than imported: the imports take seconds, which only the workers need to spend.
+_MISSING = [name for name in ("transformers", "accelerate", "lightning") if importlib.util.find_spec(name) is None]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(bool(_MISSING), reason=f"needs {', '.join(_MISSING)}"),
+]
 
-
-def lightning_goes_on(rank: int, n: int, folder: str, victim: int, what: list[str]) -> Any:
-    quiet_frameworks()
-    from tests import lightning_cases as cases
-
-    module = cases.Module(log="log" in what)
-    callbacks: list[Any] = [cases.Interrupt(victim, 5, lambda _: die())]
-    if "save" in what:
-        callbacks.append(cases.ModelCheckpoint(folder, every_n_train_steps=6, save_top_k=-1))
-    loaders = (cases.loader(), cases.loader(shuffle=False)) if "validate" in what else (cases.loader(),)
-    strategy = cases.GossipStrategy(faults=decent_dp.Tolerate(**FAULTS))
-    cases.fitted(rank, n, module, *loaders, strategy=strategy, callbacks=callbacks, max_epochs=3,
-                 enable_checkpointing="save" in what)
-    return copies(module)
+N, FAULTS = 4, {"dead_after": 3.0}
 
 
-def trainer_goes_on(rank: int, n: int, folder: Path, victim: int, what: list[str]) -> Any:
+def loss_of(params: list[torch.Tensor], dataset: Points) -> float:
+    """Of a model with these parameters, on the whole dataset."""
+    model = Model()
+    with torch.no_grad():
+        for param, value in zip(model.parameters(), params, strict=True):
+            param.copy_(value)
+        return float(model(dataset.x, dataset.y)["loss"])
+
+
+# -- the Trainer of transformers -------------------------------------------------------------------------------------------
+
+
+def transformers_trains(rank: int, n: int, folder: Path, victim: int, where: str) -> Any:
+    """Logs, evaluates and saves at every second step; ``victim`` (-1: nobody) dies after step 3, or in the save of step 4."""
     as_launched(rank, n)
     from transformers import TrainerCallback
 
@@ -42,14 +48,96 @@ def trainer_goes_on(rank: int, n: int, folder: Path, victim: int, what: list[str
     class Die(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if (rank, state.global_step) == (victim, 3):
-                die()
+                if where == "save":
+                    die_in(trainer, "_save")
+                elif where == "evaluation":
+                    die_in(trainer, "prediction_step", after=True)
+                else:
+                    die()
 
-    options: dict[str, Any] = {"logging_steps": 2 if "log" in what else 500}
-    if "save" in what:
-        options |= {"save_strategy": "steps", "save_steps": 4}
-    if "validate" in what:
-        options |= {"eval_strategy": "steps", "eval_steps": 4}
-    trainer = trainer_of(folder, callbacks=[Die()], max_steps=8, **options)
+    every = {"logging_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    trainer = trainer_of(folder, callbacks=[Die()], max_steps=8 if victim >= 0 else 10, **every)
     attach(trainer, faults=decent_dp.Tolerate(**FAULTS))
-    trainer.train()
-    return copies(trainer.model)
+    trainer.train(resume_from_checkpoint=victim < 0)
+    history = [
+        {key: entry[key] for key in ("step", "loss", "eval_loss") if key in entry} for entry in trainer.state.log_history
+    ]
+    # After it each worker is on its own, and has the mean.
+    return SimpleNamespace(params=copies(trainer.model), history=history, alone=trainer.evaluate()["eval_loss"])
+
+
+# -- Lightning -------------------------------------------------------------------------------------------------------------
+
+
+def lightning_trains(rank: int, n: int, folder: Path, victim: int, where: str) -> Any:
+    """Logs, validates and saves; ``victim`` (-1: nobody) dies after step 5, or in the save of step 6."""
+    quiet_frameworks()
+    from tests import lightning_cases as cases
+
+    strategy = cases.GossipStrategy(faults=decent_dp.Tolerate(**FAULTS))
+    module = cases.Module(log=True)
+
+    def act(trainer: Any) -> None:
+        if where == "save":
+            die_in(strategy.checkpoint_io, "save_checkpoint")
+        elif where == "evaluation":
+            die_in(module, "validation_step", after=True)
+        else:
+            die()
+
+    saves = cases.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=6, save_top_k=-1, save_last=True)
+    trainer = cases.trainer(
+        *(rank, n),
+        strategy=strategy,
+        callbacks=[cases.Interrupt(victim, 5, act), saves],
+        enable_checkpointing=True,
+        max_epochs=3 if victim >= 0 else 4,
+        reload_dataloaders_every_n_epochs=1,
+    )
+    loaders = cases.loader(), cases.loader(60, shuffle=False)
+    trainer.fit(module, *loaders, ckpt_path=str(folder / "last.ckpt") if victim < 0 else None)
+    history = [float(trainer.callback_metrics[name]) for name in ("epoch_mean", "val_loss")]
+    found = SimpleNamespace(params=copies(module.model), history=history, validated=module.validated[-1])
+    found.alone = trainer.validate(module, cases.loader(60, shuffle=False), verbose=False)[0]["val_loss"]
+    return found
+
+
+# -- what both promise -----------------------------------------------------------------------------------------------------
+
+
+def assert_same_training(found: list[Any]) -> None:
+    for other in found:
+        assert other.history == found[0].history
+        for a, b in zip(other.params, found[0].params, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("victim", "where"), [(2, "step"), (0, "step"), (0, "save"), (2, "save"), (1, "evaluation")])
+def test_the_trainer_of_transformers_continues(workers, tmp_path, victim, where):
+    found = survivors(workers.outcomes(N, transformers_trains, tmp_path, victim, where), victim)
+    assert_same_training(found)
+    losses = {entry["step"]: entry["eval_loss"] for entry in found[0].history if "eval_loss" in entry}
+    assert sorted(losses) == [2, 4, 6, 8]
+    expected = pytest.approx(loss_of(found[0].params, Points(32, seed=1)), rel=1e-5)
+    assert losses[8] == expected  # the mean, on the whole set
+    assert [other.alone for other in found] == [expected] * (N - 1)
+    for step in (4, 6, 8):
+        checkpoint = tmp_path / f"checkpoint-{step}"
+        assert (checkpoint / "trainer_state.json").is_file()
+        assert len(list(checkpoint.glob("decent_dp/*/*.safetensors"))) == N - 1
+    resumed = workers(N - 1, transformers_trains, tmp_path, -1, "")
+    assert_same_training(resumed)
+    assert resumed[0].history[:8] == found[0].history[:8]  # two entries for each of four steps
+
+
+@pytest.mark.parametrize(("victim", "where"), [(2, "step"), (0, "step"), (0, "save"), (2, "save"), (1, "evaluation")])
+def test_lightning_continues(workers, tmp_path, victim, where):
+    found = survivors(workers.outcomes(N, lightning_trains, tmp_path, victim, where), victim)
+    assert_same_training(found)
+    assert found[0].history[1] == pytest.approx(loss_of(found[0].validated, Points(60)), rel=1e-5)
+    expected = pytest.approx(loss_of(found[0].params, Points(60)), rel=1e-5)
+    assert [other.alone for other in found] == [expected] * (N - 1)
+    file = torch.load(tmp_path / "last.ckpt", weights_only=False)
+    assert file["decent_dp"]["workers"] == N - 1
+    resumed = workers(N - 1, lightning_trains, tmp_path, -1, "")
+    assert_same_training(resumed)

@@ -110,7 +110,9 @@ class LivingCollectives:
             found: Tensor = base.all_gather(tensor, group, sync_grads)
             return found
         if sync_grads:
-            raise ValueError("all_gather(sync_grads=True) sends gradients to other workers, which faults= does not: leave it out")
+            raise ValueError(
+                "all_gather(sync_grads=True) sends gradients to other workers, which faults= does not: leave it out"
+            )
         return torch.stack(self.gather_tensors(tensor))
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

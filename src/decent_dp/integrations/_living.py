@@ -64,7 +64,7 @@ class Living:
     def barrier(self) -> None:
         """Waits until all have come."""
         if self._control is not None:
-            self._control.begin()
+            self._control.begin("barrier")
             self._control.gather(None)
 
     def gather(self, value: Any) -> list[Any]:
@@ -75,7 +75,7 @@ class Living:
         """
         if self._control is None:
             return [value]
-        self._control.begin()
+        self._control.begin("gather")
         return [_decoded(text) for text in self._control.gather(_encoded(value))]
 
     def broadcast(self, value: Any, source: int) -> Any:
@@ -125,7 +125,7 @@ def save_again(replica: Replica, save: Callable[[], Saving]) -> None:
         if error is None:
             return
         if tolerates(replica) and isinstance(error, CheckpointError):
-            control.begin()
+            control.begin("save")
             control.gather(None)
         if tuple(control.ranks) == ranks:
             raise error
