@@ -420,7 +420,7 @@ def test_what_join_is_given_is_checked(monkeypatch):
         with pytest.raises(PeerLostError, match=r"no store answers at 127\.0\.0\.1"):
             decent_dp.join(f"127.0.0.1:{unused.getsockname()[1]}")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with pytest.raises(PeerLostError, match="no run is registered at this store"):
+    with pytest.raises(PeerLostError, match=r"^no run is registered at this store"):
         decent_dp.join(f"127.0.0.1:{store.port}")
     store.set("decent_dp/newest", "0" * 32)
     run = {"token": "00", "world_size": 4, "node_of": ["a"] * 4, "timeout": 10.0}

@@ -102,15 +102,16 @@ def look_at_run(store: str | Store | None = None) -> Run:
         with store_errors():
             run_id = read_text(whole, NEWEST)
             found = {} if run_id is None else {name: read_text(whole, f"{run_id}/{name}") for name in ("run", "signature")}
-            if run_id is None or None in found.values():
-                raise PeerLostError(
-                    "no run is registered at this store: only a run with faults=decent_dp.Tolerate(...) and a topology that is "
-                    "given by name can be joined."
-                )
-            record, signature = (json.loads(found[name] or "") for name in ("run", "signature"))
-            return Run(whole, run_id, record, signature, newest_epoch(whole, run_id))
+            epoch = None if run_id is None else newest_epoch(whole, run_id)
     except ConnectionError as error:
         raise PeerLostError(str(error)) from error
+    if run_id is None or epoch is None or None in found.values():
+        raise PeerLostError(
+            "no run is registered at this store: only a run with faults=decent_dp.Tolerate(...) and a topology that is "
+            "given by name can be joined."
+        )
+    record, signature = (json.loads(found[name] or "") for name in ("run", "signature"))
+    return Run(whole, run_id, record, signature, epoch)
 
 
 def _whole_store(store: str | Store | None) -> Store:
