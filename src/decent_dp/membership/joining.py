@@ -33,7 +33,7 @@ def join(store: str | Store | None = None, *, rank: int | None = None) -> Newcom
 
     Args:
         store: the run's store, as HOST:PORT; None: MASTER_ADDR and MASTER_PORT of the environment.
-        rank: of the worker; None: RANK of the environment.
+        rank: of the worker; None: RANK of the environment, or under Slurm SLURM_PROCID.
 
     Raises:
         ValueError, TypeError: an argument is wrong, or missing.
@@ -138,7 +138,7 @@ def _whole_store(store: str | Store | None) -> Store:
 
 
 def _own_rank(rank: int | None, world_size: int) -> int:
-    text: object = os.environ.get("RANK", "") if rank is None else rank
+    text: object = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "")) if rank is None else rank
     with contextlib.suppress(TypeError, ValueError):
         if int(str(text)) in range(world_size):
             return int(str(text))
