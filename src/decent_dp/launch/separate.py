@@ -120,8 +120,10 @@ def _failures(workers: Sequence[_Worker]) -> list[Failure]:
 def _next(worker: _Worker, workers: Sequence[_Worker]) -> str:
     """What follows a failure: starts the worker again if that is possible."""
     running = sum(other.runs for other in workers)
-    if running == 0 or any(other.code == 0 for other in workers):
-        return "no worker is left" if running == 0 else "the others have finished, or will"
+    if any(other.code == 0 for other in workers):
+        return "others have finished"
+    if running == 0:
+        return "none is left that it could join"
     going_on = f"the other {running} go on" if running > 1 else "the other one goes on"
     if worker.restarts == worker.max_restarts:
         return going_on
