@@ -1,4 +1,4 @@
-"""A worker is killed in the middle of training: in the Trainer of transformers, and in Lightning, the others continue."""
+"""A worker is killed in the middle of training: in the Trainer of transformers, and in Lightning, the others go on."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import decent_dp
+from decent_dp.integrations._living import Living
 from tests.framework_cases import Model, Points, as_launched, copies, quiet_frameworks
 from tests.test_survivor_calls import die, die_in, survivors
+from tests.test_tolerate import error_of, make
 
 # Found rather than imported: the imports take seconds, which only the workers need to spend.
 _MISSING = [name for name in ("transformers", "accelerate", "lightning") if importlib.util.find_spec(name) is None]
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(bool(_MISSING), reason=f"needs {', '.join(_MISSING)}"),
-]
+needs_frameworks = pytest.mark.skipif(bool(_MISSING), reason=f"needs {', '.join(_MISSING)}")
 
 N, FAULTS = 4, {"dead_after": 3.0}
 
@@ -32,6 +31,36 @@ def loss_of(params: list[torch.Tensor], dataset: Points) -> float:
         for param, value in zip(model.parameters(), params, strict=True):
             param.copy_(value)
         return float(model(dataset.x, dataset.y)["loss"])
+
+
+# -- the collectives -------------------------------------------------------------------------------------------------------
+
+
+def collectives(rank: int, n: int) -> Any:
+    *_, replica = make(rank)
+    living = Living(rank, replica.everyone.control)
+    value = {"path": Path("a"), "x": torch.tensor([float(rank)]), "many": ("text", rank, None)}
+    assert [one["many"][1] for one in living.gather(value)] == list(range(n))
+    assert living.gather(value)[1] == {**value, "x": torch.tensor([1.0]), "many": ("text", 1, None)}
+    assert living.broadcast(rank, 0) == 0
+    assert living.broadcast(rank, 2) == 2
+    if rank == 0:
+        die()
+    found = [living.broadcast(rank, 0), living.broadcast(rank, 2)]
+    for operation in ("mean", "sum", "max", "min", "product", dist.ReduceOp.AVG, dist.ReduceOp.SUM):
+        found.append(living.reduce_(torch.tensor([2.0 * rank]), operation).item())
+    found.append(living.reduce_(torch.tensor(3 * rank), "mean").item())
+    assert (living.ranks, living.position) == ((1, 2), (rank - 1, 2))
+    errors = [error_of(lambda: living.reduce_(torch.zeros(1), "band")), error_of(lambda: living.gather(Points(1)))]
+    replica.close()
+    return found, errors
+
+
+def test_collectives_are_those_of_the_living_workers(workers):
+    for found, errors in survivors(workers.outcomes(3, collectives), 0):
+        assert found == [1, 2, 3.0, 6.0, 4.0, 2.0, 8.0, 3.0, 6.0, 4]
+        assert errors[0].startswith("with faults= there is no reduction 'band': choose one of ['avg', 'max', 'min', 'product'")
+        assert errors[1].startswith("with faults= collectives carry tensors, numbers, texts, paths, and lists, tuples and dicts")
 
 
 # -- the Trainer of transformers -------------------------------------------------------------------------------------------
@@ -82,6 +111,8 @@ def lightning_trains(rank: int, n: int, folder: Path, victim: int, where: str) -
             die_in(strategy.checkpoint_io, "save_checkpoint")
         elif where == "evaluation":
             die_in(module, "validation_step", after=True)
+        elif where == "epoch":
+            die_in(module, "on_train_epoch_end")
         else:
             die()
 
@@ -102,6 +133,31 @@ def lightning_trains(rank: int, n: int, folder: Path, victim: int, where: str) -
     return found
 
 
+def fabric_trains(rank: int, n: int, folder: Path) -> Any:
+    """Worker 0 dies after the second step; the others reduce, save, and close."""
+    quiet_frameworks()
+    from tests import lightning_cases as cases
+
+    strategy = cases.GossipFabricStrategy(faults=decent_dp.Tolerate(**FAULTS))
+    fabric, model, optimizer = cases.fabric_parts(rank, n, strategy=strategy)
+    for number, batch in enumerate(fabric.setup_dataloaders(cases.loader())):
+        optimizer.zero_grad()
+        fabric.backward(model(**batch)["loss"])
+        optimizer.step()
+        if (rank, number) == (0, 1):
+            die()
+    found = SimpleNamespace(total=float(fabric.all_reduce(torch.tensor(float(rank)), reduce_op="sum")))
+    found.gathered = fabric.all_gather(torch.tensor([rank])).flatten().tolist()
+    fabric.barrier()
+    fabric.save(folder / "fabric.ckpt", {"model": model, "optimizer": optimizer, "epoch": 1})
+    fabric.strategy.replica.average_()
+    found.params = copies(model.module)
+    fabric.strategy.replica.close()
+    found.alone = fabric.all_gather(torch.tensor([rank])).flatten().tolist()  # as after a fit
+    found.error = error_of(lambda: fabric.setup(Model(), torch.optim.SGD(model.parameters(), lr=0.1)))
+    return found
+
+
 # -- what both promise -----------------------------------------------------------------------------------------------------
 
 
@@ -112,7 +168,12 @@ def assert_same_training(found: list[Any]) -> None:
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize(("victim", "where"), [(2, "step"), (0, "step"), (0, "save"), (2, "save"), (1, "evaluation")])
+WHERE = [(2, "step"), (0, "step"), (0, "save"), (2, "save"), (1, "evaluation")]
+
+
+@needs_frameworks
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "where"), WHERE)
 def test_the_trainer_of_transformers_continues(workers, tmp_path, victim, where):
     found = survivors(workers.outcomes(N, transformers_trains, tmp_path, victim, where), victim)
     assert_same_training(found)
@@ -130,7 +191,9 @@ def test_the_trainer_of_transformers_continues(workers, tmp_path, victim, where)
     assert resumed[0].history[:8] == found[0].history[:8]  # two entries for each of four steps
 
 
-@pytest.mark.parametrize(("victim", "where"), [(2, "step"), (0, "step"), (0, "save"), (2, "save"), (1, "evaluation")])
+@needs_frameworks
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "where"), [*WHERE, (0, "epoch")])
 def test_lightning_continues(workers, tmp_path, victim, where):
     found = survivors(workers.outcomes(N, lightning_trains, tmp_path, victim, where), victim)
     assert_same_training(found)
@@ -141,3 +204,17 @@ def test_lightning_continues(workers, tmp_path, victim, where):
     assert file["decent_dp"]["workers"] == N - 1
     resumed = workers(N - 1, lightning_trains, tmp_path, -1, "")
     assert_same_training(resumed)
+
+
+@needs_frameworks
+@pytest.mark.slow
+def test_fabric_continues(workers, tmp_path):
+    found = survivors(workers.outcomes(N, fabric_trains, tmp_path), 0)
+    for rank, one in zip((1, 2, 3), found, strict=True):
+        assert (one.total, one.gathered, one.alone) == (6.0, [1, 2, 3], [rank])
+        assert one.error == "workers have died in an earlier training, which a new one needs: start all workers again."
+        assert all(torch.equal(a, b) for a, b in zip(one.params, found[0].params, strict=True))
+    saved = torch.load(tmp_path / "fabric.ckpt")
+    assert saved["decent_dp"]["workers"] == N - 1
+    for a, b in zip(saved["model"].values(), found[0].params, strict=True):
+        torch.testing.assert_close(a, b)

@@ -462,8 +462,8 @@ def test_an_agent_of_torchrun_for_each_worker_restarts_it_alone(tmp_path, restar
     with contextlib.ExitStack() as ending:
         agents = []
         for rank in range(3):
-            agents.append(subprocess.Popen([*torchrun, f"--node-rank={rank}", "train.py", "once"], **how))
-            ending.callback(agents[-1].wait)
+            command = [*torchrun, f"--node-rank={rank}", "train.py", "once"]
+            agents.append(ending.enter_context(subprocess.Popen(command, **how)))
             ending.callback(agents[-1].kill)
         if restarts:
             outputs = [agent.communicate(timeout=200) for agent in agents]

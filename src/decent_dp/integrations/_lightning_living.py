@@ -50,8 +50,10 @@ class LivingCollectives:
 
     @property
     def has_lost_workers(self) -> bool:
-        """Whether the process group cannot be used any more, and no training has replaced it."""
-        return bool(self._survivors)
+        """Whether a worker is gone, so that the process group cannot be used any more."""
+        strategy: Any = self
+        living = self.living()
+        return living is not None and len(living.ranks) < strategy.world_size
 
     @property
     def is_global_zero(self) -> bool:
@@ -147,8 +149,10 @@ class LivingCollectives:
                 metric.dist_sync_fn = None
 
     def _living_of(self, group: Any) -> Living | None:
-        """Of a collective of this group; a smaller one is the user's own."""
-        return self.living() if group is None or group is dist.group.WORLD else None
+        """Of a collective of this group. A smaller one is the user's own, and a worker on its own makes none."""
+        living = self.living()
+        of_all = group is None or group is dist.group.WORLD
+        return living if of_all or (living is not None and living.is_alone) else None
 
     def _take_over(self) -> None:
         """The first living worker logs, if worker 0 is gone."""

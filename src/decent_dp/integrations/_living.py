@@ -108,8 +108,8 @@ class Living:
 
 
 def tolerates(replica: Replica | None) -> bool:
-    """Whether this is a replica in training that tolerates the death of others."""
-    return replica is not None and not replica.closed and replica.everyone.neighbours is not None
+    """Whether there is a replica, which tolerates the death of others."""
+    return replica is not None and replica.everyone.neighbours is not None
 
 
 def save_again(replica: Replica, save: Callable[[], Saving]) -> None:

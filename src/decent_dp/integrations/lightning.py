@@ -182,6 +182,7 @@ class GossipStrategy(GossipArguments, LivingCollectives, DDPStrategy):  # type: 
     def stops_any(self, should_stop: bool) -> bool:
         """Whether ``should_stop`` is set on any worker. Called by all workers, and an error names one that is gone."""
         assert self.replica is not None
+        self.replica.everyone.control.begin("should_stop")
         return any(self.replica.everyone.control.gather(should_stop))
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
