@@ -60,7 +60,9 @@ def test_collectives_are_those_of_the_living_workers(workers):
     for found, errors in survivors(workers.outcomes(3, collectives), 0):
         assert found == [1, 2, 3.0, 6.0, 4.0, 2.0, 8.0, 3.0, 6.0, 4]
         assert errors[0].startswith("with faults= there is no reduction 'band': choose one of ['avg', 'max', 'min', 'product'")
-        assert errors[1].startswith("with faults= collectives carry tensors, numbers, texts, paths, and lists, tuples and dicts")
+        assert errors[1].startswith(
+            "with faults= collectives carry tensors, numbers, texts, paths, and lists, tuples and dicts"
+        )
 
 
 # -- the Trainer of transformers -------------------------------------------------------------------------------------------

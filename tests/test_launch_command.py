@@ -456,7 +456,12 @@ def test_with_keep_going_a_dead_worker_is_started_again_by_itself(tmp_path, ofte
 def test_an_agent_of_torchrun_for_each_worker_restarts_it_alone(tmp_path, restarts):
     """As on several machines: the agents do not end the workers of each other."""
     (tmp_path / "train.py").write_text(KEPT if restarts else KEPT.replace("came_back =", "came_back = True #"))
-    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nnodes=3", "--nproc-per-node=1", f"--max-restarts={restarts}"]
+    torchrun = [
+        str(Path(sys.executable).with_name("torchrun")),
+        "--nnodes=3",
+        "--nproc-per-node=1",
+        f"--max-restarts={restarts}",
+    ]
     torchrun += ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     how: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path, "env": CLEAN}
     with contextlib.ExitStack() as ending:
@@ -487,7 +492,10 @@ def test_an_agent_of_torchrun_for_each_worker_restarts_it_alone(tmp_path, restar
         # Before the run has begun: a worker could not join, and the others would wait for it.
         ("initialize_dist() if os.environ['RANK'] == '0' else 1 / 0", "failed: ZeroDivisionError: division by zero; its"),
         # Without faults= there is nothing to go on with.
-        (TRAINING.replace(BEGIN, "") + "step()\nif rank == 1:\n    os._exit(3)\nwhile True:\n    step()", "ended with exit code 3"),
+        (
+            TRAINING.replace(BEGIN, "") + "step()\nif rank == 1:\n    os._exit(3)\nwhile True:\n    step()",
+            "ended with exit code 3",
+        ),
     ],
 )
 def test_with_keep_going_a_run_that_cannot_go_on_ends(tmp_path, text, words):

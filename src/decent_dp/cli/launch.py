@@ -51,7 +51,9 @@ def launch(
     ] = 0,
     keep_going: Annotated[
         bool,
-        typer.Option("--keep-going", help="When a worker has failed the others go on, and --max-restarts starts it alone again."),
+        typer.Option(
+            "--keep-going", help="When a worker has failed the others go on, and --max-restarts starts it alone again."
+        ),
     ] = False,
 ) -> int:
     """Start a script on several workers of this machine, with torchrun; nothing leaves the machine.

@@ -52,11 +52,7 @@ class GossipFabricStrategy(GossipArguments, LivingCollectives, DDPStrategy):  # 
         self._backward_sync_control = _LocalGradients()
 
     def current_replica(self) -> Gossip | None:
-        for replica in self.replicas:
-            if not replica.closed:
-                return replica
-            self.remember_the_living(replica)
-        return None
+        return next((replica for replica in self.replicas if not replica.closed), None)
 
     @property
     def replica(self) -> Gossip:

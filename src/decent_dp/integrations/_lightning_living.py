@@ -15,6 +15,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from decent_dp import Gossip
 from decent_dp.integrations._living import Living, tolerates
+from decent_dp.transport import Control
 
 __all__ = ["LivingCollectives"]
 
@@ -28,8 +29,8 @@ class LivingCollectives:
     replica in training. After that, if a worker is gone, each one is on its own.
     """
 
-    # The living workers after a training that a worker has not survived.
-    _survivors: tuple[int, ...] = ()
+    # Of the replica that was last in training, if it tolerates deaths.
+    _last_control: Control | None = None
 
     def current_replica(self) -> Gossip | None:
         """The replica over whose connections the workers speak; None if none is in training."""
@@ -39,14 +40,12 @@ class LivingCollectives:
         """The workers of a collective; None for those of the process group."""
         strategy: Any = self
         replica = self.current_replica()
-        if replica is not None and tolerates(replica):
-            return Living(strategy.global_rank, replica.everyone.control)
-        return Living(strategy.global_rank, None, self._survivors) if self._survivors else None
-
-    def remember_the_living(self, replica: Gossip) -> None:
-        """Called before the replica of a training is closed."""
-        if tolerates(replica) and len(replica.everyone.control.ranks) < replica.everyone.world_size:
-            self._survivors = tuple(replica.everyone.control.ranks)
+        if replica is not None:
+            self._last_control = replica.everyone.control if tolerates(replica) else None
+        control = self._last_control
+        if control is None or (replica is None and len(control.ranks) == strategy.world_size):
+            return None
+        return Living(strategy.global_rank, None if replica is None else control, control.ranks)
 
     @property
     def has_lost_workers(self) -> bool:

@@ -30,7 +30,7 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "product": lambda stack: stack.prod(0),
 }
 # Of the objects that frameworks broadcast, those that ``torch.load`` does not know as data.
-_DATA = [pathlib.PosixPath, pathlib.WindowsPath, pathlib.PurePosixPath, pathlib.PureWindowsPath]
+_DATA: list[Any] = [pathlib.PosixPath, pathlib.WindowsPath, pathlib.PurePosixPath, pathlib.PureWindowsPath]
 
 
 class Living:

@@ -119,10 +119,11 @@ class GossipStrategy(GossipArguments, LivingCollectives, DDPStrategy):  # type: 
             self._contexts.enter_context(self.living_metrics(self.lightning_module))
 
     def _setup_without_the_others(self, trainer: pl.Trainer) -> None:
-        """As Lightning's own for ``validate``, ``test`` and ``predict``, without its broadcast of the model, which is the mean."""
+        """As Lightning's own for ``validate``, ``test`` and ``predict``, without a broadcast of the model, the mean."""
         assert self.accelerator is not None
+        assert self.lightning_module is not None
         self.accelerator.setup(trainer)
-        self.model = self.precision_plugin.convert_module(self.model)
+        self.model = self.precision_plugin.convert_module(self.lightning_module)
         self.model_to_device()
         self.setup_precision_plugin()
 
@@ -140,7 +141,6 @@ class GossipStrategy(GossipArguments, LivingCollectives, DDPStrategy):  # type: 
                 ending.callback(self._evaluation.close)
                 if not (self._trainer.interrupted or self.replica.failed):
                     self.replica.average_()
-                self.remember_the_living(self.replica)
 
     @property
     def _training(self) -> bool:
@@ -261,8 +261,8 @@ class GossipStrategy(GossipArguments, LivingCollectives, DDPStrategy):  # type: 
     def living(self) -> Living | None:
         if not self._alone:
             return super().living()
-        known = self.replica is not None and tolerates(self.replica)
-        return Living(self.global_rank, None, self.replica.everyone.control.ranks if known else range(self.world_size))
+        ranks = range(self.world_size) if self._last_control is None else self._last_control.ranks
+        return Living(self.global_rank, None, ranks)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
