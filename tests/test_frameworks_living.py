@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 import decent_dp
-from decent_dp.integrations._living import Living
+from decent_dp.checkpoint import save, saver
+from decent_dp.integrations._living import Living, save_again
 from tests.framework_cases import Model, Points, as_launched, copies, quiet_frameworks
 from tests.test_survivor_calls import die, die_in, survivors
 from tests.test_tolerate import error_of, make
@@ -36,7 +38,8 @@ def loss_of(params: list[torch.Tensor], dataset: Points) -> float:
 # -- the collectives -------------------------------------------------------------------------------------------------------
 
 
-def collectives(rank: int, n: int) -> Any:
+def collectives(rank: int, n: int, folder: Path) -> Any:
+    """Worker 0 dies in a save."""
     *_, replica = make(rank)
     living = Living(rank, replica.everyone.control)
     value = {"path": Path("a"), "x": torch.tensor([float(rank)]), "many": ("text", rank, None)}
@@ -45,7 +48,8 @@ def collectives(rank: int, n: int) -> Any:
     assert living.broadcast(rank, 0) == 0
     assert living.broadcast(rank, 2) == 2
     if rank == 0:
-        die()
+        die_in(saver, "write_shard")
+    save_again(replica, partial(save, replica, folder, keep=1))
     found = [living.broadcast(rank, 0), living.broadcast(rank, 2)]
     for operation in ("mean", "sum", "max", "min", "product", dist.ReduceOp.AVG, dist.ReduceOp.SUM):
         found.append(living.reduce_(torch.tensor([2.0 * rank]), operation).item())
@@ -56,8 +60,10 @@ def collectives(rank: int, n: int) -> Any:
     return found, errors
 
 
-def test_collectives_are_those_of_the_living_workers(workers):
-    for found, errors in survivors(workers.outcomes(3, collectives), 0):
+def test_collectives_and_saves_are_those_of_the_living_workers(workers, tmp_path):
+    outcomes = workers.outcomes(3, collectives, tmp_path)
+    assert len(list(tmp_path.glob("*/*.safetensors"))) == 2
+    for found, errors in survivors(outcomes, 0):
         assert found == [1, 2, 3.0, 6.0, 4.0, 2.0, 8.0, 3.0, 6.0, 4]
         assert errors[0].startswith("with faults= there is no reduction 'band': choose one of ['avg', 'max', 'min', 'product'")
         assert errors[1].startswith(
@@ -94,7 +100,9 @@ def transformers_trains(rank: int, n: int, folder: Path, victim: int, where: str
         {key: entry[key] for key in ("step", "loss", "eval_loss") if key in entry} for entry in trainer.state.log_history
     ]
     # After it each worker is on its own, and has the mean.
-    return SimpleNamespace(params=copies(trainer.model), history=history, alone=trainer.evaluate()["eval_loss"])
+    found = SimpleNamespace(params=copies(trainer.model), history=history, alone=trainer.evaluate()["eval_loss"])
+    found.writes = trainer.state.is_world_process_zero
+    return found
 
 
 # -- Lightning -------------------------------------------------------------------------------------------------------------
@@ -184,8 +192,10 @@ def test_the_trainer_of_transformers_continues(workers, tmp_path, victim, where)
     expected = pytest.approx(loss_of(found[0].params, Points(32, seed=1)), rel=1e-5)
     assert losses[8] == expected  # the mean, on the whole set
     assert [other.alone for other in found] == [expected] * (N - 1)
+    assert [other.writes for other in found] == [True, False, False]
     for step in (4, 6, 8):
         checkpoint = tmp_path / f"checkpoint-{step}"
+        assert (checkpoint / "model.safetensors").is_file()
         assert (checkpoint / "trainer_state.json").is_file()
         assert len(list(checkpoint.glob("decent_dp/*/*.safetensors"))) == N - 1
     resumed = workers(N - 1, transformers_trains, tmp_path, -1, "")
@@ -202,8 +212,12 @@ def test_lightning_continues(workers, tmp_path, victim, where):
     assert found[0].history[1] == pytest.approx(loss_of(found[0].validated, Points(60)), rel=1e-5)
     expected = pytest.approx(loss_of(found[0].params, Points(60)), rel=1e-5)
     assert [other.alone for other in found] == [expected] * (N - 1)
-    file = torch.load(tmp_path / "last.ckpt", weights_only=False)
-    assert file["decent_dp"]["workers"] == N - 1
+    files = list(tmp_path.glob("*.ckpt"))
+    assert len(files) >= 2
+    for path in files:
+        if where in ("step", "save") or path.name == "last.ckpt":
+            assert torch.load(path, weights_only=False)["decent_dp"]["workers"] == N - 1
+            assert len(list(tmp_path.glob(f"{path.name}.decent_dp/*/lightning-*.ckpt"))) == N - 1
     resumed = workers(N - 1, lightning_trains, tmp_path, -1, "")
     assert_same_training(resumed)
 
