@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from decent_dp.integrations.lightning import GossipStrategy
+from decent_dp.integrations.lightning import GossipFabricStrategy, GossipStrategy
 from tests.framework_cases import Model, Points, Run, copies
 
 BATCH = 4
@@ -271,17 +271,17 @@ def trainer_of(module: Module) -> pl.Trainer:
     return module.trainer
 
 
-def fabric_of(rank: int, n: int, plugins: Any = ()) -> Fabric:
+def fabric_of(rank: int, n: int, plugins: Any = (), strategy: Any = "gossip") -> Fabric:
     os.environ["LOCAL_RANK"] = str(rank)
-    fabric = Fabric(accelerator="cpu", devices=n, strategy="gossip", plugins=list(plugins))
+    fabric = Fabric(accelerator="cpu", devices=n, strategy=strategy, plugins=list(plugins))
     fabric.launch()
     return fabric
 
 
-def fabric_parts(rank: int, n: int, *, scaler: bool = False) -> Any:
+def fabric_parts(rank: int, n: int, *, scaler: bool = False, strategy: Any = "gossip") -> Any:
     """Fabric, and the model and the optimizer that it has set up."""
     plugins = [FabricMixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=8.0))] if scaler else []
-    fabric = fabric_of(rank, n, plugins)
+    fabric = fabric_of(rank, n, plugins, strategy)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
     return (fabric, *fabric.setup(model, optimizer))
@@ -294,6 +294,7 @@ __all__ = [
     "AsyncCheckpointIO",
     "EarlyStopping",
     "Full",
+    "GossipFabricStrategy",
     "GossipStrategy",
     "Hasty",
     "Idle",

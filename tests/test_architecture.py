@@ -67,7 +67,7 @@ BELOW["_compressions"] = {"_checks"}
 MAY_IMPORT_DISTRIBUTED = {"transport", "launch", "checkpoint", "cli", "integrations"}
 ONLY_IN = {"matplotlib": {"plots"}, "typer": {"cli"}, "rich": {"cli"}, "sklearn": {"sim"}, "safetensors": {"checkpoint"}}
 ONLY_IN["cloudpickle"] = {"launch"}
-ONLY_IN |= {name: {"integrations"} for name in ("accelerate", "lightning", "ray", "transformers")}
+ONLY_IN |= {name: {"integrations"} for name in ("accelerate", "lightning", "ray", "torchmetrics", "transformers")}
 ONLY_IN["tensorboard"] = {"logging"}
 
 

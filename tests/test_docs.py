@@ -43,11 +43,11 @@ TEXTS = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]
 NOT_RUN = {
     "CONTRIBUTING.md": 1,
     "docs/faults.md": 1,
-    "docs/launch.md": 1,
-    "docs/lightning.md": 5,
+    "docs/launch.md": 2,
+    "docs/lightning.md": 6,
     "docs/log.md": 4,
     "docs/ray.md": 1,
-    "docs/transformers.md": 1,
+    "docs/transformers.md": 2,
 }
 # The reader's own files, which no command of ours has to find.
 THEIRS = {"train.py", "model.pt", "test.sbatch"}

@@ -20,6 +20,7 @@ from decent_dp.cli import launch as command
 from decent_dp.cli import main
 from decent_dp.launch.local import Failure, cause, usable_cores, worker_environment
 from decent_dp.launch.script import last_line
+from tests.test_doctor import free_port
 
 _OF_LAUNCHERS = ("SLURM_", "MASTER_", "RANK", "WORLD", "LOCAL_", "TORCH", "GLOO_", "OMP_", "LOGLEVEL")
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHERS)}
@@ -391,6 +392,130 @@ replica.close()
     assert "ValueError: the first attempt" in done.stderr
     line = "worker 1 of 2 failed: ValueError: the first attempt; its traceback is above; all start again (restart 1 of 1)"
     assert f"decent-dp: {line}" in done.stderr.splitlines()
+
+
+# Worker 1 kills itself at its 20th step, and, if "twice" is said, again when it has come back. A moment later all stop.
+KEPT = (
+    BEGIN
+    + """
+import signal
+import decent_dp
+restarted, twice = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) > 0, "twice" in sys.argv
+rank = int(os.environ["RANK"])
+if restarted:
+    transport = decent_dp.join()
+else:
+    decent_dp.initialize_dist()
+    transport = None
+torch.manual_seed(rank)
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+faults = decent_dp.Tolerate(dead_after=3.0)
+replica = decent_dp.gossip(model, optimizer, faults=faults, transport=transport)
+rosters, last = [], 10**6
+while replica.stats().rounds < last:
+    optimizer.zero_grad()
+    model(torch.randn(4, 2)).square().mean().backward()
+    optimizer.step()
+    time.sleep(0.02)
+    roster = replica.roster
+    if roster.epoch > 0 and roster.members not in rosters[-1:]:
+        rosters.append(roster.members)
+        came_back = (0, 1, 2) in rosters
+        if came_back and (roster.members == (0, 2) or not twice):
+            last = replica.stats().rounds + 30
+    if rank == 1 and (came_back and twice if restarted and rosters else replica.stats().updates == 20):
+        os.kill(os.getpid(), signal.SIGKILL)
+replica.average_()
+sys.stdout.write(json.dumps({"rank": rank, "restarted": restarted, "weight": model.weight.tolist()}) + "\\n")
+sys.stdout.flush()
+replica.close()
+"""
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("often", ["once", "twice"])
+def test_with_keep_going_a_dead_worker_is_started_again_by_itself(tmp_path, often):
+    (tmp_path / "train.py").write_text(KEPT)
+    done = launch("-n", "3", "--keep-going", "--max-restarts", "1", "train.py", often, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = sorted((json.loads(line) for line in done.stdout.splitlines()), key=lambda one: one["rank"])
+    living = [(0, False), (1, True), (2, False)] if often == "once" else [(0, False), (2, False)]
+    assert [(one["rank"], one["restarted"]) for one in found] == living
+    assert all(one["weight"] == found[0]["weight"] for one in found)
+    killed = "decent-dp: worker 1 of 3 was killed by SIGKILL (is the memory full?); the other 2 go on"
+    expected = [f"{killed}, and it starts again (restart 1 of 1)"]
+    if often == "twice":
+        expected += [killed, "decent-dp: 2 of 3 workers have finished"]
+    assert [line for line in done.stderr.splitlines() if line.startswith("decent-dp: ")] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_an_agent_of_torchrun_for_each_worker_restarts_it_alone(tmp_path, restarts):
+    """As on several machines: the agents do not end the workers of each other."""
+    (tmp_path / "train.py").write_text(KEPT if restarts else KEPT.replace("came_back =", "came_back = True #"))
+    torchrun = [
+        str(Path(sys.executable).with_name("torchrun")),
+        "--nnodes=3",
+        "--nproc-per-node=1",
+        f"--max-restarts={restarts}",
+    ]
+    torchrun += ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    how: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path, "env": CLEAN}
+    with contextlib.ExitStack() as ending:
+        agents = []
+        for rank in range(3):
+            command = [*torchrun, f"--node-rank={rank}", "train.py", "once"]
+            agents.append(ending.enter_context(subprocess.Popen(command, **how)))
+            ending.callback(agents[-1].kill)
+        if restarts:
+            outputs = [agent.communicate(timeout=200) for agent in agents]
+            assert [agent.returncode for agent in agents] == [0, 0, 0], outputs
+            found = [json.loads(out) for out, _ in outputs]
+            assert [one["restarted"] for one in found] == [False, True, False]
+        else:
+            agents[1].communicate(timeout=200)
+            assert agents[1].returncode == 1
+            assert agents[0].stdout is not None
+            assert agents[2].stdout is not None
+            # They wait for the agent that is gone, up to five minutes.
+            found = [json.loads(agent.stdout.readline()) for agent in (agents[0], agents[2])]
+        assert all(one["weight"] == found[0]["weight"] for one in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        # Before the run has begun: a worker could not join, and the others would wait for it.
+        ("initialize_dist() if os.environ['RANK'] == '0' else 1 / 0", "failed: ZeroDivisionError: division by zero; its"),
+        # Without faults= there is nothing to go on with.
+        (
+            TRAINING.replace(BEGIN, "") + "step()\nif rank == 1:\n    os._exit(3)\nwhile True:\n    step()",
+            "ended with exit code 3",
+        ),
+    ],
+)
+def test_with_keep_going_a_run_that_cannot_go_on_ends(tmp_path, text, words):
+    (tmp_path / "train.py").write_text(BEGIN + text)
+    done = launch("-n", "2", "--keep-going", "--max-restarts", "3", "train.py", folder=tmp_path)
+    assert done.returncode == 1
+    lines = [line for line in done.stderr.splitlines() if line.startswith("decent-dp: ")]
+    assert len(lines) == 1
+    assert lines[0].startswith(f"decent-dp: worker 1 of 2 {words}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_with_keep_going_no_worker_outlives_the_launcher(tmp_path, number):
+    (tmp_path / "train.py").write_text(WAITING)
+    with running("--keep-going", "train.py", folder=tmp_path, n=2) as (process, pids):
+        process.send_signal(number)
+        process.communicate(timeout=120)
+        assert all_gone(pids)
+    assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
 
 
 PREEMPTED = (

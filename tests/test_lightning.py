@@ -567,6 +567,6 @@ def test_the_blocks_of_the_page_run(workers, tmp_path):
     from tests.test_docs import blocks
 
     code = [block.code for block in blocks(ROOT / "docs" / "lightning.md", "python no-run")]
-    assert len(code) == 5
+    assert len(code) == 6
     found, _ = workers(2, page, str(tmp_path), code)
     assert {"trainer", "fabric"} <= set(found)

@@ -19,6 +19,8 @@ import torch
 
 from decent_dp.checkpoint import latest, read_parameters
 from tests.slurm_cluster import PATH, ROOT, Cluster, missing
+from tests.test_docs import blocks
+from tests.test_launch_command import KEPT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -341,6 +343,26 @@ def test_torchrun_on_each_node(cluster, uninterrupted, tmp_path):
     assert re.findall(r"srun has ended with (\d+)", text) == ["1", "0"], text
     for found, params in zip(parameters(tmp_path), uninterrupted, strict=True):
         assert all(torch.equal(found[name], params[name]) for name in params)
+
+
+# -- one task that starts again --------------------------------------------------------------------------------------------
+
+
+def test_a_task_that_is_killed_starts_again_alone(cluster, tmp_path):
+    """The job script of the page: the other tasks go on, and the first node has the store."""
+    (tmp_path / "train.py").write_text(KEPT.replace('os.environ["RANK"]', 'os.environ["SLURM_PROCID"]'))
+    (block,) = [b.code for b in blocks(ROOT / "docs" / "launch.md", "text") if "--kill-on-bad-exit=0" in b.code]
+    script = tmp_path / "job.sh"
+    script.write_text("#!/bin/bash\n" + block.replace("train.py", f"{tmp_path}/train.py once"))
+    output = tmp_path / "output.txt"
+    sizes = ["--nodes=2", "--ntasks=3", "--ntasks-per-node=2"]
+    number = cluster.submit(*sizes, f"--output={output}", str(script), env=environ(cluster))
+    cluster.until(lambda: cluster.job(number)["JobState"] in ("COMPLETED", "FAILED"), 150, output.read_text)
+    text = output.read_text()
+    assert cluster.job(number)["JobState"] == "COMPLETED", text
+    found = sorted((json.loads(line) for line in text.splitlines() if line.startswith("{")), key=lambda one: one["rank"])
+    assert [(one["rank"], one["restarted"]) for one in found] == [(0, False), (1, True), (2, False)], text
+    assert all(one["weight"] == found[0]["weight"] for one in found)
 
 
 # -- programs that read Slurm's variables themselves -----------------------------------------------------------------------

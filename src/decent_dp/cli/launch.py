@@ -26,6 +26,8 @@ decent-dp launch --nproc 4 train.py --epochs 5
 
 decent-dp launch --nproc 4 --max-restarts 3 -m project.train
 
+decent-dp launch --nproc 4 --keep-going --max-restarts 3 train.py
+
 OMP_NUM_THREADS=2 decent-dp launch train.py
 
 Exit codes: 0 fine, 1 a worker failed, 2 bad input, 128 and its number after a signal."""
@@ -47,6 +49,12 @@ def launch(
     max_restarts: Annotated[
         int, typer.Option(min=0, help="How often all workers are started again when one has failed.", metavar="N")
     ] = 0,
+    keep_going: Annotated[
+        bool,
+        typer.Option(
+            "--keep-going", help="When a worker has failed the others go on, and --max-restarts starts it alone again."
+        ),
+    ] = False,
 ) -> int:
     """Start a script on several workers of this machine, with torchrun; nothing leaves the machine.
 
@@ -67,13 +75,15 @@ def launch(
     _announce(workers, chosen, environ)
     os.environ.update(environ)
     command = [*(["-m"] if module else []), script, *(args or [])]
+    if keep_going:
+        return _run_separately(workers, max_restarts, command)
     for attempt in range(max_restarts + 1):
         try:
             return _run(workers, attempt, max_restarts, command)
         except _WorkerFailedError as error:
             if attempt == max_restarts:
                 raise
-            sys.stderr.write(f"decent-dp: {error}; all start again (restart {attempt + 1} of {max_restarts})\n")
+            _say(f"{error}; all start again (restart {attempt + 1} of {max_restarts})")
     raise AssertionError("not reached")
 
 
@@ -138,6 +148,34 @@ def _backend(workers: int) -> str:
     return f"gloo: {workers} workers for {gpus} visible GPU{'s' * (gpus > 1)}" if gpus else "gloo: no GPU is visible"
 
 
+def _run_separately(workers: int, max_restarts: int, command: Sequence[str]) -> int:
+    """Without torchrun, which ends all workers when one fails."""
+    from decent_dp.errors import PeerLostError
+    from decent_dp.launch.separate import run_separately
+    from decent_dp.membership.joining import look_at_run
+
+    def has_begun(store: str) -> bool:
+        try:
+            look_at_run(store)
+        except PeerLostError:
+            return False
+        return True
+
+    outcome = run_separately(workers, command, max_restarts, has_begun, _say)
+    if outcome.signal:
+        _say(f"stopped by {signal.Signals(outcome.signal).name}; the workers have ended")
+        return 128 + outcome.signal
+    if outcome.first is not None:
+        raise _WorkerFailedError(_line_of(outcome.first, workers))
+    if len(outcome.finished) < workers:
+        _say(f"{len(outcome.finished)} of {workers} workers have finished")
+    return 0
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"decent-dp: {line}\n")
+
+
 # -- torchrun --------------------------------------------------------------------------------------------------------------
 
 
@@ -164,7 +202,7 @@ def _run(workers: int, attempt: int, max_restarts: int, command: Sequence[str]) 
             with _quiet_and_undone():
                 torchrun.run(options)
         except SignalException as stopped:
-            sys.stderr.write(f"decent-dp: stopped by {stopped.sigval.name}; the workers have ended\n")
+            _say(f"stopped by {stopped.sigval.name}; the workers have ended")
             return 128 + stopped.sigval
         except ChildFailedError as error:
             raise _WorkerFailedError(_first_of(error, workers)) from error
@@ -181,7 +219,10 @@ def _first_of(error: Any, workers: int) -> str:
         note = found.message if isinstance(found.message, dict) else {}
         when = note.get("extraInfo", {}).get("time", found.timestamp)
         failures.append(Failure(rank, found.exitcode, note.get("message", ""), when))
-    first = cause(failures)
+    return _line_of(cause(failures), workers)
+
+
+def _line_of(first: Any, workers: int) -> str:
     return f"worker {first.rank} of {workers} {first}{'; its traceback is above' if first.message else ''}"
 
 

@@ -17,10 +17,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from decent_dp import Gossip, Rule, Topology, gossip
+from decent_dp import Gossip, Rule, Tolerate, Topology, gossip
 from decent_dp._checks import install_hint
 from decent_dp.checkpoint import load, save
 from decent_dp.errors import CheckpointError
+from decent_dp.integrations._living import save_again
 from decent_dp.replica.consistency import call_on_all
 
 try:
@@ -74,6 +75,7 @@ class GossipArguments:
         compression: str | None = None,
         mix_every: int = 1,
         rule: Rule | None = None,
+        faults: Tolerate | None = None,
         overlap: bool = True,
         bucket_size_in_mb: float = 25,
         local_world_size: int | None = None,
@@ -93,6 +95,7 @@ class GossipArguments:
             compression=compression,
             mix_every=mix_every,
             rule=rule,
+            faults=faults,
             overlap=overlap,
             bucket_size_in_mb=bucket_size_in_mb,
         )
@@ -120,6 +123,8 @@ class GossipArguments:
     def make_replica(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> Gossip:
         """Calls ``gossip``, with the precision plugin's scaler and the number of devices of a node."""
         strategy: Any = self
+        if strategy.has_lost_workers:
+            raise RuntimeError("workers have died in an earlier training, which a new one needs: start all workers again.")
         on_node = strategy.num_processes if self._local_world_size is None else self._local_world_size
         scaler = getattr(getattr(strategy, self.PRECISION), "scaler", None)
         return self._gossip(model, optimizers, scaler=scaler, local_world_size=on_node)
@@ -150,29 +155,29 @@ def save_replicas(
         ValueError: the path is not on a disk.
         CheckpointError: a worker could not write. All of these on all workers.
     """
-    file, name = strategy.broadcast((os.fspath(path), uuid.uuid4().hex[:12]))
-    if "://" in file:
-        raise ValueError(
-            f"the replicas are saved beside the checkpoint file, and '{file}' is not on a disk: save to a folder that all "
-            "workers see, or the mean model alone (save_weights_only=True)."
-        )
-    folder = _beside(file) / name
-    own_file = _own_file(folder, strategy.global_rank)
     control = next(iter(replicas.values())).everyone.control
-    call_on_all(control, lambda: _written(file, lambda: strategy.checkpoint_io.save_checkpoint(own, own_file)))
-    for number, replica in enumerate(replicas.values()):
-        saving = save(replica, folder / f"replica-{number}", keep=1)
-        if saving.error is not None:
-            raise saving.error
-    note = {"replicas": name, "models": list(replicas), "workers": strategy.world_size}
-    call_on_all(control, lambda: _written(file, lambda: write(note) if strategy.is_global_zero else None))
+    ranks: tuple[int, ...] = ()
+    while ranks != tuple(control.ranks):  # again without a worker that has died in it
+        file, name = strategy.broadcast((os.fspath(path), uuid.uuid4().hex[:12]))
+        if "://" in file:
+            raise ValueError(
+                f"the replicas are saved beside the checkpoint file, and '{file}' is not on a disk: save to a folder that all "
+                "workers see, or the mean model alone (save_weights_only=True)."
+            )
+        folder, ranks = _beside(file) / name, tuple(control.ranks)
+        own_file = _own_file(folder, ranks.index(strategy.global_rank))
+        call_on_all(control, partial(_written, file, partial(strategy.checkpoint_io.save_checkpoint, own, own_file)))
+        for number, replica in enumerate(replicas.values()):
+            save_again(replica, partial(save, replica, folder / f"replica-{number}", keep=1))
+        note = {"replicas": name, "models": list(replicas), "workers": len(ranks)}
+        call_on_all(control, partial(_written, file, partial(write, note) if strategy.is_global_zero else _nothing))
     remove_replicas(strategy, file, keep=name)
 
 
 def remove_replicas(strategy: Any, path: str | os.PathLike[str], keep: str | None = None) -> None:
     """Removes the replicas that were saved beside ``path``, except those of the save ``keep``."""
     folder = _beside(path)
-    if strategy.local_rank != 0 or not folder.is_dir():
+    if not (strategy.local_rank == 0 or strategy.is_global_zero) or not folder.is_dir():
         return
     with contextlib.suppress(OSError):
         for entry in folder.iterdir():
@@ -236,6 +241,10 @@ def _saved_beside(path: str | os.PathLike[str]) -> Path:
 
 def _own_file(folder: Path, rank: int) -> Path:
     return folder / f"lightning-{rank:05d}.ckpt"
+
+
+def _nothing() -> None:
+    """What the workers write that do not write the file."""
 
 
 def _written(path: object, call: Callable[[], object]) -> None:

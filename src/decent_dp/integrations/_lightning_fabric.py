@@ -21,11 +21,12 @@ from decent_dp.integrations._lightning_common import (
     remove_replicas,
     save_replicas,
 )
+from decent_dp.integrations._lightning_living import LivingCollectives
 
 __all__ = ["GossipFabricStrategy"]
 
 
-class GossipFabricStrategy(GossipArguments, DDPStrategy):  # type: ignore[misc]
+class GossipFabricStrategy(GossipArguments, LivingCollectives, DDPStrategy):  # type: ignore[misc]
     """A strategy of Lightning's Fabric: ``fabric.setup(model, optimizer)`` calls ``decent_dp.gossip``, and wraps nothing.
 
     ``fabric.save`` writes the mean of the replicas, and all replicas beside the file if the state has the model and all its
@@ -49,6 +50,9 @@ class GossipFabricStrategy(GossipArguments, DDPStrategy):  # type: ignore[misc]
     def reset(self) -> None:
         self.replicas: list[Gossip] = []
         self._backward_sync_control = _LocalGradients()
+
+    def current_replica(self) -> Gossip | None:
+        return next((replica for replica in self.replicas if not replica.closed), None)
 
     @property
     def replica(self) -> Gossip:

@@ -34,6 +34,8 @@ from decent_dp.integrations._lightning_common import (
     save_replicas,
 )
 from decent_dp.integrations._lightning_fabric import GossipFabricStrategy
+from decent_dp.integrations._lightning_living import LivingCollectives
+from decent_dp.integrations._living import Living, tolerates
 from decent_dp.replica.shards import is_sharded
 
 if TYPE_CHECKING:
@@ -52,7 +54,7 @@ _log = logging.getLogger(__name__)
 _MODEL = "state_dict"
 
 
-class GossipStrategy(GossipArguments, DDPStrategy):  # type: ignore[misc]
+class GossipStrategy(GossipArguments, LivingCollectives, DDPStrategy):  # type: ignore[misc]
     """A strategy of Lightning's Trainer whose workers mix with their neighbours after each step of the optimizers.
 
     Validation, and the weights in checkpoint files, are the mean of the replicas. A folder beside each file has all replicas,
@@ -99,6 +101,9 @@ class GossipStrategy(GossipArguments, DDPStrategy):  # type: ignore[misc]
 
     def setup(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
+        if self.has_lost_workers and trainer.state.fn != TrainerFn.FITTING:
+            self._setup_without_the_others(trainer)
+            return
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
@@ -110,6 +115,17 @@ class GossipStrategy(GossipArguments, DDPStrategy):  # type: ignore[misc]
         self.replica = self.make_replica(self.lightning_module, self.optimizers)
         self._random = None
         self._contexts.enter_context(_Stops(self, trainer, self.replica))
+        if tolerates(self.replica):
+            self._contexts.enter_context(self.living_metrics(self.lightning_module))
+
+    def _setup_without_the_others(self, trainer: pl.Trainer) -> None:
+        """As Lightning's own for ``validate``, ``test`` and ``predict``, without a broadcast of the model, the mean."""
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        self.model = self.precision_plugin.convert_module(self.lightning_module)
+        self.model_to_device()
+        self.setup_precision_plugin()
 
     def configure_ddp(self) -> None:
         """Wraps nothing."""
@@ -166,6 +182,7 @@ class GossipStrategy(GossipArguments, DDPStrategy):  # type: ignore[misc]
     def stops_any(self, should_stop: bool) -> bool:
         """Whether ``should_stop`` is set on any worker. Called by all workers, and an error names one that is gone."""
         assert self.replica is not None
+        self.replica.everyone.control.begin("should_stop")
         return any(self.replica.everyone.control.gather(should_stop))
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -238,15 +255,14 @@ class GossipStrategy(GossipArguments, DDPStrategy):  # type: ignore[misc]
 
     # -- collectives of Lightning, also in its handling of an error ---------------------------------------------------
 
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
+    def current_replica(self) -> Gossip | None:
+        return self.replica if self._training else None
+
+    def living(self) -> Living | None:
         if not self._alone:
-            super().barrier(*args, **kwargs)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return obj if self._alone else super().broadcast(obj, src)
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return tensor if self._alone else super().reduce(tensor, group, reduce_op)
+            return super().living()
+        ranks = range(self.world_size) if self._last_control is None else self._last_control.ranks
+        return Living(self.global_rank, None, ranks)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from decent_dp import Gossip, checkpoint, gossip
+from decent_dp import Gossip, Tolerate, checkpoint, gossip
 from decent_dp._checks import install_hint
 from decent_dp.launch import read_environment
 from decent_dp.replica.averages import differing
@@ -32,6 +32,9 @@ try:
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 except ImportError as error:
     raise ImportError(f"the Trainer needs transformers and accelerate; {install_hint('transformers')}") from error
+
+from decent_dp.integrations._living import Living, save_again, tolerates
+from decent_dp.integrations._trainer_living import LivingTrainer
 
 if TYPE_CHECKING:
     from decent_dp.rules import Rule
@@ -54,6 +57,7 @@ def attach(
     compression: str | None = None,
     mix_every: int = 1,
     rule: Rule | None = None,
+    faults: Tolerate | None = None,
     overlap: bool = True,
     bucket_size_in_mb: float = 25,
     local_world_size: int | None = None,
@@ -70,6 +74,7 @@ def attach(
     Args:
         trainer: a ``Trainer``, or a subclass.
         topology, compression, mix_every, rule, overlap, bucket_size_in_mb, local_world_size: as in ``gossip``.
+        faults: as in ``gossip``. With it the Trainer's own collectives, too, are those of the living workers.
         signals: at one of these to any worker, all workers save a checkpoint after the same step and exit with status 0
             (``checkpoint.Preemption``).
 
@@ -88,6 +93,7 @@ def attach(
         "compression": compression,
         "mix_every": mix_every,
         "rule": rule,
+        "faults": faults,
         "overlap": overlap,
         "bucket_size_in_mb": bucket_size_in_mb,
         "local_world_size": local_world_size,
@@ -116,6 +122,8 @@ class GossipCallback(TrainerCallback):  # type: ignore[misc]  # its sources are 
         # Left when train() returns or raises.
         self._during = contextlib.ExitStack()
         self._inside_mean = False
+        # With faults, from the beginning of training; it stays if a worker is gone at the end.
+        self._living: LivingTrainer | None = None
         # Rounds at the end of the last step.
         self._rounds = 0
         accelerator = trainer.accelerator
@@ -139,6 +147,7 @@ class GossipCallback(TrainerCallback):  # type: ignore[misc]  # its sources are 
             resume = resume_from_checkpoint or None
             self._resume = resume = _last_complete(self._trainer.args.output_dir) if resume is True else resume
             with contextlib.ExitStack() as self._during:
+                self._during.callback(self._leave)
                 return train(resume or resume_from_checkpoint, *args, **kwargs)
 
         return wrapped
@@ -159,12 +168,18 @@ class GossipCallback(TrainerCallback):  # type: ignore[misc]  # its sources are 
             # An upload, too, saves internally, in another folder.
             is_checkpoint = output_dir is not None and Path(output_dir).name.startswith(f"{PREFIX_CHECKPOINT_DIR}-")
             folder = Path(output_dir) / _REPLICAS if output_dir is not None and saves and is_checkpoint else None
-            if folder is not None and self._trainer.is_local_process_zero():
+            is_writer = self._trainer.is_local_process_zero() or self._trainer.is_world_process_zero()
+            if folder is not None and is_writer:
                 # Of an earlier run, whose step had the same number. All workers meet in averaged() before any of them writes.
                 (folder.parent / TRAINER_STATE_NAME).unlink(missing_ok=True)  # written last: the folder is complete with it
                 shutil.rmtree(folder, ignore_errors=True)
-            with self._averaged():
-                save_model(output_dir, _internal_call)
+            writer = None
+            while writer is None or (self._living is not None and writer != self._living.first):
+                writer = -1 if self._living is None else self._living.first
+                with self._averaged():
+                    save_model(output_dir, _internal_call)
+                if self._training and self._living is not None:
+                    self._living.barrier()  # the writer may have died
             if folder is not None:
                 self._save_replicas(folder)
 
@@ -201,9 +216,13 @@ class GossipCallback(TrainerCallback):  # type: ignore[misc]  # its sources are 
                 f"{type(optimizer).__name__} gives the model other weights for evaluation, from values that workers do not "
                 "have in common: choose another optimizer."
             )
+        if self._living is not None:
+            raise RuntimeError("workers have died in an earlier train(), which a new one needs: start all workers again.")
         transport = None if dist.is_initialized() else InProcessTransport()
         replica = gossip(trainer.model, optimizer, scaler=trainer.accelerator.scaler, transport=transport, **self._options)
         self.replica = replica
+        if tolerates(replica):
+            self._living = LivingTrainer(trainer, Living(replica.everyone.rank, replica.everyone.control))
         if self._resume is not None:
             self._load_replicas(Path(self._resume) / _REPLICAS)
         self._rounds = replica.stats().rounds
@@ -253,6 +272,12 @@ class GossipCallback(TrainerCallback):  # type: ignore[misc]  # its sources are 
                 "Use a shared disk, or save_on_each_node=True."
             )
         replica.close()
+        self._leave()
+
+    def _leave(self) -> None:
+        """The collectives of the living workers end with the training."""
+        if self._living is not None and self.replica is not None and self._living.leave(self.replica.everyone.rank):
+            self._living = None
 
     # -- all replicas -------------------------------------------------------------------------------------------------
 
@@ -261,9 +286,8 @@ class GossipCallback(TrainerCallback):  # type: ignore[misc]  # its sources are 
         assert replica is not None
         # The Trainer saves worker 0's, and a scaler may have skipped a step on another worker only.
         state = {} if replica.scaler is None else {"scheduler": self._trainer.lr_scheduler.state_dict()}
-        saving = checkpoint.save(replica, folder, state, keep=1)
-        if saving.error is not None:  # on all workers. The Trainer would go on to remove older checkpoints
-            raise saving.error
+        # An error is raised on all workers: the Trainer would go on to remove older checkpoints.
+        save_again(replica, lambda: checkpoint.save(replica, folder, state, keep=1))
 
     def _load_replicas(self, folder: Path) -> None:
         assert self.replica is not None

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from decent_dp.launch.environment import read_environment
 
-__all__ = ["Failure", "cause", "refuse_in_a_worker", "store_on", "usable_cores", "worker_environment"]
+__all__ = ["Failure", "cause", "refuse_in_a_worker", "store_on", "usable_cores", "worker_environment", "worker_variables"]
 
 _LOOPBACKS = ("lo", "lo0")  # Linux, macOS
 # What a worker says when another one has gone: the exceptions of decent_dp, and the words of gloo.
@@ -49,6 +49,22 @@ def worker_environment(nproc: int, environ: Mapping[str, str]) -> dict[str, str]
         found["GLOO_SOCKET_IFNAME"] = loopback[0]
     # An empty value counts as none.
     return {name: environ.get(name) or value for name, value in found.items()}
+
+
+def worker_variables(rank: int, nproc: int, port: int) -> dict[str, str]:
+    """Returns the environment of a worker whose launcher serves the store, at this port of 127.0.0.1."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        # The port is of a store that exists: worker 0 opens none.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        **worker_environment(nproc, os.environ),
+    }
 
 
 def store_on(host: str = "127.0.0.1", port: int = 0) -> TCPStore:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from decent_dp._checks import check_integer, install_hint
 from decent_dp.launch.group import initialize_dist
-from decent_dp.launch.local import Failure, cause, refuse_in_a_worker, store_on, worker_environment
+from decent_dp.launch.local import Failure, cause, refuse_in_a_worker, store_on, worker_variables
 from decent_dp.launch.script import end_with_parent, last_line
 
 __all__ = ["spawn"]
@@ -78,7 +78,7 @@ def spawn(fn: Callable[..., T], nproc: int, *args: Any) -> list[T]:
     workers: list[_Worker] = []
     try:
         for rank in range(nproc):
-            with _environment(_variables(rank, nproc, store.port)):
+            with _environment(worker_variables(rank, nproc, store.port)):
                 workers.append(_start(rank, by_value))
         for worker in workers:
             # One that has ended says so by its exit code.
@@ -124,21 +124,6 @@ def _dumped(values: Any, by_value: bool) -> bytes:
             f"spawn() pickles the function, its arguments and its results, and one of them cannot be: {error}. Define the "
             "function at the top level of a file, and make in it what cannot be pickled"
         ) from error
-
-
-def _variables(rank: int, nproc: int, port: int) -> dict[str, str]:
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(nproc),
-        "LOCAL_WORLD_SIZE": str(nproc),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        # The port is of a store that exists: worker 0 opens none.
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        **worker_environment(nproc, os.environ),
-    }
 
 
 @contextlib.contextmanager

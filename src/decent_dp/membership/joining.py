@@ -35,7 +35,7 @@ def join(store: str | Store | None = None, *, rank: int | None = None) -> Newcom
 
     Args:
         store: the run's store, as HOST:PORT; None: MASTER_ADDR and MASTER_PORT of the environment.
-        rank: of the worker; None: RANK of the environment, or if that is not set, the first one that no member has.
+        rank: of the worker; None: RANK of the environment, or SLURM_PROCID, or if none is set, the first one that no member has.
 
     Raises:
         ValueError, TypeError: an argument is wrong, or missing.
@@ -142,7 +142,7 @@ def _whole_store(store: str | Store | None) -> Store:
 
 def _look_for_a_place(store: str | Store | None, rank: int | None) -> tuple[Run, int]:
     """The run, and the rank in it that this process is to have."""
-    text: object = os.environ.get("RANK") if rank is None else rank
+    text: object = os.environ.get("RANK", os.environ.get("SLURM_PROCID")) if rank is None else rank
     run, deadline = look_at_run(store), time.monotonic() + _FREE
     places = run.record["places"]
     if text is not None:

@@ -1,0 +1,159 @@
+"""The collectives of both Lightning strategies: with ``faults``, among the workers that live."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from torch import Tensor, nn
+from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
+
+from decent_dp import Gossip
+from decent_dp.integrations._living import Living, tolerates
+from decent_dp.transport import Control
+
+__all__ = ["LivingCollectives"]
+
+T = TypeVar("T")
+
+
+class LivingCollectives:
+    """The part of both strategies that Lightning makes its collectives with. It comes before a DDPStrategy.
+
+    Without ``faults`` they are those of the process group. With it they are those of the living workers while there is a
+    replica in training. After that, if a worker is gone, each one is on its own.
+    """
+
+    # Of the replica that was last in training, if it tolerates deaths.
+    _last_control: Control | None = None
+
+    def current_replica(self) -> Gossip | None:
+        """The replica over whose connections the workers speak; None if none is in training."""
+        raise NotImplementedError
+
+    def living(self) -> Living | None:
+        """The workers of a collective; None for those of the process group."""
+        strategy: Any = self
+        replica = self.current_replica()
+        if replica is not None:
+            self._last_control = replica.everyone.control if tolerates(replica) else None
+        control = self._last_control
+        if control is None or (replica is None and len(control.ranks) == strategy.world_size):
+            return None
+        return Living(strategy.global_rank, None if replica is None else control, control.ranks)
+
+    @property
+    def has_lost_workers(self) -> bool:
+        """Whether a worker is gone, so that the process group cannot be used any more."""
+        strategy: Any = self
+        living = self.living()
+        return living is not None and len(living.ranks) < strategy.world_size
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this worker writes files and logs: the first one that lives."""
+        strategy: Any = self
+        living = self.living()
+        return bool(strategy.global_rank == (0 if living is None else living.ranks[0]))
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """This worker's share of the data; among the living workers when a data loader is made anew."""
+        base: Any = super()
+        living = self.living()
+        if living is None:
+            kwargs: dict[str, Any] = base.distributed_sampler_kwargs
+            return kwargs
+        rank, number = living.position
+        return {"num_replicas": number, "rank": rank}
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        living = self.living()
+        if living is None:
+            base: Any = super()
+            base.barrier(*args, **kwargs)
+        else:
+            living.barrier()
+            self._take_over()
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        living = self.living()
+        base: Any = super()
+        found: T = base.broadcast(obj, src) if living is None else living.broadcast(obj, src)
+        self._take_over()
+        return found
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        living = self._living_of(group)
+        if living is None or not isinstance(tensor, Tensor):
+            base: Any = super()
+            return base.reduce(tensor, group, reduce_op)
+        living.reduce_(tensor, "sum" if reduce_op is None else reduce_op)
+        self._take_over()
+        return tensor
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if self._living_of(group) is None or not isinstance(tensor, Tensor):
+            base: Any = super()
+            return base.all_reduce(tensor, group, reduce_op)
+        return self.reduce(tensor, group, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Shape (living workers, ...). Raises ValueError for ``sync_grads``, with faults."""
+        living = self._living_of(group)
+        if living is None:
+            base: Any = super()
+            found: Tensor = base.all_gather(tensor, group, sync_grads)
+            return found
+        if sync_grads:
+            raise ValueError(
+                "all_gather(sync_grads=True) sends gradients to other workers, which faults= does not: leave it out"
+            )
+        return torch.stack(self.gather_tensors(tensor))
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        living = self.living()
+        if living is None:
+            base: Any = super()
+            return bool(base.reduce_boolean_decision(decision, all))
+        decisions = [bool(one) for one in living.gather(bool(decision))]
+        self._take_over()
+        return False not in decisions if all else True in decisions
+
+    def gather_tensors(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
+        """The tensors of all workers, for torchmetrics."""
+        living = self._living_of(group)
+        if living is None:
+            found: list[Tensor] = gather_all_tensors(tensor, group)
+            return found
+        found = [value.to(tensor.device) for value in living.gather(tensor.detach())]
+        self._take_over()
+        return found
+
+    @contextlib.contextmanager
+    def living_metrics(self, module: nn.Module) -> Iterator[None]:
+        """Inside, the metrics of torchmetrics in ``module`` gather among the living workers."""
+        changed = [part for part in module.modules() if isinstance(part, Metric) and part.dist_sync_fn is None]
+        for metric in changed:
+            metric.dist_sync_fn = self.gather_tensors
+        try:
+            yield
+        finally:
+            for metric in changed:
+                metric.dist_sync_fn = None
+
+    def _living_of(self, group: Any) -> Living | None:
+        """Of a collective of this group. A smaller one is the user's own, and a worker on its own makes none."""
+        living = self.living()
+        of_all = group is None or group is dist.group.WORLD
+        return living if of_all or (living is not None and living.is_alone) else None
+
+    def _take_over(self) -> None:
+        """The first living worker logs, if worker 0 is gone."""
+        if self.is_global_zero:
+            rank_zero_only.rank = 0

@@ -1,0 +1,164 @@
+"""The collectives of transformers and accelerate, among the workers that live, for ``attach(trainer, faults=...)``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType, concatenate, recursively_apply
+from torch import Tensor, nn
+from transformers import Trainer
+
+from decent_dp.integrations._living import Living
+
+__all__ = ["LivingTrainer"]
+
+
+class LivingTrainer:
+    """Makes a Trainer and its accelerator use ``living`` in place of the process group.
+
+    Both are told that they are not distributed, so that they make no collectives of their own, and which position and number
+    of workers they have. What they would have gathered is gathered here.
+
+    Args:
+        trainer: whose methods, and those of its accelerator, are replaced until ``restore``.
+    """
+
+    def __init__(self, trainer: Trainer, living: Living) -> None:
+        self._trainer, self._living = trainer, living
+        self._states: list[Any] = [PartialState(), AcceleratorState()]
+        first = self._states[0]
+        self._before = first.distributed_type, first.process_index, first.num_processes
+        self._replaced: list[tuple[Any, str]] = []
+        self._seen: tuple[int, ...] = ()
+        self._set(DistributedType.NO, *living.position)
+        accelerator = trainer.accelerator
+        self._replace(accelerator, "gather", self._gather)
+        self._replace(accelerator, "gather_for_metrics", self._around_metrics(accelerator.gather_for_metrics))
+        self._replace(accelerator, "pad_across_processes", self._pad)
+        self._replace(accelerator, "reduce", self._reduce)
+        self._replace(accelerator, "wait_for_everyone", self.barrier)
+        self._replace(trainer, "store_flos", self._around_flos(trainer.store_flos))
+        self._replace(trainer, "_maybe_log_save_evaluate", self._around_log(trainer._maybe_log_save_evaluate))
+        self._objects = {"use_gather_object": trainer.args.eval_use_gather_object}
+        trainer.gather_function = functools.partial(accelerator.gather_for_metrics, **self._objects)
+
+    @property
+    def first(self) -> int:
+        """The rank of the worker that has the duties of the main process."""
+        return self._living.ranks[0]
+
+    def barrier(self) -> None:
+        """Waits for the living workers, and takes note of who they are."""
+        self._living.barrier()
+        self._regroup()
+
+    def leave(self, rank: int) -> bool:
+        """After the training: everything is as before, unless a worker is gone. Then each one is on its own.
+
+        Returns:
+            Whether all workers are there.
+        """
+        self._regroup()
+        if len(self._living.ranks) < self._before[2]:
+            self._living = Living(rank, None, self._living.ranks)
+            self._set(DistributedType.NO, self._states[0].process_index, 1)
+            return False
+        for holder, name in self._replaced:
+            delattr(holder, name)
+        self._set(*self._before)
+        self._trainer.gather_function = functools.partial(self._trainer.accelerator.gather_for_metrics, **self._objects)
+        return True
+
+    def _replace(self, holder: Any, name: str, method: Callable[..., Any]) -> None:
+        setattr(holder, name, method)
+        self._replaced.append((holder, name))
+
+    def _set(self, kind: Any, index: int, number: int) -> None:
+        for state in self._states:
+            state.distributed_type, state.process_index, state.num_processes = kind, index, number
+
+    def _regroup(self) -> None:
+        """The position among the living workers; the first one takes the duties of the main process over."""
+        if self._living.is_alone or self._living.ranks == self._seen:
+            return
+        self._seen = self._living.ranks
+        self._set(DistributedType.NO, *self._living.position)
+        state = self._trainer.state
+        state.is_world_process_zero = self._trainer.is_world_process_zero()
+        state.is_local_process_zero |= state.is_world_process_zero
+
+    def _gathered(self, value: Any) -> list[Any]:
+        found = self._living.gather(value)
+        self._regroup()
+        return found
+
+    # -- methods of the accelerator -----------------------------------------------------------------------------------
+
+    def _gather(self, tensor: Any) -> Any:
+        values = recursively_apply(lambda t: t[None] if t.ndim == 0 else t, tensor, error_on_other_type=True)
+        device = self._trainer.accelerator.device
+        return recursively_apply(lambda t: t.to(device), concatenate(self._gathered(values)))
+
+    def _around_metrics(self, gather_for_metrics: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(gather_for_metrics)
+        def wrapped(input_data: Any, use_gather_object: bool = False) -> Any:
+            if use_gather_object or not _has_only_tensors(input_data):
+                input_data = [entry for own in self._gathered(input_data) for entry in own]
+            return gather_for_metrics(input_data, use_gather_object)
+
+        return wrapped
+
+    def _pad(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        def pad(part: Tensor) -> Tensor:
+            if not -part.ndim <= dim < part.ndim:
+                return part
+            lacks = max(self._gathered(part.shape[dim])) - part.shape[dim]
+            widths = [0] * (2 * part.ndim)
+            widths[2 * (part.ndim - 1 - dim % part.ndim) + (not pad_first)] = lacks
+            return nn.functional.pad(part, widths, value=pad_index)
+
+        return recursively_apply(pad, tensor, error_on_other_type=True)
+
+    def _reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        def reduce(part: Tensor) -> Tensor:
+            reduced = part if reduction == "none" else self._living.reduce_(part.detach().clone(), reduction)
+            return reduced * scale
+
+        found = recursively_apply(reduce, tensor, error_on_other_type=True)
+        self._regroup()
+        return found
+
+    # -- methods of the Trainer ---------------------------------------------------------------------------------------
+
+    def _around_flos(self, store_flos: Callable[[], None]) -> Callable[[], None]:
+        @functools.wraps(store_flos)
+        def wrapped() -> None:
+            self._trainer.current_flos = sum(self._gathered(self._trainer.current_flos))
+            store_flos()
+
+        return wrapped
+
+    def _around_log(self, log: Callable[..., None]) -> Callable[..., None]:
+        """Before a log the loss becomes the mean over workers; the Trainer's own gather of it does nothing here."""
+
+        @functools.wraps(log)
+        def wrapped(tr_loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            trainer, control = self._trainer, self._trainer.control
+            if control.should_log and trainer.state.global_step > trainer._globalstep_last_logged:
+                self._living.reduce_(tr_loss, "mean")
+            if control.should_log or control.should_evaluate or control.should_save:
+                self.barrier()  # the shares of the data, and the worker that writes, are those of the present workers
+            log(tr_loss, *args, **kwargs)
+
+        return wrapped
+
+
+def _has_only_tensors(data: Any) -> bool:
+    try:
+        recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True
