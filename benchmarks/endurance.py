@@ -41,8 +41,8 @@ import decent_dp
 from decent_dp.launch.local import store_on
 
 PACE, LR, BATCH = 0.8, 0.05, 32
-# Seconds: until a killed worker is started again, without faults at the end, and for all to end after that.
-RESTART, CALM, GRACE = 3.0, 25.0, 60.0
+# Seconds: for all to start, until a killed worker is started again, without faults at the end, and for all to end after that.
+START, RESTART, CALM, GRACE = 300.0, 3.0, 25.0, 60.0
 KILLS = 0.6
 RESULT = Path(__file__).parent / "results" / "endurance.json"
 
@@ -68,7 +68,7 @@ def make_schedule(n: int, seconds: float, per_hour: float, seed: int) -> list[Fa
 # -- a worker --------------------------------------------------------------------------------------------------------------
 
 
-def work(rank: int, store: str, folder: str, until: float, joins: bool) -> None:
+def work(rank: int, store: str, folder: str, joins: bool) -> None:
     faulthandler.register(signal.SIGUSR1)
     began = time.time()
     torch.set_num_threads(1)
@@ -99,6 +99,10 @@ def work(rank: int, store: str, folder: str, until: float, joins: bool) -> None:
             line = {"time": time.time(), "pid": os.getpid(), "steps": steps, "longest": longest, "loss": loss, **counts, **here}
             print(json.dumps({**line, **more}), file=file)
 
+        Path(f"{folder}/ready-{rank}").touch()
+        while not Path(f"{folder}/until").exists():
+            time.sleep(0.05)
+        until, last_step = float(Path(f"{folder}/until").read_text()), time.monotonic()
         while time.time() < until:
             time.sleep(PACE)
             batch = torch.randint(0, 1400, (BATCH,), generator=chosen)
@@ -127,20 +131,29 @@ def work(rank: int, store: str, folder: str, until: float, joins: bool) -> None:
 def run(n: int, seconds: float, schedule: list[Fault], folder: Path) -> dict[str, Any]:
     """Trains for so many seconds, and returns what was seen."""
     folder.mkdir(parents=True, exist_ok=True)
-    server = store_on()
+    server, begun = store_on(), time.monotonic()
     address = f"127.0.0.1:{server.port}"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)}
     environment |= {"WORLD_SIZE": str(n), "TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo"}
-    start = time.time() + 10 + 1.2 * n  # imports of so many processes
-    until = start + seconds
     logs = {rank: open(folder / f"worker-{rank}.log", "ab") for rank in range(n)}  # noqa: SIM115
 
     def spawn(rank: int, joins: bool) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "benchmarks.endurance", "--worker", str(rank), address, str(folder), str(until)]
+        command = [sys.executable, "-m", "benchmarks.endurance", "--worker", str(rank), address, str(folder)]
         own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         return subprocess.Popen(command + ["join"] * joins, env=own, stdout=logs[rank], stderr=subprocess.STDOUT)
 
     workers = {rank: spawn(rank, joins=False) for rank in range(n)}
+    while not all((folder / f"ready-{rank}").exists() for rank in range(n)):
+        if any(worker.poll() is not None for worker in workers.values()) or time.monotonic() > begun + START:
+            for worker in workers.values():
+                worker.kill()
+                worker.wait()
+            raise RuntimeError(f"not all workers have started: see {folder}")
+        time.sleep(0.1)
+    start = time.time() + 1.0
+    until = start + seconds
+    (folder / "until.new").write_text(str(until))
+    (folder / "until.new").rename(folder / "until")
     due: list[tuple[float, str, int]] = []
     for fault in schedule:
         due.append((start + fault.at, "freeze" if fault.frozen else "kill", fault.rank))
@@ -339,8 +352,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULT)
     given = parser.parse_args()
     if given.worker:
-        rank, store, folder, until, *joins = given.worker
-        work(int(rank), store, folder, float(until), bool(joins))
+        rank, store, folder, *joins = given.worker
+        work(int(rank), store, folder, bool(joins))
         return
     if given.demo:
         demo()

@@ -490,7 +490,20 @@ def test_a_store_that_cannot_listen(cli: Cli) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["", "topology", "topology list", "topology show", "topology compare", "simulate", "plan", "doctor", "roster", "watch"],
+    [
+        "",
+        "topology",
+        "topology list",
+        "topology show",
+        "topology compare",
+        "simulate",
+        "plan",
+        "doctor",
+        "roster",
+        "status",
+        "kill",
+        "watch",
+    ],
 )
 def test_help_with_examples(cli: Cli, line: str) -> None:
     text = cli(f"{line} --help")

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import io
 import json
+import os
 import socket
 import threading
 import time
@@ -333,7 +334,14 @@ def test_only_the_chosen_interface_is_listened_on(monkeypatch, interface):
     (made,) = addresses.listen(rendezvous)
     with made:
         host, port = made.getsockname()[:2]
-        assert json.loads(store.get("address/0")) == {"node": "here", "incarnation": 0, "host": host, "port": port}
+        assert json.loads(store.get("address/0")) == {
+            "node": "here",
+            "incarnation": 0,
+            "pid": os.getpid(),
+            "machine": socket.gethostname(),
+            "host": host,
+            "port": port,
+        }
         assert host == ("127.0.0.1" if interface else addresses._own_address())
         # This machine's other addresses are not answered at.
         for other in {"127.0.0.1", "127.0.0.2", addresses.address_of("eth0") or "127.0.0.3"} - {host}:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from decent_dp.errors import PeerLostError
-from decent_dp.membership.line import newest_epoch
+from decent_dp.membership.line import Epoch, newest_epoch
 from decent_dp.transport import NewcomerTransport
 from decent_dp.transport.base import connect_store, read_text, store_errors, whole_store
-from decent_dp.transport.communicators import NEWEST, ROOT, Rendezvous, network_stack
+from decent_dp.transport.communicators import NEWEST, ROOT, Rendezvous, address_key, network_stack
 
-__all__ = ["join"]
+__all__ = ["Run", "join", "look_at_run"]
 
 # Seconds for a connection to the store.
 _SECONDS = 5.0
@@ -36,37 +39,79 @@ def join(store: str | Store | None = None, *, rank: int | None = None) -> Newcom
         ValueError, TypeError: an argument is wrong, or missing.
         PeerLostError: no store answers there, or no run that tolerates faults is registered in it.
     """
-    whole = _whole_store(store)
+    run = look_at_run(store)
+    record, own = run.record, _own_rank(rank, run.record["world_size"])
     try:
         with store_errors():
-            run_id = read_text(whole, NEWEST)
-            found = {} if run_id is None else {name: read_text(whole, f"{run_id}/{name}") for name in ("run", "signature")}
-            if run_id is None or None in found.values():
-                raise PeerLostError(
-                    "no run is registered at this store: only a run with faults=decent_dp.Tolerate(...) and a topology that is "
-                    "given by name can be joined."
-                )
-            record, signature = (json.loads(found[name] or "") for name in ("run", "signature"))
-            own = _own_rank(rank, record["world_size"])
             # A store that has lost its contents counts from the beginning.
-            before = max(newest_epoch(whole, run_id).incarnations.values(), default=0)
-            incarnation = before + whole.add(f"{run_id}/incarnation", 1)
+            before = max(run.epoch.incarnations.values(), default=0)
+            incarnation = before + run.store.add(f"{run.run_id}/incarnation", 1)
     except ConnectionError as error:
         raise PeerLostError(str(error)) from error
     stack = network_stack() or f"process {os.getpid()}"
     shared = Rendezvous(
-        PrefixStore(run_id, whole),
+        PrefixStore(run.run_id, run.store),
         own,
         record["world_size"],
         timedelta(seconds=record["timeout"]),
         nccl=False,
         node_of=tuple(record["node_of"]),
         token=bytes.fromhex(record["token"]),
-        run_id=run_id,
+        run_id=run.run_id,
         node=stack,
         incarnation=incarnation,
     )
-    return NewcomerTransport(shared, signature)
+    return NewcomerTransport(shared, run.signature)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the store knows of the run that began last.
+
+    Attributes:
+        store: with the keys of all runs.
+        record: what its workers have in common (``Transport.records``); the secret is among it.
+        signature: of their settings.
+        epoch: the newest one; epoch 0 names nobody.
+    """
+
+    store: Store
+    run_id: str
+    record: Mapping[str, Any] = field(repr=False)
+    signature: Mapping[str, Any]
+    epoch: Epoch
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return self.epoch.members or tuple(range(self.record["world_size"]))
+
+    def address(self, rank: int) -> dict[str, Any] | None:
+        """Where the present process of a worker listens, and which process it is; None if the store does not know it."""
+        text = read_text(self.store, f"{self.run_id}/{address_key(rank, self.epoch.incarnations.get(rank, 0))}")
+        return None if text is None else dict(json.loads(text))
+
+
+def look_at_run(store: str | Store | None = None) -> Run:
+    """Reads what the store knows of the run that began last. ``store``: as of ``join``.
+
+    Raises:
+        ValueError, TypeError, PeerLostError: as of ``join``.
+    """
+    whole = _whole_store(store)
+    try:
+        with store_errors():
+            run_id = read_text(whole, NEWEST)
+            found = {} if run_id is None else {name: read_text(whole, f"{run_id}/{name}") for name in ("run", "signature")}
+            epoch = None if run_id is None else newest_epoch(whole, run_id)
+    except ConnectionError as error:
+        raise PeerLostError(str(error)) from error
+    if run_id is None or epoch is None or None in found.values():
+        raise PeerLostError(
+            "no run is registered at this store: only a run with faults=decent_dp.Tolerate(...) and a topology that is "
+            "given by name can be joined."
+        )
+    record, signature = (json.loads(found[name] or "") for name in ("run", "signature"))
+    return Run(whole, run_id, record, signature, epoch)
 
 
 def _whole_store(store: str | Store | None) -> Store:

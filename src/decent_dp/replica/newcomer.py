@@ -6,6 +6,7 @@ import logging
 import random
 import socket
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -55,7 +56,15 @@ def open_doors(replica: R) -> R:
             replica.close()
             raise
         replica.before_first_round = newcomer.enter
-    company.neighbours.welcome(host.serve)
+    # The transport's thread must not keep a replica alive that nobody uses any more.
+    serve = weakref.WeakMethod(host.serve)
+
+    def host_guest(stream: socket.socket) -> None:
+        with stream:
+            if (found := serve()) is not None:
+                found(stream)
+
+    company.neighbours.welcome(host_guest)
     return replica
 
 

@@ -9,12 +9,13 @@ import os
 import socket
 import struct
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from decent_dp.transport.communicators import Rendezvous, UnreachableError, address_key
 from decent_dp.transport.tcp.descriptors import own
 
-__all__ = ["address_of", "dial", "listen", "look_up"]
+__all__ = ["address_of", "dial", "dial_at", "listen", "look_up"]
 
 # An address that nobody has (RFC 5737): the way to it is the default route.
 _ELSEWHERE = "192.0.2.1"
@@ -27,7 +28,8 @@ def listen(rendezvous: Rendezvous) -> list[socket.socket]:
     workers are there.
     """
     listeners: list[socket.socket] = []
-    address: dict[str, Any] = {"node": rendezvous.node, "incarnation": rendezvous.incarnation}
+    address: dict[str, Any] = {"node": rendezvous.node, "incarnation": rendezvous.incarnation, "pid": os.getpid()}
+    address["machine"] = socket.gethostname()
     others = rendezvous.world_size - 1
     if rendezvous.local and sys.platform == "linux":
         stream = own(lambda: socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
@@ -72,9 +74,19 @@ def dial(rendezvous: Rendezvous, peer: int, seconds: float, incarnation: int = 0
         key = address_key(peer, incarnation)
         rendezvous.store.wait([key], rendezvous.timeout)
         address = rendezvous.addresses[peer] = json.loads(rendezvous.store.get(key))
-    peer_is_local = address["node"] == rendezvous.node and "local" in address
+    return dial_at(address, rendezvous.node, seconds)
+
+
+def dial_at(address: Mapping[str, Any], node: str, seconds: float) -> socket.socket:
+    """A connection to the process that has stored this address. ``node``: of this process.
+
+    Raises:
+        UnreachableError: nobody answers there.
+        OSError: this process has no file descriptor left.
+    """
+    is_local = address["node"] == node and "local" in address
     at: bytes | tuple[str, int]
-    if peer_is_local:
+    if is_local:
         family, at = socket.AF_UNIX, b"\0" + address["local"].encode()
     else:
         family, at = _family_of(address["host"]), (address["host"], address["port"])
@@ -84,7 +96,7 @@ def dial(rendezvous: Rendezvous, peer: int, seconds: float, incarnation: int = 0
         stream.connect(at)
     except OSError as error:
         stream.close()
-        raise UnreachableError(None if peer_is_local else f"{address['host']} port {address['port']}", str(error)) from error
+        raise UnreachableError(None if is_local else f"{address['host']} port {address['port']}", str(error)) from error
     return stream
 
 
