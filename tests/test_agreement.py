@@ -210,12 +210,16 @@ def test_who_decides_knows_of_connections_that_were_made_later():
         b'["first",["x"],[[1,1,0,"xf0","",""]],null,null]',
         b'["first",["x"],[[1,1,0,"x-1","",""]],null,null]',
         b'["first",["x"],[[1,1,0,"1,0","",""]],null,null]',
+        b'["first",["x"],[[1,1,0,"0-%d","",""]],null,null]' % 10**30,
         b'["first",["x"],[[1,1,1,"","",""]],null,null]',
         b'["first",[7],[[1,1,0,"","",""]],null,null]',
         b'["first",["x"],[[99,1,0,"","",""]],null,null]',
         b'["first",["x"],[[-1,1,0,"","",""]],null,null]',
         b'["first",[],[],null,2]',
-        b'["first",[null],[],[[1,0,""]],null]',
+        b'["first",[null],[],[["1",0,""]],null]',
+        b'["first",["x"],[],[["3",0,""]],null]',
+        b'["first",["x"],[],[["1",1,""]],null]',
+        b'["first",["x"],[],[[1,0,""]],null]',
         b"[1,[],[],null,null]",
     ],
 )
@@ -235,6 +239,13 @@ def test_messages_of_many_workers_are_small(links):
     packed = _pack("call/1", {}, decision)
     assert len(packed) < 20_000 + 1000 * min(1000 // 4, 4 * len(links))
     assert _unpack(packed, 1000)[2] == decision
+
+
+def test_a_decision_without_links_has_each_text_once():
+    decision = Decision({rank: "xyz"[rank // 400] * 200 for rank in range(1000)}, {})
+    packed = _pack("epoch/1", {}, decision)
+    assert len(packed) < 700
+    assert _unpack(packed, 1000)[2] == Decision(decision.texts, dict.fromkeys(range(1000), frozenset()))
 
 
 def test_who_comes_when_it_is_over_learns_that_it_was_left_out():
@@ -302,6 +313,27 @@ def test_who_was_away_asks_before_it_decides():
     net.propose(0, "first", "x")
     net.run(20.0)
     assert sorted(net.decided[0]["first"].texts) == [1, 2]  # and it learns that it was left out
+
+
+class Careful(Agreements):
+    """Compares the ways that it keeps with those that a search finds."""
+
+    def _decide(self, name, agreement, reached):
+        assert reached == self._ways(agreement).keys()
+        super()._decide(name, agreement, reached)
+
+    def _pursue(self, name, agreement):
+        super()._pursue(name, agreement)
+        if self._rank in agreement.statements and agreement.ways is not None:
+            searched = self._ways(agreement)
+            assert agreement.ways.keys() == searched.keys()
+            assert (agreement.hop is None) == (min(searched) == self._rank)
+
+
+def test_ways_that_are_kept_lead_to_the_workers_that_a_search_finds(monkeypatch):
+    monkeypatch.setattr(f"{__name__}.Agreements", Careful)
+    for seed in range(120):
+        schedule(seed)
 
 
 def test_random_schedules():

@@ -146,7 +146,7 @@ class Line:
 
 def promises_of(text: str) -> dict[int, str]:
     """The promises that an epoch in the store is made of, by rank."""
-    return {int(rank): promise for promise, ranks in json.loads(text) for rank in ranks}
+    return dict(sorted((int(rank), promise) for promise, ranks in json.loads(text) for rank in ranks))
 
 
 def newest_epoch(store: Store, run_id: str) -> Epoch:

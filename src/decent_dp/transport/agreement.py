@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 __all__ = ["Agreements", "Consensus", "Decision", "View"]
 
@@ -329,7 +330,7 @@ class Agreements:
         is_stale = any(said[rank].version <= agreement.stale.get(rank, 0) for rank in reached - {self._rank})
         if not (unclear or is_stale or agreement.ratifying):
             texts = {rank: said[rank].text or "" for rank in sorted(reached)}
-            decision = Decision(texts, {rank: said[rank].linked & reached for rank in texts})
+            decision = Decision(texts, {rank: said[rank].linked.intersection(reached) for rank in texts})
             if self._ratify(name, decision):
                 self._conclude(name, agreement, decision)
             else:
@@ -412,10 +413,10 @@ def _pack(
     ]
     decided = None
     if decision is not None:
-        decided = [
-            [rank, texts.setdefault(text, len(texts)), _short(decision.links.get(rank, ()))]
-            for rank, text in decision.texts.items()
-        ]
+        alike: dict[tuple[int, frozenset[int]], list[int]] = {}
+        for rank, text in decision.texts.items():
+            alike.setdefault((texts.setdefault(text, len(texts)), decision.links.get(rank, frozenset())), []).append(rank)
+        decided = [[_short(ranks), at, _short(links)] for (at, links), ranks in alike.items()]
     return json.dumps([name, list(texts), said, decided, asker], separators=(",", ":"), ensure_ascii=False).encode()
 
 
@@ -436,13 +437,21 @@ def _unpack(
         if decided is not None and name in known:
             decision = Decision({}, {})
         elif decided is not None:
-            _check(None not in texts and all(rank in range(world_size) and at in range(len(texts)) for rank, at, _ in decided))
-            links = {rank: _ranks(text, world_size) for rank, _, text in decided}
-            decision = Decision({rank: texts[at] for rank, at, _ in decided}, links)
+            decision = _decision(decided, texts, world_size)
         _check(asker is None or asker in statements)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"no message of an agreement: {message[:100]!r}") from error
     return name, statements, decision, asker
+
+
+def _decision(decided: list[list[Any]], texts: list[str], world_size: int) -> Decision:
+    """What a list of [ranks, number of their text, their links] stands for."""
+    found: dict[int, tuple[str, frozenset[int]]] = {}
+    for ranks, at, linked in decided:
+        _check(None not in texts and at in range(len(texts)))
+        said = texts[at], _ranks(linked, world_size)
+        found.update(dict.fromkeys(_ranks(ranks, world_size), said))
+    return Decision({rank: found[rank][0] for rank in sorted(found)}, {rank: linked for rank, (_, linked) in found.items()})
 
 
 def _check(is_right: bool) -> None:
@@ -473,7 +482,7 @@ def _ranks(text: str, world_size: int) -> frozenset[int]:
     found: list[int] = []
     for span in text.split(",") if text else ():
         first, _, last = span.partition("-")
-        ranks = range(int(first), int(last or first) + 1)
-        _check(len(ranks) > 0 and (found[-1] if found else -1) < ranks[0] and ranks[-1] < world_size)
-        found.extend(ranks)
+        low, high = int(first), int(last or first)
+        _check((found[-1] if found else -1) < low <= high < world_size)
+        found.extend(range(low, high + 1))
     return frozenset(found)
