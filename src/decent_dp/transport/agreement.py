@@ -318,15 +318,15 @@ class Agreements:
 
     def _decide(self, name: str, agreement: _Open, reached: Set[int]) -> None:
         """Decides, as the lowest one that lives, if all of them have come; and connects to those of which nobody knows."""
-        below = (peer for peer in self._others if peer < self._rank and self._view(peer) is not View.LOST)
+        below = (peer for peer in range(self._rank) if self._view(peer) is not View.LOST)
         if (lowest := next(below, None)) is not None:
             self._connect(lowest)
-        if not reached <= agreement.came():
+        said = agreement.statements
+        if any(rank not in said or said[rank].text is None for rank in reached):
             return
         unclear = self._unclear(agreement, reached)
         for peer in unclear:
             self._connect(peer)
-        said = agreement.statements
         is_stale = any(said[rank].version <= agreement.stale.get(rank, 0) for rank in reached - {self._rank})
         if not (unclear or is_stale or agreement.ratifying):
             texts = {rank: said[rank].text or "" for rank in sorted(reached)}
@@ -355,7 +355,7 @@ class Agreements:
         waiting = deque([start])
         while waiting:
             rank = waiting.popleft()
-            for peer in sorted(self._sight(agreement, rank).linked - ways.keys()):
+            for peer in sorted(self._sight(agreement, rank).linked.difference(ways)):
                 ways[peer] = peer if ways[rank] is None else ways[rank]
                 waiting.append(peer)
 
