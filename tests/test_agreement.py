@@ -318,9 +318,9 @@ def test_who_was_away_asks_before_it_decides():
 class Careful(Agreements):
     """Compares the ways that it keeps with those that a search finds."""
 
-    def _decide(self, name, agreement, reached):
-        assert reached == self._ways(agreement).keys()
-        super()._decide(name, agreement, reached)
+    def _decide(self, name, agreement, ways):
+        assert ways.keys() == self._ways(agreement).keys()
+        super()._decide(name, agreement, ways)
 
     def _pursue(self, name, agreement):
         super()._pursue(name, agreement)

@@ -124,10 +124,6 @@ class _Open:
     ratifying: bool = False
     ways: dict[int, int | None] | None = None
 
-    def came(self) -> set[int]:
-        """The workers that have contributed."""
-        return {rank for rank, statement in self.statements.items() if statement.text is not None}
-
     def lacks(self, rank: int, statement: _Statement) -> bool:
         """Whether a statement of this worker is newer than the known one."""
         return self.statements.get(rank, _NOTHING).version < statement.version
@@ -182,7 +178,8 @@ class Agreements:
         if agreement is None:
             return []
         reached = self._ways(agreement).keys()
-        return sorted({*reached, *self._unclear(agreement, reached)} - agreement.came())
+        came = {rank for rank, statement in agreement.statements.items() if statement.text is not None}
+        return sorted({*reached, *self._unclear(agreement, reached)} - came)
 
     def propose(self, name: str, text: str) -> None:
         """Contributes to an agreement."""
@@ -314,15 +311,15 @@ class Agreements:
         if agreement.hop is None:
             if has_lost and self._rank in agreement.statements:
                 self._ask(name, agreement)
-            self._decide(name, agreement, ways.keys())
+            self._decide(name, agreement, ways)
 
-    def _decide(self, name: str, agreement: _Open, reached: Set[int]) -> None:
+    def _decide(self, name: str, agreement: _Open, ways: dict[int, int | None]) -> None:
         """Decides, as the lowest one that lives, if all of them have come; and connects to those of which nobody knows."""
         below = (peer for peer in range(self._rank) if self._view(peer) is not View.LOST)
         if (lowest := next(below, None)) is not None:
             self._connect(lowest)
-        said = agreement.statements
-        if any(rank not in said or said[rank].text is None for rank in reached):
+        said, reached = agreement.statements, ways.keys()
+        if any(rank not in said or said[rank].text is None for rank in reversed(ways)):  # those that are far come last
             return
         unclear = self._unclear(agreement, reached)
         for peer in unclear:
