@@ -3,10 +3,13 @@
 The real ``Agreements``, ``Epochs`` and ``Line`` of all workers run in one process, in virtual time, over a scripted network; there
 are no tensors and no sockets. Workers are connected as the library connects them: to their partners in the rounds of the present
 members (base-2), also to those of former epochs, and a process that joins to all members. 1 % of the workers die each minute,
-and ``RETURN`` seconds later a new process asks for the place of each. A connection of a killed worker breaks at once, and it counts
-as dead after ``DEAD_AFTER`` seconds. A worker that leaves says so (SIGTERM), and counts as dead at once.
+and ``RETURN`` seconds later a new process asks for the place of each. Two cases: processes are killed, so that connections break
+at once and new ones are refused (``REFUSED``); and machines cannot be reached, and count as dead after ``DEAD_AFTER`` seconds.
 
-Also measured: how many operations one real TCPStore does on this machine, from two client processes.
+A worker's computation is real: the seconds of its thread, as if all messages were read by itself. It takes no virtual time.
+
+Also measured: how many operations one real TCPStore does on this machine, from two client processes. Figures for ``ASKED`` seats
+are projected from the two largest measured sizes, each by a power of the size.
 
 Writes ``benchmarks/results/membership.json`` and ``membership.md``.
 """
@@ -19,6 +22,7 @@ import itertools
 import json
 import math
 import multiprocessing
+import queue
 import random
 import statistics
 import time
@@ -45,10 +49,12 @@ from decent_dp.transport.tcp.protocol import HEADER_SIZE, LARGEST_NOTE
 T = TypeVar("T")
 
 RESULT = Path(__file__).parent / "results" / "membership.json"
-SIZES, ASKED = (64, 128, 256, 512, 1000), 10_000
+# Seats, and virtual seconds of churn for each.
+SIZES, ASKED = {64: 600, 256: 150, 512: 75, 1000: 45}, 10_000
 # Seconds: of a step; of a message's way; between looks and questions of an agreement (as ``ControlPlane``); until a lost member
-# is missed (as ``Company``); between heartbeats; until a worker that was killed counts as dead; until a process joins in its place.
-STEP, DELAY, LOOK, ASK, SETTLE, BEAT, DEAD_AFTER, RETURN = 0.5, (0.015, 0.025), 0.1, 0.5, 0.5, 1.0, 10.0, 30.0
+# is missed (as ``Company``); until a machine that cannot be reached, or a process that was killed, counts as dead; until a process
+# joins in its place; before the churn.
+STEP, DELAY, LOOK, ASK, SETTLE, DEAD_AFTER, REFUSED, RETURN, BEGIN = 0.5, (0.015, 0.025), 0.1, 0.5, 0.5, 10.0, 0.05, 15.0, 2.0
 CHURN = 0.01 / 60  # deaths per second and worker
 
 
@@ -124,6 +130,7 @@ class Worker:
         self.futures: dict[str, Future[Decision]] = {}
         self.texts: dict[str, set[str]] = {}
         self.missed: dict[int, float] = {}
+        self.until: int | None = None  # it mixes with nobody after this round
         self.cpu = 0.0
         self.counted: int | None = None if incarnation else 0  # the epoch in which the world counts it
         self.agreements = Agreements(
@@ -158,9 +165,11 @@ class Worker:
         self.vote, self.write = vote, ratify
 
     def promise(self, seconds: float, least: int) -> int:
-        return self.round + max(least, math.ceil(seconds / STEP))
+        self.until = self.round + max(least, math.ceil(seconds / STEP))
+        return self.until
 
-    def confine(self, last: int | None) -> None: ...
+    def confine(self, last: int | None) -> None:
+        self.until = last
 
     def enter_epoch(self, number: int) -> None:
         """Tells the others with a heartbeat."""
@@ -235,6 +244,8 @@ class Worker:
         world, epochs = self.world, self.epochs
         if not self.alive:
             return
+        world.steps += 1
+        world.held += self.until is not None and self.round > self.until
         gone = {rank for rank in world.victims if self.view(rank) is View.LOST and rank in epochs.newest.members}
         self.missed = {rank: self.missed.get(rank, world.now) for rank in gone}
         wanted = any(world.now - since > SETTLE for since in self.missed.values())
@@ -271,6 +282,7 @@ class World:
     Attributes:
         victims: workers that have died and are not replaced, and when.
         common: the newest epoch that all living members know.
+        steps, held: of all workers; and those in which a worker had to wait for an epoch, and would have mixed with nobody.
     """
 
     def __init__(self, n: int, seed: int = 0, notice: float = DEAD_AFTER) -> None:
@@ -278,11 +290,11 @@ class World:
         self.now, self.events, self.order = 0.0, [], itertools.count()  # type: ignore[var-annotated]
         self.store, self.plan, self.unpack = CountedStore(), Plan(), Unpack()
         self.victims: dict[int, float] = {}
-        self.incarnations = 0
+        self.incarnations = self.steps = self.held = 0
         self.notes, self.beats, self.note_bytes, self.largest, self.too_large = 0, 0, 0, 0, 0
         self.epochs: dict[int, Epoch] = {}
         self.common = 0
-        # Of each death the seconds to a common epoch without it; and those for which there is none yet.
+        # Seconds from when a worker counts as dead to a common epoch without it; and those for which there is none yet.
         self.reached: list[float] = []
         self.missing: list[tuple[int, int, float]] = []
         self.seated: list[float] = []  # seconds from a process's request to its seat
@@ -307,9 +319,9 @@ class World:
 
     def timed(self, worker: Worker, call: Callable[[], T]) -> T:
         """Calls it, and counts the seconds for a worker."""
-        began = time.perf_counter()
+        began = time.thread_time()
         result = call()
-        worker.cpu += time.perf_counter() - began + self.unpack.take()
+        worker.cpu += time.thread_time() - began + self.unpack.take()
         return result
 
     def send(self, worker: Worker, peer: int, message: bytes) -> None:
@@ -345,7 +357,28 @@ class World:
             one.connections[b] = waiting = Connection()
             waiting.broken, waiting.lost = self.now, self.now + self.notice
 
+    def figures(self) -> dict[str, float]:
+        """What has been counted so far."""
+        return {
+            "epochs": self.common,
+            "operations": self.store.operations,
+            "store_bytes": self.store.bytes,
+            "messages": self.notes,
+            "bytes": self.note_bytes,
+            "beats": self.beats,
+            "steps": self.steps,
+            "held": self.held,
+        }
+
     # -- churn
+
+    def disturb(self, until: float) -> None:
+        """Kills a worker, and the next ones at random times."""
+        living = [worker.rank for worker in self.workers if worker.alive and worker.epochs.is_member]
+        self.kill(self.random.choice(living))
+        pause = self.random.expovariate(CHURN * self.n)
+        if self.now + pause < until:
+            self.at(pause, lambda: self.disturb(until))
 
     def kill(self, rank: int) -> None:
         worker = self.workers[rank]
@@ -358,8 +391,7 @@ class World:
             if connection.broken == math.inf and self.workers[peer].connections.get(rank) is connection:
                 connection.broken, connection.lost = self.now + 0.02, self.now + 0.02 + self.notice
         self.move(worker, None)
-        if RETURN:
-            self.at(RETURN, lambda: self.come(rank))
+        self.at(RETURN, lambda: self.come(rank))
 
     def come(self, rank: int) -> None:
         """A process asks a member for the place of a dead worker."""
@@ -416,7 +448,7 @@ class World:
             for rank, incarnation, died in list(self.missing):
                 if rank not in epoch.members or epoch.incarnations.get(rank, 0) > incarnation:
                     self.missing.remove((rank, incarnation, died))
-                    self.reached.append(self.now - died)
+                    self.reached.append(self.now - died - self.notice)
 
 
 class Unpack:
@@ -428,9 +460,9 @@ class Unpack:
 
     def __call__(self, message: bytes, n: int, known: Any) -> Any:
         if message not in self.found:
-            began = time.perf_counter()
+            began = time.thread_time()
             found = unpack(message, n)
-            self.found[message] = time.perf_counter() - began, found
+            self.found[message] = time.thread_time() - began, found
             if len(self.found) > 4096:
                 self.found.popitem(last=False)
         else:
@@ -453,3 +485,142 @@ def world_of(n: int, **options: Any) -> Iterator[World]:
         clock.monotonic = lambda: world.now
         with mock.patch.object(agreement_module, "_unpack", world.unpack):
             yield world
+
+
+def measure(n: int, seconds: float, notice: float, seed: int = 0) -> dict[str, Any]:
+    """Figures of ``n`` seats under churn for so many virtual seconds."""
+    with world_of(n, seed=seed, notice=notice) as world:
+        world.run(BEGIN)
+        before, start = world.figures(), dict(world.figures())
+        for worker in world.workers:
+            worker.cpu = 0.0
+        world.at(world.random.uniform(0.0, min(1.0 / (CHURN * n), seconds)), lambda: world.disturb(BEGIN + seconds))
+        world.run(BEGIN + seconds)
+        found = {name: value - before[name] for name, value in world.figures().items()}
+        epochs = found["epochs"] or math.nan
+        late = [world.now - died - notice for _, _, died in world.missing if world.now - died > notice]
+        return {
+            "seats": n,
+            "seconds": seconds,
+            "notice": notice,
+            "start_operations": start["operations"],
+            "start_store_bytes": start["store_bytes"],
+            "epochs": found["epochs"],
+            "operations_per_s": found["operations"] / seconds,
+            "store_bytes_per_s": found["store_bytes"] / seconds,
+            "messages_per_epoch": found["messages"] / epochs,
+            "bytes_per_epoch": found["bytes"] / epochs,
+            "largest_message": world.largest,
+            "too_large": world.too_large,
+            "deaths": len(world.reached) + len(late),
+            "reached_median": statistics.median([*world.reached, *late]),
+            "reached_worst": max([*world.reached, *late]),
+            "not_reached": len(late),
+            "seated_median": statistics.median(world.seated) if world.seated else None,
+            "held": found["held"] / found["steps"],
+            "cpu_busiest_per_epoch": max(worker.cpu for worker in world.workers) / epochs,
+            "cpu_mean_per_epoch": statistics.fmean(worker.cpu for worker in world.workers) / epochs,
+        }
+
+
+def ask(port: int, seconds: float, counts: Any) -> None:
+    """Asks a store as the workers do, and says how often."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    count, end = 0, time.monotonic() + seconds
+    while time.monotonic() < end:
+        store.check(["run/address", "run/run"])
+        count += 1
+    counts.put(count / seconds)
+
+
+def store_rate(seconds: float = 3.0) -> float:
+    """Operations per second of one TCPStore with two clients."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set("run/run", "x" * 1000)
+    context = multiprocessing.get_context("spawn")
+    counts = context.Queue()
+    clients = [context.Process(target=ask, args=(store.port, seconds, counts)) for _ in range(2)]
+    for client in clients:
+        client.start()
+    try:
+        return sum(counts.get(timeout=120) for _ in clients)
+    except queue.Empty:
+        raise RuntimeError("a client of the store does not answer") from None
+    finally:
+        for client in clients:
+            client.kill()
+            client.join()
+
+
+# What is projected, as a power of the size.
+_GROWING = (
+    "start_operations",
+    "start_store_bytes",
+    "operations_per_s",
+    "store_bytes_per_s",
+    "messages_per_epoch",
+    "bytes_per_epoch",
+    "largest_message",
+    "cpu_busiest_per_epoch",
+    "cpu_mean_per_epoch",
+)
+
+
+def project(rows: list[dict[str, Any]], n: int) -> dict[str, Any]:
+    """What ``n`` seats would need, from the two largest of the measured sizes."""
+    small, large = rows[-2:]
+    found: dict[str, Any] = {"seats": n}
+    for name in _GROWING:
+        power = math.log(large[name] / small[name]) / math.log(large["seats"] / small["seats"])
+        found[name] = large[name] * (n / large["seats"]) ** power
+    return found
+
+
+def quiet_after(n: int) -> float:
+    """Mean seconds until no machine is silent that does not count as dead yet, from the first one on: the busy time of a queue
+    with Poisson arrivals, equal times of service and a server for each."""
+    rate = CHURN * n
+    return math.expm1(rate * DEAD_AFTER) / rate
+
+
+def table(result: dict[str, Any]) -> str:
+    """The committed table."""
+    lines = [
+        "| seats | store: operations per second | per epoch: messages | per epoch: MB | largest message, KB | busiest worker: "
+        "CPU s per epoch | killed: s to a common epoch, median (worst) | unreachable: the same | unreachable: steps held |",
+        "|" + "---|" * 9,
+    ]
+    for row in [*result["killed"], result["projected"]]:
+        n, other = row["seats"], next((r for r in result["unreachable"] if r["seats"] == row["seats"]), None)
+        cells = [
+            f"{row['operations_per_s']:,.0f}",
+            f"{row['messages_per_epoch']:,.0f}",
+            f"{row['bytes_per_epoch'] / 1e6:,.1f}",
+            f"{row['largest_message'] / 1e3:,.0f}",
+            f"{row['cpu_busiest_per_epoch']:.2g}",
+        ]
+        if other is None:
+            cells = [f"{n:,}, projected", *cells, "–", "–", "–"]
+        else:
+            times = [f"{r['reached_median']:.1f} ({r['reached_worst']:.1f})" for r in (row, other)]
+            cells = [f"{n:,}", *cells, *times, f"{100 * other['held']:.0f} %"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    result: dict[str, Any] = {"machine": "one of two shared cores", "store_rate": store_rate(), "killed": [], "unreachable": []}
+    for n, seconds in SIZES.items():
+        for case, notice in (("killed", REFUSED), ("unreachable", DEAD_AFTER)):
+            began = time.monotonic()
+            result[case].append(measure(n, seconds, notice))
+            print(f"{case}, {time.monotonic() - began:.0f} s:", result[case][-1], flush=True)
+    result["projected"] = project(result["killed"], ASKED)
+    result["quiet_after"] = {str(n): quiet_after(n) for n in (*SIZES, 2000, ASKED)}
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    RESULT.with_suffix(".md").write_text(table(result))
+    print(table(result))
+
+
+if __name__ == "__main__":
+    main()

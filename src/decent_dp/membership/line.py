@@ -78,7 +78,8 @@ class Line:
             if not newest and store.check([NEWEST, *map(self._key, self._records)]):
                 return  # as nearly always: the texts are as long as there are workers, and each of them looks
             for key, text in self._records.items():
-                store.compare_set(self._key(key), "", text)
+                if not store.check([self._key(key)]):
+                    store.compare_set(self._key(key), "", text)
             if newest:
                 store.set(NEWEST, self._run_id)
             store.compare_set(NEWEST, "", self._run_id)

@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 __all__ = ["Agreements", "Consensus", "Decision", "View"]
@@ -34,6 +35,8 @@ __all__ = ["Agreements", "Consensus", "Decision", "View"]
 _VERSIONS = 40
 # Decisions of each kind (what is before the slash in their names) that are kept for workers that come late.
 _KEPT = 64
+# Statements in one message at most. Transports limit the size of messages.
+_PART = 1024
 
 
 class View(enum.Enum):
@@ -307,7 +310,8 @@ class Agreements:
             }
             if news:
                 sent.update({rank: said.version for rank, said in news.items()})
-                self._send(peer, _pack(name, news))
+                for first in range(0, len(news), _PART):
+                    self._send(peer, _pack(name, dict(islice(news.items(), first, first + _PART))))
         if agreement.hop is None:
             if has_lost and self._rank in agreement.statements:
                 self._ask(name, agreement)
