@@ -160,6 +160,19 @@ def test_one_that_died_is_not_waited_for_and_one_that_is_late_is():
     assert [net.decided[rank]["first"].texts for rank in (1, 2, 3)] == [{1: "1", 2: "2", 3: "3"}] * 3
 
 
+def test_one_that_is_late_costs_few_messages():
+    net = Network(8, ring(8))
+    for rank in range(7):
+        net.propose(rank, "first", "x")
+    net.run(10.0)
+    before = net.messages
+    net.run(50.0)
+    assert net.messages - before < 20 * 8 * 8  # a question every two seconds
+    net.propose(7, "first", "x")
+    net.run(50.5)
+    assert all("first" in decided for decided in net.decided)
+
+
 def test_a_broken_connection_leaves_nobody_out_whom_another_one_reaches():
     net = Network(4, all_pairs(4))
     net.break_link(0, 1)

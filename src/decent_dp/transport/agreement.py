@@ -35,6 +35,8 @@ __all__ = ["Agreements", "Consensus", "Decision", "View"]
 _VERSIONS = 40
 # Decisions of each kind (what is before the slash in their names) that are kept for workers that come late.
 _KEPT = 64
+# After the first two questions the worker that decides asks in one turn of so many.
+_SELDOM = 4
 # Statements in one message at most. Transports limit the size of messages.
 _PART = 1024
 
@@ -115,6 +117,7 @@ class _Open:
         stale: the versions of the statements that were known when a connection was lost. Since then their senders may have
             decided without this worker, so it decides on newer ones only.
         ratifying: this worker has a decision, and does not know yet whether it counts.
+        turns: how often it was time for a question.
         ways: ``Agreements._ways``, as far as statements since the last look have added to them; None: to be found again.
     """
 
@@ -125,6 +128,7 @@ class _Open:
     linked: frozenset[int] = frozenset()
     stale: dict[int, int] = field(default_factory=dict)
     ratifying: bool = False
+    turns: int = 0
     ways: dict[int, int | None] | None = None
 
     def lacks(self, rank: int, statement: _Statement) -> bool:
@@ -231,7 +235,8 @@ class Agreements:
         self._pursue(name, agreement)
 
     def look(self, *, again: bool) -> None:
-        """Looks at the other workers; called once in a while as long as it is ``waiting``. ``again``: asks those that miss."""
+        """Looks at the other workers; called once in a while as long as it is ``waiting``. ``again``: asks those that miss, and
+        asks more seldom after a while: a question goes over all connections of all workers."""
         for name, agreement in list(self._open.items()):
             own = agreement.statements.get(self._rank)
             if own is None:
@@ -241,7 +246,9 @@ class Agreements:
                 agreement.statements[self._rank] = new
             agreement.ways = None
             self._pursue(name, agreement)
-            if again and agreement.hop is None and name in self._open:
+            agreement.turns += again
+            is_due = again and (agreement.turns < 3 or agreement.turns % _SELDOM == 0)
+            if is_due and agreement.hop is None and name in self._open:
                 self._ask(name, agreement)
 
     def reconnected(self, peer: int) -> None:
