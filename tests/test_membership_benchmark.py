@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import membership
+from benchmarks import many_seats, membership
 from decent_dp.membership.line import Epoch
 from decent_dp.transport.agreement import Agreements
 from decent_dp.transport.tcp.protocol import HEADER_SIZE
@@ -15,7 +15,7 @@ from decent_dp.transport.tcp.protocol import HEADER_SIZE
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("notice", [membership.REFUSED, membership.DEAD_AFTER])
+@pytest.mark.parametrize("notice", [many_seats.REFUSED, many_seats.DEAD_AFTER])
 def test_workers_under_churn_come_to_one_line_and_all_is_counted(monkeypatch, notice):
     sent: list[int] = []
     operations: list[str] = []
@@ -29,7 +29,7 @@ def test_workers_under_churn_come_to_one_line_and_all_is_counted(monkeypatch, no
             super().__init__(rank, n, view, listen, *others)
 
     def listening(name):
-        call = getattr(membership.CountedStore, name)
+        call = getattr(many_seats.CountedStore, name)
 
         def listen(store, *arguments):
             operations.append(name)
@@ -37,11 +37,11 @@ def test_workers_under_churn_come_to_one_line_and_all_is_counted(monkeypatch, no
 
         return listen
 
-    monkeypatch.setattr(membership, "Agreements", Listening)
+    monkeypatch.setattr(many_seats, "Agreements", Listening)
     for name in ("check", "get", "set", "compare_set"):
-        monkeypatch.setattr(membership.CountedStore, name, listening(name))
-    monkeypatch.setattr(membership, "CHURN", 0.2 / 60)
-    with membership.world_of(16, seed=1, notice=notice) as world:
+        monkeypatch.setattr(many_seats.CountedStore, name, listening(name))
+    monkeypatch.setattr(many_seats, "CHURN", 0.2 / 60)
+    with many_seats.world_of(16, seed=1, notice=notice) as world:
         world.run(membership.BEGIN)
         world.disturb(until=120.0)
         world.run(200.0)
@@ -69,4 +69,4 @@ def test_the_page_shows_the_committed_table():
     assert membership.table(result) == text
     assert text in (ROOT / "docs" / "membership.md").read_text()
     for row in result["killed"] + result["unreachable"]:
-        assert (row["too_large"], row["not_reached"]) == (0, 0) or row["notice"] == membership.DEAD_AFTER
+        assert (row["too_large"], row["not_reached"]) == (0, 0) or row["notice"] == many_seats.DEAD_AFTER
