@@ -123,7 +123,7 @@ bench-faults: $(VENV)/.installed  ## what faults=Tolerate() costs, and what a ki
 bench-unequal: $(VENV)/.installed  ## what a slow worker costs the others, waiting and with faults=Tolerate() (7 minutes)
 	$(BIN)/python -m benchmarks.unequal
 
-bench-membership: $(VENV)/.installed  ## the protocol of members with 64 to 1,000 seats under churn, in virtual time (MINUTES_ minutes)
+bench-membership: $(VENV)/.installed  ## the protocol of members with 64 to 1,000 seats under churn, in virtual time (8 minutes)
 	$(BIN)/python -m benchmarks.membership
 
 endurance: $(VENV)/.installed  ## 32 workers under kills and freezes, and the same without (MINUTES=30 each): table, plot and JSON under benchmarks/results/
