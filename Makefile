@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest $(PARALLEL)
 OLDEST_PYTHON ?= python3.10
 NEWEST_PYTHON ?= python3.13
 
-.PHONY: help test test-all slow breakages compat compat-pythons compat-oldest compat-newest lint types suite demo accuracy wires learning workbench holes figures bench-net bench-net-long bench-net-nodes bench-gossip bench-time-to-loss bench-optim bench-overhead bench-plan bench-faults bench-unequal bench-unequal-sim endurance chaos-demo bench-checkpoint examples slurm trace gpu docs dist clean
+.PHONY: help test test-all slow breakages compat compat-pythons compat-oldest compat-newest lint types suite demo accuracy wires learning workbench holes figures bench-net bench-net-long bench-net-nodes bench-gossip bench-time-to-loss bench-optim bench-overhead bench-plan bench-faults bench-unequal bench-unequal-sim bench-membership endurance chaos-demo bench-checkpoint examples slurm trace gpu docs dist clean
 
 help:  ## lists the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -125,6 +125,9 @@ bench-unequal: $(VENV)/.installed  ## what a slow worker costs the others, waiti
 
 bench-unequal-sim: $(VENV)/.installed  ## the same for 64 workers with log-normal speeds, in virtual time (8 minutes)
 	$(BIN)/python -m benchmarks.unequal_sim
+
+bench-membership: $(VENV)/.installed  ## the protocol of members with 64 to 1,000 seats under churn, in virtual time (8 minutes)
+	$(BIN)/python -m benchmarks.membership
 
 endurance: $(VENV)/.installed  ## 32 workers under kills and freezes, and the same without (MINUTES=30 each): table, plot and JSON under benchmarks/results/
 	$(BIN)/python -m benchmarks.endurance --minutes $(or $(MINUTES),30)

@@ -160,6 +160,19 @@ def test_one_that_died_is_not_waited_for_and_one_that_is_late_is():
     assert [net.decided[rank]["first"].texts for rank in (1, 2, 3)] == [{1: "1", 2: "2", 3: "3"}] * 3
 
 
+def test_one_that_is_late_costs_few_messages():
+    net = Network(8, ring(8))
+    for rank in range(7):
+        net.propose(rank, "first", "x")
+    net.run(10.0)
+    before = net.messages
+    net.run(50.0)
+    assert net.messages - before < 20 * 8 * 8  # a question every two seconds
+    net.propose(7, "first", "x")
+    net.run(50.5)
+    assert all("first" in decided for decided in net.decided)
+
+
 def test_a_broken_connection_leaves_nobody_out_whom_another_one_reaches():
     net = Network(4, all_pairs(4))
     net.break_link(0, 1)
@@ -204,14 +217,23 @@ def test_who_decides_knows_of_connections_that_were_made_later():
         b"",
         b"{}",
         b"[" * 200_000,
-        b'["first",[[1,"v","x","0","0","0"]],null,null]',
-        b'["first",[[1,1,"x",["a"],"0","0"]],null,null]',
-        b'["first",[[1,1,"x","f0","0","0"]],null,null]',  # workers that there are not
-        b'["first",[[99,1,"x","1","0","0"]],null,null]',
-        b'["first",[[-1,1,"x","1","0","0"]],null,null]',
-        b'["first",[],null,2]',
-        b'["first",[],[[1,null,"1"]],null]',
-        b"[1,[],null,null]",
+        b'["first",["x"],[[1,"v",0,"","",""]],null,null]',
+        b'["first",["x"],[[1,1,0,["a"],"",""]],null,null]',
+        b'["first",["x"],[[1,1,0,"4-7","",""]],null,null]',  # workers that there are not
+        b'["first",["x"],[[1,1,0,"xf0","",""]],null,null]',
+        b'["first",["x"],[[1,1,0,"x-1","",""]],null,null]',
+        b'["first",["x"],[[1,1,0,"1,0","",""]],null,null]',
+        b'["first",["x"],[[1,1,0,"0-%d","",""]],null,null]' % 10**30,
+        b'["first",["x"],[[1,1,1,"","",""]],null,null]',
+        b'["first",[7],[[1,1,0,"","",""]],null,null]',
+        b'["first",["x"],[[99,1,0,"","",""]],null,null]',
+        b'["first",["x"],[[-1,1,0,"","",""]],null,null]',
+        b'["first",[],[],null,2]',
+        b'["first",[null],[],[["1",0,""]],null]',
+        b'["first",["x"],[],[["3",0,""]],null]',
+        b'["first",["x"],[],[["1",1,""]],null]',
+        b'["first",["x"],[],[[1,0,""]],null]',
+        b"[1,[],[],null,null]",
     ],
 )
 def test_what_is_no_message_is_refused(message):
@@ -224,12 +246,19 @@ def test_what_is_no_message_is_refused(message):
     assert [sorted(decided["first"].texts) for decided in net.decided] == [[0, 1, 2]] * 3
 
 
-def test_messages_of_many_workers_are_small():
-    everybody = frozenset(range(1000))
-    decision = Decision(dict.fromkeys(everybody, "x" * 200), dict.fromkeys(everybody, everybody))
+@pytest.mark.parametrize("links", [range(1000), range(0, 1000, 2), [0, 1, 2, 4, 500, 999], [999], []])
+def test_messages_of_many_workers_are_small(links):
+    decision = Decision(dict.fromkeys(range(1000), "x" * 200), dict.fromkeys(range(1000), frozenset(links)))
     packed = _pack("call/1", {}, decision)
-    assert len(packed) < 2**19
+    assert len(packed) < 20_000 + 1000 * min(1000 // 4, 4 * len(links))
     assert _unpack(packed, 1000)[2] == decision
+
+
+def test_a_decision_without_links_has_each_text_once():
+    decision = Decision({rank: "xyz"[rank // 400] * 200 for rank in range(1000)}, {})
+    packed = _pack("epoch/1", {}, decision)
+    assert len(packed) < 700
+    assert _unpack(packed, 1000)[2] == Decision(decision.texts, dict.fromkeys(range(1000), frozenset()))
 
 
 def test_who_comes_when_it_is_over_learns_that_it_was_left_out():
@@ -297,6 +326,27 @@ def test_who_was_away_asks_before_it_decides():
     net.propose(0, "first", "x")
     net.run(20.0)
     assert sorted(net.decided[0]["first"].texts) == [1, 2]  # and it learns that it was left out
+
+
+class Careful(Agreements):
+    """Compares the ways that it keeps with those that a search finds."""
+
+    def _decide(self, name, agreement, ways):
+        assert ways.keys() == self._ways(agreement).keys()
+        super()._decide(name, agreement, ways)
+
+    def _pursue(self, name, agreement):
+        super()._pursue(name, agreement)
+        if self._rank in agreement.statements and agreement.ways is not None:
+            searched = self._ways(agreement)
+            assert agreement.ways.keys() == searched.keys()
+            assert (agreement.hop is None) == (min(searched) == self._rank)
+
+
+def test_ways_that_are_kept_lead_to_the_workers_that_a_search_finds(monkeypatch):
+    monkeypatch.setattr(f"{__name__}.Agreements", Careful)
+    for seed in range(500, 540):
+        schedule(seed)
 
 
 def test_random_schedules():

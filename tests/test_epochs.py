@@ -283,6 +283,6 @@ def test_an_epoch_counts_the_shares_of_data_before_it():
     def promise(until: int, since: tuple[int, ...]) -> str:
         return json.dumps({"until": until, "joining": {}, "processes": {}, "since": since})
 
-    text = json.dumps([[0, promise(20, (2, 10, 36, 5))], [3, promise(23, (1, 4, 12, 4))], [4, promise(22, (2, 10, 36, 5))]])
+    text = json.dumps([[promise(20, (2, 10, 36, 5)), [0, 2]], [promise(23, (1, 4, 12, 4)), [3]]])
     epoch = Epoch.read(3, text)
     assert (epoch.start, epoch.dealt) == (24, 36 + 14 * 5)

@@ -27,7 +27,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 
-from decent_dp.membership.line import Epoch, Line
+from decent_dp.membership.line import Epoch, Line, promises_of
 from decent_dp.topo.epochs import EpochTopology
 from decent_dp.transport import Neighbours
 from decent_dp.transport.agreement import Decision
@@ -279,8 +279,12 @@ class Epochs:
             self._warned = True
             return None
         self._warned = False
-        return decision if won == text else Decision(dict(json.loads(won)), {})
+        return Decision(promises_of(won), {})  # without the links: nobody needs them, and they would be most of its message
 
 
 def _text_of(decision: Decision) -> str:
-    return json.dumps([[rank, said] for rank, said in decision.texts.items()])
+    """As in the store: each promise with those that have made it, as many are equal."""
+    found: dict[str, list[int]] = {}
+    for rank, said in sorted(decision.texts.items()):
+        found.setdefault(said, []).append(rank)
+    return json.dumps(list(found.items()))

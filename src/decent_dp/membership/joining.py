@@ -35,7 +35,7 @@ def join(store: str | Store | None = None, *, rank: int | None = None) -> Newcom
 
     Args:
         store: the run's store, as HOST:PORT; None: MASTER_ADDR and MASTER_PORT of the environment.
-        rank: of the worker; None: RANK of the environment, or SLURM_PROCID, or if none is set, the first one that no member has.
+        rank: of the worker; None: RANK or SLURM_PROCID of the environment, or if none is set, the first one that no member has.
 
     Raises:
         ValueError, TypeError: an argument is wrong, or missing.

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from decent_dp.transport.base import StoreCalls, connect_store, read_text, server_of, store_errors, whole_store
 from decent_dp.transport.communicators import NEWEST, ROOT
 
-__all__ = ["Epoch", "Line", "newest_epoch"]
+__all__ = ["Epoch", "Line", "newest_epoch", "promises_of"]
 
 T = TypeVar("T")
 
@@ -42,16 +42,14 @@ class Epoch:
     @classmethod
     def read(cls, number: int, text: str) -> Epoch:
         """The epoch that a text stands for: the promises of those that agreed on it, by rank."""
-        said: dict[int, dict[str, Any]] = {int(rank): json.loads(promise) for rank, promise in json.loads(text)}
-        joining, processes = (_newest(promise[key] for promise in said.values()) for key in ("joining", "processes"))
-        members = tuple(sorted({*said, *joining}))
-        start = max((promise["until"] for promise in said.values()), default=0) + 1
-        dealt = 0
-        if said:
-            # From the newest epoch that one of them knows: its number, first round, shares dealt before it, and size.
-            _, since, before, size = max(promise["since"] for promise in said.values())
-            dealt = before + (start - since) * size
-        return cls(number, start, dealt, members, _newest([joining, processes]), text)
+        promises = promises_of(text)
+        said: list[dict[str, Any]] = [json.loads(promise) for promise in set(promises.values())]
+        joining, processes = (_newest(promise[key] for promise in said) for key in ("joining", "processes"))
+        members = tuple(sorted({*promises, *joining}))
+        start = max((promise["until"] for promise in said), default=0) + 1
+        # From the newest epoch that one of them knows: its number, first round, shares dealt before it, and size.
+        _, since, before, size = max((promise["since"] for promise in said), default=(0, start, 0, 0))
+        return cls(number, start, before + (start - since) * size, members, _newest([joining, processes]), text)
 
 
 class Line:
@@ -81,8 +79,11 @@ class Line:
         """
 
         def write(store: Store) -> None:
+            if not newest and store.check([NEWEST, *map(self._key, self._records)]):
+                return  # as nearly always: the texts are as long as there are workers, and each of them looks
             for key, text in self._records.items():
-                store.compare_set(self._key(key), "", text)
+                if not store.check([self._key(key)]):
+                    store.compare_set(self._key(key), "", text)
             if newest:
                 store.set(NEWEST, self._run_id)
             store.compare_set(NEWEST, "", self._run_id)
@@ -146,6 +147,11 @@ class Line:
             assert self._server is not None
             self._client = connect_store(*self._server, ROOT, _SECONDS)
         return self._client
+
+
+def promises_of(text: str) -> dict[int, str]:
+    """The promises that an epoch in the store is made of, by rank."""
+    return dict(sorted((int(rank), promise) for promise, ranks in json.loads(text) for rank in ranks))
 
 
 def newest_epoch(store: Store, run_id: str) -> Epoch:

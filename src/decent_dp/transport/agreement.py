@@ -23,9 +23,11 @@ import enum
 import json
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
 
 __all__ = ["Agreements", "Consensus", "Decision", "View"]
 
@@ -33,6 +35,10 @@ __all__ = ["Agreements", "Consensus", "Decision", "View"]
 _VERSIONS = 40
 # Decisions of each kind (what is before the slash in their names) that are kept for workers that come late.
 _KEPT = 64
+# After the first two questions the worker that decides asks in one turn of so many.
+_SELDOM = 4
+# Statements in one message at most. Transports limit the size of messages.
+_PART = 1024
 
 
 class View(enum.Enum):
@@ -111,6 +117,8 @@ class _Open:
         stale: the versions of the statements that were known when a connection was lost. Since then their senders may have
             decided without this worker, so it decides on newer ones only.
         ratifying: this worker has a decision, and does not know yet whether it counts.
+        turns: how often it was time for a question.
+        ways: ``Agreements._ways``, as far as statements since the last look have added to them; None: to be found again.
     """
 
     statements: dict[int, _Statement] = field(default_factory=dict)
@@ -120,10 +128,8 @@ class _Open:
     linked: frozenset[int] = frozenset()
     stale: dict[int, int] = field(default_factory=dict)
     ratifying: bool = False
-
-    def came(self) -> set[int]:
-        """The workers that have contributed."""
-        return {rank for rank, statement in self.statements.items() if statement.text is not None}
+    turns: int = 0
+    ways: dict[int, int | None] | None = None
 
     def lacks(self, rank: int, statement: _Statement) -> bool:
         """Whether a statement of this worker is newer than the known one."""
@@ -184,7 +190,8 @@ class Agreements:
         if agreement is None:
             return []
         reached = self._ways(agreement).keys()
-        return sorted({*reached, *self._unclear(agreement, reached)} - agreement.came())
+        came = {rank for rank, statement in agreement.statements.items() if statement.text is not None}
+        return sorted({*reached, *self._unclear(agreement, reached)} - came)
 
     def propose(self, name: str, text: str) -> None:
         """Contributes to an agreement."""
@@ -192,7 +199,7 @@ class Agreements:
             self._on_decision(name, self._known(name))
             return
         agreement = self._open.setdefault(name, _Open())
-        agreement.statements[self._rank] = self._state(text)
+        self._speak(agreement, text)
         self._pursue(name, agreement)
 
     def hear(self, peer: int, message: bytes) -> None:
@@ -201,13 +208,14 @@ class Agreements:
         Raises:
             ValueError: it is no such message.
         """
-        name, statements, decision, asker = _unpack(message, self._world_size)
+        name, statements, decision, asker = _unpack(message, self._world_size, self._names)
         if name in self._names:
             if decision is None:
                 self._send(peer, _pack(name, {}, self._known(name)))
             return
         agreement = self._open.setdefault(name, _Open())
         if decision is not None:
+            agreement.askers.discard(peer)
             self._conclude(name, agreement, decision)
             return
         agreement.askers.add(peer)
@@ -216,21 +224,24 @@ class Agreements:
             is_former = statement.version < self._least.get(rank, 0)
             if rank == self._rank or is_former or not agreement.lacks(rank, statement):
                 continue
-            is_first = statement.text is not None and rank not in agreement.came()
+            before = agreement.statements.get(rank, _NOTHING)
             agreement.statements[rank] = statement
-            if is_first and statement.text is not None:
+            self._see(agreement, rank, before)
+            if before.text is None and statement.text is not None:
                 self._on_open(name, statement.text)
         if asks and name in self._open:
             own = agreement.statements.get(self._rank)
-            statements[self._rank] = self._state(None if own is None else own.text)
-            if own is not None:
-                agreement.statements[self._rank] = statements[self._rank]
+            if own is None:
+                statements[self._rank] = self._state(None)
+            else:
+                statements[self._rank] = self._speak(agreement, own.text)
                 self._send(peer, _pack(name, {self._rank: statements[self._rank]}))
             self._flood(_pack(name, statements, asker=asker), but=peer)
         self._pursue(name, agreement)
 
     def look(self, *, again: bool) -> None:
-        """Looks at the other workers; called once in a while as long as it is ``waiting``. ``again``: asks those that miss."""
+        """Looks at the other workers; called once in a while as long as it is ``waiting``. ``again``: asks those that miss, and
+        asks more seldom after a while: a question goes over all connections of all workers."""
         for name, agreement in list(self._open.items()):
             own = agreement.statements.get(self._rank)
             if own is None:
@@ -238,8 +249,11 @@ class Agreements:
             new = self._state(own.text)
             if replace(new, version=own.version) != own:
                 agreement.statements[self._rank] = new
+            agreement.ways = None
             self._pursue(name, agreement)
-            if again and agreement.hop is None and name in self._open:
+            agreement.turns += again
+            is_due = again and (agreement.turns < 3 or agreement.turns % _SELDOM == 0)
+            if is_due and agreement.hop is None and name in self._open:
                 self._ask(name, agreement)
 
     def reconnected(self, peer: int) -> None:
@@ -256,12 +270,13 @@ class Agreements:
             self._others = sorted([*self._others, rank])
         for agreement in self._open.values():
             agreement.statements.pop(rank, None)
+            agreement.ways = None
             agreement.sent.pop(rank, None)
             agreement.askers.discard(rank)
 
     def _ask(self, name: str, agreement: _Open) -> None:
         """Asks all living workers for their statements, which are newer than this question then; or for the decision."""
-        own = agreement.statements[self._rank] = self._state(agreement.statements[self._rank].text)
+        own = self._speak(agreement, agreement.statements[self._rank].text)
         self._flood(_pack(name, {self._rank: own}, asker=self._rank))
 
     def _flood(self, message: bytes, but: int | None = None) -> None:
@@ -277,6 +292,12 @@ class Agreements:
         linked, pending, lost = (frozenset(seen[view]) for view in (View.LINKED, View.PENDING, View.LOST))
         return _Statement(self._version, text, linked, pending, lost)
 
+    def _speak(self, agreement: _Open, text: str | None) -> _Statement:
+        """A new statement of this worker."""
+        agreement.ways = None
+        said = agreement.statements[self._rank] = self._state(text)
+        return said
+
     def _pursue(self, name: str, agreement: _Open) -> None:
         """Decides, or sends what is new towards the worker that decides."""
         if name not in self._open:
@@ -286,7 +307,9 @@ class Agreements:
         if has_lost:
             agreement.stale = {rank: said.version for rank, said in agreement.statements.items() if rank != self._rank}
         agreement.linked = linked
-        ways = self._ways(agreement)
+        ways = agreement.ways
+        if ways is None or self._rank not in agreement.statements:
+            ways = agreement.ways = self._ways(agreement)
         agreement.hop = ways[min(ways)]
         if agreement.hop is not None:
             agreement.sent.setdefault(agreement.hop, {})
@@ -301,27 +324,28 @@ class Agreements:
             }
             if news:
                 sent.update({rank: said.version for rank, said in news.items()})
-                self._send(peer, _pack(name, news))
+                for first in range(0, len(news), _PART):
+                    self._send(peer, _pack(name, dict(islice(news.items(), first, first + _PART))))
         if agreement.hop is None:
             if has_lost and self._rank in agreement.statements:
                 self._ask(name, agreement)
-            self._decide(name, agreement, ways.keys())
+            self._decide(name, agreement, ways)
 
-    def _decide(self, name: str, agreement: _Open, reached: Set[int]) -> None:
+    def _decide(self, name: str, agreement: _Open, ways: dict[int, int | None]) -> None:
         """Decides, as the lowest one that lives, if all of them have come; and connects to those of which nobody knows."""
         below = (peer for peer in self._others if peer < self._rank and self._view(peer) is not View.LOST)
         if (lowest := next(below, None)) is not None:
             self._connect(lowest)
-        if not reached <= agreement.came():
+        said, reached = agreement.statements, ways.keys()
+        if any(rank not in said or said[rank].text is None for rank in reversed(ways)):  # those that are far come last
             return
         unclear = self._unclear(agreement, reached)
         for peer in unclear.intersection(self._others):
             self._connect(peer)
-        said = agreement.statements
         is_stale = any(said[rank].version <= agreement.stale.get(rank, 0) for rank in reached - {self._rank})
         if not (unclear or is_stale or agreement.ratifying):
             texts = {rank: said[rank].text or "" for rank in sorted(reached)}
-            decision = Decision(texts, {rank: said[rank].linked & reached for rank in texts})
+            decision = Decision(texts, {rank: said[rank].linked.intersection(reached) for rank in texts})
             if self._ratify(name, decision):
                 self._conclude(name, agreement, decision)
             else:
@@ -338,13 +362,26 @@ class Agreements:
     def _ways(self, agreement: _Open) -> dict[int, int | None]:
         """The living workers, and the first one on a shortest way to each; None for this one."""
         ways: dict[int, int | None] = {self._rank: None}
-        waiting = deque([self._rank])
+        self._extend(agreement, ways, self._rank)
+        return ways
+
+    def _extend(self, agreement: _Open, ways: dict[int, int | None], start: int) -> None:
+        """Adds the workers that are reached by way of ``start``."""
+        waiting = deque([start])
         while waiting:
             rank = waiting.popleft()
-            for peer in sorted(self._sight(agreement, rank).linked - ways.keys()):
+            for peer in sorted(self._sight(agreement, rank).linked.difference(ways)):
                 ways[peer] = peer if ways[rank] is None else ways[rank]
                 waiting.append(peer)
-        return ways
+
+    def _see(self, agreement: _Open, rank: int, before: _Statement) -> None:
+        """Brings the ways up to date after a new statement. Those that it makes shorter are found with the next look: a search
+        for each of n statements takes too long where n is large."""
+        ways = agreement.ways
+        if before.linked - agreement.statements[rank].linked:
+            agreement.ways = None
+        elif ways is not None and rank in ways:
+            self._extend(agreement, ways, rank)
 
     def _unclear(self, agreement: _Open, reached: Set[int]) -> set[int]:
         """Others that are waited for: they may come back, or nobody has ever been connected to them."""
@@ -369,9 +406,10 @@ class Agreements:
         alike = [other for other in self._decided if other.partition("/")[0] == kind]
         if len(alike) > _KEPT:
             del self._decided[alike[0]]
+        message = _pack(name, {}, decision)
         for peer in agreement.askers:
             if self._view(peer) is not View.LOST:
-                self._send(peer, _pack(name, {}, decision))
+                self._send(peer, message)
         if self._rank in agreement.statements:
             self._on_decision(name, decision)
 
@@ -379,31 +417,56 @@ class Agreements:
 def _pack(
     name: str, statements: Mapping[int, _Statement], decision: Decision | None = None, *, asker: int | None = None
 ) -> bytes:
-    """A message. ``asker``: the worker whose question it is, of whom a statement is among ``statements``."""
-    said = [[rank, s.version, s.text, _mask(s.linked), _mask(s.pending), _mask(s.lost)] for rank, s in statements.items()]
+    """A message. ``asker``: the worker whose question it is, of whom a statement is among ``statements``.
+
+    Many workers say the same, so each text is in it once.
+    """
+    texts: dict[str | None, int] = {}
+    said = [
+        [rank, s.version, texts.setdefault(s.text, len(texts)), _short(s.linked), _short(s.pending), _short(s.lost)]
+        for rank, s in statements.items()
+    ]
     decided = None
     if decision is not None:
-        decided = [[rank, text, _mask(decision.links.get(rank, ()))] for rank, text in decision.texts.items()]
-    return json.dumps([name, said, decided, asker], separators=(",", ":"), ensure_ascii=False).encode()
+        alike: dict[tuple[int, frozenset[int]], list[int]] = {}
+        for rank, text in decision.texts.items():
+            alike.setdefault((texts.setdefault(text, len(texts)), decision.links.get(rank, frozenset())), []).append(rank)
+        decided = [[_short(ranks), at, _short(links)] for (at, links), ranks in alike.items()]
+    return json.dumps([name, list(texts), said, decided, asker], separators=(",", ":"), ensure_ascii=False).encode()
 
 
-def _unpack(message: bytes, world_size: int) -> tuple[str, dict[int, _Statement], Decision | None, int | None]:
+def _unpack(
+    message: bytes, world_size: int, known: Collection[str] = ()
+) -> tuple[str, dict[int, _Statement], Decision | None, int | None]:
+    """What ``_pack`` was given. ``known``: names of agreements of which a decision is not read again."""
     try:
-        name, said, decided, asker = json.loads(message)
+        name, texts, said, decided, asker = json.loads(message)
+        _check(isinstance(name, str) and isinstance(texts, list))
+        _check(all(text is None or isinstance(text, str) for text in texts))
         statements: dict[int, _Statement] = {}
-        for rank, version, text, *masks in said:
-            linked, pending, lost = (_ranks(mask, world_size) for mask in masks)
-            _check(rank in range(world_size) and type(version) is int and (text is None or isinstance(text, str)))
-            statements[rank] = _Statement(version, text, linked, pending, lost)
+        for rank, version, number, *sets in said:
+            linked, pending, lost = (_ranks(text, world_size) for text in sets)
+            _check(rank in range(world_size) and type(version) is int and number in range(len(texts)))
+            statements[rank] = _Statement(version, texts[number], linked, pending, lost)
         decision = None
-        if decided is not None:
-            _check(all(rank in range(world_size) and isinstance(text, str) for rank, text, _ in decided))
-            links = {rank: _ranks(mask, world_size) for rank, _, mask in decided}
-            decision = Decision({rank: text for rank, text, _ in decided}, links)
-        _check(isinstance(name, str) and (asker is None or asker in statements))
+        if decided is not None and name in known:
+            decision = Decision({}, {})
+        elif decided is not None:
+            decision = _decision(decided, texts, world_size)
+        _check(asker is None or asker in statements)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"no message of an agreement: {message[:100]!r}") from error
     return name, statements, decision, asker
+
+
+def _decision(decided: list[list[Any]], texts: list[str], world_size: int) -> Decision:
+    """What a list of [ranks, number of their text, their links] stands for."""
+    found: dict[int, tuple[str, frozenset[int]]] = {}
+    for ranks, at, linked in decided:
+        _check(None not in texts and at in range(len(texts)))
+        said = texts[at], _ranks(linked, world_size)
+        found.update(dict.fromkeys(_ranks(ranks, world_size), said))
+    return Decision({rank: found[rank][0] for rank in sorted(found)}, {rank: linked for rank, (_, linked) in found.items()})
 
 
 def _check(is_right: bool) -> None:
@@ -411,13 +474,30 @@ def _check(is_right: bool) -> None:
         raise ValueError("an entry of another type, or a rank that is no worker's")
 
 
-def _mask(ranks: Iterable[int]) -> str:
-    """Ranks as bits, in hexadecimal digits: short for many workers."""
-    return format(sum(1 << rank for rank in ranks), "x")
+def _short(ranks: Iterable[int]) -> str:
+    """Ranks as spans ("0-4,7"), or as bits in hexadecimal digits after an "x" where that is shorter."""
+    spans: list[list[int]] = []
+    bits = 0
+    for rank in sorted(ranks):
+        bits |= 1 << rank
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    text = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+    return text if len(text) <= bits.bit_length() // 4 + 2 else f"x{bits:x}"
 
 
-def _ranks(mask: str, world_size: int) -> frozenset[int]:
-    _check(isinstance(mask, str) and len(mask) <= world_size // 4 + 1)
-    bits = int(mask, 16)
-    _check(0 <= bits < 1 << world_size)
-    return frozenset(rank for rank in range(world_size) if bits >> rank & 1)
+def _ranks(text: str, world_size: int) -> frozenset[int]:
+    _check(isinstance(text, str))
+    if text.startswith("x"):
+        bits = int(text[1:], 16)
+        _check(0 <= bits < 1 << world_size)
+        return frozenset(rank for rank, digit in enumerate(reversed(f"{bits:b}")) if digit == "1")
+    found: list[int] = []
+    for span in text.split(",") if text else ():
+        first, _, last = span.partition("-")
+        low, high = int(first), int(last or first)
+        _check((found[-1] if found else -1) < low <= high < world_size)
+        found.extend(range(low, high + 1))
+    return frozenset(found)

@@ -1,0 +1,186 @@
+"""Measures the protocol of members with many seats: ``python -m benchmarks.membership``, or ``make bench-membership``.
+
+The world is that of ``benchmarks.many_seats``. 1 % of the workers die each minute, and ``RETURN`` seconds later a new process
+asks for the place of each. Two cases: processes are killed, so that connections break at once and new ones are refused
+(``REFUSED``); and machines cannot be reached, and count as dead after ``DEAD_AFTER`` seconds.
+
+Also measured: how many operations one real TCPStore does on this machine, from two client processes. Figures for ``ASKED``
+seats are projected from those of 256 and 1,000, each by a power of the size.
+
+Writes ``benchmarks/results/membership.json`` and ``membership.md``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import math
+import multiprocessing
+import queue
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch._C._distributed_c10d import TCPStore
+
+from benchmarks.many_seats import CHURN, DEAD_AFTER, REFUSED, world_of
+
+RESULT = Path(__file__).parent / "results" / "membership.json"
+# Seats, and virtual seconds of churn for each. The second case has far more messages.
+KILLED, UNREACHABLE, ASKED = {64: 1200, 256: 150, 512: 60, 1000: 30}, {64: 1200, 256: 150, 512: 45}, 10_000
+BEGIN = 2.0  # virtual seconds before the churn
+
+
+@contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """A collection looks at the objects of all workers, and whichever works at that moment would be charged for it."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def measure(n: int, seconds: float, notice: float, seed: int = 0) -> dict[str, Any]:
+    """Figures of ``n`` seats under churn for so many virtual seconds."""
+    with world_of(n, seed=seed, notice=notice) as world, no_garbage_collection():
+        world.run(BEGIN)
+        before, start = world.figures(), dict(world.figures())
+        for worker in world.workers:
+            worker.cpu = 0.0
+        world.at(world.random.uniform(0.0, min(1.0 / (CHURN * n), seconds)), lambda: world.disturb(BEGIN + seconds))
+        world.run(BEGIN + seconds)
+        found = {name: value - before[name] for name, value in world.figures().items()}
+        names = [f"epoch/{number}" for number in range(before["epochs"] + 1, world.common + 1)]
+        notes = [world.notes_of[name] for name in names]
+        # The last epoch may be unfinished. It counts neither here nor in the seconds of computation.
+        per_epoch = sum(notes) / (world.notes or 1) / (len(names) or 1)
+        late = [world.now - died - notice for _, _, died in world.missing if world.now - died > notice]
+        return {
+            "seats": n,
+            "seconds": seconds,
+            "notice": notice,
+            "start_operations": start["operations"],
+            "start_store_bytes": start["store_bytes"],
+            "epochs": found["epochs"],
+            "operations_per_s": found["operations"] / seconds,
+            "store_bytes_per_s": found["store_bytes"] / seconds,
+            "messages_per_epoch": statistics.fmean(notes),
+            "bytes_per_epoch": statistics.fmean(world.bytes_of[name] for name in names),
+            "largest_message": world.largest,
+            "too_large": world.too_large,
+            "deaths": len(world.reached) + len(late),
+            "reached_median": statistics.median([*world.reached, *late]),
+            "reached_worst": max([*world.reached, *late]),
+            "not_reached": len(late),
+            "seated_median": statistics.median(world.seated) if world.seated else None,
+            "held": found["held"] / found["steps"],
+            "cpu_busiest_per_epoch": max(worker.cpu for worker in world.workers) * per_epoch,
+            "cpu_mean_per_epoch": statistics.fmean(worker.cpu for worker in world.workers) * per_epoch,
+        }
+
+
+def ask(port: int, seconds: float, counts: Any) -> None:
+    """Asks a store as the workers do, and says how often."""
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    count, end = 0, time.monotonic() + seconds
+    while time.monotonic() < end:
+        store.check(["run/address", "run/run"])
+        count += 1
+    counts.put(count / seconds)
+
+
+def store_rate(seconds: float = 3.0) -> float:
+    """Operations per second of one TCPStore with two clients."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set("run/run", "x" * 1000)
+    context = multiprocessing.get_context("spawn")
+    counts = context.Queue()
+    clients = [context.Process(target=ask, args=(store.port, seconds, counts)) for _ in range(2)]
+    for client in clients:
+        client.start()
+    try:
+        return float(sum(counts.get(timeout=120) for _ in clients))
+    except queue.Empty:
+        raise RuntimeError("a client of the store does not answer") from None
+    finally:
+        for client in clients:
+            client.kill()
+            client.join()
+
+
+# What is projected, as a power of the size.
+_GROWING = (
+    "start_operations",
+    "start_store_bytes",
+    "operations_per_s",
+    "store_bytes_per_s",
+    "messages_per_epoch",
+    "bytes_per_epoch",
+    "largest_message",
+    "cpu_busiest_per_epoch",
+    "cpu_mean_per_epoch",
+)
+
+
+def project(rows: list[dict[str, Any]], n: int) -> dict[str, Any]:
+    """What ``n`` seats would need, from the largest of the measured sizes and the last but two."""
+    small, large = rows[-3], rows[-1]
+    found: dict[str, Any] = {"seats": n}
+    for name in _GROWING:
+        power = math.log(large[name] / small[name]) / math.log(large["seats"] / small["seats"])
+        found[name] = large[name] * (n / large["seats"]) ** power
+    return found
+
+
+def quiet_after(n: int) -> float:
+    """Mean seconds until no machine is silent that does not count as dead yet, from the first one on: the busy time of a queue
+    with Poisson arrivals, equal times of service and a server for each."""
+    rate = CHURN * n
+    return math.expm1(rate * DEAD_AFTER) / rate
+
+
+def table(result: dict[str, Any]) -> str:
+    """The committed table."""
+    lines = [
+        "| seats | store: operations per second | per epoch: messages | per epoch: MB | largest message, KB | busiest worker: "
+        "CPU s per epoch | killed: s to a common epoch, median (worst) | unreachable: the same | unreachable: steps held |",
+        "|" + "---|" * 9,
+    ]
+    for row in [*result["killed"], result["projected"]]:
+        other = next((r for r in result["unreachable"] if r["seats"] == row["seats"]), None)
+        cells = [
+            f"{row['seats']:,}" + (", measured" if "seconds" in row else ", projected"),
+            f"{row['operations_per_s']:,.0f}",
+            f"{row['messages_per_epoch']:,.0f}",
+            f"{row['bytes_per_epoch'] / 1e6:,.1f}",
+            f"{row['largest_message'] / 1e3:,.0f}",
+            f"{row['cpu_busiest_per_epoch']:.2g}",
+            *(f"{r['reached_median']:.1f} ({r['reached_worst']:.1f})" if r and "seconds" in r else "–" for r in (row, other)),
+            f"{100 * other['held']:.0f} %" if other else "–",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    result: dict[str, Any] = {"machine": "one of two shared cores", "store_rate": store_rate(), "killed": [], "unreachable": []}
+    result["quiet_after"] = {str(n): quiet_after(n) for n in (*KILLED, 2000, ASKED)}
+    for n in KILLED:
+        for case, sizes, notice in (("killed", KILLED, REFUSED), ("unreachable", UNREACHABLE, DEAD_AFTER)):
+            if n in sizes:
+                began = time.monotonic()
+                result[case].append(measure(n, sizes[n], notice))
+                print(f"{case}, {time.monotonic() - began:.0f} s:", result[case][-1], flush=True)
+    result["projected"] = project(result["killed"], ASKED)
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    RESULT.with_suffix(".md").write_text(table(result))
+    print(table(result))
+
+
+if __name__ == "__main__":
+    main()
