@@ -23,6 +23,7 @@ import contextlib
 import faulthandler
 import hashlib
 import json
+import logging
 import os
 import random
 import signal
@@ -87,6 +88,7 @@ def make_schedule(n: int, seconds: float, per_hour: float, seed: int, sites: int
 
 def work(rank: int, store: str, folder: str, pace: float, joins: bool) -> None:
     faulthandler.register(signal.SIGUSR1)
+    logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
     began = time.time()
     torch.set_num_threads(1)
     from sklearn.datasets import load_digits
@@ -103,7 +105,7 @@ def work(rank: int, store: str, folder: str, pace: float, joins: bool) -> None:
     while True:
         try:
             transport = decent_dp.join(store, rank=rank) if joins else None
-            faults = decent_dp.Tolerate(dead_after=10.0)
+            faults = decent_dp.Tolerate(dead_after=10.0, min_workers=1)  # a site may be alone
             replica = decent_dp.gossip(model, optimizer, topology="base-2", faults=faults, transport=transport)
             break
         except PeerLostError as error:  # the site is cut off

@@ -277,8 +277,10 @@ def test_who_comes_when_it_is_over_learns_that_it_was_left_out():
 def test_a_text_reaches_those_that_have_not_come():
     net = Network(4, ring(4))
     net.propose(3, "stop", "now")
-    net.run(1.0)
+    net.run(0.2)
     assert net.opened == [["now"], [], [], []]
+    net.run(1.0)
+    assert net.opened == [["now"], ["now"], ["now"], []]  # worker 0 asks, though it has not come itself
     net.propose(0, "stop", "as well")
     net.run(2.0)
     assert all("as well" in opened for opened in net.opened[1:])

@@ -345,7 +345,7 @@ def test_random_schedules():
 
 
 def test_random_schedules_with_processes_that_come():
-    for seed in range(40):
+    for seed in (*range(40), 600769):  # in the last one a worker that was left out is to pass a decision on
         schedule(seed, comes=True)
 
 

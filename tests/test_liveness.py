@@ -186,6 +186,23 @@ def test_a_process_that_has_ended_is_a_hole_at_once(monkeypatch, near):
     peer.reactor.close()
 
 
+@pytest.mark.parametrize("listens", [True, False])
+def test_a_process_that_has_ended_elsewhere_counts_as_dead_sooner(monkeypatch, listens):
+    """After 0.3 of ``dead_after``, if nobody listens at its address."""
+    monkeypatch.setattr(Reactor.__init__, "__defaults__", (3.0,))
+    peer = ByHand(near=False)
+    peer.reactor._dial = unreachable if listens else refused
+    known = peer.reactor.tolerate(3.0)
+    wait_for(lambda: known.living() == [1])
+    peer.stream.close()
+    began = time.monotonic()
+    time.sleep(0.5)
+    assert (known.silent(), known.lost()) == ([1], [])
+    wait_for(lambda: known.lost() == [1])
+    assert listens == (time.monotonic() - began > 2.0)
+    peer.reactor.close()
+
+
 def test_a_peer_that_does_not_hear_this_worker_is_a_hole(peer):
     known = peer.reactor.tolerate(10.0)
     peer.stream.sendall(HEADER.pack(BEAT, 4, 0, 1, 0, 0, 0, 0, 5000))  # for five seconds

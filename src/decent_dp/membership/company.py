@@ -107,7 +107,10 @@ class Company:
         missed = gone & set(self.members)
         self._missed = {rank: self._missed.get(rank, now) for rank in missed}
         is_missed = any(now - since > _SETTLE for since in self._missed.values()) and bool(self.neighbours.living())
-        epoch = self._epochs.look(round_, wanted=is_missed or self._epochs.offered(_SETTLE))
+        wanted = is_missed or self._epochs.offered(_SETTLE)
+        if wanted:
+            _log.info("round %d: another epoch is wanted, missed are %s", round_, sorted(self._missed))
+        epoch = self._epochs.look(round_, wanted=wanted)
         if self._epochs.replaced or self.neighbours.replaced:
             raise PeerLostError(
                 f"another process has taken the place of worker {self._transport.rank}, which was gone for the others. End "

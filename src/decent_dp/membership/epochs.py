@@ -202,6 +202,7 @@ class Epochs:
                 newest = self.newest
                 since = newest.number, newest.start, newest.dealt, len(newest.members)
                 promise = _Promise(until, joining, newest.incarnations, since)
+                _log.info("%s: this worker mixes until round %d; seats are wanted by %s", self._name, until, joining)
                 self._result = self._consensus.propose(self._name, json.dumps(asdict(promise)))
 
     def _propose_if_the_store_answers(self) -> None:

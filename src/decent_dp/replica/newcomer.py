@@ -93,7 +93,9 @@ class _Newcomer:
             return epoch, answer
 
         request = {"seat": own, "incarnation": incarnation}
-        _, (epoch, answer) = _ask(company, transport, company.newest_members, "a seat", request, seat)
+        # The epoch waits for workers that have been silent for less than ``dead_after``, and some may fall silent meanwhile.
+        patience = _STUCK + 2 * company.faults.dead_after
+        _, (epoch, answer) = _ask(company, transport, company.newest_members, "a seat", request, seat, patience=patience)
         fetched = replica.engine.round
         company.enter(epoch, answer["joins"])
         others = {rank: epoch.incarnations.get(rank, 0) for rank in epoch.members if rank != own}
@@ -143,6 +145,7 @@ def _ask(
     request: dict[str, Any],
     receive: Callable[[socket.socket, float], T],
     *,
+    patience: float = _STUCK,
     once: bool = False,
 ) -> tuple[int, T]:
     """Asks one member after the other. Returns the rank of the first that gives it, and what ``receive`` returns.
@@ -151,6 +154,7 @@ def _ask(
         members: returns the incarnations of those that can be asked, by rank.
         receive: called with the connection, and the seconds in which an answer must come.
         what: is asked for, in messages.
+        patience: seconds after which the next one is asked, though this one gives signs of life; at first.
         once: each member only once.
 
     Raises:
@@ -158,7 +162,7 @@ def _ask(
     """
     reasons: dict[int, str] = {}
     reached = time.monotonic()
-    deadline, patience = reached + min(transport.timeout, _LONGEST), _STUCK
+    deadline = reached + min(transport.timeout, _LONGEST)
     while (left := min(deadline, reached + _UNREACHED) - time.monotonic()) > 0:
         others = list(members().items())
         for rank, incarnation in random.sample(others, len(others)):

@@ -181,8 +181,8 @@ class Agreements:
 
     @property
     def waiting(self) -> bool:
-        """Whether this worker waits for a decision."""
-        return any(self._rank in agreement.statements for agreement in self._open.values())
+        """Whether this worker waits for a decision, or others may wait for it to pass theirs on."""
+        return bool(self._open)
 
     def missing(self, name: str) -> list[int]:
         """The workers that have not contributed and are waited for, as far as this one knows; empty after the decision."""
@@ -244,17 +244,23 @@ class Agreements:
         asks more seldom after a while: a question goes over all connections of all workers."""
         for name, agreement in list(self._open.items()):
             own = agreement.statements.get(self._rank)
-            if own is None:
+            if own is not None:
+                new = self._state(own.text)
+                if replace(new, version=own.version) != own:
+                    agreement.statements[self._rank] = new
+            elif not (again and self._passes_on(agreement)):
                 continue
-            new = self._state(own.text)
-            if replace(new, version=own.version) != own:
-                agreement.statements[self._rank] = new
             agreement.ways = None
             self._pursue(name, agreement)
             agreement.turns += again
             is_due = again and (agreement.turns < 3 or agreement.turns % _SELDOM == 0)
             if is_due and agreement.hop is None and name in self._open:
                 self._ask(name, agreement)
+
+    def _passes_on(self, agreement: _Open) -> bool:
+        """Whether living workers wait for this decision, to which this one contributes nothing. It may have missed it."""
+        said = agreement.statements
+        return any(rank in said and said[rank].text is not None for rank in self._ways(agreement))
 
     def reconnected(self, peer: int) -> None:
         """What was sent to a worker may have been lost."""
@@ -276,7 +282,8 @@ class Agreements:
 
     def _ask(self, name: str, agreement: _Open) -> None:
         """Asks all living workers for their statements, which are newer than this question then; or for the decision."""
-        own = self._speak(agreement, agreement.statements[self._rank].text)
+        own = agreement.statements.get(self._rank)
+        own = self._state(None) if own is None else self._speak(agreement, own.text)
         self._flood(_pack(name, {self._rank: own}, asker=self._rank))
 
     def _flood(self, message: bytes, but: int | None = None) -> None:

@@ -75,9 +75,7 @@ class ControlPlane(Consensus):
             with self._lock:
                 self._futures.setdefault(name, []).append(future)
             self._agreements.propose(name, text)
-            if self._agreements.waiting and self._look_at == math.inf:
-                now = time.monotonic()
-                self._look_at, self._ask_at = now + _LOOK, now + _ASK
+            self._look_soon()
 
         self._call(propose)
         return future
@@ -109,6 +107,7 @@ class ControlPlane(Consensus):
             self._agreements.hear(peer, text)
         except ValueError as error:
             raise WireError(f"worker {peer} sent {error}") from error
+        self._look_soon()
 
     def renew(self, peer: int, incarnation: int) -> None:
         """Another process is this worker now."""
@@ -127,6 +126,11 @@ class ControlPlane(Consensus):
             error = RuntimeError("the transport was closed" if cause is None else f"the transport has failed: {cause}")
             error.__cause__ = cause
             future.set_exception(error)
+
+    def _look_soon(self) -> None:
+        if self._agreements.waiting and self._look_at == math.inf:
+            now = time.monotonic()
+            self._look_at, self._ask_at = now + _LOOK, now + _ASK
 
     def look(self) -> float:
         """Looks at the other workers if it is time. Returns when to look again, on the monotonic clock."""

@@ -20,6 +20,8 @@ _log = logging.getLogger(__name__)
 
 # Seconds between two tries: few at first, as the sockets of a process that is killed do not all close at once.
 _FIRST, _LAST = 0.02, 0.5
+# The part of ``dead_after`` after which a worker counts as dead at whose address nobody listens any more.
+_ENDED = 0.3
 
 
 class Dialler:
@@ -117,7 +119,11 @@ class Dialler:
         if refused and connection.link.local:
             self._framing.give_up(connection, "nobody listens at its address")
         elif refused and connection.state is LinkState.BROKEN:
-            connection.refused = True  # its process has ended, or a firewall answers in its place
+            # Its process has ended, or a firewall answers in its place: it counts as dead sooner than one that is silent.
+            if not connection.refused:
+                ago = (1 - _ENDED) * (self._framing.dead_after or 0.0)
+                connection.heard = min(connection.heard, time.monotonic() - ago)
+            connection.refused = True
         elif connection.state is LinkState.NEW:
             connection.enter(LinkState.BROKEN)
             connection.heard = connection.since
