@@ -129,7 +129,7 @@ bench-unequal-sim: $(VENV)/.installed  ## the same for 64 workers with log-norma
 bench-membership: $(VENV)/.installed  ## the protocol of members with 64 to 1,000 seats under churn, in virtual time (8 minutes)
 	$(BIN)/python -m benchmarks.membership
 
-endurance: $(VENV)/.installed  ## 32 workers under kills and freezes, and the same without (MINUTES=30 each): table, plot and JSON under benchmarks/results/
+endurance: $(VENV)/.installed  ## 32 workers under kills, freezes, cuts and slow links, and 32 without (MINUTES=30; 20 GB of memory; root and iproute2 for the cuts)
 	$(BIN)/python -m benchmarks.endurance --minutes $(or $(MINUTES),30)
 
 chaos-demo: $(VENV)/.installed  ## one minute: four workers, one is killed, and a new process takes its place

@@ -12,7 +12,8 @@ import torch
 
 from decent_dp.errors import PeerLostError, PeerTimeoutError
 from decent_dp.faults import Tolerate
-from decent_dp.membership import Company
+from decent_dp.membership import Company, Epoch
+from decent_dp.membership import company as company_module
 from decent_dp.replica.consistency import among_the_same, broadcast_object
 from decent_dp.transport.agreement import Decision
 
@@ -44,6 +45,34 @@ def test_who_has_run_out_makes_rounds_with_the_others_and_not_ahead_of_them():
 
     make_company(round_of, decision).join(engine, mix_only)
     assert engine.round == 6
+
+
+def test_a_worker_that_only_this_one_has_lost_is_missed_until_others_vouch_for_it():
+    """An epoch that names it says that others reach it. Else this worker would want one epoch after the other."""
+    company, asked = make_company(lambda: 0, Future()), []
+    members = (0, 1, 2)
+    epoch = Epoch(1, 5, 0, members, {}, "")
+    given: Any = iter([None, epoch, None, None, None, None])
+
+    def look(round_: int, *, wanted: bool) -> Any:
+        asked.append(wanted)
+        return next(given)
+
+    company._epochs = SimpleNamespace(  # type: ignore[assignment]
+        newest=epoch, is_member=True, replaced=False, offered=lambda seconds: False, look=look
+    )
+    neighbours: Any = company.neighbours
+    neighbours.replaced, neighbours.lost, neighbours.silent = False, lambda: [2], lambda: [2]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(company_module, "_SETTLE", -1.0)
+        for round_ in range(4):
+            company.check(round_)
+        assert asked == [True, True, False, False]  # after the second it is named
+        neighbours.lost = neighbours.silent = list
+        company.check(4)  # it is back,
+        neighbours.lost = neighbours.silent = lambda: [2]
+        company.check(5)  # and gone again
+    assert asked[4:] == [False, True]
 
 
 def test_join_waits_for_nobody_without_end():

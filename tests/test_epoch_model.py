@@ -172,6 +172,14 @@ class World(Network):
         machine._ratify = lambda name, decision: self.ratify(rank, name, decision)
         machine._on_decision = lambda name, decision: self.decide(rank, name, decision)
         machine._on_open = lambda name, text: self.hear_of(rank, name, text)
+        machine._is_urgent, machine._is_silent = lambda name: True, lambda peer: self.is_silent(rank, peer)
+
+    def is_silent(self, rank: int, peer: int) -> bool:
+        """Whether it would count as dead if more time had passed."""
+        now, self.now = self.now, self.now + 0.7 * DEAD_AFTER
+        found = self.view(rank, peer) is View.LOST
+        self.now = now
+        return found
 
     # -- processes that come in the place of dead ones
 

@@ -20,9 +20,11 @@ import torch
 from decent_dp.errors import OutOfStepError, PeerLostError, PeerTimeoutError
 from decent_dp.transport import survivors as survivors_module
 from decent_dp.transport.survivors import SurvivorControl, spanning_tree
+from decent_dp.transport.tcp.connection import LinkState
 from decent_dp.transport.tcp.courier import Courier
 from decent_dp.transport.tcp.protocol import AGREEMENT
 from decent_dp.transport.tcp.reactor import Reactor
+from tests.test_liveness import unreachable, wait_for
 from tests.test_reactor import Net
 
 DEAD_AFTER = 2.0
@@ -145,6 +147,18 @@ def test_collectives(make, monkeypatch, n, near):
 def test_workers_that_were_never_connected_meet(make):
     company = make(4, [])
     assert company.run(lambda rank, control: control.gather(rank)) == {rank: [0, 1, 2, 3] for rank in range(4)}
+
+
+def test_one_that_does_not_dial_is_dialled(make):
+    """Of two workers the one of higher rank connects: also if only the other one wants it, and could not reach it before."""
+    company = make(2, [])
+    low, high = company.reactor(0), company.reactor(1)
+    dial, low._dial = low._dial, unreachable
+    low.want(1)
+    wait_for(lambda: low._framing.connection(1).state is LinkState.BROKEN)
+    assert high._framing.connections.get(0) is None
+    low._dial = dial
+    wait_for(lambda: low._neighbours.living() == [1] and high._neighbours.living() == [0])
 
 
 DEATHS = [

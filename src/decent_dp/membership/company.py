@@ -43,6 +43,8 @@ class Company:
         self._lost: set[int] = set()
         # Members that are missed, and since when, on the monotonic clock.
         self._missed: dict[int, float] = {}
+        # Members that are gone for this worker, and were not for others when they planned the newest epoch.
+        self._vouched: set[int] = set()
         self._coming: tuple[Epoch, Roster] | None = None
         self._alone_since: float | None = None
         self._warned = False
@@ -104,7 +106,8 @@ class Company:
         if self._epochs is None:
             return False
         now, before = time.monotonic(), self.roster
-        missed = gone & set(self.members)
+        self._vouched &= gone
+        missed = gone & set(self.members) - self._vouched
         self._missed = {rank: self._missed.get(rank, now) for rank in missed}
         is_missed = any(now - since > _SETTLE for since in self._missed.values()) and bool(self.neighbours.living())
         wanted = is_missed or self._epochs.offered(_SETTLE)
@@ -117,7 +120,7 @@ class Company:
                 "this one: the others continue."
             )
         if epoch is not None:
-            self._coming = epoch, before
+            self._coming, self._vouched = (epoch, before), gone & set(epoch.members)
             _log.warning(
                 "epoch %d, from round %d on: %d workers, %s",
                 epoch.number,

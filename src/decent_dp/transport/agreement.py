@@ -80,7 +80,7 @@ class Consensus(ABC):
 
     @abstractmethod
     def govern(self, prefix: str, vote: Callable[[str], None], ratify: Callable[[str, Decision], Decision | None]) -> None:
-        """For agreements whose name begins so.
+        """For agreements whose name begins so. They do not wait for workers that are silent, which may come back.
 
         Args:
             vote: called with the name when another worker has contributed, in a thread that must not wait.
@@ -108,6 +108,7 @@ class _Open:
     """An agreement without a decision.
 
     Attributes:
+        is_urgent: as of ``Agreements``.
         statements: by rank.
         askers: the workers that have sent any of them, to which the decision is to be sent.
         hop: the next worker on the way to the deciding one; None if that is this worker.
@@ -121,6 +122,7 @@ class _Open:
         ways: ``Agreements._ways``, as far as statements since the last look have added to them; None: to be found again.
     """
 
+    is_urgent: bool = False
     statements: dict[int, _Statement] = field(default_factory=dict)
     askers: set[int] = field(default_factory=set)
     hop: int | None = None
@@ -148,6 +150,8 @@ class Agreements:
         incarnation: of this process; those of later incarnations have statements of higher versions.
         ratify: called with a name and a decision that this worker is to make. True: it counts. False: it is not known yet;
             ``ratified`` tells.
+        is_urgent: whether an agreement of this name does not wait for workers that are silent, though they may come back.
+        is_silent: whether a worker is that.
     """
 
     def __init__(
@@ -161,8 +165,10 @@ class Agreements:
         on_decision: Callable[[str, Decision], None],
         ratify: Callable[[str, Decision], bool] = lambda name, decision: True,
         incarnation: int = 0,
+        is_urgent: Callable[[str], bool] = lambda name: False,
+        is_silent: Callable[[int], bool] = lambda peer: False,
     ) -> None:
-        self._ratify = ratify
+        self._ratify, self._is_urgent, self._is_silent = ratify, is_urgent, is_silent
         self._rank, self._world_size = rank, world_size
         self._others = [peer for peer in range(world_size) if peer != rank]
         self._view, self._send, self._connect = view, send, connect
@@ -198,7 +204,7 @@ class Agreements:
         if name in self._names:
             self._on_decision(name, self._known(name))
             return
-        agreement = self._open.setdefault(name, _Open())
+        agreement = self._get(name)
         self._speak(agreement, text)
         self._pursue(name, agreement)
 
@@ -213,7 +219,7 @@ class Agreements:
             if decision is None:
                 self._send(peer, _pack(name, {}, self._known(name)))
             return
-        agreement = self._open.setdefault(name, _Open())
+        agreement = self._get(name)
         if decision is not None:
             agreement.askers.discard(peer)
             self._conclude(name, agreement, decision)
@@ -232,7 +238,7 @@ class Agreements:
         if asks and name in self._open:
             own = agreement.statements.get(self._rank)
             if own is None:
-                statements[self._rank] = self._state(None)
+                statements[self._rank] = self._state(agreement, None)
             else:
                 statements[self._rank] = self._speak(agreement, own.text)
                 self._send(peer, _pack(name, {self._rank: statements[self._rank]}))
@@ -245,7 +251,7 @@ class Agreements:
         for name, agreement in list(self._open.items()):
             own = agreement.statements.get(self._rank)
             if own is not None:
-                new = self._state(own.text)
+                new = self._state(agreement, own.text)
                 if replace(new, version=own.version) != own:
                     agreement.statements[self._rank] = new
             elif not (again and self._passes_on(agreement)):
@@ -283,7 +289,7 @@ class Agreements:
     def _ask(self, name: str, agreement: _Open) -> None:
         """Asks all living workers for their statements, which are newer than this question then; or for the decision."""
         own = agreement.statements.get(self._rank)
-        own = self._state(None) if own is None else self._speak(agreement, own.text)
+        own = self._state(agreement, None) if own is None else self._speak(agreement, own.text)
         self._flood(_pack(name, {self._rank: own}, asker=self._rank))
 
     def _flood(self, message: bytes, but: int | None = None) -> None:
@@ -291,10 +297,18 @@ class Agreements:
             if peer != but and self._view(peer) is View.LINKED:
                 self._send(peer, message)
 
-    def _state(self, text: str | None) -> _Statement:
+    def _get(self, name: str) -> _Open:
+        if name not in self._open:
+            self._open[name] = _Open(is_urgent=self._is_urgent(name))
+        return self._open[name]
+
+    def _state(self, agreement: _Open, text: str | None) -> _Statement:
         seen: dict[View, list[int]] = {view: [] for view in View}
         for peer in self._others:
-            seen[self._view(peer)].append(peer)
+            view = self._view(peer)
+            if agreement.is_urgent and view is View.PENDING and self._is_silent(peer):
+                view = View.LOST
+            seen[view].append(peer)
         self._version += 1
         linked, pending, lost = (frozenset(seen[view]) for view in (View.LINKED, View.PENDING, View.LOST))
         return _Statement(self._version, text, linked, pending, lost)
@@ -302,7 +316,7 @@ class Agreements:
     def _speak(self, agreement: _Open, text: str | None) -> _Statement:
         """A new statement of this worker."""
         agreement.ways = None
-        said = agreement.statements[self._rank] = self._state(text)
+        said = agreement.statements[self._rank] = self._state(agreement, text)
         return said
 
     def _pursue(self, name: str, agreement: _Open) -> None:
@@ -399,7 +413,7 @@ class Agreements:
 
     def _sight(self, agreement: _Open, rank: int) -> _Statement:
         if rank == self._rank:
-            return agreement.statements.get(rank) or self._state(None)
+            return agreement.statements.get(rank) or self._state(agreement, None)
         return agreement.statements.get(rank, _NOTHING)
 
     def _known(self, name: str) -> Decision:

@@ -150,7 +150,7 @@ class Acceptor:
         self._selector.unregister(stream)
         refusal = self._admit(worker)
         if refusal is not None:
-            _log.info("a connection of worker %d was refused: %s", worker.rank, refusal)
+            _log.debug("a connection of worker %d was refused: %s", worker.rank, refusal)
         with contextlib.suppress(OSError):  # one that is gone again is found so by the first read
             stream.send(greeting.answer(refusal))
         if refusal is None:

@@ -28,7 +28,7 @@ class ControlPlane(Consensus):
     Args:
         call: runs a function in the reactor's thread.
         send_note: to a worker; in the reactor's thread.
-        view, connect: as of ``Agreements``.
+        view, connect, is_silent: as of ``Agreements``.
     """
 
     def __init__(
@@ -40,6 +40,7 @@ class ControlPlane(Consensus):
         view: Callable[[int], View],
         connect: Callable[[int], None],
         incarnation: int = 0,
+        is_silent: Callable[[int], bool] = lambda peer: False,
     ) -> None:
         self._call, self.view = call, view
         self.courier = Courier(lambda peer, key, block: call(lambda: send_note(peer, key, block)))
@@ -53,6 +54,8 @@ class ControlPlane(Consensus):
             self._decided,
             self._ratify,
             incarnation,
+            self._is_governed,
+            is_silent,
         )
         self._lock = threading.Lock()
         self._futures: dict[str, list[Future[Decision]]] = {}
@@ -149,6 +152,9 @@ class ControlPlane(Consensus):
         for prefix, (vote, _) in self._governed.items():
             if name.startswith(prefix):
                 self._call(lambda vote=vote: vote(name))  # type: ignore[misc]
+
+    def _is_governed(self, name: str) -> bool:
+        return name.startswith(tuple(self._governed))
 
     def _ratify(self, name: str, decision: Decision) -> bool:
         for prefix, (_, ratify) in self._governed.items():

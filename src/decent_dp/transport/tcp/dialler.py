@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from decent_dp.transport.communicators import GreetingError
 from decent_dp.transport.tcp.connection import Connection, LinkState
 from decent_dp.transport.tcp.framing import Framing
 from decent_dp.transport.tcp.greeting import Identity, ReplacedError, greet
@@ -27,8 +28,8 @@ _ENDED = 0.3
 class Dialler:
     """Dials in threads of their own. All else is for the reactor's thread.
 
-    One of two workers makes the connection (``greeting``). The other one only looks whether anybody listens: if nobody does,
-    the peer's process has ended.
+    One of two workers makes the connection (``greeting``). The other one greets, too, and is refused, so that the first one
+    learns that a connection is needed. If nobody listens, the peer's process has ended.
 
     Args:
         identity, secret: for the greeting.
@@ -89,10 +90,12 @@ class Dialler:
         stream = None
         try:
             stream = self._dial(peer)
-            if self._dials(peer):
+            try:
                 other = greet(stream, self._identity, self._secret, peer, self._timeout)
                 outcome = partial(self._connected, peer, stream, other)
-            else:
+            except (GreetingError, TimeoutError) as error:
+                if self._dials(peer) or isinstance(error, ReplacedError):
+                    raise
                 stream.close()
                 outcome = partial(self._try_again, peer)
         except Exception as error:  # also of a store that answers nonsense: it is tried again

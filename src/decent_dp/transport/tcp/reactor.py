@@ -79,7 +79,14 @@ class Reactor:
         self.mailbox = Mailbox(self.call)
         self._selector = selectors.DefaultSelector()
         self.control_plane = ControlPlane(
-            identity.rank, len(expected), self.call, self._send_note, self._view, self._want, identity.incarnation
+            identity.rank,
+            len(expected),
+            self.call,
+            self._send_note,
+            self._view,
+            self._want,
+            identity.incarnation,
+            self._is_silent,
         )
         self._framing = Framing(identity.rank, local, self._selector, self._keep_note, lambda peer: self._connected(peer))
         self._acceptor = Acceptor(listeners, self._selector, identity, secret, self._admit, self._open)
@@ -221,7 +228,7 @@ class Reactor:
             self.call,
             timeout,
             self._dials,
-            lambda c: silence(c, self.now()) > SILENT * dead_after,
+            lambda c: self._is_silent(c.peer),
         )
         self.call(self._beat)  # it is more often from now on
         self._neighbours = TcpNeighbours(self, self._framing, self._identity.rank, dead_after)
@@ -272,6 +279,10 @@ class Reactor:
         if connection.state is LinkState.OPEN and self._neighbours is not None and self._neighbours.patience(peer, 0.0) > 0:
             return View.LINKED
         return View.PENDING
+
+    def _is_silent(self, peer: int) -> bool:
+        connection = self._framing.connections.get(peer)
+        return connection is not None and silence(connection, self.now()) >= SILENT * self._dead_after
 
     def _run(self) -> None:
         try:
@@ -368,6 +379,8 @@ class Reactor:
         if worker.incarnation != connection.incarnation:
             return REPLACED if worker.incarnation < connection.incarnation else f"worker {worker.rank} is not a member yet"
         if self._dials(worker.rank) or worker.rank == self._identity.rank:
+            if worker.rank != self._identity.rank:
+                self._want(worker.rank)
             return f"rank {worker.rank} must not connect to rank {self._identity.rank}, as that one connects"
         if connection.state is LinkState.GONE:
             return f"worker {worker.rank} is gone for worker {self._identity.rank}, which has dropped what they had in common"
