@@ -136,6 +136,7 @@ class Scripted:
     n: int
     script: Sequence[tuple[int, int, tuple[int, ...]]]
     engine: Any = field(default_factory=lambda: SimpleNamespace(round=0))
+    company: Any = None
 
     @property
     def transport(self) -> Any:
@@ -196,43 +197,52 @@ def test_nothing_is_dealt_twice_where_members_change(monkeypatch, ahead):
 # -- workers that leave and come -------------------------------------------------------------------------------------------
 
 
-def deals(rank: int, n: int, path: str) -> Any:
-    """Of three workers the last one dies, and two come. Each keeps the batches of its seat."""
+def deals(rank: int, n: int, path: str, size: int) -> Any:
+    """Of three workers the last one dies, and two come. Each keeps the batches of its seat, and where its epochs begin."""
     os.environ.pop("RANK", None)
-    faults, size = decent_dp.Tolerate(dead_after=5.0, max_workers=4), 4
+    faults = decent_dp.Tolerate(dead_after=5.0, max_workers=4)
     group = dist.new_group(range(3))
     if rank < 3:
         model, optimizer, replica = make(rank, process_group=group, faults=faults)
     else:
         hear("come")
         model, optimizer, replica = make(rank, seed=rank, transport=decent_dp.join(the_store()), faults=faults)
-    sampler = decent_dp.RosterSampler(100_000, replica, BATCH)
-    grown = 0
+    sampler = decent_dp.RosterSampler(size, replica, BATCH)
+    grown, begins = 0, []
     with open(f"{path}/{rank}", "w", buffering=1) as file:
-        for batch in sampler:
-            if replica.roster.seat >= 0:
-                print(json.dumps([replica.stats().rounds, batch]), file=file)
-            time.sleep(0.02)
-            step(model, optimizer, 0, rank)
-            if rank == 2 and replica.stats().rounds >= 20:
-                say("come")
-                die()
-            grown = grown or (replica.stats().rounds if is_grown(replica, size) else 0)
-            if grown and replica.stats().rounds >= grown + 60:
-                break
+        while not grown or replica.stats().rounds < grown + 60:
+            begins.append((sampler.epoch, replica.stats().rounds))
+            for batch in sampler:
+                if replica.roster.seat >= 0:
+                    print(json.dumps(batch), file=file)
+                time.sleep(0.02)
+                step(model, optimizer, 0, rank)
+                if rank == 2 and replica.stats().rounds >= 20:
+                    say("come")
+                    die()
+                grown = grown or (replica.stats().rounds if is_grown(replica, 4) else 0)
+                if grown and replica.stats().rounds >= grown + 60:
+                    break
     dealt = sampler.state_dict()["dealt"] - replica.roster.size * replica.stats().rounds
     end(replica)
-    return dealt
+    return dealt, begins
 
 
 @pytest.mark.slow
-def test_nothing_is_dealt_twice(workers, tmp_path):
-    found = survivors(workers.outcomes(5, deals, str(tmp_path)), 2)
-    assert len(set(found)) == 1  # all know the same position of the same round
-    lines = [json.loads(line) for file in Path(tmp_path).iterdir() for line in file.read_text().splitlines()]
-    samples = Counter(sample for _, batch in lines for sample in batch)
-    assert max(samples.values()) == 1
-    shares = {tuple(batch): share for share, batch in enumerate(order(0, 0, 100_000))}
-    dealt = {shares[tuple(batch)] for _, batch in lines}
+@pytest.mark.parametrize("size", [100_000, 600])
+def test_nothing_is_dealt_twice(workers, tmp_path, size):
+    found = survivors(workers.outcomes(5, deals, str(tmp_path), size), 2)
+    assert len({dealt for dealt, _ in found}) == 1  # all know the same position of the same round
+    batches = Counter(tuple(json.loads(line)) for file in Path(tmp_path).iterdir() for line in file.read_text().splitlines())
+    shares = {tuple(batch): share for share, batch in enumerate(b for epoch in range(9) for b in order(0, epoch, size))}
+    dealt = Counter(shares[batch] for batch in batches.elements())
+    assert max(dealt.values()) == 1
     # What is missing was the dead worker's, or that of rounds in which a worker was late.
     assert len(dealt) > 0.6 * max(dealt)
+    # Epochs begin in one round for all, but for a worker's first one, and where it was late.
+    rounds: dict[int, set[int]] = {}
+    for _, begins in found:
+        for epoch, round_ in begins[1:]:
+            rounds.setdefault(epoch, set()).add(round_)
+    assert all(max(begun) - min(begun) <= 3 for begun in rounds.values())
+    assert (len(rounds) > 1) == (size == 600)

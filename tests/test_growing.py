@@ -8,11 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 import decent_dp
 from decent_dp.errors import PeerLostError
 from decent_dp.membership import joining
+from decent_dp.transport import run_replicas
 from tests.helpers import assert_same, net, values
 from tests.test_joining import end, the_store, train
 from tests.test_survivor_calls import die, survivors
@@ -42,10 +45,13 @@ def comes_and_goes(rank: int, n: int, began: int, leave: int, kind: str, path: s
     else:
         hear("come")
         model, optimizer, replica = make(rank, kind, seed=rank, transport=decent_dp.join(the_store()), faults=faults)
+        with pytest.raises(RuntimeError, match=r"averaged was called in a process that joins a run, before its first step"):
+            replica.averaged().__enter__()
     train(model, optimizer, rank, lambda: is_grown(replica, size))
     grown = replica.stats().rounds
     train(model, optimizer, rank, lambda: replica.stats().rounds >= grown + 100)
     saved = decent_dp.save(replica, path, wait=True)
+    decent_dp.export(replica, f"{path}/mean.safetensors")
     roster, distance, stats = replica.roster, replica.consensus_distance(), replica.stats()
     own = values(model)
     with replica.averaged():
@@ -80,6 +86,8 @@ def test_some_workers_leave_and_more_come(workers, tmp_path, began, leave, come,
         assert abs(others_stats.rounds - stats.rounds) <= 3
     for one, exact in zip(mean.values(), expected, strict=True):
         np.testing.assert_allclose(one.numpy(), exact, rtol=1e-5, atol=1e-6)
+    for name, value in load_file(tmp_path / "mean.safetensors").items():
+        np.testing.assert_allclose(value.numpy(), mean[name].numpy(), rtol=1e-6)
     (step_folder,) = tmp_path.glob("step-*")
     assert len(list(step_folder.glob("*.safetensors"))) == size
 
@@ -113,6 +121,19 @@ def test_a_run_without_a_free_place_refuses(workers):
     assert "max_workers=...) above 2" in no_place
     assert wrong.startswith("rank must be from 0 to 1, as this run can have 2 workers")
     assert wrong.endswith("got 2")
+
+
+def test_a_rule_must_fit_the_numbers_that_deaths_leave():
+    """OuterNesterov works with eight workers in base-2, and not with six or seven."""
+
+    def work(transport: Any) -> str:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match=r"^with 6 workers, which faults=Tolerate.*allows: OuterNesterov"):
+            decent_dp.gossip(model, optimizer, rule=decent_dp.OuterNesterov(), faults=decent_dp.Tolerate(), transport=transport)
+        return "refused"
+
+    assert run_replicas(8, work) == ["refused"] * 8
 
 
 def needs_a_name(rank: int, n: int) -> Any:

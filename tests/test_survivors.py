@@ -241,6 +241,27 @@ def test_a_frozen_worker_is_left_out_and_told_when_it_wakes(make):
     assert "took worker 2 for gone" in str(late)
 
 
+def test_a_worker_that_was_late_is_the_one_that_is_wrong_also_later(make):
+    """It has made a call together with the others since then, by chance of the same name."""
+    company = make(4, ring(4))
+
+    def work(rank: int, control: SurvivorControl) -> Any:
+        control.begin("first")
+        control.gather(rank)
+        if rank == 2:
+            control.enter(control.calls + 1)  # as one that has missed calls
+        control.begin("second")
+        both = control.gather(rank)
+        control.begin("averaged" if rank == 2 else "save")
+        return both, control.gather(rank)
+
+    results = company.run(work)
+    late = results.pop(2)
+    assert isinstance(late, OutOfStepError)
+    assert "worker 2 has come to a gather of averaged()" in str(late)
+    assert results == {rank: ([0, 1, 2, 3], [0, 1, 3]) for rank in (0, 1, 3)}
+
+
 def test_a_short_freeze_costs_time_only(make):
     company = make(3, ring(3))
     company.run(lambda rank, control: control.gather(rank))

@@ -81,11 +81,13 @@ class RosterSampler(Sampler[list[int]]):
             # Batches are fetched ahead of the replica's rounds, which jump if this worker was late.
             round_ = max(round_ + 1, self._replica.engine.round + min(drawn, self._ahead))
             dealt, seat = self._look(round_)
-            if epoch < 0:
-                epoch = dealt // self._batches
-            if dealt // self._batches > epoch:
-                return
-            yield self._batch(dealt + seat) if seat >= 0 else self._any_batch()
+            if seat < 0:
+                yield self._any_batch()
+            else:
+                epoch = dealt // self._batches if epoch < 0 else epoch
+                if dealt // self._batches > epoch:
+                    return
+                yield self._batch(dealt + seat)
             drawn += 1
 
     @property
@@ -95,7 +97,7 @@ class RosterSampler(Sampler[list[int]]):
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the data, for ``decent_dp.save(..., state=...)``. Needed only where the number of workers changes."""
-        return {"dealt": self._base + self._replica.roster.dealt_before(self._replica.engine.round)}
+        return {"dealt": self._look(self._replica.engine.round)[0]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues at a position. Called on all workers, in the same round, after ``decent_dp.load``.
@@ -105,10 +107,12 @@ class RosterSampler(Sampler[list[int]]):
         """
         dealt, replica = check_integer("dealt", state["dealt"], 0), self._replica
         self._rosters, self._first = [], replica.roster.epoch
+        missing, round_ = dealt - self._look(replica.engine.round)[0], replica.engine.round
+        self._rosters = []
         if replica.company is None:
-            self._base = dealt - replica.roster.dealt_before(replica.engine.round)
+            self._base += missing
         else:
-            replica.company.deal_from(replica.engine.round, dealt)
+            replica.company.deal_from(round_, replica.roster.dealt_before(round_) + missing)
 
     def _look(self, round_: int) -> tuple[int, int]:
         """The shares dealt before a round, and this worker's seat in it."""
@@ -124,8 +128,9 @@ class RosterSampler(Sampler[list[int]]):
         while len(known) > 1 and known[1].start <= now - self._ahead:
             del known[0]
         found = next((roster for roster in reversed(known) if roster.start <= at), known[0])
-        # Before that, a process that has joined had no seat.
-        seat = found.seat if at >= found.start or found.epoch == self._first else -1
+        # Before that, a process that has joined had no seat; and a change may have happened that is not known yet.
+        company, is_seated = self._replica.company, at >= found.start or found.epoch == self._first
+        seat = found.seat if is_seated and (company is None or company.knows(at)) else -1
         return self._base + found.dealt_before(at) + self._ahead * self._replica.transport.world_size, seat
 
     def _batch(self, share: int) -> list[int]:

@@ -100,7 +100,7 @@ class Unit:
         """Returns the edge for a ``pre_average_hook``: its group is the user's, or that of all workers, or cannot be read."""
         if edge.group is not None:
             return edge
-        if len(edge.ranks) == self.transport.world_size and self.transport.process_group is not None:
+        if sorted(edge.ranks) == list(range(self.transport.world_size)) and self.transport.process_group is not None:
             return Edge(edge.ranks, edge.weight, self.transport.process_group)
         return GrouplessEdge(edge.ranks, edge.weight)
 

@@ -51,6 +51,8 @@ class Company:
         self.joins = 0
         # ``Roster.start`` and ``Roster.dealt`` where the members stay the same.
         self._origin = 0, 0
+        # The largest number of members so far.
+        self._most = 0
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -67,6 +69,10 @@ class Company:
         if self._epochs is not None:
             start, dealt = self._epochs.newest.start, self._epochs.newest.dealt
         return Roster(number, members.index(rank) if is_in else -1, len(members), members, holes, start, dealt)
+
+    def knows(self, round_: int) -> bool:
+        """``Epochs.knows``."""
+        return self._epochs is None or self._epochs.knows(round_)
 
     def deal_from(self, round_: int, dealt: int) -> None:
         """``Roster.start`` and ``Roster.dealt`` of the present roster are these; the same on all workers."""
@@ -88,7 +94,7 @@ class Company:
         if silent != self._silent or lost != self._lost:
             self._report(round_, silent, lost)
         self._silent, self._lost = silent, lost
-        n = self._transport.world_size
+        self._most = n = max(self._most, len(self.members))
         here = {*self.members, *left} - lost  # who has left had no batches any more
         if len(here) < min(self.faults.min_workers, n):
             least = self.faults.min_workers
@@ -174,6 +180,17 @@ class Company:
         """``Epochs.offer``."""
         assert self._epochs is not None
         return self._epochs.offer(rank, incarnation)
+
+    @property
+    def known(self) -> tuple[int, int, int, str]:
+        """``Epochs.known``."""
+        assert self._epochs is not None
+        return self._epochs.known
+
+    def learn(self, known: tuple[int, int, int, str]) -> None:
+        """``Epochs.learn``."""
+        assert self._epochs is not None
+        self._epochs.learn(known)
 
     def withdraw(self, rank: int, incarnation: int) -> None:
         """``Epochs.withdraw``."""

@@ -86,6 +86,8 @@ class Epochs:
         # The number of the line's newest epoch, which may not name this worker. A process that joins is no member yet.
         self._number = -1 if incarnation else 0
         self._result: Future[Decision] | None = None
+        # What this worker has promised in the agreement that is open.
+        self._until = 0
         self._lock = threading.Lock()
         # Looks whether the store answers, before anybody promises anything.
         self._prober = Waiter("decent_dp-epochs")
@@ -171,6 +173,26 @@ class Epochs:
         self._topology.change(epoch.start, epoch.members, since=epoch.start)
         self._neighbours.enter_epoch(epoch.number)
 
+    def knows(self, round_: int) -> bool:
+        """Whether the members of this round are known: no later epoch may have begun by then."""
+        with self._lock:
+            if self._result is not None:
+                return round_ <= self._until
+        return self._neighbours.newest_epoch() <= self.newest.number
+
+    def learn(self, known: tuple[int, int, int, str]) -> None:
+        """What another member knows (``known``), for a process that joins."""
+        number, start, dealt, text = known
+        if number:
+            self.newest = Epoch.read(number, text)
+        self.deal_from(start, dealt)
+
+    @property
+    def known(self) -> tuple[int, int, int, str]:
+        """Number, start, dealt and text of the newest epoch."""
+        newest = self.newest
+        return newest.number, newest.start, newest.dealt, newest.text
+
     def deal_from(self, round_: int, dealt: int) -> None:
         """The data of the newest epoch are dealt from this round on, after so many shares."""
         self.newest = replace(self.newest, start=round_, dealt=dealt)
@@ -197,7 +219,7 @@ class Epochs:
     def _propose(self) -> None:
         with self._lock:
             if self._result is None:
-                until = self._neighbours.promise(_AHEAD, _LEAST)
+                until = self._until = self._neighbours.promise(_AHEAD, _LEAST)
                 joining = {rank: incarnation for rank, (incarnation, _, _) in self._candidates.items()}
                 newest = self.newest
                 since = newest.number, newest.start, newest.dealt, len(newest.members)
@@ -267,9 +289,10 @@ class Epochs:
         number = int(name.removeprefix(_PREFIX))
         text = _text_of(decision)
         # With a majority of its members an epoch is the newest one.
-        members = set(self.newest.members)
-        is_newest = self.newest.number == number - 1 and 2 * len(decision.texts.keys() & members) > len(members)
-        before = self.newest.text if is_newest else None
+        newest = self.newest  # the training thread may replace it
+        members = set(newest.members)
+        is_newest = newest.number == number - 1 and 2 * len(decision.texts.keys() & members) > len(members)
+        before = newest.text if is_newest else None
         won: str | None = None
         with contextlib.suppress(ConnectionError, OSError):
             won = self._line.write(number, text, before)

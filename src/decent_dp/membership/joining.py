@@ -21,8 +21,9 @@ from decent_dp.transport.communicators import NEWEST, ROOT, Rendezvous, address_
 
 __all__ = ["Run", "join", "look_at_run"]
 
-# Seconds for a connection to the store, until a place is free, and between two looks for one.
-_SECONDS, _FREE, _AGAIN = 5.0, 30.0, 0.5
+# Seconds for a connection to the store, until a place is free, and between two looks for one; and looks after which a process
+# that has taken one and is no member counts as ended.
+_SECONDS, _FREE, _AGAIN, _LOOKS = 5.0, 30.0, 0.5, 10
 
 
 def join(store: str | Store | None = None, *, rank: int | None = None) -> NewcomerTransport:
@@ -153,25 +154,37 @@ def _look_for_a_place(store: str | Store | None, rank: int | None) -> tuple[Run,
             f"rank must be from 0 to {places - 1}, as this run can have {places} workers (faults=Tolerate(max_workers=...)), "
             f"got {text!r}"
         )
-    while (found := _free_rank(run)) is None:
+    looks = 0
+    while (found := _free_rank(run, shared=looks > _LOOKS)) is None:
         if time.monotonic() > deadline:
             raise PeerLostError(
                 f"the run has {len(run.members)} members, and no place for more. Give the rank of a worker that is gone, or "
                 f"begin the run with faults=Tolerate(max_workers=...) above {places}."
             )
         time.sleep(_AGAIN)
-        run = look_at_run(store)
+        run, looks = look_at_run(store), looks + 1
     return run, found
 
 
-def _free_rank(run: Run) -> int | None:
-    """The first rank that no member has. Another process that looks at the same time gets another one."""
+def _free_rank(run: Run, *, shared: bool) -> int | None:
+    """A rank that no member has. Another process that looks at the same time gets another one.
+
+    Args:
+        shared: also one that another process has taken, as that may have ended. The members let one of them in.
+    """
+    taken = {}
     try:
         with store_errors():
             for rank in range(run.record["places"]):
                 key = f"{run.run_id}/free/{run.epoch.number}/{rank}"
-                if rank not in run.members and run.store.add(key, 1) == 1:
-                    return rank
+                if rank not in run.members:
+                    taken[rank] = run.store.add(key, 0 if shared else 1)
+                    if taken[rank] == 1 and not shared:
+                        return rank
+            if taken and shared:
+                rank = min(taken, key=lambda rank: taken[rank])
+                run.store.add(f"{run.run_id}/free/{run.epoch.number}/{rank}", 1)
+                return rank
     except ConnectionError as error:
         raise PeerLostError(str(error)) from error
     return None

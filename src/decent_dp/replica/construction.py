@@ -108,12 +108,14 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
             raise ValueError(f"{error} (A topology counts replicas, and there are {numbers}.)") from error
         if given.sharing:
             refuse_isolated(given.sharing, made)
+        narrow = any(param.itemsize < 4 for param in model.parameters())
         if given.faults is not None:
-            make = _maker(given.topology, local_world_size)
-            made = _with_epochs(made, make, most_workers(given.faults), peers.rank)
+            make, most = _maker(given.topology, local_world_size), most_workers(given.faults)
+            if make is not None:
+                _refuse_unfit_later(given, make, peers.world_size, most, narrow=narrow)
+            made = _with_epochs(made, make, most, peers.rank)
         # Called on the class, because a subclass may have an attribute named `every`.
         mixing = Topology.every(made, given.settings.mix_every)
-        narrow = any(param.itemsize < 4 for param in model.parameters())
         if given.faults is not None:
             _refuse_intolerant(mixing, replicas, given.rule)
         rule = fit_rule(given.rule, check_compression(given.settings.compression), mixing, narrow=narrow)
@@ -175,11 +177,25 @@ def _with_epochs(made: Topology, make: Callable[[int], Topology] | None, most: i
     return made
 
 
+def _refuse_unfit_later(given: Arguments, make: Callable[[int], Topology], n: int, most: int, *, narrow: bool) -> None:
+    """Raises ValueError if the rule does not work with as many workers as one or two deaths leave, or may come."""
+    compression = check_compression(given.settings.compression)
+    for count in sorted({n - 2, n - 1, most} & set(range(2, max(n, most + 1)))):
+        topology = Topology.every(make(count), given.settings.mix_every)
+        try:
+            fit_rule(given.rule, compression, topology, narrow=narrow)
+        except ValueError as error:
+            raise ValueError(f"with {count} workers, which faults={given.faults} allows: {error}") from error
+
+
 def _for_members(name: str, local_world_size: int, count: int) -> Topology:
-    """The topology of so many workers: the one of this name if it fits, or 'base-2', which always does."""
+    """The topology of so many workers: the one of this name if it fits and is of pairs, or 'base-2', which always is."""
     local_world_size = min(local_world_size, count)
-    name = name if why_unfit(name, count, local_world_size) is None else "base-2"
-    return make_topology(name, local_world_size=local_world_size, world_size=count, rank=0)
+    if why_unfit(name, count, local_world_size) is None:
+        made = make_topology(name, local_world_size=local_world_size, world_size=count, rank=0)
+        if Topology.largest_group(made) <= 2:
+            return made
+    return make_topology("base-2", local_world_size=local_world_size, world_size=count, rank=0)
 
 
 def _refuse_intolerant(topology: Topology, replicas: Replicas, rule: Rule) -> None:

@@ -55,7 +55,8 @@ class Host(Listener):
                 raise RuntimeError("this worker has not mixed yet")
             # What is in flight, and what edges have learned, is between this worker and others.
             snapshot = {**take(self._replica), "exchange": None, "compression": {}, "grads": {}}
-            text, tensors = encode({"first_bucket": self._replica.engine.first_bucket, "snapshot": snapshot}, "")
+            state = {"first_bucket": self._replica.engine.first_bucket, "epoch": self._company.known, "snapshot": snapshot}
+            text, tensors = encode(state, "")
             staged = Staging().copy(tensors)
         except Exception as error:  # training continues
             for future in waiting:

@@ -207,6 +207,8 @@ class Replica(ABC):
         self.engine.install(buckets)
         if isinstance(self.topology, EpochTopology):
             self.topology.restart()
+            if self.company is not None:
+                self.company.deal_from(0, 0)
         if _log.isEnabledFor(logging.DEBUG):
             sizes = [bucket.buffer.plan.numel * bucket.buffer.plan.dtype.itemsize / MIB for bucket in buckets]
             _log.debug(
@@ -397,8 +399,8 @@ class Replica(ABC):
         """Raises RuntimeError in a process that joins a run, before its first step; ``what`` names the user's call."""
         if self.before_first_round is not None:
             raise RuntimeError(
-                f"{what} was called in a process that joins a run, before its first step. It has the newest state of another "
-                f"worker already: leave {what} out where replica.roster.seat is -1."
+                f"{what} was called in a process that joins a run, before its first step: it is no member yet, and has the "
+                f"newest state of another worker already. Leave {what} out where replica.roster.seat is -1."
             )
 
     @property
@@ -413,6 +415,7 @@ class Replica(ABC):
         """
         self.refuse_in_join(what)
         self.refuse_inside(what)
+        self.refuse_before_member(what)
         self.apply_pending()
         self.refuse_stopped()
         if self.company is not None:

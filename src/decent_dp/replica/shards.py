@@ -221,6 +221,8 @@ class Replicas:
 
     def place_of(self, rank: int) -> tuple[int, int]:
         """Returns the number of a worker's replica and the worker's position in it."""
+        if self.shards == 1:  # also of a worker that has joined in addition
+            return rank, 0
         return next((number, own.index(rank)) for number, own in enumerate(self.workers) if rank in own)
 
     def peers_on_node(self, rank: int, local_world_size: int) -> int:

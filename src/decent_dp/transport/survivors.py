@@ -70,11 +70,12 @@ class SurvivorControl(Control):
         self._incarnation = incarnation
         self._leave = leave
         self._plane, self._rank, self._node_of, self._timeout = plane, rank, node_of, timeout
-        self._min_workers = min(min_workers, len(ranks))
+        self._min_workers, self._most = min_workers, len(ranks)
         # Of the members of all collectives since ``begin``: all of them must have had the same.
         self._history = 0
         self.ranks: tuple[int, ...] = tuple(ranks)
-        # Collectives since ``begin``; what has begun; whether this worker has missed calls, and has made none since.
+        # Collectives since ``begin``; what has begun; whether this worker has missed calls: then it is the one that is wrong
+        # where calls differ.
         self._number, self._call, self._is_late = 0, "", False
         self._what = ""
         self._parent: int | None = None
@@ -215,12 +216,12 @@ class SurvivorControl(Control):
                     f"the network had fallen into parts inside this call: workers {first} and {rank} have taken part in "
                     "different collectives of it. Make the call again."
                 )
-        if len(said) < self._min_workers:
+        self._most = max(self._most, len(said))
+        if len(said) < min(self._min_workers, self._most):
             raise PeerLostError(
                 f"only workers {list(said)} have come to this call, and faults=Tolerate(min_workers="
                 f"{self._min_workers}) wants more. Start all workers again from the newest checkpoint, or allow fewer."
             )
-        self._is_late = False
         self._history = zlib.crc32(f"{name} {list(said)}".encode(), self._history)
         return Decision({rank: text for rank, (*_, text) in said.items()}, decision.links)
 

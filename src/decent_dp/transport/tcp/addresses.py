@@ -10,6 +10,7 @@ import socket
 import struct
 import sys
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 from decent_dp.transport.communicators import Rendezvous, UnreachableError, address_key
@@ -68,13 +69,13 @@ def dial(rendezvous: Rendezvous, peer: int, seconds: float, incarnation: int = 0
     Raises:
         UnreachableError: nobody answers at the address of the peer.
         OSError: this process has no file descriptor left.
-        RuntimeError: the peer has not stored its address within the process group's timeout.
+        RuntimeError: the peer has not stored its address in time.
     """
     address = rendezvous.addresses.get(peer)
     if address is None or address["incarnation"] != incarnation:
         # The store's own timeout, which ``get`` has, is another: half an hour by default.
         key = address_key(peer, incarnation)
-        rendezvous.store.wait([key], rendezvous.timeout)
+        rendezvous.store.wait([key], timedelta(seconds=seconds))
         address = rendezvous.addresses[peer] = json.loads(rendezvous.store.get(key))
     return dial_at(address, rendezvous.node, seconds)
 
