@@ -8,12 +8,12 @@ times (Poisson), each of a random worker or site. A twin without faults trains o
 
 - throughput: optimizer steps of all workers, relative to the twin, and of the workers alive at the time;
 - participation: the part of the exchanges of living workers that took place;
-- stall: the longest time between two steps of a worker that was not frozen itself;
-- rejoin: seconds from the start of a new process to its first step as a member, and seconds of that without imports;
+- longest step: of those that do not last longer because the worker itself is frozen;
+- rejoin: seconds from the start of a new process to its first exchange, and seconds of that without imports;
 - loss: of the mean model on held-out data at the end, relative to the twin.
 
-Each worker writes a line per second to ``FOLDER/worker-RANK.jsonl``. Writes ``benchmarks/results/endurance.json``, ``.md`` and
-``.png``. Without root there are no sites, and only kills and freezes.
+Each worker writes a line per second. Writes ``benchmarks/results/endurance.json``, ``.md``, ``.png``, and the lines of every
+tenth second to ``.jsonl.gz``. Without root there are no sites, and only kills and freezes.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
+import gzip
 import hashlib
 import json
 import logging
@@ -56,6 +57,8 @@ KINDS = {"kill": (4, 0.0, 0.0), "freeze": (3, 2.0, 30.0), "part": (2, 5.0, 40.0)
 ENDS = {"freeze": "wake", "part": "heal", "slow": "fast"}
 # Mbit/s of a site's link.
 RATE, SLOW = 100.0, 1.0
+# Seconds between two lines of a worker that are kept.
+KEPT = 10.0
 RESULT = Path(__file__).parent / "results" / "endurance.json"
 
 
@@ -114,7 +117,7 @@ def work(rank: int, store: str, folder: str, pace: float, joins: bool) -> None:
                 raise
             time.sleep(1.0)
     chosen = torch.Generator().manual_seed(1000 * rank + (os.getpid() if joins else 0))
-    loss_of, last_line, last_step, longest, steps, seated = nn.CrossEntropyLoss(), 0.0, time.monotonic(), 0.0, 0, 0.0
+    loss_of, last_line, last_step, steps, seated = nn.CrossEntropyLoss(), 0.0, time.monotonic(), 0, 0.0
     with open(f"{folder}/worker-{rank}.jsonl", "a", buffering=1) as file:
 
         def note(**more: Any) -> None:
@@ -123,7 +126,7 @@ def work(rank: int, store: str, folder: str, pace: float, joins: bool) -> None:
                 loss = float(loss_of(model(inputs[held_out]), targets[held_out]))
             counts = {"exchanges": stats.exchanges, "holes": stats.holes, "one_sided": stats.one_sided, "round": stats.rounds}
             here = {"epoch": roster.epoch, "size": roster.size, "seat": roster.seat, "gone": len(roster.holes)}
-            line = {"time": time.time(), "pid": os.getpid(), "steps": steps, "longest": longest, "loss": loss, **counts, **here}
+            line = {"time": time.time(), "pid": os.getpid(), "steps": steps, "loss": loss, **counts, **here}
             print(json.dumps({**line, **more}), file=file)
 
         Path(f"{folder}/ready-{rank}").touch()
@@ -137,11 +140,12 @@ def work(rank: int, store: str, folder: str, pace: float, joins: bool) -> None:
             loss_of(model(inputs[batch]), targets[batch]).backward()
             optimizer.step()
             now = time.monotonic()
-            longest, last_step, steps = max(longest, now - last_step), now, steps + 1
-            if joins and not seated and replica.roster.seat >= 0:
+            took, last_step, steps = now - last_step, now, steps + 1
+            if joins and not seated and replica.stats().exchanges > 0:
                 seated = time.time()
                 note(seated_after=seated - began, seated_after_imports=seated - loaded)
-                longest = 0.0  # it has joined within a step
+            elif took > 2 * pace and (seated or not joins):  # a process joins within a step
+                note(long=took)
             if now - last_line > 1:
                 last_line = now
                 note()
@@ -316,6 +320,32 @@ def read(run: Run) -> list[dict[str, Any]]:
     return lines
 
 
+def intervals(run: Run, seated: list[dict[str, Any]]) -> tuple[dict[int, Any], dict[int, Any]]:
+    """When workers were frozen, and when they were frozen or dead, by rank, in seconds since the beginning."""
+    frozen: dict[int, list[tuple[float, float]]] = {}
+    away: dict[int, list[tuple[float, float]]] = {}
+    for at, what, rank in run.events:
+        if what == "kill":
+            back = min((line["at"] for line in seated if line["rank"] == rank and line["at"] > at), default=run.seconds)
+            away.setdefault(rank, []).append((at, back))
+        if what == "freeze":
+            woke = min((t for t, w, r in run.events if r == rank and w == "wake" and t > at), default=run.seconds)
+            frozen.setdefault(rank, []).append((at, woke))
+            away.setdefault(rank, []).append((at, woke))
+    return frozen, away
+
+
+def union(found: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same times, each once."""
+    joined: list[tuple[float, float]] = []
+    for begin, end in sorted(found):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((begin, end))
+    return joined
+
+
 def figures(run: Run, lines: list[dict[str, Any]]) -> dict[str, Any]:
     """What is computed from the lines of all workers."""
     last: dict[tuple[int, int], dict[str, Any]] = {}
@@ -324,23 +354,22 @@ def figures(run: Run, lines: list[dict[str, Any]]) -> dict[str, Any]:
     steps = sum(line["steps"] for line in last.values())
     exchanges, holes = (sum(line[key] for line in last.values()) for key in ("exchanges", "holes"))
     ends = [line for line in lines if "end" in line]
-    frozen = {(rank) for _, what, rank in run.events if what == "freeze"}
-    stalls = [line["longest"] for (rank, _), line in last.items() if rank not in frozen]
     seated = [line for line in lines if "seated_after" in line]
-    alive, seconds = run.n * run.seconds, run.seconds
-    for at, what, rank in run.events:
-        if what == "kill":
-            back = min((line["at"] for line in seated if line["rank"] == rank and line["at"] > at), default=seconds)
-            alive -= back - at
-        if what == "freeze":
-            woke = min((t for t, w, r in run.events if r == rank and w == "wake" and t > at), default=seconds)
-            alive -= woke - at
+    frozen, away = intervals(run, seated)
+    alive = run.n * run.seconds - sum(end - begin for own in away.values() for begin, end in union(own))
+    # A step that began before its worker woke lasts longer for this reason.
+    stalls = [
+        line["long"]
+        for line in lines
+        if "long" in line
+        and not any(begin < line["at"] and line["at"] - line["long"] < end for begin, end in frozen.get(line["rank"], ()))
+    ]
     return {
         "steps": steps,
         "steps_per_living_second": steps / alive,
         "participation": exchanges / max(exchanges + holes, 1),
         "one_sided": sum(line["one_sided"] for line in last.values()),
-        "longest_stall": max(stalls, default=0.0),
+        "longest_step": max(stalls, default=None),
         "rejoined": len(seated),
         "rejoin_s": statistics.median([line["seated_after"] for line in seated]) if seated else None,
         "rejoin_after_imports_s": statistics.median([line["seated_after_imports"] for line in seated]) if seated else None,
@@ -351,6 +380,10 @@ def figures(run: Run, lines: list[dict[str, Any]]) -> dict[str, Any]:
         "hangs": len(run.hanging),
         "errors": run.errors,
     }
+
+
+def said(value: float | None, relative_to: float | None = 1.0, digits: int = 1) -> str:
+    return "–" if value is None or not relative_to else f"{value / relative_to:.{digits}f}"
 
 
 def table(content: dict[str, Any]) -> str:
@@ -366,10 +399,10 @@ def table(content: dict[str, Any]) -> str:
         "steps of all workers": f"{stormy['steps'] / calm['steps']:.3f} of those without faults",
         "the same, per living worker": f"{stormy['steps_per_living_second'] / calm['steps_per_living_second']:.3f}",
         "participation": f"{stormy['participation']:.3f} ({calm['participation']:.3f} without faults)",
-        "longest step of a worker that was not frozen": f"{stormy['longest_stall']:.2f} s ({calm['longest_stall']:.2f} s)",
-        "a new process mixes after": f"{stormy['rejoin_after_imports_s'] or 0:.1f} s (median)",
-        "the same, with its imports": f"{stormy['rejoin_s'] or 0:.1f} s",
-        "loss of the mean at the end": f"{(stormy['loss'] or 0) / (calm['loss'] or 1):.3f} of that without faults",
+        "longest step, of workers that are not frozen": f"{said(stormy['longest_step'])} s ({PACE:g} s of it are computation)",
+        "a new process mixes after": f"{said(stormy['rejoin_after_imports_s'])} s (median)",
+        "the same, with its imports": f"{said(stormy['rejoin_s'])} s",
+        "loss of the mean at the end": f"{said(stormy['loss'], calm['loss'], 3)} of that without faults",
     }
     return "\n".join(["| what | measured |", "|---|---|", *(f"| {what} | {value} |" for what, value in rows.items())]) + "\n"
 
@@ -441,9 +474,10 @@ def demo() -> None:
                     flush=True,
                 )
         seen = figures(run, read(run))
-    rejoined, stall = seen["rejoin_after_imports_s"] or 0.0, seen["longest_stall"]
-    print(f"Worker {victim} was killed, and a new process took its place: it mixed {rejoined:.1f} s after its imports.")
-    print(f"The others lost no step. Their longest one took {stall:.2f} s, of which {pace:g} s are computation.")
+    rejoined = said(seen["rejoin_after_imports_s"])
+    print(f"Worker {victim} was killed, and a new process took its place: it mixed {rejoined} s after its imports.")
+    longest = f"{said(seen['longest_step'])} s" if seen["longest_step"] else f"less than {2 * pace:g} s"
+    print(f"The longest step of the others took {longest}, of which {pace:g} s are computation.")
     print(f"At the end all {seen['at_the_end']} workers had the same mean: {seen['means'] == 1}.")
 
 
@@ -506,6 +540,14 @@ def main() -> None:
     given.out.write_text(json.dumps(content, indent=1) + "\n")
     given.out.with_suffix(".md").write_text(table(content))
     plot(content, lines["without"], lines["with"], given.out.with_suffix(".png"))
+    with gzip.open(given.out.with_suffix(".jsonl.gz"), "wt") as file:
+        for name in seen:
+            for line in sorted(lines[name], key=lambda line: line["at"]):
+                if line["at"] % KEPT < 1.0 or not {"long", "seated_after", "end"}.isdisjoint(line):
+                    del line["time"], line["pid"]
+                    print(
+                        json.dumps({"run": name, **line, "at": round(line["at"], 1), "loss": round(line["loss"], 4)}), file=file
+                    )
 
 
 if __name__ == "__main__":
