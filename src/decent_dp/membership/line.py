@@ -19,6 +19,8 @@ T = TypeVar("T")
 
 # Seconds for a connection, and for an answer of a store that may hang.
 _SECONDS, _LIMIT = 2.0, 5.0
+# Calls that may hang, each with a connection of its own, before no other is made: the server is stopped, perhaps.
+_MOST_HANGING = 3
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class Line:
         self._run_id, self._records, self._server = run_id, records, server_of(store)
         self._client: Store | None = PrefixStore(ROOT, whole_store(store)) if self._server is None else None
         self._calls, self._lock = StoreCalls(), threading.Lock()
+        self._hanging: list[StoreCalls] = []
 
     def keep(self, newest: bool = False) -> None:
         """Writes what a process needs to join, as far as it is missing.
@@ -132,14 +135,22 @@ class Line:
 
     def _run(self, call: Callable[[Store], T]) -> T:
         def run() -> T:
+            client = None
             try:
                 with store_errors():
-                    return call(self._connected())
+                    client = self._connected()
+                    return call(client)
             except (ConnectionError, OSError):
-                self._client = self._client if self._server is None else None
+                if self._client is client and self._server is not None:
+                    self._client = None
                 raise
 
         with self._lock:
+            self._hanging = [calls for calls in self._hanging if calls.hangs]
+            if self._calls.hangs and self._server is not None and len(self._hanging) < _MOST_HANGING:
+                # A connection that was cut for a minute may wait for another one before it sends again. A new one may not.
+                self._hanging.append(self._calls)
+                self._calls, self._client = StoreCalls(), None
             return self._calls.run(run, _LIMIT)
 
     def _connected(self) -> Store:

@@ -346,13 +346,18 @@ class StoreCalls:
     def close(self) -> None:
         self._thread.close()
 
+    @property
+    def hangs(self) -> bool:
+        """Whether an earlier call has not returned within its limit, nor since then."""
+        return self._hanging is not None and not self._hanging.done()
+
     def run(self, call: Callable[[], T], limit: float) -> T:
         """Returns the result of ``call``, or raises its error.
 
         Raises:
             ConnectionError: it does not return within ``limit`` seconds, or an earlier call still hangs.
         """
-        if self._hanging is None or self._hanging.done():
+        if not self.hangs:
             future = self._thread.submit(call)
             if futures.wait([future], limit).done:
                 return future.result()
