@@ -33,6 +33,7 @@ from decent_dp.topo import make_topology
 from decent_dp.transport import agreement as agreement_module
 from decent_dp.transport.agreement import Agreements, Decision, View
 from decent_dp.transport.agreement import _unpack as unpack
+from decent_dp.transport.tcp.neighbours import SILENT
 from decent_dp.transport.tcp.protocol import HEADER_SIZE, LARGEST_NOTE
 
 T = TypeVar("T")
@@ -129,6 +130,8 @@ class Worker:
             lambda name, decision: self.futures[name].set_result(decision),
             self.ratify,
             incarnation,
+            lambda name: True,
+            self.is_silent,
         )
         records = {
             "run": json.dumps({"node_of": [f"10.0.0.{k}/4026531840" for k in range(world.n)]}),
@@ -209,6 +212,10 @@ class Worker:
         if self.world.now < connection.broken:
             return View.LINKED
         return View.PENDING if self.world.now < connection.lost else View.LOST
+
+    def is_silent(self, peer: int) -> bool:
+        connection = self.connections.get(peer)
+        return connection is not None and self.world.now >= connection.broken + SILENT * DEAD_AFTER
 
     def send(self, peer: int, message: bytes) -> None:
         self.world.send(self, peer, message)
