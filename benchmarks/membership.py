@@ -27,6 +27,7 @@ from typing import Any
 from torch._C._distributed_c10d import TCPStore
 
 from benchmarks.many_seats import CHURN, DEAD_AFTER, REFUSED, world_of
+from decent_dp.transport.tcp.neighbours import SILENT
 
 RESULT = Path(__file__).parent / "results" / "membership.json"
 # Seats, and virtual seconds of churn for each. The second case has far more messages.
@@ -138,17 +139,23 @@ def project(rows: list[dict[str, Any]], n: int) -> dict[str, Any]:
 
 
 def quiet_after(n: int) -> float:
-    """Mean seconds until no machine is silent that does not count as dead yet, from the first one on: the busy time of a queue
-    with Poisson arrivals, equal times of service and a server for each."""
+    """Mean seconds until an epoch waits for no machine that has vanished, from the first one on: the busy time of a queue with
+    Poisson arrivals, equal times of service and a server for each."""
     rate = CHURN * n
-    return math.expm1(rate * DEAD_AFTER) / rate
+    return math.expm1(rate * SILENT * DEAD_AFTER) / rate
+
+
+def reached(row: dict[str, Any]) -> str:
+    """Median and worst, and of how many deaths. One that no epoch has answered at the end counts with its time so far."""
+    least = "≥ " if row["not_reached"] else ""
+    return f"{row['reached_median']:.1f} ({least}{row['reached_worst']:.1f}) of {row['deaths']}"
 
 
 def table(result: dict[str, Any]) -> str:
     """The committed table."""
     lines = [
         "| seats | store: operations per second | per epoch: messages | per epoch: MB | largest message, KB | busiest worker: "
-        "CPU s per epoch | killed: s to a common epoch, median (worst) | unreachable: the same | unreachable: steps held |",
+        "CPU s per epoch | killed: s to a common epoch, median (worst) of deaths | unreachable: the same | unreachable: held |",
         "|" + "---|" * 9,
     ]
     for row in [*result["killed"], result["projected"]]:
@@ -160,7 +167,7 @@ def table(result: dict[str, Any]) -> str:
             f"{row['bytes_per_epoch'] / 1e6:,.1f}",
             f"{row['largest_message'] / 1e3:,.0f}",
             f"{row['cpu_busiest_per_epoch']:.2g}",
-            *(f"{r['reached_median']:.1f} ({r['reached_worst']:.1f})" if r and "seconds" in r else "–" for r in (row, other)),
+            *(reached(r) if r and "seconds" in r else "–" for r in (row, other)),
             f"{100 * other['held']:.0f} %" if other else "–",
         ]
         lines.append("| " + " | ".join(cells) + " |")

@@ -23,9 +23,10 @@ class RosterSampler(Sampler[list[int]]):
 
     Data are dealt batch by batch, in an order that depends on the seed and the epoch alone: in each round every seat of the
     roster gets the next batch. So the position in the data follows from the round, and needs no messages. After a resume from
-    a checkpoint of the same number of workers it continues where it was. What was dealt to a worker that died, or for rounds
-    that a worker has skipped, is left out until the next epoch. A process without a seat (it is about to join, or was left
-    out) draws at random.
+    a checkpoint it continues where it was: by itself if the workers have been the same from the beginning, else with
+    ``state_dict``. What was dealt to a worker that died, or for rounds that a worker has skipped, is left out until the next
+    epoch. A process without a seat (it is about to join, or was left out, or does not know yet who takes part in this round)
+    draws at random.
 
     Pass it as ``batch_sampler`` to a ``DataLoader``. One pass is one epoch, and as many rounds on all workers. An incomplete
     last batch of an epoch is left out.
@@ -96,7 +97,7 @@ class RosterSampler(Sampler[list[int]]):
         return self._look(self._replica.engine.round)[0] // self._batches
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the data, for ``decent_dp.save(..., state=...)``. Needed only where the number of workers changes."""
+        """The position in the data, for ``decent_dp.save(..., state=...)``."""
         return {"dealt": self._look(self._replica.engine.round)[0]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
