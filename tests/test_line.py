@@ -8,8 +8,23 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from decent_dp.membership import joining
 from decent_dp.membership import line as line_module
 from decent_dp.membership.line import Line
+
+
+def test_two_runs_at_one_store_never_meet():
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    lines = {name: Line(server, name, {"run": name, "signature": "{}"}) for name in ("a", "b")}
+    for name, line in lines.items():
+        line.keep(newest=True)
+        assert line.write(0, "[]", None) == "[]"
+        assert line.write(1, f'[["{{}}", [{len(name)}]]]', None) == '[["{}", [1]]]'
+    assert lines["b"].write(2, "second of b", None) == "second of b"
+    assert lines["a"].write(2, "second of a", None) == "second of a"
+    assert lines["b"].write(2, "another", None) == "second of b"
+    assert joining._whole_store(server).get("a/run") == b"a"
+    assert server.get("decent_dp/newest") == b"b"  # which began last is the one that is joined
 
 
 class Hanging:

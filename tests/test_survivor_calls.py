@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -162,6 +163,35 @@ def test_a_death_in_a_save(workers, tmp_path, where):
     for (_, own), (_, loaded) in zip(found, resumed, strict=True):
         assert_same(own, loaded)
     assert len(workers(4, loads, str(tmp_path))) == 4
+
+
+def has_no_room(rank: int, n: int, path: str) -> Any:
+    """The disk of one worker is full in the second save of three."""
+    model, optimizer, replica = make(rank)
+    write, errors = saver_module.write_shard, []
+    for turn in range(3):
+        train(model, optimizer, rank, range(4 * turn, 4 * turn + 4))
+        if rank == VICTIM and turn == 1:
+            saver_module.write_shard = full
+        errors.append(decent_dp.save(replica, path, wait=True).error)
+        saver_module.write_shard = write
+    before = replica.stats().rounds
+    replica.close()
+    return [str(error) if error else "" for error in errors], before
+
+
+def full(*_: Any, **__: Any) -> Any:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_disk_that_is_full_on_one_worker(workers, tmp_path):
+    """All know of it, training continues, and so do saves when there is room again."""
+    for rank, ((first, second, third), rounds) in enumerate(workers(N, has_no_room, str(tmp_path))):
+        assert first == third == ""
+        assert "No space left on device" in second
+        assert rank == VICTIM or "worker 2" in second
+        assert rounds >= 12
+    assert len(list(tmp_path.glob("step-*"))) >= 1
 
 
 def loads_with_a_damaged_file(rank: int, n: int, path: str) -> Any:
