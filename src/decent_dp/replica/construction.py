@@ -110,14 +110,13 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
             refuse_isolated(given.sharing, made)
         narrow = any(param.itemsize < 4 for param in model.parameters())
         if given.faults is not None:
+            _refuse_intolerant(made, replicas, given.rule)
             make, most = _maker(given.topology, local_world_size), most_workers(given.faults)
             if make is not None:
                 _refuse_unfit_later(given, make, peers.world_size, most, narrow=narrow)
             made = _with_epochs(made, make, most, peers.rank)
         # Called on the class, because a subclass may have an attribute named `every`.
         mixing = Topology.every(made, given.settings.mix_every)
-        if given.faults is not None:
-            _refuse_intolerant(mixing, replicas, given.rule)
         rule = fit_rule(given.rule, check_compression(given.settings.compression), mixing, narrow=narrow)
         faults = None if given.faults is None else given.faults.signature()
         shared: Mapping[str, Any] = {
