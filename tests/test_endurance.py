@@ -1,8 +1,11 @@
-"""Training under faults: a short form of ``make endurance``."""
+"""Training under faults: a short form of ``make endurance``, and the committed results."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -36,3 +39,17 @@ def test_workers_survive_a_storm_of_faults(tmp_path, sites):
     assert seen["at_the_end"] >= n - 1
     assert seen["means"] == 1
     assert seen["participation"] > 0.3
+
+
+def test_the_committed_run_keeps_its_promises():
+    result = json.loads(endurance.RESULT.read_text())
+    calm, stormy = result["without"], result["with"]
+    table = endurance.RESULT.with_suffix(".md").read_text()
+    assert endurance.table(result) == table
+    assert table in (Path(__file__).parents[1] / "docs" / "faults.md").read_text()
+    assert result["schedule"] == [asdict(fault) for fault in endurance.make_schedule(32, 1800, 125, result["seed"], 8)]
+    assert (stormy["hangs"], stormy["errors"], stormy["means"]) == (0, [], 1)
+    assert stormy["at_the_end"] == result["workers"]
+    assert stormy["steps"] > 0.96 * calm["steps"]
+    assert stormy["participation"] > 0.95
+    assert abs(stormy["loss"] / calm["loss"] - 1) < 0.006
