@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from decent_dp.cli import launch as command
 from decent_dp.cli import main
 from decent_dp.launch import separate
-from decent_dp.launch.local import Failure
+from decent_dp.launch.local import Failure, worker_variables
 from decent_dp.launch.separate import Outcome, run_separately
 from tests.test_launch_command import BEGIN, launch
 
@@ -150,6 +152,27 @@ def test_a_run_is_joined_while_somebody_is_in_it(tmp_path, both):
     assert "min_workers=2" in of_0
     assert of_0.endswith("; none is left that it could join")
     assert lines[-1] == f"decent-dp: worker 1 of 2 {killed}"
+
+
+@pytest.mark.parametrize("page", ["launch", "faults"])
+@pytest.mark.parametrize("gpus", [0, 4])
+def test_the_pages_choose_the_gpu_before_they_join(monkeypatch, page, gpus):
+    text = (Path(__file__).parents[1] / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    (block,) = [part for part in re.findall(r"```python no-run\n(.*?)```", text, re.DOTALL) if "decent_dp.join(" in part]
+    environ = {**worker_variables(3, 4, 1), "TORCHELASTIC_RESTART_COUNT": "1", "JOIN": "1"}
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    calls = Mock()
+    calls.torch.cuda.is_available.return_value = gpus > 0
+    calls.torch.cuda.device_count.return_value = gpus
+    names = {"os": os, "torch": calls.torch, "decent_dp": calls.decent_dp, "model": None, "optimizer": None, "steps": 0}
+    calls.decent_dp.gossip.return_value.stats.return_value.updates = 0
+    exec(block, names)
+    made = [name for name, *_ in calls.mock_calls]
+    assert "decent_dp.initialize_dist" not in made
+    assert ("torch.cuda.set_device" in made[: made.index("decent_dp.join")]) == (gpus > 0)
+    if gpus:
+        calls.torch.cuda.set_device.assert_called_once_with(3)
 
 
 # -- what ends with a worker, and how it is told ---------------------------------------------------------------------------
