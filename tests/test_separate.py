@@ -116,7 +116,8 @@ model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 faults = decent_dp.Tolerate(dead_after=3.0, min_workers=1 if both else 2)
 replica = decent_dp.gossip(model, optimizer, faults=faults, transport=transport)
-whole, last = set(), 10**6
+# Epochs with both, and the updates at the first one: soon after it a process that has joined can let others in.
+whole, first, last = set(), 10**6, 10**6
 while replica.stats().rounds < last:
     optimizer.zero_grad()
     model(torch.randn(4, 2)).square().mean().backward()
@@ -125,7 +126,8 @@ while replica.stats().rounds < last:
     roster = replica.roster
     if roster.epoch > 0 and roster.members == (0, 1):
         whole.add(roster.epoch)
-    if not restarted and (whole if rank == 0 else replica.stats().updates == 20):
+        first = min(first, replica.stats().updates)
+    if not restarted and replica.stats().updates == (20 if rank == 1 else first + 150):
         os.kill(os.getpid(), signal.SIGKILL)
     if restarted and len(whole) == rank + 1:
         last = min(last, replica.stats().rounds + 30)

@@ -64,7 +64,7 @@ def run_separately(
         try:
             for rank in range(nproc):
                 workers.append(_Worker(rank, nproc, store.port, Path(notes), command, max_restarts))
-            while not signals.number and any(worker.runs for worker in workers):
+            while not signals.number and not all(worker.is_over for worker in workers):
                 for worker in workers:
                     failure = worker.poll()
                     if failure is not None:
@@ -112,13 +112,18 @@ class _Worker:
     def runs(self) -> bool:
         return self.code is None
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended well, or its failure is known."""
+        return self.code == 0 or len(self.failures) > self.restarts
+
     def takes_part(self, members: Mapping[int, int]) -> bool:
         """Whether it runs, and need not join first."""
         return self.runs and (self.restarts == 0 or members.get(self.rank, 0) > self._former)
 
     def poll(self) -> Failure | None:
         """A failure that is new. What the process had started does not outlive it."""
-        if len(self.failures) > self.restarts or not self.code:
+        if self.is_over or not self.code:
             return None
         self.kill()
         message, when = "", time.time()
