@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 from datetime import timedelta
@@ -18,6 +19,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
+from torchmetrics import MeanMetric
 
 from decent_dp.integrations.lightning import GossipFabricStrategy, GossipStrategy
 from tests.framework_cases import Model, Points, Run, copies
@@ -74,6 +76,22 @@ class Module(pl.LightningModule):
             return optimizer
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Metered(Module):
+    """Validates and tests with a metric of torchmetrics, too."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.metric = MeanMetric()
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.metric.update(self.model(**batch)["loss"], weight=len(batch["x"]))
+        self.log("metric", self.metric)
+        assert copy.deepcopy(self.metric).dist_sync_fn is self.metric.dist_sync_fn
+
+    test_step = validation_step
 
 
 class Noisy(Module):
@@ -300,6 +318,7 @@ __all__ = [
     "Idle",
     "Interrupt",
     "Kept",
+    "Metered",
     "MixedPrecision",
     "Model",
     "ModelCheckpoint",

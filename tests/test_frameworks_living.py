@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import decent_dp
 from decent_dp.checkpoint import save, saver
-from decent_dp.integrations._living import Living, save_again
+from decent_dp.integrations._living import Living, _decoded, _encoded, save_again
 from tests.framework_cases import Model, Points, as_launched, copies, quiet_frameworks
 from tests.test_survivor_calls import die, die_in, survivors
 from tests.test_tolerate import error_of, make
@@ -71,6 +72,17 @@ def test_collectives_and_saves_are_those_of_the_living_workers(workers, tmp_path
         )
 
 
+def test_of_a_view_only_its_own_part_is_sent():
+    whole = torch.arange(1e5)
+    value = {"part": [whole[3:5], (whole[7:].as_strided((2,), (2,)), nn.Parameter(whole[:1]))], "expanded": whole[1].expand(3)}
+    sent = _encoded(value)
+    assert len(sent) < 10_000
+    part, (strided, parameter) = _decoded(sent)["part"]
+    assert (part.tolist(), strided.tolist(), parameter.tolist()) == ([3, 4], [7, 9], [0])
+    assert _decoded(sent)["expanded"].tolist() == [1, 1, 1]
+    assert torch.equal(_decoded(_encoded(torch.eye(2).to_sparse())).to_dense(), torch.eye(2))
+
+
 # -- the Trainer of transformers -------------------------------------------------------------------------------------------
 
 
@@ -114,7 +126,7 @@ def lightning_trains(rank: int, n: int, folder: Path, victim: int, where: str) -
     from tests import lightning_cases as cases
 
     strategy = cases.GossipStrategy(faults=decent_dp.Tolerate(**FAULTS))
-    module = cases.Module(log=True)
+    module = cases.Metered(log=True)
 
     def act(trainer: Any) -> None:
         if where == "save":
@@ -137,9 +149,14 @@ def lightning_trains(rank: int, n: int, folder: Path, victim: int, where: str) -
     )
     loaders = cases.loader(), cases.loader(60, shuffle=False)
     trainer.fit(module, *loaders, ckpt_path=str(folder / "last.ckpt") if victim < 0 else None)
-    history = [float(trainer.callback_metrics[name]) for name in ("epoch_mean", "val_loss")]
+    history = [float(trainer.callback_metrics[name]) for name in ("epoch_mean", "val_loss", "metric")]
     found = SimpleNamespace(params=copies(module.model), history=history, validated=module.validated[-1])
-    found.alone = trainer.validate(module, cases.loader(60, shuffle=False), verbose=False)[0]["val_loss"]
+    found.alone = [
+        call(module, cases.loader(60, shuffle=False), verbose=False)[0][name]
+        for call in (trainer.validate, trainer.test)
+        for name in ("val_loss", "metric")
+    ]
+    found.left = module.metric.dist_sync_fn
     return found
 
 
@@ -209,9 +226,10 @@ def test_the_trainer_of_transformers_continues(workers, tmp_path, victim, where)
 def test_lightning_continues(workers, tmp_path, victim, where):
     found = survivors(workers.outcomes(N, lightning_trains, tmp_path, victim, where), victim)
     assert_same_training(found)
-    assert found[0].history[1] == pytest.approx(loss_of(found[0].validated, Points(60)), rel=1e-5)
+    assert found[0].history[1:] == [pytest.approx(loss_of(found[0].validated, Points(60)), rel=1e-5)] * 2
     expected = pytest.approx(loss_of(found[0].params, Points(60)), rel=1e-5)
-    assert [other.alone for other in found] == [expected] * (N - 1)
+    assert [other.alone for other in found] == [[expected] * 4] * (N - 1)
+    assert [other.left for other in found] == [None] * (N - 1)
     files = list(tmp_path.glob("*.ckpt"))
     assert len(files) >= 2
     for path in files:

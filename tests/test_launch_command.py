@@ -505,6 +505,7 @@ def test_with_keep_going_a_run_that_cannot_go_on_ends(tmp_path, text, words):
     lines = [line for line in done.stderr.splitlines() if line.startswith("decent-dp: ")]
     assert len(lines) == 1
     assert lines[0].startswith(f"decent-dp: worker 1 of 2 {words}")
+    assert lines[0].endswith(command._NOT_BEGUN)
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
-"""``decent-dp launch``: torchrun on this machine, with the environment that it gives the workers said aloud."""
+"""``decent-dp launch``: workers on this machine, with the environment that they get said aloud. By torchrun, if one failure
+ends all of them.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +40,10 @@ _MOST_CHOSEN = 8
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _TORCHS_LOGGERS = ("torch.distributed.elastic.multiprocessing.api", "torch.distributed.elastic.agent.server.api")
 
+_NOT_BEGUN = (
+    ". All have ended: --keep-going needs a run that has begun, with faults= and with a topology that is given by a single name"
+)
+
 
 def launch(
     script: Annotated[str, typer.Argument(help="A Python file; with -m the name of a module.")],
@@ -56,7 +62,9 @@ def launch(
         ),
     ] = False,
 ) -> int:
-    """Start a script on several workers of this machine, with torchrun; nothing leaves the machine.
+    """Start a script on several workers of this machine, as torchrun does; nothing leaves the machine.
+
+    Without --keep-going torchrun starts them, and ends all when one has failed.
 
     Ctrl-C and SIGTERM are forwarded to all workers, which are killed if they have not ended after 30 seconds.
     """
@@ -154,19 +162,19 @@ def _run_separately(workers: int, max_restarts: int, command: Sequence[str]) -> 
     from decent_dp.launch.separate import run_separately
     from decent_dp.membership.joining import look_at_run
 
-    def has_begun(store: str) -> bool:
+    def look(store: str) -> dict[int, int] | None:
         try:
-            look_at_run(store)
+            run = look_at_run(store)
         except PeerLostError:
-            return False
-        return True
+            return None
+        return {rank: run.epoch.incarnations.get(rank, 0) for rank in run.members}
 
-    outcome = run_separately(workers, command, max_restarts, has_begun, _say)
+    outcome = run_separately(workers, command, max_restarts, look, _say)
     if outcome.signal:
         _say(f"stopped by {signal.Signals(outcome.signal).name}; the workers have ended")
         return 128 + outcome.signal
     if outcome.first is not None:
-        raise _WorkerFailedError(_line_of(outcome.first, workers))
+        raise _WorkerFailedError(_line_of(outcome.first, workers) + ("" if outcome.begun else _NOT_BEGUN))
     if len(outcome.finished) < workers:
         _say(f"{len(outcome.finished)} of {workers} workers have finished")
     return 0

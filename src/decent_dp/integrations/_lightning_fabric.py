@@ -33,8 +33,8 @@ class GossipFabricStrategy(GossipArguments, LivingCollectives, DDPStrategy):  # 
     optimizers; ``fabric.load`` then resumes exactly. Evaluate with ``with fabric.strategy.replica.averaged():``.
 
     Args:
-        topology, compression, mix_every, rule, overlap, bucket_size_in_mb, local_world_size: as of ``decent_dp.gossip``;
-            ``local_world_size`` None is Fabric's number of devices per node.
+        topology, compression, mix_every, rule, faults, overlap, bucket_size_in_mb, local_world_size: as of
+            ``decent_dp.gossip``; ``local_world_size`` None is Fabric's number of devices per node.
         lightning: ``accelerator``, ``parallel_devices``, ``cluster_environment``, ``checkpoint_io``, ``precision``,
             ``process_group_backend``, ``timeout`` and ``start_method`` of Fabric's DDPStrategy.
 

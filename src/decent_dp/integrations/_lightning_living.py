@@ -138,9 +138,13 @@ class LivingCollectives:
     @contextlib.contextmanager
     def living_metrics(self, module: nn.Module) -> Iterator[None]:
         """Inside, the metrics of torchmetrics in ``module`` gather among the living workers."""
+
+        def gather(tensor: Tensor, group: Any = None) -> list[Tensor]:
+            return self.gather_tensors(tensor, group)
+
         changed = [part for part in module.modules() if isinstance(part, Metric) and part.dist_sync_fn is None]
         for metric in changed:
-            metric.dist_sync_fn = self.gather_tensors
+            metric.dist_sync_fn = gather  # not the method: a copy of the metric would copy this strategy
         try:
             yield
         finally:

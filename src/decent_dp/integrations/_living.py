@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from decent_dp.checkpoint import Saving
 from decent_dp.errors import CheckpointError
@@ -133,8 +133,18 @@ def save_again(replica: Replica, save: Callable[[], Saving]) -> None:
 
 def _encoded(value: Any) -> str:
     file = io.BytesIO()
-    torch.save(value, file)
+    torch.save(_owned(value), file)
     return base64.b64encode(file.getvalue()).decode()
+
+
+def _owned(value: Any) -> Any:
+    """With copies of tensors that are views: ``torch.save`` writes the whole storage of a tensor."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_owned, value))
+    if type(value) is dict:
+        return {key: _owned(entry) for key, entry in value.items()}
+    is_plain = type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided
+    return value.detach().clone() if is_plain and value.untyped_storage().nbytes() > value.nbytes else value
 
 
 def _decoded(text: str) -> Any:

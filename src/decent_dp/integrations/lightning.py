@@ -61,8 +61,8 @@ class GossipStrategy(GossipArguments, LivingCollectives, DDPStrategy):  # type: 
     from which ``fit(ckpt_path=...)`` resumes exactly. At the end of ``fit`` the model is the mean.
 
     Args:
-        topology, compression, mix_every, rule, overlap, bucket_size_in_mb, local_world_size: as of ``decent_dp.gossip``;
-            ``local_world_size`` None is the Trainer's number of devices per node.
+        topology, compression, mix_every, rule, faults, overlap, bucket_size_in_mb, local_world_size: as of
+            ``decent_dp.gossip``; ``local_world_size`` None is the Trainer's number of devices per node.
         lightning: ``accelerator``, ``parallel_devices``, ``cluster_environment``, ``checkpoint_io``, ``precision_plugin``,
             ``process_group_backend``, ``timeout`` and ``start_method`` of Lightning's DDPStrategy.
 
@@ -80,7 +80,7 @@ class GossipStrategy(GossipArguments, LivingCollectives, DDPStrategy):  # type: 
     def reset(self) -> None:
         self.replica: Gossip | None = None
         self._trainer: pl.Trainer | None = None
-        # Contexts of the present fit: the agreement on a stop, and the mean while it validates.
+        # Contexts of the present fit: the agreement on a stop and the metrics, and the mean while it validates.
         self._contexts = contextlib.ExitStack()
         self._evaluation = contextlib.ExitStack()
         # The mean that was given to a checkpoint.
@@ -126,6 +126,7 @@ class GossipStrategy(GossipArguments, LivingCollectives, DDPStrategy):  # type: 
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         self.model_to_device()
         self.setup_precision_plugin()
+        self._contexts.enter_context(self.living_metrics(self.lightning_module))
 
     def configure_ddp(self) -> None:
         """Wraps nothing."""
@@ -133,14 +134,16 @@ class GossipStrategy(GossipArguments, LivingCollectives, DDPStrategy):  # type: 
     def teardown(self) -> None:
         with contextlib.ExitStack() as ending:  # from the last line to the first, whatever raises
             ending.callback(super().teardown)
-            if self._training:
-                assert self.replica is not None
-                assert self._trainer is not None
-                ending.callback(self.replica.close)
+            if not self._training:
                 ending.callback(self._contexts.close)
-                ending.callback(self._evaluation.close)
-                if not (self._trainer.interrupted or self.replica.failed):
-                    self.replica.average_()
+                return
+            assert self.replica is not None
+            assert self._trainer is not None
+            ending.callback(self.replica.close)
+            ending.callback(self._contexts.close)
+            ending.callback(self._evaluation.close)
+            if not (self._trainer.interrupted or self.replica.failed):
+                self.replica.average_()
 
     @property
     def _training(self) -> bool:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -31,20 +31,22 @@ class Outcome:
 
     Attributes:
         finished: the ranks of the workers that ended well.
-        first: the failure that came first, if none has; of those that were not started again.
+        first: the failure that came first, if none has.
         signal: that the launcher got, if it ended the run; else 0.
+        begun: whether there was a run that could go on, at the first failure.
     """
 
     finished: tuple[int, ...]
     first: Failure | None = None
     signal: int = 0
+    begun: bool = True
 
 
 def run_separately(
     nproc: int,
     command: Sequence[str],
     max_restarts: int,
-    has_begun: Callable[[str], bool],
+    look: Callable[[str], Mapping[int, int] | None],
     say: Callable[[str], None],
 ) -> Outcome:
     """Runs a script on workers of this machine until all have ended.
@@ -52,20 +54,24 @@ def run_separately(
     Args:
         command: as of ``script.main``, from the script on.
         max_restarts: how often each worker is started again; with its number of restarts in TORCHELASTIC_RESTART_COUNT.
-        has_begun: whether the run at the store HOST:PORT can go on without a worker. The first failure before that ends all.
+        look: returns the incarnations of the members of the run at the store HOST:PORT, by rank; None if no run is there that
+            can go on without a worker. Then the first failure ends all.
         say: called with a line for each failure.
     """
     store = store_on()
     with tempfile.TemporaryDirectory(prefix="decent-dp-") as notes, _Signals() as signals:
-        workers = [_Worker(rank, nproc, store.port, Path(notes), command, max_restarts) for rank in range(nproc)]
+        workers: list[_Worker] = []
         try:
-            while not signals.number and any(worker.runs for worker in workers):
+            for rank in range(nproc):
+                workers.append(_Worker(rank, nproc, store.port, Path(notes), command, max_restarts))
+            while not signals.number and not all(worker.is_over for worker in workers):
                 for worker in workers:
                     failure = worker.poll()
                     if failure is not None:
-                        if not has_begun(f"127.0.0.1:{store.port}"):
-                            return Outcome((), cause(_failures(workers)))
-                        say(f"worker {worker.rank} of {nproc} {failure}; {_next(worker, workers)}")
+                        members = look(f"127.0.0.1:{store.port}")
+                        if members is None:
+                            return Outcome((), cause(_failures(workers)), begun=False)
+                        say(f"worker {worker.rank} of {nproc} {failure}; {_carry_on(worker, workers, members)}")
                 time.sleep(_POLL)
         finally:
             _end(workers, signals.number or signal.SIGTERM)
@@ -78,17 +84,24 @@ class _Worker:
 
     def __init__(self, rank: int, nproc: int, port: int, notes: Path, command: Sequence[str], max_restarts: int) -> None:
         self.rank, self.restarts, self.max_restarts = rank, 0, max_restarts
-        self.failure: Failure | None = None
+        # Of its processes, each of which has one at most.
+        self.failures: list[Failure] = []
+        # The incarnation that the run knew when the present process was started.
+        self._former = 0
         self._note = notes / str(rank)
         self._command = command
         self._environ = {**os.environ, **worker_variables(rank, nproc, port), "TORCHELASTIC_ERROR_FILE": str(self._note)}
-        self.start()
+        self._start()
 
-    def start(self) -> None:
-        self.failure = None
+    def start_again(self, members: Mapping[int, int]) -> None:
+        self.restarts += 1
+        self._former = members.get(self.rank, 0)
+        self._start()
+
+    def _start(self) -> None:
         self._note.unlink(missing_ok=True)
         line = [sys.executable, script.__file__, str(self.restarts), str(self.max_restarts), *self._command]
-        # A session of its own: Ctrl-C reaches it once, from the launcher.
+        # A session of its own: Ctrl-C reaches it once, from the launcher. It is also its process group.
         self.process = subprocess.Popen(line, env=self._environ, start_new_session=True)
 
     @property
@@ -99,27 +112,43 @@ class _Worker:
     def runs(self) -> bool:
         return self.code is None
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended well, or its failure is known."""
+        return self.code == 0 or len(self.failures) > self.restarts
+
+    def takes_part(self, members: Mapping[int, int]) -> bool:
+        """Whether it runs, and need not join first."""
+        return self.runs and (self.restarts == 0 or members.get(self.rank, 0) > self._former)
+
     def poll(self) -> Failure | None:
-        """A failure that is new."""
-        if self.failure is not None or not self.code:
+        """A failure that is new. What the process had started does not outlive it."""
+        if self.is_over or not self.code:
             return None
+        self.kill()
         message, when = "", time.time()
-        with contextlib.suppress(OSError, ValueError):
-            found = json.loads(self._note.read_text(encoding="utf-8"))["message"]
-            message, when = found["message"], found["extraInfo"]["time"]
-        self.failure = Failure(self.rank, self.code, message, when)
-        return self.failure
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # the script may have written another note
+            found = json.loads(self._note.read_text(encoding="utf-8")).get("message")
+            message, when = found.get("message", ""), found.get("extraInfo", {}).get("time", when)
+        self.failures.append(Failure(self.rank, self.code, message, when))
+        return self.failures[-1]
+
+    def kill(self) -> None:
+        """Kills the process, and what it has started. Called soon after its end, or others may have its number."""
+        # The second one is macOS's, for processes that have ended.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
 
 def _failures(workers: Sequence[_Worker]) -> list[Failure]:
     for worker in workers:
         worker.poll()
-    return [worker.failure for worker in workers if worker.failure is not None]
+    return [failure for worker in workers for failure in worker.failures]
 
 
-def _next(worker: _Worker, workers: Sequence[_Worker]) -> str:
-    """What follows a failure: starts the worker again if that is possible."""
-    running = sum(other.runs for other in workers)
+def _carry_on(worker: _Worker, workers: Sequence[_Worker], members: Mapping[int, int]) -> str:
+    """After a failure: starts the worker again, if it can join others. Returns what happens."""
+    running = sum(other.takes_part(members) for other in workers)
     if any(other.code == 0 for other in workers):
         return "others have finished"
     if running == 0:
@@ -127,31 +156,30 @@ def _next(worker: _Worker, workers: Sequence[_Worker]) -> str:
     going_on = f"the other {running} go on" if running > 1 else "the other one goes on"
     if worker.restarts == worker.max_restarts:
         return going_on
-    worker.restarts += 1
-    worker.start()
+    worker.start_again(members)
     return f"{going_on}, and it starts again (restart {worker.restarts} of {worker.max_restarts})"
 
 
 def _end(workers: Sequence[_Worker], number: int) -> None:
-    """Ends the workers that still run, and waits for all."""
-    for worker in workers:
-        if worker.runs:
-            worker.process.send_signal(number)
+    """Ends the workers that still run, with what they have started."""
+    running = [worker for worker in workers if worker.runs]
+    for worker in running:
+        worker.process.send_signal(number)
     deadline = time.monotonic() + _END
-    for worker in workers:
+    for worker in running:
         with contextlib.suppress(subprocess.TimeoutExpired):
             worker.process.wait(max(0.0, deadline - time.monotonic()))
-    for worker in workers:
-        worker.process.kill()
+        worker.kill()
         worker.process.wait()
 
 
 class _Signals:
-    """Inside, a signal that would end the launcher is noted."""
+    """Inside, a signal that would end the launcher is noted. One that is ignored (nohup) stays so."""
 
     def __enter__(self) -> _Signals:
         self.number = 0
-        self._before = [(number, signal.signal(number, self._note)) for number in _SIGNALS]
+        heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        self._before = [(number, signal.signal(number, self._note)) for number in heard]
         return self
 
     def __exit__(self, *_: object) -> None:
