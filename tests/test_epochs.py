@@ -122,7 +122,7 @@ def trains_on(rank: int, n: int, topology: str, dead: dict[int, int], steps: int
 )
 def test_rounds_are_planned_anew_after_deaths(workers, topology, options):
     """Two deaths at once cut a ring of six in parts."""
-    n, steps = 8 if topology == "one-peer-exp" else 6, 160
+    n, steps = 8 if topology == "one-peer-exp" else 6, 200
     outcomes = workers.outcomes(n, trains_on, topology, {1: 40, 4: 40}, steps, options)
     found = [outcome.value for rank, outcome in enumerate(outcomes) if rank not in (1, 4)]
     assert all(value is not None for value in found), [outcome.trace for outcome in outcomes]
