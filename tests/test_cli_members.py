@@ -34,6 +34,7 @@ def drills(rank: int, n: int) -> Any:
     return said
 
 
+@pytest.mark.slow
 def test_the_members_are_shown_and_one_is_killed(workers):
     said, _ = survivors(workers.outcomes(N, drills), VICTIM)
     (code, before), (killed, text), (again, after) = said

@@ -284,7 +284,14 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_epoch_model, "SETTLE", 0.15)
 
 
-@pytest.mark.parametrize(("wanting", "least"), [(0, 3000), pytest.param(1, 5000, marks=pytest.mark.slow)])
+def test_all_orders_with_a_lost_answer() -> None:
+    _, states, complete = explore(early=0, wanting=0, deaths=0, losses=1)
+    assert complete
+    assert states > 500
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("wanting", "least"), [(0, 3000), (1, 5000)])
 def test_all_orders_with_a_death_and_a_lost_answer(wanting: int, least: int) -> None:
     _, states, complete = explore(early=0, wanting=wanting, deaths=1, losses=1)
     assert complete

@@ -123,6 +123,7 @@ def test_a_run_without_a_free_place_refuses(workers):
     assert wrong.endswith("got 2")
 
 
+@pytest.mark.slow
 def test_a_rule_must_fit_the_numbers_that_deaths_leave():
     """OuterNesterov works with eight workers in base-2, and not with six or seven."""
 
@@ -167,5 +168,6 @@ def counts_replicas(rank: int, n: int) -> Any:
     return found
 
 
+@pytest.mark.slow
 def test_an_optimizer_with_statistics_knows_how_many_replicas_there_are(workers):
     assert survivors(workers.outcomes(3, counts_replicas), 2) == [(3, 2)] * 2

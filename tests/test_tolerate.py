@@ -346,6 +346,7 @@ def stops_with_all(rank: int, n: int) -> Any:
     return updates
 
 
+@pytest.mark.slow
 def test_a_job_that_is_suspended_goes_on(workers):
     """No worker takes its own stop for the silence of the others."""
     assert workers(3, stops_with_all) == [60] * 3
