@@ -8,6 +8,8 @@ import socket
 import time
 from typing import Any
 
+import pytest
+
 from decent_dp.cli.app import run
 from decent_dp.cli.members import _answers
 from tests.test_joining import the_store
