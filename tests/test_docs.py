@@ -246,6 +246,7 @@ def test_the_page_of_restarts_shows_the_job_script():
     assert [code.strip() for code in shown] == [script[script.index("#SBATCH") :].strip()]
 
 
+@pytest.mark.slow
 def test_the_page_of_sharded_replicas_shows_the_example(tmp_path):
     (block,) = blocks(ROOT / "docs" / "sharded.md", "python")
     example = (ROOT / "examples" / "sharded.py").read_text(encoding="utf-8").partition("import annotations\n\n")[2]
