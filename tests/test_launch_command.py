@@ -394,14 +394,8 @@ replica.close()
     assert f"decent-dp: {line}" in done.stderr.splitlines()
 
 
-# Worker 1 kills itself at its 20th step, and, if "twice" is said, again when it has come back. A moment later all stop.
-KEPT = (
-    BEGIN
-    + """
-import signal
-import decent_dp
-restarted, twice = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) > 0, "twice" in sys.argv
-rank = int(os.environ["RANK"])
+# After ``restarted`` and ``rank``: joins the run, or begins it.
+JOIN_OR_BEGIN = """
 if restarted:
     transport = decent_dp.join()
 else:
@@ -410,6 +404,19 @@ else:
 torch.manual_seed(rank)
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+"""
+
+# Worker 1 kills itself at its 20th step, and, if "twice" is said, again when it has come back. A moment later all stop.
+KEPT = (
+    BEGIN
+    + """
+import signal
+import decent_dp
+restarted, twice = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) > 0, "twice" in sys.argv
+rank = int(os.environ["RANK"])
+"""
+    + JOIN_OR_BEGIN
+    + """
 faults = decent_dp.Tolerate(dead_after=3.0)
 replica = decent_dp.gossip(model, optimizer, faults=faults, transport=transport)
 rosters, last = [], 10**6

@@ -20,7 +20,7 @@ from decent_dp.cli import main
 from decent_dp.launch import separate
 from decent_dp.launch.local import Failure, worker_variables
 from decent_dp.launch.separate import Outcome, run_separately
-from tests.test_launch_command import BEGIN, launch
+from tests.test_launch_command import BEGIN, JOIN_OR_BEGIN, launch
 
 BOTH: Mapping[int, int] = {0: 0, 1: 0}
 
@@ -106,14 +106,9 @@ PAIR = (
 import signal
 import decent_dp
 restarted, rank, both = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) > 0, int(os.environ["RANK"]), "both" in sys.argv
-if restarted:
-    transport = decent_dp.join()
-else:
-    decent_dp.initialize_dist()
-    transport = None
-torch.manual_seed(rank)
-model = torch.nn.Linear(2, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+"""
+    + JOIN_OR_BEGIN
+    + """
 faults = decent_dp.Tolerate(dead_after=3.0, min_workers=1 if both else 2)
 replica = decent_dp.gossip(model, optimizer, faults=faults, transport=transport)
 # Epochs with both, and the updates at the first one: soon after it a process that has joined can let others in.
