@@ -130,8 +130,7 @@ class Worker:
             lambda name, decision: self.futures[name].set_result(decision),
             self.ratify,
             incarnation,
-            lambda name: True,
-            self.is_silent,
+            lambda name, peer: self.is_silent(peer),
         )
         records = {
             "run": json.dumps({"node_of": [f"10.0.0.{k}/4026531840" for k in range(world.n)]}),
@@ -171,7 +170,7 @@ class Worker:
     def newest_epoch(self) -> int:
         return self.heard_epoch
 
-    def renew(self, rank: int, incarnation: int) -> None:
+    def renew(self, rank: int, incarnation: int, start: int) -> None:
         if self.known.get(rank, 0) < incarnation:
             self.known[rank] = incarnation
             self.agreements.renew(rank, incarnation)

@@ -122,7 +122,7 @@ class Worker:
         others = (worker for worker in self.world.workers if worker.rank != self.rank)
         return max((w.epoch for w in others if self.world.view(self.rank, w.rank) is View.LINKED), default=0)
 
-    def renew(self, rank: int, incarnation: int) -> None:
+    def renew(self, rank: int, incarnation: int, start: int) -> None:
         if self.known.get(rank, (0, 0.0))[0] < incarnation:
             self.known[rank] = incarnation, self.world.now
             self.world.machines[self.rank].renew(rank, incarnation)
@@ -172,7 +172,7 @@ class World(Network):
         machine._ratify = lambda name, decision: self.ratify(rank, name, decision)
         machine._on_decision = lambda name, decision: self.decide(rank, name, decision)
         machine._on_open = lambda name, text: self.hear_of(rank, name, text)
-        machine._is_urgent, machine._is_silent = lambda name: True, lambda peer: self.is_silent(rank, peer)
+        machine._leaves_out = lambda name, peer: self.is_silent(rank, peer)
 
     def is_silent(self, rank: int, peer: int) -> bool:
         """Whether it would count as dead if more time had passed."""

@@ -249,7 +249,8 @@ class Run:
             missing = [q for q, edge in edges if not any((peer, q) in self.ledgers[rank] for peer in edge if peer != rank)]
             holes = self.report(rank).stats.holes
             assert bool(missing) == (rank in ranks), (rank, missing)
-            assert len(missing) <= holes <= len(missing) + (UNSETTLED if missing else 0), (rank, missing, holes)
+            # The last exchange with a dead worker is in doubt until it counts as dead.
+            assert len(missing) - 1 <= holes <= len(missing) + (UNSETTLED if missing else 0), (rank, missing, holes)
 
 
 NOTHING: tuple[None, np.ndarray] = (None, np.zeros(RECORDED))

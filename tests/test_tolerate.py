@@ -165,7 +165,7 @@ def survives(rank: int, n: int, kind: str, options: dict[str, Any], victim: int)
     with replica.averaged():
         mean = values(model)
     again = replica.consensus_distance()
-    found = mean, (apart, again), replica.stats(), replica.roster.holes, longest, values(model)
+    found = mean, (apart, again), replica.stats(), replica.roster, longest, values(model)
     replica.close()
     return found
 
@@ -177,7 +177,7 @@ def test_the_others_train_on_and_agree_on_their_mean(workers, kind, options, vic
     assert outcomes[victim].exitcode == -signal.SIGKILL
     found = [outcome.value for rank, outcome in enumerate(outcomes) if rank != victim]
     assert all(found), [outcome.trace for outcome in outcomes]
-    means, distances, stats, holes, longest, own = zip(*found, strict=True)
+    means, distances, stats, rosters, longest, own = zip(*found, strict=True)
     expected = {name: sum(replica[name].double() for replica in own) / len(own) for name in own[0]}
     for mean in means:
         for name, value in expected.items():
@@ -186,7 +186,8 @@ def test_the_others_train_on_and_agree_on_their_mean(workers, kind, options, vic
     assert distances[0] == pytest.approx([float(sum(squares) / len(own)) ** 0.5] * 2, rel=1e-4)
     assert all(one == distances[0] for one in distances)
     assert all(one.updates == 30 and one.one_sided == 0 for one in stats)
-    assert any(victim in seen for seen in holes)
+    # Its partners know it at once; on a busy machine there is a new epoch by now.
+    assert any(victim in roster.holes or victim not in roster.members for roster in rosters)
     assert max(longest) < 0.3 * DEAD_AFTER + 2
 
 

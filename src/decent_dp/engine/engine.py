@@ -33,6 +33,8 @@ _log = logging.getLogger(__name__)
 
 # After so many exchanges in a row in which a block was rejected there is a warning.
 _REJECTED_ROUNDS = 10
+# Seconds between two looks whether a verdict has come.
+_LOOK = 0.001
 
 
 class Engine:
@@ -256,10 +258,19 @@ class Engine:
         near = [value.clone() for value in proposal] if moves else proposal
         self._send(bucket, round_, edge, proposal, hint, near, hole=hole)
 
-    def settle_held(self) -> None:
-        """Adds the differences whose verdicts have come, before the replica is observed."""
-        for bucket in self.buckets:
-            self._settle_held(bucket)
+    def settle_held(self, seconds: float) -> None:
+        """Adds the differences that both ends mix, before the replica is observed.
+
+        Args:
+            seconds: the longest wait for verdicts.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            for bucket in self.buckets:
+                self._settle_held(bucket)
+            if not any(bucket.held for bucket in self.buckets) or time.monotonic() >= deadline:
+                return
+            time.sleep(_LOOK)
 
     def _settle_held(self, bucket: Bucket) -> None:
         if bucket.held:
@@ -298,6 +309,13 @@ class Engine:
             for edge, exchange_id in missed.values():  # the last one of each bucket and worker stands for those before
                 self._neighbours.skip(edge, exchange_id)
         self.round = max(self.round, target)
+
+    def enter(self, round_: int, members: Sequence[int]) -> None:
+        """This process joins others, and its first round is ``round_``: in the rounds before nobody waits for it."""
+        if self._neighbours is not None:
+            for bucket in self.buckets:  # one stands for those before
+                self._neighbours.skip(Edge(sorted(members), 1.0), ExchangeId(round_ - 1, bucket.number))
+        self.round = round_
 
     def _round_of_others(self, neighbours: Neighbours) -> int:
         """The first round from the present one on that the other worker of no bucket's edge has passed, or leaves out."""

@@ -86,6 +86,8 @@ class Epochs:
         # The number of the line's newest epoch, which may not name this worker. A process that joins is no member yet.
         self._number = -1 if incarnation else 0
         self._result: Future[Decision] | None = None
+        # The newest epoch that has been decided, which the training thread may not have come to.
+        self._decided = self.newest
         # What this worker has promised in the agreement that is open.
         self._until = 0
         self._lock = threading.Lock()
@@ -138,10 +140,11 @@ class Epochs:
             ConnectionError: a newer process is this member, or wants to be it; or this one was it, and was left out.
         """
         with self._lock:
-            present = self.newest.incarnations.get(rank, 0)
-            if present == incarnation and rank in self.newest.members:  # it had asked another worker before
+            decided = max(self.newest, self._decided, key=lambda epoch: epoch.number)
+            present = decided.incarnations.get(rank, 0)
+            if present == incarnation and rank in decided.members:  # it had asked another worker before
                 future: Future[Epoch] = Future()
-                future.set_result(self.newest)
+                future.set_result(decided)
                 return future
             former, since, future = self._candidates.get(rank, (present, time.monotonic(), Future()))
             if former >= incarnation:
@@ -218,14 +221,29 @@ class Epochs:
 
     def _propose(self) -> None:
         with self._lock:
-            if self._result is None:
-                until = self._until = self._neighbours.promise(_AHEAD, _LEAST)
-                joining = {rank: incarnation for rank, (incarnation, _, _) in self._candidates.items()}
-                newest = self.newest
-                since = newest.number, newest.start, newest.dealt, len(newest.members)
-                promise = _Promise(until, joining, newest.incarnations, since)
-                _log.info("%s: this worker mixes until round %d; seats are wanted by %s", self._name, until, joining)
-                self._result = self._consensus.propose(self._name, json.dumps(asdict(promise)))
+            if self._result is not None:
+                return
+            until = self._until = self._neighbours.promise(_AHEAD, _LEAST)
+            joining = {rank: incarnation for rank, (incarnation, _, _) in self._candidates.items()}
+            newest, number = self.newest, self._number + 1
+            since = newest.number, newest.start, newest.dealt, len(newest.members)
+            promise = _Promise(until, joining, newest.incarnations, since)
+            _log.info("%s: this worker mixes until round %d; seats are wanted by %s", self._name, until, joining)
+            result = self._result = self._consensus.propose(self._name, json.dumps(asdict(promise)))
+        result.add_done_callback(lambda result: self._decide(number, result))
+
+    def _decide(self, number: int, result: Future[Decision]) -> None:
+        """Called in the thread that learns the result. A process that joins does not wait for the training thread, which may
+        be in a call of all workers, and the others wait in it for that process."""
+        if result.cancelled() or result.exception() is not None:
+            return
+        epoch = Epoch.read(number, _text_of(result.result()))
+        self._decided = max(epoch, self._decided, key=lambda epoch: epoch.number)
+        if self._rank in epoch.members:
+            for rank, incarnation in epoch.incarnations.items():
+                if rank != self._rank:
+                    self._neighbours.renew(rank, incarnation, epoch.start)
+        self._seat(epoch)
 
     def _propose_if_the_store_answers(self) -> None:
         if self._probe is None and time.monotonic() >= self._probe_at:
@@ -251,13 +269,9 @@ class Epochs:
             self._neighbours.confine(-1)
             return None
         self.newest = epoch
-        for rank, incarnation in epoch.incarnations.items():
-            if rank != self._rank:
-                self._neighbours.renew(rank, incarnation)
         self._topology.change(epoch.start, epoch.members, since=round_ - 2 * self._topology.longest_turn())
         self._neighbours.confine(None)
         self._neighbours.enter_epoch(self._number)
-        self._seat(epoch)
         return epoch
 
     def _seat(self, epoch: Epoch) -> None:

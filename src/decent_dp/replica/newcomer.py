@@ -101,7 +101,7 @@ class _Newcomer:
         company.enter(epoch, answer["joins"])
         others = {rank: epoch.incarnations.get(rank, 0) for rank in epoch.members if rank != own}
         transport.enter(others, answer["calls"])
-        replica.engine.round = max(epoch.start, fetched)
+        replica.engine.enter(max(epoch.start, fetched), epoch.members)
         # The others have made about as many steps as rounds.
         replica.steps += replica.engine.round - fetched
 
@@ -122,18 +122,17 @@ class _Healer(Listener):
         if self._times > _MOST_TIMES:  # it is the data, or the learning rate: the run ends with the error
             return
         company = self._company
-        company.neighbours.pause()
         self._host.is_away = True
         try:
             living = company.living_members
-            rank, state = _ask(company, self._replica.everyone, living, "its state", _STATE, receive_state, once=True)
+            with company.neighbours.paused():
+                rank, state = _ask(company, self._replica.everyone, living, "its state", _STATE, receive_state, once=True)
             replace_values(self._replica, state["snapshot"])
         except (PeerLostError, ValueError, TypeError) as error:
             _log.warning("this replica is not finite, and no other worker gives its values: %s", error)
             return
         finally:
             self._host.is_away = False
-            company.neighbours.resume()
         self._last = engine.round
         _log.warning("round %d: this replica was not finite, and has the values of worker %d now", engine.round, rank)
 

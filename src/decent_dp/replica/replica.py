@@ -418,17 +418,14 @@ class Replica(ABC):
         self.refuse_before_member(what)
         self.apply_pending()
         self.refuse_stopped()
-        if self.company is not None:
-            self.company.neighbours.pause()
         engine, control = self.engine, self.everyone.control
         control.begin(what)
         rounds = check_same_call(control, engine.round, engine.factor, what, same_round=self.company is None)
         if self.company is not None:
             # Those that were silent or late for a while are in other rounds, with as many updates.
             engine.go_to(max(rounds))
-            self.company.neighbours.resume()
             if self.mean.backup is None:
-                self.engine.settle_held()
+                self.engine.settle_held(0.3 * self.company.faults.dead_after)
 
     def close(self) -> None:
         """Waits for the exchange in flight, drops it, and releases the connections; parameters stay as they are.

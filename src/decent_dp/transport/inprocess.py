@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import socket
@@ -10,6 +11,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -248,11 +250,8 @@ class _LocalNeighbours(Neighbours):
     def left(self) -> list[int]:
         return self.lost()
 
-    def pause(self) -> None:
-        return
-
-    def resume(self) -> None:
-        return
+    def paused(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def begin(self, bucket: int) -> None:
         return
@@ -275,7 +274,7 @@ class _LocalNeighbours(Neighbours):
     def newest_epoch(self) -> int:
         return 0
 
-    def renew(self, rank: int, incarnation: int) -> None:
+    def renew(self, rank: int, incarnation: int, start: int) -> None:
         return
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 from decent_dp.topo import Edge
 from decent_dp.transport.agreement import Consensus
@@ -53,12 +54,8 @@ class Neighbours(ABC):
         """Those of the lost ones that have said that they leave."""
 
     @abstractmethod
-    def pause(self) -> None:
-        """This worker makes no rounds until it announces the next one: none of its exchanges is to be waited for."""
-
-    @abstractmethod
-    def resume(self) -> None:
-        """The opposite of ``pause``."""
+    def paused(self) -> AbstractContextManager[None]:
+        """Context manager in which this worker makes no rounds: none of its exchanges is to be waited for."""
 
     @abstractmethod
     def begin(self, bucket: int) -> None:
@@ -90,8 +87,12 @@ class Neighbours(ABC):
         """The largest number of an epoch that a connected worker knows."""
 
     @abstractmethod
-    def renew(self, rank: int, incarnation: int) -> None:
-        """Another process is this worker now; nothing, if it is this incarnation already."""
+    def renew(self, rank: int, incarnation: int, start: int) -> None:
+        """Another process is this worker now; nothing, if it is this incarnation already.
+
+        Args:
+            start: its first round. Calls of all workers that are made before do not wait for it.
+        """
 
     @property
     @abstractmethod

@@ -145,6 +145,7 @@ class ProcessGroupTransport(Transport):
             faults.min_workers,
             self._reactor.close,
             shared.incarnation,
+            self.neighbours.paused,
         )
         return self.neighbours
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import json
 import logging
@@ -11,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent import futures
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +21,7 @@ from torch import Tensor
 from decent_dp.errors import OutOfStepError, PeerLostError, PeerTimeoutError
 from decent_dp.transport.agreement import Decision, View
 from decent_dp.transport.base import Control, DeferredHandle, Handle
-from decent_dp.transport.tcp.control_plane import ControlPlane
+from decent_dp.transport.tcp.control_plane import CALL, ControlPlane
 from decent_dp.transport.tcp.protocol import LARGEST_NOTE
 
 __all__ = ["SurvivorControl", "spanning_tree"]
@@ -32,6 +34,8 @@ _log = logging.getLogger(__name__)
 _SMALL, _SMALL_OF_ALL = 2**12, LARGEST_NOTE // 4
 # The end of what a worker says about itself that has missed calls.
 _LATE = "late"
+# Seconds after which a wait for others is a long one.
+_SOON = 0.02
 # Bits of the number of a collective that count within a call.
 _CALL = 24
 # Bytes that go up the tree before the first of them come down: they bound the memory of a worker that is waited for.
@@ -54,6 +58,7 @@ class SurvivorControl(Control):
         min_workers: as of ``Tolerate``.
         incarnation: of this process.
         leave: called when this worker can take part in no call any more, so that the others do not wait for it.
+        paused: context manager in which this worker waits for others for long.
     """
 
     def __init__(
@@ -66,8 +71,9 @@ class SurvivorControl(Control):
         min_workers: int = 1,
         leave: Callable[[], None] = lambda: None,
         incarnation: int = 0,
+        paused: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        self._incarnation = incarnation
+        self._incarnation, self._paused = incarnation, paused
         self._leave = leave
         self._plane, self._rank, self._node_of, self._timeout = plane, rank, node_of, timeout
         self._min_workers, self._most = min_workers, len(ranks)
@@ -158,7 +164,7 @@ class SurvivorControl(Control):
     @property
     def _name(self) -> str:
         """Of the next agreement."""
-        return f"call/{self.calls}/{self._number}"
+        return f"{CALL}{self.calls}/{self._number}"
 
     def _said(self, what: str, text: str) -> str:
         """What this worker says in an agreement: which call it makes, what that is made of so far, who it is, and its text."""
@@ -170,8 +176,11 @@ class SurvivorControl(Control):
 
     def _await(self, name: str, what: str, text: str) -> Decision:
         future = self._plane.propose(name, self._said(what, text))
+        with contextlib.suppress(futures.TimeoutError):
+            return future.result(_SOON)
         try:
-            return future.result(self._timeout)
+            with self._paused():
+                return future.result(self._timeout)
         except futures.TimeoutError:
             missing = ", ".join(f"worker {rank}" for rank in self._plane.missing(name)) or "one of them"
             raise PeerTimeoutError(

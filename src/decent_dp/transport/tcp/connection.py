@@ -192,6 +192,7 @@ class Connection:
         unheard: the seconds for which the peer had not heard from this worker when it last said so.
         paused: the peer makes no rounds at present; ``left``: nor any more.
         round: the latest round in which the peer is known to be; ``epoch``: the newest that it is known to know.
+        start: the first round of a peer that has joined.
         votes, pairs: where faults are tolerated: of the exchanges with the peer, and the open ones by bucket.
         notes: where faults are tolerated: the last two notes for each bucket, for this exchange and the next, to be sent again
             on a new connection.
@@ -209,7 +210,7 @@ class Connection:
         self.heard = self.unheard = 0.0
         self.paused = self.left = False
         self.epoch = 0
-        self.round = -1
+        self.round = self.start = -1
         self.votes = Votes()
         self.pairs: dict[int, Pair] = {}
         self.notes: dict[int, deque[bytes]] = {}
@@ -281,7 +282,7 @@ class Connection:
 
     def forget_rounds(self) -> None:
         """Rounds may be earlier ones from now on."""
-        self.round = self._late_round = self._resting = self._waited_in = -1
+        self.round = self.start = self._late_round = self._resting = self._waited_in = -1
         self._left_out = 0
         self.notes.clear()
 

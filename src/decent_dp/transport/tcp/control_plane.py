@@ -18,6 +18,8 @@ __all__ = ["ControlPlane"]
 
 # Seconds between two looks at the other workers while an agreement is open, and between two questions to those that miss.
 _LOOK, _ASK = 0.1, 0.5
+# The beginning of the names of agreements in calls of all workers.
+CALL = "call/"
 # Seconds until a decision that did not count is made again.
 _AGAIN = 2.0
 
@@ -28,7 +30,9 @@ class ControlPlane(Consensus):
     Args:
         call: runs a function in the reactor's thread.
         send_note: to a worker; in the reactor's thread.
-        view, connect, is_silent: as of ``Agreements``.
+        view, connect: as of ``Agreements``.
+        is_silent: whether a worker gives no signs of life.
+        is_to_come: whether a worker's first round is a later one: calls that are made before do not wait for it.
     """
 
     def __init__(
@@ -41,6 +45,7 @@ class ControlPlane(Consensus):
         connect: Callable[[int], None],
         incarnation: int = 0,
         is_silent: Callable[[int], bool] = lambda peer: False,
+        is_to_come: Callable[[int], bool] = lambda peer: False,
     ) -> None:
         self._call, self.view = call, view
         self.courier = Courier(lambda peer, key, block: call(lambda: send_note(peer, key, block)))
@@ -54,8 +59,7 @@ class ControlPlane(Consensus):
             self._decided,
             self._ratify,
             incarnation,
-            self._is_governed,
-            is_silent,
+            lambda name, peer: is_silent(peer) if self._is_governed(name) else name.startswith(CALL) and is_to_come(peer),
         )
         self._lock = threading.Lock()
         self._futures: dict[str, list[Future[Decision]]] = {}

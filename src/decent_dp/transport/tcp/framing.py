@@ -125,11 +125,11 @@ class Framing:
             self._start_again(connection)
             self._on_open(peer)
 
-    def renew(self, peer: int, incarnation: int) -> None:
-        """Another process is this peer now. It counts as one that was connected just now."""
+    def renew(self, peer: int, incarnation: int, start: int) -> None:
+        """Another process is this peer now, from round ``start`` on. It counts as one that was connected just now."""
         self.give_up(self.connection(peer), "another process has taken its place")
         connection = Connection(peer, self._links[peer in self._local], self._selector)
-        connection.incarnation = incarnation
+        connection.incarnation, connection.start = incarnation, start
         connection.enter(LinkState.BROKEN)
         connection.heard = connection.since
         self.connections[peer] = connection

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import socket
 import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeVar
 
@@ -107,13 +108,16 @@ class TcpNeighbours(Neighbours):
     def left(self) -> list[int]:
         return self._peers(lambda connection: connection.left)
 
-    def pause(self) -> None:
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
         self._framing.paused = True
         self._reactor.call(self._framing.beat_all)
-
-    def resume(self) -> None:
-        self._framing.paused = False
-        self._reactor.call(self._framing.beat_all)
+        try:
+            yield
+        finally:
+            self._framing.paused = False
+            with contextlib.suppress(RuntimeError):  # the transport was closed
+                self._reactor.call(self._framing.beat_all)
 
     def begin(self, bucket: int) -> None:
         self._run(lambda: self._framing.begin(bucket))
@@ -140,8 +144,8 @@ class TcpNeighbours(Neighbours):
     def newest_epoch(self) -> int:
         return max((connection.epoch for connection in list(self._framing.connections.values())), default=0)
 
-    def renew(self, rank: int, incarnation: int) -> None:
-        self._reactor.renew(rank, incarnation)
+    def renew(self, rank: int, incarnation: int, start: int) -> None:
+        self._reactor.renew(rank, incarnation, start)
 
     @property
     def replaced(self) -> bool:

@@ -87,6 +87,7 @@ class Reactor:
             self._want,
             identity.incarnation,
             self._is_silent,
+            self._is_to_come,
         )
         self._framing = Framing(identity.rank, local, self._selector, self._keep_note, lambda peer: self._connected(peer))
         self._acceptor = Acceptor(listeners, self._selector, identity, secret, self._admit, self._open)
@@ -138,13 +139,13 @@ class Reactor:
         connection = self._framing.connections.get(peer)
         return 0 if connection is None else connection.incarnation
 
-    def renew(self, peer: int, incarnation: int) -> None:
-        """Another process is this peer now."""
+    def renew(self, peer: int, incarnation: int, start: int = -1) -> None:
+        """``Neighbours.renew``."""
 
         def renew() -> None:
             if self.incarnation_of(peer) < incarnation:
                 self._expected.add(peer)
-                self._framing.renew(peer, incarnation)
+                self._framing.renew(peer, incarnation, start)
                 self.control_plane.renew(peer, incarnation)
 
         self.call(renew)
@@ -283,6 +284,10 @@ class Reactor:
     def _is_silent(self, peer: int) -> bool:
         connection = self._framing.connections.get(peer)
         return connection is not None and silence(connection, self.now()) >= SILENT * self._dead_after
+
+    def _is_to_come(self, peer: int) -> bool:
+        connection = self._framing.connections.get(peer)
+        return connection is not None and connection.start > self._framing.round
 
     def _run(self) -> None:
         try:
