@@ -130,7 +130,8 @@ class Worker:
             lambda name, decision: self.futures[name].set_result(decision),
             self.ratify,
             incarnation,
-            lambda name, peer: self.is_silent(peer),
+            lambda name: True,
+            self.is_silent,
         )
         records = {
             "run": json.dumps({"node_of": [f"10.0.0.{k}/4026531840" for k in range(world.n)]}),

@@ -172,7 +172,7 @@ class World(Network):
         machine._ratify = lambda name, decision: self.ratify(rank, name, decision)
         machine._on_decision = lambda name, decision: self.decide(rank, name, decision)
         machine._on_open = lambda name, text: self.hear_of(rank, name, text)
-        machine._leaves_out = lambda name, peer: self.is_silent(rank, peer)
+        machine._is_urgent, machine._is_silent = lambda name: True, lambda peer: self.is_silent(rank, peer)
 
     def is_silent(self, rank: int, peer: int) -> bool:
         """Whether it would count as dead if more time had passed."""

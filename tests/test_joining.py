@@ -32,13 +32,15 @@ from decent_dp.serialization import encode
 from decent_dp.transport.base import server_of
 from tests.helpers import assert_same, values
 from tests.test_survivor_calls import die, survivors
-from tests.test_tolerate import make, step
+from tests.test_tolerate import DEAD_AFTER, make, step
 from tests.workers import _store
 from tests.workers import hear as hear_said
 from tests.workers import say as tell
 
 N, VICTIM = 4, 2
 PAUSE = 0.02
+# Seconds that a partner that is not in its exchange is waited for (0.4 * dead_after), less some.
+WAIT = 0.4 * DEAD_AFTER - 0.3
 
 
 def the_store() -> str:
@@ -56,14 +58,17 @@ def begin(rank: int, kind: str = "gossip", **options: Any) -> tuple[Any, Any, An
     return (*make(VICTIM, kind, seed=17, transport=decent_dp.join(the_store(), rank=VICTIM), **options), VICTIM)
 
 
-def train(model: Any, optimizer: Any, rank: int, done: Callable[[], bool]) -> None:
-    """Steps until ``done``, which is at an equal number of rounds, or soon."""
-    t, deadline = 0, time.monotonic() + 60
+def train(model: Any, optimizer: Any, rank: int, done: Callable[[], bool]) -> float:
+    """Steps until ``done``, which is at an equal number of rounds, or soon. Returns the seconds of the longest step."""
+    t, longest, deadline = 0, 0.0, time.monotonic() + 60
     while not done():
         assert time.monotonic() < deadline
         time.sleep(PAUSE)
+        began = time.monotonic()
         step(model, optimizer, t, rank)
+        longest = max(longest, time.monotonic() - began)
         t += 1
+    return longest
 
 
 def is_whole(replica: Any) -> bool:
@@ -99,7 +104,8 @@ def joins(rank: int, n: int, kind: str, path: str) -> Any:
     if rank == 0 and kind == "gossip":
         with torch.no_grad():
             next(iter(model.parameters())).add_(0)  # announced to autograd, and no other value
-    train(model, optimizer, rank, lambda: is_whole(replica) and replica.stats().rounds >= 150)
+    longest = train(model, optimizer, rank, lambda: is_whole(replica) and replica.stats().rounds >= 150)
+    assert longest < WAIT or dist.get_rank() >= N  # nobody waits for a process that joins, in rounds before its first one
     saved = decent_dp.save(replica, path, wait=True)
     distance, roster = replica.consensus_distance(), replica.roster
     with replica.averaged():
@@ -124,6 +130,33 @@ def test_a_process_takes_the_place_of_a_dead_worker(workers, tmp_path, kind):
             assert stats.exchanges > 20
     (step_folder,) = tmp_path.glob("step-*")
     assert len(list(step_folder.glob("*.safetensors"))) == N
+
+
+def joins_in_a_call(rank: int, n: int) -> Any:
+    """The members are in a call that one of them comes to seconds later, when a process asks for its seat."""
+    model, optimizer, replica, rank = begin(rank)
+    if dist.get_rank() < N:
+        kill_one(model, optimizer, replica, rank)
+        train(model, optimizer, rank, lambda: replica.roster.epoch == 1 and _store().check(["said/ready"]))
+        if rank == 3:
+            train(model, optimizer, rank, lambda: _store().check(["said/seated"]))
+    else:
+        tell("ready")
+        time.sleep(1.0)  # workers 0 and 1 are in their call: they have no time to open the agreement on an epoch
+        newcomer_module.random = SimpleNamespace(sample=lambda others, n: sorted(others, reverse=True))  # type: ignore[assignment]
+        began = time.monotonic()
+        step(model, optimizer, 0, rank)
+        tell("seated")
+        assert time.monotonic() - began < DEAD_AFTER  # then it would count as dead
+    if dist.get_rank() < N:
+        replica.consensus_distance()
+    train(model, optimizer, rank, lambda: is_whole(replica))
+    end(replica)
+
+
+def test_a_process_gets_its_seat_while_the_members_are_in_a_call(workers):
+    """It does not wait for them, and they do not wait for it: this call is made before its first round."""
+    assert len(survivors(workers.outcomes(N + 1, joins_in_a_call, timeout=60))) == N
 
 
 def gets_a_copy(rank: int, n: int) -> Any:

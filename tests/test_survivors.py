@@ -249,7 +249,7 @@ def test_a_worker_that_was_late_is_the_one_that_is_wrong_also_later(make):
         control.begin("first")
         control.gather(rank)
         if rank == 2:
-            control.enter(control.calls + 1)  # as one that has missed calls
+            control.enter(control.calls + 1, first=-1)  # as one that has missed calls
         control.begin("second")
         both = control.gather(rank)
         control.begin("averaged" if rank == 2 else "save")
@@ -358,6 +358,75 @@ def test_an_epoch_does_not_wait_for_a_worker_that_is_silent(make):
     assert not call[0].done()
     planes[2].propose("call", "")
     assert list(call[0].result(5).texts) == [0, 1, 2]
+
+
+def call_of(round_: int, *, late: float = 0.0) -> Callable[[int, SurvivorControl], list[Any]]:
+    """A call of two gathers, to which worker 2 comes ``late``."""
+
+    def call(rank: int, control: SurvivorControl) -> list[Any]:
+        time.sleep(late if rank == 2 else 0.0)
+        control.begin("call", round_)
+        return [*control.gather(rank), *control.gather(f"{rank} again")]
+
+    return call
+
+
+def test_a_call_does_not_wait_for_a_process_that_joins_and_whose_first_round_is_a_later_one(make):
+    company = make(3, ring(3))
+    joins = company.controls[2]
+    everyone = [0, 1, 2, "0 again", "1 again", "2 again"]
+    assert company.run(call_of(1)) == dict.fromkeys(range(3), everyone)
+    joins.enter(1, first=8)
+    assert joins.calls == 0
+    began = time.monotonic()
+    assert company.run(call_of(8), (0, 1)) == {rank: [0, 1, "0 again", "1 again"] for rank in (0, 1)}
+    assert time.monotonic() - began < SOON
+    assert company.run(call_of(9, late=0.5)) == dict.fromkeys(range(3), everyone)  # it waits now
+    assert company.run(call_of(3, late=0.5)) == dict.fromkeys(range(3), everyone)  # after its first call, in all rounds
+
+
+@pytest.mark.slow
+def test_a_worker_that_wakes_within_a_call_does_not_stop_it(make):
+    """The others have begun it without that worker, and go on with it while that worker waits for their next one."""
+    company = make(3, ring(3))
+    company.run(call_of(1))
+    company.reactor(2).call(lambda: time.sleep(1.3 * DEAD_AFTER))
+
+    def work(rank: int, control: SurvivorControl) -> list[Any]:
+        time.sleep(1.5 * DEAD_AFTER if rank == 2 else 0.0)
+        control.begin("call", 5)
+        found = control.gather(rank)
+        if rank == 2:
+            return found
+        time.sleep(DEAD_AFTER)
+        wait_for(lambda: company.reactor(rank)._framing.connection(2).state is LinkState.OPEN)
+        found += control.gather("more")
+        control.begin("call", 6)
+        return [*found, *control.gather(rank)]
+
+    assert company.run(work) == {0: [0, 1, "more", "more", 0, 1, 2], 1: [0, 1, "more", "more", 0, 1, 2], 2: [0, 1, 2]}
+
+
+def test_a_worker_that_waits_in_a_call_is_paused(make):
+    """In all of its agreements, as long as it waits; not in a call that all come to."""
+    company = make(2, ring(2))
+    pauses: list[str] = []
+
+    @contextlib.contextmanager
+    def paused() -> Iterator[None]:
+        pauses.append("paused")
+        yield
+        pauses.append("goes on")
+
+    company.controls[0]._paused = paused
+
+    def work(rank: int, control: SurvivorControl) -> None:
+        for _ in range(2):
+            time.sleep(0.3 * rank)
+            control.gather(rank)
+
+    company.run(work)
+    assert pauses == ["paused", "goes on"] * 2
 
 
 def test_too_few_workers_make_no_call(make):

@@ -100,8 +100,8 @@ class _Newcomer:
         fetched = replica.engine.round
         company.enter(epoch, answer["joins"])
         others = {rank: epoch.incarnations.get(rank, 0) for rank in epoch.members if rank != own}
-        transport.enter(others, answer["calls"])
-        replica.engine.enter(max(epoch.start, fetched), epoch.members)
+        replica.engine.round = max(epoch.start, fetched)
+        transport.enter(others, answer["calls"], replica.engine.round)
         # The others have made about as many steps as rounds.
         replica.steps += replica.engine.round - fetched
 

@@ -419,7 +419,7 @@ class Replica(ABC):
         self.apply_pending()
         self.refuse_stopped()
         engine, control = self.engine, self.everyone.control
-        control.begin(what)
+        control.begin(what, engine.round)
         rounds = check_same_call(control, engine.round, engine.factor, what, same_round=self.company is None)
         if self.company is not None:
             # Those that were silent or late for a while are in other rounds, with as many updates.

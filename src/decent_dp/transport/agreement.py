@@ -108,6 +108,7 @@ class _Open:
     """An agreement without a decision.
 
     Attributes:
+        is_urgent: as of ``Agreements``.
         statements: by rank.
         askers: the workers that have sent any of them, to which the decision is to be sent.
         hop: the next worker on the way to the deciding one; None if that is this worker.
@@ -121,7 +122,7 @@ class _Open:
         ways: ``Agreements._ways``, as far as statements since the last look have added to them; None: to be found again.
     """
 
-    name: str
+    is_urgent: bool = False
     statements: dict[int, _Statement] = field(default_factory=dict)
     askers: set[int] = field(default_factory=set)
     hop: int | None = None
@@ -149,7 +150,8 @@ class Agreements:
         incarnation: of this process; those of later incarnations have statements of higher versions.
         ratify: called with a name and a decision that this worker is to make. True: it counts. False: it is not known yet;
             ``ratified`` tells.
-        leaves_out: whether the agreement of this name does not wait for a worker, though it lives or may come back.
+        is_urgent: whether an agreement of this name does not wait for workers that are silent, though they may come back.
+        is_silent: whether a worker is that.
     """
 
     def __init__(
@@ -163,9 +165,10 @@ class Agreements:
         on_decision: Callable[[str, Decision], None],
         ratify: Callable[[str, Decision], bool] = lambda name, decision: True,
         incarnation: int = 0,
-        leaves_out: Callable[[str, int], bool] = lambda name, peer: False,
+        is_urgent: Callable[[str], bool] = lambda name: False,
+        is_silent: Callable[[int], bool] = lambda peer: False,
     ) -> None:
-        self._ratify, self._leaves_out = ratify, leaves_out
+        self._ratify, self._is_urgent, self._is_silent = ratify, is_urgent, is_silent
         self._rank, self._world_size = rank, world_size
         self._others = [peer for peer in range(world_size) if peer != rank]
         self._view, self._send, self._connect = view, send, connect
@@ -296,14 +299,14 @@ class Agreements:
 
     def _get(self, name: str) -> _Open:
         if name not in self._open:
-            self._open[name] = _Open(name)
+            self._open[name] = _Open(is_urgent=self._is_urgent(name))
         return self._open[name]
 
     def _state(self, agreement: _Open, text: str | None) -> _Statement:
         seen: dict[View, list[int]] = {view: [] for view in View}
         for peer in self._others:
             view = self._view(peer)
-            if view in (View.LINKED, View.PENDING) and self._leaves_out(agreement.name, peer):
+            if agreement.is_urgent and view is View.PENDING and self._is_silent(peer):
                 view = View.LOST
             seen[view].append(peer)
         self._version += 1

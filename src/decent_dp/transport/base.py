@@ -171,8 +171,8 @@ class Control(ABC):
     ranks: Sequence[int]
     calls: int = 0
 
-    def begin(self, what: str) -> None:
-        """A call of the user's begins, which may make several collectives. ``what``: its name."""
+    def begin(self, what: str, round_: int = 0) -> None:
+        """A call of the user's begins, which may make several collectives. ``what``: its name; ``round_``: of this worker."""
         self.calls += 1
 
     @abstractmethod

@@ -91,7 +91,7 @@ class Neighbours(ABC):
         """Another process is this worker now; nothing, if it is this incarnation already.
 
         Args:
-            start: its first round. Calls of all workers that are made before do not wait for it.
+            start: its first round. In rounds before nobody meets it.
         """
 
     @property

@@ -54,23 +54,24 @@ class NewcomerTransport(ProcessGroupTransport):
     def prepare(self, edges: list[Edge]) -> None:
         return  # nobody accepts it before it is a member
 
-    def enter(self, incarnations: Mapping[int, int], calls: int) -> None:
+    def enter(self, incarnations: Mapping[int, int], calls: int, first: int) -> None:
         """Connects to the other members, and takes part in their collectives from now on.
 
         Args:
             incarnations: of the other members.
             calls: ``Control.calls`` of one of them.
+            first: the first round of this process.
         """
         assert self._members is not None
         assert self._faults is not None
         assert self.neighbours is not None
+        self._members.enter(calls, first)
         for rank, incarnation in incarnations.items():
             self._reactor.renew(rank, incarnation)
             self._reactor.want(rank)
         deadline = time.monotonic() + self._faults.dead_after / 2
         while set(incarnations) - {*self.neighbours.living(), *self.neighbours.lost()} and time.monotonic() < deadline:
             time.sleep(_LOOK)
-        self._members.enter(calls)
         self._controls["all"] = self._members
 
 

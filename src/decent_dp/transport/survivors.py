@@ -6,6 +6,8 @@ import contextlib
 import heapq
 import json
 import logging
+import math
+import threading
 import time
 import zlib
 from collections import Counter
@@ -34,6 +36,8 @@ _log = logging.getLogger(__name__)
 _SMALL, _SMALL_OF_ALL = 2**12, LARGEST_NOTE // 4
 # The end of what a worker says about itself that has missed calls.
 _LATE = "late"
+# What is said in place of a worker that takes no part in a call.
+_ABSENT = "absent"
 # Seconds after which a wait for others is a long one.
 _SOON = 0.02
 # Bits of the number of a collective that count within a call.
@@ -49,7 +53,8 @@ class SurvivorControl(Control):
     those that took part in the last one. Data go up and down a tree of connections that work.
 
     A worker that was silent for a while, or has joined, may have missed calls. Its next call is the next one of the others. If
-    that is another call, it is out.
+    that is another call, it is out. The others do not wait for it in a call that it has missed: its transport says in its
+    place that it is absent. So does that of a process that has joined, in calls that the others make before its first round.
 
     Args:
         ranks: of the workers that began the run.
@@ -86,16 +91,31 @@ class SurvivorControl(Control):
         self._what = ""
         self._parent: int | None = None
         self._children: tuple[int, ...] = ()
+        # The round of the present call; the first round of a process that has joined and made no call yet, else -1; the last
+        # call that this worker takes no part in.
+        self._round, self._first, self._missed = 0, -1, -1
+        self._lock = threading.Lock()
+        plane.stand_in = self._stand_in
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
-    def begin(self, what: str) -> None:
+    def begin(self, what: str, round_: int = 0) -> None:
         super().begin(what)
-        self._history, self._number, self._call = 0, 0, what
+        with self._lock:
+            self.calls, self._first = max(self.calls, self._missed + 1), -1
+        self._history, self._number, self._call, self._round = 0, 0, what, round_
 
-    def enter(self, calls: int) -> None:
-        """This worker has joined others, which have begun so many calls."""
-        self.calls, self._is_late = max(calls - 1, 0), True
+    def enter(self, calls: int, first: int) -> None:
+        """This worker has joined others, which have begun so many calls. ``first``: its first round."""
+        self.calls, self._is_late, self._first = max(calls - 1, 0), True, first
+
+    def _stand_in(self, name: str, said: str) -> str | None:
+        """Called in a thread of the transport, when another worker has said something in a call."""
+        call, round_ = int(name.split("/")[1]), int(said.split("\n", 3)[2].split()[1]) if said != _ABSENT else math.inf
+        with self._lock:
+            if round_ <= self._first:
+                self._missed = max(self._missed, call)
+            return _ABSENT if call <= self._missed else None
 
     def gather(self, message: Any) -> list[Any]:
         own = json.dumps(message)
@@ -167,8 +187,9 @@ class SurvivorControl(Control):
         return f"{CALL}{self.calls}/{self._number}"
 
     def _said(self, what: str, text: str) -> str:
-        """What this worker says in an agreement: which call it makes, what that is made of so far, who it is, and its text."""
-        process = f"{self._incarnation} {_LATE}" if self._is_late else f"{self._incarnation}"
+        """What this worker says in an agreement: which call it makes, what that is made of so far, its process and round, and a
+        text."""
+        process = f"{self._incarnation} {self._round}" + f" {_LATE}" * self._is_late
         return f"{self._describe(what)}\n{self._history:x}\n{process}\n{text}"
 
     def _describe(self, what: str) -> str:
@@ -192,7 +213,8 @@ class SurvivorControl(Control):
         while True:
             name, self._number = self._name, self._number + 1
             decision = self._await(name, what, text)
-            own = decision.texts.get(self._rank, "\n\n\n").split("\n", 3)[2]
+            texts = {rank: said for rank, said in decision.texts.items() if said != _ABSENT}
+            own = texts.get(self._rank, "\n\n\n").split("\n", 3)[2]
             if own.partition(" ")[0] == f"{self._incarnation}":  # else it may be that of a process before this one
                 break
             if self.calls == 0 or self._number > 1:
@@ -201,9 +223,12 @@ class SurvivorControl(Control):
                     f"the others took worker {self._rank} for gone, and have made this call without it. It cannot take part "
                     "any more: end this process. The others continue."
                 )
+            with self._lock:
+                self._missed = self.calls
             self.calls, self._number, self._is_late = self.calls + 1, 0, True
+            self._plane.stand_in_again()
             _log.warning("worker %d has missed a call of the others: this %s is their next one", self._rank, self._call)
-        said = {rank: text.split("\n", 3) for rank, text in decision.texts.items()}
+        said = {rank: text.split("\n", 3) for rank, text in texts.items()}
         late = {rank for rank, (_, _, process, _) in said.items() if process.endswith(_LATE)}
         first = min(said, key=lambda rank: (rank in late, rank))
         out = {rank for rank in late if said[rank][0] != said[first][0]}

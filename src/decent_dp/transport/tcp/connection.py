@@ -218,8 +218,9 @@ class Connection:
         self.patience, self._waited_in = math.inf, -1
         # Bytes of dropped messages that were granted and will still come.
         self.unwanted: dict[Key, int] = {}
-        # By bucket: the seconds from when both were in an exchange until its end.
-        self._times: dict[int, deque[float]] = {}
+        # By bucket: the seconds from when both were in an exchange until its end. Tuples, as two threads look at them: a deque
+        # that grows while another thread copies it raises.
+        self._times: dict[int, tuple[float, ...]] = {}
         self._break, self._left_out, self._late_round, self._resting = 0, 0, -1, -1
         # Whether bodies carry checksums: not within a machine.
         self.checked = True
@@ -341,7 +342,7 @@ class Connection:
             return math.inf
         if not pair.joined:
             return pair.opened if self.paused else began + self.patience
-        times = tuple(self._times.get(pair.bucket, ()))  # a copy at once: the reactor's thread may add to it
+        times = self._times.get(pair.bucket, ())
         if len(times) < _TIMED:
             return math.inf  # the first messages take their time
         usual = statistics.median(times)
@@ -363,7 +364,8 @@ class Connection:
         """Keeps the time of an exchange that has ended."""
         if verdict is not Verdict.BOTH or not pair.joined:
             return
-        self._times.setdefault(pair.bucket, deque(maxlen=4 * _TIMED)).append(time.monotonic() - pair.joined)
+        latest = self._times.get(pair.bucket, ())[1 - 4 * _TIMED :]
+        self._times[pair.bucket] = (*latest, time.monotonic() - pair.joined)
         if pair.round > self._late_round:
             self._break = 0
 

@@ -30,9 +30,7 @@ class ControlPlane(Consensus):
     Args:
         call: runs a function in the reactor's thread.
         send_note: to a worker; in the reactor's thread.
-        view, connect: as of ``Agreements``.
-        is_silent: whether a worker gives no signs of life.
-        is_to_come: whether a worker's first round is a later one: calls that are made before do not wait for it.
+        view, connect, is_silent: as of ``Agreements``.
     """
 
     def __init__(
@@ -45,7 +43,6 @@ class ControlPlane(Consensus):
         connect: Callable[[int], None],
         incarnation: int = 0,
         is_silent: Callable[[int], bool] = lambda peer: False,
-        is_to_come: Callable[[int], bool] = lambda peer: False,
     ) -> None:
         self._call, self.view = call, view
         self.courier = Courier(lambda peer, key, block: call(lambda: send_note(peer, key, block)))
@@ -59,7 +56,8 @@ class ControlPlane(Consensus):
             self._decided,
             self._ratify,
             incarnation,
-            lambda name, peer: is_silent(peer) if self._is_governed(name) else name.startswith(CALL) and is_to_come(peer),
+            self._is_governed,
+            is_silent,
         )
         self._lock = threading.Lock()
         self._futures: dict[str, list[Future[Decision]]] = {}
@@ -68,6 +66,8 @@ class ControlPlane(Consensus):
         self._look_at = self._ask_at = math.inf
         # By the beginning of names: see ``govern``.
         self._governed: dict[str, tuple[Callable[[str], None], Callable[[str, Decision], Decision | None]]] = {}
+        # Called with the name of an agreement in a call, and another worker's text. Returns this one's, if it stays out of it.
+        self.stand_in: Callable[[str, str], str | None] = lambda name, text: None
 
     def expand(self, world_size: int) -> None:
         """``Agreements.expand``."""
@@ -98,6 +98,13 @@ class ControlPlane(Consensus):
         future: Future[list[int]] = Future()
         self._call(lambda: future.set_result(self._agreements.missing(name)))
         return future.result()
+
+    def stand_in_again(self) -> None:
+        """``stand_in`` answers otherwise now."""
+        with self._lock:
+            heard = [(name, text) for name, texts in self._heard.items() for text in texts]
+        for name, text in heard:
+            self._call(lambda name=name, text=text: self._stand_in(name, text))  # type: ignore[misc]
 
     # -- in the reactor's thread --------------------------------------------------------------------------------------
 
@@ -156,6 +163,13 @@ class ControlPlane(Consensus):
         for prefix, (vote, _) in self._governed.items():
             if name.startswith(prefix):
                 self._call(lambda vote=vote: vote(name))  # type: ignore[misc]
+        self._call(lambda: self._stand_in(name, text))
+
+    def _stand_in(self, name: str, text: str) -> None:
+        own = self.stand_in(name, text) if name.startswith(CALL) else None
+        if own is not None:
+            self._agreements.propose(name, own)
+            self._look_soon()
 
     def _is_governed(self, name: str) -> bool:
         return name.startswith(tuple(self._governed))

@@ -63,6 +63,8 @@ class TcpNeighbours(Neighbours):
             return False
         for connection in filter(None, map(self._framing.connections.get, self._others(edge))):
             votes, state = connection.votes, connection.state
+            if round_ < connection.start:
+                return False
             if state is LinkState.NEW:
                 continue  # the connection is made with the exchange
             if state is not LinkState.OPEN or self.patience(connection.peer, 0.0) <= 0:
@@ -94,7 +96,8 @@ class TcpNeighbours(Neighbours):
 
     def round_of(self, rank: int) -> int:
         connection = self._framing.connections.get(rank)
-        return -1 if connection is None else connection.round
+        # The rounds of a process that has joined begin later: it is not ahead of this worker.
+        return -1 if connection is None or self._framing.round < connection.start else connection.round
 
     def living(self) -> list[int]:
         return self._peers(lambda c: c.state is LinkState.OPEN and self.patience(c.peer, 0.0) > 0)
@@ -229,7 +232,7 @@ class TcpNeighbours(Neighbours):
         return [rank for rank in edge.ranks if rank != self._rank]
 
     def _peers(self, chosen: Callable[[Connection], bool]) -> list[int]:
-        return sorted(peer for peer, connection in list(self._framing.connections.items()) if chosen(connection))
+        return sorted(connection.peer for connection in list(self._framing.connections.values()) if chosen(connection))
 
 
 def silence(connection: Connection, now: float) -> float:

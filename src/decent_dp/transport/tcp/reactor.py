@@ -87,7 +87,6 @@ class Reactor:
             self._want,
             identity.incarnation,
             self._is_silent,
-            self._is_to_come,
         )
         self._framing = Framing(identity.rank, local, self._selector, self._keep_note, lambda peer: self._connected(peer))
         self._acceptor = Acceptor(listeners, self._selector, identity, secret, self._admit, self._open)
@@ -209,7 +208,9 @@ class Reactor:
 
     def lost(self) -> list[int]:
         """The peers whose connection is closed for good."""
-        return sorted(peer for peer, connection in list(self._framing.connections.items()) if connection.closed is not None)
+        return sorted(
+            connection.peer for connection in list(self._framing.connections.values()) if connection.closed is not None
+        )
 
     def tolerate(self, dead_after: float, places: int = 0) -> TcpNeighbours:
         """From now on lost connections are made again, and exchanges of pairs end with a verdict.
@@ -284,10 +285,6 @@ class Reactor:
     def _is_silent(self, peer: int) -> bool:
         connection = self._framing.connections.get(peer)
         return connection is not None and silence(connection, self.now()) >= SILENT * self._dead_after
-
-    def _is_to_come(self, peer: int) -> bool:
-        connection = self._framing.connections.get(peer)
-        return connection is not None and connection.start > self._framing.round
 
     def _run(self) -> None:
         try:
