@@ -61,6 +61,24 @@ def test_rounds_are_those_of_the_members():
     assert edges(topology, 14) == {(1,), (4,), *map(tuple, ({0, 2}, {3, 5}))} or len(edges(topology, 14)) == 4
 
 
+def test_nobody_meets_a_process_that_joins_before_its_first_round():
+    """Worker 3 dies. Epoch 1 is agreed on without it, and epoch 2 with another process, both before epoch 1 begins. That
+    process is in its first round already: a partner that met it in a round of epoch 0 would go there, too.
+    """
+    topology = EpochTopology(ring_of, world_size=4, rank=2)
+    topology.change(10, [0, 1, 2])
+    topology.change(20, [0, 1, 2, 3], replaced=[3])
+    assert (2, 3) in edges(ring_of(4), 8)
+    for t in range(10):
+        kept = {edge for edge in edges(ring_of(4), t) if 3 not in edge}
+        assert edges(topology, t) == kept | {(rank,) for rank in range(4) if not any(rank in edge for edge in kept)}
+        np.testing.assert_array_equal(topology.mixing_matrix(t).sum(1), 1.0)
+    assert edges(topology, 15) == {(3,)} | edges(ring_of(3), 5)
+    assert edges(topology, 25) == edges(ring_of(4), 5)
+    topology.change(30, range(4), since=25)
+    assert topology._line.replaced == {}
+
+
 def test_after_a_load_rounds_are_those_of_the_newest_members():
     """Which older plans a worker still has depends on how far it was."""
     topologies = [EpochTopology(ring_of, world_size=4, rank=0) for _ in range(2)]

@@ -250,11 +250,13 @@ class Epochs:
         if self._rank not in epoch.members or self.replaced:
             self._neighbours.confine(-1)
             return None
-        self.newest = epoch
+        former, self.newest = self.newest.incarnations, epoch
         for rank, incarnation in epoch.incarnations.items():
             if rank != self._rank:
                 self._neighbours.renew(rank, incarnation)
-        self._topology.change(epoch.start, epoch.members, since=round_ - 2 * self._topology.longest_turn())
+        replaced = [rank for rank, incarnation in epoch.incarnations.items() if incarnation != former.get(rank, 0)]
+        since = round_ - 2 * self._topology.longest_turn()
+        self._topology.change(epoch.start, epoch.members, since=since, replaced=replaced)
         self._neighbours.confine(None)
         self._neighbours.enter_epoch(self._number)
         self._seat(epoch)

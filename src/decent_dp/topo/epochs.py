@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from .base import Topology
@@ -21,6 +21,8 @@ class _Line:
     """
 
     changes: tuple[tuple[int, tuple[int, ...]], ...]
+    # Members whose place another process has from a later round on: in the rounds before, nobody meets it.
+    replaced: dict[int, int] = field(default_factory=dict)
 
 
 class EpochTopology(Topology):
@@ -42,15 +44,22 @@ class EpochTopology(Topology):
         self._make, self._line = make, _Line(((0, tuple(range(first.world_size))),))
         self._made = {self._line.changes[0]: first}
 
-    def change(self, start: int, members: Sequence[int], since: int = 0) -> None:
-        """From round ``start`` on only ``members`` mix. What was before round ``since`` may be forgotten."""
+    def change(self, start: int, members: Sequence[int], since: int = 0, replaced: Iterable[int] = ()) -> None:
+        """From round ``start`` on only ``members`` mix. What was before round ``since`` may be forgotten.
+
+        Args:
+            replaced: members that are other processes from then on. In earlier rounds their partners are idle: the former
+                process is gone, and the new one has no part in these rounds, though it has made later ones.
+        """
+        known = {rank: first for rank, first in self._line.replaced.items() if first > since}
+        self._line.replaced = known | dict.fromkeys(replaced, start)
         changes = self._line.changes
         kept = [change for change, after in pairwise(changes) if after[0] > since]
         self._line.changes = (*kept, changes[-1], (start, tuple(sorted(members))))
 
     def restart(self) -> None:
         """The newest members mix in all rounds: their numbers may be earlier ones from now on."""
-        self._line.changes = ((0, self._line.changes[-1][1]),)
+        self._line.changes, self._line.replaced = ((0, self._line.changes[-1][1]),), {}
 
     def _from(self, derive: Callable[[Topology], Topology]) -> Topology:
         """Made from this one, part by part, as the parts are that come later."""
@@ -74,11 +83,13 @@ class EpochTopology(Topology):
 
     def round(self, t: int) -> list[Edge]:
         inner, at, members = self._at(t)
-        edges = inner._checked(at)
-        if len(members) == self._world_size:
+        edges, replaced = inner._checked(at), {rank for rank, start in self._line.replaced.items() if t < start}
+        if len(members) == self._world_size and not replaced:
             return list(edges)
-        mixing = [Edge([members[seat] for seat in edge.ranks], edge.weight) for edge in edges]
-        return mixing + [Edge([rank], 1.0) for rank in range(self._world_size) if rank not in members]
+        seated = [Edge([members[seat] for seat in edge.ranks], edge.weight) for edge in edges]
+        mixing = [edge for edge in seated if replaced.isdisjoint(edge.ranks)]
+        met = {rank for edge in mixing for rank in edge.ranks}
+        return mixing + [Edge([rank], 1.0) for rank in range(self._world_size) if rank not in met]
 
     def _checked(self, t: int) -> list[Edge]:
         return self.round(t)  # its parts are checked
