@@ -117,7 +117,7 @@ bench-overhead: $(VENV)/.installed  ## the Python part of a step, per parameter 
 bench-plan: $(VENV)/.installed  ## the planner against the lab's results and a published table
 	$(BIN)/python -m benchmarks.plan
 
-bench-faults: $(VENV)/.installed  ## what faults=Tolerate() costs, and what a killed and a frozen worker cost the others (2 minutes)
+bench-faults: $(VENV)/.installed  ## what faults=Tolerate() costs, and what each kind of fault costs the others (6 minutes)
 	$(BIN)/python -m benchmarks.faults
 
 bench-unequal: $(VENV)/.installed  ## what a slow worker costs the others, waiting and with faults=Tolerate() (7 minutes)

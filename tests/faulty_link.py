@@ -21,9 +21,9 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, Literal, TypeAlias
 
 # Bytes that one direction of a connection holds; more wait in the sender's kernel.
@@ -191,6 +191,9 @@ class FaultyLinks(Links):
     """A proxy between ``n`` workers; a context manager. Its thread alone touches the sockets.
 
     A pair whose listener is gone, or that refuses, sees its connections accepted and reset, as behind a load balancer.
+
+    Attributes:
+        carried: pairs whose connections have come this way. Workers that found another one would not see any fault.
     """
 
     def __init__(self, n: int) -> None:
@@ -202,6 +205,7 @@ class FaultyLinks(Links):
         self.remote = RemoteLinks(
             self._control.getsockname()[1], {pair: link.listener.getsockname()[1] for pair, link in self._links.items()}
         )
+        self.carried = set[tuple[int, int]]()
         self._timers: list[tuple[float, int, str, Sequence[Any]]] = []
         self._numbers = itertools.count()
         self._orphans: deque[socket.socket] = deque(maxlen=_ORPHANS)
@@ -313,6 +317,7 @@ class FaultyLinks(Links):
                 stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sides = {low: _Stream(link.ways[low], listener, dialer), high: _Stream(link.ways[high], dialer, listener)}
             link.connections.append(sides)
+            self.carried.add(link.ranks)
 
     def _move(self, link: _Link, connection: dict[int, _Stream], rank: int, move: Callable[[_Stream], None]) -> None:
         if connection not in link.connections:  # ended by an event before this one
@@ -393,6 +398,7 @@ def _reset(stream: socket.socket) -> None:
 def connect_through(links: RemoteLinks, rank: int) -> None:
     """In a worker, before it connects: its exchanges go over TCP and through the proxy, as if it was alone on its host."""
     from decent_dp.transport import communicators, process_group
+    from decent_dp.transport.tcp.addresses import dial_at
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     communicators.network_stack = lambda: f"host of worker {rank}"
@@ -401,14 +407,14 @@ def connect_through(links: RemoteLinks, rank: int) -> None:
     def dial_proxy(rendezvous: Any, peer: int, seconds: float, incarnation: int = 0) -> socket.socket:
         if rank < peer:  # only looks whether anybody listens
             return dial(rendezvous, peer, seconds, incarnation)
-
-        def get(key: str) -> bytes:
+        address = rendezvous.addresses.get(peer)
+        if address is None:
+            key = communicators.address_key(peer, incarnation)
+            rendezvous.store.wait([key], timedelta(seconds=seconds))
             address = json.loads(rendezvous.store.get(key))
-            links.route(rank, peer, address["host"], address["port"])
-            return json.dumps({**address, "host": "127.0.0.1", "port": links.ports[peer, rank]}).encode()
-
-        store = SimpleNamespace(wait=rendezvous.store.wait, get=get)
-        return dial(replace(rendezvous, store=store), peer, seconds)
+        links.route(rank, peer, address["host"], address["port"])
+        proxy = {**address, "host": "127.0.0.1", "port": links.ports[peer, rank]}
+        return dial_at(proxy, rendezvous.node, seconds)
 
     process_group.dial = dial_proxy
 

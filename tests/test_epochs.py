@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,10 +19,11 @@ import pytest
 import torch.distributed as dist
 
 import decent_dp
-from decent_dp.membership import Epoch
+from decent_dp.membership import Epoch, Epochs
 from decent_dp.topo import Edge, EveryTopology, Topology, make_topology
 from decent_dp.topo.epochs import EpochTopology
 from decent_dp.transport import InProcessTransport
+from decent_dp.transport.agreement import Decision
 from tests.helpers import assert_same, values
 from tests.test_survivor_calls import survivors
 from tests.test_tolerate import DEAD_AFTER, make, step
@@ -286,3 +289,32 @@ def test_an_epoch_counts_the_shares_of_data_before_it():
     text = json.dumps([[promise(20, (2, 10, 36, 5)), [0, 2]], [promise(23, (1, 4, 12, 4)), [3]]])
     epoch = Epoch.read(3, text)
     assert (epoch.start, epoch.dealt) == (24, 36 + 14 * 5)
+
+
+def test_a_worker_that_has_missed_an_epoch_mixes_again_when_the_next_one_begins():
+    """Until then the others make rounds that it does not know. If it met its partners of before, it would wait for nothing."""
+    confined: list[int | None] = []
+    result: Future[Decision] = Future()
+    consensus = SimpleNamespace(govern=lambda *_: None, heard=lambda name: name == "epoch/2", propose=lambda *_: result)
+    neighbours: Any = SimpleNamespace(
+        consensus=consensus,
+        confine=confined.append,
+        newest_epoch=lambda: 1,
+        promise=lambda seconds, least: 70,
+        renew=lambda *_: None,
+        enter_epoch=lambda number: None,
+    )
+    line: Any = SimpleNamespace(keep=lambda **_: None, write=lambda *_: None)
+    epochs = Epochs(3, 4, neighbours, EpochTopology(ring_of, world_size=4, rank=3), line)
+    epochs._leave(1)
+    assert epochs.look(60, wanted=False) is None  # it takes part in the agreement
+    promise = json.dumps({"until": 79, "joining": {}, "processes": {}, "since": [1, 10, 0, 3]})
+    result.set_result(Decision(dict.fromkeys(range(4), promise), {}))
+    epoch = epochs.look(61, wanted=False)
+    assert epoch is not None
+    assert (epoch.number, epoch.start, epochs.is_member) == (2, 80, True)
+    assert confined == [-1, -1]
+    for round_ in (62, 79, 80, 81):
+        epochs.look(round_, wanted=False)
+    assert confined == [-1, -1, None]
+    epochs.close()

@@ -242,15 +242,20 @@ class Run:
     def check_holes(self, *ranks: int) -> None:
         """The counters of these workers tell the exchanges that were left out, and those of the others tell none.
 
-        By the edges that the topology had at the start.
+        By the edges that the topology had at the start, and so before it can have been rebuilt.
         """
-        for rank in self.plan.survivors:
-            edges = ((q, self.topologies[rank].get_edge(q).ranks) for q in range(self.plan.steps - 1))
+        plan = self.plan
+        dead_after = DEFAULT_DEAD_AFTER if plan.tolerate is None else plan.tolerate["dead_after"]
+        stop = min(plan.steps - 1, ROUND + int((1 - HOLE) * dead_after / plan.pace))
+        for rank in plan.survivors:
+            edges = ((q, self.topologies[rank].get_edge(q).ranks) for q in range(stop))
             missing = [q for q, edge in edges if not any((peer, q) in self.ledgers[rank] for peer in edge if peer != rank)]
             holes = self.report(rank).stats.holes
             assert bool(missing) == (rank in ranks), (rank, missing)
             # The last exchange with a dead worker is in doubt until it counts as dead.
-            assert len(missing) - 1 <= holes <= len(missing) + (UNSETTLED if missing else 0), (rank, missing, holes)
+            assert holes >= len(missing) - 1, (rank, missing, holes)
+            if stop == plan.steps - 1:
+                assert holes <= len(missing) + (UNSETTLED if missing else 0), (rank, missing, holes)
 
 
 NOTHING: tuple[None, np.ndarray] = (None, np.zeros(RECORDED))
@@ -280,6 +285,7 @@ def train(workers: Workers, tmp_path: Path) -> Callable[..., Run]:
         np.full((n, steps, 2 + RECORDED), math.nan).tofile(plan.file)
         with FaultyLinks(n) as links:
             outcomes = workers.outcomes(n, train_worker, plan, links.remote)
+        assert links.carried
         return Run(plan, outcomes)
 
     return run
@@ -568,4 +574,5 @@ def spoil(worker: Any) -> None:
 def test_no_other_worker_gets_a_nan(train):
     run = train(4, Fault(2, ROUND, "before start", spoil), survivors=(0, 1, 3), steps=150)
     run.check()
-    assert max(run.rounds_mixed(0, 2) + run.rounds_mixed(3, 2)) < ROUND
+    assert ROUND not in run.rounds_mixed(3, 2)
+    assert max(run.rounds_mixed(0, 2) + run.rounds_mixed(3, 2)) > ROUND + 50  # it has the values of another one

@@ -4,6 +4,7 @@ after a death."""
 from __future__ import annotations
 
 import copy
+import json
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 import decent_dp
+from benchmarks import faults as faults_benchmark
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import PeerLostError
 from decent_dp.rules import DriftCorrection, OuterNesterov
@@ -408,8 +410,17 @@ def test_threads_that_end_are_holes():
     assert found[1][0] > 0 < found[2][0]
 
 
-def test_the_page_shows_the_committed_tables():
+def test_the_page_shows_the_committed_figures():
+    """Each row of the results stands on the page: in a row that begins and ends with the same cells, or as it is."""
     root = Path(__file__).parents[1]
-    page = (root / "docs/faults.md").read_text()
-    for name in ("faults", "unequal", "unequal-sim"):
-        assert (root / f"benchmarks/results/{name}.md").read_text().strip() in page
+    page, results = (root / "docs/faults.md").read_text(), root / "benchmarks/results"
+    shown = {cells[0]: cells[-1] for cells in map(cells_of, page.splitlines()) if cells}
+    rows = dict(map(cells_of, (results / "faults.md").read_text().splitlines()[2:]))
+    assert rows == faults_benchmark.rows(json.loads((results / "faults.json").read_text()))
+    assert {what: shown.get(what) for what in rows} == rows
+    for name in ("unequal", "unequal-sim"):
+        assert (results / f"{name}.md").read_text().strip() in page
+
+
+def cells_of(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []

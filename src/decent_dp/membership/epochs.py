@@ -90,6 +90,8 @@ class Epochs:
         self._decided = self.newest
         # What this worker has promised in the agreement that is open.
         self._until = 0
+        # Until this round it mixes with nobody, since it does not know the rounds of the epochs before.
+        self._from = 0
         self._lock = threading.Lock()
         # Looks whether the store answers, before anybody promises anything.
         self._prober = Waiter("decent_dp-epochs")
@@ -117,6 +119,10 @@ class Epochs:
         Returns:
             A new epoch that names this worker.
         """
+        if 0 < self._from <= round_:
+            with self._lock:
+                self._from = 0
+                self._neighbours.confine(None if self._result is None else self._until)
         result = self._result
         if result is not None and result.done():
             return self._adopt(result.result(), round_)
@@ -210,7 +216,7 @@ class Epochs:
     def _leave(self, number: int) -> None:
         """There is an epoch that this worker knows nothing of: it mixes with nobody until one names it."""
         with self._lock:
-            self._number, self._result = number, None
+            self._number, self._result, self._from = number, None, 0
         self._neighbours.confine(-1)
         _log.warning("this worker was left out of epoch %d: it mixes again when the others have taken it in", number)
 
@@ -262,6 +268,7 @@ class Epochs:
 
     def _adopt(self, decision: Decision, round_: int) -> Epoch | None:
         with self._lock:
+            missed, self._from = self._from > 0 or not self.is_member, 0
             self._number, self._result = self._number + 1, None
         epoch = Epoch.read(self._number, _text_of(decision))
         self.replaced |= epoch.incarnations.get(self._rank, 0) > self._incarnation
@@ -270,7 +277,11 @@ class Epochs:
             return None
         self.newest = epoch
         self._topology.change(epoch.start, epoch.members, since=round_ - 2 * self._topology.longest_turn())
-        self._neighbours.confine(None)
+        if missed and epoch.start > round_:
+            self._from = epoch.start  # others make the rounds until then by an epoch that this worker knows nothing of
+            self._neighbours.confine(-1)
+        else:
+            self._neighbours.confine(None)
         self._neighbours.enter_epoch(self._number)
         return epoch
 
