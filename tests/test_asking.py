@@ -149,6 +149,18 @@ def test_a_member_that_is_stuck_is_asked_once_more_before_another_one_begins(sho
     assert asked.questions == [(1, 0), (1, 150), (2, 0)]
 
 
+def test_a_member_that_is_stuck_is_not_asked_again_at_once(short):
+    asked = Asked(m1=[freeze(150), freeze(50), freeze(50), freeze(0)], m2=[send_state])
+    assert asked.ask() == (2, 2.0)
+    assert (1, 250) not in asked.log
+
+
+def test_a_member_that_forgets_its_copy_is_not_asked_again_at_once(short):
+    asked = Asked(m1=[forget(size) for size in range(20, 300, 20)], m2=[send_state])
+    assert asked.ask() == (2, 2.0)
+    assert len(asked.log) <= 6
+
+
 @pytest.mark.parametrize("change", [{}, {1: 5}])
 def test_a_member_that_is_gone_is_not_asked_to_continue(short, change):
     """It has died; or another process has its place, and another copy."""

@@ -364,17 +364,36 @@ def test_a_copy_that_nobody_asks_for_is_dropped(member):
     assert bool((found[0] == float(donor.boundaries)).all())
 
 
+def serve_nobody(host: Host) -> None:
+    """The host sends a copy into a connection that is closed."""
+    stream, other = socket.socketpair()
+    other.close()
+    with stream, pytest.raises(OSError):  # noqa: PT011
+        host._give_state(stream, host_module._Kept(StateCopy(*encode({}, "")), stream), 0)
+
+
 def test_the_next_guest_drops_old_copies(member):
     donor, old = member(dead_after=0.1), PartialState()
     donor.get_part(old, 1000)
     donor.stop()
     time.sleep(0.5)
     assert list(donor.host._copies) == [old.copy]
-    stream, other = socket.socketpair()
-    other.close()
-    with stream, pytest.raises(OSError):  # noqa: PT011
-        donor.host._give_state(stream, host_module._Kept(StateCopy(*encode({}, "")), stream), 0)
+    serve_nobody(donor.host)
     assert old.copy not in donor.host._copies
+
+
+def test_the_end_of_an_old_connection_changes_nothing_for_the_new_one(member):
+    donor, partial = member(values=10**6), PartialState()
+    with donor.open() as old, donor.open() as new:  # nobody reads what is sent
+        say(old, partial.request)
+        partial.begin(hear_answer(old, 5))
+        (kept,) = donor.host._copies.values()
+        before = kept.stream
+        say(new, partial.request)
+        hear_answer(new, 5)
+        until(lambda: donor.host._guests._value == 7)  # the thread of the old one has ended
+        assert kept.stream is not before
+        assert kept.until == float("inf")
 
 
 def test_the_end_of_training_drops_all_copies(member):
@@ -387,6 +406,7 @@ def test_the_end_of_training_drops_all_copies(member):
         donor.stop()
         donor.host.closing()
         assert donor.host._copies == {}
+    serve_nobody(donor.host)
     time.sleep(0.1)
     assert donor.host._copies == {}
 

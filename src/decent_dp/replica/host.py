@@ -150,7 +150,6 @@ class Host(Listener):
         if type(begin) is not int or not 0 <= begin <= size:
             raise ValueError(f"from must be an int from 0 to {size}, the bytes of the copy, got {begin!r}")
         with self._lock:
-            self._drop_old()
             if name not in self._copies and len(self._copies) >= _MOST:
                 # Each place but this one has at most one connection that is alive.
                 del self._copies[min(self._copies, key=lambda other: self._copies[other].until)]
