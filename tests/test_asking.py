@@ -108,8 +108,9 @@ def forget(size: int, *, pause: float = 0.0) -> Callable[..., None]:
     """A part of a copy that it does not know any more when it is asked again."""
 
     def send(stream: Any, copy: StateCopy, begin: int) -> None:
-        time.sleep(pause)
-        part(size)(stream, Asked.copy_of(1), 0)
+        paced = SimpleNamespace(sendall=lambda raw: (time.sleep(pause * (len(raw) == 20)), stream.sendall(raw)))
+        paced.shutdown = stream.shutdown
+        part(size)(paced, Asked.copy_of(1), 0)
 
     return send
 
@@ -194,9 +195,10 @@ def test_the_parts_of_another_members_state_take_the_place_of_the_first_ones(sho
 
 def test_a_member_that_forgets_its_copies_is_not_asked_for_ever(short, monkeypatch):
     monkeypatch.setattr(newcomer_module, "_LONGEST", 1.0)
+    monkeypatch.setattr(transfer_module, "_PART", 20)
     began = time.monotonic()
     with pytest.raises(PeerLostError, match="no worker has given its state to worker 9"):
-        Asked(m1=[forget(100, pause=0.02)], m2=[part(0)]).ask()
+        Asked(m1=[forget(100, pause=0.05)], m2=[part(0)]).ask()
     assert 1 <= time.monotonic() - began < 5
 
 

@@ -127,7 +127,7 @@ class PartialState:
         """Forgets it."""
         self.header: Any = None
         self.tensors: dict[str, Tensor] = {}
-        self.filled, self.seconds = 0, getattr(self, 'seconds', 0.0)
+        self.filled, self.seconds = 0, 0.0
 
     @property
     def copy(self) -> str | None:
