@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import json
 import os
@@ -23,16 +22,16 @@ from torch import nn
 
 import decent_dp
 from decent_dp.checkpoint.saver import Saver, _Root
-from decent_dp.errors import CheckpointError, DisagreementError, PeerLostError
+from decent_dp.errors import DisagreementError, PeerLostError
 from decent_dp.membership import joining
 from decent_dp.replica import host as host_module
 from decent_dp.replica import newcomer as newcomer_module
-from decent_dp.replica.transfer import hear, hear_answer, receive_state, say, send_state
-from decent_dp.serialization import encode
+from decent_dp.replica.transfer import say, send_state
 from decent_dp.transport.base import server_of
 from tests.helpers import assert_same, values
 from tests.test_survivor_calls import die, survivors
 from tests.test_tolerate import DEAD_AFTER, make, step
+from tests.test_transfer import Cut
 from tests.workers import _store
 from tests.workers import hear as hear_said
 from tests.workers import say as tell
@@ -371,12 +370,12 @@ def donor_dies(rank: int, n: int) -> Any:
     """The first worker that sends its state dies half-way."""
     half = send_state
 
-    def dies(stream: Any, text: str, tensors: Any) -> None:
+    def dies(stream: Any, copy: Any, begin: int) -> None:
         if _store().add("donors", 1) == 1:
-            say(stream, {"tree": text, "tensors": [["weight", "float32", [10**6]]]})
+            say(stream, copy.header | {"tensors": [["weight", "float32", [10**6]]]})
             stream.sendall(bytes(1000))
             die()
-        half(stream, text, tensors)
+        half(stream, copy, begin)
 
     host_module.send_state = dies  # type: ignore[assignment]
     model, optimizer, replica, rank = begin(rank, faults=decent_dp.Tolerate(dead_after=2.0))
@@ -406,6 +405,46 @@ def test_another_member_gives_its_state_if_the_first_dies(workers):
     assert len(means) == N - 1
     for mean in means:
         assert_same(mean, means[0])
+
+
+def connection_breaks(rank: int, n: int) -> Any:
+    """The connection of the worker that sends its state breaks half-way, once."""
+    sent: list[Any] = []
+    taken: list[Any] = []
+    take = host_module.take
+
+    def breaks(stream: Any, copy: Any, begin: int) -> None:
+        header = 8 + len(json.dumps(copy.header))
+        cut = Cut(stream, header + copy.size // 2 if _store().add("parts", 1) == 1 else 10**9)
+        try:
+            send_state(cut, copy, begin)  # type: ignore[arg-type]
+        finally:
+            sent.append((begin, cut.sent - header, copy.size))
+
+    def keep(replica: Any) -> Any:
+        snapshot = take(replica)
+        taken.append({name: tensor.clone() for name, tensor in snapshot["parameters"].items()})
+        return snapshot
+
+    host_module.send_state, host_module.take = breaks, keep  # type: ignore[assignment]
+    model, optimizer, replica, rank = begin(rank)
+    found = values(model)
+    if dist.get_rank() < N:
+        kill_one(model, optimizer, replica, rank)
+    train(model, optimizer, rank, lambda: is_whole(replica))
+    end(replica)
+    return found, sent, taken
+
+
+@pytest.mark.slow
+def test_a_transfer_continues_at_the_same_member_when_its_connection_breaks(workers):
+    *members, (params, _, _) = survivors(workers.outcomes(N + 1, connection_breaks))
+    ((parts, taken),) = [(sent, taken) for _, sent, taken in members if sent or taken]
+    (copied,) = taken
+    assert_same(params, copied)
+    (begin_0, sent_0, size), (begin_1, sent_1, _) = parts
+    assert (begin_0, sent_0, begin_1) == (0, size // 2, size // 2)
+    assert sent_1 == size - size // 2 + 32
 
 
 def joiner_dies(rank: int, n: int) -> Any:
@@ -470,87 +509,6 @@ def test_what_join_is_given_is_checked(monkeypatch):
             decent_dp.join(f"127.0.0.1:{store.port}", rank=rank)  # type: ignore[arg-type]
     monkeypatch.setenv("RANK", "3")
     assert joining._look_for_a_place(f"127.0.0.1:{store.port}", None)[1] == 3
-
-
-# -- the wire --------------------------------------------------------------------------------------------------------------
-
-
-def over_wire(send: Callable[[socket.socket], None]) -> socket.socket:
-    ours, theirs = socket.socketpair()
-    ours.settimeout(5)
-
-    def body() -> None:
-        with theirs, contextlib.suppress(OSError):  # the other end may have seen enough
-            send(theirs)
-
-    threading.Thread(target=body, daemon=True).start()
-    return ours
-
-
-TREE = {
-    "a": torch.arange(7.0),
-    "b": {"c": torch.zeros(0, 3), "d": torch.ones(2, 3, dtype=torch.bfloat16)},
-    "e": (1, "x"),
-    "f": None,
-}
-
-
-def test_a_state_arrives_as_it_was_sent():
-    text, tensors = encode(TREE, "")
-
-    def send(stream: socket.socket) -> None:
-        say(stream, None)
-        send_state(stream, text, tensors)
-
-    with over_wire(send) as stream:
-        found = receive_state(stream, 5)
-    assert found["e"] == (1, "x")
-    torch.testing.assert_close(found["b"], TREE["b"], rtol=0, atol=0)
-    torch.testing.assert_close(found["a"], TREE["a"], rtol=0, atol=0)
-
-
-class Flip:
-    """A stream that changes one byte."""
-
-    def __init__(self, stream: Any, at: int) -> None:
-        self.stream, self.at, self.sent = stream, at, 0
-
-    def sendall(self, part: Any) -> None:
-        raw = bytearray(part)
-        if self.sent <= self.at < self.sent + len(raw):
-            raw[self.at - self.sent] ^= 1
-        self.sent += len(raw)
-        self.stream.sendall(raw)
-
-
-def test_a_damaged_state_is_refused_wherever_a_bit_is_flipped():
-    text, tensors = encode({"a": torch.arange(5.0)}, "")
-    whole = Flip(SimpleNamespace(sendall=lambda part: None), 10**9)
-    send_state(whole, text, tensors)  # type: ignore[arg-type]
-    for at in range(8, whole.sent):
-
-        def send(stream: socket.socket, at: int = at) -> None:
-            send_state(Flip(stream, at), text, tensors)  # type: ignore[arg-type]
-
-        with over_wire(send) as stream, pytest.raises((ConnectionError, CheckpointError, TimeoutError, KeyError, TypeError)):
-            receive_state(stream, 5)
-
-
-def test_messages_are_bounded_and_refusals_are_errors():
-    too_long = (2**40).to_bytes(8, "little")
-    with over_wire(lambda stream: stream.sendall(too_long)) as stream, pytest.raises(ConnectionError, match="are allowed"):
-        hear(stream)
-    refusal = {"refused": "too busy"}
-    with over_wire(lambda stream: say(stream, refusal)) as stream, pytest.raises(ConnectionError, match="too busy"):
-        receive_state(stream, 5)
-
-    def never(stream: socket.socket) -> None:
-        for _ in range(40):
-            say(stream, None)
-            time.sleep(0.02)
-
-    with over_wire(never) as stream, pytest.raises(TimeoutError, match="has not answered within"):
-        hear_answer(stream, 0.2)
 
 
 # -- replicas that are not finite ------------------------------------------------------------------------------------------

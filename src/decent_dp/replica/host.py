@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from concurrent import futures
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 from decent_dp.compression import all_finite
@@ -16,7 +19,7 @@ from decent_dp.membership import Company
 from decent_dp.replica.replica import Listener, Replica
 from decent_dp.replica.snapshot import take
 from decent_dp.replica.staging import Staged, Staging
-from decent_dp.replica.transfer import hear, say, send_state
+from decent_dp.replica.transfer import StateCopy, hear, say, send_state
 from decent_dp.serialization import encode
 
 __all__ = ["Host"]
@@ -25,12 +28,25 @@ _log = logging.getLogger(__name__)
 
 # Seconds between two signs of life while a newcomer waits.
 _PAUSE = 1.0
-# Newcomers that are served at a time.
+# Newcomers that are served at a time, and copies that are kept.
 _MOST = 8
+# How long a copy is kept after its connection has broken, in ``dead_after``: a newcomer without a network gives up after 30 s.
+_KEPT = 3.0
+
+
+@dataclass
+class _Kept:
+    """A copy, and the newest connection that it is sent over. ``until``: when it is dropped, if that one has broken."""
+
+    copy: StateCopy
+    stream: socket.socket
+    until: float = math.inf
 
 
 class Host(Listener):
     """Serves each newcomer in a thread of its own (``serve``), and takes snapshots between rounds.
+
+    The copy that a newcomer gets is kept for a while if the connection breaks, and the rest of it is sent over another one.
 
     Attributes:
         is_away: this worker asks others itself, and makes no rounds until they answer.
@@ -42,14 +58,20 @@ class Host(Listener):
         self._waiting: list[Future[tuple[str, Staged]]] = []
         self._lock, self.is_away = threading.Lock(), False
         self._guests = threading.BoundedSemaphore(_MOST)
+        # Copies that are sent, or kept, by name; replaced under the lock.
+        self._copies: dict[str, _Kept] = {}
+        self._has_ended = False
 
     # -- in the training thread ---------------------------------------------------------------------------------------
 
     def reached_boundary(self) -> None:
-        if not self._waiting:
+        if not self._waiting and not self._copies:
             return
         with self._lock:
             waiting, self._waiting = self._waiting, []
+            self._drop_old()
+        if not waiting:
+            return
         try:
             if not self._replica.engine.exchanges and len(self._company.members) > 1:
                 raise RuntimeError("this worker has not mixed yet")
@@ -68,6 +90,7 @@ class Host(Listener):
     def closing(self) -> None:
         with self._lock:
             waiting, self._waiting = self._waiting, []
+            self._copies, self._has_ended = {}, True
         for future in waiting:
             future.set_exception(RuntimeError("this worker has ended"))
 
@@ -77,23 +100,35 @@ class Host(Listener):
         """Called with the connection of a process of this run that is no member."""
         with stream, contextlib.suppress(OSError):
             stream.settimeout(self._company.faults.dead_after)
-            if not self._guests.acquire(blocking=False):
-                say(stream, {"refused": f"it serves {_MOST} others at present"})
-                return
             try:
-                request = hear(stream)
-                if self.is_away:
-                    raise RuntimeError("it waits for the state of another worker")
-                if request == {"want": "state"}:
-                    self._give_state(stream)
-                else:
-                    self._give_seat(stream, int(request["seat"]), int(request["incarnation"]))
+                request = hear(stream) or {}
+                kept = self._copies.get(str(request.get("copy")))
+                if kept is not None:  # its thread may still send into a connection that is broken
+                    _break(kept.stream)
+                with self._place():
+                    if kept is not None:
+                        self._give_state(stream, kept, request.get("from"))
+                    elif self.is_away:
+                        raise RuntimeError("it waits for the state of another worker")
+                    elif request.get("want") == "state":
+                        self._give_state(stream, _Kept(self._copy_for(stream), stream), 0)
+                    else:
+                        self._give_seat(stream, int(request["seat"]), int(request["incarnation"]))
             except (RuntimeError, LookupError, TypeError, ValueError, ConnectionError) as error:
                 say(stream, {"refused": str(error)})
-            finally:
-                self._guests.release()
 
-    def _give_state(self, stream: socket.socket) -> None:
+    @contextlib.contextmanager
+    def _place(self) -> Iterator[None]:
+        """One of the places for newcomers."""
+        if not self._guests.acquire(timeout=_PAUSE):
+            raise RuntimeError(f"it serves {_MOST} others at present")
+        try:
+            yield
+        finally:
+            self._guests.release()
+
+    def _copy_for(self, stream: socket.socket) -> StateCopy:
+        """A copy of the state, from the next boundary."""
         future: Future[tuple[str, Staged]] = Future()
         with self._lock:
             self._waiting.append(future)
@@ -107,7 +142,37 @@ class Host(Listener):
         for key, tensor in staged.tensors.items():
             if tensor.is_floating_point() and ".parameters." in key and not all_finite(tensor):
                 raise RuntimeError("the replica of this worker holds a NaN or an infinity")
-        send_state(stream, text, staged.tensors)
+        return StateCopy(text, staged.tensors)
+
+    def _give_state(self, stream: socket.socket, kept: _Kept, begin: Any) -> None:
+        """Sends a copy from byte ``begin`` of its tensors on. It is kept until all of it has arrived, or for a while."""
+        name, size = kept.copy.name, kept.copy.size
+        if type(begin) is not int or not 0 <= begin <= size:
+            raise ValueError(f"from must be an int from 0 to {size}, the bytes of the copy, got {begin!r}")
+        with self._lock:
+            if name not in self._copies and len(self._copies) >= _MOST:
+                # Each place but this one has at most one connection that is alive.
+                del self._copies[min(self._copies, key=lambda other: self._copies[other].until)]
+            if not self._has_ended:
+                self._copies[name] = kept
+            kept.stream, kept.until = stream, math.inf
+        seconds = 0.0
+        try:
+            send_state(stream, kept.copy, begin)
+            hear(stream)  # it has all of it
+        except OSError:
+            seconds = _KEPT * self._company.faults.dead_after
+            raise
+        finally:
+            with self._lock:
+                if kept.stream is stream:
+                    kept.until = time.monotonic() + seconds
+                self._drop_old()
+
+    def _drop_old(self) -> None:
+        """Drops copies that nobody has asked for again. The caller has the lock."""
+        now = time.monotonic()
+        self._copies = {name: kept for name, kept in self._copies.items() if kept.until > now}
 
     def _give_seat(self, stream: socket.socket, rank: int, incarnation: int) -> None:
         company = self._company
@@ -132,3 +197,9 @@ def _await(stream: socket.socket, future: Future[Any]) -> Any:
     while not futures.wait([future], _PAUSE).done:
         say(stream, None)
     return future.result()
+
+
+def _break(stream: socket.socket) -> None:
+    """The thread that uses it gets an error."""
+    with contextlib.suppress(OSError):
+        stream.shutdown(socket.SHUT_RDWR)

@@ -15,7 +15,7 @@ from decent_dp.membership import Company, Epoch
 from decent_dp.replica.host import Host
 from decent_dp.replica.replica import Listener, Replica
 from decent_dp.replica.snapshot import put_back, replace_values
-from decent_dp.replica.transfer import hear_answer, receive_state, say
+from decent_dp.replica.transfer import PartialState, hear_answer, receive_state, say
 from decent_dp.transport import NewcomerTransport, Transport
 
 __all__ = ["open_doors"]
@@ -25,8 +25,6 @@ R = TypeVar("R", bound=Replica)
 
 _log = logging.getLogger(__name__)
 
-# The message that asks for it.
-_STATE = {"want": "state"}
 # Rounds after which a replica that has become finite counts as healed, and how often in a row it is tried.
 _CALM, _MOST_TIMES = 100, 5
 # Seconds without progress after which another worker is asked, and between two rounds of questions; for all of them, and for
@@ -75,7 +73,7 @@ class _Newcomer:
     def fetch(self) -> None:
         """Gets the state of a member."""
         company = self._company
-        rank, state = _ask(company, self._transport, company.newest_members, "its state", _STATE, receive_state)
+        rank, state = _fetch_state(company, self._transport, company.newest_members)
         _log.info("worker %d has the state of worker %d", self._transport.rank, rank)
         self._replica.engine.count_buckets_from(state["first_bucket"])
         put_back(self._replica, state["snapshot"])
@@ -87,16 +85,16 @@ class _Newcomer:
         own, incarnation = transport.rank, transport.incarnation
 
         def seat(stream: socket.socket, seconds: float) -> tuple[Epoch, dict[str, Any]]:
+            say(stream, {"seat": own, "incarnation": incarnation})
             answer = hear_answer(stream, seconds)
             epoch = Epoch.read(answer["epoch"], answer["text"])
             if epoch.incarnations.get(own) != incarnation or own not in epoch.members:
                 raise PeerLostError(f"another process has taken the place of worker {own}: end this one.")
             return epoch, answer
 
-        request = {"seat": own, "incarnation": incarnation}
         # The epoch waits for workers that have been silent for less than ``dead_after``, and some may fall silent meanwhile.
         patience = _STUCK + 2 * company.faults.dead_after
-        _, (epoch, answer) = _ask(company, transport, company.newest_members, "a seat", request, seat, patience=patience)
+        _, (epoch, answer) = _ask(company, transport, company.newest_members, "a seat", seat, patience=patience)
         fetched = replica.engine.round
         company.enter(epoch, answer["joins"])
         others = {rank: epoch.incarnations.get(rank, 0) for rank in epoch.members if rank != own}
@@ -124,9 +122,8 @@ class _Healer(Listener):
         company = self._company
         self._host.is_away = True
         try:
-            living = company.living_members
             with company.neighbours.paused():
-                rank, state = _ask(company, self._replica.everyone, living, "its state", _STATE, receive_state, once=True)
+                rank, state = _fetch_state(company, self._replica.everyone, company.living_members, once=True)
             replace_values(self._replica, state["snapshot"])
         except (PeerLostError, ValueError, TypeError) as error:
             _log.warning("this replica is not finite, and no other worker gives its values: %s", error)
@@ -137,46 +134,77 @@ class _Healer(Listener):
         _log.warning("round %d: this replica was not finite, and has the values of worker %d now", engine.round, rank)
 
 
+def _fetch_state(
+    company: Company, transport: Transport, members: Callable[[], dict[int, int]], *, once: bool = False
+) -> tuple[int, Any]:
+    """Gets the state of a member, as ``_ask`` does: one copy, whose parts may come over one connection after the other."""
+    partial = PartialState()
+
+    def get(stream: socket.socket, seconds: float) -> Any:
+        say(stream, partial.request)
+        return receive_state(stream, seconds, partial)
+
+    return _ask(company, transport, members, "its state", get, once=once, partial=partial)
+
+
 def _ask(
     company: Company,
     transport: Transport,
     members: Callable[[], dict[int, int]],
     what: str,
-    request: dict[str, Any],
-    receive: Callable[[socket.socket, float], T],
+    get: Callable[[socket.socket, float], T],
     *,
     patience: float = _STUCK,
     once: bool = False,
+    partial: PartialState | None = None,
 ) -> tuple[int, T]:
-    """Asks one member after the other. Returns the rank of the first that gives it, and what ``receive`` returns.
+    """Asks one member after the other. Returns the rank of the first that gives it, and what ``get`` returns.
+
+    A member whose connection breaks after a part has come is asked again at once. If it is stuck, or out of reach, it is asked
+    once more when another one has been reached: this worker may have been without a network.
 
     Args:
         members: returns the incarnations of those that can be asked, by rank.
-        receive: called with the connection, and the seconds in which an answer must come.
+        get: asks over the connection. Called with it, and the seconds in which an answer must come.
         what: is asked for, in messages.
         patience: seconds after which the next one is asked, though this one gives signs of life; at first.
         once: each member only once.
+        partial: what has come of it.
 
     Raises:
         PeerLostError: no member gives it.
     """
+    partial = PartialState() if partial is None else partial
+    donor: tuple[int, int] | None = None  # the member whose copy ``partial`` is
     reasons: dict[int, str] = {}
     reached = time.monotonic()
-    deadline = reached + min(transport.timeout, _LONGEST)
-    while (left := min(deadline, reached + _UNREACHED) - time.monotonic()) > 0:
+    deadline = reached + min(transport.timeout, _LONGEST)  # and the seconds in which ``partial`` came
+    while (left := min(deadline + partial.seconds, reached + _UNREACHED) - time.monotonic()) > 0:
         others = list(members().items())
-        for rank, incarnation in random.sample(others, len(others)):
+        waiting, reachable = random.sample(others, len(others)), None
+        while waiting:
+            rank, incarnation = member = waiting.pop()
+            copy, filled = partial.copy, partial.filled
             try:
                 with company.neighbours.visit(rank, incarnation) as stream:
                     reached = time.monotonic()
+                    if copy is not None and donor in others and member not in (donor, reachable):
+                        waiting += [member, donor]
+                        reachable = member
+                        continue
                     stream.settimeout(_STUCK)
-                    say(stream, request)
-                    return rank, receive(stream, min(patience, left))
+                    return rank, get(stream, min(patience, left))
             except PeerLostError:
                 raise
             except (OSError, RuntimeError, CheckpointError) as error:
                 _log.info("worker %d does not give %s: %s", rank, what, error)
                 reasons[rank] = str(error)
+                if partial.copy != copy:
+                    donor = member
+                if partial.filled > filled and copy in (None, partial.copy):
+                    reached = time.monotonic()
+                    if not isinstance(error, TimeoutError):
+                        waiting.append(member)
         if once:
             break
         time.sleep(_AGAIN)
