@@ -72,14 +72,14 @@ def suspend_all(worker: Worker, seconds: float) -> None:
 def give_half_and_die(worker: Worker) -> None:
     """The first worker that is asked for its state sends a thousand bytes of it."""
 
-    def send(stream: Any, text: str, tensors: Any) -> None:
+    def send(stream: Any, copy: transfer.StateCopy, begin: int) -> None:
         if worker.shared.add("donors", 1) == 1:
-            transfer.say(stream, {"tree": text, "tensors": [["weight", "float32", [10**6]]]})
+            transfer.say(stream, copy.header | {"tensors": [["weight", "float32", [10**6]]]})
             stream.sendall(bytes(1000))
             die(worker)
-        transfer.send_state(stream, text, tensors)
+        transfer.send_state(stream, copy, begin)
 
-    host.send_state = send  # type: ignore[attr-defined]
+    host.send_state = send  # type: ignore[assignment]
 
 
 def leave(worker: Worker) -> None:

@@ -18,6 +18,8 @@ import pytest
 import torch
 
 from decent_dp.errors import OutOfStepError, PeerLostError, PeerTimeoutError
+from decent_dp.topo import Edge
+from decent_dp.transport import ExchangeId
 from decent_dp.transport import survivors as survivors_module
 from decent_dp.transport.survivors import SurvivorControl, spanning_tree
 from decent_dp.transport.tcp.connection import LinkState
@@ -427,6 +429,19 @@ def test_a_worker_that_waits_in_a_call_is_paused(make):
 
     company.run(work)
     assert pauses == ["paused", "goes on"] * 2
+
+
+def test_nobody_meets_a_process_that_joins_before_its_first_round(make):
+    """And its round tells nobody that he is behind."""
+    company = make(2, ring(2))
+    company.run(lambda rank, control: control.gather(rank))
+    reactor, edge = company.reactor(0), Edge([0, 1], 0.5)
+    neighbours, connection = reactor._neighbours, reactor._framing.connection(1)
+    connection.start, connection.round = 50, 51
+    for round_, meets in ((10, False), (49, False), (50, True)):
+        neighbours.announce(round_)
+        assert neighbours.available(edge, ExchangeId(round_, 0)) == meets
+        assert neighbours.round_of(1) == (51 if meets else -1)
 
 
 def test_too_few_workers_make_no_call(make):
