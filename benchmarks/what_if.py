@@ -79,7 +79,7 @@ def give_half_and_die(worker: Worker) -> None:
             die(worker)
         transfer.send_state(stream, copy, begin)
 
-    host.send_state = send  # type: ignore[assignment]
+    host.send_state = send  # type: ignore[assignment, attr-defined]
 
 
 def leave(worker: Worker) -> None:
