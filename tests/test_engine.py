@@ -30,7 +30,7 @@ from decent_dp.errors import PeerLostError
 from decent_dp.replica.replica import Listener
 from decent_dp.rules import Gossip, OuterNesterov, Round, Rule
 from decent_dp.topo import CompleteTopology, Edge, EveryTopology, RingTopology, SwitchTopology, Topology, make_topology
-from decent_dp.transport import InProcessTransport, run_replicas
+from decent_dp.transport import ExchangeId, InProcessTransport, run_replicas
 from tests.helpers import SGD, assert_same, loss, net, values
 
 MANY = 2e-4  # MiB: buckets of a small model's single tensors
@@ -487,3 +487,14 @@ def test_the_default_topology_is_warned_of_once(workers):
     assert first == [[], [], [message], []]
     assert others == [[[]] * 4] * 2
     assert workers(2, warned) == [[[]] * 4] * 2
+
+
+def test_a_process_that_joins_leaves_out_the_rounds_before_its_first_one():
+    """Its donor may have been in a later round than that in which its epoch begins. Who meets it there must not wait."""
+    told: list[Any] = []
+    engine = Engine.__new__(Engine)
+    engine._neighbours = SimpleNamespace(skip=lambda edge, exchange_id: told.append((edge.ranks, exchange_id)))  # type: ignore[assignment]
+    engine.buckets = [SimpleNamespace(number=number) for number in (4, 5)]  # type: ignore[misc]
+    engine.enter(60, (3, 0, 2))
+    assert engine.round == 60
+    assert told == [([0, 2, 3], ExchangeId(59, 4)), ([0, 2, 3], ExchangeId(59, 5))]

@@ -310,6 +310,13 @@ class Engine:
                 self._neighbours.skip(edge, exchange_id)
         self.round = max(self.round, target)
 
+    def enter(self, round_: int, members: Sequence[int]) -> None:
+        """This process joins ``members``. Its first round may be later than that of its epoch: it leaves out those before."""
+        if self._neighbours is not None:
+            for bucket in self.buckets:  # the last one stands for those before
+                self._neighbours.skip(Edge(sorted(members), 1.0), ExchangeId(round_ - 1, bucket.number))
+        self.round = round_
+
     def _round_of_others(self, neighbours: Neighbours) -> int:
         """The first round from the present one on that the other worker of no bucket's edge has passed, or leaves out."""
         round_, newest = self.round, max(map(neighbours.round_of, neighbours.living()), default=-1)

@@ -98,10 +98,11 @@ class _Newcomer:
         fetched = replica.engine.round
         company.enter(epoch, answer["joins"])
         others = {rank: epoch.incarnations.get(rank, 0) for rank in epoch.members if rank != own}
-        replica.engine.round = max(epoch.start, fetched)
-        transport.enter(others, answer["calls"], replica.engine.round)
+        first = max(epoch.start, fetched)
+        transport.enter(others, answer["calls"], first)
+        replica.engine.enter(first, epoch.members)
         # The others have made about as many steps as rounds.
-        replica.steps += replica.engine.round - fetched
+        replica.steps += first - fetched
 
 
 class _Healer(Listener):
