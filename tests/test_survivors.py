@@ -251,7 +251,7 @@ def test_a_worker_that_was_late_is_the_one_that_is_wrong_also_later(make):
         control.begin("first")
         control.gather(rank)
         if rank == 2:
-            control.enter(control.calls + 1, first=-1)  # as one that has missed calls
+            control.enter(control.calls, first=-1)  # as one that has missed calls
         control.begin("second")
         both = control.gather(rank)
         control.begin("averaged" if rank == 2 else "save")
@@ -379,10 +379,17 @@ def test_a_call_does_not_wait_for_a_process_that_joins_and_whose_first_round_is_
     everyone = [0, 1, 2, "0 again", "1 again", "2 again"]
     assert company.run(call_of(1)) == dict.fromkeys(range(3), everyone)
     joins.enter(1, first=8)
-    assert joins.calls == 0
     began = time.monotonic()
     assert company.run(call_of(8), (0, 1)) == {rank: [0, 1, "0 again", "1 again"] for rank in (0, 1)}
     assert time.monotonic() - began < SOON
+    # It comes to a call of round 9, and they are in one of round 8.
+    early = threading.Thread(target=lambda: company.run(call_of(9), (2,)), daemon=True)
+    early.start()
+    time.sleep(0.2)
+    assert company.run(call_of(8), (0, 1)) == {rank: [0, 1, "0 again", "1 again"] for rank in (0, 1)}
+    assert company.run(call_of(9), (0, 1)) == dict.fromkeys((0, 1), everyone)
+    early.join(5)
+    assert not early.is_alive()
     assert company.run(call_of(9, late=0.5)) == dict.fromkeys(range(3), everyone)  # it waits now
     assert company.run(call_of(3, late=0.5)) == dict.fromkeys(range(3), everyone)  # after its first call, in all rounds
 

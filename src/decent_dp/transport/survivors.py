@@ -91,9 +91,9 @@ class SurvivorControl(Control):
         self._what = ""
         self._parent: int | None = None
         self._children: tuple[int, ...] = ()
-        # The round of the present call; the first round of a process that has joined and made no call yet, else -1; the last
-        # call that this worker takes no part in.
-        self._round, self._first, self._missed = 0, -1, -1
+        # The round of the present call. The first round of a process that has joined, until it begins its first call, and until
+        # that has begun on all; else -1. The last call that this worker takes no part in.
+        self._round, self._first, self._entered, self._missed = 0, -1, -1, -1
         self._lock = threading.Lock()
         plane.stand_in = self._stand_in
 
@@ -107,7 +107,8 @@ class SurvivorControl(Control):
 
     def enter(self, calls: int, first: int) -> None:
         """This worker has joined others, which have begun so many calls. ``first``: its first round."""
-        self.calls, self._is_late, self._first = max(calls - 1, 0), True, first
+        self.calls = self._missed = calls
+        self._is_late, self._first, self._entered = True, first, first
 
     def _stand_in(self, name: str, said: str) -> str | None:
         """Called in a thread of the transport, when another worker has said something in a call."""
@@ -187,9 +188,9 @@ class SurvivorControl(Control):
         return f"{CALL}{self.calls}/{self._number}"
 
     def _said(self, what: str, text: str) -> str:
-        """What this worker says in an agreement: which call it makes, what that is made of so far, its process and round, and a
+        """What this worker says in an agreement: its call, what that is made of so far, its process and rounds, and a
         text."""
-        process = f"{self._incarnation} {self._round}" + f" {_LATE}" * self._is_late
+        process = f"{self._incarnation} {self._round} {self._entered}" + f" {_LATE}" * self._is_late
         return f"{self._describe(what)}\n{self._history:x}\n{process}\n{text}"
 
     def _describe(self, what: str) -> str:
@@ -214,8 +215,10 @@ class SurvivorControl(Control):
             name, self._number = self._name, self._number + 1
             decision = self._await(name, what, text)
             texts = {rank: said for rank, said in decision.texts.items() if said != _ABSENT}
-            own = texts.get(self._rank, "\n\n\n").split("\n", 3)[2]
-            if own.partition(" ")[0] == f"{self._incarnation}":  # else it may be that of a process before this one
+            said = _of_the_present({rank: text.split("\n", 3) for rank, text in texts.items()})
+            own = said.get(self._rank, ("", "", ""))[2].partition(" ")[0]
+            if own == f"{self._incarnation}":  # else it may be that of a process before this one
+                self._entered = -1
                 break
             if self.calls == 0 or self._number > 1:
                 self._leave()
@@ -228,7 +231,6 @@ class SurvivorControl(Control):
             self.calls, self._number, self._is_late = self.calls + 1, 0, True
             self._plane.stand_in_again()
             _log.warning("worker %d has missed a call of the others: this %s is their next one", self._rank, self._call)
-        said = {rank: text.split("\n", 3) for rank, text in texts.items()}
         late = {rank for rank, (_, _, process, _) in said.items() if process.endswith(_LATE)}
         first = min(said, key=lambda rank: (rank in late, rank))
         out = {rank for rank in late if said[rank][0] != said[first][0]}
@@ -339,6 +341,13 @@ class SurvivorControl(Control):
 
 def _by_rank(pairs: list[tuple[str, str]]) -> dict[int, str]:
     return {int(rank): text for rank, text in pairs}
+
+
+def _of_the_present(said: dict[int, list[str]]) -> dict[int, list[str]]:
+    """Without processes that have joined and come to their first call, where the others make one before their first round."""
+    processes = {rank: process.split() for rank, (_, _, process, _) in said.items()}
+    rounds = [int(round_) for _, round_, entered, *_ in processes.values() if entered == "-1"]
+    return {rank: said[rank] for rank, (_, _, entered, *_) in processes.items() if max(rounds, default=math.inf) > int(entered)}
 
 
 def spanning_tree(ranks: Sequence[int], links: Mapping[int, AbstractSet[int]], node_of: Sequence[str]) -> dict[int, int | None]:
