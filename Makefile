@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest $(PARALLEL)
 OLDEST_PYTHON ?= python3.10
 NEWEST_PYTHON ?= python3.13
 
-.PHONY: help test test-all slow breakages compat compat-pythons compat-oldest compat-newest lint types suite demo accuracy wires learning workbench holes figures bench-net bench-net-long bench-net-nodes bench-gossip bench-time-to-loss bench-optim bench-overhead bench-plan bench-faults bench-unequal bench-unequal-sim bench-membership endurance chaos-demo bench-checkpoint examples slurm trace gpu docs dist clean
+.PHONY: help test test-all slow breakages compat compat-pythons compat-oldest compat-newest lint types suite demo accuracy wires learning workbench holes figures bench-net bench-net-long bench-net-nodes bench-gossip bench-time-to-loss bench-optim bench-overhead bench-plan bench-faults bench-unequal bench-unequal-sim bench-membership endurance kills chaos-demo bench-checkpoint examples slurm trace gpu docs dist clean
 
 help:  ## lists the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -131,6 +131,9 @@ bench-membership: $(VENV)/.installed  ## the protocol of members with 64 to 1,00
 
 endurance: $(VENV)/.installed  ## 32 workers under kills, freezes, cuts and slow links, and 32 without (MINUTES=30; 20 GB of memory; root and iproute2 for the cuts)
 	$(BIN)/python -m benchmarks.endurance --minutes $(or $(MINUTES),30)
+
+kills: $(VENV)/.installed  ## a thousand kills in one run of 8 workers: no hang, no error, no wrong mean (25 minutes)
+	$(BIN)/python -m benchmarks.kills
 
 chaos-demo: $(VENV)/.installed  ## one minute: four workers, one is killed, and a new process takes its place
 	$(BIN)/python -m benchmarks.endurance --demo

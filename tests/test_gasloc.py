@@ -130,7 +130,7 @@ def test_wrong_settings_are_named(arguments, kind, message):
         (OuterNesterov(), "base-2", 16, "0.7"),
         (OuterNesterov(), "complete", 6, None),
         (GASLoC(1.0, 0.9), "base-2", 8, "0.7"),
-        (GASLoC(1.0, 0.9), "random-matching", 6, "0.7"),
+        pytest.param(GASLoC(1.0, 0.9), "random-matching", 6, "0.7", marks=pytest.mark.slow),
         (GASLoC(), "ring:9,base-2", 16, None),
         (GASLoC(1.0, 0.9), "complete:9,base-2", 16, "0.5"),
     ],

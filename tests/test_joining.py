@@ -159,6 +159,7 @@ def joins_in_a_call(rank: int, n: int) -> Any:
     end(replica)
 
 
+@pytest.mark.slow
 def test_a_process_gets_its_seat_while_the_members_are_in_a_call(workers):
     """It does not wait for them, and they do not wait for it: this call is made before its first round."""
     assert len(survivors(workers.outcomes(N + 1, joins_in_a_call, timeout=60))) == N

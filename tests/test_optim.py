@@ -119,7 +119,7 @@ def same_state(one: torch.optim.Optimizer, two: torch.optim.Optimizer) -> None:
     foreach=st.sampled_from(FORMS),
     seed=st.integers(0, 10**6),
 )
-@settings(max_examples=120, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 def test_optimizer_follows_the_formula(s, steps, lr, betas, eps, wd, cls, foreach, seed) -> None:
     for dtype, tol in ((torch.float64, 1e-11), (torch.float32, 2e-5)):
         params = parameters(seed, dtype)

@@ -302,7 +302,8 @@ def trace_means(rank: int, n: int, cases: list[Case]) -> list[Any]:
     return [train(rank, case, **options_of(i))[1] for i, case in enumerate(cases)]
 
 
-@some_and_all(MEANS)
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", [MEANS], ids=["all"])
 def test_the_mean_of_the_anchors_follows_one_outer_optimizer(workers, cases):
     """On the mean of the replicas, whatever the topology: idle workers, groups and weights that differ."""
     results = workers(N, trace_means, cases)

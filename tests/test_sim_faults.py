@@ -234,7 +234,13 @@ PATHS = [
 ]
 
 
-@pytest.mark.parametrize("events", ALL.values(), ids=ALL)
+@pytest.mark.parametrize(
+    "events",
+    [
+        pytest.param(events, id=name, marks=[pytest.mark.slow] * (name in ("freeze", "partition")))
+        for name, events in ALL.items()
+    ],
+)
 @pytest.mark.parametrize(("model", "optim_fn", "options"), PATHS)
 def test_all_paths_agree(
     monkeypatch: pytest.MonkeyPatch, model: str, optim_fn: Any, options: dict[str, Any], events: Events
