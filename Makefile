@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest $(PARALLEL)
 OLDEST_PYTHON ?= python3.10
 NEWEST_PYTHON ?= python3.13
 
-.PHONY: help test test-all slow breakages compat compat-pythons compat-oldest compat-newest lint types suite demo accuracy wires learning workbench holes figures bench-net bench-net-long bench-net-nodes bench-gossip bench-time-to-loss bench-optim bench-overhead bench-plan bench-faults bench-unequal bench-unequal-sim bench-membership endurance kills chaos-demo bench-checkpoint examples slurm trace gpu docs dist clean
+.PHONY: help test test-all slow breakages compat compat-pythons compat-oldest compat-newest lint types suite demo accuracy wires learning workbench holes figures bench-net bench-net-long bench-net-nodes bench-gossip bench-faults-net bench-time-to-loss bench-optim bench-overhead bench-plan bench-faults bench-unequal bench-unequal-sim bench-membership endurance kills chaos-demo bench-checkpoint examples slurm trace gpu docs dist clean
 
 help:  ## lists the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -104,6 +104,10 @@ bench-net-nodes: $(VENV)/.installed  ## three nodes of two, the topologies for a
 bench-gossip: $(VENV)/.installed  ## gossip() and the wrapper over slow links (7 minutes)
 	$(BIN)/python -m benchmarks.net --setup 8x1-60 --out benchmarks/results/gossip --contender alone 'ours:one-peer-exp*' \
 		'gossip:one-peer-exp*'
+
+bench-faults-net: $(VENV)/.installed  ## what faults=Tolerate() costs over slow links (root, iproute2; 8 minutes)
+	$(BIN)/python -m benchmarks.net --setup 8x1-200 --out benchmarks/results/faults --repeat 5 --contender \
+		gossip:base-2 tolerant:base-2
 
 bench-time-to-loss: $(VENV)/.installed  ## time to the same loss at any bandwidth, 8 workers (root, iproute2; hours; finished runs are kept)
 	$(BIN)/python -m benchmarks.time_to_loss train times whole report

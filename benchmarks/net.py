@@ -105,7 +105,8 @@ def run_contender(lab: Lab, plan: Plan, contender: Contender) -> Run:
     Raises:
         ContenderError: a worker failed, or the time is up.
     """
-    library = {"ours": plan.lib, "gossip": plan.lib, PUBLISHED: PUBLISHED_PATH}.get(contender.kind)
+    ours = dict.fromkeys(("ours", "gossip", "tolerant"), plan.lib)
+    library = {**ours, PUBLISHED: PUBLISHED_PATH}.get(contender.kind)
     if contender.kind == PUBLISHED:
         install_published()
     copy_s = 0.0 if plan.setup.rate is None else PARAMETERS * WIRE_BYTES["float32"] * 8 / (plan.setup.rate * 1e6)

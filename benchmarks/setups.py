@@ -77,8 +77,9 @@ class Contender:
     """A contender and its options.
 
     Attributes:
-        kind: 'alone', 'ddp', the published package, 'ours' (the wrapper) or 'gossip' (the user's own optimizer).
-        topology: of the last three.
+        kind: 'alone', 'ddp', the published package, 'ours' (the wrapper), 'gossip' (the user's own optimizer) or 'tolerant'
+            (the same with ``faults=Tolerate()``).
+        topology: of the last four.
     """
 
     kind: str
@@ -87,17 +88,18 @@ class Contender:
 
     @classmethod
     def parse(cls, name: str) -> Contender:
-        """``alone``, ``ddp``, ``decent-dp-0.2.3:TOPOLOGY``, ``ours:TOPOLOGY[:WIRE]`` or ``gossip:TOPOLOGY[:WIRE]``.
+        """``alone``, ``ddp``, ``decent-dp-0.2.3:TOPOLOGY``, ``ours:TOPOLOGY[:WIRE]``, or that of ``gossip`` or ``tolerant``.
 
         Raises:
             ValueError: the name is none of these.
         """
         kind, *rest = name.split(":")
-        fits = {"alone": (0,), "ddp": (0,), PUBLISHED: (1,), "ours": (1, 2), "gossip": (1, 2)}.get(kind, ())
+        ours = dict.fromkeys(("ours", "gossip", "tolerant"), (1, 2))
+        fits = {"alone": (0,), "ddp": (0,), PUBLISHED: (1,), **ours}.get(kind, ())
         if len(rest) not in fits or (len(rest) == 2 and rest[1] not in WIRE_BYTES):
             raise ValueError(
                 f"a contender is alone, ddp, {PUBLISHED}:TOPOLOGY, ours:TOPOLOGY[:{'|'.join(WIRE_BYTES)}] (the wrapper) or "
-                f"gossip:TOPOLOGY[:…] (the user's own optimizer); got {name!r}"
+                f"gossip:TOPOLOGY[:…] (the user's own optimizer), tolerant:TOPOLOGY[:…] (with faults=); got {name!r}"
             )
         return cls(kind, *rest)
 

@@ -15,6 +15,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,7 +85,7 @@ def make_training(contender: Contender, wrapper: Any, setup: Setup, rank: int) -
 
         return Training(plain_step, lambda: None)
 
-    if contender.kind == "gossip":
+    if contender.kind in ("gossip", "tolerant"):
         optimizer = _adamw(model.parameters())
         compression = None if contender.wire == "float32" else contender.wire
         mixing = wrapper(model, optimizer, topology=contender.topology, compression=compression)
@@ -130,6 +131,8 @@ def load_wrapper(contender: Contender, library: Path | None) -> Any:
     found = Path(str(decent_dp.__file__)).resolve()
     if library is None or not found.is_relative_to(library.resolve()):
         raise RuntimeError(f"decent_dp was imported from {found}, and not from {library}")
+    if contender.kind == "tolerant":
+        return partial(decent_dp.gossip, faults=decent_dp.Tolerate())
     return decent_dp.gossip if contender.kind == "gossip" else DecentralizedDataParallel
 
 
