@@ -439,7 +439,7 @@ def test_a_worker_that_waits_in_a_call_is_paused(make):
 
 
 def test_nobody_meets_a_process_that_joins_before_its_first_round(make):
-    """And its round tells nobody that he is behind."""
+    """And its round tells nobody that it is behind."""
     company = make(2, ring(2))
     company.run(lambda rank, control: control.gather(rank))
     reactor, edge = company.reactor(0), Edge([0, 1], 0.5)

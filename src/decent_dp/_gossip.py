@@ -373,7 +373,7 @@ class Gossip(Replica):
         """
         self.refuse_in_join("load_state_dict", "before")
         self.refuse_before_member("load_state_dict")
-        self.everyone.control.begin("load_state_dict")
+        self.everyone.control.begin("load_state_dict", self.engine.round)
 
         def check() -> None:
             self.refuse_inside("load_state_dict")

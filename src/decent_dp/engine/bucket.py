@@ -54,12 +54,13 @@ class InFlight:
         return over or Topology.mixes(topology, round_)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Held:
     """The difference of an exchange whose verdict is not known yet, one tensor per ``compression.tensors``."""
 
     handle: Handle
     difference: list[Tensor]
+    waited: bool = False  # a call has waited for the verdict, and need not again
 
 
 class Bucket:

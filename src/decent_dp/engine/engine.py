@@ -268,7 +268,12 @@ class Engine:
         while True:
             for bucket in self.buckets:
                 self._settle_held(bucket)
-            if not any(bucket.held for bucket in self.buckets) or time.monotonic() >= deadline:
+            waiting = [held for bucket in self.buckets for held in bucket.held if not held.waited]
+            if waiting and time.monotonic() >= deadline:
+                _log.warning("%d exchanges are in doubt still: this call may include one half of them", len(waiting))
+                for held in waiting:
+                    held.waited = True
+            if not waiting or time.monotonic() >= deadline:
                 return
             time.sleep(_LOOK)
 

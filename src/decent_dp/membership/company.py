@@ -74,11 +74,21 @@ class Company:
         """``Epochs.knows``."""
         return self._epochs is None or self._epochs.knows(round_)
 
+    def newest_round(self, own: int) -> int:
+        """Of the connected workers and this one, which is in round ``own``: a call of all brings them to it."""
+        return max([own, *map(self.neighbours.round_of, self.neighbours.living())])
+
     def deal_from(self, round_: int, dealt: int) -> None:
         """``Roster.start`` and ``Roster.dealt`` of the present roster are these; the same on all workers."""
         self._origin = round_, dealt
         if self._epochs is not None:
             self._epochs.deal_from(round_, dealt)
+
+    def restart(self) -> None:
+        """``Epochs.restart``."""
+        self._origin = 0, 0
+        if self._epochs is not None:
+            self._epochs.restart()
 
     def check(self, round_: int) -> bool:
         """Logs which workers are silent, gone or back, and looks at the epochs.
@@ -166,15 +176,17 @@ class Company:
 
     # -- processes that join ------------------------------------------------------------------------------------------
 
-    def is_free(self, rank: int) -> bool:
-        """Whether a process may take the place of this worker: it is gone.
+    def is_free(self, rank: int, incarnation: int) -> bool:
+        """Whether a process may take the place of this worker: it is gone, or this process has the place already.
 
         Raises:
             RuntimeError: no process can join these workers.
         """
         if self._epochs is None or not self._epochs.is_member:
             raise RuntimeError("this worker cannot let processes in: it was left out, or its topology is not given by name")
-        return rank != self._transport.rank and (rank in self.neighbours.lost() or rank not in self.members)
+        if rank == self._transport.rank:
+            return False
+        return rank in self.neighbours.lost() or rank not in self.members or self._epochs.is_seated(rank, incarnation)
 
     def offer(self, rank: int, incarnation: int) -> Future[Epoch]:
         """``Epochs.offer``."""

@@ -121,8 +121,7 @@ class Epochs:
         """
         if 0 < self._from <= round_:
             with self._lock:
-                self._from = 0
-                self._neighbours.confine(None if self._result is None else self._until)
+                self._begin_to_mix()
         result = self._result
         if result is not None and result.done():
             return self._adopt(result.result(), round_)
@@ -157,6 +156,11 @@ class Epochs:
                 raise ConnectionError(f"another process is worker {rank}, or this one was left out before it had connected")
             self._candidates[rank] = incarnation, since, future
         return future
+
+    def is_seated(self, rank: int, incarnation: int) -> bool:
+        """Whether an epoch that has been decided names this process."""
+        decided = self._decided
+        return rank in decided.members and decided.incarnations.get(rank, 0) == incarnation
 
     def withdraw(self, rank: int, incarnation: int) -> None:
         """The process that wanted to be this member has gone."""
@@ -202,6 +206,18 @@ class Epochs:
         newest = self.newest
         return newest.number, newest.start, newest.dealt, newest.text
 
+    def restart(self) -> None:
+        """Rounds may be earlier ones from now on: the newest members mix in all of them."""
+        self.deal_from(0, 0)
+        with self._lock:
+            if self._from:
+                self._begin_to_mix()
+
+    def _begin_to_mix(self) -> None:
+        """As far as this worker has promised. The caller has the lock."""
+        self._from = 0
+        self._neighbours.confine(None if self._result is None else self._until)
+
     def deal_from(self, round_: int, dealt: int) -> None:
         """The data of the newest epoch are dealt from this round on, after so many shares."""
         self.newest = replace(self.newest, start=round_, dealt=dealt)
@@ -244,7 +260,8 @@ class Epochs:
         if result.cancelled() or result.exception() is not None:
             return
         epoch = Epoch.read(number, _text_of(result.result()))
-        self._decided = max(epoch, self._decided, key=lambda epoch: epoch.number)
+        with self._lock:
+            self._decided = max(epoch, self._decided, key=lambda epoch: epoch.number)
         if self._rank in epoch.members:
             for rank, incarnation in epoch.incarnations.items():
                 if rank != self._rank:
@@ -277,11 +294,12 @@ class Epochs:
             return None
         self.newest = epoch
         self._topology.change(epoch.start, epoch.members, since=round_ - 2 * self._topology.longest_turn())
-        if missed and epoch.start > round_:
-            self._from = epoch.start  # others make the rounds until then by an epoch that this worker knows nothing of
-            self._neighbours.confine(-1)
-        else:
-            self._neighbours.confine(None)
+        with self._lock:  # it may have promised something for the next epoch
+            if missed and epoch.start > round_:
+                self._from = epoch.start  # others make the rounds until then by an epoch that this worker knows nothing of
+                self._neighbours.confine(-1)
+            else:
+                self._begin_to_mix()
         self._neighbours.enter_epoch(self._number)
         return epoch
 

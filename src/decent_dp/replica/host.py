@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 # Seconds between two signs of life while a newcomer waits.
 _PAUSE = 1.0
-# Newcomers that are served at a time, and copies that are kept.
+# Newcomers that are served at a time, and copies.
 _MOST = 8
 # How long a copy is kept after its connection has broken, in ``dead_after``: a newcomer without a network gives up after 30 s.
 _KEPT = 3.0
@@ -58,7 +58,7 @@ class Host(Listener):
         self._waiting: list[Future[tuple[str, Staged]]] = []
         self._lock, self.is_away = threading.Lock(), False
         self._guests = threading.BoundedSemaphore(_MOST)
-        # Copies that are sent, or kept, by name; replaced under the lock.
+        # Copies that are sent, and the newest one whose connection has broken, by name; changed under the lock.
         self._copies: dict[str, _Kept] = {}
         self._has_ended = False
 
@@ -167,6 +167,10 @@ class Host(Listener):
             with self._lock:
                 if kept.stream is stream:
                     kept.until = time.monotonic() + seconds
+                    # One at most is kept: processes that die in the transfer, and are started again, come for new ones.
+                    self._copies = {
+                        other.copy.name: other for other in self._copies.values() if other is kept or other.until == math.inf
+                    }
                 self._drop_old()
 
     def _drop_old(self) -> None:
@@ -177,7 +181,7 @@ class Host(Listener):
     def _give_seat(self, stream: socket.socket, rank: int, incarnation: int) -> None:
         company = self._company
         deadline = time.monotonic() + 2 * company.faults.dead_after
-        while not company.is_free(rank):  # its process may be frozen, or have ended just now
+        while not company.is_free(rank, incarnation):  # its process may be frozen, or have ended just now
             if time.monotonic() > deadline:
                 raise RuntimeError(f"worker {rank} lives")
             say(stream, None)
@@ -188,8 +192,9 @@ class Host(Listener):
             company.withdraw(rank, incarnation)
             raise
         _log.info("worker %d has joined, in epoch %d", rank, epoch.number)
-        calls = self._replica.everyone.control.calls
-        say(stream, {"epoch": epoch.number, "text": epoch.text, "calls": calls, "joins": company.joins})
+        calls, bucket = self._replica.everyone.control.calls, self._replica.engine.first_bucket
+        answer = {"calls": calls, "joins": company.joins, "first_bucket": bucket}
+        say(stream, {"epoch": epoch.number, "text": epoch.text, **answer})
 
 
 def _await(stream: socket.socket, future: Future[Any]) -> Any:

@@ -95,12 +95,15 @@ class _Newcomer:
         # The epoch waits for workers that have been silent for less than ``dead_after``, and some may fall silent meanwhile.
         patience = _STUCK + 2 * company.faults.dead_after
         _, (epoch, answer) = _ask(company, transport, company.newest_members, "a seat", seat, patience=patience)
+        if answer["first_bucket"] != replica.engine.first_bucket:  # the others have loaded another state in the meantime
+            self.fetch()
         fetched = replica.engine.round
         company.enter(epoch, answer["joins"])
         others = {rank: epoch.incarnations.get(rank, 0) for rank in epoch.members if rank != own}
         first = max(epoch.start, fetched)
-        transport.enter(others, answer["calls"], first)
-        replica.engine.enter(first, epoch.members)
+        with company.neighbours.paused():
+            transport.enter(others, answer["calls"], first)
+            replica.engine.enter(first, epoch.members)
         # The others have made about as many steps as rounds.
         replica.steps += first - fetched
 

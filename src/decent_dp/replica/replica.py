@@ -208,7 +208,7 @@ class Replica(ABC):
         if isinstance(self.topology, EpochTopology):
             self.topology.restart()
             if self.company is not None:
-                self.company.deal_from(0, 0)
+                self.company.restart()
         if _log.isEnabledFor(logging.DEBUG):
             sizes = [bucket.buffer.plan.numel * bucket.buffer.plan.dtype.itemsize / MIB for bucket in buckets]
             _log.debug(
@@ -419,7 +419,7 @@ class Replica(ABC):
         self.apply_pending()
         self.refuse_stopped()
         engine, control = self.engine, self.everyone.control
-        control.begin(what, engine.round)
+        control.begin(what, engine.round if self.company is None else self.company.newest_round(engine.round))
         rounds = check_same_call(control, engine.round, engine.factor, what, same_round=self.company is None)
         if self.company is not None:
             # Those that were silent or late for a while are in other rounds, with as many updates.

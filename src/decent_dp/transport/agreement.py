@@ -286,6 +286,12 @@ class Agreements:
             agreement.sent.pop(rank, None)
             agreement.askers.discard(rank)
 
+    def ask(self, name: str) -> None:
+        """Asks for the statements that an agreement misses at once, if this worker decides."""
+        agreement = self._open.get(name)
+        if agreement is not None and agreement.hop is None:
+            self._ask(name, agreement)
+
     def _ask(self, name: str, agreement: _Open) -> None:
         """Asks all living workers for their statements, which are newer than this question then; or for the decision."""
         own = agreement.statements.get(self._rank)

@@ -171,8 +171,13 @@ class Control(ABC):
     ranks: Sequence[int]
     calls: int = 0
 
-    def begin(self, what: str, round_: int = 0) -> None:
-        """A call of the user's begins, which may make several collectives. ``what``: its name; ``round_``: of this worker."""
+    def begin(self, what: str, round_: int | None = None) -> None:
+        """A call of the user's begins, which may make several collectives.
+
+        Args:
+            what: its name.
+            round_: in which it is made. Processes whose first round is a later one take no part. None: all do.
+        """
         self.calls += 1
 
     @abstractmethod

@@ -55,7 +55,7 @@ class Neighbours(ABC):
 
     @abstractmethod
     def paused(self) -> AbstractContextManager[None]:
-        """Context manager in which this worker makes no rounds: none of its exchanges is to be waited for."""
+        """Context manager in which this worker makes no rounds: none of its exchanges is to be waited for. It does not nest."""
 
     @abstractmethod
     def begin(self, bucket: int) -> None:

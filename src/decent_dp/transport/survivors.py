@@ -6,7 +6,6 @@ import contextlib
 import heapq
 import json
 import logging
-import math
 import threading
 import time
 import zlib
@@ -15,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent import futures
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -36,6 +36,8 @@ _log = logging.getLogger(__name__)
 _SMALL, _SMALL_OF_ALL = 2**12, LARGEST_NOTE // 4
 # The end of what a worker says about itself that has missed calls.
 _LATE = "late"
+# Later than all rounds: of calls in which all take part.
+_NO_ROUND = 2**62
 # What is said in place of a worker that takes no part in a call.
 _ABSENT = "absent"
 # Seconds after which a wait for others is a long one.
@@ -53,8 +55,8 @@ class SurvivorControl(Control):
     those that took part in the last one. Data go up and down a tree of connections that work.
 
     A worker that was silent for a while, or has joined, may have missed calls. Its next call is the next one of the others. If
-    that is another call, it is out. The others do not wait for it in a call that it has missed: its transport says in its
-    place that it is absent. So does that of a process that has joined, in calls that the others make before its first round.
+    that is another call, it is out. The others do not wait for it in a call that has begun without it: its transport says in
+    its place that it is absent. So does that of a process that has joined, in calls that are made before its first round.
 
     Args:
         ranks: of the workers that began the run.
@@ -91,30 +93,33 @@ class SurvivorControl(Control):
         self._what = ""
         self._parent: int | None = None
         self._children: tuple[int, ...] = ()
-        # The round of the present call. The first round of a process that has joined, until it begins its first call, and until
-        # that has begun on all; else -1. The last call that this worker takes no part in.
-        self._round, self._first, self._entered, self._missed = 0, -1, -1, -1
+        self._round = 0  # of the present call
+        # Of a process that has joined: its first round, until it begins its first call, and until that has begun; else -1.
+        self._first = self._entered = -1
+        self._missed = -1  # the last call that this worker takes no part in
         self._lock = threading.Lock()
         plane.stand_in = self._stand_in
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
-    def begin(self, what: str, round_: int = 0) -> None:
-        super().begin(what)
+    def begin(self, what: str, round_: int | None = None) -> None:
         with self._lock:
-            self.calls, self._first = max(self.calls, self._missed + 1), -1
-        self._history, self._number, self._call, self._round = 0, 0, what, round_
+            self.calls, self._first = max(self.calls, self._missed) + 1, -1
+        self._history, self._number, self._call = 0, 0, what
+        self._round = _NO_ROUND if round_ is None else round_
 
     def enter(self, calls: int, first: int) -> None:
         """This worker has joined others, which have begun so many calls. ``first``: its first round."""
         self.calls = self._missed = calls
         self._is_late, self._first, self._entered = True, first, first
 
-    def _stand_in(self, name: str, said: str) -> str | None:
+    def _stand_in(self, name: str, text: str) -> str | None:
         """Called in a thread of the transport, when another worker has said something in a call."""
-        call, round_ = int(name.split("/")[1]), int(said.split("\n", 3)[2].split()[1]) if said != _ABSENT else math.inf
+        _, call, number = (int(part) if part.isdecimal() else -1 for part in name.split("/"))
+        said = None if text == _ABSENT else _Said.read(text)
         with self._lock:
-            if round_ <= self._first:
+            # The call is made before this worker's first round, or it has begun without this worker.
+            if (said is not None and said.round <= self._first) or (number > 0 and call > self.calls):
                 self._missed = max(self._missed, call)
             return _ABSENT if call <= self._missed else None
 
@@ -188,10 +193,9 @@ class SurvivorControl(Control):
         return f"{CALL}{self.calls}/{self._number}"
 
     def _said(self, what: str, text: str) -> str:
-        """What this worker says in an agreement: its call, what that is made of so far, its process and rounds, and a
-        text."""
-        process = f"{self._incarnation} {self._round} {self._entered}" + f" {_LATE}" * self._is_late
-        return f"{self._describe(what)}\n{self._history:x}\n{process}\n{text}"
+        """What this worker says in an agreement."""
+        said = _Said(self._describe(what), self._history, self._incarnation, self._round, self._entered, self._is_late, text)
+        return said.write()
 
     def _describe(self, what: str) -> str:
         return f"{what} of {self._call}()" if self._call else what
@@ -214,10 +218,9 @@ class SurvivorControl(Control):
         while True:
             name, self._number = self._name, self._number + 1
             decision = self._await(name, what, text)
-            texts = {rank: said for rank, said in decision.texts.items() if said != _ABSENT}
-            said = _of_the_present({rank: text.split("\n", 3) for rank, text in texts.items()})
-            own = said.get(self._rank, ("", "", ""))[2].partition(" ")[0]
-            if own == f"{self._incarnation}":  # else it may be that of a process before this one
+            said = _of_the_present({rank: _Said.read(said) for rank, said in decision.texts.items() if said != _ABSENT})
+            # Else it may be that of a process before this one.
+            if self._rank in said and said[self._rank].incarnation == self._incarnation:
                 self._entered = -1
                 break
             if self.calls == 0 or self._number > 1:
@@ -227,29 +230,31 @@ class SurvivorControl(Control):
                     "any more: end this process. The others continue."
                 )
             with self._lock:
-                self._missed = self.calls
-            self.calls, self._number, self._is_late = self.calls + 1, 0, True
+                self._missed = max(self.calls, self._missed)
+                self.calls = self._missed + 1
+            self._number, self._is_late = 0, True
             self._plane.stand_in_again()
             _log.warning("worker %d has missed a call of the others: this %s is their next one", self._rank, self._call)
-        late = {rank for rank, (_, _, process, _) in said.items() if process.endswith(_LATE)}
-        first = min(said, key=lambda rank: (rank in late, rank))
-        out = {rank for rank in late if said[rank][0] != said[first][0]}
+        late = {rank for rank, one in said.items() if one.is_late}
+        first = said[min(said, key=lambda rank: (rank in late, rank))]
+        out = {rank for rank in late if said[rank].call != first.call}
         if self._rank in out:
             self._leave()
             raise OutOfStepError(
-                f"worker {self._rank} has come to {said[self._rank][0]} and the others to {said[first][0]}, as it has missed "
+                f"worker {self._rank} has come to {said[self._rank].call} and the others to {first.call}, as it has missed "
                 "calls of theirs. It cannot take part any more: end this process. The others continue."
             )
-        said = {rank: parts for rank, parts in said.items() if rank not in out}
-        for rank, (call, history, *_) in said.items():
-            if call != said[first][0]:
+        said = {rank: one for rank, one in said.items() if rank not in out}
+        leading = min(rank for rank, one in said.items() if one is first)
+        for rank, one in said.items():
+            if one.call != first.call:
                 raise OutOfStepError(
-                    f"worker {first} has come to {said[first][0]} and worker {rank} to {call}: make the same calls in the same "
-                    "order on every worker."
+                    f"worker {leading} has come to {first.call} and worker {rank} to {one.call}: make the same calls in the "
+                    "same order on every worker."
                 )
-            if history != said[first][1]:
+            if one.history != first.history:
                 raise PeerLostError(
-                    f"the network had fallen into parts inside this call: workers {first} and {rank} have taken part in "
+                    f"the network had fallen into parts inside this call: workers {leading} and {rank} have taken part in "
                     "different collectives of it. Make the call again."
                 )
         self._most = max(self._most, len(said))
@@ -259,7 +264,7 @@ class SurvivorControl(Control):
                 f"{self._min_workers}) wants more. Start all workers again from the newest checkpoint, or allow fewer."
             )
         self._history = zlib.crc32(f"{name} {list(said)}".encode(), self._history)
-        return Decision({rank: text for rank, (*_, text) in said.items()}, decision.links)
+        return Decision({rank: one.text for rank, one in said.items()}, decision.links)
 
     def _regroup(self, decision: Decision) -> None:
         ranks = tuple(decision.texts)
@@ -343,11 +348,42 @@ def _by_rank(pairs: list[tuple[str, str]]) -> dict[int, str]:
     return {int(rank): text for rank, text in pairs}
 
 
-def _of_the_present(said: dict[int, list[str]]) -> dict[int, list[str]]:
+@dataclass(frozen=True)
+class _Said:
+    """What a worker says in an agreement.
+
+    Attributes:
+        call: which one it makes, and what for.
+        history: of the members of all collectives of the call so far.
+        incarnation: of its process.
+        round: in which it makes the call; ``entered``: its first one, if it has joined and this is its first call, else -1.
+        is_late: it may have missed calls.
+    """
+
+    call: str
+    history: int
+    incarnation: int
+    round: int
+    entered: int
+    is_late: bool
+    text: str
+
+    def write(self) -> str:
+        late = f" {_LATE}" * self.is_late
+        return f"{self.call}\n{self.history:x}\n{self.incarnation} {self.round} {self.entered}{late}\n{self.text}"
+
+    @classmethod
+    def read(cls, said: str) -> _Said:
+        """Raises ValueError: it is nothing that ``write`` returns."""
+        call, history, process, text = said.split("\n", 3)
+        incarnation, round_, entered, *late = process.split()
+        return cls(call, int(history, 16), int(incarnation), int(round_), int(entered), late == [_LATE], text)
+
+
+def _of_the_present(said: dict[int, _Said]) -> dict[int, _Said]:
     """Without processes that have joined and come to their first call, where the others make one before their first round."""
-    processes = {rank: process.split() for rank, (_, _, process, _) in said.items()}
-    rounds = [int(round_) for _, round_, entered, *_ in processes.values() if entered == "-1"]
-    return {rank: said[rank] for rank, (_, _, entered, *_) in processes.items() if max(rounds, default=math.inf) > int(entered)}
+    newest = max((one.round for one in said.values() if one.entered < 0), default=_NO_ROUND)
+    return {rank: one for rank, one in said.items() if one.entered < newest}
 
 
 def spanning_tree(ranks: Sequence[int], links: Mapping[int, AbstractSet[int]], node_of: Sequence[str]) -> dict[int, int | None]:

@@ -31,6 +31,7 @@ class ControlPlane(Consensus):
         call: runs a function in the reactor's thread.
         send_note: to a worker; in the reactor's thread.
         view, connect, is_silent: as of ``Agreements``.
+        some_are_to_come: whether the first round of a connected worker is a later one.
     """
 
     def __init__(
@@ -43,7 +44,9 @@ class ControlPlane(Consensus):
         connect: Callable[[int], None],
         incarnation: int = 0,
         is_silent: Callable[[int], bool] = lambda peer: False,
+        some_are_to_come: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._some_are_to_come = some_are_to_come
         self._call, self.view = call, view
         self.courier = Courier(lambda peer, key, block: call(lambda: send_note(peer, key, block)))
         self._agreements = Agreements(
@@ -82,6 +85,8 @@ class ControlPlane(Consensus):
             with self._lock:
                 self._futures.setdefault(name, []).append(future)
             self._agreements.propose(name, text)
+            if name.startswith(CALL) and self._some_are_to_come():
+                self._agreements.ask(name)  # they answer only when they are asked
             self._look_soon()
 
         self._call(propose)
@@ -102,7 +107,7 @@ class ControlPlane(Consensus):
     def stand_in_again(self) -> None:
         """``stand_in`` answers otherwise now."""
         with self._lock:
-            heard = [(name, text) for name, texts in self._heard.items() for text in texts]
+            heard = [(name, text) for name, texts in self._heard.items() if name.startswith(CALL) for text in texts]
         for name, text in heard:
             self._call(lambda name=name, text=text: self._stand_in(name, text))  # type: ignore[misc]
 
@@ -163,10 +168,13 @@ class ControlPlane(Consensus):
         for prefix, (vote, _) in self._governed.items():
             if name.startswith(prefix):
                 self._call(lambda vote=vote: vote(name))  # type: ignore[misc]
-        self._call(lambda: self._stand_in(name, text))
+        if name.startswith(CALL):
+            self._call(lambda: self._stand_in(name, text))
 
     def _stand_in(self, name: str, text: str) -> None:
-        own = self.stand_in(name, text) if name.startswith(CALL) else None
+        own = None
+        with contextlib.suppress(ValueError):  # it is nothing that a worker says
+            own = self.stand_in(name, text)
         if own is not None:
             self._agreements.propose(name, own)
             self._look_soon()

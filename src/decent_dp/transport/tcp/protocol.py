@@ -68,7 +68,7 @@ _FIELDS = struct.Struct("<HHIIqIIQQII")
 # The checksum of the fields.
 _CHECKSUM = struct.Struct("<I")
 HEADER_SIZE = _FIELDS.size + _CHECKSUM.size
-VERSION = 4
+VERSION = 5
 DATA, OFFER, GRANT, NOTE, BEAT, GOT, DROP, ASK, BYE = range(1, 10)
 
 SMALL = 2**14

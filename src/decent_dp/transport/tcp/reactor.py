@@ -87,6 +87,7 @@ class Reactor:
             self._want,
             identity.incarnation,
             self._is_silent,
+            lambda: any(c.start > self._framing.round for c in self._framing.connections.values()),
         )
         self._framing = Framing(identity.rank, local, self._selector, self._keep_note, lambda peer: self._connected(peer))
         self._acceptor = Acceptor(listeners, self._selector, identity, secret, self._admit, self._open)
