@@ -318,3 +318,39 @@ def test_a_worker_that_has_missed_an_epoch_mixes_again_when_the_next_one_begins(
         epochs.look(round_, wanted=False)
     assert confined == [-1, -1, None]
     epochs.close()
+
+
+def test_a_load_ends_the_wait_for_an_epoch_and_a_new_promise_outlives_it():
+    """Rounds are earlier ones then. A worker that waited for a round that is far ahead would mix with nobody until then."""
+    confined: list[int | None] = []
+    results: list[Future[Decision]] = []
+
+    def propose(*_: Any) -> Future[Decision]:
+        results.append(Future())
+        return results[-1]
+
+    consensus = SimpleNamespace(govern=lambda *_: None, heard=lambda name: True, propose=propose)
+    neighbours: Any = SimpleNamespace(
+        consensus=consensus,
+        confine=confined.append,
+        newest_epoch=lambda: 1,
+        promise=lambda seconds, least: 90,
+        renew=lambda *_: None,
+        enter_epoch=lambda number: None,
+    )
+    line: Any = SimpleNamespace(keep=lambda **_: None, write=lambda *_: None)
+    epochs = Epochs(3, 4, neighbours, EpochTopology(ring_of, world_size=4, rank=3), line)
+    promise = json.dumps({"until": 79, "joining": {}, "processes": {}, "since": [1, 10, 0, 3]})
+    epochs._leave(1)
+    epochs.look(60, wanted=False)
+    results[-1].set_result(Decision(dict.fromkeys(range(4), promise), {}))
+    assert epochs.look(61, wanted=False) is not None
+    assert confined == [-1, -1]
+    epochs.restart()
+    assert confined == [-1, -1, None]
+    # The next epoch is wanted while this one is adopted: what this worker has promised for it stays.
+    epochs.look(62, wanted=False)
+    epochs._from = 70
+    epochs.look(71, wanted=False)
+    assert confined[-1] == 90
+    epochs.close()

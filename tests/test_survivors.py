@@ -394,22 +394,46 @@ def test_a_call_does_not_wait_for_a_process_that_joins_and_whose_first_round_is_
     assert company.run(call_of(3, late=0.5)) == dict.fromkeys(range(3), everyone)  # after its first call, in all rounds
 
 
+def test_a_call_without_a_round_is_also_that_of_a_process_that_has_joined(make):
+    company = make(3, ring(3))
+    company.controls[2].enter(0, first=8)
+
+    def call(rank: int, control: SurvivorControl) -> list[Any]:
+        time.sleep(0.3 if rank == 2 else 0.0)
+        control.begin("load_state_dict")
+        return control.gather(rank)
+
+    assert company.run(call) == {rank: [0, 1, 2] for rank in range(3)}
+
+
+def test_a_text_that_nobody_says_stops_no_worker(make):
+    company = make(2, ring(2))
+    company.run(call_of(1))
+    for name in ("call/7/0", "call/", "call/x/0"):
+        company.reactor(1).control_plane.propose(name, "nonsense")
+    time.sleep(0.2)
+    assert company.run(call_of(2)) == {rank: [0, 1, "0 again", "1 again"] for rank in range(2)}
+
+
 @pytest.mark.slow
-def test_a_worker_that_wakes_within_a_call_does_not_stop_it(make):
-    """The others have begun it without that worker, and go on with it while that worker waits for their next one."""
+@pytest.mark.parametrize("comes", [1.5, 5.0])
+def test_a_worker_that_wakes_within_a_call_does_not_stop_it(make, comes):
+    """The others have begun it without that worker, and go on with it while that worker waits for their next one, or trains."""
     company = make(3, ring(3))
     company.run(call_of(1))
     company.reactor(2).call(lambda: time.sleep(1.3 * DEAD_AFTER))
 
     def work(rank: int, control: SurvivorControl) -> list[Any]:
-        time.sleep(1.5 * DEAD_AFTER if rank == 2 else 0.0)
+        time.sleep(comes * DEAD_AFTER if rank == 2 else 0.0)
         control.begin("call", 5)
         found = control.gather(rank)
         if rank == 2:
             return found
         time.sleep(DEAD_AFTER)
         wait_for(lambda: company.reactor(rank)._framing.connection(2).state is LinkState.OPEN)
+        began = time.monotonic()
         found += control.gather("more")
+        assert time.monotonic() - began < SOON
         control.begin("call", 6)
         return [*found, *control.gather(rank)]
 
