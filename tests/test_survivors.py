@@ -10,6 +10,7 @@ import contextlib
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -392,6 +393,39 @@ def test_a_call_does_not_wait_for_a_process_that_joins_and_whose_first_round_is_
     assert not early.is_alive()
     assert company.run(call_of(9, late=0.5)) == dict.fromkeys(range(3), everyone)  # it waits now
     assert company.run(call_of(3, late=0.5)) == dict.fromkeys(range(3), everyone)  # after its first call, in all rounds
+
+
+def test_a_mean_is_made_once_whatever_processes_and_rounds_take_part(make, monkeypatch):
+    """The first workers have their result, and say so, while the last one waits for its own; who is absent says that."""
+    company = make(4, ring(4))
+    tries = Counter[int]()
+    company.controls[1]._incarnation = 7
+    company.controls[3].enter(0, first=50)
+
+    def work(rank: int, control: SurvivorControl) -> torch.Tensor | None:
+        if rank == 3:
+            return None
+        control.begin("mean", 10 + rank)
+        attempt, put = control._attempt, control._put
+
+        def count(*args: Any) -> Any:
+            tries[rank] += 1
+            return attempt(*args)
+
+        def slow(peer: int, block: Any) -> None:
+            time.sleep(0.7 if rank == 1 else 0.0)  # it is in the middle of the tree
+            put(peer, block)
+
+        monkeypatch.setattr(control, "_attempt", count)
+        monkeypatch.setattr(control, "_put", slow)
+        tensor = values(rank, 100)
+        control.mean(tensor).wait()
+        return tensor
+
+    results = company.run(work)
+    for rank in range(3):
+        torch.testing.assert_close(results[rank], mean_of((0, 1, 2), 100))
+    assert tries == {0: 1, 1: 1, 2: 1}
 
 
 def test_a_call_without_a_round_is_also_that_of_a_process_that_has_joined(make):

@@ -282,12 +282,17 @@ class SurvivorControl(Control):
 
     def _check(self, began: float) -> Callable[[int], None]:
         """A function that raises if a worker is not to be waited for any longer."""
-        name, done = self._name, self._said(self._what, "done")
+        name, call = self._name, self._describe(self._what)
+
+        def has_it(text: str) -> bool:
+            """Whether who says this has its result of the same collective, or takes no part."""
+            said = None if text == _ABSENT else _Said.read(text)
+            return said is None or (said.call, said.history, said.text) == (call, self._history, "done")
 
         def check(peer: int) -> None:
             if self._plane.view(peer) is View.LOST:
                 raise PeerLostError(f"worker {peer} is gone")
-            if not self._plane.heard(name) <= {done}:
+            if not all(map(has_it, self._plane.heard(name))):
                 raise PeerLostError("another worker has lost one, or makes another call")
             if time.monotonic() - began > self._timeout:
                 raise PeerTimeoutError(
