@@ -271,12 +271,13 @@ def test_the_store_listens_on_its_address_only():
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["dies", "hangs", "comes back"])
 def test_without_a_store_changes_wait_and_training_goes_on(workers, how):
-    for roster, stats in survivors(workers.outcomes(4, loses_the_store, how), 3):
+    for rank, (roster, stats) in enumerate(survivors(workers.outcomes(4, loses_the_store, how), 3)):
         assert stats.updates == (300 if how == "comes back" else 150)
         if how == "comes back":  # and empty: a majority has put the line of epochs back
             assert (roster.epoch, roster.members) == (1, (0, 1, 2))
         else:
-            assert (roster.epoch, roster.members, 3 in roster.holes) == (0, (0, 1, 2, 3), True)
+            assert (roster.epoch, roster.members) == (0, (0, 1, 2, 3))
+            assert 3 in roster.holes or rank == 1  # which is not its neighbour
         assert stats.exchanges > 60  # nobody has promised anything that would keep it from mixing
 
 

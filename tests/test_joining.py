@@ -71,9 +71,14 @@ def train(model: Any, optimizer: Any, rank: int, done: Callable[[], bool]) -> fl
 
 
 def is_whole(replica: Any) -> bool:
-    """Whether another process is worker 2, and all are connected to it."""
+    """Whether another process is worker 2 in the present round, and all are connected to it."""
     roster, living = replica.roster, getattr(replica, "replica", replica).company.neighbours.living()
-    return roster.epoch > 0 and roster.members == tuple(range(N)) and len(living) == N - 1
+    return has_begun(replica) and roster.members == tuple(range(N)) and len(living) == N - 1
+
+
+def has_begun(replica: Any) -> bool:
+    """Whether rounds of the newest epoch have been made. A process that joins takes part in calls from then on."""
+    return replica.roster.epoch > 0 and replica.stats().rounds > replica.roster.start
 
 
 def kill_one(model: Any, optimizer: Any, replica: Any, rank: int) -> None:
@@ -386,7 +391,7 @@ def donor_dies(rank: int, n: int) -> Any:
         optimizer,
         rank,
         lambda: (
-            replica.roster.epoch > 0
+            has_begun(replica)
             and len(replica.roster.members) == N - 1
             and VICTIM in replica.roster.members
             and not replica.roster.holes
