@@ -430,7 +430,7 @@ while replica.stats().rounds < last:
         rosters.append(roster.members)
         came_back = (0, 1, 2) in rosters
         if came_back and (roster.members == (0, 2) or not twice):
-            last = replica.stats().rounds + 30
+            last = max(replica.stats().rounds, roster.start) + 30  # in a call before, a process that joins takes no part
     if rank == 1 and (came_back and twice if restarted and rosters else replica.stats().updates == 20):
         os.kill(os.getpid(), signal.SIGKILL)
 replica.average_()

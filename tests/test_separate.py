@@ -125,7 +125,7 @@ while replica.stats().rounds < last:
     if not restarted and replica.stats().updates == (20 if rank == 1 else first + 150):
         os.kill(os.getpid(), signal.SIGKILL)
     if restarted and len(whole) == rank + 1:
-        last = min(last, replica.stats().rounds + 30)
+        last = min(last, max(replica.stats().rounds, roster.start) + 30)
 replica.close()
 """
 )
