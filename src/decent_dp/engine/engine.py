@@ -258,12 +258,16 @@ class Engine:
         near = [value.clone() for value in proposal] if moves else proposal
         self._send(bucket, round_, edge, proposal, hint, near, hole=hole)
 
-    def settle_held(self, seconds: float) -> None:
-        """Adds the differences that both ends mix, before the replica is observed.
+    def settle(self, *, in_flight: bool, seconds: float) -> None:
+        """Before the replica is observed by all: adds the differences that the other end has mixed, or will.
 
         Args:
+            in_flight: whether the exchanges in flight are finished, too.
             seconds: the longest wait for verdicts.
         """
+        if in_flight:
+            for bucket in self.buckets:
+                self.finish(bucket)
         deadline = time.monotonic() + seconds
         while True:
             for bucket in self.buckets:
