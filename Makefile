@@ -136,8 +136,8 @@ bench-membership: $(VENV)/.installed  ## the protocol of members with 64 to 1,00
 endurance: $(VENV)/.installed  ## 32 workers under kills, freezes, cuts and slow links, and 32 without (MINUTES=30; 20 GB of memory; root and iproute2 for the cuts)
 	$(BIN)/python -m benchmarks.endurance --minutes $(or $(MINUTES),30)
 
-kills: $(VENV)/.installed  ## a thousand kills in one run of 8 workers: no hang, no error, no wrong mean (25 minutes)
-	$(BIN)/python -m benchmarks.kills
+kills: $(VENV)/.installed  ## kills in one run of 8 workers: no hang, no error, no wrong mean (KILLS=1000; 25 minutes)
+	$(BIN)/python -m benchmarks.kills --kills $(or $(KILLS),1000)
 
 chaos-demo: $(VENV)/.installed  ## one minute: four workers, one is killed, and a new process takes its place
 	$(BIN)/python -m benchmarks.endurance --demo
