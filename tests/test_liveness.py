@@ -19,7 +19,7 @@ from decent_dp.transport.communicators import SilentError, peer_error
 from decent_dp.transport.tcp import mailbox as mailbox_module
 from decent_dp.transport.tcp.connection import LinkState
 from decent_dp.transport.tcp.mailbox import Mailbox
-from decent_dp.transport.tcp.protocol import BEAT, DROP, GRANT, unpack
+from decent_dp.transport.tcp.protocol import BEAT, DROP, GRANT, VERSION, unpack
 from decent_dp.transport.tcp.reactor import Reactor
 from tests.test_reactor import (
     HEADER,
@@ -88,7 +88,7 @@ def test_any_byte_is_a_sign_of_life(peer):
     """Also those of a message that comes slowly, which a low-water mark hides from the selector."""
     size = 400
     asked = receive(peer.reactor, 1, (0, 0, 0), size)
-    raw = HEADER.pack(3 - 2, 4, size, 0, 0, 0, 0, size, 0) + bytes(size)
+    raw = HEADER.pack(3 - 2, VERSION, size, 0, 0, 0, 0, size, 0) + bytes(size)
     began = time.monotonic()
     for place in range(0, len(raw), 30):
         peer.stream.sendall(raw[place : place + 30])
@@ -205,9 +205,9 @@ def test_a_process_that_has_ended_elsewhere_counts_as_dead_sooner(monkeypatch, l
 
 def test_a_peer_that_does_not_hear_this_worker_is_a_hole(peer):
     known = peer.reactor.tolerate(10.0)
-    peer.stream.sendall(HEADER.pack(BEAT, 4, 0, 1, 0, 0, 0, 0, 5000))  # for five seconds
+    peer.stream.sendall(HEADER.pack(BEAT, VERSION, 0, 1, 0, 0, 0, 0, 5000))  # for five seconds
     wait_for(lambda: known.silent() == [1])
-    peer.stream.sendall(HEADER.pack(BEAT, 4, 0, 1, 0, 0, 0, 0, 10))
+    peer.stream.sendall(HEADER.pack(BEAT, VERSION, 0, 1, 0, 0, 0, 0, 10))
     wait_for(lambda: known.silent() == [])
 
 
@@ -221,7 +221,7 @@ def test_what_a_peer_leaves_out_is_not_started(peer):
 
 def test_a_worker_that_is_late_is_asked_and_answers(peer):
     peer.reactor.tolerate(50.0)
-    peer.stream.sendall(HEADER.pack(BEAT, 4, 0, 1, 0, 0, 0, 1, 0))
+    peer.stream.sendall(HEADER.pack(BEAT, VERSION, 0, 1, 0, 0, 0, 1, 0))
     assert BEAT in kinds(peer.stream, 0.3)  # heartbeats are a second apart
 
 
