@@ -292,37 +292,8 @@ def test_an_epoch_counts_the_shares_of_data_before_it():
     assert (epoch.start, epoch.dealt) == (24, 36 + 14 * 5)
 
 
-def test_a_worker_that_has_missed_an_epoch_mixes_again_when_the_next_one_begins():
-    """Until then the others make rounds that it does not know. If it met its partners of before, it would wait for nothing."""
-    confined: list[int | None] = []
-    result: Future[Decision] = Future()
-    consensus = SimpleNamespace(govern=lambda *_: None, heard=lambda name: name == "epoch/2", propose=lambda *_: result)
-    neighbours: Any = SimpleNamespace(
-        consensus=consensus,
-        confine=confined.append,
-        newest_epoch=lambda: 1,
-        promise=lambda seconds, least: 70,
-        renew=lambda *_: None,
-        enter_epoch=lambda number: None,
-    )
-    line: Any = SimpleNamespace(keep=lambda **_: None, write=lambda *_: None)
-    epochs = Epochs(3, 4, neighbours, EpochTopology(ring_of, world_size=4, rank=3), line)
-    epochs._leave(1)
-    assert epochs.look(60, wanted=False) is None  # it takes part in the agreement
-    promise = json.dumps({"until": 79, "joining": {}, "processes": {}, "since": [1, 10, 0, 3]})
-    result.set_result(Decision(dict.fromkeys(range(4), promise), {}))
-    epoch = epochs.look(61, wanted=False)
-    assert epoch is not None
-    assert (epoch.number, epoch.start, epochs.is_member) == (2, 80, True)
-    assert confined == [-1, -1]
-    for round_ in (62, 79, 80, 81):
-        epochs.look(round_, wanted=False)
-    assert confined == [-1, -1, None]
-    epochs.close()
-
-
-def test_a_load_ends_the_wait_for_an_epoch_and_a_new_promise_outlives_it():
-    """Rounds are earlier ones then. A worker that waited for a round that is far ahead would mix with nobody until then."""
+def one_that_has_missed_an_epoch() -> tuple[Epochs, list[int | None]]:
+    """Worker 3 of four has missed epoch 1, and epoch 2, from round 80 on, names it. What it was confined to so far, too."""
     confined: list[int | None] = []
     results: list[Future[Decision]] = []
 
@@ -330,9 +301,8 @@ def test_a_load_ends_the_wait_for_an_epoch_and_a_new_promise_outlives_it():
         results.append(Future())
         return results[-1]
 
-    consensus = SimpleNamespace(govern=lambda *_: None, heard=lambda name: True, propose=propose)
     neighbours: Any = SimpleNamespace(
-        consensus=consensus,
+        consensus=SimpleNamespace(govern=lambda *_: None, heard=lambda name: name == "epoch/2", propose=propose),
         confine=confined.append,
         newest_epoch=lambda: 1,
         promise=lambda seconds, least: 90,
@@ -341,17 +311,37 @@ def test_a_load_ends_the_wait_for_an_epoch_and_a_new_promise_outlives_it():
     )
     line: Any = SimpleNamespace(keep=lambda **_: None, write=lambda *_: None)
     epochs = Epochs(3, 4, neighbours, EpochTopology(ring_of, world_size=4, rank=3), line)
-    promise = json.dumps({"until": 79, "joining": {}, "processes": {}, "since": [1, 10, 0, 3]})
     epochs._leave(1)
-    epochs.look(60, wanted=False)
+    assert epochs.look(60, wanted=False) is None  # it takes part in the agreement
+    promise = json.dumps({"until": 79, "joining": {}, "processes": {}, "since": [1, 10, 0, 3]})
     results[-1].set_result(Decision(dict.fromkeys(range(4), promise), {}))
-    assert epochs.look(61, wanted=False) is not None
+    epoch = epochs.look(61, wanted=False)
+    assert epoch is not None
+    assert (epoch.number, epoch.start, epochs.is_member) == (2, 80, True)
     assert confined == [-1, -1]
+    return epochs, confined
+
+
+def test_a_worker_that_has_missed_an_epoch_mixes_again_when_the_next_one_begins():
+    """Until then the others make rounds that it does not know. If it met its partners of before, it would wait for nothing."""
+    epochs, confined = one_that_has_missed_an_epoch()
+    for round_ in (62, 79, 80, 81):
+        epochs.look(round_, wanted=False)
+    assert confined == [-1, -1, None]
+    epochs.close()
+
+
+def test_a_load_ends_the_wait_for_an_epoch():
+    """Rounds are earlier ones then. A worker that waited for a round that is far ahead would mix with nobody until then."""
+    epochs, confined = one_that_has_missed_an_epoch()
     epochs.restart()
     assert confined == [-1, -1, None]
-    # The next epoch is wanted while this one is adopted: what this worker has promised for it stays.
-    epochs.look(62, wanted=False)
-    epochs._from = 70
-    epochs.look(71, wanted=False)
-    assert confined[-1] == 90
+    epochs.close()
+
+
+def test_a_promise_outlives_the_wait_for_an_epoch():
+    epochs, confined = one_that_has_missed_an_epoch()
+    epochs._propose()  # for the next one
+    epochs.look(80, wanted=False)
+    assert confined == [-1, -1, 90]
     epochs.close()

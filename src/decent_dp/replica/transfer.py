@@ -113,7 +113,7 @@ def send_state(stream: socket.socket, copy: StateCopy, begin: int = 0) -> None:
 
 
 class PartialState:
-    """What has come of a state.
+    """The part of a state that has been received.
 
     Attributes:
         filled: bytes of its tensors.

@@ -38,7 +38,7 @@ _SMALL, _SMALL_OF_ALL = 2**12, LARGEST_NOTE // 4
 _LATE = "late"
 # Later than all rounds: of calls in which all take part.
 _NO_ROUND = 2**62
-# What is said in place of a worker that takes no part in a call.
+# The text that a transport contributes for a worker that takes no part in a call.
 _ABSENT = "absent"
 # Seconds after which a wait for others is a long one.
 _SOON = 0.02
