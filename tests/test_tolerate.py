@@ -21,6 +21,7 @@ import decent_dp
 from benchmarks import faults as faults_benchmark
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.errors import PeerLostError
+from decent_dp.replica import replica as replica_module
 from decent_dp.rules import DriftCorrection, OuterNesterov
 from decent_dp.transport import run_replicas
 from tests.helpers import SGD, assert_same, loss, net, values
@@ -424,3 +425,22 @@ def test_the_page_shows_the_committed_figures():
 
 def cells_of(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
+
+
+@pytest.mark.parametrize("ahead", [0, 3])
+def test_a_call_of_workers_in_different_rounds_finishes_what_is_in_flight(monkeypatch, ahead):
+    """One that is ahead may have mixed it, and the mean of all would include one half of it."""
+    settled: list[bool] = []
+
+    def work(transport: Any) -> None:
+        _, _, replica = make(0, transport=transport, faults=decent_dp.Tolerate(min_workers=1))
+        check = replica_module.check_same_call
+        monkeypatch.setattr(
+            replica_module, "check_same_call", lambda *args, **options: (found := check(*args, **options)) + [found[0] + ahead]
+        )
+        monkeypatch.setattr(replica.engine, "settle", lambda *, in_flight, seconds: settled.append(in_flight))
+        replica.consensus_distance()
+        replica.close()
+
+    run_replicas(1, work)
+    assert settled == [ahead > 0]
