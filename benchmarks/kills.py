@@ -115,13 +115,13 @@ def work(rank: int, folder: str, port: int, joins: bool, dead_after: float, driv
         def note(**line: Any) -> None:
             print(json.dumps({"rank": rank, "pid": os.getpid(), **line}), file=file)
 
-        average = replica.average
+        become_mean = replica.become_mean
 
-        def average_and_note(parts: Any, buffers: Any) -> Any:
+        def note_and_become_mean(*args: Any) -> Any:
             note(call=replica.everyone.control.calls, own=read().tolist())
-            return average(parts, buffers)
+            return become_mean(*args)
 
-        replica.average = average_and_note  # type: ignore[method-assign]
+        replica.become_mean = note_and_become_mean  # type: ignore[assignment, method-assign]
         while Path(f"/proc/{driver}").exists():  # else nobody ends this process
             time.sleep(PACE)
             order = board.order

@@ -197,11 +197,14 @@ SCENARIOS = {
     ),
     "alone": _link(
         "a worker has heard no other one for `orphan_for` seconds",
-        "`orphan_for=5`: error after {error}",
+        "`orphan_for=5`, 20 s: longest step of the others {longest}; mixes {mixed} after it",
         (FIRST, 0.0, ask("partition", [3], [0, 1, 2])),
+        (FIRST, 0.0, ask("heal", after=20.0)),
         faults={"orphan_for": 5.0},
-        errors=True,
-        seconds=10.0,
+        victims=LAST,
+        apart=(),
+        seconds=26.0,
+        ends=20.0,
     ),
     # Links.
     "cut": _link("a connection breaks while both ends live", AGAIN, (FIRST, 0.0, ask("cut", 0, 1))),

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -20,7 +21,7 @@ from safetensors.torch import load_file
 import decent_dp
 from benchmarks import faults as faults_benchmark
 from decent_dp.ddp import DecentralizedDataParallel
-from decent_dp.errors import PeerLostError
+from decent_dp.errors import NonFiniteError, PeerLostError
 from decent_dp.replica import replica as replica_module
 from decent_dp.rules import DriftCorrection, OuterNesterov
 from decent_dp.transport import run_replicas
@@ -233,24 +234,108 @@ def test_too_few_workers_are_an_error(workers):
     assert any("3 of 4 workers are left" in message and "min_workers=4" in message for message in named), outcomes
 
 
-def left_alone(rank: int, n: int, policy: str) -> Any:
-    faults = decent_dp.Tolerate(dead_after=1.0, min_workers=1, partition=policy, orphan_for=0.5)
-    model, optimizer, replica = make(rank, faults=faults)
-    for t in range(80):
+def left_alone(rank: int, n: int) -> Any:
+    model, optimizer, replica = make(rank, faults=decent_dp.Tolerate(min_workers=1, orphan_for=0.1))
+    for t in range(40):
         if (rank, t) == (1, 6):
             os.kill(os.getpid(), signal.SIGKILL)
         step(model, optimizer, t, rank)
         time.sleep(0.02)
-    return replica.stats().updates
+    with replica.averaged():
+        return replica.stats().updates
 
 
-@pytest.mark.parametrize("policy", ["follow", "train"])
-def test_the_last_worker_stops_or_trains_alone(workers, policy):
-    outcome = workers.outcomes(2, left_alone, policy)[0]
-    if policy == "train":
-        assert outcome.value == 80
-    else:
-        assert "has heard no other for 0.5 s" in outcome.message
+def test_the_last_worker_trains_alone(workers):
+    """It is not cut off: the others have ended."""
+    assert workers.outcomes(2, left_alone)[0].value == 40
+
+
+FROZEN = 4.0
+
+
+def is_cut_off(rank: int, n: int, policy: str, calls: bool) -> Any:
+    """Worker 1 freezes. Worker 0 cannot know whether that one is gone, or itself cut off."""
+    model, optimizer, replica = make(rank, faults=decent_dp.Tolerate(dead_after=1.0, partition=policy, orphan_for=0.6))
+    times, means, was_away = [time.monotonic()], [], False
+    while times[-1] < times[0] + FROZEN + 4.0:
+        if rank == 1 and not was_away and times[-1] > times[0] + 2.0:
+            subprocess.Popen(["sh", "-c", f"sleep {FROZEN}; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
+            was_away = True
+            if calls:
+                with replica.averaged():
+                    means.append(values(model))
+        step(model, optimizer, len(times), rank)
+        time.sleep(0.02)
+        times.append(time.monotonic())
+        if calls and rank == 0 and not was_away and replica.roster.holes:
+            was_away = True
+            with replica.averaged():
+                means.append(values(model))
+    with replica.averaged():
+        means.append(values(model))
+    replica.close()
+    return np.diff(times), replica.stats(), means
+
+
+@pytest.mark.parametrize(("policy", "calls"), [("follow", False), ("follow", True), ("train", False), ("stop", False)])
+def test_a_worker_that_is_cut_off(workers, policy, calls):
+    outcomes = workers.outcomes(2, is_cut_off, policy, calls)
+    if policy == "stop":
+        assert "has heard no other for 0.6 s" in outcomes[0].message
+        return
+    (gaps, stats, means), (_, _, others) = (outcome.value for outcome in outcomes)
+    trained = stats.updates - stats.exchanges  # without the other one
+    assert (gaps.max() > FROZEN - 1.8) == (policy == "follow"), gaps.max()
+    assert (trained < 60) == (policy == "follow"), trained
+    for mean, other in zip(means, others, strict=True):
+        for name in mean:
+            torch.testing.assert_close(mean[name], other[name])
+
+
+# -- replicas that are not finite --------------------------------------------------------------------------------------------
+
+
+def is_not_finite(rank: int, n: int, kind: str, sick: list[int]) -> Any:
+    model, optimizer, replica = make(rank, kind)
+    for t in range(6):
+        step(model, optimizer, t, rank)
+    inner = getattr(model, "module", model)
+    own = values(inner)  # finishes the round
+    if rank in sick:
+        with torch.no_grad():
+            next(inner.parameters()).view(-1)[0] = float("nan")
+    with replica.averaged():
+        mean = values(inner)
+    distance = replica.consensus_distance()
+    average = replica.average_ if kind == "gossip" else replica.global_avg
+    average(*(() if kind == "gossip" else (False,)))
+    found = values(inner)
+    for t in range(6, 12):
+        step(model, optimizer, t, rank)
+    replica.close()
+    return own, mean, distance, found, all(bool(param.isfinite().all()) for param in inner.parameters())
+
+
+@pytest.mark.parametrize("kind", ["gossip", "wrapper"])
+def test_a_mean_is_that_of_the_finite_replicas(workers, kind):
+    found = [outcome.value for outcome in workers.outcomes(4, is_not_finite, kind, [2])]
+    counted = [own for own, *_ in found[:2] + found[3:]]
+    squares = np.zeros(3)
+    for name in counted[0]:
+        stacked = np.stack([own[name].double().numpy() for own in counted])
+        squares += np.square(stacked - stacked.mean(0)).reshape(3, -1).sum(1)
+        for _, mean, _, average, _ in found:
+            for of in (mean, average):
+                np.testing.assert_allclose(of[name].double().numpy(), stacked.mean(0), rtol=1e-5, atol=1e-6)
+    for _, _, distance, _, is_finite in found:
+        assert distance == pytest.approx(np.sqrt(squares.mean()), rel=1e-4)
+        assert is_finite
+
+
+def test_without_a_finite_replica_there_is_no_mean(workers):
+    outcomes = workers.outcomes(2, is_not_finite, "gossip", [0, 1])
+    assert all(outcome.error == NonFiniteError.__name__ for outcome in outcomes), outcomes
 
 
 # -- late and stopped workers ----------------------------------------------------------------------------------------------

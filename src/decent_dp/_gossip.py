@@ -24,8 +24,8 @@ from decent_dp.arguments import check_model, check_scaler
 from decent_dp.compression import check_compression
 from decent_dp.engine import Bucket
 from decent_dp.faults import Tolerate, check_faults, most_workers
+from decent_dp.replica.averaging import check_finite
 from decent_dp.replica.construction import Agreement, Arguments, connect_replicas
-from decent_dp.replica.finite import refuse_nonfinite
 from decent_dp.replica.hidden_state import has_own_state_dict, refuse_hidden_state
 from decent_dp.replica.newcomer import open_doors
 from decent_dp.replica.optimizers import check_optimizers, load_optimizer, params_of, saved_optimizer, signature_of
@@ -329,9 +329,9 @@ class Gossip(Replica):
             NonFiniteError: a replica holds a NaN or an infinity; on all of them.
         """
         self.begin_collective("average_")
-        refuse_nonfinite(self, "average_", self.averaged_buffers())
+        counts = check_finite(self, "average_", self.averaged_buffers())
         self.invalidate()
-        self.become_mean(self.averaged_buffers())
+        self.become_mean(self.averaged_buffers(), counts)
         self.engine.renew()
 
     def flush(self) -> None:

@@ -27,8 +27,8 @@ from decent_dp.backward.replica import BackwardReplica
 from decent_dp.backward.units import DeferredList
 from decent_dp.compression import check_compression
 from decent_dp.faults import Roster, Tolerate, check_faults, most_workers
+from decent_dp.replica.averaging import check_finite
 from decent_dp.replica.construction import Arguments, connect_replicas
-from decent_dp.replica.finite import refuse_nonfinite
 from decent_dp.replica.module_hooks import insert_module
 from decent_dp.replica.newcomer import open_doors
 from decent_dp.replica.registry import find_superseded
@@ -326,13 +326,13 @@ class DecentralizedDataParallel(nn.Module):
         """
         replica = self.replica
         replica.begin_collective("global_avg")
-        refuse_nonfinite(replica, "global_avg", replica.averaged_buffers())
+        counts = check_finite(replica, "global_avg", replica.averaged_buffers())
         replica.mean.reverted = False
         if will_revert:
             replica.mean.keep([*replica.parameters.params, *replica.averaged_buffers()])
         else:
             replica.invalidate()
-        distances = replica.become_mean(replica.averaged_buffers())
+        distances = replica.become_mean(replica.averaged_buffers(), counts)
         if not will_revert:
             replica.engine.renew()
         return float(sum(float(d) for d in distances) ** 0.5) if return_d2c else None
@@ -371,6 +371,18 @@ class DecentralizedDataParallel(nn.Module):
             OutOfStepError: the workers have made different numbers of updates; on all of them.
         """
         return self.replica.consensus_distance()
+
+    def gather(self, value: Any) -> dict[int, Any]:
+        """Returns the values of all workers, by rank: for metrics, and to see who takes part. Called by all workers.
+
+        Args:
+            value: what JSON knows: None, a number, a string, or lists and dicts of these.
+
+        Raises:
+            TypeError: it is something else; on all workers.
+            OutOfStepError: the workers have made different numbers of updates; on all of them.
+        """
+        return self.replica.gather(value)
 
     # -- optimizers ---------------------------------------------------------------------------------------------------
 

@@ -24,10 +24,11 @@ class Tolerate:
 
     Args:
         dead_after: seconds without a sign of life after which a worker counts as dead. After 0.3 of it its edges are holes.
-        min_workers: training stops on a worker that knows of fewer living ones, itself included.
-        partition: what a worker does that has reached no other one for ``orphan_for`` seconds. 'follow' and 'stop' end the run
-            there, with an error; 'train' continues alone, with a warning, and mixes again when the network is back.
-        orphan_for: in seconds.
+        min_workers: training ends with an error on a worker that knows of fewer living ones, itself included.
+        partition: what a worker does that is cut off: it has heard no other one for ``orphan_for`` seconds, and some may live.
+            'follow' makes no more rounds until it hears one, for at most the process group's timeout. 'stop' ends with an
+            error. 'train' continues alone.
+        orphan_for: in seconds. A call of all workers (a mean, a save) with 'follow' waits at once.
         max_workers: how many workers there can be at a time, for processes that join in addition to those that began the run;
             None: as many as began it.
 

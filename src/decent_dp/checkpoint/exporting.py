@@ -22,8 +22,8 @@ from decent_dp.checkpoint.folder import make_folder
 from decent_dp.checkpoint.trained import Trained, replica_of
 from decent_dp.errors import CheckpointError
 from decent_dp.replica.averages import average_, differing
+from decent_dp.replica.averaging import average_parts_, check_finite
 from decent_dp.replica.consistency import among_the_same, call_on_all
-from decent_dp.replica.finite import refuse_nonfinite
 from decent_dp.replica.replica import Replica
 from decent_dp.replica.shards import is_sharded
 
@@ -202,10 +202,11 @@ def _average_buffers(replica: Replica) -> None:
         if tensor is not None and name not in module._non_persistent_buffers_set and tensor.dtype in FLOAT_DTYPES
     }
     buffers = list(found.values())
-    refuse_nonfinite(replica, "export", buffers, [])
+    counts = check_finite(replica, "export", buffers, [])
     whole = [buffer for buffer in buffers if not is_sharded(buffer)]
     with torch.no_grad():
-        replica.average([], [*differing(replica.everyone.control, whole), *filter(is_sharded, buffers)])
+        own = [*differing(replica.everyone.control, whole), *filter(is_sharded, buffers)]
+        average_parts_(replica, [], own, counts)
 
 
 # -- the file ---------------------------------------------------------------------------------------------------------

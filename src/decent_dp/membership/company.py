@@ -46,8 +46,9 @@ class Company:
         # Members that are gone for this worker, and were not for others when they planned the newest epoch.
         self._vouched: set[int] = set()
         self._coming: tuple[Epoch, Roster] | None = None
-        self._alone_since: float | None = None
-        self._warned = False
+        # Since when this worker hears no other one, though some may live.
+        self._cut_off_since: float | None = None
+        self._waits = self._is_another_topology = False
         self.joins = 0
         # ``Roster.start`` and ``Roster.dealt`` where the members stay the same.
         self._origin = 0, 0
@@ -91,14 +92,42 @@ class Company:
             self._epochs.restart()
 
     def check(self, round_: int) -> bool:
-        """Logs which workers are silent, gone or back, and looks at the epochs.
+        """Logs which workers are silent, gone or back, and looks at the epochs. Called before each round.
 
         Returns:
-            Whether they have been: the topology is another one.
+            Whether the topology is another one than at the last call.
 
         Raises:
-            PeerLostError: too few workers are left (``Tolerate.min_workers``), or this one has been alone for too long.
+            PeerLostError: too few workers are left (``Tolerate.min_workers``), or this one has been cut off for too long
+                (``Tolerate.partition``).
         """
+        self.look(round_)
+        is_another, self._is_another_topology = self._is_another_topology, False
+        return is_another
+
+    def has_to_wait(self, round_: int, most: float) -> bool:
+        """Whether this worker goes no further at present, since it is cut off. Called between two rounds.
+
+        Args:
+            most: seconds for which it goes on alone; at most ``Tolerate.orphan_for``.
+
+        Raises:
+            PeerLostError: as for ``check``, or it has waited for longer than the process group's timeout.
+        """
+        faults, since, timeout = self.faults, self._cut_off_since, self._transport.timeout
+        if faults.partition != "follow" or since is None or time.monotonic() - since < min(most, faults.orphan_for):
+            return False
+        if not self._waits:
+            _log.warning("worker %d hears no other one, and waits until it does, for %g s", self._transport.rank, timeout)
+            self._waits = True
+        time.sleep(_PAUSE)
+        self.look(round_)
+        if time.monotonic() - since > faults.orphan_for + timeout:
+            raise self._is_cut_off(f"has waited for the others for the process group's timeout of {timeout:g} s")
+        return self._cut_off_since is not None
+
+    def look(self, round_: int) -> None:
+        """Looks at the others and at the epochs: what ``check`` and ``has_to_wait`` tell from. Raises as they do."""
         gone, left = set(self.neighbours.lost()), set(self.neighbours.left())
         silent, lost = set(self.neighbours.silent()) - left, gone - left
         if silent != self._silent or lost != self._lost:
@@ -106,17 +135,17 @@ class Company:
         self._silent, self._lost = silent, lost
         self._most = n = max(self._most, len(self.members))
         here = {*self.members, *left} - lost  # who has left had no batches any more
-        if len(here) < min(self.faults.min_workers, n):
+        if n > 1 and not self.neighbours.living() and (silent | lost) - set(self.neighbours.ended()):
+            self._check_cut_off()
+        elif len(here) < min(self.faults.min_workers, n):
             least = self.faults.min_workers
             raise PeerLostError(
                 f"{len(here)} of {len(here | lost)} workers are left, and faults=Tolerate(min_workers={least}) wants more: "
                 f"{_named(lost)} gone. Start the workers again from the newest checkpoint, or allow fewer."
             )
-        if n > 1 and not self.neighbours.living() and (silent or lost):
-            self._check_alone()
         else:
-            self._alone_since, self._warned = None, False
-        return self._look_at_epochs(round_, gone | left)
+            self._cut_off_since, self._waits = None, False
+        self._is_another_topology |= self._look_at_epochs(round_, gone | left)
 
     def _look_at_epochs(self, round_: int, gone: set[int]) -> bool:
         if self._epochs is None:
@@ -168,7 +197,7 @@ class Company:
                 deadline = time.monotonic() + self._transport.timeout
             else:
                 futures.wait([all_are_here], _PAUSE)
-                self.check(engine.round)
+                self.look(engine.round)
         if self._transport.rank not in all_are_here.result().texts:
             raise PeerLostError(
                 f"the others took worker {self._transport.rank} for gone, and have left join() without it. End this process."
@@ -244,19 +273,17 @@ class Company:
             for rank in sorted(who):
                 _log.warning("round %d: worker %d is %s", round_, self._transport.rank_in_all(rank), what)
 
-    def _check_alone(self) -> None:
+    def _check_cut_off(self) -> None:
         now = time.monotonic()
-        self._alone_since = self._alone_since or now
-        if now - self._alone_since < self.faults.orphan_for or self._warned:
-            return
-        if self.faults.partition != "train":
-            raise PeerLostError(
-                f"worker {self._transport.rank} has heard no other for {self.faults.orphan_for:g} s: the network is gone, or "
-                "the others are. Start all workers again from the newest checkpoint, or let it train alone: "
-                "faults=Tolerate(partition='train')."
-            )
-        self._warned = True
-        _log.warning("this worker hears no other one, and trains alone until it does")
+        self._cut_off_since = self._cut_off_since or now
+        if self.faults.partition == "stop" and now - self._cut_off_since >= self.faults.orphan_for:
+            raise self._is_cut_off(f"has heard no other for {self.faults.orphan_for:g} s")
+
+    def _is_cut_off(self, what: str) -> PeerLostError:
+        return PeerLostError(
+            f"worker {self._transport.rank} {what}: the network is gone, or the others are. Start all workers again from the "
+            "newest checkpoint, or let it train alone: faults=Tolerate(partition='train')."
+        )
 
 
 def _named(ranks: set[int]) -> str:

@@ -18,22 +18,30 @@ __all__ = ["average_", "broadcast_", "differing", "squared_distance"]
 _CHUNK_BYTES = 16 * MIB
 
 
-def average_(control: Control, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Replaces each tensor by its mean over workers; returns the squared L2 distances of the old values to it (float64)."""
+def average_(control: Control, tensors: Sequence[Tensor], counts: bool | None = None) -> list[Tensor]:
+    """Replaces each tensor by its mean over workers; returns the squared L2 distances of the old values to it (float64).
+
+    Args:
+        counts: whether the mean is also one of this worker's values; None on all workers: it is one of all.
+    """
     distances = []
     for chunk in _chunks(tensors):
-        mean = _mean(control, chunk)
+        mean = _mean(control, chunk, counts)
         for tensor, averaged in zip(chunk, _split(mean, chunk), strict=True):
             distances.append(_square(tensor, averaged))
             tensor.copy_(averaged)
     return distances
 
 
-def squared_distance(control: Control, tensors: Sequence[Tensor]) -> float:
-    """Returns the squared L2 distance of this worker's tensors to their mean over workers; changes nothing."""
+def squared_distance(control: Control, tensors: Sequence[Tensor], counts: bool | None = None) -> float:
+    """Returns the squared L2 distance of this worker's tensors to their mean over workers; changes nothing.
+
+    Args:
+        counts: as for ``average_``.
+    """
     total = 0.0
     for chunk in _chunks(tensors):
-        mean = _mean(control, chunk)
+        mean = _mean(control, chunk, counts)
         total += sum(float(_square(t, averaged)) for t, averaged in zip(chunk, _split(mean, chunk), strict=True))
     return total
 
@@ -80,11 +88,18 @@ def _flatten(chunk: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
 
 
-def _mean(control: Control, chunk: Sequence[Tensor]) -> Tensor:
+def _mean(control: Control, chunk: Sequence[Tensor], counts: bool | None) -> Tensor:
     flat = _flatten(chunk)
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
+    if counts is None:
+        control.mean(flat).wait()
+        return flat
+    if not counts:
+        flat.zero_()  # 0 times a NaN is a NaN
+    # The share of those that count travels with the values: a worker may die before its part has arrived.
+    flat = torch.cat([flat, flat.new_full((1,), float(counts))])
     control.mean(flat).wait()
-    return flat
+    return flat[:-1] / flat[-1]
 
 
 def _split(flat: Tensor, chunk: Sequence[Tensor]) -> list[Tensor]:

@@ -23,6 +23,7 @@ __all__ = [
     "check_same_call",
     "compare",
     "error_of_worker",
+    "gather_by_rank",
     "model_signature",
     "worker_counts",
 ]
@@ -81,6 +82,27 @@ def broadcast_object(control: Control, rank: int, message: Any) -> Any:
         return raw
 
     return json.loads(bytes(among_the_same(control, broadcast).numpy()))
+
+
+def gather_by_rank(control: Control, value: Any) -> dict[int, Any]:
+    """Returns the ``value`` (JSON) of each worker.
+
+    Raises:
+        TypeError: it is something else; on all workers.
+    """
+
+    def check() -> None:
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"gather takes numbers, strings, lists and dicts of them, got {type(value).__name__} ({error}). Of a tensor "
+                "pass item() or tolist()."
+            ) from None
+
+    call_on_all(control, check)
+    found = control.gather(value)
+    return dict(zip(control.ranks, found, strict=True))
 
 
 def among_the_same(control: Control, call: Callable[[], T]) -> T:

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -28,15 +29,13 @@ from decent_dp.compression import check_compression
 from decent_dp.engine import Bucket, Engine
 from decent_dp.faults import Roster
 from decent_dp.membership import Company, Epochs, Line
-from decent_dp.replica.averages import average_, squared_distance
-from decent_dp.replica.consistency import among_the_same, check_same_call
+from decent_dp.replica.averaging import average_parts_, check_finite, mean_square_distance
+from decent_dp.replica.consistency import check_same_call, gather_by_rank
 from decent_dp.replica.construction import Agreement
-from decent_dp.replica.finite import refuse_nonfinite
 from decent_dp.replica.mean import Mean
 from decent_dp.replica.module_hooks import ModuleHooks
 from decent_dp.replica.parameters import Parameters
 from decent_dp.replica.registry import register
-from decent_dp.replica.shards import holds_first_copy, is_sharded, local
 from decent_dp.replica.shutdown import shut_down
 from decent_dp.replica.statistics import Statistics, tell_drifts, tell_replicas
 from decent_dp.replica.stats import Stats
@@ -243,9 +242,18 @@ class Replica(ABC):
             listener.round_ended()
 
     def reached_boundary(self) -> None:
-        """Notifies the listeners, between two rounds and outside any backward."""
+        """Notifies the listeners, between two rounds and outside any backward. A worker that is cut off waits here."""
+        self._tell_boundary()
+        self._wait_while_cut_off(math.inf)
+
+    def _tell_boundary(self) -> None:
         for listener in list(self.listeners):
             listener.reached_boundary()
+
+    def _wait_while_cut_off(self, most: float) -> None:
+        """``most``: seconds for which it goes on alone at most."""
+        while self.company is not None and self.company.has_to_wait(self.engine.round, most):
+            self._tell_boundary()
 
     def invalidate(self, params: Iterable[Tensor] | None = None) -> None:
         """Drops the state of ``params`` (None: of all), whose values are replaced from outside.
@@ -418,6 +426,9 @@ class Replica(ABC):
         self.refuse_before_member(what)
         self.apply_pending()
         self.refuse_stopped()
+        if self.company is not None:
+            self.company.look(self.engine.round)
+            self._wait_while_cut_off(0.0)
         engine, control = self.engine, self.everyone.control
         control.begin(what, engine.round if self.company is None else self.company.newest_round(engine.round))
         rounds = check_same_call(control, engine.round, engine.factor, what, same_round=self.company is None)
@@ -490,39 +501,20 @@ class Replica(ABC):
         """
         self.begin_collective("averaged")
         averaged = self.averaged_buffers()
-        refuse_nonfinite(self, "averaged", averaged, buffers=buffers)
+        counts = check_finite(self, "averaged", averaged, buffers=buffers)
         # If some buffers are averaged, all are restored, because `calibrate` changes the others (counters) inside.
         with self.mean.preserved([*self.parameters.params, *(self.model.buffers() if averaged else ())]):
-            self.become_mean(averaged)
+            self.become_mean(averaged, counts)
             yield
 
     @torch.no_grad()
-    def become_mean(self, buffers: Sequence[Tensor] = ()) -> list[Tensor]:
-        """Replaces parameters and ``buffers`` by their means; returns the squared distances of the old parameters to theirs."""
-        return self.average([tensor.detach() for tensor in self.parameters.locate()], buffers)
+    def become_mean(self, buffers: Sequence[Tensor], counts: bool) -> list[Tensor]:
+        """Replaces parameters and ``buffers`` by their means; returns the squared distances of the old parameters to theirs.
 
-    def average(self, parts: Sequence[Tensor], buffers: Sequence[Tensor]) -> list[Tensor]:
-        """Replaces ``parts`` of parameters and ``buffers`` by their means; returns the squared distances of the old parts.
-
-        Parts and sharded buffers are averaged over replicas. Each worker has its own copy of any other buffer, so those are
-        averaged over all workers.
+        Args:
+            counts: as ``check_finite`` returns it.
         """
-        shards = [local(buffer) for buffer in buffers if is_sharded(buffer)]
-        whole = [buffer for buffer in buffers if not is_sharded(buffer)]
-        if self.company is None:
-            distances = average_(self.transport.control, parts)
-            average_(self.transport.control, shards)
-            average_(self.everyone.control, whole)
-            return distances
-
-        def average_copies() -> tuple[list[Tensor], list[Tensor]]:
-            copies = [tensor.clone() for tensor in (*parts, *whole)]
-            return copies, average_(self.everyone.control, copies)
-
-        copies, distances = among_the_same(self.everyone.control, average_copies)
-        for tensor, copy in zip((*parts, *whole), copies, strict=True):
-            tensor.copy_(copy)
-        return distances[: len(parts)]
+        return average_parts_(self, [tensor.detach() for tensor in self.parameters.locate()], buffers, counts)
 
     @torch.no_grad()
     def consensus_distance(self) -> float:
@@ -532,15 +524,23 @@ class Replica(ABC):
             OutOfStepError: the workers have made different numbers of updates; on all of them.
         """
         self.begin_collective("consensus_distance")
-        pairs = zip(self.parameters.params, self.parameters.locate(), strict=True)
-        # Parts that a replica holds several times count once.
-        parts = [part.detach() for param, part in pairs if holds_first_copy(param)]
-        control = self.everyone.control
-        squares = among_the_same(control, lambda: control.gather(squared_distance(self.transport.control, parts)))
-        distance = float((sum(squares) * self.replicas.shards / len(squares)) ** 0.5)
+        distance = math.sqrt(mean_square_distance(self))
         for listener in list(self.listeners):
             listener.measured(distance)
         return distance
+
+    def gather(self, value: Any) -> dict[int, Any]:
+        """Returns the values of all workers, by rank: for metrics, and to see who takes part. Called by all workers.
+
+        Args:
+            value: what JSON knows: None, a number, a string, or lists and dicts of these.
+
+        Raises:
+            TypeError: it is something else; on all workers.
+            OutOfStepError: the workers have made different numbers of updates; on all of them.
+        """
+        self.begin_collective("gather")
+        return gather_by_rank(self.everyone.control, value)
 
     # -- saves and loads ----------------------------------------------------------------------------------------------
 

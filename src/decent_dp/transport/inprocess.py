@@ -247,6 +247,9 @@ class _LocalNeighbours(Neighbours):
     def lost(self) -> list[int]:
         return [rank for rank in self._hub.lost if rank != self._rank]
 
+    def ended(self) -> list[int]:
+        return self.lost()
+
     def left(self) -> list[int]:
         return self.lost()
 

@@ -50,6 +50,10 @@ class Neighbours(ABC):
         """Those of them that are gone, or have been silent for ``dead_after``."""
 
     @abstractmethod
+    def ended(self) -> list[int]:
+        """Those of the lost ones whose processes are known to have ended. The others may live, behind a broken network."""
+
+    @abstractmethod
     def left(self) -> list[int]:
         """Those of the lost ones that have said that they leave."""
 

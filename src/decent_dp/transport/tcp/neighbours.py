@@ -108,6 +108,9 @@ class TcpNeighbours(Neighbours):
     def lost(self) -> list[int]:
         return self._peers(lambda connection: silence(connection, self._reactor.now()) >= self._dead_after)
 
+    def ended(self) -> list[int]:
+        return self._peers(lambda connection: connection.state is LinkState.GONE)
+
     def left(self) -> list[int]:
         return self._peers(lambda connection: connection.left)
 
