@@ -41,6 +41,14 @@ def test_workers_survive_a_storm_of_faults(tmp_path, sites):
     assert seen["participation"] > 0.3
 
 
+@pytest.mark.slow
+def test_the_demonstration_ends_with_all_workers(capsys):
+    endurance.demo()
+    shown = capsys.readouterr().out
+    assert "members 3 " in shown, shown
+    assert "At the end all 4 workers had the same mean: True." in shown, shown
+
+
 def test_the_committed_run_keeps_its_promises():
     result = json.loads(endurance.RESULT.read_text())
     calm, stormy = result["without"], result["with"]

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import Future
 from datetime import timedelta
@@ -148,11 +149,15 @@ def test_rounds_are_planned_anew_after_deaths(workers, topology, options):
 
 
 def leaves(rank: int, n: int) -> Any:
-    """As after a SIGTERM to one worker alone."""
+    """A SIGTERM to one worker alone, which leaves with a word."""
     model, optimizer, replica = make(rank, topology="ring")
+    told = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: told.set())
     longest = 0.0
     for t in range(150):
         if (rank, t) == (2, 40):
+            os.kill(os.getpid(), signal.SIGTERM)
+        if told.is_set():
             break
         time.sleep(0.02)
         began = time.monotonic()

@@ -431,6 +431,9 @@ def test_a_link_at_one_percent_of_its_rate(train, dead_after):
     run = train(4, *faults, steps=ROUND + 20, dimension=5000, dead_after=dead_after)
     run.check(0.5 + SLACK, times=run.plan.steps)
     assert all(run.report(rank).gone == frozenset() for rank in range(4))
+    raise AssertionError(
+        [int((run.waits(rank) > 0.3).sum()) for rank in range(4)], [run.report(rank).stats.holes for rank in range(4)]
+    )
 
 
 # -- deaths ----------------------------------------------------------------------------------------------------------------
@@ -494,6 +497,9 @@ def test_a_long_freeze_makes_a_hole_until_the_worker_wakes(train):
         while_frozen = [q for q in mixed if ROUND < q < ROUND + DEAD_AFTER / run.plan.pace / 2]
         assert while_frozen == []
         assert max(mixed) > run.plan.steps - 50
+        # The worker that has woken mixes the same exchanges, and nothing else.
+        odd = {q for peer, q in run.ledger(3) if peer == rank} ^ set(mixed)
+        assert {q for q in odd if q < run.plan.steps - UNSETTLED} == set(), odd
 
 
 @pytest.mark.slow

@@ -454,10 +454,9 @@ def test_a_transfer_continues_at_the_same_member_when_its_connection_breaks(work
 
 
 def joiner_dies(rank: int, n: int) -> Any:
-    """Two processes come one after the other; the first one dies when it has the state, or asks for its seat."""
-    model, optimizer, replica, rank = None, None, None, rank
+    """The first process that comes dies in the middle of its transfer, the second when it asks for its seat."""
     if rank == N:
-        newcomer_module.put_back = lambda *_: die()  # type: ignore[assignment]
+        newcomer_module.receive_state = lambda stream, *_: (stream.recv(100), die())  # type: ignore[assignment, return-value]
     if rank == N + 1:
         company = newcomer_module._Newcomer
         company.enter = lambda self: _ask_and_die(self)  # type: ignore[method-assign]
@@ -466,12 +465,11 @@ def joiner_dies(rank: int, n: int) -> Any:
         time.sleep(4)
     model, optimizer, replica, rank = begin(rank)
     kill_one(model, optimizer, replica, rank)
-    train(model, optimizer, rank, lambda: is_whole(replica))
+    longest = train(model, optimizer, rank, lambda: is_whole(replica))
     begun = time.monotonic()
     train(model, optimizer, rank, lambda: time.monotonic() > begun + 1)
     with replica.averaged():
         mean = values(model)
-    longest = replica.stats().waited_s
     replica.close()
     return mean, longest
 
@@ -489,6 +487,7 @@ def test_processes_that_die_while_they_join_stop_nobody(workers):
     assert [outcome.exitcode for outcome in outcomes] == [0, 0, -9, 0, -9, -9, 0]
     for rank in (1, 3, N + 2):
         assert_same(outcomes[rank].value[0], outcomes[0].value[0])
+    assert max(outcomes[rank].value[1] for rank in (0, 1, 3)) < WAIT
 
 
 def test_what_join_is_given_is_checked(monkeypatch):

@@ -42,8 +42,8 @@ class Recorder:
 
     ================================ ============================================================================
     ``loss/mean``                    the mean of all losses since the last point, over all workers
-    ``loss/local``                   the same of worker 0 alone
-    ``rate``                         the largest learning rate of worker 0's parameter groups
+    ``loss/local``                   the same of the worker that writes alone
+    ``rate``                         the largest learning rate of its parameter groups
     ``distance``                     ``consensus_distance()`` now
     ``step/ms``                      wall time per round, with everything in the loop; mean over workers
     ``step/waited_ms``               the part of it in which training waited for messages; mean over workers
@@ -53,8 +53,9 @@ class Recorder:
     ``skipped/nonfinite_rounds``     likewise: see ``Stats.nonfinite``
     ================================ ============================================================================
 
-    Worker 0 writes them; a point needs all workers for a moment, and ``distance`` an all-reduce of all parameters. Inside
-    ``join``, where workers may have run out of data, only ``loss/local`` and ``rate`` are written; call ``flush`` after it.
+    Worker 0 writes them, or the first one that lives; a point needs all workers for a moment, and ``distance`` an all-reduce of
+    all parameters. Inside ``join``, where workers may have run out of data, only ``loss/local`` and ``rate`` are written; call
+    ``flush`` after it. A process that joins a run makes its ``Recorder`` as the others did, with the same arguments.
 
     Each worker also publishes its status for ``decent-dp watch``, as by ``publish``.
 
@@ -81,8 +82,11 @@ class Recorder:
         each_worker: bool = False,
     ) -> None:
         self._replica = replica = replica_of(model, "Recorder")
-        replica.begin_collective("Recorder")
         rank = replica.everyone.rank
+        # A process that joins makes it alone.
+        control = replica.everyone.control if replica.before_first_round is None else None
+        if control is not None:
+            replica.begin_collective("Recorder")
 
         def check() -> tuple[Path, dict[str, Any]]:
             settings = {
@@ -91,14 +95,14 @@ class Recorder:
                 "each_worker": check_bool("each_worker", each_worker),
             }
             path = Path(folder)
-            if rank == 0 or each_worker:
+            if rank == 0 or each_worker or replica.company is not None:
                 _writer_class()
                 path.mkdir(parents=True, exist_ok=True)
             return path, {"settings": settings}
 
-        path = check_consistency(replica.everyone.control, rank, check)
+        path = check()[0] if control is None else check_consistency(control, rank, check)
         self._every, self._distance = every, distance
-        self._run = _Curves(path) if rank == 0 else None
+        self._run = _Curves(path)
         self._own = _Curves(path / f"worker{rank}") if each_worker else None
         self._sum: Tensor | None = None
         self._loss, self._losses = 0.0, 0
@@ -148,14 +152,21 @@ class Recorder:
         self._write_point("flush of Recorder")
 
     def add(self, name: str, value: Tensor | float) -> None:
-        """Adds a point of your own to a curve, such as the accuracy of the mean model. Worker 0 writes it, the others nothing.
+        """Adds a point of your own to a curve, such as the accuracy of the mean model. The worker that writes the curves writes
+        it, the others nothing.
 
         Args:
             name: of the curve; what is before a slash is the name of its group.
             value: a tensor of one element, or a number.
         """
-        if self._run is not None:
+        if self._writes:
             self._run.write(self._replica.engine.round, {name: value.item() if isinstance(value, Tensor) else float(value)})
+
+    @property
+    def _writes(self) -> bool:
+        """Whether this worker is the first of those that have taken part in the last call of all."""
+        everyone = self._replica.everyone
+        return everyone.rank == everyone.control.ranks[0]
 
     # -- the numbers --------------------------------------------------------------------------------------------------
 
@@ -199,7 +210,7 @@ class Recorder:
         window = self._take_window()
         self._unshared = _sum_of([self._unshared, window])
         numbers = window.loss("loss/local") | _rate(self._replica)
-        if self._run is not None:
+        if self._writes:
             self._run.write(self._replica.engine.round, numbers)
         if self._own is not None:
             self._own.write(self._replica.engine.round, numbers | window.speeds() | window.skipped())
@@ -211,7 +222,7 @@ class Recorder:
         window, self._unshared = self._unshared, _NOTHING
         windows = [_Window(*entry) for entry in replica.everyone.control.gather(astuple(window))]
         distance = {"distance": replica.consensus_distance()} if self._distance else {}
-        if self._run is not None:
+        if self._writes:
             # With uneven inputs a worker's first step may have been its last.
             speeds = [speed for found in windows if (speed := found.speeds())]
             means = {name: statistics.fmean(speed[name] for speed in speeds) for name in speeds[0]} if speeds else {}
