@@ -221,7 +221,7 @@ class Orders(World):
             result = None if epochs._result is None else epochs._result.done()
             state += [worker.round, worker.last, worker.epoch, sorted(worker.missed.items()), sorted(worker.texts.items())]
             state += [sorted((name, future.done()) for name, future in worker.futures.items())]
-            state += [epochs._number, result, epochs._probe_at, _machine(self.machines[rank])]
+            state += [epochs._number, result, epochs._probe_at, epochs._new, epochs._from, _machine(self.machines[rank])]
         return hash(repr(state))
 
 

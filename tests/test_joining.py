@@ -453,6 +453,40 @@ def test_a_transfer_continues_at_the_same_member_when_its_connection_breaks(work
     assert sent_1 == size - size // 2 + 32
 
 
+def joins_while_others_wait(rank: int, n: int) -> Any:
+    """Worker 0 has run out of batches, and waits for the others. A process comes, which asks worker 0 for its seat."""
+    group = dist.new_group(range(N))
+    if rank == N:
+        hear_said("dead")
+        time.sleep(1.0)
+        transport = decent_dp.join(the_store(), rank=VICTIM)
+        newcomer_module.random = SimpleNamespace(sample=lambda others, n: sorted(others, reverse=True))  # type: ignore[assignment]
+        model, optimizer, replica = make(VICTIM, transport=transport)
+        rank = VICTIM
+    else:
+        model, optimizer, replica = make(rank, process_group=group)
+    with replica.join():
+        if rank == 0:
+            train(model, optimizer, rank, lambda: replica.stats().rounds >= 20)
+        elif dist.get_rank() == VICTIM:
+            train(model, optimizer, rank, lambda: replica.stats().rounds >= 20)
+            tell("dead")
+            die()
+        else:
+            train(model, optimizer, rank, lambda: is_whole(replica))
+    with replica.averaged():
+        mean = values(model)
+    replica.close()
+    return mean
+
+
+def test_a_process_joins_while_a_member_has_run_out_of_batches(workers):
+    outcomes = workers.outcomes(N + 1, joins_while_others_wait)
+    assert [outcome.exitcode for outcome in outcomes] == [0, 0, -9, 0, 0], outcomes
+    for rank in (1, 3, N):
+        assert_same(outcomes[rank].value, outcomes[0].value)
+
+
 def joiner_dies(rank: int, n: int) -> Any:
     """The first process that comes dies in the middle of its transfer, the second when it asks for its seat."""
     if rank == N:

@@ -19,7 +19,7 @@ from decent_dp.transport.communicators import SilentError, peer_error
 from decent_dp.transport.tcp import mailbox as mailbox_module
 from decent_dp.transport.tcp.connection import LinkState
 from decent_dp.transport.tcp.mailbox import Mailbox
-from decent_dp.transport.tcp.protocol import BEAT, DROP, GRANT, VERSION, unpack
+from decent_dp.transport.tcp.protocol import BEAT, DROP, GRANT, NOTE, VERSION, pack, unpack
 from decent_dp.transport.tcp.reactor import Reactor
 from tests.test_reactor import (
     HEADER,
@@ -59,6 +59,14 @@ def kinds(stream: socket.socket, seconds: float) -> list[int]:
 
 def test_a_worker_gives_signs_of_life(peer):
     assert kinds(peer.stream, 0.55).count(BEAT) >= 4  # ten times in dead_after
+
+
+def test_a_worker_with_much_to_read_gives_signs_of_life(peer):
+    """Two hundred messages that take 10 ms each, as those of agreements do on a busy machine."""
+    framing = peer.reactor._framing
+    framing._on_note = lambda *_: time.sleep(0.01)
+    peer.stream.sendall(pack(NOTE, (0, 0, 1)) * 200)
+    assert kinds(peer.stream, 1.5).count(BEAT) >= 8
 
 
 def test_a_silent_worker_that_is_waited_for_is_an_error(peer):

@@ -509,12 +509,18 @@ def test_nobody_meets_a_process_that_joins_before_its_first_round(make):
         assert neighbours.round_of(1) == (51 if meets else -1)
 
 
-def test_too_few_workers_make_no_call(make):
+def test_a_worker_that_makes_rounds_is_waited_for(make):
+    """For longer than the timeout. One that makes none is not."""
     company = make(2, ring(2))
-    control = SurvivorControl(company.reactor(0).control_plane, 0, range(2), ["a", "a"], 20.0, min_workers=2)
-    company.kill(1)
-    with pytest.raises(PeerLostError, match=r"only workers \[0\] have come to this call.*min_workers=2"):
+    began = time.monotonic()
+
+    def rounds(rank: int) -> int:
+        return int(10 * min(time.monotonic() - began, 3.0))
+
+    control = SurvivorControl(company.reactor(0).control_plane, 0, range(2), ["a", "a"], 1.0, round_of=rounds)
+    with pytest.raises(PeerTimeoutError, match="worker 1 did not"):
         control.gather(0)
+    assert 3.9 < time.monotonic() - began < 8.0
 
 
 def test_a_message_that_is_none_costs_its_connection_only(make):

@@ -234,6 +234,45 @@ def test_too_few_workers_are_an_error(workers):
     assert any("3 of 4 workers are left" in message and "min_workers=4" in message for message in named), outcomes
 
 
+def fails(rank: int, n: int) -> Any:
+    model, optimizer, replica = make(rank)
+    try:
+        for t in range(40):
+            if rank and t == 6:
+                raise ValueError("a worker's own")
+            step(model, optimizer, t, rank)
+            time.sleep(0.02)
+        return replica.stats().updates
+    finally:
+        replica.close()
+
+
+def test_a_worker_that_fails_counts_as_dead(workers):
+    """Though it closes its replica in a ``finally``."""
+    outcomes = workers.outcomes(3, fails)
+    assert [outcome.error for outcome in outcomes] == ["PeerLostError", "ValueError", "ValueError"]
+    assert "min_workers=2" in outcomes[0].message
+
+
+def closes_early(rank: int, n: int) -> Any:
+    model, optimizer, replica = make(rank)
+    for t in range(40 if rank == 0 else 6):
+        step(model, optimizer, t, rank)
+        time.sleep(0.02)
+    if rank == 0:
+        with replica.averaged():
+            mean = values(model)
+        return mean, values(model)
+    replica.close()
+    return None
+
+
+def test_the_last_worker_averages_alone_when_the_others_have_finished(workers):
+    mean, own = workers(3, closes_early)[0]
+    for name in own:
+        torch.testing.assert_close(mean[name], own[name])
+
+
 def left_alone(rank: int, n: int) -> Any:
     model, optimizer, replica = make(rank, faults=decent_dp.Tolerate(min_workers=1, orphan_for=0.1))
     for t in range(40):

@@ -165,7 +165,8 @@ class Company:
                 "this one: the others continue."
             )
         if epoch is not None:
-            self._coming, self._vouched = (epoch, before), gone & set(epoch.members)
+            old = before if self._coming is None else self._coming[1]  # of the one that has not begun yet
+            self._coming, self._vouched = (epoch, old), gone & set(epoch.members)
             _log.warning(
                 "epoch %d, from round %d on: %d workers, %s",
                 epoch.number,
@@ -179,10 +180,14 @@ class Company:
                 callback(old, self.roster)
         return epoch is not None
 
-    def join(self, engine: Engine, mix_only: Callable[[], None]) -> None:
-        """Makes rounds with those that still train, until all living workers have come here."""
+    def join(self, engine: Engine, mix_only: Callable[[], None], reach_boundary: Callable[[], None]) -> None:
+        """Makes rounds with those that still train, until all living workers have come here.
+
+        Args:
+            mix_only: makes a round.
+            reach_boundary: called between two looks at the others, if there is no round to be made.
+        """
         neighbours, name = self.neighbours, f"join/{self.joins}"
-        self.joins += 1
         consensus = neighbours.consensus
         all_are_here, deadline = consensus.propose(name, ""), time.monotonic() + self._transport.timeout
         while not all_are_here.done():
@@ -198,10 +203,12 @@ class Company:
             else:
                 futures.wait([all_are_here], _PAUSE)
                 self.look(engine.round)
+                reach_boundary()
         if self._transport.rank not in all_are_here.result().texts:
             raise PeerLostError(
                 f"the others took worker {self._transport.rank} for gone, and have left join() without it. End this process."
             )
+        self.joins += 1
 
     # -- processes that join ------------------------------------------------------------------------------------------
 

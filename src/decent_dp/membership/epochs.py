@@ -69,7 +69,7 @@ class Epochs:
         incarnation: of this process.
 
     Attributes:
-        newest: the newest epoch that names this worker; it may begin later.
+        newest: the newest epoch that names this worker, as its training thread knows them; it may begin later.
         replaced: another process is this worker by now.
     """
 
@@ -86,13 +86,15 @@ class Epochs:
         # The number of the line's newest epoch, which may not name this worker. A process that joins is no member yet.
         self._number = -1 if incarnation else 0
         self._result: Future[Decision] | None = None
-        # The newest epoch that has been decided, which the training thread may not have come to.
-        self._decided = self.newest
+        # The newest epoch that has been decided, the newest of those that name this worker, and those of them that its training
+        # thread has not come to.
+        self._decided = self._own = self.newest
+        self._new: list[Epoch] = []
         # What this worker has promised in the agreement that is open.
         self._until = 0
         # Until this round it mixes with nobody, since it does not know the rounds of the epochs before.
         self._from = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         # Looks whether the store answers, before anybody promises anything.
         self._prober = Waiter("decent_dp-epochs")
         self._probe: Future[None] | None = None
@@ -104,7 +106,8 @@ class Epochs:
     @property
     def is_member(self) -> bool:
         """Whether the newest epoch that this worker knows of names it."""
-        return self._number == self.newest.number
+        with self._lock:
+            return self._number == self._own.number
 
     @property
     def _name(self) -> str:
@@ -119,24 +122,19 @@ class Epochs:
         Returns:
             A new epoch that names this worker.
         """
-        if 0 < self._from <= round_:
+        epoch = self._apply(round_)
+        if (epoch is not None or self._from) and self._from <= round_:
             with self._lock:
                 self._begin_to_mix()
-        result = self._result
-        if result is not None and result.done():
-            return self._adopt(result.result(), round_)
         if time.monotonic() >= self._keep_at:
             self._keep_at = time.monotonic() + _KEEP
             self._prober.submit(self._keep)
-        known = self._neighbours.newest_epoch()
-        if known > self._number + 1:
-            self._leave(known)
-        if self._result is None:
-            if known > self._number or self._consensus.heard(self._name):
-                self._propose()
-            elif wanted or not self.is_member:
-                self._propose_if_the_store_answers()
-        return None
+        self._follow()
+        with self._lock:
+            number, is_due = self._number, epoch is None and self._result is None and not self._new
+        if is_due and (wanted or not self.is_member):
+            self._propose_if_the_store_answers(number)
+        return epoch
 
     def offer(self, rank: int, incarnation: int) -> Future[Epoch]:
         """A process wants to be member ``rank``. The result is the epoch that names it. Called by any thread.
@@ -145,7 +143,7 @@ class Epochs:
             ConnectionError: a newer process is this member, or wants to be it; or this one was it, and was left out.
         """
         with self._lock:
-            decided = max(self.newest, self._decided, key=lambda epoch: epoch.number)
+            decided = self._decided
             present = decided.incarnations.get(rank, 0)
             if present == incarnation and rank in decided.members:  # it had asked another worker before
                 future: Future[Epoch] = Future()
@@ -177,18 +175,22 @@ class Epochs:
     def newest_in_store(self) -> Epoch:
         """The newest epoch, as far as the store answers and knows it."""
         with contextlib.suppress(ConnectionError, OSError):
-            return max(self._line.newest(), self.newest, key=lambda epoch: epoch.number)
-        return self.newest
+            return max(self._line.newest(), self._own, key=lambda epoch: epoch.number)
+        return self._own
 
     def enter(self, epoch: Epoch) -> None:
         """This process, which has joined, is a member from this epoch on."""
-        self._number, self.newest = epoch.number, epoch
+        with self._lock:
+            self._number, self.newest, self._own = epoch.number, epoch, epoch
+            self._decided = max(epoch, self._decided, key=lambda epoch: epoch.number)
         self._topology.change(epoch.start, epoch.members, since=epoch.start)
         self._neighbours.enter_epoch(epoch.number)
 
     def knows(self, round_: int) -> bool:
         """Whether the members of this round are known: no later epoch may have begun by then."""
         with self._lock:
+            if self._new:
+                return round_ < self._new[0].start
             if self._result is not None:
                 return round_ <= self._until
         return self._neighbours.newest_epoch() <= self.newest.number
@@ -197,7 +199,7 @@ class Epochs:
         """What another member knows (``known``), for a process that joins."""
         number, start, dealt, text = known
         if number:
-            self.newest = Epoch.read(number, text)
+            self.newest = self._own = Epoch.read(number, text)
         self.deal_from(start, dealt)
 
     @property
@@ -208,6 +210,7 @@ class Epochs:
 
     def restart(self) -> None:
         """Rounds may be earlier ones from now on: the newest members mix in all of them."""
+        self._apply(0)
         self.deal_from(0, 0)
         with self._lock:
             if self._from:
@@ -215,39 +218,57 @@ class Epochs:
 
     def _begin_to_mix(self) -> None:
         """As far as this worker has promised. The caller has the lock."""
+        if self._new or not self.is_member:
+            return  # it knows no more of the rounds to come
         self._from = 0
         self._neighbours.confine(None if self._result is None else self._until)
 
     def deal_from(self, round_: int, dealt: int) -> None:
         """The data of the newest epoch are dealt from this round on, after so many shares."""
-        self.newest = replace(self.newest, start=round_, dealt=dealt)
+        with self._lock:
+            is_own = self._own.number == self.newest.number
+            self.newest = replace(self.newest, start=round_, dealt=dealt)
+            self._own = self.newest if is_own else self._own
 
     def close(self) -> None:
         self._prober.close()
+        self._line.close()
         with self._lock:
             candidates, self._candidates = self._candidates, {}
         for _, _, future in candidates.values():
             future.set_exception(ConnectionError("the worker has ended"))
 
+    # -- in any thread ------------------------------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        """Takes part in the next epoch if others have made it, or are about to. They would wait for this worker, whose training
+        thread may be busy, in an evaluation for example."""
+        with self._lock:
+            known = self._neighbours.newest_epoch()
+            if known > self._number + 1 >= 1:
+                self._leave(known)
+            if self._number >= 0 and (known > self._number or self._consensus.heard(self._name)):
+                self._propose(self._number)
+
     def _leave(self, number: int) -> None:
         """There is an epoch that this worker knows nothing of: it mixes with nobody until one names it."""
         with self._lock:
             self._number, self._result, self._from = number, None, 0
-        self._neighbours.confine(-1)
+            self._neighbours.confine(-1)
         _log.warning("this worker was left out of epoch %d: it mixes again when the others have taken it in", number)
 
     def _vote(self, name: str) -> None:
         """Another worker has opened an agreement. Called in a thread of the transport."""
-        if name == self._name:
-            self._propose()
+        self._follow()
 
-    def _propose(self) -> None:
+    def _propose(self, after: int) -> None:
+        """Takes part in the epoch after this one, if it is still the next."""
         with self._lock:
-            if self._result is not None:
+            if self._result is not None or self._number != after:
                 return
             until = self._until = self._neighbours.promise(_AHEAD, _LEAST)
             joining = {rank: incarnation for rank, (incarnation, _, _) in self._candidates.items()}
-            newest, number = self.newest, self._number + 1
+            newest, number = self._own, self._number + 1
             since = newest.number, newest.start, newest.dealt, len(newest.members)
             promise = _Promise(until, joining, newest.incarnations, since)
             _log.info("%s: this worker mixes until round %d; seats are wanted by %s", self._name, until, joining)
@@ -262,13 +283,27 @@ class Epochs:
         epoch = Epoch.read(number, _text_of(result.result()))
         with self._lock:
             self._decided = max(epoch, self._decided, key=lambda epoch: epoch.number)
+            if self._number == number - 1:  # else it was left out of a later one meanwhile
+                has_missed = self._from > 0 or not self.is_member
+                self._number, self._result = number, None
+                self.replaced |= epoch.incarnations.get(self._rank, 0) > self._incarnation
+                if self._rank in epoch.members and not self.replaced:
+                    self._own = epoch
+                    self._new.append(epoch)
+                    # Others make the rounds until then by an epoch that this worker knows nothing of.
+                    self._from = epoch.start if has_missed else 0
+                else:
+                    self._neighbours.confine(-1)
+        if self._own is epoch:
+            self._neighbours.enter_epoch(number)
         if self._rank in epoch.members:
             for rank, incarnation in epoch.incarnations.items():
                 if rank != self._rank:
                     self._neighbours.renew(rank, incarnation, epoch.start)
         self._seat(epoch)
+        self._follow()
 
-    def _propose_if_the_store_answers(self) -> None:
+    def _propose_if_the_store_answers(self, after: int) -> None:
         if self._probe is None and time.monotonic() >= self._probe_at:
             self._probe = self._prober.submit(self._line.probe)
         if self._probe is None or not self._probe.done():
@@ -276,32 +311,21 @@ class Epochs:
         error, self._probe = self._probe.exception(), None
         if error is None:
             self._warned = False
-            self._propose()
+            self._propose(after)
             return
         self._probe_at = time.monotonic() + _AGAIN
         if not self._warned:
             _log.warning("the members cannot change until the store answers. Training continues: %s", error)
         self._warned = True
 
-    def _adopt(self, decision: Decision, round_: int) -> Epoch | None:
+    def _apply(self, round_: int) -> Epoch | None:
+        """The training thread comes to the epochs that have been decided. Returns the newest of them."""
         with self._lock:
-            missed, self._from = self._from > 0 or not self.is_member, 0
-            self._number, self._result = self._number + 1, None
-        epoch = Epoch.read(self._number, _text_of(decision))
-        self.replaced |= epoch.incarnations.get(self._rank, 0) > self._incarnation
-        if self._rank not in epoch.members or self.replaced:
-            self._neighbours.confine(-1)
-            return None
-        self.newest = epoch
-        self._topology.change(epoch.start, epoch.members, since=round_ - 2 * self._topology.longest_turn())
-        with self._lock:  # it may have promised something for the next epoch
-            if missed and epoch.start > round_:
-                self._from = epoch.start  # others make the rounds until then by an epoch that this worker knows nothing of
-                self._neighbours.confine(-1)
-            else:
-                self._begin_to_mix()
-        self._neighbours.enter_epoch(self._number)
-        return epoch
+            new, self._new = self._new, []
+        for epoch in new:
+            self.newest = epoch
+            self._topology.change(epoch.start, epoch.members, since=round_ - 2 * self._topology.longest_turn())
+        return new[-1] if new else None
 
     def _seat(self, epoch: Epoch) -> None:
         """Tells those that are members now, and those whose place another process has."""
@@ -332,7 +356,7 @@ class Epochs:
         number = int(name.removeprefix(_PREFIX))
         text = _text_of(decision)
         # With a majority of its members an epoch is the newest one.
-        newest = self.newest  # the training thread may replace it
+        newest = self._own  # another thread may replace it
         members = set(newest.members)
         is_newest = newest.number == number - 1 and 2 * len(decision.texts.keys() & members) > len(members)
         before = newest.text if is_newest else None

@@ -47,10 +47,13 @@ class Epoch:
         promises = promises_of(text)
         said: list[dict[str, Any]] = [json.loads(promise) for promise in set(promises.values())]
         joining, processes = (_newest(promise[key] for promise in said) for key in ("joining", "processes"))
+        # Who has promised lives, though the member that a process has asked does not hear it.
+        joining = {rank: incarnation for rank, incarnation in joining.items() if rank not in promises}
         members = tuple(sorted({*promises, *joining}))
-        start = max((promise["until"] for promise in said), default=0) + 1
         # From the newest epoch that one of them knows: its number, first round, shares dealt before it, and size.
-        _, since, before, size = max((promise["since"] for promise in said), default=(0, start, 0, 0))
+        _, since, before, size = max((promise["since"] for promise in said), default=(0, 0, 0, 0))
+        # An epoch may follow another one before that begins. It does not begin earlier.
+        start = max([since, *(promise["until"] + 1 for promise in said)], default=1)
         return cls(number, start, before + (start - since) * size, members, _newest([joining, processes]), text)
 
 
@@ -129,6 +132,12 @@ class Line:
             ConnectionError: the store does not answer.
         """
         return self._run(lambda store: newest_epoch(store, self._run_id))
+
+    def close(self) -> None:
+        """Ends the thread and the connection. Nothing is asked any more."""
+        with self._lock:
+            self._calls.close()
+            self._client = None
 
     def _key(self, name: str) -> str:
         return f"{self._run_id}/{name}"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from decent_dp._sizes import MIB
+from decent_dp.errors import NonFiniteError
 from decent_dp.transport import Control
 
 __all__ = ["average_", "broadcast_", "differing", "squared_distance"]
@@ -99,6 +100,8 @@ def _mean(control: Control, chunk: Sequence[Tensor], counts: bool | None) -> Ten
     # The share of those that count travels with the values: a worker may die before its part has arrived.
     flat = torch.cat([flat, flat.new_full((1,), float(counts))])
     control.mean(flat).wait()
+    if not flat[-1] > 0:
+        raise NonFiniteError("the last worker whose replica is finite has died in the mean of all: the others hold a NaN.")
     return flat[:-1] / flat[-1]
 
 

@@ -8,7 +8,7 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -47,16 +47,13 @@ class Host(Listener):
     """Serves each newcomer in a thread of its own (``serve``), and takes snapshots between rounds.
 
     The copy that a newcomer gets is kept for a while if the connection breaks, and the rest of it is sent over another one.
-
-    Attributes:
-        is_away: this worker asks others itself, and makes no rounds until they answer.
     """
 
     def __init__(self, replica: Replica, company: Company) -> None:
         self._replica, self._company = replica, company
         # Those that wait for a snapshot: its tree, and the copies of its tensors.
         self._waiting: list[Future[tuple[str, Staged]]] = []
-        self._lock, self.is_away = threading.Lock(), False
+        self._lock = threading.Lock()
         self._guests = threading.BoundedSemaphore(_MOST)
         # Copies that are sent, and the newest one whose connection has broken, by name; changed under the lock.
         self._copies: dict[str, _Kept] = {}
@@ -108,8 +105,6 @@ class Host(Listener):
                 with self._place():
                     if kept is not None:
                         self._give_state(stream, kept, request.get("from"))
-                    elif self.is_away:
-                        raise RuntimeError("it waits for the state of another worker")
                     elif request.get("want") == "state":
                         self._give_state(stream, _Kept(self._copy_for(stream), stream), 0)
                     else:
@@ -133,8 +128,8 @@ class Host(Listener):
         with self._lock:
             self._waiting.append(future)
         try:
-            text, staged = _await(stream, future)
-        except OSError:
+            text, staged = _await(stream, future, self._refuse_paused)
+        except (OSError, RuntimeError):
             with self._lock, contextlib.suppress(ValueError):
                 self._waiting.remove(future)
             raise
@@ -143,6 +138,11 @@ class Host(Listener):
             if tensor.is_floating_point() and ".parameters." in key and not all_finite(tensor):
                 raise RuntimeError("the replica of this worker holds a NaN or an infinity")
         return StateCopy(text, staged.tensors)
+
+    def _refuse_paused(self) -> None:
+        """There is no boundary while this worker waits in a call of all, or for the state of another one."""
+        if self._company.neighbours.is_paused:
+            raise RuntimeError("it waits for others")
 
     def _give_state(self, stream: socket.socket, kept: _Kept, begin: Any) -> None:
         """Sends a copy from byte ``begin`` of its tensors on. It is kept until all of it has arrived, or for a while."""
@@ -197,10 +197,16 @@ class Host(Listener):
         say(stream, {"epoch": epoch.number, "text": epoch.text, **answer})
 
 
-def _await(stream: socket.socket, future: Future[Any]) -> Any:
-    """The result of ``future``. Meanwhile the newcomer gets signs of life; if it is gone, that raises OSError."""
-    while not futures.wait([future], _PAUSE).done:
+def _await(stream: socket.socket, future: Future[Any], check: Callable[[], None] = lambda: None) -> Any:
+    """The result of ``future``. Meanwhile the newcomer gets signs of life; if it is gone, that raises OSError.
+
+    Args:
+        check: called before each of them; may raise.
+    """
+    while not futures.wait([future], 0.0).done:
+        check()
         say(stream, None)
+        futures.wait([future], _PAUSE)
     return future.result()
 
 

@@ -45,7 +45,7 @@ def open_doors(replica: R) -> R:
     if company is None:
         return replica
     host = Host(replica, company)
-    replica.listeners += [host, _Healer(replica, company, host)]
+    replica.listeners += [host, _Healer(replica, company)]
     if isinstance(transport, NewcomerTransport):
         newcomer = _Newcomer(replica, company, transport)
         try:
@@ -111,8 +111,8 @@ class _Newcomer:
 class _Healer(Listener):
     """Gives a replica that is not finite the values of a member. Until then its exchanges are left out."""
 
-    def __init__(self, replica: Replica, company: Company, host: Host) -> None:
-        self._replica, self._company, self._host = replica, company, host
+    def __init__(self, replica: Replica, company: Company) -> None:
+        self._replica, self._company = replica, company
         # The round of the last time, and how many times there were in a row.
         self._last, self._times = -1, 0
 
@@ -124,7 +124,6 @@ class _Healer(Listener):
         if self._times > _MOST_TIMES:  # it is the data, or the learning rate: the run ends with the error
             return
         company = self._company
-        self._host.is_away = True
         try:
             with company.neighbours.paused():
                 rank, state = _fetch_state(company, self._replica.everyone, company.living_members, once=True)
@@ -132,8 +131,6 @@ class _Healer(Listener):
         except (PeerLostError, ValueError, TypeError) as error:
             _log.warning("this replica is not finite, and no other worker gives its values: %s", error)
             return
-        finally:
-            self._host.is_away = False
         self._last = engine.round
         _log.warning("round %d: this replica was not finite, and has the values of worker %d now", engine.round, rank)
 
@@ -172,7 +169,7 @@ def _ask(
         get: asks over the connection. Called with it, and the seconds in which an answer must come.
         what: is asked for, in messages.
         patience: seconds after which the next one is asked, though this one gives signs of life; at first.
-        once: each member only once.
+        once: each member only once, and for ``_STUCK`` seconds in all.
         partial: what has come of it.
 
     Raises:
@@ -182,7 +179,8 @@ def _ask(
     donor: tuple[int, int] | None = None  # the member whose copy ``partial`` is
     reasons: dict[int, str] = {}
     reached = time.monotonic()
-    deadline = reached + min(transport.timeout, _LONGEST)  # and the seconds in which ``partial`` came
+    # And the seconds in which ``partial`` came. Others may wait in a call for a member that asks.
+    deadline = reached + min(transport.timeout, _STUCK if once else _LONGEST)
     while (left := min(deadline + partial.seconds, reached + _UNREACHED) - time.monotonic()) > 0:
         others = list(members().items())
         waiting, reachable = random.sample(others, len(others)), None

@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import math
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -279,7 +280,7 @@ class Replica(ABC):
             yield
             self.apply_pending()
             if self.company is not None:
-                self.company.join(self.engine, self.mix_only)
+                self.company.join(self.engine, self.mix_only, self._tell_boundary)
             while self.company is None and self._anybody_active():
                 self.mix_only()
         except Exception as error:
@@ -447,6 +448,8 @@ class Replica(ABC):
         """
         if self.closed:
             return
+        if (error := sys.exc_info()[1]) is not None:  # it passes a ``finally``, for example
+            self.everyone.report(f"{type(error).__name__}: {error}")
         try:
             with contextlib.ExitStack() as ending:  # from the last line to the first, whatever raises
                 ending.callback(self.engine.drop)
@@ -537,7 +540,6 @@ class Replica(ABC):
 
         Raises:
             TypeError: it is something else; on all workers.
-            OutOfStepError: the workers have made different numbers of updates; on all of them.
         """
         self.begin_collective("gather")
         return gather_by_rank(self.everyone.control, value)

@@ -253,6 +253,10 @@ class _LocalNeighbours(Neighbours):
     def left(self) -> list[int]:
         return self.lost()
 
+    @property
+    def is_paused(self) -> bool:
+        return False
+
     def paused(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 

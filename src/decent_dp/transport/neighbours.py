@@ -61,6 +61,11 @@ class Neighbours(ABC):
     def paused(self) -> AbstractContextManager[None]:
         """Context manager in which this worker makes no rounds: none of its exchanges is to be waited for. It does not nest."""
 
+    @property
+    @abstractmethod
+    def is_paused(self) -> bool:
+        """Whether it is in ``paused()``."""
+
     @abstractmethod
     def begin(self, bucket: int) -> None:
         """Buckets from this number on are in use, and rounds may be earlier ones. Called by all workers together."""

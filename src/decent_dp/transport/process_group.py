@@ -87,6 +87,7 @@ class ProcessGroupTransport(Transport):
         self._communicators: dict[str, Communicator] = {}
         self._controls: dict[str, Control] = {}
         self._faults: Tolerate | None = None
+        self._has_failed = False
 
     def _listen(self) -> None:
         shared = self._rendezvous
@@ -142,19 +143,20 @@ class ProcessGroupTransport(Transport):
             range(self.world_size),
             node_of,
             timeout,
-            faults.min_workers,
-            self._reactor.close,
+            lambda: self._reactor.close(says_bye=False),
             shared.incarnation,
             self.neighbours.paused,
+            self.neighbours.round_of,
         )
         return self.neighbours
 
     def report(self, cause: str) -> None:
+        self._has_failed = bool(cause)
         self._notes.write(cause)
 
     def close(self) -> None:
         self._waiter.close()
-        self._reactor.close()
+        self._reactor.close(says_bye=not self._has_failed)
         self._notes.close()
         self._communicators.clear()
         self._controls.clear()  # the last references to the communicators

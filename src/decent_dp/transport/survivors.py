@@ -42,6 +42,8 @@ _NO_ROUND = 2**62
 _ABSENT = "absent"
 # Seconds after which a wait for others is a long one.
 _SOON = 0.02
+# Seconds between two looks at the rounds of workers that are waited for.
+_LOOK_AT_ROUNDS = 5.0
 # Bits of the number of a collective that count within a call.
 _CALL = 24
 # Bytes that go up the tree before the first of them come down: they bound the memory of a worker that is waited for.
@@ -61,11 +63,11 @@ class SurvivorControl(Control):
     Args:
         ranks: of the workers that began the run.
         node_of: the name of each worker's node; the tree leaves a node as seldom as it can.
-        timeout: seconds after which a wait for a living worker fails.
-        min_workers: as of ``Tolerate``.
-        incarnation: of this process.
+        timeout: seconds after which a wait for a living worker fails that makes no rounds meanwhile.
         leave: called when this worker can take part in no call any more, so that the others do not wait for it.
+        incarnation: of this process.
         paused: context manager in which this worker waits for others for long.
+        round_of: the latest known round of another worker.
     """
 
     def __init__(
@@ -75,15 +77,14 @@ class SurvivorControl(Control):
         ranks: Sequence[int],
         node_of: Sequence[str],
         timeout: float,
-        min_workers: int = 1,
         leave: Callable[[], None] = lambda: None,
         incarnation: int = 0,
         paused: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+        round_of: Callable[[int], int] = lambda rank: -1,
     ) -> None:
         self._incarnation, self._paused = incarnation, paused
-        self._leave = leave
+        self._leave, self._round_of = leave, round_of
         self._plane, self._rank, self._node_of, self._timeout = plane, rank, node_of, timeout
-        self._min_workers, self._most = min_workers, len(ranks)
         # Of the members of all collectives since ``begin``: all of them must have had the same.
         self._history = 0
         self.ranks: tuple[int, ...] = tuple(ranks)
@@ -204,15 +205,31 @@ class SurvivorControl(Control):
         future = self._plane.propose(name, self._said(what, text))
         with contextlib.suppress(futures.TimeoutError):
             return future.result(_SOON)
-        try:
-            with self._paused():
-                return future.result(self._timeout)
-        except futures.TimeoutError:
-            missing = ", ".join(f"worker {rank}" for rank in self._plane.missing(name)) or "one of them"
-            raise PeerTimeoutError(
+        with self._paused():
+            return self._wait_for_rounds(future, name, what)
+
+    def _wait_for_rounds(self, future: futures.Future[Decision], name: str, what: str) -> Decision:
+        """Waits as long as the workers that have not come make rounds: a slower one has more to make before it comes."""
+        began = last = time.monotonic()
+        rounds: dict[int, int] = {}
+        is_said = False
+        while True:
+            with contextlib.suppress(futures.TimeoutError):
+                return future.result(min(self._timeout / 10, _LOOK_AT_ROUNDS))
+            before, rounds, now = rounds, {rank: self._round_of(rank) for rank in self._plane.missing(name)}, time.monotonic()
+            if any(round_ > before.get(rank, round_) for rank, round_ in rounds.items()):
+                last = now
+            if now - began <= self._timeout or (is_said and now - last <= self._timeout):
+                continue
+            names = ", ".join(f"worker {rank}" for rank in rounds) or "one of them"
+            text = (
                 f"not all living workers have come to {self._describe(what)} within the process group's timeout of "
-                f"{self._timeout:g} s: {missing} did not. Make the same calls on every worker."
-            ) from None
+                f"{self._timeout:g} s: {names} did not."
+            )
+            if now - last > self._timeout:
+                raise PeerTimeoutError(f"{text} Make the same calls on every worker.")
+            _log.warning("%s It is waited for, as it makes rounds. Is this call made on every worker?", text)
+            is_said = True
 
     def _agree(self, what: str, text: str) -> Decision:
         while True:
@@ -257,12 +274,6 @@ class SurvivorControl(Control):
                     f"the network had fallen into parts inside this call: workers {leading} and {rank} have taken part in "
                     "different collectives of it. Make the call again."
                 )
-        self._most = max(self._most, len(said))
-        if len(said) < min(self._min_workers, self._most):
-            raise PeerLostError(
-                f"only workers {list(said)} have come to this call, and faults=Tolerate(min_workers="
-                f"{self._min_workers}) wants more. Start all workers again from the newest checkpoint, or allow fewer."
-            )
         self._history = zlib.crc32(f"{name} {list(said)}".encode(), self._history)
         return Decision({rank: one.text for rank, one in said.items()}, decision.links)
 

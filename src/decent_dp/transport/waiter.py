@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-__all__ = ["Waiter"]
+__all__ = ["Waiter", "start_thread"]
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+def start_thread(target: Callable[[], None], name: str) -> bool:
+    """Starts a daemon thread. Returns whether that was possible: a system limits their number."""
+    try:
+        threading.Thread(target=target, name=name, daemon=True).start()
+    except RuntimeError as error:
+        _log.warning("the thread %s cannot be started: %s", name, error)
+        return False
+    return True
 
 
 class Waiter:

@@ -8,11 +8,13 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 
 from decent_dp.errors import WireError
 from decent_dp.transport.agreement import Agreements, Consensus, Decision, View
 from decent_dp.transport.tcp.courier import Courier
 from decent_dp.transport.tcp.protocol import AGREEMENT, Key
+from decent_dp.transport.waiter import start_thread
 
 __all__ = ["ControlPlane"]
 
@@ -185,9 +187,8 @@ class ControlPlane(Consensus):
     def _ratify(self, name: str, decision: Decision) -> bool:
         for prefix, (_, ratify) in self._governed.items():
             if name.startswith(prefix):
-                threading.Thread(
-                    target=self._run_ratify, args=(name, decision, ratify), name="decent_dp-ratify", daemon=True
-                ).start()
+                if not start_thread(partial(self._run_ratify, name, decision, ratify), "decent_dp-ratify"):
+                    self._ratified(name, None)
                 return False
         return True
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import socket
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -14,6 +13,7 @@ from decent_dp.transport.communicators import GreetingError
 from decent_dp.transport.tcp.connection import Connection, LinkState
 from decent_dp.transport.tcp.framing import Framing
 from decent_dp.transport.tcp.greeting import Identity, ReplacedError, greet
+from decent_dp.transport.waiter import start_thread
 
 __all__ = ["Dialler"]
 
@@ -76,7 +76,8 @@ class Dialler:
             elif time.monotonic() >= due:
                 self._due[peer] = math.inf
                 # A thread for each, as one that cannot be reached takes long.
-                threading.Thread(target=self._try, args=(peer,), name="decent_dp-dial", daemon=True).start()
+                if not start_thread(partial(self._try, peer), "decent_dp-dial"):
+                    self._try_again(peer)
         return min(self._due.values(), default=math.inf)
 
     def _needed(self, connection: Connection) -> bool:

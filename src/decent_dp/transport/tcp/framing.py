@@ -59,6 +59,8 @@ _FRAME = 2**16
 _READ = 2**15
 # Bytes read from one connection before the others are read.
 _READ_AT_ONCE = 2**21
+# Seconds after which other peers have their turn: a note may need much more time than its bytes.
+_READ_FOR = 0.02
 # Bits of the size of a BEAT: the sender wants one in return; it makes no rounds at present.
 _ASKS, _PAUSES = 1, 2
 # Offers, grants and notes that one peer may have sent ahead.
@@ -367,25 +369,9 @@ class Framing:
 
     def read(self, connection: Connection) -> None:
         """Reads what is there, up to a bound."""
-        taken = 0
         try:
-            while connection.socket is not None and taken < _READ_AT_ONCE:
-                into = memoryview(connection.header) if connection.body is None else connection.body
-                count = connection.socket.recv_into(into[connection.filled :])
-                if count == 0:
-                    self.lose(connection, "closed by the peer")
-                    return
-                taken += count
-                connection.heard = time.monotonic()
-                connection.filled += count
-                if connection.body is None and connection.filled == HEADER_SIZE:
-                    connection.filled = 0
-                    self._open_frame(connection)
-                if connection.body is not None and connection.filled == len(connection.body):
-                    connection.filled = 0
-                    self._close_frame(connection)
-            connection.wait_for_bytes(_READ)
-        except BlockingIOError:
+            with contextlib.suppress(BlockingIOError):
+                self._read(connection)
             connection.wait_for_bytes(_READ)
         except OSError as error:
             silent = error.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
@@ -394,6 +380,24 @@ class Framing:
             self.lose(connection, str(error), error)
         except WireError as error:
             self.fail(connection, error)
+
+    def _read(self, connection: Connection) -> None:
+        taken, until = 0, time.monotonic() + _READ_FOR
+        while connection.socket is not None and taken < _READ_AT_ONCE and (not taken or connection.heard < until):
+            into = memoryview(connection.header) if connection.body is None else connection.body
+            count = connection.socket.recv_into(into[connection.filled :])
+            if count == 0:
+                self.lose(connection, "closed by the peer")
+                return
+            taken += count
+            connection.heard = time.monotonic()
+            connection.filled += count
+            if connection.body is None and connection.filled == HEADER_SIZE:
+                connection.filled = 0
+                self._open_frame(connection)
+            if connection.body is not None and connection.filled == len(connection.body):
+                connection.filled = 0
+                self._close_frame(connection)
 
     def _open_frame(self, connection: Connection) -> None:
         frame = unpack(connection.header, connection.peer)
@@ -476,6 +480,7 @@ class Framing:
             on_the_way = receiving.granted - receiving.received
             if on_the_way and connection.socket is not None:
                 connection.unwanted[receiving.key] = on_the_way
+                _forget_before(connection.unwanted, receiving.key)
                 if receiving.size > SMALL:
                     connection.count_arrived(on_the_way)
             if connection.frame is not None and connection.frame.key == receiving.key and connection.body is not None:

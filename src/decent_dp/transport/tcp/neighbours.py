@@ -85,6 +85,7 @@ class TcpNeighbours(Neighbours):
         self._framing.settlement.skip(peer, exchange_id.round, exchange_id.bucket)
 
     def announce(self, round_: int) -> None:
+        self._reactor.refuse_failed()
         self._framing.paused = False
         now, last = time.monotonic(), self._framing.round
         if last >= 0 and round_ > last:
@@ -113,6 +114,10 @@ class TcpNeighbours(Neighbours):
 
     def left(self) -> list[int]:
         return self._peers(lambda connection: connection.left)
+
+    @property
+    def is_paused(self) -> bool:
+        return self._framing.paused
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

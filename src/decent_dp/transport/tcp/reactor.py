@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import selectors
@@ -13,6 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from decent_dp.transport.agreement import View
 from decent_dp.transport.communicators import SilentError
@@ -26,8 +28,11 @@ from decent_dp.transport.tcp.greeting import GUEST, REPLACED, Identity, greet
 from decent_dp.transport.tcp.mailbox import Mailbox
 from decent_dp.transport.tcp.neighbours import SILENT, TcpNeighbours, silence
 from decent_dp.transport.tcp.protocol import ACK, BYE, Key, pack
+from decent_dp.transport.waiter import start_thread
 
 __all__ = ["Reactor"]
+
+_log = logging.getLogger(__name__)
 
 # Seconds that closing may take until all that was sent has reached the others.
 _LINGER = 10.0
@@ -245,19 +250,33 @@ class Reactor:
         """
         with self._commands_lock:
             if self._ended:
-                raise RuntimeError("the transport was closed") from self._error
+                raise self._is_over() from self._error
             self._commands.append(command)
         if not self._woken and threading.current_thread() is not self._thread:
             self._woken = True
             with contextlib.suppress(OSError):
                 self._waker.send(b"!")
 
-    def close(self) -> None:
-        """Ends the thread once everything that was sent has arrived, or cannot any more."""
+    def refuse_failed(self) -> None:
+        """Raises RuntimeError if the thread has ended with an error: all peers look gone."""
+        if self._error is not None:
+            raise self._is_over() from self._error
+
+    def _is_over(self) -> RuntimeError:
+        if self._error is None:
+            return RuntimeError("the transport was closed")
+        return RuntimeError(f"the transport of this worker has failed: {type(self._error).__name__}: {self._error}")
+
+    def close(self, *, says_bye: bool = True) -> None:
+        """Ends the thread once everything that was sent has arrived, or cannot any more.
+
+        Args:
+            says_bye: this worker has done what it was to do. Else it has failed, and counts as dead.
+        """
         if self._closing is None:
             self._closing = time.monotonic() + _LINGER
             with contextlib.suppress(RuntimeError):
-                self.call(self._say_bye if self._dialler is not None else lambda: None)
+                self.call(self._say_bye if says_bye and self._dialler is not None else lambda: None)
             self._thread.join(_LINGER + 1)
 
     # -- the thread ---------------------------------------------------------------------------------------------------
@@ -294,6 +313,7 @@ class Reactor:
                 self._step()
         except BaseException as error:
             self._error = error
+            _log.exception("the transport of worker %d has failed", self._identity.rank)
             for connection in list(self._framing.connections.values()):
                 self._framing.fail(connection, error)
         finally:
@@ -313,8 +333,9 @@ class Reactor:
                     self._framing.write(key.data)
             else:
                 key.data()  # the acceptor's
-        if time.monotonic() >= self._next_beat:
-            self._beat()
+            # Much may have come from each of many peers. They must hear from this worker meanwhile.
+            self._beat_if_due()
+        self._beat_if_due()
         # The commands that are there now, not those that they add: a long encoding lets messages move in between.
         for _ in range(len(self._commands)):
             self._commands.popleft()()
@@ -334,6 +355,10 @@ class Reactor:
             return 0.01
         until_beat = max(0.0, min(self._next_beat, self._dial_at) - time.monotonic())
         return until_beat if look_again is None else min(look_again, until_beat)
+
+    def _beat_if_due(self) -> None:
+        if time.monotonic() >= self._next_beat:
+            self._beat()
 
     def _beat(self) -> None:
         """Once in a while: gives signs of life, looks for those of the peers, and makes lost connections again."""
@@ -396,7 +421,8 @@ class Reactor:
     def _open(self, worker: Identity, stream: socket.socket) -> None:
         if worker.rank == GUEST:
             assert self.on_guest is not None
-            threading.Thread(target=self.on_guest, args=(stream,), name="decent_dp-guest", daemon=True).start()
+            if not start_thread(partial(self.on_guest, stream), "decent_dp-guest"):
+                stream.close()
             return
         connection = self._framing.connection(worker.rank)
         if connection.state is LinkState.OPEN:  # the peer has seen first that it was lost
