@@ -54,6 +54,14 @@ class Company:
         self._origin = 0, 0
         # The largest number of members so far.
         self._most = 0
+        n = transport.world_size
+        if 1 < n <= faults.min_workers and transport.rank == 0:
+            _log.warning(
+                "faults=Tolerate(min_workers=%d) with %d workers: the first death ends the run. With min_workers=1 the last "
+                "one continues.",
+                faults.min_workers,
+                n,
+            )
 
     @property
     def members(self) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from decent_dp.errors import PeerLostError
 from decent_dp.membership.line import Epoch, newest_epoch
 from decent_dp.transport import NewcomerTransport
-from decent_dp.transport.base import connect_store, read_text, store_errors, whole_store
+from decent_dp.transport.base import StoreCalls, connect_store, read_text, store_errors, whole_store
 from decent_dp.transport.communicators import NEWEST, ROOT, Rendezvous, address_key, network_stack
 
 __all__ = ["Run", "join", "look_at_run"]
@@ -24,6 +24,8 @@ __all__ = ["Run", "join", "look_at_run"]
 # Seconds for a connection to the store, until a place is free, and between two looks for one; and looks after which a process
 # that has taken one and is no member counts as ended.
 _SECONDS, _FREE, _AGAIN, _LOOKS = 5.0, 30.0, 0.5, 10
+# Seconds for the answers of a store, which may be stopped.
+_ANSWER = 20.0
 
 
 def join(store: str | Store | None = None, *, rank: int | None = None) -> NewcomerTransport:
@@ -101,14 +103,22 @@ def look_at_run(store: str | Store | None = None) -> Run:
     Raises:
         ValueError, TypeError, PeerLostError: as of ``join``.
     """
-    whole = _whole_store(store)
-    try:
+    whole, calls = _whole_store(store), StoreCalls()
+
+    def read() -> tuple[str | None, dict[str, str | None], Epoch | None]:
         with store_errors():
             run_id = read_text(whole, NEWEST)
-            found = {} if run_id is None else {name: read_text(whole, f"{run_id}/{name}") for name in ("run", "signature")}
-            epoch = None if run_id is None else newest_epoch(whole, run_id)
+            if run_id is None:
+                return None, {}, None
+            found = {name: read_text(whole, f"{run_id}/{name}") for name in ("run", "signature")}
+            return run_id, found, newest_epoch(whole, run_id)
+
+    try:
+        run_id, found, epoch = calls.run(read, _ANSWER)
     except ConnectionError as error:
         raise PeerLostError(str(error)) from error
+    finally:
+        calls.close()
     if run_id is None or epoch is None or None in found.values():
         raise PeerLostError(
             "no run is registered at this store: only a run with faults=decent_dp.Tolerate(...) and a topology that is "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import socket
 import threading
 import time
@@ -28,19 +27,30 @@ _log = logging.getLogger(__name__)
 
 # Seconds between two signs of life while a newcomer waits.
 _PAUSE = 1.0
-# Newcomers that are served at a time, and copies.
-_MOST = 8
-# How long a copy is kept after its connection has broken, in ``dead_after``: a newcomer without a network gives up after 30 s.
+# Newcomers that are served at a time.
+_MOST_GUESTS = 8
+# Copies of the state that are kept at a time, each of them as large as the state. Who comes within so many seconds, or when
+# there are no more, gets an older one.
+_MOST_COPIES, _FRESH = 2, 60.0
+# How long a copy is kept after a connection has broken, in ``dead_after``: a newcomer without a network gives up after 30 s.
 _KEPT = 3.0
 
 
 @dataclass
 class _Kept:
-    """A copy, and the newest connection that it is sent over. ``until``: when it is dropped, if that one has broken."""
+    """A copy of the state.
+
+    Attributes:
+        taken: when; ``first_bucket``: of the engine then, which another one has after a load.
+        users: the connections that it is sent over; ``until``: when it is dropped, if there are none.
+    """
 
     copy: StateCopy
-    stream: socket.socket
-    until: float = math.inf
+    staged: Staged
+    taken: float
+    first_bucket: int
+    users: int = 0
+    until: float = 0.0
 
 
 class Host(Listener):
@@ -51,45 +61,45 @@ class Host(Listener):
 
     def __init__(self, replica: Replica, company: Company) -> None:
         self._replica, self._company = replica, company
-        # Those that wait for a snapshot: its tree, and the copies of its tensors.
-        self._waiting: list[Future[tuple[str, Staged]]] = []
-        self._lock = threading.Lock()
-        self._guests = threading.BoundedSemaphore(_MOST)
-        # Copies that are sent, and the newest one whose connection has broken, by name; changed under the lock.
+        # What newcomers wait for, if any do: a copy from the next boundary.
+        self._wanted: Future[_Kept] | None = None
+        # By name; changed under the lock.
         self._copies: dict[str, _Kept] = {}
+        self._lock = threading.Lock()
+        self._guests = threading.BoundedSemaphore(_MOST_GUESTS)
         self._has_ended = False
 
     # -- in the training thread ---------------------------------------------------------------------------------------
 
     def reached_boundary(self) -> None:
-        if not self._waiting and not self._copies:
+        if self._wanted is None and not self._copies:
             return
         with self._lock:
-            waiting, self._waiting = self._waiting, []
+            wanted, self._wanted = self._wanted, None
             self._drop_old()
-        if not waiting:
+        if wanted is None:
             return
         try:
             if not self._replica.engine.exchanges and len(self._company.members) > 1:
                 raise RuntimeError("this worker has not mixed yet")
             # What is in flight, and what edges have learned, is between this worker and others.
             snapshot = {**take(self._replica), "exchange": None, "compression": {}, "grads": {}}
-            state = {"first_bucket": self._replica.engine.first_bucket, "epoch": self._company.known, "snapshot": snapshot}
+            bucket = self._replica.engine.first_bucket
+            state = {"first_bucket": bucket, "epoch": self._company.known, "snapshot": snapshot}
             text, tensors = encode(state, "")
             staged = Staging().copy(tensors)
+            kept = _Kept(StateCopy(text, staged.tensors), staged, time.monotonic(), bucket)
         except Exception as error:  # training continues
-            for future in waiting:
-                future.set_exception(error)
+            wanted.set_exception(error)
         else:
-            for future in waiting:
-                future.set_result((text, staged))
+            wanted.set_result(kept)
 
     def closing(self) -> None:
         with self._lock:
-            waiting, self._waiting = self._waiting, []
+            wanted, self._wanted = self._wanted, None
             self._copies, self._has_ended = {}, True
-        for future in waiting:
-            future.set_exception(RuntimeError("this worker has ended"))
+        if wanted is not None:
+            wanted.set_exception(RuntimeError("this worker has ended"))
 
     # -- in the threads of newcomers ----------------------------------------------------------------------------------
 
@@ -99,14 +109,9 @@ class Host(Listener):
             stream.settimeout(self._company.faults.dead_after)
             try:
                 request = hear(stream) or {}
-                kept = self._copies.get(str(request.get("copy")))
-                if kept is not None:  # its thread may still send into a connection that is broken
-                    _break(kept.stream)
                 with self._place():
-                    if kept is not None:
-                        self._give_state(stream, kept, request.get("from"))
-                    elif request.get("want") == "state":
-                        self._give_state(stream, _Kept(self._copy_for(stream), stream), 0)
+                    if request.get("want") == "state":
+                        self._give_state(stream, str(request.get("copy")), request.get("from"))
                     else:
                         self._give_seat(stream, int(request["seat"]), int(request["incarnation"]))
             except (RuntimeError, LookupError, TypeError, ValueError, ConnectionError) as error:
@@ -116,48 +121,57 @@ class Host(Listener):
     def _place(self) -> Iterator[None]:
         """One of the places for newcomers."""
         if not self._guests.acquire(timeout=_PAUSE):
-            raise RuntimeError(f"it serves {_MOST} others at present")
+            raise RuntimeError(f"it serves {_MOST_GUESTS} others at present")
         try:
             yield
         finally:
             self._guests.release()
 
-    def _copy_for(self, stream: socket.socket) -> StateCopy:
-        """A copy of the state, from the next boundary."""
-        future: Future[tuple[str, Staged]] = Future()
+    def _copy_for(self, stream: socket.socket, name: str) -> _Kept:
+        """The copy of this name, or a fresh one; for one more user."""
         with self._lock:
-            self._waiting.append(future)
-        try:
-            text, staged = _await(stream, future, self._refuse_paused)
-        except (OSError, RuntimeError):
-            with self._lock, contextlib.suppress(ValueError):
-                self._waiting.remove(future)
-            raise
-        staged.wait()
-        for key, tensor in staged.tensors.items():
+            self._drop_old()
+            if (found := self._find(name)) is not None:
+                found.users += 1
+                return found
+            if self._has_ended:
+                raise RuntimeError("this worker has ended")
+            wanted = self._wanted = self._wanted or Future()
+        kept: _Kept = _await(stream, wanted, self._refuse_paused)
+        kept.staged.wait()
+        for key, tensor in kept.staged.tensors.items():
             if tensor.is_floating_point() and ".parameters." in key and not all_finite(tensor):
                 raise RuntimeError("the replica of this worker holds a NaN or an infinity")
-        return StateCopy(text, staged.tensors)
+        with self._lock:
+            if not self._has_ended:
+                self._copies[kept.copy.name] = kept
+            kept.users += 1
+        return kept
+
+    def _find(self, name: str) -> _Kept | None:
+        """The copy of this name, or the newest, if that is fresh or there may be no more. The caller has the lock."""
+        if name in self._copies:
+            return self._copies[name]
+        bucket = self._replica.engine.first_bucket
+        copies = [kept for kept in self._copies.values() if kept.first_bucket == bucket]
+        newest = max(copies, key=lambda kept: kept.taken, default=None)
+        is_fresh = newest is not None and time.monotonic() < newest.taken + _FRESH
+        return newest if is_fresh or len(copies) >= _MOST_COPIES else None
 
     def _refuse_paused(self) -> None:
         """There is no boundary while this worker waits in a call of all, or for the state of another one."""
         if self._company.neighbours.is_paused:
             raise RuntimeError("it waits for others")
 
-    def _give_state(self, stream: socket.socket, kept: _Kept, begin: Any) -> None:
-        """Sends a copy from byte ``begin`` of its tensors on. It is kept until all of it has arrived, or for a while."""
-        name, size = kept.copy.name, kept.copy.size
-        if type(begin) is not int or not 0 <= begin <= size:
-            raise ValueError(f"from must be an int from 0 to {size}, the bytes of the copy, got {begin!r}")
-        with self._lock:
-            if name not in self._copies and len(self._copies) >= _MOST:
-                # Each place but this one has at most one connection that is alive.
-                del self._copies[min(self._copies, key=lambda other: self._copies[other].until)]
-            if not self._has_ended:
-                self._copies[name] = kept
-            kept.stream, kept.until = stream, math.inf
-        seconds = 0.0
+    def _give_state(self, stream: socket.socket, name: str, begin: Any) -> None:
+        """Sends the copy ``name`` from byte ``begin`` of its tensors on; or all of another one."""
+        kept, seconds = self._copy_for(stream, name), 0.0
+        size = kept.copy.size
         try:
+            if kept.copy.name != name:
+                begin = 0
+            elif type(begin) is not int or not 0 <= begin <= size:
+                raise ValueError(f"from must be an int from 0 to {size}, the bytes of the copy, got {begin!r}")
             send_state(stream, kept.copy, begin)
             hear(stream)  # it has all of it
         except OSError:
@@ -165,18 +179,14 @@ class Host(Listener):
             raise
         finally:
             with self._lock:
-                if kept.stream is stream:
-                    kept.until = time.monotonic() + seconds
-                    # One at most is kept: processes that die in the transfer, and are started again, come for new ones.
-                    self._copies = {
-                        other.copy.name: other for other in self._copies.values() if other is kept or other.until == math.inf
-                    }
+                kept.users -= 1
+                kept.until = max(kept.until, time.monotonic() + seconds)
                 self._drop_old()
 
     def _drop_old(self) -> None:
         """Drops copies that nobody has asked for again. The caller has the lock."""
         now = time.monotonic()
-        self._copies = {name: kept for name, kept in self._copies.items() if kept.until > now}
+        self._copies = {name: kept for name, kept in self._copies.items() if kept.users or kept.until > now}
 
     def _give_seat(self, stream: socket.socket, rank: int, incarnation: int) -> None:
         company = self._company
@@ -208,9 +218,3 @@ def _await(stream: socket.socket, future: Future[Any], check: Callable[[], None]
         say(stream, None)
         futures.wait([future], _PAUSE)
     return future.result()
-
-
-def _break(stream: socket.socket) -> None:
-    """The thread that uses it gets an error."""
-    with contextlib.suppress(OSError):
-        stream.shutdown(socket.SHUT_RDWR)
