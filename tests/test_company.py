@@ -43,7 +43,7 @@ def test_who_has_run_out_makes_rounds_with_the_others_and_not_ahead_of_them():
         if engine.round == 6:
             decision.set_result(Decision({0: "", 1: ""}, {}))
 
-    make_company(round_of, decision).join(engine, mix_only)
+    make_company(round_of, decision).join(engine, mix_only, lambda: None)
     assert engine.round == 6
 
 
@@ -78,14 +78,14 @@ def test_a_worker_that_only_this_one_has_lost_is_missed_until_others_vouch_for_i
 def test_join_waits_for_nobody_without_end():
     engine: Any = SimpleNamespace(round=3)
     with pytest.raises(PeerTimeoutError, match=r"worker 1 is not in join\(\), and no worker has made a round"):
-        make_company(lambda: 2, Future()).join(engine, lambda: None)
+        make_company(lambda: 2, Future()).join(engine, lambda: None, lambda: None)
 
 
 def test_who_was_left_out_of_join_is_told():
     decision: Future[Decision] = Future()
     decision.set_result(Decision({1: ""}, {}))
     with pytest.raises(PeerLostError, match=r"took worker 0 for gone, and have left join\(\)"):
-        make_company(lambda: 9, decision).join(SimpleNamespace(round=3), lambda: None)  # type: ignore[arg-type]
+        make_company(lambda: 9, decision).join(SimpleNamespace(round=3), lambda: None, lambda: None)  # type: ignore[arg-type]
 
 
 class Control:

@@ -17,7 +17,6 @@ from decent_dp.replica.snapshot import take
 from decent_dp.rules import Gossip, OuterNesterov
 from decent_dp.topo import Topology, TopologyReg, make_topology
 from decent_dp.transport import InProcessTransport
-from tests.helpers import some_and_all
 from tests.test_law import AdamWTwin, Linear, SgdTwin, Varying, data, gradient, matrix
 from tests.test_mix_every import Part, mix_of, parts
 
@@ -168,7 +167,7 @@ def train_each(rank: int, n: int, cases: list[Case]) -> list[Any]:
     return [train(rank, case, **options_of(i)) for i, case in enumerate(cases)]
 
 
-@some_and_all(CASES)
+@pytest.mark.parametrize("cases", [CASES[::4], pytest.param(CASES, marks=pytest.mark.slow)], ids=["some", "all"])
 def test_four_workers_equal_numpy(workers, cases):
     results = workers(N, train_each, cases)
     for i, case in enumerate(cases):

@@ -15,7 +15,6 @@ from decent_dp.compression import Lossless
 from decent_dp.rules import Anticipation, DriftCorrection, GASLoC, Gossip, OuterNesterov, Rule
 from decent_dp.sim.exchange import SpreadExchange
 from decent_dp.transport import run_replicas
-from tests.helpers import some_and_all
 from tests.rule_cases import MomentumGossip, Scaled
 from tests.sim_cases import OPTIMIZERS, STEPS, Case, compare, make_topology, train_really
 from tests.test_sim_exact import hold
@@ -94,7 +93,7 @@ def over_sockets(rank: int, n: int, cases: list[Case]) -> list[Any]:
     return [train_really(rank, n, one) for one in cases]
 
 
-@some_and_all(CASES)
+@pytest.mark.parametrize("cases", [CASES[::6], pytest.param(CASES, marks=pytest.mark.slow)], ids=["some", "all"])
 def test_over_sockets_in_process_and_simulated(workers, cases):
     """Parameters and buffers after each of five steps, distances and bytes after the last."""
     sockets = workers(4, over_sockets, cases)

@@ -97,7 +97,7 @@ def comparable(found: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "kinds",
-    [["every third", "int8", "momentum", "settings"], pytest.param([*KINDS], marks=pytest.mark.slow)],
+    [["every third", "int8", "momentum"], pytest.param([*KINDS], marks=pytest.mark.slow)],
     ids=["some", "all"],
 )
 def test_a_run_that_is_resumed_equals_one_that_was_not_stopped(workers, tmp_path, kinds):
@@ -357,7 +357,7 @@ def load_in_the_middle(rank: int, n: int, cases: list[Any]) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    "cases", [[LOADS[i] for i in (2, 5, 8)], pytest.param(LOADS, marks=pytest.mark.slow)], ids=["some", "all"]
+    "cases", [[LOADS[i] for i in (2, 8)], pytest.param(LOADS, marks=pytest.mark.slow)], ids=["some", "all"]
 )
 def test_a_load_resets_the_rules_state(workers, cases):
     """A load of all parameters or of some, and a mean for good: the anchor has the loaded values, and the momentum is zero."""

@@ -75,7 +75,7 @@ def unsharded(transport: Any, case: Case, shards: int) -> Any:
 
 FOUR = [(2, 2, name) for name in CASES]
 PLANS = [
-    pytest.param(4, [(2, 2, name) for name in ("outer in windows", "int8", "gossip-adamw", "drift", "mix_every")], id="some"),
+    pytest.param(4, [(2, 2, name) for name in ("outer in windows", "gossip-adamw", "mix_every")], id="some"),
     pytest.param(4, FOUR, id="4", marks=pytest.mark.slow),
     pytest.param(6, [*((2, 3, name) for name in SIX), *((3, 2, name) for name in THREE)], id="6", marks=pytest.mark.slow),
 ]

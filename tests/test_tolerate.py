@@ -317,7 +317,10 @@ def is_cut_off(rank: int, n: int, policy: str, calls: bool) -> Any:
     return np.diff(times), replica.stats(), means
 
 
-@pytest.mark.parametrize(("policy", "calls"), [("follow", False), ("follow", True), ("train", False), ("stop", False)])
+@pytest.mark.parametrize(
+    ("policy", "calls"),
+    [("follow", True), *(pytest.param(policy, False, marks=pytest.mark.slow) for policy in ("follow", "train", "stop"))],
+)
 def test_a_worker_that_is_cut_off(workers, policy, calls):
     outcomes = workers.outcomes(2, is_cut_off, policy, calls)
     if policy == "stop":

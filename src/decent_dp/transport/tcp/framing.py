@@ -432,6 +432,7 @@ class Framing:
     def _memory_for(self, connection: Connection, frame: Frame) -> memoryview:
         """Where the body of a DATA frame goes."""
         key, length = frame.key, frame.length
+        _forget_before(connection.unwanted, key)  # dropped before they were sent
         unwanted = connection.unwanted.get(key, 0)
         if 0 < length <= unwanted:
             return memoryview(bytearray(length))
@@ -480,7 +481,6 @@ class Framing:
             on_the_way = receiving.granted - receiving.received
             if on_the_way and connection.socket is not None:
                 connection.unwanted[receiving.key] = on_the_way
-                _forget_before(connection.unwanted, receiving.key)
                 if receiving.size > SMALL:
                     connection.count_arrived(on_the_way)
             if connection.frame is not None and connection.frame.key == receiving.key and connection.body is not None:
