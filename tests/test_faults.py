@@ -439,7 +439,7 @@ def test_a_link_at_one_percent_of_its_rate(train, dead_after):
     else:  # the two on the link leave most of their exchanges out, and nobody waits for them then
         assert max(late) <= 5, late
         assert min(left_out[:2]) >= 5, left_out
-        assert left_out[2:] == [0, 0]
+        assert max(left_out[2:]) <= 2, left_out
 
 
 # -- deaths ----------------------------------------------------------------------------------------------------------------

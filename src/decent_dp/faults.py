@@ -52,7 +52,7 @@ class Tolerate:
 
     def signature(self) -> dict[str, Any]:
         """The settings, as JSON."""
-        return {key: float(value) if isinstance(value, float) else value for key, value in asdict(self).items()}
+        return asdict(self)
 
 
 @dataclass(frozen=True)
