@@ -14,12 +14,12 @@ import pytest
 from decent_dp.errors import PeerLostError, WireError
 from decent_dp.faults import default_dead_after
 from decent_dp.topo import Edge
-from decent_dp.transport.base import ExchangeId
+from decent_dp.transport.base import ExchangeId, Verdict
 from decent_dp.transport.communicators import SilentError, peer_error
 from decent_dp.transport.tcp import mailbox as mailbox_module
-from decent_dp.transport.tcp.connection import LinkState
+from decent_dp.transport.tcp.connection import LinkState, Pair, Receiving, Sending
 from decent_dp.transport.tcp.mailbox import Mailbox
-from decent_dp.transport.tcp.protocol import BEAT, DROP, GRANT, NOTE, VERSION, pack, unpack
+from decent_dp.transport.tcp.protocol import BEAT, DATA, DROP, GRANT, NOTE, VERSION, pack, unpack
 from decent_dp.transport.tcp.reactor import Reactor
 from tests.test_reactor import (
     HEADER,
@@ -225,6 +225,18 @@ def test_what_a_peer_leaves_out_is_not_started(peer):
     wait_for(lambda: not known.available(EDGE, EXCHANGE))
     assert known.available(EDGE, ExchangeId(4, 0))
     assert known.available(EDGE, ExchangeId(3, 1))
+
+
+def test_a_peer_that_sends_what_was_not_due_costs_its_edge_and_no_more(peer):
+    known = peer.reactor.tolerate(10.0)
+    verdicts: list[Verdict] = []
+    errors: list[BaseException] = []
+    key, data = (0, 0, 0), memoryview(bytearray(40_000))
+    sending = Sending(1, key, data, lambda: None, errors.append, ready=len(data))
+    known.open(Pair(Receiving(1, key, data, lambda: None, errors.append), sending, verdicts.append))
+    peer.frame(DATA, (5, 0, 0), 0, 10, b"x" * 10)
+    wait_for(lambda: verdicts == [Verdict.NEITHER])
+    assert (errors, known.lost()) == ([], [1])
 
 
 def test_a_worker_that_is_late_is_asked_and_answers(peer):

@@ -525,9 +525,14 @@ class Framing:
         self.fail(connection, ConnectionError(reason))
 
     def fail(self, connection: Connection, error: BaseException) -> None:
-        """Closes a connection, and fails all messages that need it."""
+        """Closes a connection, and fails all messages that need it. Where faults are tolerated, a peer that sends what was not due
+        costs no more than one that is gone."""
         connection.closed = connection.closed or str(error)
         connection.cause = connection.cause or error
+        if self.tolerant and isinstance(error, WireError):
+            _log.warning("the connection to worker %d was closed for good: %s", connection.peer, error)
+            self.give_up(connection, str(error))
+            return
         self._let_go(connection)
         connection.enter(LinkState.GONE)
         for receiving in list(connection.receivings.values()):
@@ -537,8 +542,6 @@ class Framing:
         connection.receivings.clear()
         connection.sendings.clear()
         if self.tolerant:
-            if isinstance(error, WireError):
-                _log.warning("the connection to worker %d was closed for good: %s", connection.peer, error)
             self.settlement.expire(connection)
 
 
