@@ -161,6 +161,23 @@ def test_a_lost_peer_is_an_outcome():
     run_replicas(2, abandoned)
 
 
+def test_a_million_rounds_are_left_out_at_once():
+    """By a process that was frozen for hours."""
+    topology = make_topology("base-2", local_world_size=1, world_size=4, rank=0)
+    buckets = [SimpleNamespace(topology=topology, number=number) for number in range(50)]
+    left_out: dict[int, int] = {}
+    neighbours = SimpleNamespace(skip=lambda edge, exchange_id: left_out.__setitem__(exchange_id.bucket, exchange_id.round))
+    engine: Any = SimpleNamespace(
+        round=10, holes=0, buckets=buckets, _transport=SimpleNamespace(rank=0), _neighbours=neighbours
+    )
+    began = time.monotonic()
+    Engine.go_to(engine, 1_000_010)
+    assert time.monotonic() - began < 5
+    assert engine.round == 1_000_010
+    assert engine.holes == 50 * 1_000_000
+    assert left_out == dict.fromkeys(range(50), 1_000_009)
+
+
 def dropped(transport: Any, rule: Rule) -> None:
     tensors = [torch.full((3,), 1.0 + transport.rank)]
     engine = engine_of(transport, RingTopology(1, world_size=2, rank=transport.rank), tensors, rule)

@@ -33,6 +33,8 @@ _log = logging.getLogger(__name__)
 
 # After so many exchanges in a row in which a block was rejected there is a warning.
 _REJECTED_ROUNDS = 10
+# Rounds that are left out one by one, at most; of earlier ones only the number is kept.
+_MOST_MISSED = 1000
 # Seconds between two looks whether a verdict has come.
 _LOOK = 0.001
 
@@ -307,13 +309,16 @@ class Engine:
     def go_to(self, target: int) -> None:
         """Leaves out all rounds before ``target``."""
         missed: dict[tuple[int, int], tuple[Edge, ExchangeId]] = {}
-        for round_ in range(self.round, target):
+        first, before = max(self.round, target - _MOST_MISSED), self.holes
+        for round_ in range(first, target):
             for bucket in self.buckets:
                 if Topology.mixes(bucket.topology, round_):
                     edge = bucket.topology.get_edge(round_)
                     for other in set(edge.ranks) - {self._transport.rank}:
                         self.holes += 1
                         missed[other, bucket.number] = edge, ExchangeId(round_, bucket.number)
+        if first > self.round:
+            self.holes += (self.holes - before) * (first - self.round) // _MOST_MISSED
         if self._neighbours is not None:
             for edge, exchange_id in missed.values():  # the last one of each bucket and worker stands for those before
                 self._neighbours.skip(edge, exchange_id)
