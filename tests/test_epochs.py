@@ -331,8 +331,8 @@ def test_an_epoch_counts_the_shares_of_data_before_it():
     assert (epoch.start, epoch.dealt) == (24, 36 + 14 * 5)
 
 
-def one_that_has_missed_an_epoch() -> tuple[Epochs, list[int | None]]:
-    """Worker 3 of four has missed epoch 1, and epoch 2, from round 80 on, names it. What it was confined to so far, too."""
+def lone_epochs(heard: str, newest: int) -> tuple[Epochs, list[int | None], list[Future[Decision]]]:
+    """Those of worker 3 of four, what it is confined to, and the results of its proposals."""
     confined: list[int | None] = []
     results: list[Future[Decision]] = []
 
@@ -341,15 +341,33 @@ def one_that_has_missed_an_epoch() -> tuple[Epochs, list[int | None]]:
         return results[-1]
 
     neighbours: Any = SimpleNamespace(
-        consensus=SimpleNamespace(govern=lambda *_: None, heard=lambda name: name == "epoch/2", propose=propose),
+        consensus=SimpleNamespace(govern=lambda *_: None, heard=lambda name: name == heard, propose=propose),
         confine=confined.append,
-        newest_epoch=lambda: 1,
+        newest_epoch=lambda: newest,
         promise=lambda seconds, least: 90,
         renew=lambda *_: None,
         enter_epoch=lambda number: None,
     )
     line: Any = SimpleNamespace(keep=lambda **_: None, write=lambda *_: None, close=lambda: None)
-    epochs = Epochs(3, 4, neighbours, EpochTopology(ring_of, world_size=4, rank=3), line)
+    return Epochs(3, 4, neighbours, EpochTopology(ring_of, world_size=4, rank=3), line), confined, results
+
+
+def test_a_load_takes_in_an_epoch_that_was_decided_meanwhile():
+    epochs, confined, results = lone_epochs("epoch/1", 0)
+    epochs._vote("epoch/1")
+    promise = json.dumps({"until": 1100, "joining": {}, "processes": {}, "since": [0, 0, 0, 4]})
+    results[-1].set_result(Decision(dict.fromkeys((0, 1, 3), promise), {}))
+    epoch = epochs.restart()
+    assert epoch is not None
+    assert (epoch.number, epochs.newest.start, epochs.newest.members) == (1, 0, (0, 1, 3))
+    assert epochs._topology._line.changes == ((0, (0, 1, 3)),)
+    assert confined == [None]
+    epochs.close()
+
+
+def one_that_has_missed_an_epoch() -> tuple[Epochs, list[int | None]]:
+    """Worker 3 of four has missed epoch 1, and epoch 2, from round 80 on, names it. What it was confined to so far, too."""
+    epochs, confined, results = lone_epochs("epoch/2", 1)
     epochs._leave(1)
     assert epochs.look(60, wanted=False) is None  # it takes part in the agreement
     promise = json.dumps({"until": 79, "joining": {}, "processes": {}, "since": [1, 10, 0, 3]})

@@ -375,9 +375,42 @@ def test_a_mean_is_that_of_the_finite_replicas(workers, kind):
         assert is_finite
 
 
+def none_is_finite(rank: int, n: int) -> Any:
+    model, _, replica = make(rank)
+    with torch.no_grad():
+        next(model.parameters()).view(-1)[0] = float("nan")
+    with pytest.raises(NonFiniteError), replica.averaged():
+        pass
+    distance = replica.consensus_distance()
+    replica.close()
+    return distance
+
+
 def test_without_a_finite_replica_there_is_no_mean(workers):
-    outcomes = workers.outcomes(2, is_not_finite, "gossip", [0, 1])
-    assert all(outcome.error == NonFiniteError.__name__ for outcome in outcomes), outcomes
+    assert all(np.isnan(distance) for distance in workers(2, none_is_finite))
+
+
+def calibrates(rank: int, n: int) -> Any:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    replica = decent_dp.gossip(model, optimizer, faults=decent_dp.Tolerate())
+    if rank == 2:
+        with torch.no_grad():
+            model[0].weight[0, 0] = float("nan")
+    decent_dp.checkpoint.calibrate(replica, [torch.randn(8, 6, generator=torch.Generator().manual_seed(rank))])
+    replica.close()
+    return model[1].running_mean
+
+
+def test_statistics_are_those_of_the_finite_replicas(workers):
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(6, 4)
+    inputs = [torch.randn(8, 6, generator=torch.Generator().manual_seed(rank)) for rank in (0, 1)]
+    with torch.no_grad():
+        expected = torch.stack([layer(x).double().mean(0) for x in inputs]).mean(0)
+    for found in workers(3, calibrates):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
 
 
 # -- late and stopped workers ----------------------------------------------------------------------------------------------

@@ -20,7 +20,8 @@ from decent_dp.arguments import FLOAT_DTYPES
 from decent_dp.checkpoint.files import replace_file
 from decent_dp.checkpoint.folder import make_folder
 from decent_dp.checkpoint.trained import Trained, replica_of
-from decent_dp.errors import CheckpointError
+from decent_dp.compression import all_finite
+from decent_dp.errors import CheckpointError, NonFiniteError
 from decent_dp.replica.averages import average_, differing
 from decent_dp.replica.averaging import average_parts_, check_finite
 from decent_dp.replica.consistency import among_the_same, call_on_all
@@ -112,9 +113,17 @@ def _calibrate(replica: Replica, loader: Iterable[Any]) -> None:
         own = call_on_all(control, lambda: _run(model, loader))
 
         def weigh() -> tuple[list[Tensor], int]:
-            batches = control.gather(own)
+            # Where faults are tolerated, a replica that is not finite has no part in it.
+            counts = replica.company is None or all(map(all_finite, statistics))
+            batches = control.gather(own if counts else 0)
+            if not any(batches):
+                raise NonFiniteError(
+                    "calibrate: no replica has finite statistics. Start the workers again from the last checkpoint."
+                )
             share = own * len(batches) / sum(batches)
             means = [share * t.to(torch.promote_types(t.dtype, torch.float32)) for t in statistics]
+            if not counts:
+                torch._foreach_zero_(means)
             average_(control, means)
             return means, sum(batches)
 

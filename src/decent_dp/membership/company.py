@@ -95,9 +95,10 @@ class Company:
 
     def restart(self) -> None:
         """``Epochs.restart``."""
-        self._origin = 0, 0
-        if self._epochs is not None:
-            self._epochs.restart()
+        self._origin, before = (0, 0), self.roster
+        if self._epochs is not None and (epoch := self._epochs.restart()) is not None:
+            self._announce(epoch, before, {*self.neighbours.lost(), *self.neighbours.left()})
+            self._is_another_topology = True
 
     def check(self, round_: int) -> bool:
         """Logs which workers are silent, gone or back, and looks at the epochs. Called before each round.
@@ -113,26 +114,29 @@ class Company:
         is_another, self._is_another_topology = self._is_another_topology, False
         return is_another
 
-    def has_to_wait(self, round_: int, most: float) -> bool:
+    def has_to_wait(self, round_: int, *, at_once: bool) -> bool:
         """Whether this worker goes no further at present, since it is cut off. Called between two rounds.
 
         Args:
-            most: seconds for which it goes on alone; at most ``Tolerate.orphan_for``.
+            at_once: else after ``Tolerate.orphan_for``.
 
         Raises:
             PeerLostError: as for ``check``, or it has waited for longer than the process group's timeout.
         """
-        faults, since, timeout = self.faults, self._cut_off_since, self._transport.timeout
-        if faults.partition != "follow" or since is None or time.monotonic() - since < min(most, faults.orphan_for):
+        since, timeout = self._cut_off_since, self._transport.timeout
+        patience = 0.0 if at_once else self.faults.orphan_for
+        if self.faults.partition != "follow" or since is None or time.monotonic() - since < patience:
             return False
         if not self._waits:
             _log.warning("worker %d hears no other one, and waits until it does, for %g s", self._transport.rank, timeout)
             self._waits = True
         time.sleep(_PAUSE)
         self.look(round_)
-        if time.monotonic() - since > faults.orphan_for + timeout:
+        if self._cut_off_since is None:
+            return False
+        if time.monotonic() - since > self.faults.orphan_for + timeout:
             raise self._is_cut_off(f"has waited for the others for the process group's timeout of {timeout:g} s")
-        return self._cut_off_since is not None
+        return True
 
     def look(self, round_: int) -> None:
         """Looks at the others and at the epochs: what ``check`` and ``has_to_wait`` tell from. Raises as they do."""
@@ -173,20 +177,23 @@ class Company:
                 "this one: the others continue."
             )
         if epoch is not None:
-            old = before if self._coming is None else self._coming[1]  # of the one that has not begun yet
-            self._coming, self._vouched = (epoch, old), gone & set(epoch.members)
-            _log.warning(
-                "epoch %d, from round %d on: %d workers, %s",
-                epoch.number,
-                epoch.start,
-                len(epoch.members),
-                ", ".join(map(str, epoch.members)),
-            )
+            self._announce(epoch, before, gone)
         if self._coming is not None and round_ >= self._coming[0].start:
             (_, old), self._coming = self._coming, None
             for callback in self.callbacks:
                 callback(old, self.roster)
         return epoch is not None
+
+    def _announce(self, epoch: Epoch, before: Roster, gone: set[int]) -> None:
+        old = before if self._coming is None else self._coming[1]  # of the one that has not begun yet
+        self._coming, self._vouched = (epoch, old), gone & set(epoch.members)
+        _log.warning(
+            "epoch %d, from round %d on: %d workers, %s",
+            epoch.number,
+            epoch.start,
+            len(epoch.members),
+            ", ".join(map(str, epoch.members)),
+        )
 
     def join(self, engine: Engine, mix_only: Callable[[], None], reach_boundary: Callable[[], None]) -> None:
         """Makes rounds with those that still train, until all living workers have come here.

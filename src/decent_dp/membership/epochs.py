@@ -208,13 +208,21 @@ class Epochs:
         newest = self.newest
         return newest.number, newest.start, newest.dealt, newest.text
 
-    def restart(self) -> None:
-        """Rounds may be earlier ones from now on: the newest members mix in all of them."""
-        self._apply(0)
+    def restart(self) -> Epoch | None:
+        """Rounds may be earlier ones from now on: the newest members mix in all of them.
+
+        Returns:
+            A new epoch that names this worker.
+        """
+        epoch = None
+        while (newer := self._apply(0)) is not None:
+            epoch = newer
+        self._topology.restart()
         self.deal_from(0, 0)
         with self._lock:
-            if self._from:
+            if epoch is not None or self._from:
                 self._begin_to_mix()
+        return epoch
 
     def _begin_to_mix(self) -> None:
         """As far as this worker has promised. The caller has the lock."""
@@ -283,18 +291,20 @@ class Epochs:
         epoch = Epoch.read(number, _text_of(result.result()))
         with self._lock:
             self._decided = max(epoch, self._decided, key=lambda epoch: epoch.number)
+            is_mine = False
             if self._number == number - 1:  # else it was left out of a later one meanwhile
                 has_missed = self._from > 0 or not self.is_member
                 self._number, self._result = number, None
                 self.replaced |= epoch.incarnations.get(self._rank, 0) > self._incarnation
-                if self._rank in epoch.members and not self.replaced:
+                is_mine = self._rank in epoch.members and not self.replaced
+                if is_mine:
                     self._own = epoch
                     self._new.append(epoch)
                     # Others make the rounds until then by an epoch that this worker knows nothing of.
                     self._from = epoch.start if has_missed else 0
                 else:
                     self._neighbours.confine(-1)
-        if self._own is epoch:
+        if is_mine:
             self._neighbours.enter_epoch(number)
         if self._rank in epoch.members:
             for rank, incarnation in epoch.incarnations.items():
@@ -319,13 +329,13 @@ class Epochs:
         self._warned = True
 
     def _apply(self, round_: int) -> Epoch | None:
-        """The training thread comes to the epochs that have been decided. Returns the newest of them."""
+        """The training thread comes to the next epoch that has been decided, which it returns."""
         with self._lock:
-            new, self._new = self._new, []
-        for epoch in new:
-            self.newest = epoch
-            self._topology.change(epoch.start, epoch.members, since=round_ - 2 * self._topology.longest_turn())
-        return new[-1] if new else None
+            if not self._new:
+                return None
+            self.newest = epoch = self._new.pop(0)
+        self._topology.change(epoch.start, epoch.members, since=round_ - 2 * self._topology.longest_turn())
+        return epoch
 
     def _seat(self, epoch: Epoch) -> None:
         """Tells those that are members now, and those whose place another process has."""

@@ -73,6 +73,7 @@ class Line:
         self._client: Store | None = PrefixStore(ROOT, whole_store(store)) if self._server is None else None
         self._calls, self._lock = StoreCalls(), threading.Lock()
         self._hanging: list[StoreCalls] = []
+        self._closed = False
 
     def keep(self, newest: bool = False) -> None:
         """Writes what a process needs to join, as far as it is missing.
@@ -135,9 +136,8 @@ class Line:
 
     def close(self) -> None:
         """Ends the thread and the connection. Nothing is asked any more."""
-        with self._lock:
-            self._calls.close()
-            self._client = None
+        self._closed = True
+        self._calls.close()
 
     def _key(self, name: str) -> str:
         return f"{self._run_id}/{name}"
@@ -155,6 +155,8 @@ class Line:
                 raise
 
         with self._lock:
+            if self._closed:
+                raise ConnectionError("the worker has ended")
             self._hanging = [calls for calls in self._hanging if calls.hangs]
             if self._calls.hangs and self._server is not None and len(self._hanging) < _MOST_HANGING:
                 # A connection that was cut for a minute may wait for another one before it sends again. A new one may not.

@@ -118,6 +118,8 @@ def mean_square_distance(replica: Replica) -> float:
     counts = None if replica.company is None else all(map(all_finite, parts))
 
     def gather() -> list[float | None]:
+        if counts is not None and not any(control.gather(counts)):
+            return []
         square = squared_distance(replica.transport.control, parts, counts)
         return control.gather(None if counts is False else square)
 

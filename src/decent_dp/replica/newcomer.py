@@ -27,6 +27,8 @@ _log = logging.getLogger(__name__)
 
 # Rounds after which a replica that has become finite counts as healed, and how often in a row it is tried.
 _CALM, _MOST_TIMES = 100, 5
+# Seconds between two tries that have failed.
+_HEAL_AGAIN = 1.0
 # Seconds without progress after which another worker is asked, and between two rounds of questions; for all of them, and for
 # those without a connection.
 _STUCK, _AGAIN, _LONGEST, _UNREACHED = 5.0, 0.5, 300.0, 30.0
@@ -115,12 +117,17 @@ class _Healer(Listener):
         self._replica, self._company = replica, company
         # The round of the last time, and how many times there were in a row.
         self._last, self._times = -1, 0
+        # The round of the last try, and when the next one may be, on the monotonic clock.
+        self._tried, self._again = -1, 0.0
 
     def reached_boundary(self) -> None:
-        engine = self._replica.engine
-        if engine.nonfinite_in <= self._last:
+        engine, now = self._replica.engine, time.monotonic()
+        if engine.nonfinite_in <= self._last or now < self._again:
             return
-        self._times = self._times + 1 if engine.round < self._last + _CALM else 1
+        self._again = now + _HEAL_AGAIN
+        if engine.round > self._tried:
+            self._tried = engine.round
+            self._times = self._times + 1 if engine.round < self._last + _CALM else 1
         if self._times > _MOST_TIMES:  # it is the data, or the learning rate: the run ends with the error
             return
         company = self._company
@@ -131,7 +138,7 @@ class _Healer(Listener):
         except (PeerLostError, ValueError, TypeError) as error:
             _log.warning("this replica is not finite, and no other worker gives its values: %s", error)
             return
-        self._last = engine.round
+        self._last, self._again = engine.round, 0.0
         _log.warning("round %d: this replica was not finite, and has the values of worker %d now", engine.round, rank)
 
 

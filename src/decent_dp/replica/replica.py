@@ -37,7 +37,7 @@ from decent_dp.replica.mean import Mean
 from decent_dp.replica.module_hooks import ModuleHooks
 from decent_dp.replica.parameters import Parameters
 from decent_dp.replica.registry import register
-from decent_dp.replica.shutdown import shut_down
+from decent_dp.replica.shutdown import passing_error, shut_down
 from decent_dp.replica.statistics import Statistics, tell_drifts, tell_replicas
 from decent_dp.replica.stats import Stats
 from decent_dp.rules.base import rule_settings
@@ -130,7 +130,7 @@ class Replica(ABC):
         self.scaler: torch.amp.GradScaler | None = None
         self.steps = 0
         self.joining = False
-        self.closed = False
+        self.closed, self._handled = False, id(sys.exc_info()[1])
         self.superseded = False
         self._on_cuda = any(param.is_cuda for param in self.parameters.params)
         self._flags: deque[Handle] = deque()
@@ -205,10 +205,8 @@ class Replica(ABC):
     def use_buckets(self, buckets: list[Bucket]) -> None:
         """Replaces all buckets, after the optimizers."""
         self.engine.install(buckets)
-        if isinstance(self.topology, EpochTopology):
-            self.topology.restart()
-            if self.company is not None:
-                self.company.restart()
+        if self.company is not None:
+            self.company.restart()
         if _log.isEnabledFor(logging.DEBUG):
             sizes = [bucket.buffer.plan.numel * bucket.buffer.plan.dtype.itemsize / MIB for bucket in buckets]
             _log.debug(
@@ -245,15 +243,14 @@ class Replica(ABC):
     def reached_boundary(self) -> None:
         """Notifies the listeners, between two rounds and outside any backward. A worker that is cut off waits here."""
         self._tell_boundary()
-        self._wait_while_cut_off(math.inf)
+        self._wait_while_cut_off(at_once=False)
 
     def _tell_boundary(self) -> None:
         for listener in list(self.listeners):
             listener.reached_boundary()
 
-    def _wait_while_cut_off(self, most: float) -> None:
-        """``most``: seconds for which it goes on alone at most."""
-        while self.company is not None and self.company.has_to_wait(self.engine.round, most):
+    def _wait_while_cut_off(self, *, at_once: bool) -> None:
+        while not self.closed and self.company is not None and self.company.has_to_wait(self.engine.round, at_once=at_once):
             self._tell_boundary()
 
     def invalidate(self, params: Iterable[Tensor] | None = None) -> None:
@@ -429,7 +426,7 @@ class Replica(ABC):
         self.refuse_stopped()
         if self.company is not None:
             self.company.look(self.engine.round)
-            self._wait_while_cut_off(0.0)
+            self._wait_while_cut_off(at_once=True)
         engine, control = self.engine, self.everyone.control
         control.begin(what, engine.round if self.company is None else self.company.newest_round(engine.round))
         rounds = check_same_call(control, engine.round, engine.factor, what, same_round=self.company is None)
@@ -448,7 +445,7 @@ class Replica(ABC):
         """
         if self.closed:
             return
-        if (error := sys.exc_info()[1]) is not None:  # it passes a ``finally``, for example
+        if (error := passing_error(self._handled)) is not None:
             self.everyone.report(f"{type(error).__name__}: {error}")
         try:
             with contextlib.ExitStack() as ending:  # from the last line to the first, whatever raises

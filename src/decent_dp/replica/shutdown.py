@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from decent_dp.engine import Engine
 from decent_dp.transport import Transport
 
-__all__ = ["closed_on_error", "shut_down"]
+__all__ = ["closed_on_error", "passing_error", "shut_down"]
 
 _log = logging.getLogger(__name__)
 
@@ -26,6 +26,17 @@ def closed_on_error(transport: Transport, owned: bool) -> Iterator[None]:
             transport.report(f"{type(error).__name__} while it wrapped its model: {error}")
             transport.close()
         raise
+
+
+def passing_error(handled: int) -> BaseException | None:
+    """The exception that passes a ``finally``, or that an ``except`` handles, in the caller or above it; None if there is none.
+
+    Args:
+        handled: the ``id`` of the one that was handled already when the replica was made.
+    """
+    error = sys.exc_info()[1]
+    is_end = isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and not error.code)
+    return None if is_end or id(error) == handled else error
 
 
 def shut_down(engine: Engine, transport: Transport, owner: threading.Thread) -> None:

@@ -44,6 +44,8 @@ _ABSENT = "absent"
 _SOON = 0.02
 # Seconds between two looks at the rounds of workers that are waited for.
 _LOOK_AT_ROUNDS = 5.0
+# For so many timeouts a worker that makes rounds is waited for.
+_MOST_TIMEOUTS = 10
 # Bits of the number of a collective that count within a call.
 _CALL = 24
 # Bytes that go up the tree before the first of them come down: they bound the memory of a worker that is waited for.
@@ -217,7 +219,9 @@ class SurvivorControl(Control):
             with contextlib.suppress(futures.TimeoutError):
                 return future.result(min(self._timeout / 10, _LOOK_AT_ROUNDS))
             before, rounds, now = rounds, {rank: self._round_of(rank) for rank in self._plane.missing(name)}, time.monotonic()
-            if any(round_ > before.get(rank, round_) for rank, round_ in rounds.items()):
+            # Of those that this worker has no connection to, others know whether they make rounds.
+            moves = any(round_ < 0 or round_ > before.get(rank, round_) for rank, round_ in rounds.items())
+            if moves and now - began <= _MOST_TIMEOUTS * self._timeout:
                 last = now
             if now - began <= self._timeout or (is_said and now - last <= self._timeout):
                 continue

@@ -525,8 +525,10 @@ class Framing:
         self.fail(connection, ConnectionError(reason))
 
     def fail(self, connection: Connection, error: BaseException) -> None:
-        """Closes a connection, and fails all messages that need it. Where faults are tolerated, a peer that sends what was not due
-        costs no more than one that is gone."""
+        """Closes a connection, and fails all messages that need it.
+
+        Where faults are tolerated, a peer that sends what was not due costs no more than one that is gone.
+        """
         connection.closed = connection.closed or str(error)
         connection.cause = connection.cause or error
         if self.tolerant and isinstance(error, WireError):

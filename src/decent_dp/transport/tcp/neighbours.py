@@ -149,7 +149,8 @@ class TcpNeighbours(Neighbours):
             self._last = math.inf if last is None else last
 
     def enter_epoch(self, number: int) -> None:
-        self._framing.epoch = number
+        with self._lock:  # two threads come to epochs
+            self._framing.epoch = max(self._framing.epoch, number)
         self._reactor.call(self._framing.beat_all)
 
     def newest_epoch(self) -> int:
