@@ -58,6 +58,6 @@ def test_the_committed_run_keeps_its_promises():
     assert result["schedule"] == [asdict(fault) for fault in endurance.make_schedule(32, 1800, 125, result["seed"], 8)]
     assert (stormy["hangs"], stormy["errors"], stormy["means"]) == (0, [], 1)
     assert stormy["at_the_end"] == result["workers"]
-    assert stormy["steps"] > 0.96 * calm["steps"]
+    assert stormy["steps"] > 0.98 * calm["steps"]
     assert stormy["participation"] > 0.95
     assert abs(stormy["loss"] / calm["loss"] - 1) < 0.006
