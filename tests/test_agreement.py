@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from decent_dp.transport.agreement import Agreements, Decision, View, _pack, _unpack
+from decent_dp.transport.agreement import Agreements, Decision, View, _pack, _Statement, _unpack
 
 # Seconds of virtual time: between two looks, until a broken connection makes a worker LOST, and the end.
 LOOK, DEAD_AFTER, END = 0.1, 3.0, 60.0
@@ -360,3 +360,17 @@ def test_random_schedules():
 def test_many_random_schedules():
     for seed in range(20, 20000):
         schedule(seed)
+
+
+def test_a_question_of_a_process_that_was_replaced_does_not_go_round():
+    """Nobody keeps what it has said, so each question of it looks new each time it comes."""
+    net = Network(4, all_pairs(4))
+    for rank in range(3):
+        net.machines[rank].renew(3, 1)
+        net.propose(rank, "call/1", "a")
+    net.run(0.5)
+    before = net.messages
+    said = _Statement(5, None, frozenset({0, 1, 2}), frozenset(), frozenset())
+    net.machines[0].hear(1, _pack("call/1", {3: said}, asker=3))
+    net.run(1.0)
+    assert net.messages - before < 200

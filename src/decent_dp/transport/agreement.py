@@ -225,10 +225,9 @@ class Agreements:
             self._conclude(name, agreement, decision)
             return
         agreement.askers.add(peer)
-        asks = asker is not None and agreement.lacks(asker, statements[asker])
+        asks = asker is not None and self._is_news(agreement, asker, statements[asker])
         for rank, statement in statements.items():
-            is_former = statement.version < self._least.get(rank, 0)
-            if rank == self._rank or is_former or not agreement.lacks(rank, statement):
+            if not self._is_news(agreement, rank, statement):
                 continue
             before = agreement.statements.get(rank, _NOTHING)
             agreement.statements[rank] = statement
@@ -244,6 +243,11 @@ class Agreements:
                 self._send(peer, _pack(name, {self._rank: statements[self._rank]}))
             self._flood(_pack(name, statements, asker=asker), but=peer)
         self._pursue(name, agreement)
+
+    def _is_news(self, agreement: _Open, rank: int, statement: _Statement) -> bool:
+        """Not what is known, nor what the process before the present one has said: its question would go round for ever."""
+        is_former = statement.version < self._least.get(rank, 0)
+        return not is_former and rank != self._rank and agreement.lacks(rank, statement)
 
     def look(self, *, again: bool) -> None:
         """Looks at the other workers; called once in a while as long as it is ``waiting``. ``again``: asks those that miss, and
