@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 # Rounds after which a replica that has become finite counts as healed, and how often in a row it is tried.
 _CALM, _MOST_TIMES = 100, 5
-# Seconds between two tries that have failed.
+# Seconds between two tries in one round, where this worker waits for others.
 _HEAL_AGAIN = 1.0
 # Seconds without progress after which another worker is asked, and between two rounds of questions; for all of them, and for
 # those without a connection.
@@ -122,13 +122,12 @@ class _Healer(Listener):
 
     def reached_boundary(self) -> None:
         engine, now = self._replica.engine, time.monotonic()
-        if engine.nonfinite_in <= self._last or now < self._again:
+        if engine.nonfinite_in <= self._last or (engine.round <= self._tried and now < self._again):
             return
-        self._again = now + _HEAL_AGAIN
-        if engine.round > self._tried:
-            self._tried = engine.round
-            self._times = self._times + 1 if engine.round < self._last + _CALM else 1
-        if self._times > _MOST_TIMES:  # it is the data, or the learning rate: the run ends with the error
+        self._tried, self._again = engine.round, now + _HEAL_AGAIN
+        if self._last < 0 or engine.round >= self._last + _CALM:
+            self._times = 0
+        if self._times >= _MOST_TIMES:  # it is the data, or the learning rate: the run ends with the error
             return
         company = self._company
         try:
@@ -138,7 +137,7 @@ class _Healer(Listener):
         except (PeerLostError, ValueError, TypeError) as error:
             _log.warning("this replica is not finite, and no other worker gives its values: %s", error)
             return
-        self._last, self._again = engine.round, 0.0
+        self._last, self._times = engine.round, self._times + 1
         _log.warning("round %d: this replica was not finite, and has the values of worker %d now", engine.round, rank)
 
 
