@@ -472,8 +472,8 @@ def joins_while_others_wait(rank: int, n: int) -> Any:
             train(model, optimizer, rank, lambda: replica.stats().rounds >= 20)
             tell("dead")
             die()
-        else:
-            train(model, optimizer, rank, lambda: is_whole(replica))
+        else:  # until the new process takes part in calls
+            train(model, optimizer, rank, lambda: is_whole(replica) and replica.stats().rounds > replica.roster.start + 10)
     with replica.averaged():
         mean = values(model)
     replica.close()

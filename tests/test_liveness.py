@@ -234,6 +234,7 @@ def test_a_peer_that_sends_what_was_not_due_costs_its_edge_and_no_more(peer):
     key, data = (0, 0, 0), memoryview(bytearray(40_000))
     sending = Sending(1, key, data, lambda: None, errors.append, ready=len(data))
     known.open(Pair(Receiving(1, key, data, lambda: None, errors.append), sending, verdicts.append))
+    wait_for(lambda: bool(peer.reactor._framing.connection(1).pairs))
     peer.frame(DATA, (5, 0, 0), 0, 10, b"x" * 10)
     wait_for(lambda: verdicts == [Verdict.NEITHER])
     assert (errors, known.lost()) == ([], [1])
