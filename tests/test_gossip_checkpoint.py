@@ -441,6 +441,7 @@ def assert_close(found: Any, expected: Any, where: str = "") -> None:
             assert_close(found[i], item, f"{where}/{i}")
 
 
+@pytest.mark.slow
 def test_another_number_of_workers(tmp_path):
     """4 -> 2 -> 4, both ways: parameters, buffers, the optimizer's states and the rule's."""
     rule = OuterNesterov(momentum=0.6)

@@ -192,7 +192,8 @@ def other_rules(rank: int, n: int, path: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow)])  # of two, a ring is complete
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [2, 3])  # of two, a ring is complete
 def test_other_rules_and_other_settings(workers, tmp_path, n):
     results = workers(n, other_rules, str(tmp_path))
     for rank, found in enumerate(results):

@@ -244,7 +244,8 @@ def cut(rank: int, n: int, every: bool) -> dict[str, list[np.ndarray]]:
     return found
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["in turn", "every way"])
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [False, True], ids=["in turn", "every way"])
 def test_numbers_do_not_depend_on_how_buckets_are_cut(workers, every):
     """In each kind of numbers in one of the other ways, in turn, or in ``every`` one."""
     for found in workers(N, cut, every):

@@ -458,8 +458,9 @@ def is_late(rank: int, n: int, kind: str, options: dict[str, Any], path: str) ->
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [pytest.param("wrapper", {"bucket_size_in_mb": 0}, marks=pytest.mark.slow), ("gossip", {"compression": "int8"})],
+    [("wrapper", {"bucket_size_in_mb": 0}), ("gossip", {"compression": "int8"})],
 )
+@pytest.mark.slow
 def test_a_late_worker_goes_on_with_the_others_and_all_save(workers, tmp_path, kind, options):
     found = workers(3, is_late, kind, options, str(tmp_path))
     assert {updates for updates, *_ in found} == {60}

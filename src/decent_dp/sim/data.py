@@ -105,6 +105,8 @@ def dirichlet_split(labels: Any, n: int, alpha: float | None, seed: int = 0) -> 
         if chances[-1] <= 0:  # its classes are used up: draw from the rest, by class size
             chances = np.cumsum(left)
         k = int(np.searchsorted(chances, draws[number] * chances[-1], side="right"))
+        # If the sum is tiny, the product may be rounded up to it: then it is the last class with a chance.
+        k = min(k, int(np.searchsorted(chances, chances[-1], side="left")))
         dealt[worker].append(stock[k].pop())
         left[k] -= 1
     return [np.sort(np.array(indices, dtype=np.int64)) for indices in dealt]
