@@ -331,6 +331,16 @@ def test_an_epoch_counts_the_shares_of_data_before_it():
     assert (epoch.start, epoch.dealt) == (24, 36 + 14 * 5)
 
 
+def test_who_promises_keeps_its_place_and_no_epoch_begins_before_the_last():
+    def promise(until: int, joining: dict[int, int]) -> str:
+        return json.dumps({"until": until, "joining": joining, "processes": {}, "since": (1, 40, 7, 3)})
+
+    text = json.dumps([[promise(20, {3: 9, 2: 8}), [0]], [promise(22, {}), [1, 3]]])
+    epoch = Epoch.read(2, text)
+    assert (epoch.members, epoch.incarnations) == ((0, 1, 2, 3), {2: 8})  # worker 3 lives, whoever has asked for its place
+    assert (epoch.start, epoch.dealt) == (40, 7)
+
+
 def lone_epochs(heard: str, newest: int) -> tuple[Epochs, list[int | None], list[Future[Decision]]]:
     """Those of worker 3 of four, what it is confined to, and the results of its proposals."""
     confined: list[int | None] = []
