@@ -373,4 +373,4 @@ def test_a_question_of_a_process_that_was_replaced_does_not_go_round():
     said = _Statement(5, None, frozenset({0, 1, 2}), frozenset(), frozenset())
     net.machines[0].hear(1, _pack("call/1", {3: said}, asker=3))
     net.run(1.0)
-    assert net.messages - before < 200
+    assert net.messages - before < 30  # a hundred if it does, and more in each second
