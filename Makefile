@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 # More than eight processes only wait for each other's imports; workers in tests are processes of their own.
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal
 PYTEST := $(BIN)/python -m pytest $(PARALLEL)
+# Workers of tests import what others have compiled, also where the environment forbids to keep it.
+export PYTHONDONTWRITEBYTECODE :=
 # For make compat: names on the PATH, or paths.
 OLDEST_PYTHON ?= python3.10
 NEWEST_PYTHON ?= python3.13
@@ -167,3 +169,4 @@ dist: $(VENV)/.installed  ## the sdist and the wheel under runs/dist, checked; p
 
 clean:  ## removes the environment and the outputs of runs
 	rm -rf $(VENV) .compat runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -170,6 +170,7 @@ def skip_on_one(rank: int) -> None:
     assert all(bool(param.isfinite().all()) for param in loop.finish().mean)
 
 
+@pytest.mark.slow
 def test_accelerate_trains_as_the_plain_loop_and_resumes_exactly(workers, tmp_path):
     seen = workers(2, whole_run, tmp_path)
     first_epoch = sorted(number for batches in seen for batch in batches[:8] for number in batch)

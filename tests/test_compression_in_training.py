@@ -144,12 +144,9 @@ CASES = [
 
 
 SOME_CASES = [
-    ("ring", None, {}),
     ("ring", "int8", {}),
     ("ring", "int8", LAYOUTS[3]),
     ("complete", "bfloat16", {"overlap": False}),
-    ("complete", "int8", {}),
-    ("complete", "int8", LAYOUTS[2]),
 ]
 
 

@@ -53,7 +53,7 @@ def directions() -> torch.Tensor:
 def test_a_constant_drift_is_cancelled_up_to_its_share(topology, directions):
     """The state is the share of the drift in the mean over a period, and replicas are that much closer together."""
     rule = DriftCorrection()
-    plain, corrected = (train(one, topology, directions, 1500) for one in (None, rule))
+    plain, corrected = (train(one, topology, directions, 500) for one in (None, rule))
     assert corrected.consensus_distance() < 0.1 * plain.consensus_distance()
     if topology == "complete":
         drift = -LR * (directions - directions.mean(0))
@@ -68,6 +68,7 @@ def test_the_mean_moves_by_the_mean_of_the_steps(how, directions):
     torch.testing.assert_close(cluster.mean_model().at.detach(), -90 * LR * directions.mean(0), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_noise_of_single_steps_is_reduced_too():
     generator = torch.Generator().manual_seed(0)
     distances = []

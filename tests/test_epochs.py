@@ -172,6 +172,7 @@ def is_busy(rank: int, n: int) -> Any:
     return counted, replica.roster.members, mean
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_busy_keeps_nobody_from_mixing(workers):
     """The others plan their rounds anew, twice, while its training thread is elsewhere."""
     found = [outcome.value for outcome in workers.outcomes(5, is_busy)[:3]]

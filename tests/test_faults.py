@@ -445,7 +445,7 @@ def test_a_link_at_one_percent_of_its_rate(train, dead_after):
 # -- deaths ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", [where if where in ("after start", "mid message") else slow(where) for where in WHERES])
+@pytest.mark.parametrize("where", [where if where == "mid message" else slow(where) for where in WHERES])
 def test_a_killed_worker_costs_its_partner_an_edge(train, where):
     run = train(4, Fault(3, ROUND, where, die), survivors=(0, 1, 2))
     assert run.outcomes[3].exitcode == -signal.SIGKILL

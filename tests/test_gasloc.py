@@ -18,6 +18,7 @@ from decent_dp.rules.growth import grows
 from decent_dp.sim import VirtualCluster
 from decent_dp.topo import make_topology
 from decent_dp.transport import run_replicas
+from tests.helpers import some_in_the_fast_tests
 from tests.test_law import Linear, SgdTwin, data, gradient, matrix
 from tests.test_mix_every import mix_of, parts
 
@@ -65,15 +66,15 @@ def train(transport: Any, topology: str, rule: Any, h: int, **options: Any) -> n
 RULES = [("one-peer-exp", GASLoC()), ("ring", GASLoC(0.6, 0.2)), ("complete", GASLoC(1, 0))]
 
 
-@pytest.mark.parametrize("h", [1, 3])
-@pytest.mark.parametrize(("topology", "rule"), RULES)
-def test_it_is_the_published_method(topology, rule, h):
+@pytest.mark.parametrize(("of", "h"), some_in_the_fast_tests(range(len(RULES)), [1, 3]))
+def test_it_is_the_published_method(of, h):
+    topology, rule = RULES[of]
     want = published(topology, rule, h)
     found = run_replicas(N, lambda at: train(at, topology, rule, h, overlap=False, bucket_size_in_mb=1e-6 if h == 1 else 25))
     np.testing.assert_allclose(np.stack(found), want, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_without_momentum_it_is_plain_gossip(overlap):
     found = [
         np.stack(run_replicas(N, lambda at, rule=rule: train(at, "one-peer-exp", rule, 2, overlap=overlap)))
@@ -135,7 +136,7 @@ def test_wrong_settings_are_named(arguments, kind, message):
         (GASLoC(1.0, 0.9), "complete:9,base-2", 16, "0.5"),
     ],
 )
-@pytest.mark.parametrize("h", [1, 4])
+@pytest.mark.parametrize("h", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_momentum_that_drives_replicas_apart_is_refused(rule, topology, n, works, h):
     """Against the spectral radius of a period; without a period, against the distance of simulated replicas."""
     made = make_topology(topology, local_world_size=1, world_size=n, rank=0).every(h)

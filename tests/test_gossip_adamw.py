@@ -194,7 +194,7 @@ def run_alone(rank: int) -> np.ndarray:
     return whole(model)
 
 
-@pytest.mark.parametrize("bucket_size", [25, 1e-6])
+@pytest.mark.parametrize("bucket_size", [pytest.param(25, marks=pytest.mark.slow), 1e-6])
 def test_the_wrapper_equals_gossip_on_any_buckets(bucket_size):
     """The wrapper steps after the mix and gossip() before it, which decoupled decay feels in second order."""
     ours = run_replicas(N, lambda t: train_wrapper(t, "one-peer-exp", True, bucket_size_in_mb=bucket_size))
@@ -453,7 +453,17 @@ class Direction(nn.Module):
         self.weight = nn.Parameter(torch.zeros(60, 80))
 
 
-@pytest.mark.parametrize(("common", "topology"), some_in_the_fast_tests([0.2, 0.5, 1.0], ["complete", "one-peer-exp"]))
+@pytest.mark.parametrize(
+    ("common", "topology"),
+    [
+        (0.2, "one-peer-exp"),
+        *(
+            pytest.param(share, name, marks=pytest.mark.slow)
+            for share in (0.2, 0.5, 1.0)
+            for name in ("complete", "one-peer-exp")
+        ),
+    ],
+)
 def test_what_replicas_do_not_have_in_common_is_no_signal(topology, common):
     """Gradients without noise: a share of their squares is equal everywhere, the rest cancels in the mean of four replicas.
 
@@ -530,7 +540,8 @@ def test_a_row_that_one_replica_has_used_once_stays_finite():
         assert bool(run(rule).parameters["weight"].isfinite().all())
 
 
-@pytest.mark.parametrize("rate", [0.0, pytest.param(1e-6, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rate", [0.0, 1e-6])
 def test_statistics_outlive_a_pause_of_the_rate(rate):
     """Drifts that were found before it are no drifts of steps at that rate."""
     everywhere, here = torch.randn(2, 60, 80, generator=torch.Generator().manual_seed(3))
@@ -770,7 +781,14 @@ def test_the_simulator_equals_real_workers(overlap, vectorize, rule):
     assert sum(sent.values()) >= cluster.bytes_sent
 
 
-@pytest.mark.parametrize("how", [{}, {"rule": DriftCorrection()}, {"rule": DriftCorrection(), "compression": "int8"}])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        pytest.param({"rule": DriftCorrection()}, marks=pytest.mark.slow),
+        pytest.param({"rule": DriftCorrection(), "compression": "int8"}, marks=pytest.mark.slow),
+    ],
+)
 def test_vectorized_and_one_by_one_are_equal(how):
     one, other = (simulate("base-2", True, vectorize, **how)[1] for vectorize in (True, False))
     np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)

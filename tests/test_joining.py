@@ -480,6 +480,7 @@ def joins_while_others_wait(rank: int, n: int) -> Any:
     return mean
 
 
+@pytest.mark.slow
 def test_a_process_joins_while_a_member_has_run_out_of_batches(workers):
     outcomes = workers.outcomes(N + 1, joins_while_others_wait)
     assert [outcome.exitcode for outcome in outcomes] == [0, 0, -9, 0, 0], outcomes
@@ -574,7 +575,7 @@ def heals(rank: int, n: int, kind: str, times: int, sick: tuple[int, ...]) -> An
 @pytest.mark.parametrize(
     ("kind", "times", "sick"),
     [
-        ("gossip", 3, (1,)),
+        pytest.param("gossip", 3, (1,), marks=pytest.mark.slow),
         pytest.param("gossip", 2, (0, 1, 3), marks=pytest.mark.slow),  # two of them ask each other
         pytest.param("wrapper", 1, (1,), marks=pytest.mark.slow),
     ],

@@ -59,6 +59,7 @@ def promises(rank: int, n: int) -> Any:
     }
 
 
+@pytest.mark.slow
 def test_a_fit_equals_the_plain_loop_and_validates_the_mean(workers):
     results = workers(2, promises)
     for result in results:

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 import decent_dp
@@ -43,6 +44,7 @@ def record(rank: int, n: int, folder: str) -> None:
     replica.close()
 
 
+@pytest.mark.slow
 def test_curves_go_on_without_worker_0(workers, tmp_path):
     outcomes = workers.outcomes(N + 1, record, str(tmp_path))
     assert [outcome.exitcode for outcome in outcomes] == [-signal.SIGKILL, 0, 0, 0], outcomes

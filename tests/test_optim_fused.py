@@ -260,7 +260,7 @@ def compare_compiled(cls: type, dtype: torch.dtype, steps: int, shapes: Any) -> 
 
 
 @both_classes
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float64, marks=pytest.mark.slow), torch.float32, torch.bfloat16])
 def test_compiled_equals_readable(cls: type, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = []
 

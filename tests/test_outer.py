@@ -167,7 +167,7 @@ def train_each(rank: int, n: int, cases: list[Case]) -> list[Any]:
     return [train(rank, case, **options_of(i)) for i, case in enumerate(cases)]
 
 
-@pytest.mark.parametrize("cases", [CASES[::4], pytest.param(CASES, marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.parametrize("cases", [CASES[::8], pytest.param(CASES, marks=pytest.mark.slow)], ids=["some", "all"])
 def test_four_workers_equal_numpy(workers, cases):
     results = workers(N, train_each, cases)
     for i, case in enumerate(cases):
@@ -270,7 +270,7 @@ def train_all(rank: int, n: int, cases: list[Case]) -> list[np.ndarray]:
 
 
 PUBLISHED = [*((diloco, case) for case in DILOCO), *((noloco, case) for case in NOLOCO)]
-SOME_PUBLISHED = [(diloco, DILOCO[i]) for i in (1, 2, 4, 5)] + [(noloco, NOLOCO[i]) for i in (1, 2)]
+SOME_PUBLISHED = [(diloco, DILOCO[i]) for i in (1, 4)] + [(noloco, NOLOCO[2])]
 
 
 @pytest.mark.parametrize("cases", [SOME_PUBLISHED, pytest.param(PUBLISHED, marks=pytest.mark.slow)], ids=["some", "all"])
@@ -353,7 +353,7 @@ def train_plainly(rank: int, n: int, cases: list[Case]) -> list[list[np.ndarray]
     return [[train(rank, case, rule=rule, **options_of(i))[0] for rule in rules] for i, case in enumerate(cases)]
 
 
-@pytest.mark.parametrize("cases", [[PLAIN[0], PLAIN[-1]], pytest.param(PLAIN, marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.parametrize("cases", [PLAIN[-1:], pytest.param(PLAIN, marks=pytest.mark.slow)], ids=["some", "all"])
 def test_a_rate_of_one_without_momentum_is_plain_gossip(workers, cases):
     for rank, found in enumerate(workers(N, train_plainly, cases)):
         for case, (outer, gossip, default) in zip(cases, found, strict=True):

@@ -14,6 +14,7 @@ from email.parser import Parser
 from importlib import metadata
 from pathlib import Path
 
+import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -91,6 +92,7 @@ for use in (figure_class, digits):
 """
 
 
+@pytest.mark.slow
 def test_the_wheel_alone_runs_the_quick_start(tmp_path):
     """Without typer, rich, matplotlib and scikit-learn, whose absence is said in one line each."""
     sdist, wheel = build(tmp_path)

@@ -664,7 +664,7 @@ MEMORY = {
 }
 
 
-@pytest.mark.parametrize("cases", [list(MEMORY)[::8], pytest.param(list(MEMORY), marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.parametrize("cases", [list(MEMORY)[::16], pytest.param(list(MEMORY), marks=pytest.mark.slow)], ids=["some", "all"])
 def test_memory_beyond_parameters(workers, cases):
     for found in workers(4, memory, cases):
         for case, (plain_size, backup_size) in zip(cases, found, strict=True):

@@ -72,10 +72,11 @@ def test_the_step_of_gossip_adamw_is_part_of_the_prediction():
     assert found.step_ms == pytest.approx(predict(cluster(5), job, found.choice).step_ms + 2.5 * 4)
 
 
-@pytest.mark.parametrize(("n", "local"), [(16, 4), (24, 4), (32, 8)])
-@pytest.mark.parametrize("mbit", [200, 2000, 20_000])
-def test_the_estimate_of_steps_is_used_for_exact_averages_only(n, local, mbit):
+@pytest.mark.parametrize("nodes", [(16, 4), *(pytest.param(nodes, marks=pytest.mark.slow) for nodes in ((24, 4), (32, 8)))])
+@pytest.mark.parametrize("mbit", [200, *(pytest.param(mbit, marks=pytest.mark.slow) for mbit in (2000, 20_000))])
+def test_the_estimate_of_steps_is_used_for_exact_averages_only(nodes, mbit):
     """A ring of 32 workers is quick, and brings them 2 per cent closer per step."""
+    n, local = nodes
     made = Cluster(n, local, Link(20e-6, mbit * 1e6 / 8), Link(5e-6, 25e9), backend="nccl")
     job = Job.of_step(25e6, 300)
     found = recipe(made, job, plan(made, job)).prediction

@@ -75,7 +75,7 @@ def unsharded(transport: Any, case: Case, shards: int) -> Any:
 
 FOUR = [(2, 2, name) for name in CASES]
 PLANS = [
-    pytest.param(4, [(2, 2, name) for name in ("outer in windows", "gossip-adamw", "mix_every")], id="some"),
+    pytest.param(4, [(2, 2, name) for name in ("outer in windows", "gossip-adamw")], id="some"),
     pytest.param(4, FOUR, id="4", marks=pytest.mark.slow),
     pytest.param(6, [*((2, 3, name) for name in SIX), *((3, 2, name) for name in THREE)], id="6", marks=pytest.mark.slow),
 ]
@@ -182,6 +182,7 @@ def situations(rank: int, n: int) -> list[Any]:
     return [situation(Sharded(case, mesh), name) for name, (case, _) in SITUATIONS.items()]
 
 
+@pytest.mark.slow
 def test_situations(workers):
     found = workers(4, situations)
     for number, (name, (case, _)) in enumerate(SITUATIONS.items()):

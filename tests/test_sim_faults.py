@@ -18,6 +18,7 @@ from decent_dp.rules import Anticipation, DriftCorrection, GASLoC, OuterNesterov
 from decent_dp.sim import VirtualCluster, exchange
 from decent_dp.sim.exchange import CompressedExchange
 from decent_dp.topo import make_topology
+from tests.helpers import some_in_the_fast_tests
 from tests.sim_cases import MODELS, snapshot
 
 FEATURES, SAMPLES, LR, MOMENTUM = 5, 4, 0.05, 0.9
@@ -234,23 +235,15 @@ PATHS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "events",
-    [
-        pytest.param(events, id=name, marks=[pytest.mark.slow] * (name in ("freeze", "partition")))
-        for name, events in ALL.items()
-    ],
-)
-@pytest.mark.parametrize(("model", "optim_fn", "options"), PATHS)
-def test_all_paths_agree(
-    monkeypatch: pytest.MonkeyPatch, model: str, optim_fn: Any, options: dict[str, Any], events: Events
-) -> None:
+@pytest.mark.parametrize(("path", "events"), some_in_the_fast_tests(range(len(PATHS)), ALL))
+def test_all_paths_agree(monkeypatch: pytest.MonkeyPatch, path: int, events: str) -> None:
     """All replicas at once or one by one; one optimizer or one each; all edges at once or bucket by bucket."""
-    fast = train(events, model, optim_fn, vectorize=True, **options)
-    loop = train(events, model, optim_fn, vectorize=False, **options)
+    model, optim_fn, options = PATHS[path]
+    fast = train(ALL[events], model, optim_fn, vectorize=True, **options)
+    loop = train(ALL[events], model, optim_fn, vectorize=False, **options)
     monkeypatch.setattr(exchange, "LosslessExchange", LosslessByBuckets)
     monkeypatch.setattr("decent_dp.sim.statistics.LosslessExchange", LosslessByBuckets)
-    buckets = train(events, model, optim_fn, vectorize=True, **options)
+    buckets = train(ALL[events], model, optim_fn, vectorize=True, **options)
     tolerance = 1e-6 if isinstance(optim_fn.func, type) and issubclass(optim_fn.func, GossipAdamW) else 1e-9
     for t, (own, *others) in enumerate(zip(fast, loop, buckets, strict=True)):
         for other in others:

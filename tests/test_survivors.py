@@ -115,8 +115,10 @@ def mean_of(ranks: Sequence[int], size: int) -> torch.Tensor:
     return torch.from_numpy(np.mean([np.random.default_rng(rank).standard_normal(size) for rank in ranks], 0))
 
 
-@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow), 6])
-@pytest.mark.parametrize("near", [True, False], ids=["unix", "tcp"])
+@pytest.mark.parametrize(
+    ("near", "n"),
+    [(True, 2), (False, 6), *(pytest.param(near, n, marks=pytest.mark.slow) for near in (True, False) for n in (3, 6))],
+)
 def test_collectives(make, monkeypatch, n, near):
     monkeypatch.setattr(survivors_module, "_SEGMENT", 2**21)  # several in the large mean
     company = make(n, ring(n), near=near)
@@ -272,7 +274,7 @@ def test_a_short_freeze_costs_time_only(make):
     assert company.run(lambda rank, control: control.gather(rank)) == {rank: [0, 1, 2] for rank in range(3)}
 
 
-@pytest.mark.parametrize("near", [True, False], ids=["unix", "tcp"])
+@pytest.mark.parametrize("near", [pytest.param(True, marks=pytest.mark.slow), False], ids=["unix", "tcp"])
 def test_a_connection_that_breaks_is_made_again(make, near):
     company, size = make(4, ring(4), near=near), 1_000_000
     stop = threading.Event()

@@ -359,7 +359,7 @@ def is_not_finite(rank: int, n: int, kind: str, sick: list[int]) -> Any:
     return own, mean, distance, found, all(bool(param.isfinite().all()) for param in inner.parameters())
 
 
-@pytest.mark.parametrize("kind", ["gossip", "wrapper"])
+@pytest.mark.parametrize("kind", [pytest.param("gossip", marks=pytest.mark.slow), "wrapper"])
 def test_a_mean_is_that_of_the_finite_replicas(workers, kind):
     found = [outcome.value for outcome in workers.outcomes(4, is_not_finite, kind, [2])]
     counted = [own for own, *_ in found[:2] + found[3:]]

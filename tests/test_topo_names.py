@@ -81,7 +81,7 @@ def train(kind: type[Topology], mix_every: int) -> list[tuple[list[float], Any]]
     return run_replicas(4, work)
 
 
-@pytest.mark.parametrize("mix_every", [1, 2])
+@pytest.mark.parametrize("mix_every", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_subclass_may_set_any_name_in_the_wrapper(mix_every):
     own, plain = train(Own, mix_every), train(Plain, mix_every)
     assert [values for values, _ in own] == [values for values, _ in plain]

@@ -55,7 +55,7 @@ def test_every_topology_runs_or_refuses(workers, n):
     check_every_topology(workers(n, every_topology), n)
 
 
-@pytest.mark.parametrize("n", [3, 6, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 5))])
+@pytest.mark.parametrize("n", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 5, 6))])
 def test_every_topology_runs_or_refuses_in_process(n):
     check_every_topology(run_replicas(n, lambda transport: every_topology(transport.rank, n, transport)), n)
 
@@ -493,7 +493,9 @@ def missing_peer(rank: int, n: int, topology: str) -> Any:
             say("the others have failed")
 
 
-@pytest.mark.parametrize(("topology", "n", "named"), [("ring", 2, "worker 1"), ("complete", 3, "worker 1")])
+@pytest.mark.parametrize(
+    ("topology", "n", "named"), [pytest.param("ring", 2, "worker 1", marks=pytest.mark.slow), ("complete", 3, "worker 1")]
+)
 def test_a_missing_peer_is_named_within_the_timeout(workers, topology, n, named):
     outcome = workers.outcomes(n, missing_peer, topology)[0]
     assert outcome.error == PeerTimeoutError.__name__
