@@ -368,6 +368,25 @@ def by_hand() -> Iterator[ByHand]:
     made.reactor.close()
 
 
+def test_what_is_announced_early_waits_while_later_rounds_go_on(by_hand):
+    """A group asks for the parts of a round when it has memory for them, and perhaps after those of later rounds."""
+    data = content(3, SMALL + 1)
+    for round_ in (0, 1):
+        by_hand.frame(OFFER, (round_, 0, 0), 0, len(data))
+        by_hand.grant((round_, 0, 1), 4, 4)
+    arrived = receive(by_hand.reactor, 1, (5, 0, 0), 4)  # the offers have been read when this has come
+    assert by_hand.read()[:2] == (GRANT, (5, 0, 0))
+    by_hand.frame(DATA, (5, 0, 0), 0, 4, b"past")
+    assert arrived.result(SECONDS) == b"past"
+    for round_ in (1, 0):
+        waiting = receive(by_hand.reactor, 1, (round_, 0, 0), len(data))
+        assert by_hand.read()[:2] == (GRANT, (round_, 0, 0))
+        by_hand.frame(DATA, (round_, 0, 0), 0, len(data), data)
+        assert waiting.result(SECONDS) == data
+        send(by_hand.reactor, 1, (round_, 0, 1), b"sent")
+        assert by_hand.read() == (DATA, (round_, 0, 1), 0, 4, b"sent")
+
+
 def test_no_more_is_sent_than_was_asked_for(by_hand):
     data = content(1, 3000)
     _, sent = send(by_hand.reactor, 1, (0, 0, 0), data)

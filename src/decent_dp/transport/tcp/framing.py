@@ -183,7 +183,7 @@ class Framing:
         if connection is None:
             return
         connection.receivings[receiving.key] = receiving
-        _forget_before(connection.early_offers, receiving.key)
+        self._forget_before(connection.early_offers, receiving.key)
         if receiving.size <= SMALL:
             self._grant(connection, receiving, receiving.size)
         elif receiving.key in connection.early_offers:
@@ -233,7 +233,7 @@ class Framing:
         if connection is None:
             return
         connection.sendings[sending.key] = sending
-        _forget_before(connection.early_grants, sending.key)
+        self._forget_before(connection.early_grants, sending.key)
         if sending.key in connection.early_grants:
             try:
                 self._on_grant(connection, sending.key, *connection.early_grants.pop(sending.key))
@@ -432,7 +432,7 @@ class Framing:
     def _memory_for(self, connection: Connection, frame: Frame) -> memoryview:
         """Where the body of a DATA frame goes."""
         key, length = frame.key, frame.length
-        _forget_before(connection.unwanted, key)  # dropped before they were sent
+        self._forget_before(connection.unwanted, key)  # dropped before they were sent
         unwanted = connection.unwanted.get(key, 0)
         if 0 < length <= unwanted:
             return memoryview(bytearray(length))
@@ -447,6 +447,16 @@ class Framing:
         self.settlement.join(connection, key)
         connection.measure_latency(frame.age)
         return receiving.memory[frame.offset : frame.offset + length]
+
+    def _forget_before(self, keys: dict[Key, Any] | set[Key], key: Key) -> None:
+        """Removes the keys of earlier rounds of a bucket, which both ends have passed: some may never be used.
+
+        Where no exchange is dropped, each is used; that of a group that waits for memory after those of later rounds.
+        """
+        if len(keys) < 2 or not self.tolerant:
+            return
+        for early in [early for early in keys if early[1:] == key[1:] and early[0] < key[0]]:
+            keys.pop(early) if isinstance(keys, dict) else keys.remove(early)
 
     def _close_frame(self, connection: Connection) -> None:
         assert connection.frame is not None
@@ -550,12 +560,3 @@ class Framing:
 def _bound(connection: Connection, ahead: int) -> None:
     if ahead >= _MOST_AHEAD:
         raise WireError(f"worker {connection.peer} has announced {ahead} messages ahead, or one of bucket {ahead}: too many")
-
-
-def _forget_before(keys: dict[Key, Any] | set[Key], key: Key) -> None:
-    """Removes the keys of earlier rounds of a bucket. Both ends have passed them."""
-    if len(keys) < 2:
-        return
-    old = [early for early in keys if early[1:] == key[1:] and early[0] < key[0]]
-    for early in old:
-        keys.pop(early) if isinstance(keys, dict) else keys.remove(early)
