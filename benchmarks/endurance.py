@@ -177,9 +177,9 @@ class Network:
             return "127.0.0.1", server[0].port, server.clear
         node = self._first + self._sites
         host, port = self._lab.address(node), 29500
-        log = open(folder / "store.log", "ab")  # noqa: SIM115
         command = [sys.executable, "-m", "decent_dp", "roster", "--bind", f"{host}:{port}"]
-        process = self._lab.start(node, command, os.environ, log)
+        with open(folder / "store.log", "ab") as log:
+            process = self._lab.start(node, command, os.environ, log)
         return host, port, process.kill
 
     def start(self, rank: int, command: list[str], environment: dict[str, str], log: Any) -> subprocess.Popen[bytes]:

@@ -307,6 +307,9 @@ def schedule(seed: int) -> None:
             net.at(rng.uniform(0.0, 3.0), lambda a=a, b=b: net.break_link(a, b))
     net.run()
     living = [rank for rank in range(n) if rank not in net.dead]
+    # Where a third of the messages is lost, a question every two seconds may take more than a minute to come through.
+    while net.loss and net.now < 10 * END and any(len(net.decided[rank]) < len(names) for rank in living):
+        net.run(net.now + END)
     for rank, name in itertools.product(living, names):
         assert name in net.decided[rank], f"seed {seed}: worker {rank} waits for {name}"
         decision = net.decided[rank][name]

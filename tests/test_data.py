@@ -234,7 +234,7 @@ def test_nothing_is_dealt_twice(workers, tmp_path, size):
     found = survivors(workers.outcomes(5, deals, str(tmp_path), size), 2)
     assert len({dealt for dealt, _ in found}) == 1  # all know the same position of the same round
     batches = Counter(tuple(json.loads(line)) for file in Path(tmp_path).iterdir() for line in file.read_text().splitlines())
-    shares = {tuple(batch): share for share, batch in enumerate(b for epoch in range(9) for b in order(0, epoch, size))}
+    shares = {tuple(batch): share for share, batch in enumerate(b for epoch in range(40) for b in order(0, epoch, size))}
     dealt = Counter(shares[batch] for batch in batches.elements())
     assert max(dealt.values()) == 1
     # What is missing was the dead worker's, or that of rounds in which a worker was late.

@@ -292,7 +292,7 @@ def test_no_worker_outlives_the_caller(tmp_path, number):
 @pytest.mark.slow
 def test_the_pages_notebook(tmp_path):
     pytest.importorskip("cloudpickle")
-    [block] = blocks(ROOT / "docs" / "launch.md", "python no-run")
+    block, *_ = blocks(ROOT / "docs" / "launch.md", "python no-run")
     done = run(block.code, tmp_path, as_notebook=True)
     assert (done.returncode, done.stderr) == (0, "")
     shown = [line.removeprefix("# > ") for line in block.code.splitlines() if line.startswith("# > ")]
