@@ -201,8 +201,8 @@ def test_flip(pair):
 
 def test_later_and_partition(pair):
     pair.links.partition([1], [2, 0])
-    pair.links.heal(after=0.2)
     began = time.monotonic()
+    pair.links.heal(after=0.2)
     for rank in (0, 1):
         pair.side[rank].sendall(b"x")
     for rank in (0, 1):
