@@ -27,6 +27,7 @@ from decent_dp.transport.tcp.connection import LinkState
 from decent_dp.transport.tcp.courier import Courier
 from decent_dp.transport.tcp.protocol import AGREEMENT
 from decent_dp.transport.tcp.reactor import Reactor
+from tests.helpers import some_in_the_fast_tests
 from tests.test_liveness import unreachable, wait_for
 from tests.test_reactor import Net
 
@@ -115,10 +116,7 @@ def mean_of(ranks: Sequence[int], size: int) -> torch.Tensor:
     return torch.from_numpy(np.mean([np.random.default_rng(rank).standard_normal(size) for rank in ranks], 0))
 
 
-@pytest.mark.parametrize(
-    ("near", "n"),
-    [(True, 2), (False, 6), *(pytest.param(near, n, marks=pytest.mark.slow) for near in (True, False) for n in (3, 6))],
-)
+@pytest.mark.parametrize(("near", "n"), some_in_the_fast_tests([True, False], [2, 3, 6]))
 def test_collectives(make, monkeypatch, n, near):
     monkeypatch.setattr(survivors_module, "_SEGMENT", 2**21)  # several in the large mean
     company = make(n, ring(n), near=near)
