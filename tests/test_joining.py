@@ -32,7 +32,7 @@ from tests.helpers import assert_same, values
 from tests.test_survivor_calls import die, survivors
 from tests.test_tolerate import DEAD_AFTER, make, step
 from tests.test_transfer import Cut
-from tests.workers import _store
+from tests.workers import _store, has_said
 from tests.workers import hear as hear_said
 from tests.workers import say as tell
 
@@ -219,7 +219,10 @@ def joins_again(rank: int, n: int) -> Any:
         train(model, optimizer, VICTIM, lambda: replica.stats().exchanges >= 30)
         tell(f"dead {generation}")
         die()
-    train(model, optimizer, VICTIM if rank > N else rank, lambda: replica.roster.epoch >= 3 and is_whole(replica))
+    if rank > N:  # the third process to take the place
+        train(model, optimizer, VICTIM, lambda: is_whole(replica))
+        tell("whole")
+    train(model, optimizer, VICTIM if rank > N else rank, lambda: has_said("whole") and is_whole(replica))
     with replica.averaged():
         mean = values(model)
     replica.close()

@@ -121,6 +121,11 @@ def hear(what: str, seconds: float = 150) -> None:
     _store().wait([f"said/{what}"], timedelta(seconds=seconds))
 
 
+def has_said(what: str) -> bool:
+    """Whether a worker of this launch has said so."""
+    return bool(_store().check([f"said/{what}"]))
+
+
 def _store() -> Any:
     import torch.distributed as dist
 
