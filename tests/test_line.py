@@ -1,16 +1,22 @@
-"""The line of epochs at a store that hangs."""
+"""Runs at one store, and a store that hangs."""
 
 from __future__ import annotations
 
+import json
+import socket
 import threading
+import time
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+import decent_dp
+from decent_dp.errors import PeerLostError
 from decent_dp.membership import joining
 from decent_dp.membership import line as line_module
 from decent_dp.membership.line import Line
+from tests.helpers import SilentStore
 
 
 def test_two_runs_at_one_store_never_meet():
@@ -67,3 +73,48 @@ def test_a_connection_that_hangs_is_replaced(monkeypatch):
         except ConnectionError:
             threading.Event().wait(0.05)
     line.probe()
+
+
+def test_a_line_that_was_closed_asks_nothing():
+    line = Line(dist.HashStore(), "run", {})
+    line.probe()
+    line.close()
+    with pytest.raises(ConnectionError, match="the worker has ended"):
+        line.probe()
+
+
+def joins_at(rank: int, n: int, port: int) -> str:
+    joining._ANSWER = 0.5
+    try:
+        decent_dp.join(f"127.0.0.1:{port}", rank=0)
+    except PeerLostError as error:
+        return str(error)
+    return ""
+
+
+def test_a_process_that_joins_does_not_wait_for_a_store_that_was_stopped_before(workers):
+    """The kernel accepts connections for it, and nobody answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        [message] = workers(1, joins_at, server.getsockname()[1])
+    assert message.startswith("the store does not answer, and does not fail")
+
+
+@pytest.mark.parametrize("stops", ["before it looks at the run", "before it takes a rank", "before it is counted"])
+def test_a_process_that_joins_does_not_wait_for_a_stopped_store(monkeypatch, stops):
+    record = {"places": 2, "world_size": 1}
+    records = {"run": json.dumps(record), "signature": "{}"}
+    store = dist.HashStore()
+    Line(store, "run", records).keep(newest=True)
+    silent: Any = SilentStore(joining._whole_store(store))
+    monkeypatch.setattr(joining, "_whole_store", lambda _: silent)
+    monkeypatch.setattr(joining, "_ANSWER", 0.2)
+    run = joining.look_at_run()
+    assert run.record == record
+    if stops != "before it looks at the run":
+        monkeypatch.setattr(joining, "look_at_run", lambda _: run)
+    silent.answers.clear()
+    began = time.monotonic()
+    with pytest.raises(PeerLostError, match="the store does not answer"):
+        decent_dp.join("10.0.0.1:29500", rank=1 if stops == "before it is counted" else None)
+    assert time.monotonic() < began + 10
+    silent.answers.set()

@@ -248,9 +248,19 @@ def test_a_worker_that_is_late_is_asked_and_answers(peer):
     assert BEAT in kinds(peer.stream, 0.3)  # heartbeats are a second apart
 
 
-def test_the_worker_of_higher_rank_connects_again(monkeypatch):
-    """To the same process, and not to another one that has its address."""
+@pytest.mark.parametrize("refusals", [0, 2])
+def test_the_worker_of_higher_rank_connects_again(monkeypatch, refusals):
+    """To the same process, not to another one at its address; also if the system refuses a thread at first."""
     monkeypatch.setattr(Reactor.__init__, "__defaults__", (20.0,))
+    refused, start = [], threading.Thread.start
+
+    def start_or_refuse(thread: threading.Thread) -> None:
+        if thread.name == "decent_dp-dial" and len(refused) < refusals:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_refuse)
     names = [listener(False), listener(False)]
     ends: list[Reactor] = []
 
@@ -270,6 +280,7 @@ def test_the_worker_of_higher_rank_connects_again(monkeypatch):
             wait_for(lambda: first.state is LinkState.OPEN and first.since > 0)
         other = ends[1]._framing.connection(0)
         wait_for(lambda: other.state is LinkState.OPEN)
+        assert len(refused) == refusals
     finally:
         closing = [threading.Thread(target=end.close) for end in ends]
         for thread in closing:

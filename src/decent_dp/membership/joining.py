@@ -6,10 +6,10 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
@@ -26,6 +26,8 @@ __all__ = ["Run", "join", "look_at_run"]
 _SECONDS, _FREE, _AGAIN, _LOOKS = 5.0, 30.0, 0.5, 10
 # Seconds for the answers of a store, which may be stopped.
 _ANSWER = 20.0
+
+T = TypeVar("T")
 
 
 def join(store: str | Store | None = None, *, rank: int | None = None) -> NewcomerTransport:
@@ -46,13 +48,9 @@ def join(store: str | Store | None = None, *, rank: int | None = None) -> Newcom
     """
     run, own = _look_for_a_place(store, rank)
     record = run.record
-    try:
-        with store_errors():
-            # A store that has lost its contents counts from the beginning.
-            before = max(run.epoch.incarnations.values(), default=0)
-            incarnation = before + run.store.add(f"{run.run_id}/incarnation", 1)
-    except ConnectionError as error:
-        raise PeerLostError(str(error)) from error
+    # A store that has lost its contents counts from the beginning.
+    before = max(run.epoch.incarnations.values(), default=0)
+    incarnation = before + _ask(lambda: run.store.add(f"{run.run_id}/incarnation", 1))
     stack = network_stack() or f"process {os.getpid()}"
     shared = Rendezvous(
         PrefixStore(run.run_id, run.store),
@@ -103,22 +101,16 @@ def look_at_run(store: str | Store | None = None) -> Run:
     Raises:
         ValueError, TypeError, PeerLostError: as of ``join``.
     """
-    whole, calls = _whole_store(store), StoreCalls()
 
-    def read() -> tuple[str | None, dict[str, str | None], Epoch | None]:
-        with store_errors():
-            run_id = read_text(whole, NEWEST)
-            if run_id is None:
-                return None, {}, None
-            found = {name: read_text(whole, f"{run_id}/{name}") for name in ("run", "signature")}
-            return run_id, found, newest_epoch(whole, run_id)
+    def read() -> tuple[Store, str | None, dict[str, str | None], Epoch | None]:
+        whole = _whole_store(store)
+        run_id = read_text(whole, NEWEST)
+        if run_id is None:
+            return whole, None, {}, None
+        found = {name: read_text(whole, f"{run_id}/{name}") for name in ("run", "signature")}
+        return whole, run_id, found, newest_epoch(whole, run_id)
 
-    try:
-        run_id, found, epoch = calls.run(read, _ANSWER)
-    except ConnectionError as error:
-        raise PeerLostError(str(error)) from error
-    finally:
-        calls.close()
+    whole, run_id, found, epoch = _ask(read)
     if run_id is None or epoch is None or None in found.values():
         raise PeerLostError(
             "no run is registered at this store: only a run with faults=decent_dp.Tolerate(...) and a topology that is "
@@ -126,6 +118,22 @@ def look_at_run(store: str | Store | None = None) -> Run:
         )
     record, signature = (json.loads(found[name] or "") for name in ("run", "signature"))
     return Run(whole, run_id, record, signature, epoch)
+
+
+def _ask(call: Callable[[], T]) -> T:
+    """The result of calls of a store.
+
+    Raises:
+        PeerLostError: it does not answer, or not within ``_ANSWER`` seconds.
+    """
+    calls = StoreCalls()
+    try:
+        with store_errors():
+            return calls.run(call, _ANSWER)
+    except ConnectionError as error:
+        raise PeerLostError(str(error)) from error
+    finally:
+        calls.close()
 
 
 def _whole_store(store: str | Store | None) -> Store:
@@ -182,19 +190,19 @@ def _free_rank(run: Run, *, shared: bool) -> int | None:
     Args:
         shared: also one that another process has taken, as that may have ended. The members let one of them in.
     """
-    taken = {}
-    try:
-        with store_errors():
-            for rank in range(run.record["places"]):
-                key = f"{run.run_id}/free/{run.epoch.number}/{rank}"
-                if rank not in run.members:
-                    taken[rank] = run.store.add(key, 0 if shared else 1)
-                    if taken[rank] == 1 and not shared:
-                        return rank
-            if taken and shared:
-                rank = min(taken, key=lambda rank: taken[rank])
-                run.store.add(f"{run.run_id}/free/{run.epoch.number}/{rank}", 1)
-                return rank
-    except ConnectionError as error:
-        raise PeerLostError(str(error)) from error
-    return None
+
+    def take() -> int | None:
+        taken = {}
+        for rank in range(run.record["places"]):
+            key = f"{run.run_id}/free/{run.epoch.number}/{rank}"
+            if rank not in run.members:
+                taken[rank] = run.store.add(key, 0 if shared else 1)
+                if taken[rank] == 1 and not shared:
+                    return rank
+        if taken and shared:
+            rank = min(taken, key=lambda rank: taken[rank])
+            run.store.add(f"{run.run_id}/free/{run.epoch.number}/{rank}", 1)
+            return rank
+        return None
+
+    return _ask(take)
