@@ -131,7 +131,7 @@ def _ask(call: Callable[[], T]) -> T:
         with store_errors():
             return calls.run(call, _ANSWER)
     except ConnectionError as error:
-        raise PeerLostError(str(error)) from error
+        raise PeerLostError(f"{error}. It must be that of the run, and its process must not be stopped.") from error
     finally:
         calls.close()
 

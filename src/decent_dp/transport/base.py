@@ -367,7 +367,7 @@ class StoreCalls:
             if futures.wait([future], limit).done:
                 return future.result()
             self._hanging = future
-        raise ConnectionError("the store does not answer, and does not fail: is its process stopped, or its machine cut off?")
+        raise ConnectionError("the store does not answer, and does not fail")
 
 
 def written(tensor: Tensor) -> Callable[[], None]:
