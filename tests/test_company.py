@@ -58,7 +58,7 @@ def test_a_worker_that_only_this_one_has_lost_is_missed_until_others_vouch_for_i
         asked.append(wanted)
         return next(given)
 
-    company._epochs = SimpleNamespace(  # type: ignore[assignment]
+    company.epochs = SimpleNamespace(  # type: ignore[assignment]
         newest=epoch, is_member=True, replaced=False, offered=lambda seconds: False, look=look
     )
     neighbours: Any = company.neighbours

@@ -561,8 +561,8 @@ def test_what_join_is_given_is_checked(monkeypatch):
 # -- replicas that are not finite ------------------------------------------------------------------------------------------
 
 
-def heals(rank: int, n: int, kind: str, times: int, sick: tuple[int, ...]) -> Any:
-    model, optimizer, replica = make(rank, kind)
+def heals(rank: int, n: int, kind: str, times: int, sick: tuple[int, ...], topology: str = "base-2") -> Any:
+    model, optimizer, replica = make(rank, kind, topology=topology)
     inner = model.module if kind == "wrapper" else model
     seen = []
     for t in range(160):
@@ -580,15 +580,16 @@ def heals(rank: int, n: int, kind: str, times: int, sick: tuple[int, ...]) -> An
 
 
 @pytest.mark.parametrize(
-    ("kind", "times", "sick"),
+    ("kind", "times", "sick", "topology"),
     [
-        pytest.param("gossip", 3, (1,), marks=pytest.mark.slow),
-        pytest.param("gossip", 2, (0, 1, 3), marks=pytest.mark.slow),  # two of them ask each other
-        pytest.param("wrapper", 1, (1,), marks=pytest.mark.slow),
+        pytest.param("gossip", 3, (1,), "base-2", marks=pytest.mark.slow),
+        pytest.param("gossip", 2, (0, 1, 3), "base-2", marks=pytest.mark.slow),  # two of them ask each other
+        pytest.param("wrapper", 1, (1,), "base-2", marks=pytest.mark.slow),
+        pytest.param("gossip", 1, (1,), "ring:5,base-2", marks=pytest.mark.slow),  # cannot be rebuilt
     ],
 )
-def test_a_replica_that_is_not_finite_gets_the_values_of_a_member(workers, kind, times, sick):
-    found = workers(N, heals, kind, times, sick)
+def test_a_replica_that_is_not_finite_gets_the_values_of_a_member(workers, kind, times, sick, topology):
+    found = workers(N, heals, kind, times, sick, topology)
     for rank, (mean, seen, stats) in enumerate(found):
         assert_same(mean, found[0][0])
         assert all(bool(value.isfinite().all()) for value in mean.values())

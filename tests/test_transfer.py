@@ -267,7 +267,7 @@ class Member:
         self.values, self.boundaries, self.taken = values, 0, 0
         self.engine, self.neighbours = SimpleNamespace(exchanges=1, first_bucket=0), SimpleNamespace(is_paused=False)
         faults: Any = SimpleNamespace(dead_after=dead_after)
-        company: Any = SimpleNamespace(members=(0, 1), known=(0, 0, 0, ""), faults=faults, neighbours=self.neighbours)
+        company: Any = SimpleNamespace(members=(0, 1), epochs=None, faults=faults, neighbours=self.neighbours)
         replica: Any = SimpleNamespace(engine=self.engine)
         self.host = Host(replica, company)
         self.ends = threading.Event()

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Collection
 from concurrent import futures
-from concurrent.futures import Future
 
 from decent_dp.engine import Engine
 from decent_dp.errors import PeerLostError, PeerTimeoutError
@@ -32,12 +31,13 @@ class Company:
         epochs: changes the members; None for a topology that cannot be rebuilt.
 
     Attributes:
+        neighbours, faults, epochs: those given.
         callbacks: called with the old and the new roster when an epoch begins.
         joins: how many times all workers have left ``join()``.
     """
 
     def __init__(self, transport: Transport, neighbours: Neighbours, faults: Tolerate, epochs: Epochs | None) -> None:
-        self._transport, self.neighbours, self.faults, self._epochs = transport, neighbours, faults, epochs
+        self._transport, self.neighbours, self.faults, self.epochs = transport, neighbours, faults, epochs
         self.callbacks: list[Callable[[Roster, Roster], None]] = []
         self._silent: set[int] = set()
         self._lost: set[int] = set()
@@ -65,23 +65,23 @@ class Company:
 
     @property
     def members(self) -> tuple[int, ...]:
-        return tuple(range(self._transport.world_size)) if self._epochs is None else self._epochs.newest.members
+        return tuple(range(self._transport.world_size)) if self.epochs is None else self.epochs.newest.members
 
     @property
     def roster(self) -> Roster:
         """The newest epoch, and who of it is left out."""
         members, silent, rank = self.members, self.neighbours.silent(), self._transport.rank
-        number = 0 if self._epochs is None else self._epochs.newest.number
-        is_in = self._epochs is None or self._epochs.is_member
+        number = 0 if self.epochs is None else self.epochs.newest.number
+        is_in = self.epochs is None or self.epochs.is_member
         holes = tuple(seat for seat, member in enumerate(members) if member in silent)
         start, dealt = self._origin
-        if self._epochs is not None:
-            start, dealt = self._epochs.newest.start, self._epochs.newest.dealt
+        if self.epochs is not None:
+            start, dealt = self.epochs.newest.start, self.epochs.newest.dealt
         return Roster(number, members.index(rank) if is_in else -1, len(members), members, holes, start, dealt)
 
     def knows(self, round_: int) -> bool:
         """``Epochs.knows``."""
-        return self._epochs is None or self._epochs.knows(round_)
+        return self.epochs is None or self.epochs.knows(round_)
 
     def newest_round(self, own: int) -> int:
         """Of the connected workers and this one, which is in round ``own``: a call of all brings them to it."""
@@ -90,13 +90,13 @@ class Company:
     def deal_from(self, round_: int, dealt: int) -> None:
         """``Roster.start`` and ``Roster.dealt`` of the present roster are these; the same on all workers."""
         self._origin = round_, dealt
-        if self._epochs is not None:
-            self._epochs.deal_from(round_, dealt)
+        if self.epochs is not None:
+            self.epochs.deal_from(round_, dealt)
 
     def restart(self) -> None:
         """``Epochs.restart``."""
         self._origin, before = (0, 0), self.roster
-        if self._epochs is not None and (epoch := self._epochs.restart()) is not None:
+        if self.epochs is not None and (epoch := self.epochs.restart()) is not None:
             self._announce(epoch, before, {*self.neighbours.lost(), *self.neighbours.left()})
             self._is_another_topology = True
 
@@ -160,18 +160,18 @@ class Company:
         self._is_another_topology |= self._look_at_epochs(round_, gone | left)
 
     def _look_at_epochs(self, round_: int, gone: set[int]) -> bool:
-        if self._epochs is None:
+        if self.epochs is None:
             return False
         now, before = time.monotonic(), self.roster
         self._vouched &= gone
         missed = gone & set(self.members) - self._vouched
         self._missed = {rank: self._missed.get(rank, now) for rank in missed}
         is_missed = any(now - since > _SETTLE for since in self._missed.values()) and bool(self.neighbours.living())
-        wanted = is_missed or self._epochs.offered(_SETTLE)
+        wanted = is_missed or self.epochs.offered(_SETTLE)
         if wanted:
             _log.info("round %d: another epoch is wanted, missed are %s", round_, sorted(self._missed))
-        epoch = self._epochs.look(round_, wanted=wanted)
-        if self._epochs.replaced or self.neighbours.replaced:
+        epoch = self.epochs.look(round_, wanted=wanted)
+        if self.epochs.replaced or self.neighbours.replaced:
             raise PeerLostError(
                 f"another process has taken the place of worker {self._transport.rank}, which was gone for the others. End "
                 "this one: the others continue."
@@ -233,41 +233,20 @@ class Company:
         Raises:
             RuntimeError: no process can join these workers.
         """
-        if self._epochs is None or not self._epochs.is_member:
+        if self.epochs is None or not self.epochs.is_member:
             raise RuntimeError("this worker cannot let processes in: it was left out, or its topology is not given by name")
         if rank == self._transport.rank:
             return False
-        return rank in self.neighbours.lost() or rank not in self.members or self._epochs.is_seated(rank, incarnation)
-
-    def offer(self, rank: int, incarnation: int) -> Future[Epoch]:
-        """``Epochs.offer``."""
-        assert self._epochs is not None
-        return self._epochs.offer(rank, incarnation)
-
-    @property
-    def known(self) -> tuple[int, int, int, str]:
-        """``Epochs.known``."""
-        assert self._epochs is not None
-        return self._epochs.known
-
-    def learn(self, known: tuple[int, int, int, str]) -> None:
-        """``Epochs.learn``."""
-        assert self._epochs is not None
-        self._epochs.learn(known)
-
-    def withdraw(self, rank: int, incarnation: int) -> None:
-        """``Epochs.withdraw``."""
-        assert self._epochs is not None
-        self._epochs.withdraw(rank, incarnation)
+        return rank in self.neighbours.lost() or rank not in self.members or self.epochs.is_seated(rank, incarnation)
 
     def newest_members(self) -> dict[int, int]:
         """The incarnations of the other members of the newest epoch in the store, by rank."""
-        epoch = None if self._epochs is None else self._epochs.newest_in_store()
+        epoch = None if self.epochs is None else self.epochs.newest_in_store()
         return self._incarnations(self.members if epoch is None else epoch.members or self.members, epoch)
 
     def living_members(self) -> dict[int, int]:
         """The incarnations of the other members that this worker is connected to, by rank."""
-        epoch = None if self._epochs is None else self._epochs.newest
+        epoch = None if self.epochs is None else self.epochs.newest
         return self._incarnations(set(self.members) & set(self.neighbours.living()), epoch)
 
     def _incarnations(self, ranks: Collection[int], epoch: Epoch | None) -> dict[int, int]:
@@ -276,15 +255,15 @@ class Company:
 
     def enter(self, epoch: Epoch, joins: int) -> None:
         """This process is a member from this epoch on. ``joins``: of another member."""
-        assert self._epochs is not None
+        assert self.epochs is not None
         before, self.joins = self.roster, joins
-        self._epochs.enter(epoch)
+        self.epochs.enter(epoch)
         self._coming = epoch, before
 
     def close(self) -> None:
         """Ends the threads."""
-        if self._epochs is not None:
-            self._epochs.close()
+        if self.epochs is not None:
+            self.epochs.close()
 
     def _report(self, round_: int, silent: set[int], lost: set[int]) -> None:
         for who, what in (

@@ -84,8 +84,9 @@ class Host(Listener):
                 raise RuntimeError("this worker has not mixed yet")
             # What is in flight, and what edges have learned, is between this worker and others.
             snapshot = {**take(self._replica), "exchange": None, "compression": {}, "grads": {}}
-            bucket = self._replica.engine.first_bucket
-            state = {"first_bucket": bucket, "epoch": self._company.known, "snapshot": snapshot}
+            bucket, epochs = self._replica.engine.first_bucket, self._company.epochs
+            known = None if epochs is None else epochs.known
+            state = {"first_bucket": bucket, "epoch": known, "snapshot": snapshot}
             text, tensors = encode(state, "")
             staged = Staging().copy(tensors)
             kept = _Kept(StateCopy(text, staged.tensors), staged, time.monotonic(), bucket)
@@ -196,10 +197,12 @@ class Host(Listener):
                 raise RuntimeError(f"worker {rank} lives")
             say(stream, None)
             time.sleep(_PAUSE / 4)
+        epochs = company.epochs
+        assert epochs is not None
         try:
-            epoch = _await(stream, company.offer(rank, incarnation))
+            epoch = _await(stream, epochs.offer(rank, incarnation))
         except BaseException:
-            company.withdraw(rank, incarnation)
+            epochs.withdraw(rank, incarnation)
             raise
         _log.info("worker %d has joined, in epoch %d", rank, epoch.number)
         calls, bucket = self._replica.everyone.control.calls, self._replica.engine.first_bucket

@@ -79,7 +79,8 @@ class _Newcomer:
         _log.info("worker %d has the state of worker %d", self._transport.rank, rank)
         self._replica.engine.count_buckets_from(state["first_bucket"])
         put_back(self._replica, state["snapshot"])
-        company.learn(state["epoch"])
+        assert company.epochs is not None
+        company.epochs.learn(state["epoch"])
 
     def enter(self) -> None:
         """Becomes a member, and continues in the first round of the epoch."""
