@@ -73,7 +73,7 @@ class Report:
 
     Attributes:
         gone: the workers that were holes at any time; ``holes``: those that are.
-        rebuilt: the first round whose topology was rebuilt without a dead worker; the number of steps, if none was.
+        rebuilt: the first round of the first topology that was rebuilt; the number of steps, if none was.
     """
 
     stats: Any
@@ -251,7 +251,8 @@ class Run:
     def check_holes(self, *ranks: int) -> None:
         """The counters of these workers tell the exchanges that were left out, and those of the others tell none.
 
-        By the edges that the topology had at the start, and so before it was rebuilt, and before a hole heals.
+        The edges are those that the topology had at the start. So only rounds count that come before it was rebuilt, or a
+        hole can have healed.
         """
         plan = self.plan
         dead_after = DEFAULT_DEAD_AFTER if plan.tolerate is None else plan.tolerate["dead_after"]

@@ -101,6 +101,8 @@ def test_a_process_that_joins_does_not_wait_for_a_store_that_was_stopped_before(
 
 @pytest.mark.parametrize("stops", ["before it looks at the run", "before it takes a rank", "before it is counted"])
 def test_a_process_that_joins_does_not_wait_for_a_stopped_store(monkeypatch, stops):
+    for name in ("RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
     record = {"places": 2, "world_size": 1}
     records = {"run": json.dumps(record), "signature": "{}"}
     store = dist.HashStore()

@@ -8,15 +8,19 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from decent_dp.topo import Edge
 from decent_dp.transport import InProcessTransport, ProcessGroupTransport, Transport, run_replicas
 from decent_dp.transport.base import StoreCalls, read_text, store_errors
-from tests.helpers import BrokenStore
+from decent_dp.transport.communicators import Rendezvous
+from decent_dp.transport.tcp.addresses import dial
+from tests.helpers import BrokenStore, SilentStore
 
 
 def contract(transport: Transport, other: Transport) -> tuple[str, str]:
@@ -120,6 +124,20 @@ def test_a_store_whose_process_is_stopped_is_waited_for_no_longer_than_the_limit
             assert calls.run(lambda: client.get("a"), 5) == b"1"
         finally:
             server.kill()
+
+
+def test_an_address_is_looked_up_for_no_longer_than_the_limit():
+    silent: Any = SilentStore(dist.HashStore())
+    rendezvous = Rendezvous(silent, 0, 2, timedelta(0), False, ("a", "b"), b"", "run", "a", 2)
+    with pytest.raises(RuntimeError, match="worker 1 has stored no address"):
+        dial(rendezvous, 1, 5.0)
+    silent.answers.clear()
+    began = time.monotonic()
+    for _ in range(3):
+        with pytest.raises(ConnectionError, match="the store does not answer"):
+            dial(rendezvous, 1, 0.2)
+    assert time.monotonic() < began + 5
+    silent.answers.set()
 
 
 def one_is_killed(rank: int, n: int) -> list[int]:

@@ -256,7 +256,7 @@ def test_a_worker_that_fails_counts_as_dead(workers):
     assert "min_workers=2" in outcomes[0].message
 
 
-def closes_early(rank: int, n: int) -> Any:
+def closes_early(rank: int, n: int, exits: bool) -> Any:
     model, optimizer, replica = make(rank)
     for t in range(40 if rank == 0 else 6):
         step(model, optimizer, t, rank)
@@ -267,14 +267,16 @@ def closes_early(rank: int, n: int) -> Any:
         return mean, values(model)
     with contextlib.suppress(SystemExit):
         try:
-            sys.exit(0)  # no failure, though an exception passes the ``finally``
+            if exits:
+                sys.exit(0)  # no failure, though an exception passes the ``finally``
         finally:
             replica.close()
     return None
 
 
-def test_the_last_worker_averages_alone_when_the_others_have_finished(workers):
-    mean, own = workers(3, closes_early)[0]
+@pytest.mark.parametrize("exits", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_the_last_worker_averages_alone_when_the_others_have_finished(workers, exits):
+    mean, own = workers(3, closes_early, exits)[0]
     for name in own:
         torch.testing.assert_close(mean[name], own[name])
 

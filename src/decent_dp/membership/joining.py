@@ -91,7 +91,8 @@ class Run:
 
     def address(self, rank: int) -> dict[str, Any] | None:
         """Where the present process of a worker listens, and which process it is; None if the store does not know it."""
-        text = read_text(self.store, f"{self.run_id}/{address_key(rank, self.epoch.incarnations.get(rank, 0))}")
+        key = f"{self.run_id}/{address_key(rank, self.epoch.incarnations.get(rank, 0))}"
+        text = _ask(lambda: read_text(self.store, key))
         return None if text is None else dict(json.loads(text))
 
 
@@ -131,7 +132,9 @@ def _ask(call: Callable[[], T]) -> T:
         with store_errors():
             return calls.run(call, _ANSWER)
     except ConnectionError as error:
-        raise PeerLostError(f"{error}. It must be that of the run, and its process must not be stopped.") from error
+        raise PeerLostError(
+            f"{error}. It must be that of the run (MASTER_ADDR and MASTER_PORT of its workers), and its process must run."
+        ) from error
     finally:
         calls.close()
 
@@ -149,14 +152,10 @@ def _whole_store(store: str | Store | None) -> Store:
         raise ValueError(
             f"store must be HOST:PORT, such as '10.0.0.1:29500', or MASTER_ADDR and MASTER_PORT must be set, got {store!r}"
         )
-    host = host.strip("[]")
     try:
-        with store_errors():
-            return connect_store(host, int(port), ROOT, _SECONDS)
+        return connect_store(host.strip("[]"), int(port), ROOT, _SECONDS)
     except OSError as error:
-        raise PeerLostError(
-            f"no store answers at {store} ({error}): it must be that of the run (MASTER_ADDR and MASTER_PORT of its workers)."
-        ) from error
+        raise ConnectionError(f"no store answers at {store} ({error})") from error
 
 
 def _look_for_a_place(store: str | Store | None, rank: int | None) -> tuple[Run, int]:

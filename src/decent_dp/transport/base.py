@@ -314,7 +314,8 @@ def connect_store(host: str, port: int, prefix: str, seconds: float) -> Store:
 
     Raises:
         OSError: nothing listens there.
-        RuntimeError: no store answers within ``seconds``, or twice as many.
+        RuntimeError: no store answers within ``seconds``, or twice as many. One whose process is stopped is waited for without
+            end: call this in ``StoreCalls``.
     """
     # torch would try again until then, and print a stack.
     socket.create_connection((host, port), seconds).close()
@@ -335,8 +336,9 @@ def store_errors() -> Iterator[None]:
 class StoreCalls:
     """Runs calls of a store in a daemon thread, each within a limit. The thread ends with ``close``, or with this object.
 
-    torch's TCPStore ignores its own timeout when the server's process is stopped: with SIGSTOP, ``get`` and ``check`` return
-    only when that is killed or continued, and until then block all other calls of the same client (torch 2.13).
+    torch's TCPStore ignores its own timeout when the server's process is stopped: with SIGSTOP, its constructor, ``get``,
+    ``check``, ``add`` and ``wait`` return only when that is killed or continued, and until then block all other calls of the
+    same client (torch 2.13).
     """
 
     def __init__(self) -> None:

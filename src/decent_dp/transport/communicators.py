@@ -89,6 +89,7 @@ class Rendezvous:
         token: the secret with which they prove that they are of this run; known to these workers alone.
         run_id: this wrapper's own name, the same on all its workers.
         addresses: of workers, as far as they were looked up.
+        calls: of the store, which may be stopped.
     """
 
     store: Store
@@ -103,6 +104,7 @@ class Rendezvous:
     places: int
     incarnation: int = 0
     addresses: dict[int, dict[str, Any]] = field(default_factory=dict)
+    calls: StoreCalls = field(default_factory=StoreCalls, repr=False)
 
     @classmethod
     def create(cls, process_group: dist.ProcessGroup | None, most_workers: int = 0) -> Rendezvous:

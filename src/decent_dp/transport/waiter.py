@@ -36,14 +36,16 @@ class Waiter:
         self._name = name
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
         self._closed = False
 
     def start(self) -> None:
         """Starts the thread; else the first job does. When the interpreter exits, Python 3.12 starts none any more."""
-        if self._thread is None:
-            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            thread.start()
-            self._thread = thread
+        with self._starting:
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                thread.start()
+                self._thread = thread
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
         if self._closed:

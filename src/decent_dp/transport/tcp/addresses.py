@@ -10,9 +10,9 @@ import socket
 import struct
 import sys
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any
 
+from decent_dp.transport.base import read_text
 from decent_dp.transport.communicators import Rendezvous, UnreachableError, address_key
 from decent_dp.transport.tcp.descriptors import own
 
@@ -68,15 +68,16 @@ def dial(rendezvous: Rendezvous, peer: int, seconds: float, incarnation: int = 0
 
     Raises:
         UnreachableError: nobody answers at the address of the peer.
-        OSError: this process has no file descriptor left.
-        RuntimeError: the peer has not stored its address in time.
+        OSError: this process has no file descriptor left, or the store does not answer in time.
+        RuntimeError: the peer has stored no address, or the store is gone.
     """
     address = rendezvous.addresses.get(peer)
     if address is None or address["incarnation"] != incarnation:
-        # The store's own timeout, which ``get`` has, is another: half an hour by default.
         key = address_key(peer, incarnation)
-        rendezvous.store.wait([key], timedelta(seconds=seconds))
-        address = rendezvous.addresses[peer] = json.loads(rendezvous.store.get(key))
+        text = rendezvous.calls.run(lambda: read_text(rendezvous.store, key), seconds)
+        if text is None:
+            raise RuntimeError(f"worker {peer} has stored no address")
+        address = rendezvous.addresses[peer] = json.loads(text)
     return dial_at(address, rendezvous.node, seconds)
 
 
