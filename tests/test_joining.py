@@ -27,7 +27,7 @@ from decent_dp.membership import joining
 from decent_dp.replica import host as host_module
 from decent_dp.replica import newcomer as newcomer_module
 from decent_dp.replica.transfer import say, send_state
-from decent_dp.transport.base import server_of
+from decent_dp.transport.store import server_of
 from tests.helpers import assert_same, values
 from tests.test_survivor_calls import die, survivors
 from tests.test_tolerate import DEAD_AFTER, make, step

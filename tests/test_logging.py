@@ -32,7 +32,7 @@ from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.logging import Recorder, publish, publisher
 from decent_dp.logging.status import FolderEntries, Run, Status, StoreEntries, open_folder
 from decent_dp.transport import InProcessTransport, process_group
-from decent_dp.transport.base import server_of
+from decent_dp.transport.store import server_of
 from tests.helpers import SGD, alone, error_of, loss, net
 
 SHARED = ["loss/mean", "distance", "step/ms", "step/waited_ms", "sent/bytes_per_step", "sent/Mbit_per_s"]

@@ -17,8 +17,8 @@ from torch.distributed import TCPStore
 
 from decent_dp.topo import Edge
 from decent_dp.transport import InProcessTransport, ProcessGroupTransport, Transport, run_replicas
-from decent_dp.transport.base import StoreCalls, read_text, store_errors
 from decent_dp.transport.communicators import Rendezvous
+from decent_dp.transport.store import StoreCalls, read_text, store_errors
 from decent_dp.transport.tcp.addresses import dial
 from tests.helpers import BrokenStore, SilentStore
 

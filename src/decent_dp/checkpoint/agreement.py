@@ -11,7 +11,8 @@ from concurrent.futures import Future
 
 from decent_dp.errors import PeerLostError, PeerTimeoutError
 from decent_dp.transport.agreement import Consensus, Decision
-from decent_dp.transport.base import Transport, store_errors
+from decent_dp.transport.base import Transport
+from decent_dp.transport.store import store_errors
 
 __all__ = ["Gather", "LinkGather", "StoreGather", "make_gather"]
 

@@ -33,7 +33,8 @@ from decent_dp.replica.replica import Listener, Replica
 from decent_dp.replica.snapshot import take
 from decent_dp.replica.staging import Staged, Staging
 from decent_dp.serialization import encode
-from decent_dp.transport.base import StoreCalls, Transport
+from decent_dp.transport.base import Transport
+from decent_dp.transport.store import StoreCalls
 from decent_dp.transport.waiter import Waiter
 
 __all__ = ["Saver", "Saving", "save", "saver_of"]

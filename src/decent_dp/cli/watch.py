@@ -85,7 +85,7 @@ class _Bounded:
 
     def __init__(self, address: str) -> None:
         from decent_dp.logging.status import StoreEntries
-        from decent_dp.transport.base import StoreCalls
+        from decent_dp.transport.store import StoreCalls
 
         self._calls = StoreCalls()
         try:

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import NoneType
 from typing import TypeVar
 
-from decent_dp.transport.base import connect_store, read_text
+from decent_dp.transport.store import connect_store, read_text
 
 __all__ = ["BEAT", "SILENT", "FolderEntries", "Run", "Status", "StoreEntries", "open_folder"]
 

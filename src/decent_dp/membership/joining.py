@@ -16,8 +16,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from decent_dp.errors import PeerLostError
 from decent_dp.membership.line import Epoch, newest_epoch
 from decent_dp.transport import NewcomerTransport
-from decent_dp.transport.base import StoreCalls, connect_store, read_text, store_errors, whole_store
 from decent_dp.transport.communicators import NEWEST, ROOT, Rendezvous, address_key, network_stack
+from decent_dp.transport.store import StoreCalls, connect_store, read_text, store_errors, whole_store
 
 __all__ = ["Run", "join", "look_at_run"]
 

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from decent_dp.transport.base import StoreCalls, connect_store, read_text, server_of, store_errors, whole_store
 from decent_dp.transport.communicators import NEWEST, ROOT
+from decent_dp.transport.store import StoreCalls, connect_store, read_text, server_of, store_errors, whole_store
 
 __all__ = ["Epoch", "Line", "newest_epoch", "promises_of"]
 

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
-import socket
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from concurrent import futures
 from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import Store
 
 from decent_dp.compression import Compression, MessageId
 from decent_dp.faults import Tolerate
 from decent_dp.topo import Edge
-from decent_dp.transport.waiter import Waiter
 
 if TYPE_CHECKING:
     from decent_dp.transport.neighbours import Neighbours
@@ -32,18 +26,10 @@ __all__ = [
     "ExchangeRequest",
     "Explain",
     "Handle",
-    "StoreCalls",
     "Transport",
     "Verdict",
-    "connect_store",
-    "read_text",
-    "server_of",
-    "store_errors",
-    "whole_store",
     "written",
 ]
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -289,87 +275,6 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Closes connections and ends threads. All handles must have been waited for."""
-
-
-def read_text(store: Store, key: str) -> str | None:
-    """The text that is stored under ``key``; None if there is none. Does not wait, as ``store.get`` would."""
-    return store.get(key).decode(errors="replace") if store.check([key]) else None
-
-
-def whole_store(store: Store) -> Store:
-    """Returns the store that ``store`` is a part of, with the keys of all runs."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return store
-
-
-def server_of(store: Store) -> tuple[str, int] | None:
-    """Returns the host and the port of the server that keeps ``store``; None if there is none."""
-    store = whole_store(store)
-    return (store.host, store.port) if isinstance(store, TCPStore) else None
-
-
-def connect_store(host: str, port: int, prefix: str, seconds: float) -> Store:
-    """Returns a new connection to the server of a store, for keys with this prefix.
-
-    Raises:
-        OSError: nothing listens there.
-        RuntimeError: no store answers within ``seconds``, or twice as many. One whose process is stopped is waited for without
-            end: call this in ``StoreCalls``.
-    """
-    # torch would try again until then, and print a stack.
-    socket.create_connection((host, port), seconds).close()
-    store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
-    return PrefixStore(prefix, store)
-
-
-@contextlib.contextmanager
-def store_errors() -> Iterator[None]:
-    """Raises ConnectionError for a store that does not answer, where torch raises kinds of RuntimeError."""
-    try:
-        yield
-    except RuntimeError as error:
-        # torch adds a stack in C++ after the first line.
-        raise ConnectionError(f"the store does not answer: {str(error).partition(chr(10))[0]}") from error
-
-
-class StoreCalls:
-    """Runs calls of a store in a daemon thread, each within a limit. The thread ends with ``close``, or with this object.
-
-    torch's TCPStore ignores its own timeout when the server's process is stopped: with SIGSTOP, its constructor, ``get``,
-    ``check``, ``add`` and ``wait`` return only when that is killed or continued, and until then block all other calls of the
-    same client (torch 2.13).
-    """
-
-    def __init__(self) -> None:
-        self._thread = Waiter("decent_dp-store")
-        self._hanging: futures.Future[Any] | None = None
-        weakref.finalize(self, self._thread.close).atexit = False
-
-    def start(self) -> None:
-        """Starts the thread; else the first call does."""
-        self._thread.start()
-
-    def close(self) -> None:
-        self._thread.close()
-
-    @property
-    def hangs(self) -> bool:
-        """Whether an earlier call has not returned within its limit, nor since then."""
-        return self._hanging is not None and not self._hanging.done()
-
-    def run(self, call: Callable[[], T], limit: float) -> T:
-        """Returns the result of ``call``, or raises its error.
-
-        Raises:
-            ConnectionError: it does not return within ``limit`` seconds, or an earlier call still hangs.
-        """
-        if not self.hangs:
-            future = self._thread.submit(call)
-            if futures.wait([future], limit).done:
-                return future.result()
-            self._hanging = future
-        raise ConnectionError("the store does not answer, and does not fail")
 
 
 def written(tensor: Tensor) -> Callable[[], None]:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, default_pg_timeout
 
 from decent_dp.errors import PeerError, PeerLostError, PeerTimeoutError
-from decent_dp.transport.base import StoreCalls, read_text, whole_store
+from decent_dp.transport.store import StoreCalls, read_text, whole_store
 
 # torch's stubs leave out what its communicators can do (send, recv, allreduce, … on lists of tensors).
 Communicator: TypeAlias = Any

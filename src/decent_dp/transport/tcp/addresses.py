@@ -12,8 +12,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from decent_dp.transport.base import read_text
 from decent_dp.transport.communicators import Rendezvous, UnreachableError, address_key
+from decent_dp.transport.store import read_text
 from decent_dp.transport.tcp.descriptors import own
 
 __all__ = ["address_of", "dial", "dial_at", "listen", "look_up"]
