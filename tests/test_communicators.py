@@ -25,7 +25,7 @@ from decent_dp.errors import PeerLostError, PeerTimeoutError
 from decent_dp.topo import Edge
 from decent_dp.transport import ExchangeId, ProcessGroupTransport, communicators
 from decent_dp.transport.base import DeferredHandle
-from decent_dp.transport.communicators import Notes, UnreachableError, peer_error
+from decent_dp.transport.communicators import Notes, Rendezvous, UnreachableError, peer_error
 from decent_dp.transport.tcp import addresses
 from decent_dp.transport.waiter import Waiter
 from tests.helpers import came, listening, request
@@ -260,12 +260,16 @@ def test_error_texts():
 # -- addresses -------------------------------------------------------------------------------------------------------------
 
 
+def meeting_at(store: Any, seconds: float) -> Rendezvous:
+    return Rendezvous(store, 0, 4, timedelta(seconds=seconds), False, ("here",) * 4, b"", "run", "here", 4)
+
+
 def test_a_worker_that_does_not_answer_is_named_with_its_address():
     with socket.create_server(("127.0.0.1", 0)) as server:
         host, port = server.getsockname()
     store = dist.HashStore()
     store.set("address/3", json.dumps({"node": "far", "incarnation": 0, "host": host, "port": port}))
-    rendezvous: Any = SimpleNamespace(addresses={}, store=store, node="here", timeout=timedelta(seconds=5))
+    rendezvous = meeting_at(store, 5.0)
     with pytest.raises(UnreachableError) as caught:
         addresses.dial(rendezvous, 3, 5.0)
     error = peer_error(caught.value, [3], "round 0, bucket 1", Notes(store, 0), rendezvous.timeout)
@@ -277,10 +281,10 @@ def test_a_worker_that_does_not_answer_is_named_with_its_address():
 
 
 def test_an_address_that_never_comes_is_waited_for_as_long_as_the_process_group_says():
-    rendezvous: Any = SimpleNamespace(addresses={}, store=dist.HashStore(), timeout=timedelta(seconds=0.3))
+    rendezvous = meeting_at(dist.HashStore(), 0.3)
     began = time.monotonic()
     with pytest.raises(RuntimeError) as caught:
-        addresses.dial(rendezvous, 3, 5.0)
+        addresses.dial(rendezvous, 3, 0.3)
     assert 0.2 < time.monotonic() - began < 45
     error = peer_error(caught.value, [3], "round 0, bucket 1", Notes(rendezvous.store, 0), rendezvous.timeout)
     assert isinstance(error, PeerTimeoutError)
@@ -395,7 +399,7 @@ def test_an_interface_may_have_an_ipv6_address_alone(monkeypatch):
 def test_at_the_limit_of_open_files_the_peer_is_not_blamed(monkeypatch):
     store = dist.HashStore()
     store.set("address/1", json.dumps({"node": "far", "incarnation": 0, "host": "127.0.0.1", "port": 9}))
-    rendezvous: Any = SimpleNamespace(addresses={}, store=store, node="here", timeout=timedelta(seconds=5))
+    rendezvous = meeting_at(store, 5.0)
 
     def refuse(*arguments: Any) -> Any:
         raise OSError(errno.EMFILE, "Too many open files")

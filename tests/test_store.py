@@ -17,8 +17,9 @@ from torch.distributed import TCPStore
 
 from decent_dp.topo import Edge
 from decent_dp.transport import InProcessTransport, ProcessGroupTransport, Transport, run_replicas
+from decent_dp.transport import store as store_module
 from decent_dp.transport.communicators import Rendezvous
-from decent_dp.transport.store import StoreCalls, read_text, store_errors
+from decent_dp.transport.store import StoreCalls, StoreClient, read_text, store_errors
 from decent_dp.transport.tcp.addresses import dial
 from tests.helpers import BrokenStore, SilentStore
 
@@ -126,18 +127,68 @@ def test_a_store_whose_process_is_stopped_is_waited_for_no_longer_than_the_limit
             server.kill()
 
 
-def test_an_address_is_looked_up_for_no_longer_than_the_limit():
-    silent: Any = SilentStore(dist.HashStore())
-    rendezvous = Rendezvous(silent, 0, 2, timedelta(0), False, ("a", "b"), b"", "run", "a", 2)
+@pytest.mark.parametrize(("own", "other"), [(1, 0), (0, 1)])
+def test_the_address_of_a_process_is_looked_up_for_no_longer_than_the_limit(own, other):
+    """Where one of two has joined later."""
+    store = dist.HashStore()
+    rendezvous = Rendezvous(store, 0, 2, timedelta(0), False, ("a", "b"), b"", "run", "a", 2, incarnation=own)
     with pytest.raises(RuntimeError, match="worker 1 has stored no address"):
-        dial(rendezvous, 1, 5.0)
+        dial(rendezvous, 1, 5.0, other)
+    client: Any = rendezvous._client
+    client._store = silent = SilentStore(client._store)
     silent.answers.clear()
     began = time.monotonic()
     for _ in range(3):
         with pytest.raises(ConnectionError, match="the store does not answer"):
-            dial(rendezvous, 1, 0.2)
+            dial(rendezvous, 1, 0.2, other)
     assert time.monotonic() < began + 5
     silent.answers.set()
+
+
+class Hanging:
+    """A client whose calls return when ``go_on`` is set."""
+
+    def __init__(self, go_on: threading.Event) -> None:
+        self._go_on = go_on
+
+    def check(self, keys: list[str]) -> bool:
+        self._go_on.wait(20)
+        return True
+
+
+def probe(store: Any) -> Any:
+    return store.check(["a"])
+
+
+def test_a_connection_that_hangs_is_replaced(monkeypatch):
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    go_on, made = threading.Event(), []
+    connect = store_module.connect_store
+
+    def connect_store(*args: Any) -> Any:
+        made.append(len(made))
+        return connect(*args) if made[-1] in (1, 5) else Hanging(go_on)
+
+    monkeypatch.setattr(store_module, "connect_store", connect_store)
+    monkeypatch.setattr(store_module, "_LIMIT", 0.1)
+    client = StoreClient(server, "run")
+    with pytest.raises(ConnectionError, match="does not answer, and does not fail"):
+        client.run(probe)
+    client.run(probe)
+    assert made == [0, 1]
+    client._store = Hanging(go_on)  # type: ignore[assignment]
+    for _ in range(6):
+        with pytest.raises(ConnectionError, match="does not answer, and does not fail"):
+            client.run(probe)
+    assert made == [0, 1, 2, 3]  # not one for each call: the server may be stopped
+    go_on.set()
+    for _ in range(50):
+        try:
+            client.run(probe)
+            break
+        except ConnectionError:
+            threading.Event().wait(0.05)
+    client.run(probe)
 
 
 def one_is_killed(rank: int, n: int) -> list[int]:

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
 from decent_dp.transport.communicators import NEWEST, ROOT
-from decent_dp.transport.store import StoreCalls, connect_store, read_text, server_of, store_errors, whole_store
+from decent_dp.transport.store import StoreClient, read_text
 
 __all__ = ["Epoch", "Line", "newest_epoch", "promises_of"]
-
-T = TypeVar("T")
-
-# Seconds for a connection, and for an answer of a store that may hang.
-_SECONDS, _LIMIT = 2.0, 5.0
-# Calls that may hang, each with a connection of its own, before no other is made: the server is stopped, perhaps.
-_MOST_HANGING = 3
 
 
 @dataclass(frozen=True)
@@ -58,22 +50,16 @@ class Epoch:
 
 
 class Line:
-    """Texts of epochs under their numbers, where the first one stays. It connects again to a server that was lost.
-
-    torch's clients stay broken when their server has ended, and complain on the console.
+    """Texts of epochs under their numbers, where the first one stays.
 
     Args:
-        store: of the run, for a store without a server.
+        store: of the run.
         run_id: names the run, as others may use the same server.
         records: ``Transport.records``, and more of the kind.
     """
 
     def __init__(self, store: Store, run_id: str, records: Mapping[str, str]) -> None:
-        self._run_id, self._records, self._server = run_id, records, server_of(store)
-        self._client: Store | None = PrefixStore(ROOT, whole_store(store)) if self._server is None else None
-        self._calls, self._lock = StoreCalls(), threading.Lock()
-        self._hanging: list[StoreCalls] = []
-        self._closed = False
+        self._run_id, self._records, self._store = run_id, records, StoreClient(store, ROOT)
 
     def keep(self, newest: bool = False) -> None:
         """Writes what a process needs to join, as far as it is missing.
@@ -95,11 +81,11 @@ class Line:
                 store.set(NEWEST, self._run_id)
             store.compare_set(NEWEST, "", self._run_id)
 
-        self._run(write)
+        self._store.run(write)
 
     def probe(self) -> None:
         """Raises ConnectionError if the store does not answer."""
-        self._run(lambda store: store.check([NEWEST]))
+        self._store.run(lambda store: store.check([NEWEST]))
 
     def write(self, number: int, text: str, before: str | None) -> str | None:
         """Writes an epoch.
@@ -124,7 +110,7 @@ class Line:
             store.set(self._key("epoch"), str(number))  # where those that join begin to look
             return won
 
-        return self._run(write)
+        return self._store.run(write)
 
     def newest(self) -> Epoch:
         """The newest epoch that the store knows; the first one names nobody.
@@ -132,43 +118,14 @@ class Line:
         Raises:
             ConnectionError: the store does not answer.
         """
-        return self._run(lambda store: newest_epoch(store, self._run_id))
+        return self._store.run(lambda store: newest_epoch(store, self._run_id))
 
     def close(self) -> None:
-        """Ends the thread and the connection. Nothing is asked any more."""
-        self._closed = True
-        self._calls.close()
+        """Nothing is asked any more."""
+        self._store.close()
 
     def _key(self, name: str) -> str:
         return f"{self._run_id}/{name}"
-
-    def _run(self, call: Callable[[Store], T]) -> T:
-        def run() -> T:
-            client = None
-            try:
-                with store_errors():
-                    client = self._connected()
-                    return call(client)
-            except (ConnectionError, OSError):
-                if self._client is client and self._server is not None:
-                    self._client = None
-                raise
-
-        with self._lock:
-            if self._closed:
-                raise ConnectionError("the worker has ended")
-            self._hanging = [calls for calls in self._hanging if calls.hangs]
-            if self._calls.hangs and self._server is not None and len(self._hanging) < _MOST_HANGING:
-                # A connection that was cut for a minute may wait for another one before it sends again. A new one may not.
-                self._hanging.append(self._calls)
-                self._calls, self._client = StoreCalls(), None
-            return self._calls.run(run, _LIMIT)
-
-    def _connected(self) -> Store:
-        if self._client is None:
-            assert self._server is not None
-            self._client = connect_store(*self._server, ROOT, _SECONDS)
-        return self._client
 
 
 def promises_of(text: str) -> dict[int, str]:

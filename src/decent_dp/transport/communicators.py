@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import secrets
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, default_pg_timeout
 
 from decent_dp.errors import PeerError, PeerLostError, PeerTimeoutError
-from decent_dp.transport.store import StoreCalls, read_text, whole_store
+from decent_dp.transport.store import StoreCalls, StoreClient, read_text, whole_store
 
 # torch's stubs leave out what its communicators can do (send, recv, allreduce, … on lists of tensors).
 Communicator: TypeAlias = Any
@@ -89,7 +90,6 @@ class Rendezvous:
         token: the secret with which they prove that they are of this run; known to these workers alone.
         run_id: this wrapper's own name, the same on all its workers.
         addresses: of workers, as far as they were looked up.
-        calls: of the store, which may be stopped.
     """
 
     store: Store
@@ -104,7 +104,6 @@ class Rendezvous:
     places: int
     incarnation: int = 0
     addresses: dict[int, dict[str, Any]] = field(default_factory=dict)
-    calls: StoreCalls = field(default_factory=StoreCalls, repr=False)
 
     @classmethod
     def create(cls, process_group: dist.ProcessGroup | None, most_workers: int = 0) -> Rendezvous:
@@ -129,6 +128,32 @@ class Rendezvous:
             node=node_of[rank],
             places=max(world_size, most_workers),
         )
+
+    @functools.cached_property
+    def _client(self) -> StoreClient:
+        return StoreClient(self.store, ROOT)
+
+    def address_of(self, rank: int, incarnation: int, seconds: float) -> dict[str, Any]:
+        """Of the process of this incarnation; looked up in the store if it is not known.
+
+        Raises:
+            OSError: the store does not answer.
+            RuntimeError: the process has stored no address, or not in time if it began with this one.
+        """
+        address = self.addresses.get(rank)
+        if address is None or address["incarnation"] != incarnation:
+            key = address_key(rank, incarnation)
+            if incarnation or self.incarnation:
+                # The store may be another one than at the start, or stopped.
+                text = self._client.run(lambda store: read_text(store, f"{self.run_id}/{key}"), seconds)
+                if text is None:
+                    raise RuntimeError(f"worker {rank} has stored no address")
+            else:
+                # The store's own timeout, which ``get`` has, is another: half an hour by default.
+                self.store.wait([key], timedelta(seconds=seconds))
+                text = self.store.get(key).decode()
+            address = self.addresses[rank] = dict(json.loads(text))
+        return address
 
     def records(self) -> dict[str, str]:
         """``Transport.records``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -14,9 +15,14 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from decent_dp.transport.waiter import Waiter
 
-__all__ = ["StoreCalls", "connect_store", "read_text", "server_of", "store_errors", "whole_store"]
+__all__ = ["StoreCalls", "StoreClient", "connect_store", "read_text", "server_of", "store_errors", "whole_store"]
 
 T = TypeVar("T")
+
+# Seconds for a connection of a client, and for an answer of a store that may hang.
+_SECONDS, _LIMIT = 2.0, 5.0
+# Calls that may hang, each with a connection of its own, before no other is made: the server is stopped, perhaps.
+_MOST_HANGING = 3
 
 
 def read_text(store: Store, key: str) -> str | None:
@@ -98,3 +104,63 @@ class StoreCalls:
                 return future.result()
             self._hanging = future
         raise ConnectionError("the store does not answer, and does not fail")
+
+
+class StoreClient:
+    """Calls of a store, each within a limit, from any thread. It connects again to a server that was lost.
+
+    torch's clients stay broken when their server has ended, and complain on the console.
+
+    Args:
+        store: any part of it.
+        prefix: of the keys.
+    """
+
+    def __init__(self, store: Store, prefix: str) -> None:
+        self._prefix, self._server = prefix, server_of(store)
+        self._store: Store | None = PrefixStore(prefix, whole_store(store)) if self._server is None else None
+        self._calls, self._lock = StoreCalls(), threading.Lock()
+        self._hanging: list[StoreCalls] = []
+        self._closed = False
+
+    def run(self, call: Callable[[Store], T], limit: float | None = None) -> T:
+        """Returns the result of ``call``, or raises its error.
+
+        Args:
+            limit: in seconds; None: five.
+
+        Raises:
+            ConnectionError: the store does not answer within the limit, or the client was closed.
+        """
+
+        def run() -> T:
+            store = None
+            try:
+                with store_errors():
+                    store = self._connected()
+                    return call(store)
+            except (ConnectionError, OSError):
+                if self._store is store and self._server is not None:
+                    self._store = None
+                raise
+
+        with self._lock:
+            if self._closed:
+                raise ConnectionError("the worker has ended")
+            self._hanging = [calls for calls in self._hanging if calls.hangs]
+            if self._calls.hangs and self._server is not None and len(self._hanging) < _MOST_HANGING:
+                # A connection that was cut for a minute may wait for another one before it sends again. A new one may not.
+                self._hanging.append(self._calls)
+                self._calls, self._store = StoreCalls(), None
+            return self._calls.run(run, _LIMIT if limit is None else limit)
+
+    def close(self) -> None:
+        """Ends the thread. Nothing is asked any more."""
+        self._closed = True
+        self._calls.close()
+
+    def _connected(self) -> Store:
+        if self._store is None:
+            assert self._server is not None
+            self._store = connect_store(*self._server, self._prefix, _SECONDS)
+        return self._store

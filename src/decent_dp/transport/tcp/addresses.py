@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from decent_dp.transport.communicators import Rendezvous, UnreachableError, address_key
-from decent_dp.transport.store import read_text
 from decent_dp.transport.tcp.descriptors import own
 
 __all__ = ["address_of", "dial", "dial_at", "listen", "look_up"]
@@ -68,17 +67,10 @@ def dial(rendezvous: Rendezvous, peer: int, seconds: float, incarnation: int = 0
 
     Raises:
         UnreachableError: nobody answers at the address of the peer.
-        OSError: this process has no file descriptor left, or the store does not answer in time.
-        RuntimeError: the peer has stored no address, or the store is gone.
+        OSError: this process has no file descriptor left, or the store does not answer.
+        RuntimeError: as of ``Rendezvous.address_of``.
     """
-    address = rendezvous.addresses.get(peer)
-    if address is None or address["incarnation"] != incarnation:
-        key = address_key(peer, incarnation)
-        text = rendezvous.calls.run(lambda: read_text(rendezvous.store, key), seconds)
-        if text is None:
-            raise RuntimeError(f"worker {peer} has stored no address")
-        address = rendezvous.addresses[peer] = json.loads(text)
-    return dial_at(address, rendezvous.node, seconds)
+    return dial_at(rendezvous.address_of(peer, incarnation, seconds), rendezvous.node, seconds)
 
 
 def dial_at(address: Mapping[str, Any], node: str, seconds: float) -> socket.socket:
