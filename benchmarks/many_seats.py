@@ -92,10 +92,8 @@ class CountedLine(Line):
 
     def __init__(self, store: Any, records: dict[str, str]) -> None:
         super().__init__(HashStore(), "run", records)
-        self._counted = store
-
-    def _run(self, call: Callable[[Any], Any]) -> Any:
-        return call(self._counted)
+        counted: Any = SimpleNamespace(run=lambda call: call(store))
+        self._store = counted
 
 
 class Connection:
@@ -170,6 +168,15 @@ class Worker:
 
     def newest_epoch(self) -> int:
         return self.heard_epoch
+
+    def living(self) -> list[int]:
+        return [peer for peer in self.connections if self.view(peer) is View.LINKED]
+
+    def lost(self) -> list[int]:
+        return [peer for peer in self.connections if self.view(peer) is View.LOST]
+
+    def left(self) -> list[int]:
+        return []
 
     def renew(self, rank: int, incarnation: int, start: int) -> None:
         if self.known.get(rank, 0) < incarnation:

@@ -47,8 +47,10 @@ def test_who_has_run_out_makes_rounds_with_the_others_and_not_ahead_of_them():
     assert engine.round == 6
 
 
-def test_a_worker_that_only_this_one_has_lost_is_missed_until_others_vouch_for_it():
-    """An epoch that names it says that others reach it. Else this worker would want one epoch after the other."""
+@pytest.mark.parametrize("absent", [{2}, set()])
+def test_a_worker_that_only_this_one_has_lost_is_missed_until_others_vouch_for_it(absent):
+    """An epoch that names it says that others reach it. Else this worker would want one epoch after the other. But if it was
+    there when this worker promised that epoch, it may be gone for all since then."""
     company, asked = make_company(lambda: 0, Future()), []
     members = (0, 1, 2)
     epoch = Epoch(1, 5, 0, members, {}, "")
@@ -59,7 +61,7 @@ def test_a_worker_that_only_this_one_has_lost_is_missed_until_others_vouch_for_i
         return next(given)
 
     company.epochs = SimpleNamespace(  # type: ignore[assignment]
-        newest=epoch, is_member=True, replaced=False, offered=lambda seconds: False, look=look
+        newest=epoch, is_member=True, replaced=False, offered=lambda seconds: False, look=look, absent=frozenset(absent)
     )
     neighbours: Any = company.neighbours
     neighbours.replaced, neighbours.lost, neighbours.silent = False, lambda: [2], lambda: [2]
@@ -67,7 +69,7 @@ def test_a_worker_that_only_this_one_has_lost_is_missed_until_others_vouch_for_i
         patch.setattr(company_module, "_SETTLE", -1.0)
         for round_ in range(4):
             company.check(round_)
-        assert asked == [True, True, False, False]  # after the second it is named
+        assert asked == [True, True, not absent, not absent]  # after the second it is named
         neighbours.lost = neighbours.silent = list
         company.check(4)  # it is back,
         neighbours.lost = neighbours.silent = lambda: [2]

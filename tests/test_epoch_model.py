@@ -59,8 +59,9 @@ class FakeLine:
     def __init__(self, store: Store, rank: int) -> None:
         self.store, self.rank = store, rank
 
-    def keep(self, newest: bool = False) -> None:
-        return
+    def keep(self, number: int = 0, newest: bool = False) -> bool:
+        self.probe()
+        return number in self.store.texts
 
     def probe(self) -> None:
         if self.rank in self.store.away:
@@ -121,6 +122,19 @@ class Worker:
     def newest_epoch(self) -> int:
         others = (worker for worker in self.world.workers if worker.rank != self.rank)
         return max((w.epoch for w in others if self.world.view(self.rank, w.rank) is View.LINKED), default=0)
+
+    def living(self) -> list[int]:
+        return self._seen(View.LINKED)
+
+    def lost(self) -> list[int]:
+        return self._seen(View.LOST)
+
+    def left(self) -> list[int]:
+        return []
+
+    def _seen(self, view: View) -> list[int]:
+        others = (worker.rank for worker in self.world.workers if worker.rank != self.rank)
+        return [rank for rank in others if self.world.view(self.rank, rank) is view]
 
     def renew(self, rank: int, incarnation: int, start: int) -> None:
         if self.known.get(rank, (0, 0.0))[0] < incarnation:

@@ -21,10 +21,12 @@ import torch.distributed as dist
 
 import decent_dp
 from decent_dp.membership import Epoch, Epochs
+from decent_dp.membership import epochs as epochs_module
 from decent_dp.topo import Edge, EveryTopology, Topology, make_topology
 from decent_dp.topo.epochs import EpochTopology
 from decent_dp.transport import InProcessTransport
 from decent_dp.transport.agreement import Decision
+from decent_dp.transport.communicators import Rendezvous, address_key
 from tests.helpers import assert_same, values
 from tests.test_survivor_calls import survivors
 from tests.test_tolerate import DEAD_AFTER, make, step
@@ -259,7 +261,13 @@ def serve(port: int = 0) -> tuple[subprocess.Popen[str], int]:
     return server, int(said[1].split("MASTER_PORT=")[1].split()[0])
 
 
-def loses_the_store(rank: int, n: int, how: str) -> Any:
+def stop(server: subprocess.Popen[str]) -> None:
+    server.kill()
+    server.communicate()
+
+
+def meet_at_a_server(rank: int, n: int) -> tuple[subprocess.Popen[str] | None, int]:
+    """The workers' store is that of ``decent-dp roster``. Worker 0 gets the process, and all get its port."""
     shared, server = _store(), None
     if rank == 0:
         server, port = serve()
@@ -269,6 +277,11 @@ def loses_the_store(rank: int, n: int, how: str) -> Any:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(n))
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    return server, port
+
+
+def loses_the_store(rank: int, n: int, how: str) -> Any:
+    server, port = meet_at_a_server(rank, n)
     model, optimizer, replica = make(rank, topology="ring")
     for t in range(300 if how == "comes back" else 150):
         if server is not None and t == 20:
@@ -276,7 +289,7 @@ def loses_the_store(rank: int, n: int, how: str) -> Any:
         if (rank, t) == (n - 1, 40):
             os.kill(os.getpid(), signal.SIGKILL)
         if server is not None and t == 100 and how == "comes back":
-            server.wait()
+            stop(server)
             server, _ = serve(port)
         time.sleep(0.02)
         step(model, optimizer, t, rank)
@@ -285,8 +298,7 @@ def loses_the_store(rank: int, n: int, how: str) -> Any:
         pass
     replica.close()
     if server is not None:
-        server.kill()
-        server.wait()
+        stop(server)
     return found
 
 
@@ -319,6 +331,63 @@ def test_without_a_store_changes_wait_and_training_goes_on(workers, how):
             assert (roster.epoch, roster.members) == (0, (0, 1, 2, 3))
             assert 3 in roster.holes or rank == 1  # which is not its neighbour
         assert stats.exchanges > 60  # nobody has promised anything that would keep it from mixing
+
+
+def has_a_new_store(rank: int, n: int) -> Any:
+    """The store comes back empty while all workers live. Then half of them die, and the others are no majority."""
+    epochs_module._KEEP = 1.0
+    server, port = meet_at_a_server(rank, n)
+    model, optimizer, replica = make(rank, faults=decent_dp.Tolerate(dead_after=1.5, min_workers=1))
+
+    def train(epoch: int) -> Any:
+        t, deadline = 0, time.monotonic() + 60
+        while replica.roster.epoch < epoch or t < 20:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+            step(model, optimizer, t, rank)
+            t += 1
+        return replica.roster.members
+
+    try:
+        train(0)
+        if server is not None:
+            stop(server)
+            server, _ = serve(port)
+        members = [train(1)]
+        if rank > 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        members.append(train(2))
+        replica.close()
+    finally:
+        if server is not None:
+            stop(server)
+    return members
+
+
+@pytest.mark.slow
+def test_a_store_that_comes_back_empty_gets_the_newest_epoch_while_its_members_live(workers):
+    outcomes = workers.outcomes(4, has_a_new_store)
+    assert [outcome.value for outcome in outcomes] == [[(0, 1, 2, 3), (0, 1)]] * 2 + [None] * 2
+
+
+@pytest.mark.slow
+def test_the_address_of_a_process_that_joins_is_found_in_a_store_that_was_restarted():
+    server, port = serve()
+    try:
+        store = dist.PrefixStore("decent_dp/run", dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False))
+        rendezvous = Rendezvous(store, 0, 2, timedelta(0), False, ("a", "b"), b"", "run", "a", 2)
+        with pytest.raises(RuntimeError, match="worker 1 has stored no address"):
+            rendezvous.address_of(1, 5, 5.0)
+        stop(server)
+        server, _ = serve(port)
+        address = {"node": "b", "incarnation": 5, "host": "10.0.0.1", "port": 1234}
+        new = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        new.set(f"decent_dp/run/{address_key(1, 5)}", json.dumps(address))
+        with pytest.raises(ConnectionError):
+            rendezvous.address_of(1, 5, 5.0)  # this worker notices the loss of its connection
+        assert rendezvous.address_of(1, 5, 5.0) == address
+    finally:
+        stop(server)
 
 
 def test_an_epoch_counts_the_shares_of_data_before_it():
@@ -358,8 +427,11 @@ def lone_epochs(heard: str, newest: int) -> tuple[Epochs, list[int | None], list
         promise=lambda seconds, least: 90,
         renew=lambda *_: None,
         enter_epoch=lambda number: None,
+        lost=list,
+        left=list,
+        living=list,
     )
-    line: Any = SimpleNamespace(keep=lambda **_: None, write=lambda *_: None, close=lambda: None)
+    line: Any = SimpleNamespace(keep=lambda *_, **__: True, write=lambda *_: None, close=lambda: None)
     return Epochs(3, 4, neighbours, EpochTopology(ring_of, world_size=4, rank=3), line), confined, results
 
 

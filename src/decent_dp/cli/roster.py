@@ -17,7 +17,7 @@ EXAMPLES = """[bold]Examples[/bold]
 
 decent-dp roster --bind 10.0.0.1:29500
 
-MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 TORCHELASTIC_USE_AGENT_STORE=True RANK=0 WORLD_SIZE=2 python train.py
+MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 TORCHELASTIC_USE_AGENT_STORE=True RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 python train.py
 
 Exit codes: 0 after Ctrl-C or SIGTERM, 1 the address cannot be used, 2 bad input."""
 

@@ -43,7 +43,7 @@ class Company:
         self._lost: set[int] = set()
         # Members that are missed, and since when, on the monotonic clock.
         self._missed: dict[int, float] = {}
-        # Members that are gone for this worker, and were not for others when they planned the newest epoch.
+        # Members that are gone for this worker since before it promised the newest epoch: others have named them in it.
         self._vouched: set[int] = set()
         self._coming: tuple[Epoch, Roster] | None = None
         # Since when this worker hears no other one, though some may live.
@@ -97,7 +97,7 @@ class Company:
         """``Epochs.restart``."""
         self._origin, before = (0, 0), self.roster
         if self.epochs is not None and (epoch := self.epochs.restart()) is not None:
-            self._announce(epoch, before, {*self.neighbours.lost(), *self.neighbours.left()})
+            self._announce(epoch, before, self.epochs.absent)
             self._is_another_topology = True
 
     def check(self, round_: int) -> bool:
@@ -177,16 +177,16 @@ class Company:
                 "this one: the others continue."
             )
         if epoch is not None:
-            self._announce(epoch, before, gone)
+            self._announce(epoch, before, self.epochs.absent)
         if self._coming is not None and round_ >= self._coming[0].start:
             (_, old), self._coming = self._coming, None
             for callback in self.callbacks:
                 callback(old, self.roster)
         return epoch is not None
 
-    def _announce(self, epoch: Epoch, before: Roster, gone: set[int]) -> None:
+    def _announce(self, epoch: Epoch, before: Roster, absent: frozenset[int]) -> None:
         old = before if self._coming is None else self._coming[1]  # of the one that has not begun yet
-        self._coming, self._vouched = (epoch, old), gone & set(epoch.members)
+        self._coming, self._vouched = (epoch, old), set(absent.intersection(epoch.members))
         _log.warning(
             "epoch %d, from round %d on: %d workers, %s",
             epoch.number,

@@ -9,7 +9,7 @@ way. A promise is never taken back, as others may know a result.
 Before a result counts it is written to the store, under the number of its epoch, where the first one stays. So of a network
 that has fallen into parts only the one with the store makes epochs. Before anybody promises anything, the store must answer:
 without it there are no new epochs, and members that are gone stay holes. A store that is back and empty gets the newest epoch
-again from a majority of its members.
+again from a majority of its members, with the next one: they make one for that.
 
 A process that takes the place of a worker is named in the promise of the member that it has asked. It becomes a member with the
 epoch, and its incarnation tells it from the process before it (``decent_dp.transport.tcp.greeting``). Each epoch lists the
@@ -71,12 +71,14 @@ class Epochs:
     Attributes:
         newest: the newest epoch that names this worker, as its training thread knows them; it may begin later.
         replaced: another process is this worker by now.
+        absent: the workers that were gone for this one when it made its last promise.
     """
 
     def __init__(
         self, rank: int, world_size: int, neighbours: Neighbours, topology: EpochTopology, line: Line, incarnation: int = 0
     ) -> None:
         self._incarnation, self.replaced = incarnation, False
+        self.absent: frozenset[int] = frozenset()
         # Processes that want to be members, by rank: the incarnation, since when, and what tells them the epoch.
         self._candidates: dict[int, tuple[int, float, Future[Epoch]]] = {}
         self._keep_at = time.monotonic() + _KEEP
@@ -99,6 +101,8 @@ class Epochs:
         self._prober = Waiter("decent_dp-epochs")
         self._probe: Future[None] | None = None
         self._probe_at, self._warned = 0.0, False
+        # The store is another one than before, and does not know the newest epoch.
+        self._is_forgotten = False
         if not incarnation:
             self._prober.submit(self._found)
         self._consensus.govern(_PREFIX, self._vote, self._ratify)
@@ -132,7 +136,7 @@ class Epochs:
         self._follow()
         with self._lock:
             number, is_due = self._number, epoch is None and self._result is None and not self._new
-        if is_due and (wanted or not self.is_member):
+        if is_due and (wanted or not self.is_member or self._can_put_back()):
             self._propose_if_the_store_answers(number)
         return epoch
 
@@ -224,6 +228,12 @@ class Epochs:
                 self._begin_to_mix()
         return epoch
 
+    def _can_put_back(self) -> bool:
+        """Whether the store has lost the newest epoch, and a majority of its members is here. The next epoch brings it back,
+        while they still are a majority."""
+        members = set(self.newest.members)
+        return self._is_forgotten and 2 * len(members & {self._rank, *self._neighbours.living()}) > len(members)
+
     def _begin_to_mix(self) -> None:
         """As far as this worker has promised. The caller has the lock."""
         if self._new or not self.is_member:
@@ -274,6 +284,7 @@ class Epochs:
         with self._lock:
             if self._result is not None or self._number != after:
                 return
+            self.absent = frozenset(self._neighbours.lost()).union(self._neighbours.left())
             until = self._until = self._neighbours.promise(_AHEAD, _LEAST)
             joining = {rank: incarnation for rank, (incarnation, _, _) in self._candidates.items()}
             newest, number = self._own, self._number + 1
@@ -292,6 +303,7 @@ class Epochs:
         with self._lock:
             self._decided = max(epoch, self._decided, key=lambda epoch: epoch.number)
             is_mine = False
+            self._is_forgotten = False
             if self._number == number - 1:  # else it was left out of a later one meanwhile
                 has_missed = self._from > 0 or not self.is_member
                 self._number, self._result = number, None
@@ -354,7 +366,7 @@ class Epochs:
 
     def _keep(self) -> None:
         with contextlib.suppress(ConnectionError, OSError):
-            self._line.keep()
+            self._is_forgotten = not self._line.keep(self._own.number)
 
     def _ratify(self, name: str, decision: Decision) -> Decision | None:
         """Writes a result to the store. Called in a thread of its own.

@@ -61,27 +61,32 @@ class Line:
     def __init__(self, store: Store, run_id: str, records: Mapping[str, str]) -> None:
         self._run_id, self._records, self._store = run_id, records, StoreClient(store, ROOT)
 
-    def keep(self, newest: bool = False) -> None:
+    def keep(self, number: int = 0, newest: bool = False) -> bool:
         """Writes what a process needs to join, as far as it is missing.
 
         Args:
             newest: this run began just now, and is the one that is joined at this store.
 
+        Returns:
+            Whether the store knows the epoch of this number.
+
         Raises:
             ConnectionError: the store does not answer.
         """
+        epoch = self._key(f"epoch/{number}")
 
-        def write(store: Store) -> None:
-            if not newest and store.check([NEWEST, *map(self._key, self._records)]):
-                return  # as nearly always: the texts are as long as there are workers, and each of them looks
+        def write(store: Store) -> bool:
+            if not newest and store.check([NEWEST, epoch, *map(self._key, self._records)]):
+                return True  # as nearly always: the texts are as long as there are workers, and each of them looks
             for key, text in self._records.items():
                 if not store.check([self._key(key)]):
                     store.compare_set(self._key(key), "", text)
             if newest:
                 store.set(NEWEST, self._run_id)
             store.compare_set(NEWEST, "", self._run_id)
+            return bool(store.check([epoch]))
 
-        self._store.run(write)
+        return self._store.run(write)
 
     def probe(self) -> None:
         """Raises ConnectionError if the store does not answer."""
