@@ -337,8 +337,9 @@ def schedule(seed: int, *, comes: bool = False) -> None:
     """``comes``: also processes that take the place of dead ones."""
     rng = random.Random(seed)
     n = rng.randint(3, 6)
-    world = World(n, rng.choice([all_pairs, ring])(n), seed)
     clock = pytest.MonkeyPatch()
+    clock.setattr(epochs_module.time, "monotonic", lambda: 0.0)
+    world = World(n, rng.choice([all_pairs, ring])(n), seed)
     clock.setattr(epochs_module.time, "monotonic", lambda: world.now)
     try:
         disturb(world, rng, comes)
