@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -189,6 +190,17 @@ def test_a_connection_that_hangs_is_replaced(monkeypatch):
         except ConnectionError:
             threading.Event().wait(0.05)
     client.run(probe)
+
+
+def test_a_server_that_refuses_is_not_taken_for_a_peer_that_does():
+    """A peer that refuses a connection has ended."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    client = StoreClient(dist.HashStore(), "run")
+    client._server, client._store = ("127.0.0.1", port), None
+    with pytest.raises(ConnectionError, match=r"the store does not answer: .*refused") as caught:
+        client.run(probe)
+    assert not isinstance(caught.value.__cause__ or caught.value, ConnectionRefusedError)
 
 
 def one_is_killed(rank: int, n: int) -> list[int]:

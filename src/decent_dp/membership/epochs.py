@@ -230,9 +230,11 @@ class Epochs:
 
     def _can_put_back(self) -> bool:
         """Whether the store has lost the newest epoch, and a majority of its members is here. The next epoch brings it back,
-        while they still are a majority."""
-        members = set(self.newest.members)
-        return self._is_forgotten and 2 * len(members & {self._rank, *self._neighbours.living()}) > len(members)
+        while they still are a majority. The lowest member asks for it: it decides, so that its store must answer."""
+        if not self._is_forgotten:
+            return False
+        here = {self._rank, *self._neighbours.living()}.intersection(self.newest.members)
+        return self._rank == min(here) and 2 * len(here) > len(self.newest.members)
 
     def _begin_to_mix(self) -> None:
         """As far as this worker has promised. The caller has the lock."""

@@ -139,12 +139,15 @@ class StoreClient:
                 with store_errors():
                     store = self._connected()
                     return call(store)
-            except (ConnectionError, OSError):
+            except OSError:
                 if self._store is store and self._server is not None:
                     self._store = None
                 raise
 
-        with self._lock:
+        limit = _LIMIT if limit is None else limit
+        if not self._lock.acquire(timeout=limit):
+            raise ConnectionError("the store does not answer: other calls wait for it")
+        try:
             if self._closed:
                 raise ConnectionError("the worker has ended")
             self._hanging = [calls for calls in self._hanging if calls.hangs]
@@ -152,7 +155,9 @@ class StoreClient:
                 # A connection that was cut for a minute may wait for another one before it sends again. A new one may not.
                 self._hanging.append(self._calls)
                 self._calls, self._store = StoreCalls(), None
-            return self._calls.run(run, _LIMIT if limit is None else limit)
+            return self._calls.run(run, limit)
+        finally:
+            self._lock.release()
 
     def close(self) -> None:
         """Ends the thread. Nothing is asked any more."""
@@ -162,5 +167,9 @@ class StoreClient:
     def _connected(self) -> Store:
         if self._store is None:
             assert self._server is not None
-            self._store = connect_store(*self._server, self._prefix, _SECONDS)
+            try:
+                self._store = connect_store(*self._server, self._prefix, _SECONDS)
+            except OSError as error:
+                # Without its cause: whoever looks up an address would take a server that refuses for a peer that does.
+                raise ConnectionError(f"the store does not answer: {error}") from None
         return self._store
