@@ -435,6 +435,32 @@ def lone_epochs(heard: str, newest: int) -> tuple[Epochs, list[int | None], list
     return Epochs(3, 4, neighbours, EpochTopology(ring_of, world_size=4, rank=3), line), confined, results
 
 
+@pytest.mark.parametrize(
+    ("rank", "living", "asks"), [(0, [1, 2], True), (0, [1], False), (1, [2, 3], True), (1, [0, 2, 3], False)]
+)
+def test_the_lowest_of_a_majority_asks_for_an_epoch_that_the_store_has_forgotten(rank, living, asks):
+    epochs, *_ = lone_epochs("", 0)
+    fakes: Any = epochs
+    fakes._rank, fakes._neighbours.living, fakes._line.keep = rank, lambda: living, lambda number: False
+    assert not epochs._can_put_back()
+    epochs._keep()
+    assert epochs._can_put_back() is asks
+    fakes._line.keep = lambda number: True
+    epochs._keep()
+    assert not epochs._can_put_back()
+    epochs.close()
+
+
+def test_who_is_gone_when_a_worker_promises_is_absent():
+    epochs, *_ = lone_epochs("epoch/1", 0)
+    fakes: Any = epochs
+    fakes._neighbours.lost, fakes._neighbours.left = lambda: [2], lambda: [1]
+    epochs._vote("epoch/1")
+    fakes._neighbours.lost = list
+    assert epochs.absent == {1, 2}
+    epochs.close()
+
+
 def test_a_load_takes_in_an_epoch_that_was_decided_meanwhile():
     epochs, confined, results = lone_epochs("epoch/1", 0)
     epochs._vote("epoch/1")

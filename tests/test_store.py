@@ -192,6 +192,21 @@ def test_a_connection_that_hangs_is_replaced(monkeypatch):
     client.run(probe)
 
 
+def test_a_call_waits_for_the_call_of_another_thread_no_longer_than_its_own_limit():
+    client, go_on = StoreClient(dist.HashStore(), "run"), threading.Event()
+    other = threading.Thread(target=lambda: client.run(lambda store: go_on.wait(20), 30.0))
+    other.start()
+    while not client._lock.locked():
+        time.sleep(0.01)
+    began = time.monotonic()
+    with pytest.raises(ConnectionError, match="the store does not answer"):
+        client.run(probe, 0.2)
+    assert time.monotonic() < began + 5
+    go_on.set()
+    other.join(20)
+    assert client.run(probe, 5.0) is False
+
+
 def test_a_server_that_refuses_is_not_taken_for_a_peer_that_does():
     """A peer that refuses a connection has ended."""
     with socket.create_server(("127.0.0.1", 0)) as server:
