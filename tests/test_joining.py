@@ -72,8 +72,18 @@ def train(model: Any, optimizer: Any, rank: int, done: Callable[[], bool]) -> fl
 
 def is_whole(replica: Any) -> bool:
     """Whether another process is worker 2 in the present round, and all are connected to it."""
-    roster, living = replica.roster, getattr(replica, "replica", replica).company.neighbours.living()
-    return has_begun(replica) and roster.members == tuple(range(N)) and len(living) == N - 1
+    return has_begun(replica) and replica.roster.members == tuple(range(N)) and is_connected(replica)
+
+
+def is_connected(replica: Any) -> bool:
+    """To the members that have joined, to all if this one has, and to its partners. Others need no connection: of four that
+    began the run, workers 0 and 3 never meet in 'base-2'."""
+    inner = getattr(replica, "replica", replica)
+    own, newest = inner.everyone.rank, inner.company.epochs.newest
+    start = max(replica.stats().rounds, newest.start)
+    needed = {rank for t in range(start, start + 32) for rank in inner.topology.get_edge(t).ranks}
+    needed |= set(newest.members if own in newest.incarnations else newest.incarnations) & set(newest.members)
+    return needed <= {own, *inner.company.neighbours.living()}
 
 
 def has_begun(replica: Any) -> bool:
