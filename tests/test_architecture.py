@@ -37,15 +37,17 @@ BELOW: dict[str, set[str]] = {
     "faults": set(),
     "arguments": set(),
     "gradients": set(),
-    "optim": set(),
+    "kernels": set(),
+    "optim": {"kernels"},
     "plots": set(),
     "launch": {"errors"},
     "utils": {"errors", "launch"},
 }
 BELOW["topo"] = BELOW["serialization"] = {"errors"}
-for _room in ("rules", "compression", "planner"):
+for _room in ("rules", "planner"):
     BELOW[_room] = {"errors", "topo"}
-BELOW["transport"] = {"errors", "topo", "compression", "planner", "faults"}
+BELOW["compression"] = {"errors", "topo", "kernels"}
+BELOW["transport"] = {"errors", "topo", "compression", "planner", "faults", "kernels"}
 BELOW["engine"] = BELOW["transport"] | {"transport", "rules"}
 BELOW["membership"] = BELOW["engine"] | {"engine"}
 BELOW["replica"] = BELOW["membership"] | {"membership", "arguments", "gradients", "optim", "serialization"}
@@ -69,6 +71,7 @@ ONLY_IN = {"matplotlib": {"plots"}, "typer": {"cli"}, "rich": {"cli"}, "sklearn"
 ONLY_IN["cloudpickle"] = {"launch"}
 ONLY_IN |= {name: {"integrations"} for name in ("accelerate", "lightning", "ray", "torchmetrics", "transformers")}
 ONLY_IN["tensorboard"] = {"logging"}
+ONLY_IN |= {name: {"kernels"} for name in ("numba", "triton")}
 
 
 @dataclass(frozen=True)

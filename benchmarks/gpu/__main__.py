@@ -6,6 +6,7 @@ import argparse
 import fnmatch
 import importlib
 import json
+import os
 import sys
 import time
 from collections import Counter
@@ -29,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), help="the GPU if there is one, else the CPU")
     parser.add_argument("--timeout", type=float, help="seconds for each case, instead of its own")
     parser.add_argument("--limit", type=float, default=540.0, help="seconds for all cases (%(default)s)")
+    parser.add_argument("--lanes", type=int, help="cases at a time: one for each three cores, at most 6")
     parser.add_argument("--modules", nargs="+", default=list(MODULES), help="modules that register cases")
     args = parser.parse_args(arguments)
     try:
@@ -59,8 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         print(f"NO GPU: EVERYTHING BELOW RAN ON THE CPU. It says nothing about CUDA. torch {torch.__version__}")
     print(LAYOUT.format("case", "driver", "workers", "n", "result", "s", "detail"), flush=True)
+    lanes = args.lanes or max(1, min(6, (os.cpu_count() or 1) // 3))
     rows = []
-    for row in run(chosen, found["device"], args.modules, args.limit, args.timeout):
+    for row in run(chosen, found["device"], args.modules, args.limit, args.timeout, lanes):
         case = row.case
         print(LAYOUT.format(case.name, case.driver, case.how, case.n, row.result, f"{row.seconds:.1f}", row.detail), flush=True)
         rows.append(row)

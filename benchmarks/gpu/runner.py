@@ -7,7 +7,9 @@ import faulthandler
 import importlib
 import multiprocessing
 import os
+import queue
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -250,27 +252,49 @@ class _Launch:
 
 
 def run(
-    cases: Sequence[Case], device: str, modules: Sequence[str], limit: float, timeout: float | None = None
+    cases: Sequence[Case], device: str, modules: Sequence[str], limit: float, timeout: float | None = None, lanes: int = 1
 ) -> Iterator[Row]:
-    """Runs ``cases``, which ``modules`` register, in launches of as many processes as each needs.
+    """Runs ``cases``, which ``modules`` register, in launches of as many processes as each needs; yields rows as they end.
 
     Args:
         limit: seconds for all; later cases do not run.
         timeout: of each case; None for its own.
+        lanes: how many cases run at a time.
     """
     ends = time.monotonic() + limit
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    by_size = sorted(cases, key=lambda case: case.processes)
+    rows: queue.Queue[Row | None] = queue.Queue()
+
+    def fill(lane: int) -> None:
+        try:
+            for row in _run_in_turn(by_size[lane::lanes], device, modules, store.port, ends, timeout):
+                rows.put(row)
+        finally:
+            rows.put(None)
+
+    for lane in range(lanes):
+        threading.Thread(target=fill, args=(lane,), name=f"lane {lane}", daemon=True).start()
+    for _ in range(lanes):
+        while (row := rows.get()) is not None:
+            yield row
+
+
+def _run_in_turn(
+    cases: Sequence[Case], device: str, modules: Sequence[str], port: int, ends: float, timeout: float | None
+) -> Iterator[Row]:
+    """Runs ``cases`` one after another until ``ends``, in the processes of the case before where they are as many."""
     for processes in sorted({case.processes for case in cases}):
         launch: _Launch | None = None
         for case in [case for case in cases if case.processes == processes]:
             left = ends - time.monotonic()
             if left <= 0:
-                yield Row(case, "not run", 0.0, f"the {limit:g} s for all cases were over")
+                yield Row(case, "not run", 0.0, "the time for all cases was over")
                 continue
             began = time.monotonic()
             bounded = replace(case, timeout=min(timeout or case.timeout, max(left, 5.0)))
             if launch is None:
-                launch = _Launch(processes, device, modules, store.port)
+                launch = _Launch(processes, device, modules, port)
                 began = time.monotonic()
             report = launch.started
             if report.result == "passed":

@@ -186,6 +186,14 @@ class Compression(ABC):
             written to, or None if it cannot be determined; and the factor of the difference.
         """
 
+    def mix(self, values: Sequence[Tensor], sent: Tensor, received: Tensor, rate: float) -> None:
+        """Adds ``rate`` times the difference of two messages, both finite, to ``values`` (one 1-D tensor for each of
+        ``tensors``). Products and sums are rounded one after the other, so that the numbers do not depend on how they are made.
+        """
+        for block, difference, unit in self.differences(sent, received):
+            if difference is not None and rate:  # a rate of zero must not turn a neighbour's infinity into NaN (0 · inf)
+                part_of(values[block.tensor], block).add_(difference.mul_(rate * unit))
+
     @abstractmethod
     def proposals(self, values: Sequence[Tensor], sent: Tensor) -> Iterator[tuple[Block, Tensor]]:
         """The values that ``sent`` represents, block by block, given the present values."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from decent_dp.compression import Compression, FlatTensor, part_of
 from decent_dp.engine.layout import FlatBuffer
-from decent_dp.rules import Round, Rule
+from decent_dp.rules import Gossip, Round, Rule
 from decent_dp.rules.base import apply_rule, group_scale, mixing_rate
 from decent_dp.topo import Edge, Topology
 from decent_dp.transport import Handle, Verdict
@@ -144,12 +144,18 @@ class Bucket:
             if some and edit is not None:
                 self._mix_edited(in_flight, factor, edit)
             elif some:
-                rate, values = mixing_rate(in_flight.edge, factor), self.values
-                for block, difference, unit in self.compression.differences(*self.messages):
-                    state = {key: part_of(tensor, block) for key, tensor in self.states[block.tensor].items()}
-                    value = part_of(values[block.tensor], block)
-                    apply_rule(self.rule, value, state, difference, rate * unit, in_flight.round)
+                self._apply(in_flight.round, mixing_rate(in_flight.edge, factor))
                 self.buffer.written()
+
+    def _apply(self, round: Round, rate: float) -> None:
+        """Applies the rule to ``rate`` times the difference of the two messages."""
+        values = self.values
+        if type(self.rule) is Gossip:
+            self.compression.mix(values, *self.messages, rate)
+            return
+        for block, difference, unit in self.compression.differences(*self.messages):
+            state = {key: part_of(tensor, block) for key, tensor in self.states[block.tensor].items()}
+            apply_rule(self.rule, part_of(values[block.tensor], block), state, difference, rate * unit, round)
 
     def hold(self, in_flight: InFlight, factor: float) -> None:
         """Keeps the difference of a received message until it is known whether the other worker mixes, too."""
