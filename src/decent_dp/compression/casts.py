@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from decent_dp.compression.base import Block, Chunk, MessageId, all_finite, part_of
+from decent_dp.compression.base import Block, Chunk, FlatTensor, MessageId, all_finite, part_of
 from decent_dp.compression.blockwise import Blockwise
 from decent_dp.compression.stochastic_rounding import NOISE_LENGTH, noise_at
 
 __all__ = ["BFloat16", "Lossless"]
+
+# Chunks that are encoded by one call.
+_TOGETHER = 16
 
 
 class Lossless(Blockwise):
     """Every value as it is, in the bucket's own dtype."""
 
     name: ClassVar[str | None] = None
+
+    def __init__(self, tensors: Sequence[FlatTensor], dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(tensors, dtype, device)
+        parts = [self.chunks[first : first + _TOGETHER] for first in range(0, len(self.chunks), _TOGETHER)]
+        self._runs = [(len(part), list(_joined(part, self._itemsize))) for part in parts]
 
     @classmethod
     def code_of(cls, dtype: torch.dtype) -> torch.dtype:
@@ -27,10 +37,14 @@ class Lossless(Blockwise):
     def _encode(
         self, values: Sequence[Tensor], out: Tensor, message_id: MessageId, hints: Sequence[bytes]
     ) -> Iterator[bool | Tensor]:
-        for chunk in self.chunks:
-            codes = self._all_codes(out, chunk)
-            torch.cat([part_of(values[block.tensor], block) for block in chunk.blocks], out=codes)
-            yield all_finite(codes)
+        # Several chunks by one call: each call gives the interpreter lock away, which another thread may then hold for 5 ms.
+        for chunks, runs in self._runs:
+            finite: bool | Tensor = True
+            for run in runs:
+                codes = self._all_codes(out, run)
+                torch.cat([part_of(values[block.tensor], block) for block in run.blocks], out=codes)
+                finite = finite & all_finite(codes)
+            yield from itertools.repeat(finite, chunks)
 
     def _finite(self, message: Tensor, chunk: Chunk) -> bool | Tensor:
         return all_finite(self._all_codes(message, chunk))
@@ -111,3 +125,20 @@ class BFloat16(Lossless):
                 rounded = bits.bitwise_and_(-(2**16)).view(torch.float32)
                 # A NaN could become a number, and the parameter that the flag reports would not be found.
                 out[start : start + NOISE_LENGTH].copy_(torch.where(part.isfinite(), rounded, part))
+
+
+def _joined(chunks: Sequence[Chunk], itemsize: int) -> Iterator[Chunk]:
+    """The same blocks in fewer chunks, where nothing lies between the codes of two, with adjacent blocks as one."""
+    blocks: list[Block] = []
+    for chunk in chunks:
+        for block in chunk.blocks:
+            last = blocks[-1] if blocks else None
+            if last is not None and last.at + last.numel * itemsize != block.at:
+                yield Chunk(blocks[0].at, last.at, tuple(blocks))
+                blocks, last = [], None
+            if last is not None and (last.tensor, last.stop) == (block.tensor, block.start):
+                blocks[-1] = replace(last, stop=block.stop)
+            else:
+                blocks.append(block)
+    if blocks:
+        yield Chunk(blocks[0].at, blocks[-1].at, tuple(blocks))

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from decent_dp.transport.base import Verdict
+from decent_dp.transport.tcp.pace import SMALLEST, Pace
 from decent_dp.transport.tcp.protocol import HEADER_SIZE, Frame, Key
 from decent_dp.transport.tcp.votes import Votes
 
@@ -45,12 +46,8 @@ _log = logging.getLogger(__name__)
 # of rounds (docs/log.md, 2026-11-21, "why full links ran dry").
 WINDOW = 2**19
 _LARGEST_WINDOW = 2**25
-# Seconds over which a rate is measured.
-_RATE_INTERVAL = 0.05
-# Bytes of a connection that the kernel holds without having sent them.
-_UNSENT = 2**16
 # A link is full of messages while the kernel holds so many bytes of them.
-_FULL = _UNSENT
+_FULL = 2**16
 # The address family of connections within a network stack.
 LOCAL = getattr(socket, "AF_UNIX", None)
 # Names of TCP congestion controls, separated by commas, of which the first that the system permits is used.
@@ -229,11 +226,13 @@ class Connection:
         self.write_failed = False
         self.moved = 0.0
         # Bytes granted that have not arrived, when the first of them were granted, and what the link to the peer can do: the
-        # seconds from a grant to its first bytes, and bytes per second.
+        # seconds from a grant to its first bytes.
         self.outstanding = 0
         self._granted_at: float | None = None
-        self._latency = self._rate = 0.0
-        self._measured_from, self._measured_bytes = 0.0, 0
+        self._latency = 0.0
+        # What is worth a turn of the thread: of bytes that come, and of bytes that go.
+        self.coming, self.going = Pace(), Pace()
+        self._unsent = SMALLEST
         # Being written: frames that go before any data, and what is left of the frames at hand.
         self.control: deque[bytes] = deque()
         self.out: list[memoryview] = []
@@ -268,7 +267,7 @@ class Connection:
 
     def close(self) -> None:
         """Closes the socket, and forgets what was half written or half read."""
-        self._writing, self._low_water = False, 1
+        self._writing, self._low_water, self._unsent = False, 1, SMALLEST
         self.frame = self.body = None
         self.filled = 0
         if self.socket is not None:
@@ -312,12 +311,19 @@ class Connection:
         """There are frames that nobody writes: the kernel has not refused any."""
         return self.socket is not None and bool(self.out or self.control) and not self._writing
 
-    def wait_for_bytes(self, worth: int) -> None:
-        """On a slow link bytes come packet by packet: the thread sleeps until ``worth`` of them, or the rest, are there."""
-        left = 1 if self.body is None else min(len(self.body) - self.filled, worth)
+    def wait_for_bytes(self) -> None:
+        """Bytes come packet by packet: the thread sleeps until half a piece of them, or the rest, are there."""
+        left = 1 if self.body is None else min(len(self.body) - self.filled, self.coming.piece // 2)
         if self.socket is not None and left != self._low_water and self.socket.family != LOCAL:
             self._low_water = left
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, left)
+
+    def hold_unsent(self) -> None:
+        """Lets the kernel hold a piece that it has not sent."""
+        if self.going.piece != self._unsent and self.socket is not None:
+            self._unsent = self.going.piece
+            if self.socket.family != LOCAL:
+                _hold_unsent(self.socket, self._unsent)
 
     def is_full_before(self, round_: int) -> bool:
         """Whether the kernel holds messages and there is more to come of rounds before this one."""
@@ -387,14 +393,15 @@ class Connection:
         """Bytes that may be granted on this connection's link and not have arrived."""
         if self.link.local:
             return 4 * WINDOW
+        least = max(WINDOW, 4 * self.coming.piece)
         if self.link.outstanding > self.outstanding:
-            return WINDOW
-        return max(WINDOW, min(_LARGEST_WINDOW, int(2 * self._rate * self._latency)))
+            return least
+        return max(least, min(_LARGEST_WINDOW, int(2 * self.coming.rate * self._latency)))
 
     def count_granted(self, amount: int) -> None:
         if self.outstanding == 0:
-            self._granted_at = self._measured_from = time.monotonic()
-            self._measured_bytes = 0
+            self._granted_at = time.monotonic()
+            self.coming.begin(self._granted_at)
         self.link.outstanding += amount
         self.outstanding += amount
 
@@ -408,15 +415,6 @@ class Connection:
             latency = max(time.monotonic() - self._granted_at - 1e-6 * age, 0.0)
             self._latency = min(self._latency or math.inf, latency)
             self._granted_at = None
-
-    def measure_rate(self, amount: int) -> None:
-        """Bytes of messages have come."""
-        self.moved = now = time.monotonic()
-        self._measured_bytes += amount
-        if now - self._measured_from >= _RATE_INTERVAL:
-            # Intervals in which the peer had nothing to send say little: an old rate is given up slowly.
-            self._rate = max(self._measured_bytes / (now - self._measured_from), 0.9 * self._rate)
-            self._measured_from, self._measured_bytes = now, 0
 
 
 def configure(stream: socket.socket, dead_after: float | None = None) -> None:
@@ -436,9 +434,7 @@ def configure(stream: socket.socket, dead_after: float | None = None) -> None:
                 stream.setsockopt(socket.IPPROTO_TCP, option, max(1, int(dead_after / 4)))
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    with contextlib.suppress(OSError, AttributeError):
-        # So that grants and the next message's frames do not wait behind what the kernel holds.
-        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT)
+    _hold_unsent(stream, SMALLEST)
     wanted = [name.strip() for name in os.environ.get(_CONGESTION_CONTROL, "").split(",") if name.strip()]
     for name in wanted:
         with contextlib.suppress(OSError, AttributeError):
@@ -446,6 +442,12 @@ def configure(stream: socket.socket, dead_after: float | None = None) -> None:
             return
     if wanted:
         _warn_of_congestion_control(",".join(wanted))
+
+
+def _hold_unsent(stream: socket.socket, amount: int) -> None:
+    """The kernel takes little that it cannot send, so that grants and the next message's frames do not wait behind it."""
+    with contextlib.suppress(OSError, AttributeError):
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, amount)
 
 
 @functools.cache  # one warning per process, not per connection

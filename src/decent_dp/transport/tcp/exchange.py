@@ -31,8 +31,8 @@ __all__ = ["TcpExchanges"]
 # and one down. Messages with an even slot need these two workers only; a mean, which goes down, needs others, too.
 _WHOLE, _HINT, _UP, _DOWN = 0, 1, 2, 3
 
-# Bytes that are coded before the reactor's thread moves messages again.
-_STRIDE = 2**18
+# Bytes, and seconds, that are coded before the reactor's thread moves messages again.
+_STRIDE, _STRIDE_FOR = 2**18, 1e-3
 
 # Seconds between two looks at the peer of an exchange, in case that it is gone or silent.
 _LOOK_AT_PEERS = 0.25
@@ -254,12 +254,14 @@ class TcpExchanges:
         handle.bytes_sent = exchange.bytes_sent
 
         def strides(hints: list[bytes]) -> Iterator[None]:
-            last = 0
+            last, until = 0, time.monotonic() + _STRIDE_FOR
             for ready in request.encode(hints):
-                if not staged and last + _STRIDE <= ready < request.compression.nbytes:
+                over = not staged and last + _STRIDE <= ready < request.compression.nbytes and time.monotonic() >= until
+                if over:
                     exchange.encoded(ready)
                     last = ready
                     yield
+                    until = time.monotonic() + _STRIDE_FOR
             handle.mark_read()
             if staged:
                 self._copy_to_host(request, on_host, exchange.encoded, handle)

@@ -17,7 +17,6 @@ import logging
 import selectors
 import socket
 import time
-import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +35,7 @@ from decent_dp.transport.tcp.protocol import (
     GOT,
     GRANT,
     HEADER_SIZE,
+    LARGEST_DATA,
     NOTE,
     OFFER,
     SMALL,
@@ -43,6 +43,7 @@ from decent_dp.transport.tcp.protocol import (
     Frame,
     Key,
     check_size,
+    checksum,
     pack,
     unpack,
 )
@@ -53,10 +54,8 @@ __all__ = ["Framing"]
 
 _log = logging.getLogger(__name__)
 
-# Bytes of a DATA frame: few enough for a grant not to wait long behind one on a slow link, enough to be worth a system call.
-_FRAME = 2**16
-# Bytes that must be there before a read is worth it, on a slow link.
-_READ = 2**15
+# Bytes of a DATA frame, at most.
+_FRAME = LARGEST_DATA
 # Bytes read from one connection before the others are read.
 _READ_AT_ONCE = 2**21
 # Seconds after which other peers have their turn: a note may need much more time than its bytes.
@@ -84,6 +83,7 @@ class Framing:
         round: the one in which this worker is; -1 before the first. ``first_bucket``: of those in use.
         paused: this worker makes no rounds at present.
         epoch: the number of the newest one that this worker knows.
+        turn: the seconds that one turn of the thread takes at present.
         settlement: of the exchanges with verdicts.
     """
 
@@ -102,6 +102,7 @@ class Framing:
         self.connections: dict[int, Connection] = {}
         self.dead_after: float | None = None
         self.round, self.first_bucket, self.paused, self.epoch = -1, 0, False, 0
+        self.turn = 0.0
         self.settlement = Settlement(self)
 
     @property
@@ -260,7 +261,7 @@ class Framing:
         connection = self.connection(peer)
         if connection.state is LinkState.GONE:
             return
-        frame = pack(NOTE, key, len(text), size=len(text), checksum=zlib.crc32(text)) + text
+        frame = pack(NOTE, key, len(text), size=len(text), checksum=checksum(text)) + text
         if self.tolerant and key[1] < ACK:  # the control plane sends its own again
             connection.keep_note(key[1], frame)
         if not self.tolerant or connection.state is LinkState.OPEN:  # else a new connection begins with it
@@ -335,23 +336,26 @@ class Framing:
             connection.control.clear()
             return False
         if connection.control:
-            # All frames without data go in one call.
+            # All frames without data go in one call, with the next data.
             connection.out = [memoryview(b"".join(connection.control))]
             connection.control.clear()
-            return True
+        self._take_data(connection)
+        return bool(connection.out)
+
+    def _take_data(self, connection: Connection) -> None:
         link = connection.link
         if self._next_to_send(link) is not connection or link.busy is not None:
-            return False
-        sending = link.sendings[0][1]
-        stop = min(sending.ready, sending.granted, sending.written + _FRAME)
-        age = min(int(1e6 * (time.monotonic() - sending.granted_at)), 2**32 - 1)
+            return
+        sending, now = link.sendings[0][1], time.monotonic()
+        connection.going.resume(now)
+        stop = min(sending.ready, sending.granted, sending.written + min(connection.going.piece, _FRAME))
+        age = min(int(1e6 * (now - sending.granted_at)), 2**32 - 1)
         body = sending.memory[sending.written : stop]
-        checksum = zlib.crc32(body) if connection.checked else 0
-        header = pack(DATA, sending.key, len(body), sending.written, sending.size, age, checksum=checksum)
-        connection.out = [memoryview(header), body]
+        found = checksum(body) if connection.checked else 0
+        header = pack(DATA, sending.key, len(body), sending.written, sending.size, age, checksum=found)
+        connection.out += [memoryview(header), body]
         connection.current = (sending, stop)
         link.busy = connection
-        return True
 
     def _frame_written(self, connection: Connection) -> None:
         if connection.current is None:
@@ -359,6 +363,8 @@ class Framing:
         (sending, stop), connection.current = connection.current, None
         connection.link.busy = None
         connection.moved = time.monotonic()
+        connection.going.count(stop - sending.written, connection.moved, self.turn)
+        connection.hold_unsent()
         sending.written = stop
         # Where faults are tolerated, a message is done when the peer has voted.
         if stop == sending.size and connection.sendings.get(sending.key) is sending and not self.tolerant:
@@ -372,7 +378,7 @@ class Framing:
         try:
             with contextlib.suppress(BlockingIOError):
                 self._read(connection)
-            connection.wait_for_bytes(_READ)
+            connection.wait_for_bytes()
         except OSError as error:
             silent = error.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
             self.lose(connection, str(error), SilentError(str(error)) if silent else None)
@@ -463,7 +469,7 @@ class Framing:
         frame, body = connection.frame, connection.body
         connection.frame = connection.body = None
         key, length = frame.key, frame.length
-        if frame.checksum and body is not None and zlib.crc32(body) != frame.checksum:
+        if frame.checksum and body is not None and checksum(body) != frame.checksum:
             raise DamagedError(f"a message of worker {connection.peer} was damaged on the way: its checksum is wrong")
         if frame.kind == NOTE:
             self._on_note(connection.peer, key, bytes(body or b""))
@@ -475,7 +481,8 @@ class Framing:
                 connection.unwanted[key] = left
             return
         receiving.received += length
-        connection.measure_rate(length)
+        connection.moved = time.monotonic()
+        connection.coming.count(length, connection.moved, self.turn)
         if receiving.size > SMALL:
             connection.count_arrived(length)
         if receiving.received == receiving.size:

@@ -38,6 +38,8 @@ _log = logging.getLogger(__name__)
 _LINGER = 10.0
 # Seconds between two looks at a full link, as no event reports that the kernel has sent what it holds.
 _LOOK = 0.005
+# The weight of the latest turn in the mean over those before.
+_NEWEST = 0.1
 # Seconds between two heartbeats, at most.
 _BEAT = 1.0
 
@@ -321,7 +323,9 @@ class Reactor:
 
     def _step(self) -> None:
         look_again = self._acceptor.look()
-        for key, events in self._selector.select(self._patience(look_again)):
+        happened = self._selector.select(self._patience(look_again))
+        began = time.monotonic()
+        for key, events in happened:
             if key.fileobj is self._wakeup:
                 with contextlib.suppress(BlockingIOError):
                     self._wakeup.recv(4096)
@@ -345,6 +349,7 @@ class Reactor:
                 if connection.state is LinkState.BROKEN:
                     self._dialler.want(connection.peer)
             self._dial_at = min(self._dialler.look(), self.control_plane.look())
+        self._framing.turn += _NEWEST * (time.monotonic() - began - self._framing.turn)
 
     def _patience(self, look_again: float | None) -> float | None:
         if self._commands:
