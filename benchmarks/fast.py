@@ -147,9 +147,28 @@ def make_table(lines: Sequence[Mapping[str, Any]]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
+PASSES = {
+    "copy": "copy of the values into the message",
+    "finite": "whether all of them are finite",
+    "checksum": "checksum of what is sent, and again of what came",
+    "crc32": "for comparison: CRC-32 of the same",
+    "mix": "mix",
+}
+
+
+def make_passes(passes: Mapping[str, float]) -> str:
+    """The table of the passes over the values, in Markdown."""
+    rows = [f"| {words} | {passes[name]:.2f} |\n" for name, words in PASSES.items()]
+    return "| pass | CPU s per GB |\n| --- | ---: |\n" + "".join(rows)
+
+
 def make_markdown(result: Mapping[str, Any]) -> str:
     """All tables, with the words of their set-ups."""
-    return "\n".join(f"{setup['words']}:\n\n{make_table(setup['lines'])}" for setup in result["setups"])
+    return (
+        make_passes(result["passes"])
+        + "\n"
+        + "\n".join(f"{setup['words']}:\n\n{make_table(setup['lines'])}" for setup in result["setups"])
+    )
 
 
 def _words(setup: Setup) -> str:
@@ -171,9 +190,9 @@ def measure(name: str) -> dict[str, Any]:
     }
 
 
-def write(found: Mapping[str, Mapping[str, Any]]) -> None:
+def write(found: Mapping[str, Mapping[str, Any]], passes: Mapping[str, float]) -> None:
     """Writes both files, with the set-ups in their order."""
-    head = {"machine": machine(), "megabytes": MEGABYTES, "congestion_control": CONGESTION_CONTROL}
+    head = {"machine": machine(), "megabytes": MEGABYTES, "congestion_control": CONGESTION_CONTROL, "passes": passes}
     order = [*SETUPS, *found]
     result = {**head, "setups": sorted(found.values(), key=lambda setup: order.index(setup["setup"]))}
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
@@ -189,13 +208,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if lacking is not None:
         print(lacking, file=sys.stderr)
         return 2
+    from benchmarks import fast_worker  # it needs torch
+
     kept = json.loads(RESULT.read_text())["setups"] if RESULT.exists() and names != SETUPS else []
     found = {setup["setup"]: setup for setup in kept}
+    passes = fast_worker.passes()
+    print(make_passes(passes), flush=True)
     try:
         for name in names:
             found[name] = measure(name)
             print(f"{found[name]['words']}:\n\n{make_table(found[name]['lines'])}", flush=True)
-            write(found)
+            write(found, passes)
     except (LabError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2

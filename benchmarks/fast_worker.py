@@ -9,8 +9,10 @@ import argparse
 import contextlib
 import datetime
 import json
+import statistics
 import threading
 import time
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -23,9 +25,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import decent_dp
-from decent_dp.compression import BFloat16, Compression, FlatTensor, Int8, Lossless, MessageId
+from decent_dp.compression import BFloat16, Compression, FlatTensor, Int8, Lossless, MessageId, all_finite
 from decent_dp.topo import Edge
 from decent_dp.transport import ExchangeId, ExchangeRequest, ProcessGroupTransport
+from decent_dp.transport.tcp.protocol import checksum
 
 # 25 parameters of a million float32 values, in buckets of about the default size.
 TENSORS, NUMEL, BUCKETS = 25, 10**6, 4
@@ -243,6 +246,34 @@ def make_contenders(transport: ProcessGroupTransport) -> dict[str, Callable[[], 
     for number, name in enumerate(KINDS):
         made[f"pair {name}"] = partial(Pair, name, transport, 10**6 * number)
     return made | {f"gossip step {name}": partial(Steps, name) for name in KINDS}
+
+
+def passes() -> dict[str, float]:
+    """Processor seconds per GB of float32 values of each pass that the library makes over them; medians of calls on memory
+    that is in no cache."""
+    torch.set_num_threads(1)
+    values, other = torch.randn(TENSORS * NUMEL), torch.randn(TENSORS * NUMEL)
+    compression = Lossless([FlatTensor(0, len(values))], values.dtype, values.device)
+    sent, received = (torch.empty(compression.nbytes, dtype=torch.uint8) for _ in range(2))
+    array: Any = sent.numpy()
+    body = memoryview(array)
+    frames = [body[start : start + 2**20] for start in range(0, len(body), 2**20)]
+    part = 2**20  # values that are encoded together
+    calls: dict[str, Callable[[], Any]] = {
+        "copy": lambda: sent[: 4 * len(values)].view(torch.float32).copy_(values),
+        "finite": lambda: [all_finite(values[start : start + part]) for start in range(0, len(values), part)],
+        "checksum": lambda: [checksum(frame) for frame in frames],
+        "crc32": lambda: [zlib.crc32(frame) for frame in frames],
+        "mix": lambda: compression.mix([values], sent, received, 1e-30),
+    }
+    received[: 4 * len(other)].view(torch.float32).copy_(other)
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(7):
+        for name, call in calls.items():
+            began = time.thread_time()
+            call()
+            found[name].append((time.thread_time() - began) / GB)
+    return {name: round(statistics.median(times), 4) for name, times in found.items()}
 
 
 def peer_of(turn: int) -> int:

@@ -66,12 +66,16 @@ class Stream:
         self.out += data
         return len(data)
 
-    def recv_into(self, into: memoryview) -> int:
-        if self.arrived:
-            part = self.arrived[: len(into)]
-            into[: len(part)] = part
-            del self.arrived[: len(part)]
-            return len(part)
+    def recvmsg_into(self, into: list[memoryview]) -> tuple[int, list[Any], int, Any]:
+        return sum(map(self._recv_into, into)) or self._nothing(), [], 0, None
+
+    def _recv_into(self, into: memoryview) -> int:
+        part = self.arrived[: len(into)]
+        into[: len(part)] = part
+        del self.arrived[: len(part)]
+        return len(part)
+
+    def _nothing(self) -> int:
         if self.cut:
             return 0
         raise BlockingIOError

@@ -390,20 +390,28 @@ class Framing:
     def _read(self, connection: Connection) -> None:
         taken, until = 0, time.monotonic() + _READ_FOR
         while connection.socket is not None and taken < _READ_AT_ONCE and (not taken or connection.heard < until):
-            into = memoryview(connection.header) if connection.body is None else connection.body
-            count = connection.socket.recv_into(into[connection.filled :])
+            header = memoryview(connection.header)
+            # After a body comes a header, by the same call.
+            into = [header[connection.filled :]] if connection.body is None else [connection.body[connection.filled :], header]
+            count = connection.socket.recvmsg_into(into)[0]
             if count == 0:
                 self.lose(connection, "closed by the peer")
                 return
             taken += count
             connection.heard = time.monotonic()
             connection.filled += count
+            wanted = sum(map(len, into))
+            del header, into  # they keep the memory of a message
+            if connection.body is not None and connection.filled >= len(connection.body):
+                connection.filled -= len(connection.body)
+                self._close_frame(connection)
             if connection.body is None and connection.filled == HEADER_SIZE:
                 connection.filled = 0
                 self._open_frame(connection)
-            if connection.body is not None and connection.filled == len(connection.body):
-                connection.filled = 0
+            if connection.body is not None and not len(connection.body):
                 self._close_frame(connection)
+            if count < wanted:
+                return  # no more is there
 
     def _open_frame(self, connection: Connection) -> None:
         frame = unpack(connection.header, connection.peer)
