@@ -682,6 +682,18 @@ def test_a_step_of_gossip_takes_as_long_as_one_of_the_wrapper():
         assert own["worst_ms"] <= 2 * own["mean_ms"], wire
 
 
+def test_the_page_shows_the_results_of_fast_links():
+    from benchmarks import fast
+
+    folder = ROOT / "benchmarks" / "results"
+    result = json.loads((folder / "fast.json").read_text(encoding="utf-8"))
+    assert [setup["setup"] for setup in result["setups"]] == fast.SETUPS
+    assert (folder / "fast.md").read_text(encoding="utf-8") == fast.make_markdown(result)
+    page = ROOT / "docs" / "fast-networks.md"
+    assert between(page, "passes") == fast.make_passes(result["passes"]).strip()
+    assert between(page, "fast") == fast.make_tables(result).strip()
+
+
 def test_the_page_shows_the_results_of_the_compressions():
     from examples import wires
 

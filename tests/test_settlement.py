@@ -69,6 +69,9 @@ class Stream:
     def recvmsg_into(self, into: list[memoryview]) -> tuple[int, list[Any], int, Any]:
         return sum(map(self._recv_into, into)) or self._nothing(), [], 0, None
 
+    def recv_into(self, into: memoryview) -> int:
+        return self._recv_into(into) or self._nothing()
+
     def _recv_into(self, into: memoryview) -> int:
         part = self.arrived[: len(into)]
         into[: len(part)] = part

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from decent_dp.transport.base import Verdict
-from decent_dp.transport.tcp.pace import SMALLEST, Pace
+from decent_dp.transport.tcp.pace import Pace
 from decent_dp.transport.tcp.protocol import HEADER_SIZE, Frame, Key
 from decent_dp.transport.tcp.votes import Votes
 
@@ -232,7 +232,6 @@ class Connection:
         self._latency = 0.0
         # What is worth a turn of the thread: of bytes that come, and of bytes that go.
         self.coming, self.going = Pace(), Pace()
-        self._unsent = SMALLEST
         # Being written: frames that go before any data, and what is left of the frames at hand.
         self.control: deque[bytes] = deque()
         self.out: list[memoryview] = []
@@ -244,6 +243,7 @@ class Connection:
         self.receivings: dict[Key, Receiving] = {}
         self.early_offers: set[Key] = set()
         self.header = bytearray(HEADER_SIZE)
+        self.header_view = memoryview(self.header)
         self.frame: Frame | None = None
         self.body: memoryview | None = None
         self.filled = 0
@@ -260,6 +260,7 @@ class Connection:
         self.write_failed = self.refused = False
         self.checked = stream.family != LOCAL
         configure(stream, dead_after)
+        self.hold_unsent()
         self._selector.register(stream, selectors.EVENT_READ, self)
 
     def enter(self, state: LinkState) -> None:
@@ -267,7 +268,7 @@ class Connection:
 
     def close(self) -> None:
         """Closes the socket, and forgets what was half written or half read."""
-        self._writing, self._low_water, self._unsent = False, 1, SMALLEST
+        self._writing, self._low_water = False, 1
         self.frame = self.body = None
         self.filled = 0
         if self.socket is not None:
@@ -320,10 +321,8 @@ class Connection:
 
     def hold_unsent(self) -> None:
         """Lets the kernel hold a piece that it has not sent."""
-        if self.going.piece != self._unsent and self.socket is not None:
-            self._unsent = self.going.piece
-            if self.socket.family != LOCAL:
-                _hold_unsent(self.socket, self._unsent)
+        if self.socket is not None and self.socket.family != LOCAL:
+            _hold_unsent(self.socket, self.going.piece)
 
     def is_full_before(self, round_: int) -> bool:
         """Whether the kernel holds messages and there is more to come of rounds before this one."""
@@ -434,7 +433,6 @@ def configure(stream: socket.socket, dead_after: float | None = None) -> None:
                 stream.setsockopt(socket.IPPROTO_TCP, option, max(1, int(dead_after / 4)))
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    _hold_unsent(stream, SMALLEST)
     wanted = [name.strip() for name in os.environ.get(_CONGESTION_CONTROL, "").split(",") if name.strip()]
     for name in wanted:
         with contextlib.suppress(OSError, AttributeError):

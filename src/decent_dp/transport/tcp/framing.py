@@ -363,8 +363,8 @@ class Framing:
         (sending, stop), connection.current = connection.current, None
         connection.link.busy = None
         connection.moved = time.monotonic()
-        connection.going.count(stop - sending.written, connection.moved, self.turn)
-        connection.hold_unsent()
+        if connection.going.count(stop - sending.written, connection.moved, self.turn):
+            connection.hold_unsent()
         sending.written = stop
         # Where faults are tolerated, a message is done when the peer has voted.
         if stop == sending.size and connection.sendings.get(sending.key) is sending and not self.tolerant:
@@ -390,20 +390,23 @@ class Framing:
     def _read(self, connection: Connection) -> None:
         taken, until = 0, time.monotonic() + _READ_FOR
         while connection.socket is not None and taken < _READ_AT_ONCE and (not taken or connection.heard < until):
-            header = memoryview(connection.header)
-            # After a body comes a header, by the same call.
-            into = [header[connection.filled :]] if connection.body is None else [connection.body[connection.filled :], header]
-            count = connection.socket.recvmsg_into(into)[0]
+            body, filled = connection.body, connection.filled
+            if body is None:
+                wanted = HEADER_SIZE - filled
+                count = connection.socket.recv_into(connection.header_view[filled:])
+            else:
+                # After a body comes a header, by the same call.
+                wanted = len(body) - filled + HEADER_SIZE
+                count = connection.socket.recvmsg_into([body[filled:], connection.header_view])[0]
             if count == 0:
                 self.lose(connection, "closed by the peer")
                 return
             taken += count
             connection.heard = time.monotonic()
-            connection.filled += count
-            wanted = sum(map(len, into))
-            del header, into  # they keep the memory of a message
-            if connection.body is not None and connection.filled >= len(connection.body):
-                connection.filled -= len(connection.body)
+            connection.filled = filled = filled + count
+            if body is not None and filled >= len(body):
+                connection.filled = filled - len(body)
+                body = None  # it keeps the memory of a message
                 self._close_frame(connection)
             if connection.body is None and connection.filled == HEADER_SIZE:
                 connection.filled = 0

@@ -40,14 +40,15 @@ class Pace:
         if now - self._last > _INTERVAL:
             self.begin(now)
 
-    def count(self, amount: int, now: float, turn: float) -> None:
-        """Bytes have moved. ``turn``: the seconds that one turn of the thread takes at present."""
+    def count(self, amount: int, now: float, turn: float) -> bool:
+        """Bytes have moved. ``turn``: seconds of one turn of the thread at present. Returns whether the piece has changed."""
         self._bytes += amount
         self._last = now
         if now - self._from < _INTERVAL:
-            return
+            return False
         # Intervals in which there was nothing to move say little: an old rate is given up slowly.
         self.rate = max(self._bytes / (now - self._from), 0.9 * self.rate)
         self._from, self._bytes = now, 0
         worth = self.rate * max(_WORTH, turn)
-        self.piece = min(max(2 ** int(math.log2(max(worth, 1.0))), SMALLEST), _LARGEST)
+        before, self.piece = self.piece, min(max(2 ** int(math.log2(max(worth, 1.0))), SMALLEST), _LARGEST)
+        return self.piece != before
