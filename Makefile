@@ -111,7 +111,7 @@ bench-faults-net: $(VENV)/.installed  ## what faults=Tolerate() costs over slow 
 	$(BIN)/python -m benchmarks.net --setup 8x1-200 --out benchmarks/results/faults --repeat 5 --contender \
 		gossip:base-2 tolerant:base-2
 
-bench-fast: $(VENV)/.installed  ## exchanges over fast links, beside gloo and DDP (root, iproute2; 5 minutes): table and JSON under benchmarks/results/
+bench-fast: $(VENV)/.installed  ## exchanges over fast links, beside gloo and DDP (root, iproute2; 10 minutes): table and JSON under benchmarks/results/
 	$(BIN)/python -m benchmarks.fast
 
 bench-time-to-loss: $(VENV)/.installed  ## time to the same loss at any bandwidth, 8 workers (root, iproute2; hours; finished runs are kept)

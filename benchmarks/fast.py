@@ -1,6 +1,6 @@
 """Measures exchanges over fast links: ``python -m benchmarks.fast``, or ``make bench-fast``. Needs Linux, root, iproute2.
 
-    python -m benchmarks.fast                          # two and four nodes; no limit, 10, 5 and 1 Gbit/s (5 minutes)
+    python -m benchmarks.fast                          # two and four nodes; no limit, 10, 5 and 1 Gbit/s (10 minutes)
     python -m benchmarks.fast --setup 2x1 2x1-10000    # some, beside the committed results of the others
 
 Nodes are network namespaces (``lab.py``), with one worker each (``fast_worker.py``). All contenders move 100 MB of float32
@@ -163,12 +163,13 @@ def make_passes(passes: Mapping[str, float]) -> str:
 
 
 def make_markdown(result: Mapping[str, Any]) -> str:
-    """All tables, with the words of their set-ups."""
-    return (
-        make_passes(result["passes"])
-        + "\n"
-        + "\n".join(f"{setup['words']}:\n\n{make_table(setup['lines'])}" for setup in result["setups"])
-    )
+    """All tables."""
+    return make_passes(result["passes"]) + "\n" + make_tables(result)
+
+
+def make_tables(result: Mapping[str, Any]) -> str:
+    """The tables of all set-ups, with their words."""
+    return "\n".join(f"{setup['words']}:\n\n{make_table(setup['lines'])}" for setup in result["setups"])
 
 
 def _words(setup: Setup) -> str:
