@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from decent_dp.compression import COMPRESSIONS, BFloat16, Compression, FlatTensor, Int8, Lossless, MessageId, check_compression
 from decent_dp.compression.base import Block
 from decent_dp.compression.blockwise import _BLOCK_ON_CPU
-from decent_dp.compression.lattice import _FEW, LARGEST_NUMBER, PRIME, Run, Scratch, _weights
+from decent_dp.compression.lattice import _FEW, LARGEST_NUMBER, PRIME, Run, Scratch, weights_of_sums
 from tests.helpers import compression_of, expect_the_most, some_in_the_fast_tests
 
 CPU = torch.device("cpu")
@@ -905,7 +905,7 @@ def test_all_ways_to_sum_are_one(limit):
     numbers = torch.from_numpy(np.random.default_rng(limit).integers(-limit, limit, 3000, endpoint=True)).float()
     blocks = (Block(0, 0, 700, 0, 0), Block(1, 0, 2300, 700, 0))
     small = Run(0, blocks, 24, small=True).small_sums(numbers)
-    weights, by_column, by_row = (np.asarray(given, dtype=object) for given in _weights())
+    weights, by_column, by_row = (np.asarray(given, dtype=object) for given in weights_of_sums())
     for i, (block, part) in enumerate(zip(blocks, torch.split(numbers, [700, 2300]), strict=True)):
         alone = Run(0, [block], 24, small=False)
         scratch = Scratch([alone], torch.float32, CPU)

@@ -8,9 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from decent_dp.compression.base import Block, Chunk, MessageId, all_finite, part_of
+from decent_dp.compression.base import FLAG, Block, Chunk, FlatTensor, MessageId, all_finite, part_of
 from decent_dp.compression.blockwise import Blockwise
 from decent_dp.compression.stochastic_rounding import NOISE_LENGTH, noise_at
+from decent_dp.kernels.loading import cuda_kernels
 
 __all__ = ["BFloat16", "Lossless"]
 
@@ -23,6 +24,34 @@ class Lossless(Blockwise):
     @classmethod
     def code_of(cls, dtype: torch.dtype) -> torch.dtype:
         return dtype
+
+    def __init__(self, tensors: Sequence[FlatTensor], dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(tensors, dtype, device)
+        # Float64 is not computed in float32.
+        self._kernels = cuda_kernels("messages_cuda", device) if self.compute == torch.float32 and self.chunks else None
+        if self._kernels is not None:
+            blocks = [block for chunk in self.chunks for block in chunk.blocks]
+            parts = [self._kernels.Part(block.tensor, block.start, block.numel, block.at) for block in blocks]
+            self._tiles = self._kernels.Tiles(parts, dtype.itemsize, self._itemsize, device)
+
+    def encode(self, values: Sequence[Tensor], out: Tensor, message_id: MessageId, hints: Sequence[bytes]) -> Iterator[int]:
+        if self._kernels is None:
+            yield from super().encode(values, out, message_id, hints)
+            return
+        # As a list: the tensors of a low-rank message are made when they are read.
+        arguments = list(values), self._message_as_codes(out), self.flag_view(out), message_id.rank + 1
+        self._kernels.encode_plain(self._tiles, *arguments)
+        yield self.nbytes
+
+    def mix(self, values: Sequence[Tensor], sent: Tensor, received: Tensor, rate: float) -> None:
+        if self._kernels is None:
+            super().mix(values, sent, received, rate)
+        elif rate:
+            messages = self._message_as_codes(sent), self._message_as_codes(received)
+            self._kernels.mix_plain(self._tiles, values, *messages, rate)
+
+    def _message_as_codes(self, message: Tensor) -> Tensor:
+        return message[:-FLAG].view(self.code)
 
     def _encode(
         self, values: Sequence[Tensor], out: Tensor, message_id: MessageId, hints: Sequence[bytes]

@@ -31,8 +31,10 @@ from torch import Tensor
 
 from decent_dp.compression.base import Block, Chunk, FlatTensor, MessageId, part_of
 from decent_dp.compression.blockwise import Blockwise
-from decent_dp.compression.lattice import LARGEST_NUMBER, PRIME, FloatArray, Run, Scratch, largest, runs_of
+from decent_dp.compression.int8_cuda import CudaCoder
+from decent_dp.compression.lattice import LARGEST_NUMBER, PRIME, FloatArray, IntArray, Run, Scratch, largest, runs_of
 from decent_dp.compression.stochastic_rounding import noise_at
+from decent_dp.kernels.loading import cuda_kernels
 
 __all__ = ["Int8"]
 
@@ -78,6 +80,8 @@ class Int8(Blockwise):
         self._rejections = np.zeros(len(self._blocks), dtype=np.int64)
         self._largest = np.zeros(len(self._blocks))
         self._steps = np.ones(len(self._blocks))
+        kernels = cuda_kernels("messages_cuda", device) if self.compute == torch.float32 and self._blocks else None
+        self._on_cuda = None if kernels is None else CudaCoder(kernels, self._blocks, self.tensors, dtype, device)
 
     @classmethod
     def code_of(cls, dtype: torch.dtype) -> torch.dtype:
@@ -87,20 +91,38 @@ class Int8(Blockwise):
 
     def hint(self, values: Sequence[Tensor]) -> bytes:
         """The exponents of the steps that this worker asks for, a signed byte for each block."""
-        for i in np.flatnonzero(self._largest == 0):
-            block = self._blocks[i]
-            self._largest[i] = largest(values[block.tensor][block.start : block.stop])
+        self._take_encoded()
+        self._look_at_zeros(values)
         expected = np.where(np.isnan(self._expected), _AT_FIRST * self._largest, self._expected)
         # A step below the values' own resolution would leave the numbers that can be summed.
         step = np.maximum(np.maximum(expected / 127, 4 * self._largest / LARGEST_NUMBER), 2.0**-126)
         exponents = np.ceil(np.log2(np.where(np.isfinite(step), step, 1.0)))
         return bytes(np.clip(exponents, -126, 127).astype(np.int8))
 
+    def _look_at_zeros(self, values: Sequence[Tensor]) -> None:
+        """Finds the largest values of the blocks in which none is known."""
+        unknown = np.flatnonzero(self._largest == 0)
+        if self._on_cuda is not None and len(unknown):
+            self._largest[unknown] = self._on_cuda.largest(values)[unknown]
+            return
+        for i in unknown:
+            block = self._blocks[i]
+            self._largest[i] = largest(values[block.tensor][block.start : block.stop])
+
+    def _take_encoded(self) -> None:
+        """Learns the largest values of the last message, which a GPU has found meanwhile."""
+        found = None if self._on_cuda is None else self._on_cuda.encoded()
+        if found is not None:
+            most, values = found
+            fits = most < LARGEST_NUMBER
+            self._largest = np.where(fits, most * self._steps, np.where(np.isfinite(values), values, self._largest))
+
     def resume(self, out: Tensor, message_id: MessageId, hints: Sequence[bytes]) -> None:
         super().resume(out, message_id, hints)
         self._set_steps(hints)
 
     def state(self) -> list[dict[str, Tensor]]:
+        self._take_encoded()
         table = np.stack([self._seen, self._expected, self._failed, self._largest], axis=1)
         counts = [len(blocks) for blocks in self._blocks_by_tensor()]
         return [{"ranges": part} for part in torch.split(torch.from_numpy(table), counts)]
@@ -111,15 +133,18 @@ class Int8(Blockwise):
 
     def _set_steps(self, hints: Sequence[bytes]) -> None:
         exponents = np.stack([np.frombuffer(hint, dtype=np.int8) for hint in hints]).max(0)
+        self._take_encoded()  # in units of the steps until now
         self._steps = np.ldexp(1.0, exponents.astype(np.int32))
+        if self._on_cuda is not None:
+            self._on_cuda.set_steps(self._steps)
 
-    def _accept(self, place: int, steps: float) -> None:
-        """A block was decoded, and the others were this many steps away."""
-        distance, before = max(steps, 1.0) * self._steps[place], self._seen[place]
-        self._seen[place] = distance if math.isnan(before) else max(distance, _MEMORY * before)
-        self._expected[place] = _MARGIN * self._seen[place]
-        self._failed[place] = 0.0
-        self._rejections[place] = 0
+    def _accept(self, places: int | IntArray, steps: float | FloatArray) -> None:
+        """Blocks were decoded, and the others were this many steps away."""
+        # fmax: of a block that was never seen, NaN, the distance itself.
+        self._seen[places] = np.fmax(np.maximum(steps, 1.0) * self._steps[places], _MEMORY * self._seen[places])
+        self._expected[places] = _MARGIN * self._seen[places]
+        self._failed[places] = 0.0
+        self._rejections[places] = 0
 
     def _reject(self, place: int) -> None:
         self._rejected += 1
@@ -139,6 +164,14 @@ class Int8(Blockwise):
         return sorted({self._blocks[place].tensor for place in np.flatnonzero(self._rejections >= rounds)})
 
     # -- messages -----------------------------------------------------------------------------------------------------
+
+    def encode(self, values: Sequence[Tensor], out: Tensor, message_id: MessageId, hints: Sequence[bytes]) -> Iterator[int]:
+        if self._on_cuda is None:
+            yield from super().encode(values, out, message_id, hints)
+            return
+        self._set_steps(hints)
+        self._on_cuda.encode(values, out, self.flag_view(out), message_id)
+        yield self.nbytes
 
     def _encode(self, values: Sequence[Tensor], out: Tensor, message_id: MessageId, hints: Sequence[bytes]) -> Iterator[bool]:
         self._set_steps(hints)
@@ -181,7 +214,43 @@ class Int8(Blockwise):
         """Of the block's record: whether it has codes."""
         return message[block.record : block.record + 8].view(torch.float64)
 
+    def arrive(self, sent: Tensor, received: Tensor) -> None:
+        if self._on_cuda is not None:
+            self._on_cuda.verify(sent, received)
+
+    def mix(self, values: Sequence[Tensor], sent: Tensor, received: Tensor, rate: float) -> None:
+        if self._on_cuda is None:
+            super().mix(values, sent, received, rate)
+            return
+        found, _ = self._judge(self._on_cuda, sent, received)
+        if rate:
+            self._on_cuda.mix(values, sent, received, found, rate)
+
+    def _judge(self, coder: CudaCoder, sent: Tensor, received: Tensor) -> tuple[Tensor, IntArray]:
+        """Accepts and rejects all blocks; what the kernel has found, and the places of the certain ones."""
+        self._take_encoded()
+        found, host = coder.verified(sent, received)
+        certain = np.flatnonzero(host[:, 0])
+        self._accept(certain, host[certain, 1])
+        for place in np.flatnonzero(host[:, 0] == 0):
+            self._reject(int(place))
+        return found, certain
+
+    def _differences_on_cuda(
+        self, coder: CudaCoder, sent: Tensor, received: Tensor
+    ) -> Iterator[tuple[Block, Tensor | None, float]]:
+        certain = set(self._judge(coder, sent, received)[1].tolist())
+        for place, block in enumerate(self._blocks):
+            if place not in certain:
+                yield block, None, 1.0
+                continue
+            wrapped = self._codes(received, block, torch.uint8) - self._codes(sent, block, torch.uint8)
+            yield block, wrapped.view(torch.int8).to(self.compute), float(self._steps[place])
+
     def differences(self, sent: Tensor, received: Tensor) -> Iterator[tuple[Block, Tensor | None, float]]:
+        if self._on_cuda is not None:
+            yield from self._differences_on_cuda(self._on_cuda, sent, received)
+            return
         scratch, hosts = self._scratch(), (sent.cpu(), received.cpu())
         for run in self._each_run():
             ours, theirs = (run.records(message).numpy() for message in hosts)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from decent_dp.compression.base import Block, Chunk, part_of
 
-__all__ = ["LARGEST_NUMBER", "PRIME", "FloatArray", "Run", "Scratch", "runs_of"]
+__all__ = ["LARGEST_NUMBER", "PRIME", "FloatArray", "IntArray", "Run", "Scratch", "runs_of", "weights_of_sums"]
 
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 IntArray: TypeAlias = npt.NDArray[np.int64]
@@ -82,7 +82,7 @@ class Run:
     def small_sums(self, numbers: Tensor) -> tuple[FloatArray, FloatArray]:
         """``Scratch.sums`` of small blocks; all sums are exact."""
         if self._weights is None:
-            weights, by_column, by_row = _weights()
+            weights, by_column, by_row = weights_of_sums()
             in_block = np.concatenate([np.arange(block.numel) for block in self.blocks])
             row, column = np.divmod(in_block, _COLUMNS)
             self._weights = weights[column], by_column[column].astype(np.int64) * by_row[row]
@@ -149,7 +149,7 @@ class Scratch:
     def _large_sums(self, numbers: Tensor, largest: float) -> tuple[FloatArray, FloatArray]:
         size = numbers.numel()
         rows = -(-size // _COLUMNS)
-        weights, by_column, by_row = _weights()
+        weights, by_column, by_row = weights_of_sums()
         whole = self._numbers[: rows * _COLUMNS]
         whole[size:] = 0
         matrix = whole.view(rows, _COLUMNS)
@@ -183,7 +183,7 @@ class Scratch:
 
 
 @functools.cache
-def _weights() -> tuple[FloatArray, FloatArray, IntArray]:
+def weights_of_sums() -> tuple[FloatArray, FloatArray, IntArray]:
     """The weights of the columns' sums, and those of columns and of rows in the sum of both."""
     draw = np.random.default_rng(20200713)
     columns, by_column = (draw.integers(1, limit, _COLUMNS).astype(np.float64) for limit in (_WEIGHTS, _BY_COLUMN))

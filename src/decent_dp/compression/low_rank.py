@@ -229,6 +229,10 @@ class LowRank(Compression):
             rows = slice(start, min(start + step, len(matrix)))
             yield rows, matrix[rows]
 
+    def arrive(self, sent: Tensor, received: Tensor) -> None:
+        if self.nbytes:
+            self._inner.arrive(sent[_DIGEST:], received[_DIGEST:])
+
     def differences(self, sent: Tensor, received: Tensor) -> Iterator[tuple[Block, Tensor | None, float]]:
         if not self.nbytes:
             return
