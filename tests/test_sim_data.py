@@ -391,9 +391,8 @@ def test_a_run_puts_all_of_it_on_its_device(monkeypatch):
     seen: set[str] = set()
 
     class Cluster:
-        parameters: dict[str, torch.Tensor] = {}
-
         def __init__(self, model: nn.Module, *_: Any, **__: Any) -> None:
+            self.parameters: dict[str, torch.Tensor] = {}
             seen.update(str(param.device) for param in model.parameters())
 
         def step(self, *batch: torch.Tensor) -> torch.Tensor:

@@ -258,7 +258,8 @@ def _train(
 
 @torch.no_grad()
 def _accuracy(model: nn.Module, data: Data) -> Tensor:
-    return (model.eval()(data.x_test).argmax(-1) == data.y_test).float().mean()
+    logits: Tensor = model.eval()(data.x_test)
+    return (logits.argmax(-1) == data.y_test).float().mean()
 
 
 def make_model(simulation: Simulation, features: int, classes: int) -> nn.Module:
