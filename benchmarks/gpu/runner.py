@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import importlib
+import logging
 import multiprocessing
 import os
 import queue
@@ -93,6 +94,8 @@ class Seat:
 def _serve(pipe: Connection, seat: Seat) -> None:
     """Runs the cases whose keys arrive, until None arrives."""
     torch.set_num_threads(1)
+    # Warnings that each case would repeat: several workers are on one GPU. Cases that need them listen (``warnings_of``).
+    logging.getLogger("decent_dp").setLevel(logging.ERROR)
     for module in seat.modules:
         importlib.import_module(module)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
@@ -211,7 +214,7 @@ class _Launch:
             for pipe in self._pipes:
                 with contextlib.suppress(OSError):  # a dead worker is found by its missing report
                     pipe.send((case.key, folder))
-            return self._collect(case.timeout)
+            return self._collect(case.timeout, case.dies)
 
     def end(self, *, now: bool) -> None:
         """Ends the processes, at once or when they are done."""
@@ -224,8 +227,8 @@ class _Launch:
             process.join()
             pipe.close()
 
-    def _collect(self, timeout: float) -> Report:
-        """Merges the reports of all processes."""
+    def _collect(self, timeout: float, dies: int | None = None) -> Report:
+        """Merges the reports of all processes; that of rank ``dies`` is its end."""
         deadline = time.monotonic() + timeout
         found: dict[int, Report] = {}
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
@@ -238,7 +241,8 @@ class _Launch:
                 except (EOFError, OSError):
                     self._processes[rank].join(5)
                     code = self._processes[rank].exitcode
-                    found[rank] = Report("failed", f"the process ended with exit code {code}")
+                    result: Result = "passed" if rank == dies else "failed"
+                    found[rank] = Report(result, f"the process ended with exit code {code}")
                 if found[rank].result == "failed":
                     deadline = min(deadline, time.monotonic() + _GRACE)
         failed = {rank: report for rank, report in found.items() if report.result == "failed"}
@@ -259,11 +263,11 @@ def run(
     Args:
         limit: seconds for all; later cases do not run.
         timeout: of each case; None for its own.
-        lanes: how many cases run at a time.
+        lanes: how many cases run at a time; ``quiet`` ones run after all others, one after another.
     """
     ends = time.monotonic() + limit
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    by_size = sorted(cases, key=lambda case: case.processes)
+    by_size = sorted((case for case in cases if not case.quiet), key=lambda case: case.processes)
     rows: queue.Queue[Row | None] = queue.Queue()
 
     def fill(lane: int) -> None:
@@ -278,6 +282,7 @@ def run(
     for _ in range(lanes):
         while (row := rows.get()) is not None:
             yield row
+    yield from _run_in_turn([case for case in cases if case.quiet], device, modules, store.port, ends, timeout)
 
 
 def _run_in_turn(
