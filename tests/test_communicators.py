@@ -269,7 +269,9 @@ ONE_GPU = (
 OTHER = "NCCL error in: NCCLUtils.cpp:94, unhandled system error"
 
 
-@pytest.mark.parametrize(("text", "message"), [(ONE_GPU, "workers share a GPU.*LOCAL_RANK.*backend='gloo'"), (OTHER, "system error")])
+@pytest.mark.parametrize(
+    ("text", "message"), [(ONE_GPU, "workers share a GPU.*LOCAL_RANK.*backend='gloo'"), (OTHER, "system error")]
+)
 def test_two_workers_on_one_gpu_are_told_what_to_do(monkeypatch, text, message):
     def fail(*_: Any, **__: Any) -> None:
         raise dist.DistBackendError(text)

@@ -86,7 +86,6 @@ def graphed(model: nn.Module, device: torch.device) -> nn.Module:
     return model
 
 
-
 def check_graphed(changes: dict[str, Any], worker: Worker) -> str:
     """The graphs read parameters where they were at the capture; the twin has none."""
     options = {"param_as_bucket_view": False} if worker.driver == "wrapper" else {}
@@ -150,4 +149,3 @@ def optimizers(worker: Worker) -> str:
     for name, make in _SINGLE.items():
         texts.append(f"{name} {by_hand(make, worker)}")
     return "; ".join(texts)
-

@@ -165,7 +165,9 @@ def check_shards(replicas: int, shards: int, changes: dict[str, Any], fsdp: dict
     again = whole(run.model)
     run.replica.close()
     assert all(torch.equal(again[name], value) for name, value in found.items()), "averaged() changed a replica"
-    whole_script = replace(script, loss=whole_loss(worker.device), place=lambda model, device: model.to(device), backwards=shards)
+    whole_script = replace(
+        script, loss=whole_loss(worker.device), place=lambda model, device: model.to(device), backwards=shards
+    )
     twins = run_twin(whole_script, replicas, worker.device, began)
     states = [{name: param.detach().cpu() for name, param in twin.named_parameters()} for twin in twins]
     text = compare(list(found.values()), list(states[worker.rank // shards].values()), script.tolerance, "whole replicas")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import decent_dp
 from benchmarks.gpu.case import ALONE, GOSSIP, PAIR, SkipError, Worker, case
-from decent_dp.compression import COMPRESSIONS
+from decent_dp.compression import COMPRESSIONS, check_compression
 from decent_dp.compression.base import FlatTensor, MessageId
 from decent_dp.optim import AccumAdamW, GossipAdamW
 
@@ -32,23 +30,32 @@ def need_gpu(worker: Worker) -> None:
         raise SkipError("a CPU's speed says nothing of a GPU's")
 
 
-def timed(call: Callable[[], object], repeats: int = 9, inner: int = 4) -> tuple[float, float]:
-    """Seconds of a call on the GPU and on the CPU, medians."""
+def timed(call: Callable[[], object], repeats: int = 9, inner: int = 4) -> float:
+    """Seconds of a call on the GPU; the median."""
     for _ in range(4):
         call()
-    torch.cuda.synchronize()
-    on_gpu, on_cpu = [], []
+    found = []
     for _ in range(repeats):
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         first.record()
-        began = time.perf_counter()
         for _ in range(inner):
             call()
-        on_cpu.append((time.perf_counter() - began) / inner)
         last.record()
         last.synchronize()
-        on_gpu.append(first.elapsed_time(last) / inner / 1e3)
-    return statistics.median(on_gpu), statistics.median(on_cpu)
+        found.append(first.elapsed_time(last) / inner / 1e3)
+    return statistics.median(found)
+
+
+def kernel_times(call: Callable[[], object], calls: int = 12) -> tuple[float, float]:
+    """Seconds of a call's kernels, and of the call itself on the CPU, which launches them; means."""
+    for _ in range(4):
+        call()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(calls):
+        call()
+    host = (time.perf_counter() - began) / calls
+    return sum(kernel["us"] for kernel in profiled(call, calls)) / calls / 1e6, host
 
 
 @cache
@@ -56,7 +63,7 @@ def copy_rate(device: torch.device) -> float:
     """Bytes per second, read and written, of a copy of 1 GiB."""
     source = torch.randn(_GIB // 4, device=device)
     target = torch.empty_like(source)
-    seconds, _ = timed(lambda: target.copy_(source))
+    seconds = timed(lambda: target.copy_(source))
     return 2 * source.nbytes / seconds
 
 
@@ -89,12 +96,12 @@ def time_optimizer(name: str, worker: Worker) -> str:
     if isinstance(optimizer, GossipAdamW):
         optimizer.set_replicas(16)
     count = sum(param.numel() for param in params)
-    seconds, host = timed(optimizer.step)
+    seconds, host = kernel_times(optimizer.step)
     return f"{1e3 * seconds:.2f} ms, {share(seconds, nbytes * count, worker.device)}; host {1e3 * host:.2f} ms"
 
 
 for _name in OPTIMIZERS:
-    case(f"speed: {_name}", ALONE, drivers=GOSSIP)(partial(time_optimizer, _name))
+    case(f"speed: {_name}", ALONE, drivers=GOSSIP, quiet=True)(partial(time_optimizer, _name))
 
 
 def time_messages(name: str | None, worker: Worker) -> str:
@@ -102,7 +109,9 @@ def time_messages(name: str | None, worker: Worker) -> str:
     need_gpu(worker)
     device = worker.device
     tensors = [FlatTensor(index, WIDTH * WIDTH, WIDTH) for index in range(MATRICES)]
-    coders = [COMPRESSIONS[name](tensors, torch.float32, device) for _ in range(2)]
+    coders = [check_compression(name)(tensors, torch.float32, device) for _ in range(2)]
+    for rank, coder in enumerate(coders):
+        coder.begin((0, 1), rank, 0)
     values = [[torch.randn(tensor.numel, device=device) for tensor in tensors]]
     values.append([value + 1e-3 * torch.randn_like(value) for value in values[0]])
     messages = [torch.empty(coder.nbytes, dtype=torch.uint8, device=device) for coder in coders]
@@ -121,14 +130,14 @@ def time_messages(name: str | None, worker: Worker) -> str:
     count, each = sum(tensor.numel for tensor in tensors), coders[0].nbytes / sum(tensor.numel for tensor in tensors)
     text = []
     for what, call, nbytes in (("encode", partial(encode, 0), 4 + each), ("mix", mix, 8 + 2 * each)):
-        seconds, host = timed(call)
+        seconds, host = kernel_times(call)
         text.append(f"{what} {1e3 * seconds:.2f} ms, {share(seconds, nbytes * count, device)}, host {1e3 * host:.2f} ms")
     assert not coders[0].rejected, f"{coders[0].rejected} blocks were rejected"
     return "; ".join(text)
 
 
-for _compression in COMPRESSIONS:
-    case(f"speed: messages, {_compression}", ALONE, drivers=GOSSIP)(partial(time_messages, _compression))
+for _compression in (*COMPRESSIONS, "low-rank:4"):
+    case(f"speed: messages, {_compression}", ALONE, drivers=GOSSIP, quiet=True)(partial(time_messages, _compression))
 
 
 # -- a step of training beside an exchange -------------------------------------------------------------------------------
@@ -202,7 +211,7 @@ def time_update(size: str, compression: str | None, worker: Worker) -> str:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True) if worker.rank == 0 else Idle(model.parameters())
     tokens = torch.randint(32_000, (length // 1024, 1025), device=device) if worker.rank == 0 else torch.empty(0)
     step = partial(train_step, model, optimizer, tokens, 4 if width > 1000 else 1)
-    plain = profiled(step) if worker.rank == 0 else []
+    plain = warm_profiled(step) if worker.rank == 0 else []
     replica = decent_dp.gossip(model, optimizer, topology="complete", compression=compression)
     if worker.rank == 1:
         for param in model.parameters():
@@ -211,37 +220,65 @@ def time_update(size: str, compression: str | None, worker: Worker) -> str:
             optimizer.step()
         replica.close()
         return ""
-    gossiping = profiled(step)
+    gossiping = warm_profiled(step)
     waited = replica.stats().waited_s
     replica.close()
     main = max(by_stream(plain).items(), key=lambda item: item[1])[0]
     before, after = by_stream(plain)[main], by_stream(gossiping)[main]
-    copies = [kernel for kernel in gossiping if kernel["stream"] != main]
-    beside = sum(kernel["us"] for kernel in copies) / _STEPS
-    Path(worker.folder / "trace.json").write_text(json.dumps({"main": main, "kernels": gossiping}))
+    ours = sum(kernel["us"] for kernel in gossiping if is_ours(kernel["name"]) and kernel["stream"] == main) / _STEPS
+    beside = sum(kernel["us"] for kernel in gossiping if kernel["stream"] != main) / _STEPS
+    worker.figures.update(main=main, kernels=spans(gossiping, main))
     return (
-        f"{(after - before) / 1e3:.2f} ms more kernels on the compute stream, {(after - before) / before:.1%} of "
-        f"{before / 1e3:.1f} ms; {beside / 1e3:.1f} ms of copies beside it; waited {waited:.1f} s for the loopback"
+        f"kernels of exchanges take {ours / 1e3:.2f} ms of the compute stream, {ours / before:.1%} of a step of "
+        f"{before / 1e3:.1f} ms (which was {after / 1e3:.1f} with them); {beside / 1e3:.1f} ms of copies beside it; waited "
+        f"{waited:.1f} s for the loopback"
     )
+
+
+def is_ours(name: str) -> bool:
+    """Whether it is a kernel of ``decent_dp.kernels.messages_cuda``."""
+    return any(word in name for word in ("_encode_", "_mix_", "_verify_", "_judge", "_write_records"))
+
+
+def spans(kernels: Sequence[dict[str, Any]], main: int) -> list[tuple[str, float, float]]:
+    """What the GPU does in the last step: (kind, begin, end) in milliseconds. Kernels of one kind that follow each other are
+    one span."""
+    found: dict[str, list[tuple[str, float, float]]] = defaultdict(list)
+    first = min(kernel["at"] for kernel in kernels)
+    for kernel in sorted(kernels, key=lambda kernel: kernel["at"]):
+        name, begin = kernel["name"], (kernel["at"] - first) / 1e3
+        kind = "exchange" if is_ours(name) else "computation"
+        if kernel["stream"] != main:
+            kind = "to the CPU" if "DtoH" in name else "to the GPU" if "HtoD" in name else "exchange, beside"
+        row = found[kind]
+        if row and begin - row[-1][2] < 0.05:
+            row[-1] = (kind, row[-1][1], begin + kernel["us"] / 1e3)
+        else:
+            row.append((kind, begin, begin + kernel["us"] / 1e3))
+    return [span for row in found.values() for span in row]
 
 
 _STEPS = 3
 
 
-def profiled(step: Callable[[], None]) -> list[dict[str, Any]]:
-    """The kernels and copies of a few steps: name, stream, and begin and length in microseconds."""
+def warm_profiled(step: Callable[[], None]) -> list[dict[str, Any]]:
     step()
     step()
+    return profiled(step, _STEPS)
+
+
+def profiled(call: Callable[[], object], calls: int) -> list[dict[str, Any]]:
+    """The kernels and copies of some calls: name, stream, and begin and length in microseconds."""
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(_STEPS):
-            step()
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+        for _ in range(calls):
+            call()
         torch.cuda.synchronize()
     found = []
     for event in profiler.profiler.kineto_results.events():
         if "CUDA" in str(event.device_type()) and event.duration_ns() > 0:
             begin, length = event.start_ns() / 1e3, event.duration_ns() / 1e3
-            found.append({"name": event.name()[:80], "stream": event.device_resource_id(), "at": begin, "us": length})
+            found.append({"name": event.name(), "stream": event.device_resource_id(), "at": begin, "us": length})
     return found
 
 
@@ -255,24 +292,24 @@ def by_stream(kernels: Sequence[dict[str, Any]]) -> dict[int, float]:
 
 for _size, _compression in (("100 M", None), ("100 M", "int8"), ("1 B", None)):
     _title = f"speed: an update of {_size} parameters, {_compression}"
-    case(_title, PAIR, drivers=GOSSIP, timeout=150)(partial(time_update, _size, _compression))
+    case(_title, PAIR, drivers=GOSSIP, timeout=150, quiet=True)(partial(time_update, _size, _compression))
 
 
-@case("speed: host copies", ALONE, drivers=GOSSIP)
+@case("speed: host copies", ALONE, drivers=GOSSIP, quiet=True)
 def host_copies(worker: Worker) -> str:
     """Of page-locked memory, in both directions, in the pieces of an exchange."""
     need_gpu(worker)
     there = torch.randn(2**26, device=worker.device)
     back = torch.empty_like(there)
     host = [torch.empty(2**26, pin_memory=True, device="cpu") for _ in range(2)]
-    down, _ = timed(lambda: host[0].copy_(there, non_blocking=True))
-    up, _ = timed(lambda: back.copy_(host[1], non_blocking=True))
+    down = timed(lambda: host[0].copy_(there, non_blocking=True))
+    up = timed(lambda: back.copy_(host[1], non_blocking=True))
 
     def in_pieces() -> None:
         for start in range(0, 2**26, 2**20):
             host[0][start : start + 2**20].copy_(there[start : start + 2**20], non_blocking=True)
 
-    pieces, _ = timed(in_pieces)
+    pieces = timed(in_pieces)
     return (
         f"to the CPU {there.nbytes / down / 1e9:.1f} GB/s (in pieces of 4 MiB {there.nbytes / pieces / 1e9:.1f}), "
         f"to the GPU {there.nbytes / up / 1e9:.1f}"

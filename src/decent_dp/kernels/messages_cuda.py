@@ -28,7 +28,6 @@ __all__ = [
     "mix_int8",
     "mix_plain",
     "on_device",
-    "probe",
     "verify_int8",
 ]
 
@@ -438,9 +437,3 @@ def largest(lattice: Lattice, values: Sequence[Tensor]) -> Tensor:
     lattice.tiles.bind(values)
     lattice.tiles.launch(_largest, found)
     return found.view(torch.float32)
-
-
-def probe(device: torch.device) -> None:
-    """Launches a kernel, which raises where Triton does not work."""
-    values = torch.ones(1, device=device)
-    mix_plain(Tiles([Part(0, 0, 1, 0)], 4, 4, device), [values], values, values, 0.5)

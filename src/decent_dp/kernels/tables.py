@@ -29,7 +29,9 @@ def usable(device: torch.device) -> bool:
         probe(device)
     except Exception as error:  # of the compiler, the driver or the device: torch's own kernels run instead
         reason = " ".join(str(error).split("\n", 2)[:2])
-        warnings.warn(f"Triton does not work on {device}, so that optimizers take several passes: {reason}", RuntimeWarning, 2)
+        warnings.warn(
+            f"Triton does not work on {device}, so that exchanges and optimizers take longer: {reason}", RuntimeWarning, 2
+        )
         return False
     return True
 
