@@ -262,14 +262,16 @@ def test_error_texts():
 
 # As torch raises it (DistBackendError), and what another error of NCCL says.
 ONE_GPU = (
-    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, invalid usage (run with NCCL_DEBUG=WARN for details), "
-    "NCCL version 2.27.5\nncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
+    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, invalid usage (run with NCCL_DEBUG=WARN for "
+    "details), NCCL version 2.27.5\nncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
     "Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 1b000"
 )
 OTHER = "NCCL error in: NCCLUtils.cpp:94, unhandled system error"
 
 
-@pytest.mark.parametrize(("text", "message"), [(ONE_GPU, "workers share a GPU.*LOCAL_RANK.*backend='gloo'"), (OTHER, "system error")])
+@pytest.mark.parametrize(
+    ("text", "message"), [(ONE_GPU, "workers share a GPU.*LOCAL_RANK.*backend='gloo'"), (OTHER, "system error")]
+)
 def test_two_workers_on_one_gpu_are_told_what_to_do(monkeypatch, text, message):
     def fail(*_: Any, **__: Any) -> None:
         raise dist.DistBackendError(text)

@@ -40,7 +40,9 @@ def as_graphed(module: nn.Module) -> None:
     module.forward = new_fwd
 
 
-@pytest.mark.parametrize(("place", "said"), [("", "the forward of the model is a CUDA graph"), ("0", "of module '0' is a CUDA")])
+@pytest.mark.parametrize(
+    ("place", "said"), [("", "the forward of the model is a CUDA graph"), ("0", "of module '0' is a CUDA")]
+)
 def test_the_wrapper_does_not_move_what_a_cuda_graph_reads(place, said):
     model = net()
     as_graphed(model.get_submodule(place))

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import FileStore
 
 from benchmarks.gpu.case import GOSSIP, PAIR, QUARTET, SINGLE, SkipError, Worker, case
 from benchmarks.gpu.keeping import need_safetensors
@@ -165,7 +166,9 @@ def check_shards(replicas: int, shards: int, changes: dict[str, Any], fsdp: dict
     again = whole(run.model)
     run.replica.close()
     assert all(torch.equal(again[name], value) for name, value in found.items()), "averaged() changed a replica"
-    whole_script = replace(script, loss=whole_loss(worker.device), place=lambda model, device: model.to(device), backwards=shards)
+    whole_script = replace(
+        script, loss=whole_loss(worker.device), place=lambda model, device: model.to(device), backwards=shards
+    )
     twins = run_twin(whole_script, replicas, worker.device, began)
     states = [{name: param.detach().cpu() for name, param in twin.named_parameters()} for twin in twins]
     text = compare(list(found.values()), list(states[worker.rank // shards].values()), script.tolerance, "whole replicas")
@@ -213,7 +216,7 @@ def offloaded(worker: Worker) -> str:
 def single(worker: Worker) -> str:
     """A mesh of size 1 in a process group of NCCL, where there is one."""
     nccl = worker.cuda and dist.is_nccl_available()
-    store = dist.FileStore(str(worker.folder / "store"), 1)
+    store = FileStore(str(worker.folder / "store"), 1)
     dist.init_process_group("nccl" if nccl else "gloo", store=store, rank=0, world_size=1)
     try:
         mesh_of.cache_clear()
