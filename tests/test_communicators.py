@@ -262,8 +262,8 @@ def test_error_texts():
 
 # As torch raises it (DistBackendError), and what another error of NCCL says.
 ONE_GPU = (
-    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, invalid usage (run with NCCL_DEBUG=WARN for details), "
-    "NCCL version 2.27.5\nncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
+    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, invalid usage (run with NCCL_DEBUG=WARN for "
+    "details), NCCL version 2.27.5\nncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
     "Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 1b000"
 )
 OTHER = "NCCL error in: NCCLUtils.cpp:94, unhandled system error"

@@ -34,7 +34,7 @@ def test_the_command(tmp_path):
     """Cases that are right, and cases that fail or hang, which do not end the run."""
     out = tmp_path / "new" / "gpu.json"
     modules = ("benchmarks.gpu.situations", "benchmarks.gpu.devices", "tests.gpu_cases")
-    of_the_tests = ("gathers", "fails *", "hangs", "dies", "is not *", "continues")
+    of_the_tests = ("gathers", "fails *", "hangs", "dies", "dies as *", "is not *", "continues", "measures", "warns")
     command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--out", str(out), "--modules", *modules]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     done = subprocess.run(
@@ -56,7 +56,7 @@ def test_the_command(tmp_path):
     assert {(row["case"], row["driver"]) for row in rows} == {(name, driver) for name in WANTED for driver in BOTH}
     assert {(row["how"], row["workers"]) for row in rows} == {THREADS, TRIO_THREADS, PAIR, TRIO}
     for row in report["rows"]:
-        assert f"{row['case']:<44} {row['driver']:<8} {row['how']:<10} {row['workers']:>2} {row['result']}" in done.stdout
+        assert f"{row['case']:<52} {row['driver']:<8} {row['how']:<10} {row['workers']:>2} {row['result']}" in done.stdout
     found = {(row["case"], row["how"]): (row["result"], row["detail"]) for row in report["rows"] if row["case"] not in WANTED}
     assert found == {
         ("gathers", "processes"): ("passed", "[0, 1]"),
@@ -65,13 +65,35 @@ def test_the_command(tmp_path):
         ("fails on one worker", "threads"): ("failed", "worker 0: ValueError: this is wrong"),
         ("hangs", "threads"): ("timeout", "workers [0] had not ended after 2 s"),
         ("dies", "processes"): ("failed", "worker 0: the process ended with exit code 3"),
+        ("dies as it should", "processes"): ("passed", "the other one goes on"),
+        ("measures", "processes"): ("passed", "alone"),
+        ("warns", "threads"): ("passed", "heard ['a warning that is kept']"),
         ("fails and may", "threads"): ("optional", "worker 0: ValueError: not there yet"),
         ("is not for here", "threads"): ("skipped", "no reason"),
         ("continues", "processes"): ("passed", "after the others"),
         ("continues", "threads"): ("passed", "after the others"),
     }
+    assert [row["case"] for row in report["rows"]][-1] == "measures"  # when all others are done
+    assert "a warning that nobody hears" not in done.stdout + done.stderr
     assert 'raise ValueError("this is wrong\\nin two lines")' in done.stdout
-    assert report["counts"] == {"passed": 4 + len(rows), "failed": 3, "timeout": 1, "optional": 1, "skipped": 1}
+    assert report["counts"] == {"passed": 7 + len(rows), "failed": 3, "timeout": 1, "optional": 1, "skipped": 1}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(700)
+def test_the_whole_command(tmp_path):
+    """All cases have a stand-in here that passes, or say what they need a GPU for; in the ten minutes that it has there."""
+    out = tmp_path / "gpu.json"
+    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--lanes", "2", "--out", str(out)]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=650, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(out.read_text())
+    assert set(report["counts"]) <= {"passed", "skipped"}
+    assert report["counts"]["passed"] > 220
+    # One line for each case, and nothing of the workers between them.
+    lines = done.stdout.splitlines()
+    assert len(lines) == 4 + len(report["rows"]), done.stdout
 
 
 def test_exit_codes(tmp_path, monkeypatch, capsys):

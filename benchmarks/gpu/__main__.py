@@ -14,8 +14,22 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
-MODULES = ("benchmarks.gpu.situations", "benchmarks.gpu.wires", "benchmarks.gpu.keeping", "benchmarks.gpu.devices")
-LAYOUT = "{:<44} {:<8} {:<10} {:>2} {:<8} {:>6}  {}"
+MODULES = tuple(
+    f"benchmarks.gpu.{name}"
+    for name in (
+        "situations",
+        "wires",
+        "keeping",
+        "devices",
+        "graphs",
+        "sharding",
+        "nccl",
+        "survival",
+        "simulator",
+        "frameworks",
+    )
+)
+LAYOUT = "{:<52} {:<8} {:<10} {:>2} {:<8} {:>6}  {}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

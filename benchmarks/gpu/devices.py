@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import decent_dp
-from benchmarks.gpu.case import BOTH, GOSSIP, PAIR, THREADS, SkipError, Worker, case, raised
+from benchmarks.gpu.case import BOTH, GOSSIP, PAIR, THREADS, SkipError, Worker, case, raised, warnings_of
 from benchmarks.gpu.situations import adamw
 from benchmarks.gpu.training import Script, batch, library, run_library
 
@@ -38,6 +38,18 @@ def default_device(worker: Worker) -> str:
             torch.set_default_device(None)
         text.append(str(compression))
     return f"compression {', '.join(text)}"
+
+
+@case("workers that share a GPU are told", PAIR)
+def shared_gpu(worker: Worker) -> str:
+    """Once, on the first of them: two processes on one GPU may be a mistake. Not on the CPU."""
+    with warnings_of("decent_dp.replica.devices") as found:
+        run, _ = run_library(Script(steps=2), worker)
+        run.replica.close()
+    due = worker.cuda and worker.rank == 0
+    assert len(found) == due, f"the warnings were {found}"
+    assert not found or "the models of workers 0, 1 are on one GPU" in found[0]
+    return found[0] if found else "no warning on the CPU"
 
 
 @case("a model on the CPU beside a GPU", PAIR)

@@ -305,7 +305,8 @@ def averages(worker: Worker) -> str:
 
     run: Any = library(IMAGES, worker)
     trained = [name for name, _ in run.model.named_parameters()]
-    average, due = AveragedReplica(run.replica if worker.driver == "gossip" else run.forward, decay=0.7), {}
+    average = AveragedReplica(run.replica if worker.driver == "gossip" else run.forward, decay=0.7)
+    due: dict[str, Tensor] = {}
     for t in range(6):
         run.step(t)
         average.update()

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import FileStore
 
 from benchmarks.gpu.case import PAIR, SINGLE, TRIO, SkipError, Worker, case
 from benchmarks.gpu.keeping import everything, need_safetensors
@@ -46,7 +47,7 @@ def only_worker(worker: Worker, backend: str) -> Iterator[None]:
     """A process group of this worker alone; of gloo without a GPU."""
     if worker.cuda:
         need_nccl(worker)
-    store = dist.FileStore(str(worker.folder / f"store {backend}"), 1)
+    store = FileStore(str(worker.folder / f"store {backend}"), 1)
     dist.init_process_group(backend if worker.cuda else "gloo", store=store, rank=0, world_size=1)
     try:
         yield
@@ -107,7 +108,7 @@ def on_one_gpu(worker: Worker, backend: str) -> Any:
         try:
             total = torch.ones(4, device=worker.device)
             dist.all_reduce(total, group=group)
-            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ready: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record()
             while not ready.query():  # a synchronisation would wait for ever
                 time.sleep(0.01)

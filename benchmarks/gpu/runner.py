@@ -96,6 +96,7 @@ def _serve(pipe: Connection, seat: Seat) -> None:
     torch.set_num_threads(1)
     # Warnings that each case would repeat: several workers are on one GPU. Cases that need them listen (``warnings_of``).
     logging.getLogger("decent_dp").setLevel(logging.ERROR)
+    torch._logging.set_logs(all=logging.ERROR)  # type: ignore[attr-defined]
     for module in seat.modules:
         importlib.import_module(module)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import FileStore
 
 from benchmarks.gpu.case import GOSSIP, PAIR, QUARTET, SINGLE, SkipError, Worker, case
 from benchmarks.gpu.keeping import need_safetensors
@@ -215,7 +216,7 @@ def offloaded(worker: Worker) -> str:
 def single(worker: Worker) -> str:
     """A mesh of size 1 in a process group of NCCL, where there is one."""
     nccl = worker.cuda and dist.is_nccl_available()
-    store = dist.FileStore(str(worker.folder / "store"), 1)
+    store = FileStore(str(worker.folder / "store"), 1)
     dist.init_process_group("nccl" if nccl else "gloo", store=store, rank=0, world_size=1)
     try:
         mesh_of.cache_clear()

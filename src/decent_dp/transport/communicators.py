@@ -207,9 +207,9 @@ class Rendezvous:
 
 
 _SHARED_GPU = (
-    "workers share a GPU, which NCCL refuses: give each worker a GPU of its own (torch.cuda.set_device(LOCAL_RANK) before the "
-    "process group is made, or decent_dp.initialize_dist()), and start no more workers on a node than it has GPUs. To share one, "
-    "make the process group with backend='gloo'."
+    "workers share a GPU, which NCCL refuses: give each worker a GPU of its own (decent_dp.initialize_dist(), or "
+    "torch.cuda.set_device(LOCAL_RANK) before the process group is made), and start no more workers on a node than it has "
+    "GPUs. To share one, make the process group with backend='gloo'."
 )
 
 
