@@ -27,6 +27,8 @@ MODULES = tuple(
         "survival",
         "simulator",
         "frameworks",
+        "kernels",
+        "speed",
     )
 )
 LAYOUT = "{:<52} {:<8} {:<10} {:>2} {:<8} {:>6}  {}"
@@ -109,6 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "seconds": round(row.seconds, 2),
                 "detail": row.detail,
                 **({"trace": row.trace} if row.trace else {}),
+                **({"figures": row.figures} if row.figures else {}),
             }
             for row in rows
         ],

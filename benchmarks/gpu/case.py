@@ -86,12 +86,14 @@ class Worker:
     Attributes:
         driver: 'wrapper' or 'gossip'.
         device: where models and data belong.
+        figures: measurements, for the JSON; those of worker 0 are kept.
     """
 
     def __init__(
         self, rank: int, n: int, driver: str, device: torch.device, folder: Path, meeting: Meeting | None = None
     ) -> None:
         self.rank, self.n, self.driver, self.device, self.folder = rank, n, driver, device, folder
+        self.figures: dict[str, Any] = {}
         self._meeting = meeting
         self._replicas = 0
 

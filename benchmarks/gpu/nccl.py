@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore
 
 from benchmarks.gpu.case import PAIR, SINGLE, TRIO, SkipError, Worker, case
 from benchmarks.gpu.keeping import everything, need_safetensors

@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import count
 from multiprocessing.connection import Connection, wait
@@ -53,12 +53,14 @@ class Report:
 
     Attributes:
         follows: the error is the consequence of another worker's.
+        figures: measurements.
     """
 
     result: Result
     detail: str = ""
     trace: str = ""
     follows: bool = False
+    figures: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class Row:
     seconds: float
     detail: str = ""
     trace: str = ""
+    figures: dict[str, Any] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -125,12 +128,13 @@ def _run_case(case: Case, seat: Seat, device: torch.device, folder: Path) -> Rep
     try:
         torch.manual_seed(1000 + seat.rank)
         if case.how == "processes":
-            detail = case.body(Worker(seat.rank, seat.n, case.driver, device, folder))
+            worker = Worker(seat.rank, seat.n, case.driver, device, folder)
+            detail, figures = case.body(worker), worker.figures
         else:
-            detail = _run_threads(case, device, folder)
+            detail, figures = _run_threads(case, device, folder)
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # an error of a kernel belongs to the case that has queued it
-        return Report("passed", detail or "")
+        return Report("passed", detail or "", figures=figures)
     except SkipError as reason:
         return Report("skipped", str(reason))
     except BaseException as error:
@@ -141,14 +145,15 @@ def _run_case(case: Case, seat: Seat, device: torch.device, folder: Path) -> Rep
         faulthandler.cancel_dump_traceback_later()
 
 
-def _run_threads(case: Case, device: torch.device, folder: Path) -> str | None:
+def _run_threads(case: Case, device: torch.device, folder: Path) -> tuple[str | None, dict[str, Any]]:
     meeting = Meeting(case.n)
     errors: list[BaseException] = []
 
-    def work(transport: Any) -> str | None:
+    def work(transport: Any) -> tuple[str | None, dict[str, Any]]:
         rank: int = transport.rank
         try:
-            return case.body(Worker(rank, case.n, case.driver, device, folder, meeting))
+            worker = Worker(rank, case.n, case.driver, device, folder, meeting)
+            return case.body(worker), worker.figures
         except BaseException as error:
             errors.append(error)
             meeting.abort(rank)
@@ -317,4 +322,4 @@ def _row(case: Case, report: Report, seconds: float) -> Row:
     result = report.result
     if result in ("failed", "timeout") and case.optional():
         result = "optional"
-    return Row(case, result, seconds, report.detail, report.trace)
+    return Row(case, result, seconds, report.detail, report.trace, report.figures)

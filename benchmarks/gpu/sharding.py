@@ -1,4 +1,4 @@
-"""Replicas that ``fully_shard`` (FSDP2) spreads over workers, which share the GPU, against whole replicas that are not sharded."""
+"""Replicas that ``fully_shard`` (FSDP2) spreads over workers, which share the GPU, against replicas that are not sharded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore
 
 from benchmarks.gpu.case import GOSSIP, PAIR, QUARTET, SINGLE, SkipError, Worker, case
 from benchmarks.gpu.keeping import need_safetensors

@@ -43,7 +43,8 @@ def timed(call: Callable[[], object], repeats: int = 9, inner: int = 4) -> float
         last.record()
         last.synchronize()
         found.append(first.elapsed_time(last) / inner / 1e3)
-    return statistics.median(found)
+    middle: float = statistics.median(found)
+    return middle
 
 
 def kernel_times(call: Callable[[], object], calls: int = 12) -> tuple[float, float]:
@@ -55,7 +56,8 @@ def kernel_times(call: Callable[[], object], calls: int = 12) -> tuple[float, fl
     for _ in range(calls):
         call()
     host = (time.perf_counter() - began) / calls
-    return sum(kernel["us"] for kernel in profiled(call, calls)) / calls / 1e6, host
+    total: float = sum(kernel["us"] for kernel in profiled(call, calls))
+    return total / calls / 1e6, host
 
 
 @cache
@@ -69,6 +71,11 @@ def copy_rate(device: torch.device) -> float:
 
 def share(seconds: float, nbytes: float, device: torch.device) -> str:
     return f"{nbytes / seconds / copy_rate(device):.2f} of a copy's {copy_rate(device) / 1e9:.0f} GB/s"
+
+
+def figures_of(seconds: float, nbytes: float, host: float, device: torch.device) -> dict[str, float]:
+    found = {"ms": 1e3 * seconds, "of_copy": nbytes / seconds / copy_rate(device), "host_ms": 1e3 * host}
+    return {key: round(value, 3) for key, value in found.items()} | {"copy_gb_s": round(copy_rate(device) / 1e9)}
 
 
 def params_of(device: torch.device) -> list[nn.Parameter]:
@@ -97,6 +104,7 @@ def time_optimizer(name: str, worker: Worker) -> str:
         optimizer.set_replicas(16)
     count = sum(param.numel() for param in params)
     seconds, host = kernel_times(optimizer.step)
+    worker.figures.update(figures_of(seconds, nbytes * count, host, worker.device))
     return f"{1e3 * seconds:.2f} ms, {share(seconds, nbytes * count, worker.device)}; host {1e3 * host:.2f} ms"
 
 
@@ -131,6 +139,7 @@ def time_messages(name: str | None, worker: Worker) -> str:
     text = []
     for what, call, nbytes in (("encode", partial(encode, 0), 4 + each), ("mix", mix, 8 + 2 * each)):
         seconds, host = kernel_times(call)
+        worker.figures[what] = figures_of(seconds, nbytes * count, host, device)
         text.append(f"{what} {1e3 * seconds:.2f} ms, {share(seconds, nbytes * count, device)}, host {1e3 * host:.2f} ms")
     assert not coders[0].rejected, f"{coders[0].rejected} blocks were rejected"
     return "; ".join(text)
@@ -227,7 +236,8 @@ def time_update(size: str, compression: str | None, worker: Worker) -> str:
     before, after = by_stream(plain)[main], by_stream(gossiping)[main]
     ours = sum(kernel["us"] for kernel in gossiping if is_ours(kernel["name"]) and kernel["stream"] == main) / _STEPS
     beside = sum(kernel["us"] for kernel in gossiping if kernel["stream"] != main) / _STEPS
-    worker.figures.update(main=main, kernels=spans(gossiping, main))
+    figures = {"exchange_ms": ours / 1e3, "step_ms": before / 1e3, "beside_ms": beside / 1e3, "waited_s": waited}
+    worker.figures.update({key: round(value, 3) for key, value in figures.items()}, spans=spans(gossiping, main))
     return (
         f"kernels of exchanges take {ours / 1e3:.2f} ms of the compute stream, {ours / before:.1%} of a step of "
         f"{before / 1e3:.1f} ms (which was {after / 1e3:.1f} with them); {beside / 1e3:.1f} ms of copies beside it; waited "
@@ -255,7 +265,7 @@ def spans(kernels: Sequence[dict[str, Any]], main: int) -> list[tuple[str, float
             row[-1] = (kind, row[-1][1], begin + kernel["us"] / 1e3)
         else:
             row.append((kind, begin, begin + kernel["us"] / 1e3))
-    return [span for row in found.values() for span in row]
+    return [(kind, round(begin, 3), round(end, 3)) for row in found.values() for kind, begin, end in row]
 
 
 _STEPS = 3
@@ -310,6 +320,8 @@ def host_copies(worker: Worker) -> str:
             host[0][start : start + 2**20].copy_(there[start : start + 2**20], non_blocking=True)
 
     pieces = timed(in_pieces)
+    rates = {"to_cpu_gb_s": down, "to_cpu_in_pieces_gb_s": pieces, "to_gpu_gb_s": up}
+    worker.figures.update({key: round(there.nbytes / seconds / 1e9, 1) for key, seconds in rates.items()})
     return (
         f"to the CPU {there.nbytes / down / 1e9:.1f} GB/s (in pieces of 4 MiB {there.nbytes / pieces / 1e9:.1f}), "
         f"to the GPU {there.nbytes / up / 1e9:.1f}"
