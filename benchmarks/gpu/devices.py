@@ -6,13 +6,14 @@ import gc
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import decent_dp
 from benchmarks.gpu.case import BOTH, GOSSIP, PAIR, THREADS, SkipError, Worker, case, raised, warnings_of
-from benchmarks.gpu.situations import adamw
+from benchmarks.gpu.situations import adamw, check_script
 from benchmarks.gpu.training import Script, batch, library, run_library
 
 # Parameters of the model whose memory is counted: 16 layers of 4 MiB.
@@ -143,6 +144,27 @@ def large_model(worker: Worker) -> str:
     for theirs in worker.gather([float(tensor.double().sum()) for tensor in mean]):
         assert theirs == [float(tensor.double().sum()) for tensor in mean], "the means differ"
     return f"waited {run.replica.stats().waited_s:.2f} s in 6 rounds"
+
+
+def check_late_values(changes: dict[str, object], worker: Worker) -> str:
+    """The step is queued behind a long kernel, and the messages are many: what is sent is what the step has made of them."""
+    if not worker.cuda:
+        raise SkipError("there is nothing to queue behind")
+    untyped: Any = changes
+    script = Script(
+        make=large,
+        loss=large_loss,
+        optimizer=partial(torch.optim.SGD, lr=0.05),
+        options={"bucket_size_in_mb": 8},
+        delay=True,
+        steps=4,
+        tolerance=1e-5,
+    )
+    return check_script(replace(script, **untyped), worker)
+
+
+for _name, _changes in {"": {}, ", a side stream": {"streams": "training"}, ", no overlap": {"overlap": False}}.items():
+    case(f"a long kernel, a model of 64 MiB{_name}", PAIR)(partial(check_late_values, _changes))
 
 
 @case("two hundred steps, no synchronisation", PAIR)
