@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import decent_dp
 from benchmarks.gpu.case import PAIR, SINGLE, TRIO, SkipError, Worker, case
 from benchmarks.gpu.keeping import everything, need_safetensors
 from benchmarks.gpu.situations import PLAIN, check_script
@@ -89,6 +90,26 @@ def on_the_cpu(worker: Worker) -> str:
         assert all(param.device.type == "cpu" for param in run.model.parameters())
         run.replica.close()
     return "trains"
+
+
+@case("initialize_dist outside a launcher", SINGLE, alone=True)
+def outside(worker: Worker) -> str:
+    """One worker, on the first GPU, with the backend that is for it."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    rank, n = decent_dp.initialize_dist()
+    try:
+        assert (rank, n) == (0, 1), f"rank {rank} of {n}"
+        backend = dist.get_backend()
+        run, began = run_library(PLAIN, worker)
+        found = values(run.model)
+        run.replica.close()
+        worst = largest_difference(found, values(run_twin(PLAIN, 1, worker.device, began)[0]))
+        assert worst <= PLAIN.tolerance, f"differs from plain PyTorch by {worst:.2g}"
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return f"trains, with {backend}"
 
 
 def on_one_gpu(worker: Worker, backend: str) -> Any:
