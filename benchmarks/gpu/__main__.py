@@ -18,6 +18,7 @@ MODULES = tuple(
     f"benchmarks.gpu.{name}"
     for name in (
         "situations",
+        "loops",
         "wires",
         "keeping",
         "devices",

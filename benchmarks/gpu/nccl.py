@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
 
+import decent_dp
 from benchmarks.gpu.case import PAIR, SINGLE, TRIO, SkipError, Worker, case
 from benchmarks.gpu.keeping import everything, need_safetensors
 from benchmarks.gpu.situations import PLAIN, check_script
@@ -32,7 +32,7 @@ _AS_HOSTS = {
     "NCCL_NVLS_ENABLE": "0",
 }
 # Seconds for NCCL to connect.
-_CONNECT = 40.0
+_CONNECT = 25.0
 
 
 def need_nccl(worker: Worker) -> None:
@@ -47,7 +47,7 @@ def only_worker(worker: Worker, backend: str) -> Iterator[None]:
     """A process group of this worker alone; of gloo without a GPU."""
     if worker.cuda:
         need_nccl(worker)
-    store = FileStore(str(worker.folder / f"store {backend}"), 1)
+    store = dist.FileStore(str(worker.folder / f"store {backend}"), 1)  # type: ignore[attr-defined]
     dist.init_process_group(backend if worker.cuda else "gloo", store=store, rank=0, world_size=1)
     try:
         yield
@@ -90,6 +90,26 @@ def on_the_cpu(worker: Worker) -> str:
         assert all(param.device.type == "cpu" for param in run.model.parameters())
         run.replica.close()
     return "trains"
+
+
+@case("initialize_dist outside a launcher", SINGLE, alone=True)
+def outside(worker: Worker) -> str:
+    """One worker, on the first GPU, with the backend that is for it."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    rank, n = decent_dp.initialize_dist()
+    try:
+        assert (rank, n) == (0, 1), f"rank {rank} of {n}"
+        backend = dist.get_backend()
+        run, began = run_library(PLAIN, worker)
+        found = values(run.model)
+        run.replica.close()
+        worst = largest_difference(found, values(run_twin(PLAIN, 1, worker.device, began)[0]))
+        assert worst <= PLAIN.tolerance, f"differs from plain PyTorch by {worst:.2g}"
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return f"trains, with {backend}"
 
 
 def on_one_gpu(worker: Worker, backend: str) -> Any:
@@ -136,11 +156,8 @@ def check_nccl(backend: str, changes: dict[str, Any], worker: Worker) -> str:
 
 NCCL_SCRIPTS: dict[str, dict[str, Any]] = {"complete": {}, "no overlap": {"overlap": False}}
 for _name, _changes in NCCL_SCRIPTS.items():
-    for _backend in BACKENDS:
-        _places = (PAIR, TRIO) if _backend == "nccl" else (PAIR,)
-        case(f"{_backend}, one GPU as several: {_name}", *_places, alone=True, timeout=120)(
-            partial(check_nccl, _backend, _changes)
-        )
+    case(f"nccl, one GPU as several: {_name}", PAIR, TRIO, alone=True, timeout=120)(partial(check_nccl, "nccl", _changes))
+case("cpu:gloo,cuda:nccl, one GPU as several", PAIR, alone=True, timeout=120)(partial(check_nccl, BACKENDS[1], {}))
 
 
 @case("nccl, one GPU as several: a checkpoint", PAIR, alone=True, timeout=120)

@@ -19,9 +19,9 @@ from .tables import aligned, numbers, table, tiles
 __all__ = ["GAINS", "ROOTS", "Matrix", "Renewal", "renew", "update"]
 
 GAINS, ROOTS = 1, 2
-_BLOCK, _WARPS = 1024, 4
+_BLOCK, _WARPS = 1024, 8
 # Of the sums: the rows of one program, of which it reads a few at a time, and its columns.
-_STRIP, _ROWS, _COLUMNS, _SUM_WARPS = 128, 16, 256, 8
+_STRIP, _ROWS, _COLUMNS, _SUM_WARPS = 128, 8, 256, 4
 _PARTS, _ENTRIES = 16, 128  # of their second half
 _CHUNK = 2048  # of the factors
 
@@ -146,7 +146,7 @@ def update(matrices: Sequence[Matrix], kind: int, values: Sequence[float], *, ma
             whole = table(device, tuple(number for entry in entries for number in entry))
             _update[(sum(counts),)](
                 whole,
-                table(device, tiles(counts)),
+                tiles(device, counts),
                 numbers(device, values) if param == torch.float64 else whole,
                 *values,
                 TYPES[param],
@@ -413,11 +413,11 @@ def _take_gradients(
 ) -> None:
     partial = torch.empty(of_partial, dtype=torch.float32, device=device)
     _sums[(sum(of_sums),)](
-        whole, table(device, tiles(tuple(of_sums))), partial, how.eps, *kinds, _STRIP, _ROWS, _COLUMNS, num_warps=_SUM_WARPS
+        whole, tiles(device, tuple(of_sums)), partial, how.eps, *kinds, _STRIP, _ROWS, _COLUMNS, num_warps=_SUM_WARPS
     )
     _averages[(sum(of_entries),)](
         whole,
-        table(device, tiles(tuple(of_entries))),
+        tiles(device, tuple(of_entries)),
         partial,
         how.weight,
         how.of_signal,

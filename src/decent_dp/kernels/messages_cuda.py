@@ -45,6 +45,7 @@ _FIELDS = 5
 
 _LARGEST: tl.constexpr = tl.constexpr(2.0**21)
 _PRIME: tl.constexpr = tl.constexpr(2**31 - 1)
+_UNIT: tl.constexpr = tl.constexpr(2.0**-16)
 _MAGIC: tl.constexpr = tl.constexpr(12582912.0)
 _COLUMNS: tl.constexpr = tl.constexpr(COLUMNS)
 _INFINITE: tl.constexpr = tl.constexpr(0x7F800000)  # the bits of a float32
@@ -206,15 +207,21 @@ def mix_plain(tiles: Tiles, values: Sequence[Tensor], sent: Tensor, received: Te
 
 
 @triton.jit
-def _add_sums(number, sums, block, row, factors, ROWS: tl.constexpr):
-    """Adds the two weighted sums of the integers of a tile to those of its block. They are exact in any order."""
+def _add_sums(number, sums, block, row, factors, SMALL: tl.constexpr, ROWS: tl.constexpr):
+    """Adds the two weighted sums of the integers of a tile to those of its block. They are exact in any order.
+
+    ``SMALL``: the integers are of 8 bits, and the sums over rows fit into 32.
+    """
     columns, rows = tl.arange(0, _COLUMNS), tl.arange(0, ROWS)
     weights, by_column = tl.load(factors + columns), tl.load(factors + _COLUMNS + columns)
     by_row = tl.load(factors + 2 * _COLUMNS + row + rows)
-    first = tl.sum(number.to(tl.int64) * weights[None, :].to(tl.int64))
-    second = tl.sum(number.to(tl.int64) * (by_row[:, None] * by_column[None, :]).to(tl.int64))
-    tl.atomic_add(sums + 4 * block, first)
-    tl.atomic_add(sums + 4 * block + 1, second % _PRIME)
+    plain = tl.sum(number, axis=0)
+    if SMALL:
+        weighted = tl.sum(number * by_row[:, None], axis=0).to(tl.int64)
+    else:
+        weighted = tl.sum(number.to(tl.int64) * by_row[:, None].to(tl.int64), axis=0)
+    tl.atomic_add(sums + 4 * block, tl.sum(plain.to(tl.int64) * weights.to(tl.int64), axis=0))
+    tl.atomic_add(sums + 4 * block + 1, tl.sum(weighted * by_column.to(tl.int64), axis=0) % _PRIME)
 
 
 @triton.jit
@@ -238,8 +245,8 @@ def _encode_int8(
         x = tl.load(base + place + offsets).to(tl.float32)
     else:
         x = tl.load(base + place + offsets, mask=offsets < count, other=0.0).to(tl.float32)
-    drawn = tl.load(noise + tl.load(starts + block) + row * _COLUMNS + offsets)
-    shifted = (drawn + x * tl.load(steps + 2 * block + 1)) + _MAGIC
+    drawn = tl.load(noise + tl.load(starts + block) + row * _COLUMNS + offsets).to(tl.float32)
+    shifted = ((drawn + 0.5) * _UNIT + x * tl.load(steps + 2 * block + 1)) + _MAGIC
     number = shifted - _MAGIC
     code = (shifted.to(tl.int32, bitcast=True) & 255).to(tl.uint8)
     if WHOLE:
@@ -253,7 +260,7 @@ def _encode_int8(
     tl.atomic_max(sums + 4 * block + 2, most.to(tl.int64))
     tl.atomic_max(sums + 4 * block + 3, largest.to(tl.int64))
     fits = tl.abs(number) < _LARGEST
-    _add_sums(tl.where(fits, number, 0.0).to(tl.int32), sums, block, row, factors, TILE // _COLUMNS)
+    _add_sums(tl.where(fits, number, 0.0).to(tl.int32), sums, block, row, factors, False, TILE // _COLUMNS)
 
 
 @triton.jit(do_not_specialize=["mark"])
@@ -299,7 +306,7 @@ def _verify_int8(
         theirs = tl.load(received + at + offsets, mask=inside, other=0)
         wrapped = (theirs - tl.load(sent + at + offsets, mask=inside, other=0)).to(tl.int8, bitcast=True).to(tl.int32)
     tl.atomic_max(sums + 4 * block + 2, tl.max(tl.max(tl.abs(wrapped), axis=1), axis=0).to(tl.int64))
-    _add_sums(wrapped, sums, block, row, factors, TILE // _COLUMNS)
+    _add_sums(wrapped, sums, block, row, factors, True, TILE // _COLUMNS)
 
 
 @triton.jit
@@ -374,7 +381,7 @@ class Lattice:
         tiles: of its blocks.
         places: of the blocks' records in the message, in float64s; int64, of shape (blocks,).
         factors: weights of columns, factors of columns and factors of rows, int32, of shape (3, 256).
-        noise: float32, of shape (2^17,).
+        noise: k for (k + 1/2) · 2^-16, int16, of shape (2^17,).
     """
 
     tiles: Tiles

@@ -32,16 +32,20 @@ def pointer_at(entry, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 def root(x):
     """Rounded as IEEE 754 asks: ``tl.sqrt`` of float32 is an approximation."""
     if x.dtype == tl.float64:
-        return tl.sqrt(x)
-    return tl.sqrt_rn(x)
+        found = tl.sqrt(x)
+    else:  # not after a return: it would be compiled for float64, too
+        found = tl.sqrt_rn(x)
+    return found
 
 
 @triton.jit
 def quotient(x, y):
     """Likewise."""
     if x.dtype == tl.float64:
-        return x / y
-    return tl.div_rn(x, y)
+        found = x / y
+    else:
+        found = tl.div_rn(x, y)
+    return found
 
 
 @triton.jit

@@ -42,22 +42,39 @@ def table(device: torch.device, values: tuple[int, ...]) -> Tensor:
     Optimizers ask in every step for the same addresses, so that the copy is rarely made. What a cached table says about
     memory depends on its key alone.
     """
-    if device.type != "cuda":
-        return torch.tensor(values, dtype=torch.int64, device=device)
-    return _on_gpu(device, torch.cuda.current_stream(device).cuda_stream, values)
+    return _table(device, _stream(device), values)
+
+
+def tiles(device: torch.device, counts: tuple[int, ...]) -> Tensor:
+    """(row, number of the tile in the row) of each tile, where row i has ``counts[i]`` tiles: int64, of shape (tiles, 2).
+
+    Like ``table``, and asked for by the short counts: there are many tiles.
+    """
+    return _tiles(device, _stream(device), counts)
 
 
 # Wrappers with an optimizer for each of many buckets ask for as many tables.
 @functools.lru_cache(maxsize=256)
-def _on_gpu(device: torch.device, _stream: int, values: tuple[int, ...]) -> Tensor:
-    # From pinned memory, so that the host does not wait. Only kernels that follow the copy on its stream may read the table.
-    return torch.tensor(values, dtype=torch.int64, device="cpu", pin_memory=True).to(device, non_blocking=True)
+def _table(device: torch.device, _: int, values: tuple[int, ...]) -> Tensor:
+    return _moved(torch.tensor(values, dtype=torch.int64, device="cpu"), device)
 
 
 @functools.lru_cache(maxsize=256)
-def tiles(counts: tuple[int, ...]) -> tuple[int, ...]:
-    """(row, number of the tile in the row) of each tile, one pair after another, where row i has ``counts[i]`` tiles."""
-    return tuple(number for row, count in enumerate(counts) for i in range(count) for number in (row, i))
+def _tiles(device: torch.device, _: int, counts: tuple[int, ...]) -> Tensor:
+    numbers = torch.tensor(counts, dtype=torch.int64, device="cpu")
+    rows = torch.repeat_interleave(numbers)
+    firsts = numbers.cumsum(0) - numbers
+    return _moved(torch.stack([rows, torch.arange(len(rows), device="cpu") - firsts[rows]], dim=1), device)
+
+
+def _stream(device: torch.device) -> int:
+    # Only kernels that follow the copy on its stream may read a table.
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+def _moved(values: Tensor, device: torch.device) -> Tensor:
+    # From pinned memory, so that the host does not wait.
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 def numbers(device: torch.device, values: Sequence[float]) -> Tensor:
