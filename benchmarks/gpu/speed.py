@@ -215,27 +215,29 @@ def time_update(size: str, compression: str | None, worker: Worker) -> str:
     need_gpu(worker)
     width, depth, length = SIZES[size]
     device = worker.device if worker.rank == 0 else torch.device("cpu")
-    with torch.device(device):
+    with torch.device(device if worker.rank == 0 else "meta"):
         model = Transformer(width, depth)
+    if worker.rank == 1:
+        model.to_empty(device=device)  # its values come from worker 0
     optimizer = torch.optim.AdamW(model.parameters(), fused=True) if worker.rank == 0 else Idle(model.parameters())
     tokens = torch.randint(32_000, (length // 1024, 1025), device=device) if worker.rank == 0 else torch.empty(0)
-    step = partial(train_step, model, optimizer, tokens, 4 if width > 1000 else 1)
-    plain = warm_profiled(step) if worker.rank == 0 else []
+    step, steps = partial(train_step, model, optimizer, tokens, 4 if width > 1000 else 1), 1 if width > 1000 else 3
+    plain = warm_profiled(step, steps) if worker.rank == 0 else []
     replica = decent_dp.gossip(model, optimizer, topology="complete", compression=compression)
     if worker.rank == 1:
         for param in model.parameters():
             param.grad = torch.zeros((), device=device).expand_as(param)
-        for _ in range(_STEPS + 2):
+        for _ in range(_WARM + steps):
             optimizer.step()
         replica.close()
         return ""
-    gossiping = warm_profiled(step)
+    gossiping = warm_profiled(step, steps)
     waited = replica.stats().waited_s
     replica.close()
-    main = max(by_stream(plain).items(), key=lambda item: item[1])[0]
-    before, after = by_stream(plain)[main], by_stream(gossiping)[main]
-    ours = sum(kernel["us"] for kernel in gossiping if is_ours(kernel["name"]) and kernel["stream"] == main) / _STEPS
-    beside = sum(kernel["us"] for kernel in gossiping if kernel["stream"] != main) / _STEPS
+    main = max(by_stream(plain, steps).items(), key=lambda item: item[1])[0]
+    before, after = by_stream(plain, steps)[main], by_stream(gossiping, steps)[main]
+    ours = sum(kernel["us"] for kernel in gossiping if is_ours(kernel["name"]) and kernel["stream"] == main) / steps
+    beside = sum(kernel["us"] for kernel in gossiping if kernel["stream"] != main) / steps
     figures = {"exchange_ms": ours / 1e3, "step_ms": before / 1e3, "beside_ms": beside / 1e3, "waited_s": waited}
     worker.figures.update({key: round(value, 3) for key, value in figures.items()}, spans=spans(gossiping, main))
     return (
@@ -268,13 +270,13 @@ def spans(kernels: Sequence[dict[str, Any]], main: int) -> list[tuple[str, float
     return [(kind, round(begin, 3), round(end, 3)) for row in found.values() for kind, begin, end in row]
 
 
-_STEPS = 3
+_WARM = 2
 
 
-def warm_profiled(step: Callable[[], None]) -> list[dict[str, Any]]:
-    step()
-    step()
-    return profiled(step, _STEPS)
+def warm_profiled(step: Callable[[], None], steps: int) -> list[dict[str, Any]]:
+    for _ in range(_WARM):
+        step()
+    return profiled(step, steps)
 
 
 def profiled(call: Callable[[], object], calls: int) -> list[dict[str, Any]]:
@@ -292,11 +294,11 @@ def profiled(call: Callable[[], object], calls: int) -> list[dict[str, Any]]:
     return found
 
 
-def by_stream(kernels: Sequence[dict[str, Any]]) -> dict[int, float]:
+def by_stream(kernels: Sequence[dict[str, Any]], steps: int) -> dict[int, float]:
     """Microseconds of a step's kernels on each stream."""
     total: dict[int, float] = defaultdict(float)
     for kernel in kernels:
-        total[kernel["stream"]] += kernel["us"] / _STEPS
+        total[kernel["stream"]] += kernel["us"] / steps
     return total
 
 

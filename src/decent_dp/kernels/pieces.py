@@ -31,7 +31,7 @@ def pointer_at(entry, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
 @triton.jit
 def root(x):
     """Rounded as IEEE 754 asks: ``tl.sqrt`` of float32 is an approximation."""
-    if x.dtype == tl.float64:
+    if x.dtype == tl.float64:  # noqa: SIM108
         found = tl.sqrt(x)
     else:  # not after a return: it would be compiled for float64, too
         found = tl.sqrt_rn(x)
@@ -41,7 +41,7 @@ def root(x):
 @triton.jit
 def quotient(x, y):
     """Likewise."""
-    if x.dtype == tl.float64:
+    if x.dtype == tl.float64:  # noqa: SIM108
         found = x / y
     else:
         found = tl.div_rn(x, y)
