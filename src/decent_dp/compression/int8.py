@@ -31,6 +31,7 @@ from torch import Tensor
 
 from decent_dp.compression.base import Block, Chunk, FlatTensor, MessageId, part_of
 from decent_dp.compression.blockwise import Blockwise
+from decent_dp.compression.int8_fast import FastInt8
 from decent_dp.compression.lattice import LARGEST_NUMBER, PRIME, FloatArray, Run, Scratch, largest, runs_of
 from decent_dp.compression.stochastic_rounding import noise_at
 
@@ -69,6 +70,7 @@ class Int8(Blockwise):
         for chunk in self.chunks:
             self._runs[chunk.start] = list(runs_of(chunk, first, device, self._record))
             first += len(chunk.blocks)
+        self._fast = FastInt8.make(self.tensors, self.chunks, dtype, device)
         # The distance of each block seen lately and the expected one (NaN: none yet), the largest for which it was rejected
         # since it was last decoded, and its largest value.
         self._seen = np.full(len(self._blocks), np.nan)
@@ -142,6 +144,9 @@ class Int8(Blockwise):
 
     def _encode(self, values: Sequence[Tensor], out: Tensor, message_id: MessageId, hints: Sequence[bytes]) -> Iterator[bool]:
         self._set_steps(hints)
+        if self._fast is not None:
+            yield from self._fast.encode(values, out, message_id, self._steps, self._largest)
+            return
         scratch = self._scratch()
         for runs in self._runs.values():
             finite = True
@@ -195,6 +200,17 @@ class Int8(Blockwise):
                 self._accept(place, max(float(theirs[i, 2]), float(most[i])))
                 yield block, steps[run.bounds[i] : run.bounds[i + 1]], float(self._steps[place])
 
+    def mix(self, values: Sequence[Tensor], sent: Tensor, received: Tensor, rate: float) -> None:
+        if self._fast is None or not all(value.is_contiguous() for value in values):
+            super().mix(values, sent, received, rate)
+            return
+        certain, reach = self._fast.mix(values, sent, received, rate * self._steps, moving=bool(rate))
+        for place in range(len(self._blocks)):
+            if certain[place]:
+                self._accept(place, float(reach[place]))
+            else:
+                self._reject(place)
+
     def _reduce(
         self, chunk: Chunk, messages: Sequence[Tensor], sizes: Sequence[int], out: Tensor, message_id: MessageId
     ) -> None:
@@ -227,9 +243,7 @@ class Int8(Blockwise):
             reach = np.maximum(reach, most + theirs[:, 2])
             total.add_(steps, alpha=size)
         moves = torch.empty_like(codes)
-        moved = scratch.numbers(run, total.div_(sum(sizes)), np.ones(len(run.blocks)), noise, moves)
-        most = run.largest(moved)
-        columns, both = scratch.sums(run, moved, most)
+        most, columns, both = scratch.round_up_or_down(run, total.div_(sum(sizes)), noise, moves)
         torch.add(parts[0], moves, out=codes)
         found = np.stack([records[0][:, 0] + columns, (records[0][:, 1] + both) % PRIME, reach + most], axis=1)
         found[~(good & (reach + most <= 127))] = _NOTHING
