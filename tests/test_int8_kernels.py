@@ -18,8 +18,9 @@ from decent_dp.compression import FlatTensor, Int8, MessageId
 from decent_dp.compression.blockwise import _BLOCK_ON_CPU as BLOCK
 from decent_dp.compression.lattice import _FEW, LARGEST_NUMBER, Scratch
 from decent_dp.compression.stochastic_rounding import noise_at, noise_starts, noise_table
+from decent_dp.kernels import load_numba
 
-pytest.importorskip("numba")
+pytestmark = pytest.mark.skipif(load_numba("int8_cpu") is None, reason="needs Numba that compiles")
 CPU = torch.device("cpu")
 
 

@@ -35,7 +35,7 @@ _CONTEXT.set_forkserver_preload(
     [
         *("torch", "torch._dynamo", "numpy", "pytest", "hypothesis", "tests.workers"),
         *("decent_dp._gossip", "decent_dp.checkpoint", "decent_dp.ddp", "decent_dp.optim"),
-        "decent_dp.kernels.int8_cpu",
+        *("decent_dp.kernels.casts_cpu", "decent_dp.kernels.int8_cpu"),
     ]
 )
 _LAUNCHES = count()

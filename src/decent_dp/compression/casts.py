@@ -8,8 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from decent_dp.compression.base import Block, Chunk, MessageId, all_finite, part_of
+from decent_dp.compression.base import Block, Chunk, FlatTensor, MessageId, all_finite, part_of
 from decent_dp.compression.blockwise import Blockwise
+from decent_dp.compression.by_kernels import CastsByKernels
 from decent_dp.compression.stochastic_rounding import NOISE_LENGTH, noise_at
 
 __all__ = ["BFloat16", "Lossless"]
@@ -20,6 +21,10 @@ class Lossless(Blockwise):
 
     name: ClassVar[str | None] = None
 
+    def __init__(self, tensors: Sequence[FlatTensor], dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(tensors, dtype, device)
+        self._fast = CastsByKernels.make(self.chunks, self.code, dtype, device)
+
     @classmethod
     def code_of(cls, dtype: torch.dtype) -> torch.dtype:
         return dtype
@@ -27,6 +32,9 @@ class Lossless(Blockwise):
     def _encode(
         self, values: Sequence[Tensor], out: Tensor, message_id: MessageId, hints: Sequence[bytes]
     ) -> Iterator[bool | Tensor]:
+        if self._fast is not None:
+            yield from self._fast.encode(values, out)
+            return
         for chunk in self.chunks:
             codes = self._all_codes(out, chunk)
             torch.cat([part_of(values[block.tensor], block) for block in chunk.blocks], out=codes)
@@ -65,6 +73,12 @@ class Lossless(Blockwise):
                 difference.copy_(theirs).sub_(scratch[1, : len(ours)].copy_(ours))
             for block, part in self._split(difference, chunk):
                 yield block, part, 1.0
+
+    def mix(self, values: Sequence[Tensor], sent: Tensor, received: Tensor, rate: float) -> None:
+        if self._fast is None or not all(value.is_contiguous() for value in values):
+            super().mix(values, sent, received, rate)
+        elif rate:
+            self._fast.mix(values, sent, received, rate)
 
     def proposals(self, values: Sequence[Tensor], sent: Tensor) -> Iterator[tuple[Block, Tensor]]:
         for chunk in self.chunks:

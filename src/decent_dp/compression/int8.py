@@ -31,7 +31,7 @@ from torch import Tensor
 
 from decent_dp.compression.base import Block, Chunk, FlatTensor, MessageId, part_of
 from decent_dp.compression.blockwise import Blockwise
-from decent_dp.compression.int8_fast import FastInt8
+from decent_dp.compression.by_kernels import Int8ByKernels
 from decent_dp.compression.lattice import LARGEST_NUMBER, PRIME, FloatArray, Run, Scratch, largest, runs_of
 from decent_dp.compression.stochastic_rounding import noise_at
 
@@ -70,7 +70,7 @@ class Int8(Blockwise):
         for chunk in self.chunks:
             self._runs[chunk.start] = list(runs_of(chunk, first, device, self._record))
             first += len(chunk.blocks)
-        self._fast = FastInt8.make(self.tensors, self.chunks, dtype, device)
+        self._fast = Int8ByKernels.make(self.tensors, self.chunks, dtype, device)
         # The distance of each block seen lately and the expected one (NaN: none yet), the largest for which it was rejected
         # since it was last decoded, and its largest value.
         self._seen = np.full(len(self._blocks), np.nan)
