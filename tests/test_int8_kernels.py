@@ -174,6 +174,7 @@ def test_special_values(special, size):
         hints = [a.hint(), b.hint()]
         sent = [twins.encode(MessageId(round_, rank), hints) for rank, twins in enumerate((a, b))]
         assert [form.flag(sent[0]) for form in a.forms] == [0 if math.isfinite(special) else 1] * 2
+        a.mix(*sent, 0.0)  # changes no bit
         a.mix(*sent, 0.25)
         b.mix(*reversed(sent), 0.25)
 
@@ -219,6 +220,19 @@ def test_messages_that_do_not_belong_together(size):
     for other in changed:
         assert a.differences(sent[0], other) == len(a.forms[0]._blocks) - 1
         a.mix(sent[0], other, 0.5)
+
+
+def test_128_steps_down_are_128_up():
+    """Of all wrapped differences this one alone has the same sign on both ends, so that neither may mix it."""
+    a, b = Twins([torch.full((400,), 200.0)]), Twins([torch.full((400,), 200.0)])
+    hint = bytes(1)  # steps of 1
+    for apart, decoded in ((127, 1), (128, 0)):
+        for values in b.values:
+            values[0][7] = 200.0 - apart
+        sent = [twins.encode(MessageId(0, rank), [hint]) for rank, twins in enumerate((a, b))]
+        assert a.differences(*sent) == b.differences(*reversed(sent)) == decoded
+    a.mix(*sent, 0.5)
+    assert torch.equal(a.values[0][0], torch.full((400,), 200.0))
 
 
 @pytest.mark.parametrize("sizes", SIZES[:-1], ids=str)

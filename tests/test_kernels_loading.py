@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import subprocess
@@ -73,6 +74,16 @@ def test_the_import_of_the_library_compiles_nothing():
     code = "import sys, decent_dp.kernels, decent_dp.compression; print('numba' in sys.modules, 'triton' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
     assert (done.stdout, done.stderr) == ("False False\n", "")
+
+
+def test_kernels_change_with_what_compiles_them():
+    """Numba would go on with what the old tools have compiled."""
+    folder = Path(decent_dp.kernels.__file__).parent
+    digest = hashlib.sha256((folder / "numba_tools.py").read_bytes()).hexdigest()[:12]
+    for path in folder.glob("*.py"):
+        for line in path.read_text().splitlines():
+            if line.startswith("from decent_dp.kernels.numba_tools import"):
+                assert line.endswith(f"  # digest {digest}"), path.name
 
 
 def add(a: Any, b: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numba import carray, njit
 
-from decent_dp.kernels.numba_tools import compiled, floats_at
+from decent_dp.kernels.numba_tools import compiled, floats_at  # digest b437af300d67
 
 __all__ = ["encode_bfloat16", "encode_float32", "mix_bfloat16", "mix_float32"]
 

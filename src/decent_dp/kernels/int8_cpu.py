@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numba import carray, njit
 
-from decent_dp.kernels.numba_tools import compiled, floats_at
+from decent_dp.kernels.numba_tools import compiled, floats_at  # digest b437af300d67
 
 __all__ = ["encode", "mix", "round_up_or_down", "wrap"]
 

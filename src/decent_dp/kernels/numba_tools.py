@@ -1,4 +1,8 @@
-"""How the kernels for the CPU are compiled, and how they read tensors whose addresses they get."""
+"""How the kernels for the CPU are compiled, and how they read tensors whose addresses they get.
+
+Numba's cache compares the file of a kernel, not this one, with what was compiled. So the files that use this one name its
+digest (a test compares them): after a change here they change, too, and are compiled again.
+"""
 
 from __future__ import annotations
 
