@@ -18,12 +18,8 @@ from decent_dp.compression.base import FLAG, Compression, FlatTensor, MessageId
 SHAPES = [(97, 700), (64, 64), (17, 3), (1, 1), (0, 4), (5, 1000)]
 
 
-@contextlib.contextmanager
-def _patched(module: object) -> Iterator[None]:
-    with contextlib.ExitStack() as patches:
-        for name in ("int8", "casts"):
-            patches.enter_context(mock.patch(f"decent_dp.compression.{name}.cuda_kernels", return_value=module))
-        yield
+def _patched(module: object) -> contextlib.AbstractContextManager[object]:
+    return mock.patch("decent_dp.compression.on_cuda.cuda_kernels", return_value=module)
 
 
 @contextlib.contextmanager

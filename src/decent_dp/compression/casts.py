@@ -8,10 +8,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from decent_dp.compression.base import FLAG, Block, Chunk, FlatTensor, MessageId, all_finite, part_of
+from decent_dp.compression.base import Block, Chunk, FlatTensor, MessageId, all_finite, part_of
 from decent_dp.compression.blockwise import Blockwise
+from decent_dp.compression.by_kernels import CastsByKernels
+from decent_dp.compression.on_cuda import CastsOnCuda
 from decent_dp.compression.stochastic_rounding import NOISE_LENGTH, noise_at
-from decent_dp.kernels.loading import cuda_kernels
 
 __all__ = ["BFloat16", "Lossless"]
 
@@ -21,41 +22,29 @@ class Lossless(Blockwise):
 
     name: ClassVar[str | None] = None
 
+    def __init__(self, tensors: Sequence[FlatTensor], dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(tensors, dtype, device)
+        self._fast = CastsByKernels.make(self.chunks, self.code, dtype, device)
+        blocks = [block for chunk in self.chunks for block in chunk.blocks]
+        self._on_cuda = CastsOnCuda.make(blocks, self.code, dtype, device)
+
     @classmethod
     def code_of(cls, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
-    def __init__(self, tensors: Sequence[FlatTensor], dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(tensors, dtype, device)
-        # Float64 is not computed in float32.
-        self._kernels = cuda_kernels("messages_cuda", device) if self.compute == torch.float32 and self.chunks else None
-        if self._kernels is not None:
-            blocks = [block for chunk in self.chunks for block in chunk.blocks]
-            parts = [self._kernels.Part(block.tensor, block.start, block.numel, block.at) for block in blocks]
-            self._tiles = self._kernels.Tiles(parts, dtype.itemsize, self._itemsize, device)
-
     def encode(self, values: Sequence[Tensor], out: Tensor, message_id: MessageId, hints: Sequence[bytes]) -> Iterator[int]:
-        if self._kernels is None:
+        if self._on_cuda is None:
             yield from super().encode(values, out, message_id, hints)
             return
-        # As a list: the tensors of a low-rank message are made when they are read.
-        arguments = list(values), self._message_as_codes(out), self.flag_view(out), message_id.rank + 1
-        self._kernels.encode_plain(self._tiles, *arguments)
+        self._on_cuda.encode(values, out, self.flag_view(out), message_id)
         yield self.nbytes
-
-    def mix(self, values: Sequence[Tensor], sent: Tensor, received: Tensor, rate: float) -> None:
-        if self._kernels is None:
-            super().mix(values, sent, received, rate)
-        elif rate:
-            messages = self._message_as_codes(sent), self._message_as_codes(received)
-            self._kernels.mix_plain(self._tiles, values, *messages, rate)
-
-    def _message_as_codes(self, message: Tensor) -> Tensor:
-        return message[:-FLAG].view(self.code)
 
     def _encode(
         self, values: Sequence[Tensor], out: Tensor, message_id: MessageId, hints: Sequence[bytes]
     ) -> Iterator[bool | Tensor]:
+        if self._fast is not None:
+            yield from self._fast.encode(values, out)
+            return
         for chunk in self.chunks:
             codes = self._all_codes(out, chunk)
             torch.cat([part_of(values[block.tensor], block) for block in chunk.blocks], out=codes)
@@ -94,6 +83,13 @@ class Lossless(Blockwise):
                 difference.copy_(theirs).sub_(scratch[1, : len(ours)].copy_(ours))
             for block, part in self._split(difference, chunk):
                 yield block, part, 1.0
+
+    def mix(self, values: Sequence[Tensor], sent: Tensor, received: Tensor, rate: float) -> None:
+        fast = self._on_cuda or self._fast
+        if fast is None or not all(value.is_contiguous() for value in values):
+            super().mix(values, sent, received, rate)
+        elif rate:
+            fast.mix(values, sent, received, rate)
 
     def proposals(self, values: Sequence[Tensor], sent: Tensor) -> Iterator[tuple[Block, Tensor]]:
         for chunk in self.chunks:

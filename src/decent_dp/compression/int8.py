@@ -26,15 +26,16 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from decent_dp.compression.base import Block, Chunk, FlatTensor, MessageId, part_of
 from decent_dp.compression.blockwise import Blockwise
-from decent_dp.compression.int8_cuda import CudaCoder
+from decent_dp.compression.by_kernels import Int8ByKernels
 from decent_dp.compression.lattice import LARGEST_NUMBER, PRIME, FloatArray, IntArray, Run, Scratch, largest, runs_of
+from decent_dp.compression.on_cuda import Int8OnCuda
 from decent_dp.compression.stochastic_rounding import noise_at
-from decent_dp.kernels.loading import cuda_kernels
 
 __all__ = ["Int8"]
 
@@ -71,6 +72,7 @@ class Int8(Blockwise):
         for chunk in self.chunks:
             self._runs[chunk.start] = list(runs_of(chunk, first, device, self._record))
             first += len(chunk.blocks)
+        self._fast = Int8ByKernels.make(self.tensors, self.chunks, dtype, device)
         # The distance of each block seen lately and the expected one (NaN: none yet), the largest for which it was rejected
         # since it was last decoded, and its largest value.
         self._seen = np.full(len(self._blocks), np.nan)
@@ -80,8 +82,7 @@ class Int8(Blockwise):
         self._rejections = np.zeros(len(self._blocks), dtype=np.int64)
         self._largest = np.zeros(len(self._blocks))
         self._steps = np.ones(len(self._blocks))
-        kernels = cuda_kernels("messages_cuda", device) if self.compute == torch.float32 and self._blocks else None
-        self._on_cuda = None if kernels is None else CudaCoder(kernels, self._blocks, self.tensors, dtype, device)
+        self._on_cuda = Int8OnCuda.make(self.tensors, self._blocks, dtype, device)
 
     @classmethod
     def code_of(cls, dtype: torch.dtype) -> torch.dtype:
@@ -175,6 +176,9 @@ class Int8(Blockwise):
 
     def _encode(self, values: Sequence[Tensor], out: Tensor, message_id: MessageId, hints: Sequence[bytes]) -> Iterator[bool]:
         self._set_steps(hints)
+        if self._fast is not None:
+            yield from self._fast.encode(values, out, message_id, self._steps, self._largest)
+            return
         scratch = self._scratch()
         for runs in self._runs.values():
             finite = True
@@ -219,29 +223,35 @@ class Int8(Blockwise):
             self._on_cuda.verify(sent, received)
 
     def mix(self, values: Sequence[Tensor], sent: Tensor, received: Tensor, rate: float) -> None:
-        if self._on_cuda is None:
+        if self._on_cuda is not None:
+            found = self._judge_on_cuda(self._on_cuda, sent, received)
+            if rate:
+                self._on_cuda.mix(values, sent, received, found, rate)
+        elif self._fast is None or not all(value.is_contiguous() for value in values):
             super().mix(values, sent, received, rate)
-            return
-        found, _ = self._judge(self._on_cuda, sent, received)
-        if rate:
-            self._on_cuda.mix(values, sent, received, found, rate)
+        else:
+            self._judge(*self._fast.mix(values, sent, received, rate * self._steps, moving=bool(rate)))
 
-    def _judge(self, coder: CudaCoder, sent: Tensor, received: Tensor) -> tuple[Tensor, IntArray]:
-        """Accepts and rejects all blocks; what the kernel has found, and the places of the certain ones."""
+    def _judge(self, certain: npt.NDArray[np.bool_], steps: FloatArray) -> None:
+        """For each block, whether it was decoded, and how many steps the others were away."""
+        accepted = np.flatnonzero(certain)
+        self._accept(accepted, steps[accepted])
+        for place in np.flatnonzero(~certain):
+            self._reject(int(place))
+
+    def _judge_on_cuda(self, coder: Int8OnCuda, sent: Tensor, received: Tensor) -> Tensor:
+        """The same, as the kernel has found; returns its result."""
         self._take_encoded()
         found, host = coder.verified(sent, received)
-        certain = np.flatnonzero(host[:, 0])
-        self._accept(certain, host[certain, 1])
-        for place in np.flatnonzero(host[:, 0] == 0):
-            self._reject(int(place))
-        return found, certain
+        self._judge(host[:, 0] != 0, host[:, 1])
+        return found
 
     def _differences_on_cuda(
-        self, coder: CudaCoder, sent: Tensor, received: Tensor
+        self, coder: Int8OnCuda, sent: Tensor, received: Tensor
     ) -> Iterator[tuple[Block, Tensor | None, float]]:
-        certain = set(self._judge(coder, sent, received)[1].tolist())
+        self._judge_on_cuda(coder, sent, received)
         for place, block in enumerate(self._blocks):
-            if place not in certain:
+            if self._rejections[place]:
                 yield block, None, 1.0
                 continue
             wrapped = self._codes(received, block, torch.uint8) - self._codes(sent, block, torch.uint8)
@@ -296,9 +306,7 @@ class Int8(Blockwise):
             reach = np.maximum(reach, most + theirs[:, 2])
             total.add_(steps, alpha=size)
         moves = torch.empty_like(codes)
-        moved = scratch.numbers(run, total.div_(sum(sizes)), np.ones(len(run.blocks)), noise, moves)
-        most = run.largest(moved)
-        columns, both = scratch.sums(run, moved, most)
+        most, columns, both = scratch.round_up_or_down(run, total.div_(sum(sizes)), noise, moves)
         torch.add(parts[0], moves, out=codes)
         found = np.stack([records[0][:, 0] + columns, (records[0][:, 1] + both) % PRIME, reach + most], axis=1)
         found[~(good & (reach + most <= 127))] = _NOTHING

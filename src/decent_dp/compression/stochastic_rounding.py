@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["NOISE_LENGTH", "noise_at", "noise_table", "starts_at"]
-
-IntArray: TypeAlias = npt.NDArray[np.int64]
+__all__ = ["NOISE_LENGTH", "noise_at", "noise_starts", "noise_table"]
 
 _SIZE = 2**16
 # The most values that are rounded at once.
 NOISE_LENGTH = 2**16
+
+# Of SplitMix64.
+_STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def noise_at(numel: int, dtype: torch.dtype, device: torch.device, *what: int, shift: int = 0) -> Tensor:
@@ -28,6 +27,18 @@ def noise_at(numel: int, dtype: torch.dtype, device: torch.device, *what: int, s
     """
     start = (_hash(*what) + shift) % _SIZE
     return noise_table(dtype, device)[start : start + numel]
+
+
+def noise_starts(what: tuple[int, ...], *more: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Where ``noise_at`` starts in ``noise_table`` for ``what`` and one number of each of some arrays, all of one length."""
+    state = np.full(len(more[0]), _hash(*what), dtype=np.uint64)
+    for numbers in more:
+        state += numbers.astype(np.uint64) + np.uint64(_STEP)
+        state = (state ^ state >> np.uint64(30)) * np.uint64(_FIRST)
+        state = (state ^ state >> np.uint64(27)) * np.uint64(_SECOND)
+        state ^= state >> np.uint64(31)
+    starts: npt.NDArray[np.int64] = (state % np.uint64(_SIZE)).astype(np.int64)
+    return starts
 
 
 @functools.cache
@@ -41,24 +52,12 @@ def noise_table(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.from_numpy(np.concatenate([drawn, drawn[:NOISE_LENGTH]])).to(device=device, dtype=dtype)
 
 
-def starts_at(what: Sequence[int], *arrays: IntArray) -> IntArray:
-    """Where ``noise_at`` starts to read for each element of ``arrays``, whose numbers follow those of ``what``."""
-    state = np.full(len(arrays[0]), _hash(*what), dtype=np.uint64)
-    for numbers in arrays:
-        state += numbers.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
-        state = (state ^ state >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-        state = (state ^ state >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-        state ^= state >> np.uint64(31)
-    starts: IntArray = (state % np.uint64(_SIZE)).astype(np.int64)
-    return starts
-
-
 def _hash(*numbers: int) -> int:
     """Mixes integers (the finaliser of SplitMix64, Steele et al. 2014, after each)."""
     state = 0
     for number in numbers:
-        state = (state + number + 0x9E3779B97F4A7C15) % 2**64
-        state = ((state ^ state >> 30) * 0xBF58476D1CE4E5B9) % 2**64
-        state = ((state ^ state >> 27) * 0x94D049BB133111EB) % 2**64
+        state = (state + number + _STEP) % 2**64
+        state = ((state ^ state >> 30) * _FIRST) % 2**64
+        state = ((state ^ state >> 27) * _SECOND) % 2**64
         state ^= state >> 31
     return state

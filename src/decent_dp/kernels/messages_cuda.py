@@ -201,6 +201,7 @@ def mix_plain(tiles: Tiles, values: Sequence[Tensor], sent: Tensor, received: Te
     """values += rate · (received - sent), in float32; the messages are given in the dtype of their codes."""
     tiles.bind(values)
     tiles.launch(_mix_plain, sent, received, rate, messages=[sent, received])
+    torch.autograd.graph.increment_version(values)
 
 
 # -- one byte per value (see `compression.int8` and `compression.lattice`) -----------------------------------------------
@@ -436,6 +437,7 @@ def mix_int8(
     """values += rate · step · (received - sent) in the blocks that are certain (``found``: of ``verify_int8``)."""
     lattice.tiles.bind(values)
     lattice.tiles.launch(_mix_int8, sent, received, found, steps, rate, messages=[sent, received])
+    torch.autograd.graph.increment_version(values)
 
 
 def largest(lattice: Lattice, values: Sequence[Tensor]) -> Tensor:

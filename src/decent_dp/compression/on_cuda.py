@@ -1,4 +1,8 @@
-"""`Int8` on a GPU: all blocks of a bucket in a few launches, and numbers for the host that it reads when they are there."""
+"""Compressions on a GPU by Triton's kernels: all tensors of a bucket in a few launches.
+
+Messages and values are those of the forms in torch. Numbers for the host are copied to it beside the computation. For values
+that are computed in float32.
+"""
 
 from __future__ import annotations
 
@@ -9,32 +13,69 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decent_dp.compression.base import Block, FlatTensor, MessageId
-from decent_dp.compression.lattice import FloatArray, weights_of_sums
-from decent_dp.compression.stochastic_rounding import noise_table, starts_at
+from decent_dp.compression.base import FLAG, Block, FlatTensor, MessageId
+from decent_dp.compression.lattice import FloatArray, sum_weights
+from decent_dp.compression.stochastic_rounding import noise_starts, noise_table
+from decent_dp.kernels.loading import cuda_kernels
 
-__all__ = ["CudaCoder"]
+__all__ = ["CastsOnCuda", "Int8OnCuda"]
 
 
-class CudaCoder:
-    """Codes and mixes the blocks of a bucket with Triton's kernels.
+def _kernels_for(blocks: Sequence[Block], dtype: torch.dtype, device: torch.device) -> Any:
+    """The module of the kernels; None without Triton, for other values, and where there is nothing to do."""
+    return cuda_kernels("messages_cuda", device) if blocks and dtype.itemsize <= torch.float32.itemsize else None
 
-    Args:
-        kernels: the module ``messages_cuda``.
-        blocks: of the message, in order.
-        tensors: that the blocks are parts of.
-    """
+
+def _tiles(kernels: Any, blocks: Sequence[Block], dtype: torch.dtype, code: torch.dtype, device: torch.device) -> Any:
+    parts = [kernels.Part(block.tensor, block.start, block.numel, block.at) for block in blocks]
+    return kernels.Tiles(parts, dtype.itemsize, code.itemsize, device)
+
+
+class CastsOnCuda:
+    """Values as they are, or in a narrower dtype."""
+
+    @classmethod
+    def make(cls, blocks: Sequence[Block], code: torch.dtype, dtype: torch.dtype, device: torch.device) -> CastsOnCuda | None:
+        kernels = _kernels_for(blocks, dtype, device)
+        return None if kernels is None else cls(kernels, blocks, code, dtype, device)
 
     def __init__(
-        self, kernels: Any, blocks: Sequence[Block], tensors: Sequence[FlatTensor], dtype: torch.dtype, device: torch.device
+        self, kernels: Any, blocks: Sequence[Block], code: torch.dtype, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._kernels, self._code = kernels, code
+        self._tiles = _tiles(kernels, blocks, dtype, code, device)
+
+    def encode(self, values: Sequence[Tensor], out: Tensor, flag: Tensor, message_id: MessageId) -> None:
+        """Writes a message."""
+        # As a list: the tensors of a low-rank message are made when they are read.
+        self._kernels.encode_plain(self._tiles, list(values), self._codes(out), flag, message_id.rank + 1)
+
+    def mix(self, values: Sequence[Tensor], sent: Tensor, received: Tensor, rate: float) -> None:
+        """values += rate · (received - sent)."""
+        self._kernels.mix_plain(self._tiles, values, self._codes(sent), self._codes(received), rate)
+
+    def _codes(self, message: Tensor) -> Tensor:
+        return message[:-FLAG].view(self._code)
+
+
+class Int8OnCuda:
+    """``Int8`` without its memory of distances."""
+
+    @classmethod
+    def make(
+        cls, tensors: Sequence[FlatTensor], blocks: Sequence[Block], dtype: torch.dtype, device: torch.device
+    ) -> Int8OnCuda | None:
+        kernels = _kernels_for(blocks, dtype, device)
+        return None if kernels is None else cls(kernels, tensors, blocks, dtype, device)
+
+    def __init__(
+        self, kernels: Any, tensors: Sequence[FlatTensor], blocks: Sequence[Block], dtype: torch.dtype, device: torch.device
     ) -> None:
         self._kernels, self._device = kernels, device
-        parts = [kernels.Part(block.tensor, block.start, block.numel, block.at) for block in blocks]
-        columns, by_column, by_row = weights_of_sums()
         self._lattice = kernels.Lattice(
-            kernels.Tiles(parts, dtype.itemsize, 1, device),
+            _tiles(kernels, blocks, dtype, torch.uint8, device),
             torch.tensor([block.record // 8 for block in blocks], device=device),
-            torch.from_numpy(np.stack([columns, by_column, by_row]).astype(np.int32)).to(device),
+            torch.from_numpy(sum_weights().astype(np.int32)).to(device),
             # Half the bytes of the numbers themselves, which are read as often as the values.
             (noise_table(torch.float32, device) * 2**16 - 0.5).to(torch.int16),
         )
@@ -58,7 +99,7 @@ class CudaCoder:
 
     def encode(self, values: Sequence[Tensor], out: Tensor, flag: Tensor, message_id: MessageId) -> None:
         """Writes a message."""
-        starts = starts_at((message_id.round, message_id.rank), self._numbers, self._starts).astype(np.int32)
+        starts = noise_starts((message_id.round, message_id.rank), self._numbers, self._starts).astype(np.int32)
         on_device = self._kernels.on_device(torch.from_numpy(starts), self._device)
         arguments = flag, message_id.rank + 1, self._steps, on_device
         self._encoded = _Reading(self._kernels.encode_int8(self._lattice, list(values), out, *arguments))
