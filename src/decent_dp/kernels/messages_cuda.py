@@ -216,13 +216,9 @@ def _add_sums(number, sums, block, row, factors, SMALL: tl.constexpr, ROWS: tl.c
     columns, rows = tl.arange(0, _COLUMNS), tl.arange(0, ROWS)
     weights, by_column = tl.load(factors + columns), tl.load(factors + _COLUMNS + columns)
     by_row = tl.load(factors + 2 * _COLUMNS + row + rows)
-    plain = tl.sum(number, axis=0)
-    if SMALL:
-        weighted = tl.sum(number * by_row[:, None], axis=0).to(tl.int64)
-    else:
-        weighted = tl.sum(number.to(tl.int64) * by_row[:, None].to(tl.int64), axis=0)
-    tl.atomic_add(sums + 4 * block, tl.sum(plain.to(tl.int64) * weights.to(tl.int64), axis=0))
-    tl.atomic_add(sums + 4 * block + 1, tl.sum(weighted * by_column.to(tl.int64), axis=0) % _PRIME)
+    wide = number.to(tl.int64)
+    tl.atomic_add(sums + 4 * block, tl.sum(wide * weights[None, :].to(tl.int64)))
+    tl.atomic_add(sums + 4 * block + 1, tl.sum(wide * (by_row[:, None] * by_column[None, :]).to(tl.int64)) % _PRIME)
 
 
 @triton.jit
