@@ -70,12 +70,6 @@ def test_a_broken_numba_is_said_once(fresh, caplog):
     assert record.getMessage() == "Numba does not work, so that torch takes its place: OSError: no LLVM here"
 
 
-def test_the_import_of_the_library_compiles_nothing():
-    code = "import sys, decent_dp.kernels, decent_dp.compression; print('numba' in sys.modules, 'triton' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
-    assert (done.stdout, done.stderr) == ("False False\n", "")
-
-
 def test_kernels_change_with_what_compiles_them():
     """Numba would go on with what the old tools have compiled."""
     folder = Path(decent_dp.kernels.__file__).parent

@@ -2,7 +2,8 @@
 
 Values are read and written where they lie: the caller passes addresses of dense float32 values, and keeps the tensors alive.
 Blocks are the rows of an int64 table: the number of values, and the place of the first code in the message, counted in codes.
-bfloat16 is the upper half of a float32, and is read and written as bits.
+bfloat16 is the upper half of a float32, and is read and written as bits. (Those of a NaN are not torch's, which depend on its
+place in a vector. No such message is mixed.)
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ __all__ = ["encode_bfloat16", "encode_float32", "mix_bfloat16", "mix_float32"]
 
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
 _INFINITY, _INFINITY_16 = np.uint32(0x7F800000), np.uint32(0x7F80)
-# Of a NaN whose upper half would be that of an infinity, or would become one by rounding.
+# Of every NaN: with the rounding, the bits of one could become an infinity, or a zero with a sign.
 _NAN_16 = np.uint32(0x7FC0)
 
 
