@@ -65,8 +65,14 @@ def both(
     steps: int,
     gradient: Callable[[nn.Parameter, torch.Generator], Tensor] = alike,
     silent: int | None = None,
+    faded: int | None = None,
 ) -> float:
-    """Runs an optimizer by kernels and in the readable form, with the same gradients; ``silent`` has none in some steps."""
+    """Runs an optimizer by kernels and in the readable form, with the same gradients.
+
+    Args:
+        silent: the parameter that has no gradient in some steps.
+        faded: the step before which shared averages are less than zero, as a mix that is late can leave them.
+    """
     made = []
     for kernels in (True, False):
         by_kernels(kernels)
@@ -79,6 +85,9 @@ def both(
                 param.grad = gradient(param, draw)
                 if silent == i and t % 3 == 0:
                     param.grad = None
+            if t == faded:
+                for state in optimizer.state.values():
+                    state["shared_means"].mul_(-20)
             versions = [param._version for param in params]
             optimizer.step()
             moved = [param._version > was for param, was in zip(params, versions, strict=True) if param.grad is not None]
@@ -128,6 +137,8 @@ def gossip_cases() -> Iterator[tuple[str, float]]:
     yield "GossipAdamW", both(make(), draw(*shapes), 14, silent=1)
     yield "GossipAdamW drift", both(make(drift=True), draw(*shapes), 18)
     yield "GossipAdamW float64 maximize", both(make(maximize=True, n=2), draw((5, 7), (6,), dtype=torch.float64), 13)
+    for drift in (False, True):
+        yield f"GossipAdamW faded, drift {drift}", both(make(drift), draw((20, 50)), 6, faded=4)
     yield "GossipAdamW bfloat16", both(make(drift=True), draw((9, 16), (6,), dtype=torch.bfloat16), 1)
     yield "GossipAdamW transposed", both(make(), [draw((5, 7))[0].t()], 5)
     yield "GossipAdamW gaps", both(make(), draw((5, 7)), 5, with_gaps)

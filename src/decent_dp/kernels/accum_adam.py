@@ -110,7 +110,7 @@ def update(
                 whole,
                 tiles(device, counts),
                 numbers(device, values) if wide else whole,
-                *values,
+                *map(float, values),  # for whole numbers Triton would compile anew
                 TYPES[param],
                 TYPES[grad],
                 tl.float64 if wide else tl.float32,

@@ -148,7 +148,7 @@ def update(matrices: Sequence[Matrix], kind: int, values: Sequence[float], *, ma
                 whole,
                 tiles(device, counts),
                 numbers(device, values) if param == torch.float64 else whole,
-                *values,
+                *map(float, values),  # for whole numbers Triton would compile anew
                 TYPES[param],
                 TYPES[grad],
                 vectors,
@@ -399,7 +399,9 @@ def _renew_alike(device: torch.device, kinds: tuple[object, ...], entries: list[
     whole = table(device, tuple(found))
     if how.products:
         _take_gradients(device, whole, kinds, of_sums, of_entries, of_partial, how)
-    _factors[(len(entries),)](whole, 1 / how.n, how.known, how.smallest, how.tiny, how.large, how.kind, _CHUNK, num_warps=8)
+    _factors[(len(entries),)](
+        whole, 1 / how.n, float(how.known), how.smallest, how.tiny, how.large, how.kind, _CHUNK, num_warps=8
+    )
 
 
 def _take_gradients(
@@ -413,17 +415,21 @@ def _take_gradients(
 ) -> None:
     partial = torch.empty(of_partial, dtype=torch.float32, device=device)
     _sums[(sum(of_sums),)](
-        whole, tiles(device, tuple(of_sums)), partial, how.eps, *kinds, _STRIP, _ROWS, _COLUMNS, num_warps=_SUM_WARPS
+        whole,
+        tiles(device, tuple(of_sums)),
+        partial,
+        float(how.eps),
+        *kinds,
+        _STRIP,
+        _ROWS,
+        _COLUMNS,
+        num_warps=_SUM_WARPS,
     )
     _averages[(sum(of_entries),)](
         whole,
         tiles(device, tuple(of_entries)),
         partial,
-        how.weight,
-        how.of_signal,
-        how.of_drift,
-        how.bound,
-        how.tiny,
+        *map(float, (how.weight, how.of_signal, how.of_drift, how.bound, how.tiny)),
         how.products,
         how.ratio,
         _PARTS,
