@@ -177,3 +177,41 @@ def test_threads_show_only_written_values(monkeypatch, topology):
     assert len(brought) > 9
     assert all(brought)
     assert {number for numbers in received for number in numbers} <= waited
+
+
+# -- the committed results ---------------------------------------------------------------------------------------------------
+
+
+def rows_of(name: str) -> dict[str, dict[str, Any]]:
+    report = json.loads((ROOT / "benchmarks" / "results" / name).read_text())
+    assert report["device"] == "cuda"
+    assert report["counts"].keys() <= {"passed", "skipped"}
+    return {row["case"]: row.get("figures", {}) for row in report["rows"]}
+
+
+def test_the_page_shows_the_committed_figures():
+    page = " ".join((ROOT / "docs" / "gpus.md").read_text(encoding="utf-8").split())
+    rows = rows_of("gpu.json") | {key: row for key, row in rows_of("gpu-int8.json").items() if "messages" in key}
+    counts = json.loads((ROOT / "benchmarks" / "results" / "gpu.json").read_text())["counts"]
+    assert f"{counts['passed']} passed and {counts['skipped']} were skipped" in page
+    for name, of_page in {"torch AdamW, fused": "torch.optim.AdamW(fused=True)", "AccumAdamW": "AccumAdamW"}.items():
+        row = rows[f"speed: {name}"]
+        assert f"| `{of_page}` | {row['ms']:.2f} ms | {row['of_copy']:.2f} |" in page
+    gossip = rows["speed: GossipAdamW"]
+    assert f"fourth step | {gossip['ms']:.2f} ms | {gossip['of_copy']:.2f} |" in page
+    named = {"None": "as it is: coded, mixed", "bfloat16": "in bfloat16", "int8": "in int8", "low-rank:4": "of rank 4"}
+    for name, of_page in named.items():
+        both = [rows[f"speed: messages, {name}"][what] for what in ("encode", "mix")]
+        times = ", ".join(f"{row['ms']:.2f} ms" for row in both)
+        shares = ", ".join(f"{row['of_copy']:.2f}" for row in both)
+        assert f"| a message {of_page} | {times} | {shares} |" in page
+    assert f"{rows['speed: messages, None']['mix']['copy_gb_s']:,} GB/s" in page
+    copies = rows["speed: host copies"]
+    assert (
+        f"{copies['to_cpu_gb_s']} GB/s to the CPU, {copies['to_cpu_in_pieces_gb_s']} in pieces of 4 MiB, {copies['to_gpu_gb_s']} to"
+    ) in page
+    for size, compression in (("100 M", "None"), ("100 M", "int8"), ("1 B", "None")):
+        row = rows[f"speed: an update of {size} parameters, {compression}"]
+        assert f"{row['exchange_ms']:.2f} ms, {row['exchange_ms'] / row['step_ms']:.1%}".replace("%", " %") in page
+        if compression == "None":
+            assert f"in a step of {row['step_ms']:.1f} ms" in page

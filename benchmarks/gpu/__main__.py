@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import importlib
+import importlib.util
 import json
 import os
 import sys
@@ -119,6 +119,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     args.out.write_text(json.dumps(report, indent=1) + "\n")
     print(f"written to {args.out}")
+    if on_gpu and importlib.util.find_spec("matplotlib"):
+        from benchmarks.gpu.picture import draw
+
+        draw(report["rows"], found["name"], args.out.with_suffix(".png"))
     return 0 if all(row.ok for row in rows) else 1
 
 
