@@ -179,6 +179,41 @@ def test_threads_show_only_written_values(monkeypatch, topology):
     assert {number for numbers in received for number in numbers} <= waited
 
 
+# -- kernels -----------------------------------------------------------------------------------------------------------------
+
+
+def run_kernels(sizes: str, seconds: float) -> str:
+    """The case of messages on Triton's interpreter, which must be chosen before Triton is imported."""
+    pytest.importorskip("triton")
+    code = (
+        "import sys; from benchmarks.gpu import kernels; from benchmarks.gpu.case import Worker; import pathlib, torch\n"
+        f"kernels.SHAPES[:] = {sizes}\n"
+        "print(kernels.messages(Worker(0, 1, 'gossip', torch.device('cpu'), pathlib.Path())))"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.strip()
+
+
+EVERY = "None of float32, None of float16, int8 of float32, int8 of float16"
+
+
+@pytest.mark.timeout(200)
+def test_kernels_of_small_messages():
+    """Parts of a tile, a whole one, one value, none."""
+    assert run_kernels("[(64, 64), (17, 3), (1, 1), (0, 4)]", 190) == EVERY
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_kernels_of_messages():
+    """Parameters of several blocks, too."""
+    assert run_kernels("kernels.SHAPES", 390) == EVERY
+
+
 # -- the committed results ---------------------------------------------------------------------------------------------------
 
 
@@ -207,9 +242,8 @@ def test_the_page_shows_the_committed_figures():
         assert f"| a message {of_page} | {times} | {shares} |" in page
     assert f"{rows['speed: messages, None']['mix']['copy_gb_s']:,} GB/s" in page
     copies = rows["speed: host copies"]
-    assert (
-        f"{copies['to_cpu_gb_s']} GB/s to the CPU, {copies['to_cpu_in_pieces_gb_s']} in pieces of 4 MiB, {copies['to_gpu_gb_s']} to"
-    ) in page
+    down, pieces, up = (copies[f"{way}_gb_s"] for way in ("to_cpu", "to_cpu_in_pieces", "to_gpu"))
+    assert f"{down} GB/s to the CPU, {pieces} in pieces of 4 MiB, {up} to the GPU" in page
     for size, compression in (("100 M", "None"), ("100 M", "int8"), ("1 B", "None")):
         row = rows[f"speed: an update of {size} parameters, {compression}"]
         assert f"{row['exchange_ms']:.2f} ms, {row['exchange_ms'] / row['step_ms']:.1%}".replace("%", " %") in page
