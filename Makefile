@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 OLDEST_PYTHON ?= python3.10
 NEWEST_PYTHON ?= python3.13
 
-.PHONY: help test test-all slow breakages compat compat-pythons compat-oldest compat-newest lint types suite demo accuracy wires learning workbench holes figures bench-net bench-net-long bench-net-nodes bench-gossip bench-faults-net bench-fast bench-time-to-loss bench-optim bench-overhead bench-plan bench-faults bench-unequal bench-unequal-sim bench-membership endurance kills chaos-demo bench-checkpoint examples slurm trace gpu docs dist clean
+.PHONY: help test test-all slow breakages compat compat-pythons compat-oldest compat-newest lint types suite demo accuracy wires learning workbench holes figures bench-net bench-net-long bench-net-nodes bench-gossip bench-faults-net bench-fast bench-time-to-loss bench-optim bench-coding bench-overhead bench-plan bench-faults bench-unequal bench-unequal-sim bench-membership endurance kills chaos-demo bench-checkpoint examples slurm trace gpu docs dist clean
 
 help:  ## lists the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -119,6 +119,9 @@ bench-time-to-loss: $(VENV)/.installed  ## time to the same loss at any bandwidt
 
 bench-optim: $(VENV)/.installed  ## updates of GossipAdamW and AccumAdamW compared with torch's fused AdamW
 	$(BIN)/python -m benchmarks.optim --compiled
+
+bench-coding: $(VENV)/.installed  ## encoding and mixing by each compression, with the kernels of [fast] and without (2 minutes)
+	$(BIN)/python -m benchmarks.coding
 
 bench-overhead: $(VENV)/.installed  ## the Python part of a step, per parameter tensor
 	$(BIN)/python -m benchmarks.overhead

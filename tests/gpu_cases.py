@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 
-from benchmarks.gpu.case import ALONE, PAIR, THREADS, SkipError, Worker, case
+from benchmarks.gpu.case import ALONE, PAIR, SINGLE, THREADS, SkipError, Worker, case, warnings_of
 
 
 @case("gathers", PAIR, THREADS, drivers=("gossip",))
@@ -30,6 +31,27 @@ def dies(worker: Worker) -> None:
     if worker.rank == 0:
         os._exit(3)
     worker.gather(0)
+
+
+@case("dies as it should", PAIR, drivers=("gossip",), dies=1, alone=True)
+def dies_as_told(worker: Worker) -> str:
+    if worker.rank == 1:
+        os._exit(3)
+    return "the other one goes on"
+
+
+@case("measures", SINGLE, drivers=("gossip",), quiet=True)
+def measures(worker: Worker) -> str:
+    return "alone"
+
+
+@case("warns", ALONE, drivers=("gossip",))
+def warns(worker: Worker) -> str:
+    logging.getLogger("decent_dp.one").warning("a warning that nobody hears")
+    with warnings_of("decent_dp") as found:
+        logging.getLogger("decent_dp.two").warning("a warning that is kept")
+    logging.getLogger("decent_dp.one").warning("a warning that nobody hears")
+    return f"heard {found}"
 
 
 @case("fails and may", ALONE, drivers=("gossip",), optional=lambda: True)

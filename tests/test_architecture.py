@@ -290,7 +290,7 @@ for name, logger in ours.items():
     assert not getattr(logger, "handlers", []), name
     assert getattr(logger, "level", 0) == 0 and getattr(logger, "propagate", True), name
 for extra in ("matplotlib", "typer", "rich", "sklearn", "transformers", "accelerate", "lightning", "ray", "tensorboard",
-              "cloudpickle"):
+              "cloudpickle", "numba"):
     assert extra not in sys.modules, extra
 print("fine")
 """

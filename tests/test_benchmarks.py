@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks import lab, net, overhead, report
+from benchmarks import coding, lab, net, overhead, report
 from benchmarks.lab import Lab, LabError, namespaces
 from benchmarks.limits import busiest_link, step_limit
 from benchmarks.setups import PARAMETERS, Contender, Setup, choose_contenders
+from decent_dp.kernels import load_numba
 
 ROOT = Path(__file__).resolve().parents[1]
 ALONE, DDP = Contender("alone"), Contender("ddp")
@@ -399,3 +400,17 @@ def test_the_overhead_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert all(
         found[how]["quartiles"][0] <= found[how]["median"] <= found[how]["quartiles"][1] for how in ("gossip", "wrapper")
     )
+
+
+@pytest.mark.skipif(load_numba("int8_cpu") is None, reason="needs Numba that compiles")
+def test_coding_is_measured_with_kernels_and_without() -> None:
+    found = coding.measure(turns=1, width=16, blocks=2)
+    assert found.keys() == {"float32", "bfloat16", "int8"}
+    assert all(whats.keys() == {"encode", "mix"} for whats in found.values())
+    assert all(own[form] > 0 for whats in found.values() for own in whats.values() for form in ("torch", "numba"))
+
+
+def test_the_result_of_coding_keeps_the_promise() -> None:
+    found = json.loads((Path(coding.__file__).parent / "results" / "coding.json").read_text())["ns_per_parameter"]
+    assert all(found["int8"][what]["numba"] <= 1.0 for what in ("encode", "mix"))
+    assert all(own["numba"] < own["torch"] for whats in found.values() for own in whats.values())

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from decent_dp.cli.screen import number, size
 from tests.test_cli import Cli, prepared
@@ -36,6 +37,14 @@ def test_simulate_runs_what_was_typed(cli: Cli) -> None:
     ).to_json()  # fmt: skip
     assert {**found, "seconds": 0} == {**expected, "seconds": 0, "diverged": None}
     assert [row["step"] for row in found["rows"]] == list(range(2, 21, 2))
+
+
+def test_simulate_on_a_gpu_that_is_not_there(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    out, err, code = cli.all(RUN, "--device", "cuda")
+    assert (out, code, err.count("\n")) == ("", 2, 1)
+    assert "device 'cuda' needs a GPU" in err
+    assert "device must be 'cpu', 'cuda', or a GPU by its number" in cli.all(RUN, "--device", "gpu")[1]
 
 
 @pytest.mark.parametrize("columns", ["40", pytest.param("80", marks=pytest.mark.slow)])

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from decent_dp.ddp import DecentralizedDataParallel
-from decent_dp.errors import PeerLostError, PeerTimeoutError
+from decent_dp.errors import PeerError, PeerLostError, PeerTimeoutError
 from decent_dp.topo import Edge
 from decent_dp.transport import ExchangeId, ProcessGroupTransport, communicators
 from decent_dp.transport.base import DeferredHandle
@@ -255,6 +255,32 @@ def test_error_texts():
     silent = peer_error(RuntimeError("Timed out waiting 60000ms for recv"), [4, 5], "a gather", notes, minute)
     assert isinstance(silent, PeerTimeoutError)
     assert "one of the workers [4, 5] sent nothing for a gather within the process group's timeout of 60 s" in str(silent)
+    shared = peer_error(RuntimeError(ONE_GPU), [4], "round 0, bucket 0", notes, minute)
+    assert type(shared) is PeerError
+    assert str(shared).startswith("round 0, bucket 0 failed: workers share a GPU, which NCCL refuses: give each worker a GPU")
+
+
+# As torch raises it (DistBackendError), and what another error of NCCL says.
+ONE_GPU = (
+    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, invalid usage (run with NCCL_DEBUG=WARN for "
+    "details), NCCL version 2.27.5\nncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
+    "Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 1b000"
+)
+OTHER = "NCCL error in: NCCLUtils.cpp:94, unhandled system error"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [(ONE_GPU, "workers share a GPU.*LOCAL_RANK.*backend='gloo'"), (OTHER, "system error")]
+)
+def test_two_workers_on_one_gpu_are_told_what_to_do(monkeypatch, text, message):
+    def fail(*_: Any, **__: Any) -> None:
+        raise dist.DistBackendError(text)
+
+    monkeypatch.setattr(dist, "get_rank", lambda _: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda _: 2)
+    monkeypatch.setattr(dist, "all_gather_object", fail)
+    with pytest.raises(RuntimeError, match=message):
+        Rendezvous.create(None)
 
 
 # -- addresses -------------------------------------------------------------------------------------------------------------

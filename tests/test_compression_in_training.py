@@ -352,6 +352,7 @@ def test_a_block_that_is_never_mixed_is_warned_of_once(monkeypatch, caplog):
         return steps, largest, certain & np.array([block.numel != 144 for block in run.blocks])
 
     monkeypatch.setattr(lattice.Scratch, "wrapped", apart)
+    monkeypatch.setattr(lattice, "load_numba", lambda name: None)
 
     def work(transport: InProcessTransport) -> int:
         model = DecentralizedDataParallel(net(), SGD, topology="ring", compression="int8", transport=transport)

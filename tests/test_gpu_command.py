@@ -34,7 +34,7 @@ def test_the_command(tmp_path):
     """Cases that are right, and cases that fail or hang, which do not end the run."""
     out = tmp_path / "new" / "gpu.json"
     modules = ("benchmarks.gpu.situations", "benchmarks.gpu.devices", "tests.gpu_cases")
-    of_the_tests = ("gathers", "fails *", "hangs", "dies", "is not *", "continues")
+    of_the_tests = ("gathers", "fails *", "hangs", "dies", "dies as *", "is not *", "continues", "measures", "warns")
     command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--out", str(out), "--modules", *modules]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     done = subprocess.run(
@@ -56,7 +56,7 @@ def test_the_command(tmp_path):
     assert {(row["case"], row["driver"]) for row in rows} == {(name, driver) for name in WANTED for driver in BOTH}
     assert {(row["how"], row["workers"]) for row in rows} == {THREADS, TRIO_THREADS, PAIR, TRIO}
     for row in report["rows"]:
-        assert f"{row['case']:<44} {row['driver']:<8} {row['how']:<10} {row['workers']:>2} {row['result']}" in done.stdout
+        assert f"{row['case']:<52} {row['driver']:<8} {row['how']:<10} {row['workers']:>2} {row['result']}" in done.stdout
     found = {(row["case"], row["how"]): (row["result"], row["detail"]) for row in report["rows"] if row["case"] not in WANTED}
     assert found == {
         ("gathers", "processes"): ("passed", "[0, 1]"),
@@ -65,13 +65,35 @@ def test_the_command(tmp_path):
         ("fails on one worker", "threads"): ("failed", "worker 0: ValueError: this is wrong"),
         ("hangs", "threads"): ("timeout", "workers [0] had not ended after 2 s"),
         ("dies", "processes"): ("failed", "worker 0: the process ended with exit code 3"),
+        ("dies as it should", "processes"): ("passed", "the other one goes on"),
+        ("measures", "processes"): ("passed", "alone"),
+        ("warns", "threads"): ("passed", "heard ['a warning that is kept']"),
         ("fails and may", "threads"): ("optional", "worker 0: ValueError: not there yet"),
         ("is not for here", "threads"): ("skipped", "no reason"),
         ("continues", "processes"): ("passed", "after the others"),
         ("continues", "threads"): ("passed", "after the others"),
     }
+    assert [row["case"] for row in report["rows"]][-1] == "measures"  # when all others are done
+    assert "a warning that nobody hears" not in done.stdout + done.stderr
     assert 'raise ValueError("this is wrong\\nin two lines")' in done.stdout
-    assert report["counts"] == {"passed": 4 + len(rows), "failed": 3, "timeout": 1, "optional": 1, "skipped": 1}
+    assert report["counts"] == {"passed": 7 + len(rows), "failed": 3, "timeout": 1, "optional": 1, "skipped": 1}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(700)
+def test_the_whole_command(tmp_path):
+    """All cases have a stand-in here that passes, or say what they need a GPU for; in the ten minutes that it has there."""
+    out = tmp_path / "gpu.json"
+    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--lanes", "2", "--out", str(out)]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=650, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(out.read_text())
+    assert set(report["counts"]) <= {"passed", "skipped"}
+    assert report["counts"]["passed"] > 220
+    # One line for each case, and nothing of the workers between them.
+    lines = done.stdout.splitlines()
+    assert len(lines) == 4 + len(report["rows"]), done.stdout
 
 
 def test_exit_codes(tmp_path, monkeypatch, capsys):
@@ -155,3 +177,75 @@ def test_threads_show_only_written_values(monkeypatch, topology):
     assert len(brought) > 9
     assert all(brought)
     assert {number for numbers in received for number in numbers} <= waited
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------------
+
+
+def run_kernels(sizes: str, seconds: float) -> str:
+    """The case of messages on Triton's interpreter, which must be chosen before Triton is imported."""
+    pytest.importorskip("triton")
+    code = (
+        "import sys; from benchmarks.gpu import kernels; from benchmarks.gpu.case import Worker; import pathlib, torch\n"
+        f"kernels.SHAPES[:] = {sizes}\n"
+        "print(kernels.messages(Worker(0, 1, 'gossip', torch.device('cpu'), pathlib.Path())))"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.strip()
+
+
+EVERY = "None of float32, None of float16, int8 of float32, int8 of float16"
+
+
+@pytest.mark.timeout(200)
+def test_kernels_of_small_messages():
+    """Parts of a tile, a whole one, one value, none."""
+    assert run_kernels("[(64, 64), (17, 3), (1, 1), (0, 4)]", 190) == EVERY
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_kernels_of_messages():
+    """Parameters of several blocks, too."""
+    assert run_kernels("kernels.SHAPES", 390) == EVERY
+
+
+# -- the committed results ---------------------------------------------------------------------------------------------------
+
+
+def rows_of(name: str) -> dict[str, dict[str, Any]]:
+    report = json.loads((ROOT / "benchmarks" / "results" / name).read_text())
+    assert report["device"] == "cuda"
+    assert report["counts"].keys() <= {"passed", "skipped"}
+    return {row["case"]: row.get("figures", {}) for row in report["rows"]}
+
+
+def test_the_page_shows_the_committed_figures():
+    page = " ".join((ROOT / "docs" / "gpus.md").read_text(encoding="utf-8").split())
+    rows = rows_of("gpu.json") | {key: row for key, row in rows_of("gpu-int8.json").items() if "messages" in key}
+    counts = json.loads((ROOT / "benchmarks" / "results" / "gpu.json").read_text())["counts"]
+    assert f"{counts['passed']} passed and {counts['skipped']} were skipped" in page
+    for name, of_page in {"torch AdamW, fused": "torch.optim.AdamW(fused=True)", "AccumAdamW": "AccumAdamW"}.items():
+        row = rows[f"speed: {name}"]
+        assert f"| `{of_page}` | {row['ms']:.2f} ms | {row['of_copy']:.2f} |" in page
+    gossip = rows["speed: GossipAdamW"]
+    assert f"fourth step | {gossip['ms']:.2f} ms | {gossip['of_copy']:.2f} |" in page
+    named = {"None": "as it is: coded, mixed", "bfloat16": "in bfloat16", "int8": "in int8", "low-rank:4": "of rank 4"}
+    for name, of_page in named.items():
+        both = [rows[f"speed: messages, {name}"][what] for what in ("encode", "mix")]
+        times = ", ".join(f"{row['ms']:.2f} ms" for row in both)
+        shares = ", ".join(f"{row['of_copy']:.2f}" for row in both)
+        assert f"| a message {of_page} | {times} | {shares} |" in page
+    assert f"{rows['speed: messages, None']['mix']['copy_gb_s']:,} GB/s" in page
+    copies = rows["speed: host copies"]
+    down, pieces, up = (copies[f"{way}_gb_s"] for way in ("to_cpu", "to_cpu_in_pieces", "to_gpu"))
+    assert f"{down} GB/s to the CPU, {pieces} in pieces of 4 MiB, {up} to the GPU" in page
+    for size, compression in (("100 M", "None"), ("100 M", "int8"), ("1 B", "None")):
+        row = rows[f"speed: an update of {size} parameters, {compression}"]
+        assert f"{row['exchange_ms']:.2f} ms, {row['exchange_ms'] / row['step_ms']:.1%}".replace("%", " %") in page
+        if compression == "None":
+            assert f"in a step of {row['step_ms']:.1f} ms" in page

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import warnings
 from functools import partial
@@ -24,6 +25,43 @@ from tests.helpers import SGD, alone, error_of, loss, net
 def by_gossip(model: nn.Module, optimizer: Any = None, **options: Any) -> decent_dp.Gossip:
     optimizer = optimizer if optimizer is not None else torch.optim.SGD(model.parameters(), lr=0.1)
     return decent_dp.gossip(model, optimizer, transport=InProcessTransport(), **options)
+
+
+# -- CUDA graphs -----------------------------------------------------------------------------------------------------------
+
+
+def as_graphed(module: nn.Module) -> None:
+    """As ``torch.cuda.make_graphed_callables`` leaves a module."""
+
+    def new_fwd(x: torch.Tensor) -> torch.Tensor:
+        return type(module).forward(module, x)
+
+    new_fwd.__qualname__ = "make_graphed_callables.<locals>.make_graphed_forward.<locals>.new_fwd"
+    module.forward = new_fwd
+
+
+@pytest.mark.parametrize(
+    ("place", "said"), [("", "the forward of the model is a CUDA graph"), ("0", "of module '0' is a CUDA")]
+)
+def test_the_wrapper_does_not_move_what_a_cuda_graph_reads(place, said):
+    model = net()
+    as_graphed(model.get_submodule(place))
+    with pytest.raises(ValueError, match=said):
+        DecentralizedDataParallel(model, SGD, transport=InProcessTransport())
+    before = [param.data_ptr() for param in model.parameters()]
+    replica = DecentralizedDataParallel(model, SGD, param_as_bucket_view=False, transport=InProcessTransport())
+    loss(replica, 0, 0).backward()
+    assert [param.data_ptr() for param in model.parameters()] == before
+    replica.close()
+    by_gossip(model).close()
+    assert [param.data_ptr() for param in model.parameters()] == before
+
+
+def test_the_name_by_which_torchs_graphs_are_known():
+    """There is no other sign of them; without a GPU only the source shows that torch still has it."""
+    source = inspect.getsource(torch.cuda.make_graphed_callables)
+    assert "func.forward = make_graphed_forward(" in source
+    assert "def new_fwd(" in source
 
 
 # -- PyTorch DDP -----------------------------------------------------------------------------------------------------------

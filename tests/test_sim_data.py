@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from decent_dp.optim import lr_scheduler_fn_cosine_with_warmup, optim_fn_adamw
-from decent_dp.sim import Batches, Result, Row, Simulation, VirtualCluster, digits, dirichlet_split, run
+from decent_dp.sim import Batches, Result, Row, Simulation, VirtualCluster, digits, dirichlet_split, experiment, run
 
 # -- the split -------------------------------------------------------------------------------------------------------------
 
@@ -289,6 +289,9 @@ REFUSED = [
     ({"grad_clip_norm": -0.5}, "grad_clip_norm must be 0.0"),
     ({"hidden": 32}, "hidden must be the widths"),
     ({"hidden": (32, 0)}, "a width of hidden must be a whole number, at least 1, got 0"),
+    ({"device": "gpu"}, "device must be 'cpu', 'cuda', or a GPU by its number such as 'cuda:1', got 'gpu'"),
+    ({"device": "cuda:x"}, "device must be 'cpu', 'cuda', or a GPU"),
+    ({"device": 0}, "device must be the name of a device, 'cpu' or 'cuda', got 0"),
 ]
 
 
@@ -351,6 +354,56 @@ def test_a_run_of_a_small_model_takes_one_thread(monkeypatch):
     finally:
         torch.set_num_threads(1)
     assert seen == [1, 2, 1]
+
+
+@pytest.mark.parametrize("name", ["cuda", "cuda:3"])
+def test_a_gpu_that_is_not_there(monkeypatch, name):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: name == "cuda:3")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match=rf"device '{name}' needs a GPU, and torch .* sees {2 * (name == 'cuda:3')} here"):
+        run(Simulation(n=2, steps=1, device=name))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"optimizer": "gossip-adamw", "drift_correction": True, "grad_clip_norm": 1.0},
+        {"optimizer": "accum-adamw", "compression": "int8", "mix_every": 2},
+        {"optimizer": "momentum", "compression": "bfloat16", "topology": "complete", "overlap": False},
+    ],
+)
+def test_no_tensor_of_a_run_is_on_the_default_device(changed):
+    """Where it has no values here: a tensor on it would be an error, as one on the CPU would be in a run on a GPU."""
+    settings = Simulation(**{"n": 4, "steps": 4, "eval_every": 2, "hidden": (8,), "batch": 8, **changed})
+    expected = run(settings)
+    digits.cache_clear()
+    torch.set_default_device("meta")
+    try:
+        found = run(settings)
+    finally:
+        torch.set_default_device(None)
+    assert found.rows == expected.rows
+
+
+def test_a_run_puts_all_of_it_on_its_device(monkeypatch):
+    """The model, the data and the batches: seen on a device without values, up to the first step."""
+    seen: set[str] = set()
+
+    class Cluster:
+        def __init__(self, model: nn.Module, *_: Any, **__: Any) -> None:
+            self.parameters: dict[str, torch.Tensor] = {}
+            seen.update(str(param.device) for param in model.parameters())
+
+        def step(self, *batch: torch.Tensor) -> torch.Tensor:
+            seen.update(str(tensor.device) for tensor in batch)
+            raise ZeroDivisionError
+
+    monkeypatch.setattr(experiment, "VirtualCluster", Cluster)
+    monkeypatch.setattr(experiment, "find_device", lambda name: torch.device("meta"))
+    with pytest.raises(ZeroDivisionError):
+        run(Simulation(n=2, steps=1, hidden=(4,), optimizer="sgd", device="cuda:7"))
+    assert seen == {"meta"}
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import importlib
+import importlib.util
 import json
 import os
 import sys
@@ -14,8 +14,25 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
-MODULES = ("benchmarks.gpu.situations", "benchmarks.gpu.wires", "benchmarks.gpu.keeping", "benchmarks.gpu.devices")
-LAYOUT = "{:<44} {:<8} {:<10} {:>2} {:<8} {:>6}  {}"
+MODULES = tuple(
+    f"benchmarks.gpu.{name}"
+    for name in (
+        "situations",
+        "loops",
+        "wires",
+        "keeping",
+        "devices",
+        "graphs",
+        "sharding",
+        "nccl",
+        "survival",
+        "simulator",
+        "frameworks",
+        "kernels",
+        "speed",
+    )
+)
+LAYOUT = "{:<52} {:<8} {:<10} {:>2} {:<8} {:>6}  {}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -95,12 +112,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "seconds": round(row.seconds, 2),
                 "detail": row.detail,
                 **({"trace": row.trace} if row.trace else {}),
+                **({"figures": row.figures} if row.figures else {}),
             }
             for row in rows
         ],
     }
     args.out.write_text(json.dumps(report, indent=1) + "\n")
     print(f"written to {args.out}")
+    if on_gpu and importlib.util.find_spec("matplotlib"):
+        from benchmarks.gpu.picture import draw
+
+        draw(report["rows"], found["name"], args.out.with_suffix(".png"))
     return 0 if all(row.ok for row in rows) else 1
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -23,6 +25,8 @@ THREADS: Place = ("threads", 2)
 TRIO_THREADS: Place = ("threads", 3)
 PAIR: Place = ("processes", 2)
 TRIO: Place = ("processes", 3)
+SINGLE: Place = ("processes", 1)
+QUARTET: Place = ("processes", 4)
 
 # The drivers that cases are run with.
 GOSSIP: Sequence[str] = ("gossip",)
@@ -82,12 +86,14 @@ class Worker:
     Attributes:
         driver: 'wrapper' or 'gossip'.
         device: where models and data belong.
+        figures: measurements, for the JSON; those of worker 0 are kept.
     """
 
     def __init__(
         self, rank: int, n: int, driver: str, device: torch.device, folder: Path, meeting: Meeting | None = None
     ) -> None:
         self.rank, self.n, self.driver, self.device, self.folder = rank, n, driver, device, folder
+        self.figures: dict[str, Any] = {}
         self._meeting = meeting
         self._replicas = 0
 
@@ -128,6 +134,28 @@ def raised(kind: type[Exception], call: Callable[[], object], *words: str) -> st
     return text.partition("\n")[0]
 
 
+@contextlib.contextmanager
+def warnings_of(name: str) -> Iterator[list[str]]:
+    """The texts of the warnings of this logger and those below it, which workers do not print otherwise."""
+    found: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+
+    logger, listener = logging.getLogger(name), Listener(logging.WARNING)
+    before = logger.level, logger.propagate
+    logger.addHandler(listener)
+    logger.setLevel(logging.WARNING)
+    logger.propagate = False
+    try:
+        yield found
+    finally:
+        logger.removeHandler(listener)
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
+
+
 Body: TypeAlias = Callable[[Worker], str | None]
 
 
@@ -140,6 +168,8 @@ class Case:
         timeout: seconds after which its workers are ended.
         alone: the workers may be unusable after it: those of the next case are new.
         optional: a failure is reported and not counted; asked for when the case has failed.
+        quiet: it measures time, or the memory of the whole device, and runs when no other case does.
+        dies: the rank whose process ends itself; None if none does.
     """
 
     name: str
@@ -150,6 +180,8 @@ class Case:
     timeout: float = 90.0
     alone: bool = False
     optional: Callable[[], bool] = lambda: False
+    quiet: bool = False
+    dies: int | None = None
 
     @property
     def key(self) -> str:
@@ -171,13 +203,15 @@ def case(
     timeout: float = 90.0,
     alone: bool = False,
     optional: Callable[[], bool] = lambda: False,
+    quiet: bool = False,
+    dies: int | None = None,
 ) -> Callable[[Body], Body]:
     """Registers a function as a case, once for each driver and place."""
 
     def register(body: Body) -> Body:
         for how, n in places:
             for driver in drivers:
-                made = Case(name, body, driver, how, n, timeout, alone, optional)
+                made = Case(name, body, driver, how, n, timeout, alone, optional, quiet, dies)
                 assert made.key not in CASES, f"two cases are called {made.key}"
                 CASES[made.key] = made
         return body

@@ -6,13 +6,14 @@ import gc
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import decent_dp
-from benchmarks.gpu.case import BOTH, GOSSIP, PAIR, THREADS, SkipError, Worker, case, raised
-from benchmarks.gpu.situations import adamw
+from benchmarks.gpu.case import BOTH, GOSSIP, PAIR, THREADS, SkipError, Worker, case, raised, warnings_of
+from benchmarks.gpu.situations import adamw, check_script
 from benchmarks.gpu.training import Script, batch, library, run_library
 
 # Parameters of the model whose memory is counted: 16 layers of 4 MiB.
@@ -38,6 +39,18 @@ def default_device(worker: Worker) -> str:
             torch.set_default_device(None)
         text.append(str(compression))
     return f"compression {', '.join(text)}"
+
+
+@case("workers that share a GPU are told", PAIR)
+def shared_gpu(worker: Worker) -> str:
+    """Once, on the first of them: two processes on one GPU may be a mistake. Not on the CPU."""
+    with warnings_of("decent_dp.replica.devices") as found:
+        run, _ = run_library(Script(steps=2), worker)
+        run.replica.close()
+    due = worker.cuda and worker.rank == 0
+    assert len(found) == due, f"the warnings were {found}"
+    assert not found or "the models of workers 0, 1 are on one GPU" in found[0]
+    return found[0] if found else "no warning on the CPU"
 
 
 @case("a model on the CPU beside a GPU", PAIR)
@@ -131,6 +144,44 @@ def large_model(worker: Worker) -> str:
     for theirs in worker.gather([float(tensor.double().sum()) for tensor in mean]):
         assert theirs == [float(tensor.double().sum()) for tensor in mean], "the means differ"
     return f"waited {run.replica.stats().waited_s:.2f} s in 6 rounds"
+
+
+class Residual(nn.Module):
+    """As many parameters, of which the first ones have gradients that are as large as the last ones'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + 0.1 * torch.tanh(layer(x))
+        return x
+
+
+def residual_loss(model: Callable[[Tensor], Tensor], t: int, rank: int, like: Tensor) -> Tensor:
+    return (model(batch(t, rank, like.device, 4, WIDTH)) - batch(t + 5000, rank, like.device, 4, WIDTH)).square().sum(1).mean()
+
+
+def check_late_values(changes: dict[str, Any], worker: Worker) -> str:
+    """The step is queued behind a long kernel, and the messages are many: what is sent is what the step has made of them."""
+    if not worker.cuda:
+        raise SkipError("there is nothing to queue behind")
+    script = Script(
+        make=Residual,
+        loss=residual_loss,
+        optimizer=partial(torch.optim.SGD, lr=0.01),
+        options={"bucket_size_in_mb": 8},
+        delay=True,
+        steps=4,
+        tolerance=1e-4,
+    )
+    return check_script(replace(script, **changes), worker)
+
+
+LATE: dict[str, dict[str, Any]] = {"": {}, ", a side stream": {"streams": "training"}, ", no overlap": {"overlap": False}}
+for _name, _changes in LATE.items():
+    case(f"a long kernel, a model of 64 MiB{_name}", PAIR)(partial(check_late_values, _changes))
 
 
 @case("two hundred steps, no synchronisation", PAIR)

@@ -1,19 +1,34 @@
-"""The mean of the replicas, and checkpoints."""
+"""The mean of the replicas, checkpoints, random numbers, other numbers of workers, and stops."""
 
 from __future__ import annotations
 
 import copy
 import importlib.util
+import os
+import signal
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.gpu.case import GOSSIP, PAIR, THREADS, TRIO, SkipError, Worker, case
 from benchmarks.gpu.situations import SCALED, Convolutions, adamw, images
-from benchmarks.gpu.training import Library, Script, compare, largest_difference, library, run_library
+from benchmarks.gpu.training import (
+    FEATURES,
+    OUTPUTS,
+    SAMPLES,
+    Library,
+    Script,
+    batch,
+    compare,
+    largest_difference,
+    library,
+    run_library,
+)
 
 IMAGES = Script(make=Convolutions, loss=images, optimizer=adamw(), steps=4)
 
@@ -179,3 +194,175 @@ def optim_state_dict(worker: Worker) -> str:
     text = same(everything(again.model), due, 1e-5, "the resumed run")
     again.replica.close()
     return text
+
+
+# -- random numbers ------------------------------------------------------------------------------------------------------
+
+
+class Noisy(torch.nn.Module):
+    """Draws a mask on its device in each forward, and one by dropout.
+
+    Attributes:
+        masks: those of the forwards, on the CPU.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(FEATURES, 32), torch.nn.Linear(32, OUTPUTS)
+        self.masks: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.nn.functional.dropout(torch.tanh(self.first(x)), 0.2)
+        mask = torch.rand_like(hidden) < 0.7
+        self.masks.append((mask & (hidden != 0)).detach().cpu())
+        out: Tensor = self.last(hidden * mask)
+        return out
+
+
+@case("random numbers of the device", PAIR, TRIO)
+def random_numbers(worker: Worker) -> str:
+    """A checkpoint has them: the masks after a load are those of the run without a stop. Workers draw different ones."""
+    need_safetensors()
+    from decent_dp.checkpoint import load, save
+
+    if worker.cuda:
+        torch.backends.cudnn.deterministic = True
+    script = Script(make=Noisy, topology="base-2")
+    run: Any = library(script, worker)
+    before = state_of_device(worker)
+    train(run, 0, 4)
+    assert not torch.equal(before, state_of_device(worker)), "the model draws from another generator"
+    save(run.replica, worker.folder / "checkpoints")
+    train(run, 4, 8)
+    due, masks = everything(run.model), run.model.masks
+    run.replica.close()
+    assert not torch.equal(masks[3], masks[4]), "two steps drew the same mask"
+    gathered = worker.gather(masks)
+    for rank, theirs in enumerate(gathered):
+        assert rank == worker.rank or not all(map(torch.equal, theirs, masks)), f"worker {rank} drew the same masks"
+    torch.rand(1000 + worker.rank, device=worker.device)
+    again: Any = library(script, worker)
+    load(again.replica, worker.folder / "checkpoints")
+    train(again, 4, 8)
+    assert all(map(torch.equal, again.model.masks, masks[4:])), "the masks after the load are others"
+    worst = largest_difference(list(everything(again.model).values()), list(due.values()))
+    again.replica.close()
+    assert worst == 0.0, f"the resumed run differs by {worst:.2g}"
+    return f"{len(masks[4:])} masks are equal, and differ between workers"
+
+
+def state_of_device(worker: Worker) -> Tensor:
+    return torch.cuda.get_rng_state(worker.device) if worker.cuda else torch.get_rng_state()
+
+
+# -- other numbers of workers, moving averages, statistics, a stop -----------------------------------------------------------
+
+
+@case("checkpoint: of two workers, for three", TRIO, timeout=120)
+def resized(worker: Worker) -> str:
+    """All start from the mean; or two from what they were, and the third from a copy."""
+    need_safetensors()
+    from decent_dp.checkpoint import load, save
+
+    group = dist.new_group([0, 1])
+    states: Any = None
+    if worker.rank < 2:
+        pair = Worker(worker.rank, 2, worker.driver, worker.device, worker.folder)
+        run, _ = run_library(replace(IMAGES, options={"process_group": group}), pair)
+        states = everything(run.model)
+        save(run.replica, worker.folder / "checkpoints")
+        run.replica.close()
+    saved = worker.gather(states)[:2]
+    mean = mean_of(saved)
+    text = []
+    for how in ("mean", "spread"):
+        again = library(replace(IMAGES, topology="base-2"), worker)
+        load(again.replica, worker.folder / "checkpoints", resize=how)
+        found = everything(again.model)
+        assert next(again.model.parameters()).device == worker.device
+        if how == "mean":
+            text.append(same(found, mean, 1e-6, "the mean"))
+        else:
+            # Each worker has one of the two, and each of the two is there.
+            nearest = [number for number, state in enumerate(saved) if equal(found, state)]
+            assert nearest, f"worker {worker.rank} starts from none of the two replicas"
+            assert {number for own in worker.gather(nearest) for number in own} == {0, 1}
+            text.append("spread exactly")
+        train(again, 4, 8)
+        assert all(bool(value.isfinite().all()) for value in everything(again.model).values())
+        again.replica.close()
+    return ", ".join(text)
+
+
+def equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
+    return all(torch.equal(value, b[name]) for name, value in a.items())
+
+
+@case("a moving average, and BatchNorm's statistics", PAIR, THREADS)
+def averages(worker: Worker) -> str:
+    """``AveragedReplica`` by its formula in float64, the mean over workers, and ``calibrate`` by a forward of the mean."""
+    from decent_dp.checkpoint import AveragedReplica, calibrate
+
+    run: Any = library(IMAGES, worker)
+    trained = [name for name, _ in run.model.named_parameters()]
+    average = AveragedReplica(run.replica if worker.driver == "gossip" else run.forward, decay=0.7)
+    due: dict[str, Tensor] = {}
+    for t in range(6):
+        run.step(t)
+        average.update()
+        now = {name: value.double() for name, value in everything(run.model).items() if name in trained}
+        due = {name: 0.7 * due[name] + 0.3 * now[name] for name in trained} if due else now
+    mean = mean_of(worker.gather(due))
+    with average.averaged():
+        found = everything(run.model)
+        text = compare([found[name].double() for name in trained], [mean[name] for name in trained], 1e-5, "the formula")
+    batches = [batch(t, worker.rank, worker.device, SAMPLES, 3, 8, 8) for t in range(3)]
+    with run.replica.averaged():
+        calibrate(run.replica if worker.driver == "gossip" else run.forward, batches)
+        found = everything(run.model)
+        statistics = [name for name, _ in run.model.named_buffers() if "running" in name]
+        by_hand = copy.deepcopy(run.model)
+        norm: Any = by_hand.layers[1]
+        inputs = [by_hand.layers[0](x).detach().double().cpu() for x in batches]
+    run.replica.close()
+    assert statistics == ["layers.1.running_mean", "layers.1.running_var"]
+    means = [torch.stack([x.mean((0, 2, 3)) for x in inputs]).mean(0), torch.stack([x.var((0, 2, 3)) for x in inputs]).mean(0)]
+    everybody = worker.gather(means)
+    assert norm.momentum is not None
+    due_statistics = [torch.stack([theirs[number] for theirs in everybody]).mean(0) for number in range(2)]
+    text += "; " + compare([found[name].double() for name in statistics], due_statistics, 1e-4, "statistics by hand")
+    return text
+
+
+@case("a signal stops all workers after one round", PAIR, alone=True)
+def preempted(worker: Worker) -> str:
+    """SIGTERM to worker 1; all stop, save, and resume as the run that was not stopped."""
+    need_safetensors()
+    from decent_dp.checkpoint import Preemption, load, save
+
+    run = library(IMAGES, worker)
+    stopped = -1
+    with Preemption(run.replica if worker.driver == "gossip" else run.forward) as stop:
+        for t in range(60):
+            run.step(t)
+            time.sleep(0.02)
+            if t == 3 and worker.rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if stop.due:
+                stopped = t
+                break
+    assert stopped >= 3, "the signal stopped nobody"
+    assert worker.gather(stopped) == [stopped] * worker.n, "workers stopped after different rounds"
+    save(run.replica, worker.folder / "checkpoints", {"step": stopped + 1})
+    if worker.cuda:
+        torch.backends.cudnn.deterministic = True
+    train(run, stopped + 1, stopped + 4)
+    due = everything(run.model)
+    run.replica.close()
+    again = library(IMAGES, worker)
+    assert load(again.replica, worker.folder / "checkpoints") == {"step": stopped + 1}
+    train(again, stopped + 1, stopped + 4)
+    worst = largest_difference(list(everything(again.model).values()), list(due.values()))
+    again.replica.close()
+    assert worst == 0.0, f"the resumed run differs by {worst:.2g}"
+    return f"stopped after step {stopped}, and resumed exactly"

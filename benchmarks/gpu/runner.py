@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import importlib
+import logging
 import multiprocessing
 import os
 import queue
@@ -13,7 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import count
 from multiprocessing.connection import Connection, wait
@@ -52,12 +53,14 @@ class Report:
 
     Attributes:
         follows: the error is the consequence of another worker's.
+        figures: measurements.
     """
 
     result: Result
     detail: str = ""
     trace: str = ""
     follows: bool = False
+    figures: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ class Row:
     seconds: float
     detail: str = ""
     trace: str = ""
+    figures: dict[str, Any] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -93,6 +97,9 @@ class Seat:
 def _serve(pipe: Connection, seat: Seat) -> None:
     """Runs the cases whose keys arrive, until None arrives."""
     torch.set_num_threads(1)
+    # Warnings that each case would repeat: several workers are on one GPU. Cases that need them listen (``warnings_of``).
+    logging.getLogger("decent_dp").setLevel(logging.ERROR)
+    torch._logging.set_logs(all=logging.ERROR)  # type: ignore[attr-defined]
     for module in seat.modules:
         importlib.import_module(module)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
@@ -121,12 +128,13 @@ def _run_case(case: Case, seat: Seat, device: torch.device, folder: Path) -> Rep
     try:
         torch.manual_seed(1000 + seat.rank)
         if case.how == "processes":
-            detail = case.body(Worker(seat.rank, seat.n, case.driver, device, folder))
+            worker = Worker(seat.rank, seat.n, case.driver, device, folder)
+            detail, figures = case.body(worker), worker.figures
         else:
-            detail = _run_threads(case, device, folder)
+            detail, figures = _run_threads(case, device, folder)
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # an error of a kernel belongs to the case that has queued it
-        return Report("passed", detail or "")
+        return Report("passed", detail or "", figures=figures)
     except SkipError as reason:
         return Report("skipped", str(reason))
     except BaseException as error:
@@ -137,14 +145,15 @@ def _run_case(case: Case, seat: Seat, device: torch.device, folder: Path) -> Rep
         faulthandler.cancel_dump_traceback_later()
 
 
-def _run_threads(case: Case, device: torch.device, folder: Path) -> str | None:
+def _run_threads(case: Case, device: torch.device, folder: Path) -> tuple[str | None, dict[str, Any]]:
     meeting = Meeting(case.n)
     errors: list[BaseException] = []
 
-    def work(transport: Any) -> str | None:
+    def work(transport: Any) -> tuple[str | None, dict[str, Any]]:
         rank: int = transport.rank
         try:
-            return case.body(Worker(rank, case.n, case.driver, device, folder, meeting))
+            worker = Worker(rank, case.n, case.driver, device, folder, meeting)
+            return case.body(worker), worker.figures
         except BaseException as error:
             errors.append(error)
             meeting.abort(rank)
@@ -211,7 +220,7 @@ class _Launch:
             for pipe in self._pipes:
                 with contextlib.suppress(OSError):  # a dead worker is found by its missing report
                     pipe.send((case.key, folder))
-            return self._collect(case.timeout)
+            return self._collect(case.timeout, case.dies)
 
     def end(self, *, now: bool) -> None:
         """Ends the processes, at once or when they are done."""
@@ -224,8 +233,8 @@ class _Launch:
             process.join()
             pipe.close()
 
-    def _collect(self, timeout: float) -> Report:
-        """Merges the reports of all processes."""
+    def _collect(self, timeout: float, dies: int | None = None) -> Report:
+        """Merges the reports of all processes; that of rank ``dies`` is its end."""
         deadline = time.monotonic() + timeout
         found: dict[int, Report] = {}
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
@@ -238,7 +247,8 @@ class _Launch:
                 except (EOFError, OSError):
                     self._processes[rank].join(5)
                     code = self._processes[rank].exitcode
-                    found[rank] = Report("failed", f"the process ended with exit code {code}")
+                    result: Result = "passed" if rank == dies else "failed"
+                    found[rank] = Report(result, f"the process ended with exit code {code}")
                 if found[rank].result == "failed":
                     deadline = min(deadline, time.monotonic() + _GRACE)
         failed = {rank: report for rank, report in found.items() if report.result == "failed"}
@@ -259,11 +269,11 @@ def run(
     Args:
         limit: seconds for all; later cases do not run.
         timeout: of each case; None for its own.
-        lanes: how many cases run at a time.
+        lanes: how many cases run at a time; ``quiet`` ones run after all others, one after another.
     """
     ends = time.monotonic() + limit
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    by_size = sorted(cases, key=lambda case: case.processes)
+    by_size = sorted((case for case in cases if not case.quiet), key=lambda case: case.processes)
     rows: queue.Queue[Row | None] = queue.Queue()
 
     def fill(lane: int) -> None:
@@ -278,6 +288,7 @@ def run(
     for _ in range(lanes):
         while (row := rows.get()) is not None:
             yield row
+    yield from _run_in_turn([case for case in cases if case.quiet], device, modules, store.port, ends, timeout)
 
 
 def _run_in_turn(
@@ -311,4 +322,4 @@ def _row(case: Case, report: Report, seconds: float) -> Row:
     result = report.result
     if result in ("failed", "timeout") and case.optional():
         result = "optional"
-    return Row(case, result, seconds, report.detail, report.trace)
+    return Row(case, result, seconds, report.detail, report.trace, report.figures)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-import shutil
-import sysconfig
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -208,6 +204,11 @@ SCRIPTS: dict[str, tuple[Script, tuple[Place, ...]]] = {
     "autocast float16, GradScaler, overflow": (SCALED, (THREADS,)),
     "GradScaler, overflow, no overlap": (replace(SCALED, overlap=False), ()),
     "GradScaler and clipping": (replace(SCALED, clip=0.5), ()),
+    "GradScaler and accumulation": (replace(SCALED, backwards=3, steps=5, overflows=[(1, 7)]), ()),
+    "GradScaler, accumulation, the last updates": (
+        replace(SCALED, backwards=3, steps=5, overflows=[(0, 4)], accumulation="last"),
+        (),
+    ),
     "GradScaler and fused AdamW": (replace(SCALED, optimizer=adamw(fused=True)), ()),
     "AdamW foreach": (replace(PLAIN, optimizer=adamw(foreach=True)), ()),
     "AdamW fused": (replace(PLAIN, optimizer=adamw(fused=True)), ()),
@@ -273,16 +274,6 @@ def capturable(worker: Worker) -> str:
     if not worker.cuda:
         raise SkipError("capturable optimizers are for CUDA tensors")
     return check_script(replace(PLAIN, optimizer=adamw(capturable=True)), worker)
-
-
-@case("torch.compile of the model", PAIR, timeout=170)
-def compiled(worker: Worker) -> str:
-    if shutil.which("gcc") is None and shutil.which("cc") is None:
-        raise SkipError("there is no C compiler")
-    headers = Path(sysconfig.get_path("include"), "Python.h")
-    if worker.cuda and not (importlib.util.find_spec("triton") and headers.exists()):
-        raise SkipError("there is no Triton, or Python was installed without its headers")
-    return check_script(replace(PLAIN, compiled=True, tolerance=1e-4), worker)
 
 
 # -- one worker --------------------------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ class Script:
         steps: batches of a worker, by rank if they are uneven.
         streams: on CUDA: 'training' is on a side stream, or only the 'forward' is, or its 'layers' are on two.
         delay: on CUDA: a long kernel is queued before the step.
-        compiled: the forward is compiled.
+        compiled: the forward is compiled, by ``backend`` in the mode ``mode``.
         reload: before this batch the model gets values that are the same on all workers.
         tolerance: of the largest difference to the twin.
     """
@@ -90,6 +90,8 @@ class Script:
     streams: str = ""
     delay: bool = False
     compiled: bool = False
+    mode: str | None = None
+    backend: str = "inductor"
     reload: int | None = None
     tolerance: float = 2e-5
 
@@ -225,7 +227,7 @@ class _Gossiping(_WithStreams):
             **script.options,
         )
         if script.compiled:
-            self.forward = torch.compile(self.model)
+            self.forward = torch.compile(self.model, mode=script.mode, backend=script.backend)
 
     def update(self) -> None:
         self._sleep()
@@ -251,7 +253,9 @@ class _Wrapped(_WithStreams):
             transport=self.worker.transport(),
             **options,
         )
-        self.forward = torch.compile(self.replica) if script.compiled else self.replica
+        self.forward = (
+            torch.compile(self.replica, mode=script.mode, backend=script.backend) if script.compiled else self.replica
+        )
 
     def step(self, t: int) -> None:
         numbers, replica = list(self.numbers(t)), self.replica

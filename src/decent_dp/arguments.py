@@ -22,6 +22,7 @@ __all__ = [
     "check_scaler",
     "make_optimizer",
     "make_scheduler",
+    "refuse_graphs",
 ]
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -43,6 +44,22 @@ _SHARDED = (
     "sharded replicas train with decent_dp.gossip(model, optimizer), which mixes after the optimizer's step. Here a replica "
     "must fit one device."
 )
+
+
+def refuse_graphs(model: nn.Module) -> None:
+    """Refuses a model whose parameters must stay where they are.
+
+    Raises:
+        ValueError: a forward is a CUDA graph, which reads the memory that parameters had at its capture; names the module.
+    """
+    for name, module in model.named_modules():
+        # torch puts a function of this origin in the module's place of ``forward``.
+        if "make_graphed_callables" in getattr(vars(module).get("forward"), "__qualname__", ""):
+            raise ValueError(
+                f"the forward of {f'module {name!r}' if name else 'the model'} is a CUDA graph "
+                "(torch.cuda.make_graphed_callables), which reads parameters where they were at the capture, and this wrapper "
+                "moves them into buckets: pass param_as_bucket_view=False"
+            )
 
 
 def check_model(model: Any, *, shards: bool = False) -> None:

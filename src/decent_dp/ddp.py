@@ -22,6 +22,7 @@ from decent_dp.arguments import (
     check_factories,
     check_model,
     check_scaler,
+    refuse_graphs,
 )
 from decent_dp.backward.replica import BackwardReplica
 from decent_dp.backward.units import DeferredList
@@ -128,6 +129,8 @@ class DecentralizedDataParallel(nn.Module):
             if isinstance(model, DecentralizedDataParallel):
                 raise TypeError("model is already wrapped in DecentralizedDataParallel: pass its .module")
             check_model(model)
+            if param_as_bucket_view:
+                refuse_graphs(model)
             older.extend(find_superseded(model))
             check_factories(optim_fn, lr_scheduler_fn)
             scaled = check_scaler(scaler) is not None

@@ -56,6 +56,7 @@ def simulate(
     overlap: Annotated[
         bool, typer.Option("--overlap/--no-overlap", help="Mix with the values sent in the last update.")
     ] = True,
+    device: Annotated[str, typer.Option(help="Where the workers are computed: cpu, cuda or cuda:1.")] = "cpu",
     seed: Annotated[int, typer.Option(help="Of the weights, the split and the batches.", min=0, max=2**63 - 1)] = 0,
     plot: Annotated[Path | None, typer.Option(help="Draw a figure into this file (.png, .pdf, .svg).", metavar="FILE")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")] = False,
@@ -72,7 +73,7 @@ def simulate(
         require("--alpha", alpha, alpha > 0, "above zero (0.1 is very uneven, 100 nearly even)")
     writable("--plot", plot, plot=True)
 
-    from decent_dp.sim.experiment import DATA, Simulation, run
+    from decent_dp.sim.experiment import DATA, Simulation, find_device, run
 
     with refusing():
         settings = Simulation(
@@ -91,7 +92,9 @@ def simulate(
             drift_correction=drift_correction,
             seed=seed,
             eval_every=max(1, steps // 10),
+            device=device,
         )
+        find_device(device)
     samples = len(DATA[data]().y)
     if n > samples:
         raise BadInputError(f"-n {n} workers are more than the {samples} training samples of '{data}'; write at most {samples}")
@@ -164,7 +167,7 @@ def _report(result: Result) -> None:
         ("accuracy", f"{_percent(last.accuracy)} of the mean of all replicas, {_percent(last.worst_accuracy)} of the worst"),
         ("sent", f"{per_step} per worker and step, {result.parameters:,} parameters"),
         ("samples", split + ("" if settings.alpha is None else f", classes split with alpha {settings.alpha:g}")),
-        ("took", f"{result.seconds:.1f} s on this machine"),
+        ("took", f"{result.seconds:.1f} s on this machine{'' if settings.device == 'cpu' else f' ({settings.device})'}"),
     ]
     say(_heading(settings), "", made, "", figures(rows))
 

@@ -177,6 +177,11 @@ class Compression(ABC):
             message_id: with a negative rank; the same on any worker that reduces this chunk at this stage.
         """
 
+    def arrive(self, sent: Tensor, received: Tensor) -> None:
+        """Both messages are there, on the current stream of a GPU, and ``differences`` or ``mix`` will be called: begins what
+        these would wait for. The call may be left out."""
+        return
+
     @abstractmethod
     def differences(self, sent: Tensor, received: Tensor) -> Iterator[tuple[Block, Tensor | None, float]]:
         """The received message minus the sent one, both finite, block by block.

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from decent_dp.compression.base import Block, Chunk, FlatTensor, MessageId, all_finite, part_of
 from decent_dp.compression.blockwise import Blockwise
+from decent_dp.compression.by_kernels import CastsByKernels
+from decent_dp.compression.on_cuda import CastsOnCuda
 from decent_dp.compression.stochastic_rounding import NOISE_LENGTH, noise_at
 
 __all__ = ["BFloat16", "Lossless"]
@@ -27,6 +29,9 @@ class Lossless(Blockwise):
 
     def __init__(self, tensors: Sequence[FlatTensor], dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(tensors, dtype, device)
+        self._fast = CastsByKernels.make(self.chunks, self.code, dtype, device)
+        blocks = [block for chunk in self.chunks for block in chunk.blocks]
+        self._on_cuda = CastsOnCuda.make(blocks, self.code, dtype, device)
         parts = [self.chunks[first : first + _TOGETHER] for first in range(0, len(self.chunks), _TOGETHER)]
         self._runs = [(len(part), list(_joined(part, self._itemsize))) for part in parts]
 
@@ -34,9 +39,19 @@ class Lossless(Blockwise):
     def code_of(cls, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
+    def encode(self, values: Sequence[Tensor], out: Tensor, message_id: MessageId, hints: Sequence[bytes]) -> Iterator[int]:
+        if self._on_cuda is None:
+            yield from super().encode(values, out, message_id, hints)
+            return
+        self._on_cuda.encode(values, out, self.flag_view(out), message_id)
+        yield self.nbytes
+
     def _encode(
         self, values: Sequence[Tensor], out: Tensor, message_id: MessageId, hints: Sequence[bytes]
     ) -> Iterator[bool | Tensor]:
+        if self._fast is not None:
+            yield from self._fast.encode(values, out)
+            return
         # Several chunks by one call: each call gives the interpreter lock away, which another thread may then hold for 5 ms.
         for chunks, runs in self._runs:
             finite: bool | Tensor = True
@@ -79,6 +94,13 @@ class Lossless(Blockwise):
                 difference.copy_(theirs).sub_(scratch[1, : len(ours)].copy_(ours))
             for block, part in self._split(difference, chunk):
                 yield block, part, 1.0
+
+    def mix(self, values: Sequence[Tensor], sent: Tensor, received: Tensor, rate: float) -> None:
+        fast = self._on_cuda or self._fast
+        if fast is None or not all(value.is_contiguous() for value in values):
+            super().mix(values, sent, received, rate)
+        elif rate:
+            fast.mix(values, sent, received, rate)
 
     def proposals(self, values: Sequence[Tensor], sent: Tensor) -> Iterator[tuple[Block, Tensor]]:
         for chunk in self.chunks:

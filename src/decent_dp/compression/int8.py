@@ -26,12 +26,15 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from decent_dp.compression.base import Block, Chunk, FlatTensor, MessageId, part_of
 from decent_dp.compression.blockwise import Blockwise
-from decent_dp.compression.lattice import LARGEST_NUMBER, PRIME, FloatArray, Run, Scratch, largest, runs_of
+from decent_dp.compression.by_kernels import Int8ByKernels
+from decent_dp.compression.lattice import LARGEST_NUMBER, PRIME, FloatArray, IntArray, Run, Scratch, largest, runs_of
+from decent_dp.compression.on_cuda import Int8OnCuda
 from decent_dp.compression.stochastic_rounding import noise_at
 
 __all__ = ["Int8"]
@@ -69,6 +72,7 @@ class Int8(Blockwise):
         for chunk in self.chunks:
             self._runs[chunk.start] = list(runs_of(chunk, first, device, self._record))
             first += len(chunk.blocks)
+        self._fast = Int8ByKernels.make(self.tensors, self.chunks, dtype, device)
         # The distance of each block seen lately and the expected one (NaN: none yet), the largest for which it was rejected
         # since it was last decoded, and its largest value.
         self._seen = np.full(len(self._blocks), np.nan)
@@ -78,6 +82,7 @@ class Int8(Blockwise):
         self._rejections = np.zeros(len(self._blocks), dtype=np.int64)
         self._largest = np.zeros(len(self._blocks))
         self._steps = np.ones(len(self._blocks))
+        self._on_cuda = Int8OnCuda.make(self.tensors, self._blocks, dtype, device)
 
     @classmethod
     def code_of(cls, dtype: torch.dtype) -> torch.dtype:
@@ -87,20 +92,38 @@ class Int8(Blockwise):
 
     def hint(self, values: Sequence[Tensor]) -> bytes:
         """The exponents of the steps that this worker asks for, a signed byte for each block."""
-        for i in np.flatnonzero(self._largest == 0):
-            block = self._blocks[i]
-            self._largest[i] = largest(values[block.tensor][block.start : block.stop])
+        self._take_encoded()
+        self._look_at_zeros(values)
         expected = np.where(np.isnan(self._expected), _AT_FIRST * self._largest, self._expected)
         # A step below the values' own resolution would leave the numbers that can be summed.
         step = np.maximum(np.maximum(expected / 127, 4 * self._largest / LARGEST_NUMBER), 2.0**-126)
         exponents = np.ceil(np.log2(np.where(np.isfinite(step), step, 1.0)))
         return bytes(np.clip(exponents, -126, 127).astype(np.int8))
 
+    def _look_at_zeros(self, values: Sequence[Tensor]) -> None:
+        """Finds the largest values of the blocks in which none is known."""
+        unknown = np.flatnonzero(self._largest == 0)
+        if self._on_cuda is not None and len(unknown):
+            self._largest[unknown] = self._on_cuda.largest(values)[unknown]
+            return
+        for i in unknown:
+            block = self._blocks[i]
+            self._largest[i] = largest(values[block.tensor][block.start : block.stop])
+
+    def _take_encoded(self) -> None:
+        """Learns the largest values of the last message, which a GPU has found meanwhile."""
+        found = None if self._on_cuda is None else self._on_cuda.encoded()
+        if found is not None:
+            most, values = found
+            fits = most < LARGEST_NUMBER
+            self._largest = np.where(fits, most * self._steps, np.where(np.isfinite(values), values, self._largest))
+
     def resume(self, out: Tensor, message_id: MessageId, hints: Sequence[bytes]) -> None:
         super().resume(out, message_id, hints)
         self._set_steps(hints)
 
     def state(self) -> list[dict[str, Tensor]]:
+        self._take_encoded()
         table = np.stack([self._seen, self._expected, self._failed, self._largest], axis=1)
         counts = [len(blocks) for blocks in self._blocks_by_tensor()]
         return [{"ranges": part} for part in torch.split(torch.from_numpy(table), counts)]
@@ -111,15 +134,18 @@ class Int8(Blockwise):
 
     def _set_steps(self, hints: Sequence[bytes]) -> None:
         exponents = np.stack([np.frombuffer(hint, dtype=np.int8) for hint in hints]).max(0)
+        self._take_encoded()  # in units of the steps until now
         self._steps = np.ldexp(1.0, exponents.astype(np.int32))
+        if self._on_cuda is not None:
+            self._on_cuda.set_steps(self._steps)
 
-    def _accept(self, place: int, steps: float) -> None:
-        """A block was decoded, and the others were this many steps away."""
-        distance, before = max(steps, 1.0) * self._steps[place], self._seen[place]
-        self._seen[place] = distance if math.isnan(before) else max(distance, _MEMORY * before)
-        self._expected[place] = _MARGIN * self._seen[place]
-        self._failed[place] = 0.0
-        self._rejections[place] = 0
+    def _accept(self, places: int | IntArray, steps: float | FloatArray) -> None:
+        """Blocks were decoded, and the others were this many steps away."""
+        # fmax: of a block that was never seen, NaN, the distance itself.
+        self._seen[places] = np.fmax(np.maximum(steps, 1.0) * self._steps[places], _MEMORY * self._seen[places])
+        self._expected[places] = _MARGIN * self._seen[places]
+        self._failed[places] = 0.0
+        self._rejections[places] = 0
 
     def _reject(self, place: int) -> None:
         self._rejected += 1
@@ -140,8 +166,19 @@ class Int8(Blockwise):
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
+    def encode(self, values: Sequence[Tensor], out: Tensor, message_id: MessageId, hints: Sequence[bytes]) -> Iterator[int]:
+        if self._on_cuda is None:
+            yield from super().encode(values, out, message_id, hints)
+            return
+        self._set_steps(hints)
+        self._on_cuda.encode(values, out, self.flag_view(out), message_id)
+        yield self.nbytes
+
     def _encode(self, values: Sequence[Tensor], out: Tensor, message_id: MessageId, hints: Sequence[bytes]) -> Iterator[bool]:
         self._set_steps(hints)
+        if self._fast is not None:
+            yield from self._fast.encode(values, out, message_id, self._steps, self._largest)
+            return
         scratch = self._scratch()
         for runs in self._runs.values():
             finite = True
@@ -181,7 +218,49 @@ class Int8(Blockwise):
         """Of the block's record: whether it has codes."""
         return message[block.record : block.record + 8].view(torch.float64)
 
+    def arrive(self, sent: Tensor, received: Tensor) -> None:
+        if self._on_cuda is not None:
+            self._on_cuda.verify(sent, received)
+
+    def mix(self, values: Sequence[Tensor], sent: Tensor, received: Tensor, rate: float) -> None:
+        if self._on_cuda is not None:
+            found = self._judge_on_cuda(self._on_cuda, sent, received)
+            if rate:
+                self._on_cuda.mix(values, sent, received, found, rate)
+        elif self._fast is None or not all(value.is_contiguous() for value in values):
+            super().mix(values, sent, received, rate)
+        else:
+            self._judge(*self._fast.mix(values, sent, received, rate * self._steps, moving=bool(rate)))
+
+    def _judge(self, certain: npt.NDArray[np.bool_], steps: FloatArray) -> None:
+        """For each block, whether it was decoded, and how many steps the others were away."""
+        accepted = np.flatnonzero(certain)
+        self._accept(accepted, steps[accepted])
+        for place in np.flatnonzero(~certain):
+            self._reject(int(place))
+
+    def _judge_on_cuda(self, coder: Int8OnCuda, sent: Tensor, received: Tensor) -> Tensor:
+        """The same, as the kernel has found; returns its result."""
+        self._take_encoded()
+        found, host = coder.verified(sent, received)
+        self._judge(host[:, 0] != 0, host[:, 1])
+        return found
+
+    def _differences_on_cuda(
+        self, coder: Int8OnCuda, sent: Tensor, received: Tensor
+    ) -> Iterator[tuple[Block, Tensor | None, float]]:
+        self._judge_on_cuda(coder, sent, received)
+        for place, block in enumerate(self._blocks):
+            if self._rejections[place]:
+                yield block, None, 1.0
+                continue
+            wrapped = self._codes(received, block, torch.uint8) - self._codes(sent, block, torch.uint8)
+            yield block, wrapped.view(torch.int8).to(self.compute), float(self._steps[place])
+
     def differences(self, sent: Tensor, received: Tensor) -> Iterator[tuple[Block, Tensor | None, float]]:
+        if self._on_cuda is not None:
+            yield from self._differences_on_cuda(self._on_cuda, sent, received)
+            return
         scratch, hosts = self._scratch(), (sent.cpu(), received.cpu())
         for run in self._each_run():
             ours, theirs = (run.records(message).numpy() for message in hosts)
@@ -227,9 +306,7 @@ class Int8(Blockwise):
             reach = np.maximum(reach, most + theirs[:, 2])
             total.add_(steps, alpha=size)
         moves = torch.empty_like(codes)
-        moved = scratch.numbers(run, total.div_(sum(sizes)), np.ones(len(run.blocks)), noise, moves)
-        most = run.largest(moved)
-        columns, both = scratch.sums(run, moved, most)
+        most, columns, both = scratch.round_up_or_down(run, total.div_(sum(sizes)), noise, moves)
         torch.add(parts[0], moves, out=codes)
         found = np.stack([records[0][:, 0] + columns, (records[0][:, 1] + both) % PRIME, reach + most], axis=1)
         found[~(good & (reach + most <= 127))] = _NOTHING

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
+from types import ModuleType
 from typing import TypeAlias
 
 import numpy as np
@@ -16,8 +17,9 @@ import torch
 from torch import Tensor
 
 from decent_dp.compression.base import Block, Chunk, part_of
+from decent_dp.kernels import load_numba
 
-__all__ = ["LARGEST_NUMBER", "PRIME", "FloatArray", "Run", "Scratch", "runs_of"]
+__all__ = ["LARGEST_NUMBER", "PRIME", "FloatArray", "IntArray", "Run", "Scratch", "kernels_for", "runs_of", "sum_weights"]
 
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 IntArray: TypeAlias = npt.NDArray[np.int64]
@@ -51,6 +53,7 @@ class Run:
         numel: the number of values of all blocks.
         small: NumPy sums them; otherwise it is one block.
         bounds: where each block starts in the run; one more entry for the end.
+        edges: the same as an array.
     """
 
     def __init__(self, first: int, blocks: Sequence[Block], record_bytes: int, *, small: bool) -> None:
@@ -60,7 +63,8 @@ class Run:
         self.record_stop = self.record + len(blocks) * record_bytes
         self.bounds = [0, *itertools.accumulate(block.numel for block in blocks)]
         self.numel = self.bounds[-1]
-        self._starts = np.array(self.bounds[:-1])
+        self.edges: IntArray = np.array(self.bounds, dtype=np.int64)
+        self._starts = self.edges[:-1]
         # The weights of each number, only for runs of small blocks.
         self._weights: tuple[FloatArray, IntArray] | None = None
 
@@ -107,6 +111,7 @@ class Scratch:
         longest = max((run.numel for run in runs), default=0)
         size = -(-longest // _COLUMNS) * _COLUMNS
         self._compute, self._device = compute, device
+        self._kernels = kernels_for(compute, device)
         self._numbers = torch.empty(size, dtype=compute, device=device)
         self._values = torch.empty(longest, dtype=compute, device=device)
         self._bytes = torch.empty(longest, dtype=torch.uint8, device=device)
@@ -137,6 +142,21 @@ class Scratch:
             return numbers.sub_(_MAGIC)
         codes.copy_(numbers.round_().nan_to_num(0, 0, 0).to(torch.int64))
         return numbers
+
+    def round_up_or_down(
+        self, run: Run, value: Tensor, noise: Sequence[Tensor], codes: Tensor
+    ) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Numbers of the values themselves, with a step of 1: the largest of each block, and its two sums."""
+        if self._kernels is None:
+            numbers = self.numbers(run, value, np.ones(len(run.blocks)), noise, codes)
+            most = run.largest(numbers)
+            return most, *self.sums(run, numbers, most)
+        found = np.empty((3, len(run.blocks)))
+        together = torch.cat(list(noise)) if len(noise) > 1 else noise[0]
+        self._kernels.round_up_or_down(
+            *(run.edges, value.numpy(), together.numpy(), codes.numpy(), sum_weights(), *found),
+        )
+        return found[0], found[1], found[2]
 
     def sums(self, run: Run, numbers: Tensor, largest: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Two weighted sums of the integers of each block; those of a block that has other values mean nothing. Wrong integers
@@ -170,9 +190,17 @@ class Scratch:
         self, run: Run, ours: FloatArray, our_codes: Tensor, theirs: FloatArray, their_codes: Tensor
     ) -> tuple[Tensor, FloatArray, npt.NDArray[np.bool_]]:
         """Theirs less ours, in steps; of each block the largest of them, and whether it is certain. Both ends find the same."""
+        steps = self._numbers[: run.numel]
+        if self._kernels is not None:
+            largest, certain = np.empty(len(run.blocks)), np.empty(len(run.blocks), dtype=np.bool_)
+            self._kernels.wrap(
+                *(run.edges, our_codes.numpy(), ours, their_codes.numpy(), theirs),
+                *(sum_weights(), steps.numpy(), largest, certain),
+            )
+            return steps, largest, certain
         wrapped = self._bytes[: run.numel]
         torch.sub(their_codes, our_codes, out=wrapped)
-        steps = self._numbers[: run.numel].copy_(wrapped.view(torch.int8))
+        steps.copy_(wrapped.view(torch.int8))
         largest = run.largest(steps)
         columns, both = self.sums(run, steps, largest)
         # Records of what is not finite, or has no codes: every comparison with them is false.
@@ -190,9 +218,20 @@ def _weights() -> tuple[FloatArray, FloatArray, IntArray]:
     return columns, by_column, draw.integers(1, _BY_ROW, _COLUMNS)
 
 
+@functools.cache
+def sum_weights() -> IntArray:
+    """The same in rows, as kernels take them."""
+    return np.stack([weights.astype(np.int64) for weights in _weights()])
+
+
+def kernels_for(dtype: torch.dtype, device: torch.device) -> ModuleType | None:
+    """The kernels for arithmetic in ``dtype``, or None."""
+    return load_numba("int8_cpu") if dtype == torch.float32 and device.type == "cpu" else None
+
+
 def largest(value: Tensor) -> float:
     """The largest absolute value; 0 of none."""
     if not value.numel():
         return 0.0
     low, high = torch.aminmax(value)
-    return max(-float(low), float(high))
+    return max(-float(low), float(high)) + 0.0  # never -0.0, as it is saved

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
@@ -42,6 +43,9 @@ _NOISE = 1e-3
 _APART = 1009
 # The largest error of an orthonormal basis, before it is rounded.
 _WRONG = 0.1
+
+# Torch loads CUDA's linear algebra with the first call, and two threads that call it at once fail.
+_LOADING = threading.Lock()
 
 _Bases = list["Tensor | None"]
 
@@ -74,7 +78,8 @@ class LowRank(Compression):
             {number: self._draw(number, side) for number, is_matrix in enumerate(self._matrices) if is_matrix}
             for side in (0, 1)
         ]
-        self._drawn = [self._drawn_bases(noise) for noise in self._noise]
+        with _LOADING:
+            self._drawn = [self._drawn_bases(noise) for noise in self._noise]
         # The bases that single edges have learned, by members and side.
         self._learned: dict[tuple[tuple[int, ...], int], _Bases] = {}
         # Exchanges in a row in which the ends had other bases, and rejected matrices, so far.
@@ -228,6 +233,10 @@ class LowRank(Compression):
         for start in range(0, len(matrix), step):
             rows = slice(start, min(start + step, len(matrix)))
             yield rows, matrix[rows]
+
+    def arrive(self, sent: Tensor, received: Tensor) -> None:
+        if self.nbytes:
+            self._inner.arrive(sent[_DIGEST:], received[_DIGEST:])
 
     def differences(self, sent: Tensor, received: Tensor) -> Iterator[tuple[Block, Tensor | None, float]]:
         if not self.nbytes:

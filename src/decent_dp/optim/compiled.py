@@ -1,13 +1,13 @@
 """The update of AccumAdam(W) as one pass over memory, by torch.compile, on request.
 
-It needs a C++ compiler on the CPU and Triton on CUDA. Without them it warns and runs the forms of `update`. torch compiles once
-per list of shapes, and again at the first end of a window; inductor's cache on disk (TORCHINDUCTOR_CACHE_DIR) keeps the result.
+It needs a C++ compiler. Without one it warns and runs the forms of `update`. On CUDA the kernel in Triton, which `update` has,
+needs no such request, and runs instead. torch compiles once per list of shapes, and again at the first end of a window;
+inductor's cache on disk (TORCHINDUCTOR_CACHE_DIR) keeps the result.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import types
 import warnings
 from collections.abc import Callable
@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .update import Hyperparameters, TensorLists, split_lists, state_dtype, update_alike
+from decent_dp.kernels import tables
+
+from .update import Hyperparameters, TensorLists, kernel_numbers, split_lists, state_dtype, update_alike
 
 __all__ = ["compiled_accum_adam"]
 
@@ -28,9 +30,9 @@ def compiled_accum_adam(lists: TensorLists, hyper: Hyperparameters) -> None:
     """`multi_tensor_accum_adam`, compiled: one kernel per device, dtype and step, or a few for very many tensors."""
     for step, alike in split_lists(lists):
         key = tuple((p.device, p.dtype, p.shape, p.stride()) for p in alike.params)
-        if key not in _FAILED:
+        if key not in _FAILED and not tables.usable(alike.params[0].device):
             try:
-                numbers = _numbers(alike.params[0], step, hyper)
+                numbers = _on_device(alike.params[0], kernel_numbers(step, hyper))
                 _compile_for(key)(*alike[:5], numbers, hyper.decoupled, hyper.ends_window(step))
                 continue
             except torch._dynamo.exc.TorchDynamoException as error:  # the compiler raises it before any tensor changes
@@ -39,15 +41,8 @@ def compiled_accum_adam(lists: TensorLists, hyper: Hyperparameters) -> None:
         update_alike(alike, step, hyper)
 
 
-def _numbers(param: Tensor, step: int, hyper: Hyperparameters) -> Tensor:
-    """The numbers that change between updates, as a tensor: torch would compile plain numbers in, and compile again.
-
-    In this order, with c = sqrt(1-β2^k): 1-lr·wd or wd, 1/s, 1-β1, 1-β2, c·ε, lr·c/(1-β1^k), β1, β2.
-    """
-    k, lr, wd, beta1, beta2 = hyper.window(step), hyper.lr, hyper.weight_decay, hyper.beta1, hyper.beta2
-    c = math.sqrt(1 - beta2**k)
-    decay = 1 - lr * wd if hyper.decoupled else wd
-    values = [decay, 1 / hyper.accum_iter, 1 - beta1, 1 - beta2, c * hyper.eps, lr * c / (1 - beta1**k), beta1, beta2]
+def _on_device(param: Tensor, values: list[float]) -> Tensor:
+    """The numbers that change between updates, as a tensor: torch would compile plain numbers in, and compile again."""
     on_cuda = param.device.type == "cuda"  # from pinned memory, so that the host does not wait for the device
     numbers = torch.tensor(values, dtype=state_dtype(param), device="cpu", pin_memory=on_cuda)
     return numbers.to(param.device, non_blocking=on_cuda)
@@ -63,7 +58,7 @@ def _one_pass(
     decoupled: bool,
     ends: bool,
 ) -> None:
-    """The function to compile: the readable form, with the numbers of `_numbers`."""
+    """The function to compile: the readable form, with the numbers of `kernel_numbers`."""
     decay, share, w1, w2, eps, rate, beta1, beta2 = numbers.unbind()
     for param, grad, exp_avg, exp_avg_sq, accum_grad in zip(params, grads, exp_avgs, exp_avg_sqs, accum_grads, strict=True):
         x, g = param.to(numbers.dtype), grad.to(numbers.dtype)

@@ -38,8 +38,8 @@ docs/gossip-adamw.md derives this, with the bias and the variance of the estimat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any, NoReturn, TypeAlias, cast
 
 import torch
@@ -49,55 +49,34 @@ from torch.optim.adamw import AdamW, adamw
 from torch.optim.optimizer import ParamsT
 
 from decent_dp._checks import check_integer
+from decent_dp.kernels import tables
+from decent_dp.optim.gossip_state import (
+    BOUND,
+    COUNT,
+    FALL,
+    GAINS,
+    KEPT,
+    LARGE,
+    LR,
+    MEANS,
+    PLAIN,
+    ROOTS,
+    SHARED,
+    SMALLEST,
+    STATISTICS,
+    TINY,
+    Row,
+)
 from decent_dp.optim.loading import given_state, pairs
 from decent_dp.optim.statistics import SharesStatistics
 
 __all__ = ["GossipAdamW"]
 
-# Steps in which s takes g⊙g. After ten steps the momentum averages about six gradients.
-_PLAIN = 10
-_MEANS, _SHARED, _GAINS, _ROOTS = "means", "shared_means", "gains", "shared_roots"
-_COUNT, _LR = "statistics_step", "statistics_lr"
-_KEPT = frozenset({_MEANS, _SHARED, _COUNT, _LR})
-_STATISTICS = _KEPT | {_GAINS, _ROOTS}
-# The rate below which a drift belongs to higher rates falls by this factor per renewal, more slowly than drifts are forgotten.
-_FALL = 0.9
-# Of the means of g⊙δ, in units of those of g⊙g: they may be larger in one step, and rarely are.
-_BOUND = 4.0
 # Elements of a block of rows on the CPU: operands and temporaries of a few blocks fit into a cache of some MiB.
 _BLOCK = 256 * 1024
-# F is at least this by n.
-_SMALLEST = 0.25
-# Bounds that keep the gains of rows without a gradient, whose update is zero, finite.
-_TINY, _LARGE = 1e-38, 1e30
-
-
-@dataclass(frozen=True)
-class _Row:
-    """A parameter of one update, or a part of one, and its state."""
-
-    param: Tensor
-    grad: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    max_exp_avg_sq: Tensor | None
-    step: Tensor
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Those of the parameter's shape."""
-        found = [self.param, self.grad, self.exp_avg, self.exp_avg_sq]
-        return found if self.max_exp_avg_sq is None else [*found, self.max_exp_avg_sq]
-
-    @classmethod
-    def of(cls, tensors: Sequence[Tensor], step: Tensor) -> _Row:
-        """The inverse of ``tensors``."""
-        param, grad, exp_avg, exp_avg_sq, *largest = tensors
-        return cls(param, grad, exp_avg, exp_avg_sq, largest[0] if largest else None, step)
-
 
 # A part of a matrix, and the gains of its rows and columns.
-_Piece: TypeAlias = "tuple[_Row, Tensor, Tensor]"
+_Piece: TypeAlias = "tuple[Row, Tensor, Tensor]"
 
 
 class GossipAdamW(AdamW, SharesStatistics):
@@ -117,8 +96,9 @@ class GossipAdamW(AdamW, SharesStatistics):
         betas: (β1, β2), each in [0, 1).
         eps: ε, added to the root of this replica's own second moment (with ``DriftCorrection``, of v').
         weight_decay: every update first shrinks x by the factor 1 - lr·weight_decay.
-        amsgrad, maximize, foreach, fused: as in ``torch.optim.AdamW``. All forms are equal up to rounding. With
-            ``DriftCorrection`` matrices are updated one after another in any form. With amsgrad, drifts are not used.
+        amsgrad, maximize, foreach, fused: as in ``torch.optim.AdamW``. All forms are equal up to rounding. With more than one
+            replica, kernels in Triton make the step of contiguous parameters on CUDA, unless foreach is False. Elsewhere
+            matrices are updated one after another with ``DriftCorrection``. With amsgrad, drifts are not used.
 
     Raises:
         ValueError: an option is out of its range.
@@ -167,7 +147,7 @@ class GossipAdamW(AdamW, SharesStatistics):
         if self._replicas == 1:
             for state in self.state.values():
                 # It has stepped on its own since then: the second moment is newer than the statistics.
-                if _COUNT in state and float(state[_COUNT]) != float(state.get("step", 0)):
+                if COUNT in state and float(state[COUNT]) != float(state.get("step", 0)):
                     _drop_statistics(state)
         self._replicas = check_integer("the number of replicas", n, 1)
         self._stacked = n if stacked else 1
@@ -206,7 +186,7 @@ class GossipAdamW(AdamW, SharesStatistics):
     def _statistics_of(self, param: Tensor) -> Tensor:
         """The shared means; made from the second moment if there are none."""
         state = self.state[param]
-        if not state.keys() >= _KEPT:
+        if not state.keys() >= KEPT:
             _drop_statistics(state)
             if "exp_avg_sq" in state:
                 moment = self._matrices(state["exp_avg_sq"])
@@ -215,13 +195,13 @@ class GossipAdamW(AdamW, SharesStatistics):
                 stacked, rows, columns = self._matrices(param).shape
                 means = torch.zeros(stacked, rows + columns, device=_local(param).device)
             means = means if self._stacked > 1 else means[0]
-            state[_MEANS] = means.clone()
+            state[MEANS] = means.clone()
             # V and, with κ = 1, S and C. (c + (v - s)/n is linear in them, so a second moment that was loaded fades out.)
-            state[_SHARED] = torch.cat([means, means, means], dim=-1)
+            state[SHARED] = torch.cat([means, means, means], dim=-1)
             # AdamW's own count may be on a GPU, where reading it in each step would wait.
-            state[_COUNT] = torch.tensor(float(state.get("step", 0)), device="cpu")
-            state[_LR] = torch.zeros((), device="cpu")
-        shared: Tensor = state[_SHARED]
+            state[COUNT] = torch.tensor(float(state.get("step", 0)), device="cpu")
+            state[LR] = torch.zeros((), device="cpu")
+        shared: Tensor = state[SHARED]
         return shared
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -237,14 +217,14 @@ class GossipAdamW(AdamW, SharesStatistics):
                     if entry in state and state[entry].shape != param.shape:
                         self._refuse_shape(key, entry, state[entry], param, tuple(param.shape))
                 size = sum(self._matrices(param).shape[1:]) if self._is_matrix(param) else 0
-                for entry, wanted in ((_MEANS, size), (_SHARED, 3 * size), (_GAINS, size), (_ROOTS, size)):
+                for entry, wanted in ((MEANS, size), (SHARED, 3 * size), (GAINS, size), (ROOTS, size)):
                     if entry in state and state[entry].shape[-1:] != (wanted,):
                         self._refuse_shape(key, entry, state[entry], param, (wanted,))
 
         def restore(given: dict[str, Any]) -> None:
             for _, param, state in pairs(self.param_groups, given):
-                for entry in _STATISTICS & state.keys():
-                    on = "cpu" if entry in (_COUNT, _LR) else param.device
+                for entry in STATISTICS & state.keys():
+                    on = "cpu" if entry in (COUNT, LR) else param.device
                     self.state[param][entry] = state[entry].detach().to(on, torch.float32, copy=True)
 
         with given_state(self, check, restore):
@@ -273,6 +253,8 @@ class GossipAdamW(AdamW, SharesStatistics):
             with torch.enable_grad():
                 loss = closure()
         for group, rows in [(group, self._gather(group)) for group in self.param_groups]:
+            if self._replicas > 1:
+                rows = self._step_by_kernels(group, rows)
             gained = [row for row in rows if self._replicas > 1 and self._is_matrix(row.param)]
             chosen = {id(row.param) for row in gained}
             vectors = [row for row in rows if id(row.param) not in chosen]
@@ -280,7 +262,7 @@ class GossipAdamW(AdamW, SharesStatistics):
             self._step_matrices(group, gained)
         return loss
 
-    def _gather(self, group: dict[str, Any]) -> list[_Row]:
+    def _gather(self, group: dict[str, Any]) -> list[Row]:
         """The parameters that have a gradient; makes missing state, as AdamW does."""
         rows = []
         moments = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
@@ -300,10 +282,10 @@ class GossipAdamW(AdamW, SharesStatistics):
                 state["step"] = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=on)
                 for key in moments:
                     state[key] = torch.zeros_like(param, memory_format=torch.preserve_format)
-            rows.append(_Row.of([param, param.grad, *(state[key] for key in moments)], state["step"]))
+            rows.append(Row.of([param, param.grad, *(state[key] for key in moments)], state["step"]))
         return rows
 
-    def _adamw(self, group: dict[str, Any], rows: list[_Row], **options: Any) -> None:
+    def _adamw(self, group: dict[str, Any], rows: list[Row], **options: Any) -> None:
         """AdamW's update of the rows, with ``options`` in place of the group's."""
         if not rows:
             return
@@ -327,23 +309,47 @@ class GossipAdamW(AdamW, SharesStatistics):
             **given,
         )
 
-    def _fused(self, group: dict[str, Any], rows: list[_Row]) -> bool | None:
+    def _fused(self, group: dict[str, Any], rows: list[Row]) -> bool | None:
         """Whether torch's fused kernel updates these parameters; None: as AdamW does by default."""
         if group["fused"] is not None or group["foreach"] is not None or self._replicas == 1:
             return cast("bool | None", group["fused"])
         # Four times as fast as the default of AdamW on the CPU.
         return True if all(row.param.device.type == "cpu" and _is_plain(row) for row in rows) else None
 
+    @_disable_dynamo
+    def _step_by_kernels(self, group: dict[str, Any], rows: list[Row]) -> list[Row]:
+        """Steps the parameters that the kernels for CUDA can take, many in one launch; returns the others."""
+        scaled = any(getattr(self, name, None) is not None for name in ("grad_scale", "found_inf"))
+        readable = group["foreach"] is False or group["amsgrad"] or self._stacked > 1 or scaled
+        if readable or not rows or not tables.usable(rows[0].param.device):
+            return rows
+        from decent_dp.optim.gossip_kernels import KernelStep, takes  # imports Triton
+
+        step, others = KernelStep(group, self._replicas, self.EVERY, self._drift_scale), []
+        for row in rows:
+            drift = self._drift(group, row.param)
+            if not takes(group, row, drift):
+                others.append(row)
+            elif self._is_matrix(row.param):
+                self._statistics_of(row.param)
+                step.add_matrix(row, self.state[row.param], drift)
+            elif row.step.device.type == "cpu":
+                step.add_vector(row)
+            else:  # reading the count of steps would wait for the GPU
+                others.append(row)
+        step.run()
+        return others
+
     # Its blocks have many shapes, for each of which torch.compile would trace it anew.
     @_disable_dynamo
-    def _step_matrices(self, group: dict[str, Any], rows: list[_Row]) -> None:
+    def _step_matrices(self, group: dict[str, Any], rows: list[Row]) -> None:
         """AdamW's update of zeros gives the change of each matrix, which is multiplied by the gains of its rows and columns."""
         shared = [row for row in rows if self._drift(group, row.param) is not None]
         for row in shared:
             self._step_by_shared_moment(group, row)
         chosen = {id(row.param) for row in shared}
         rows = [row for row in rows if id(row.param) not in chosen]
-        pieces = [piece for row in rows for piece in self._pieces(row, *self._factors_of(group, row, _GAINS))]
+        pieces = [piece for row in rows for piece in self._pieces(row, *self._factors_of(group, row, GAINS))]
         for together in _in_parts(pieces):
             changes = [replace(row, param=torch.zeros_like(row.param), step=row.step.clone()) for row, _, _ in together]
             self._adamw(group, changes, fused=self._fused(group, changes), weight_decay=0.0)
@@ -352,13 +358,13 @@ class GossipAdamW(AdamW, SharesStatistics):
         for row in rows:
             row.step.add_(1)
 
-    def _step_by_shared_moment(self, group: dict[str, Any], row: _Row) -> None:
+    def _step_by_shared_moment(self, group: dict[str, Any], row: Row) -> None:
         """AdamW's update with the second moment that all replicas have in common."""
         (beta1, beta2), lr = group["betas"], group["lr"]
-        of_rows, of_columns = self._factors_of(group, row, _ROOTS)
-        t = int(self.state[row.param][_COUNT])
+        of_rows, of_columns = self._factors_of(group, row, ROOTS)
+        t = int(self.state[row.param][COUNT])
         # A row may get its first gradient between two renewals. If no other replica has one, this is the second moment of ḡ.
-        scale, smallest = -lr / (1 - beta1**t), _SMALLEST / (self._replicas**2 * (1 - beta2**t))
+        scale, smallest = -lr / (1 - beta1**t), SMALLEST / (self._replicas**2 * (1 - beta2**t))
         for piece, roots, _ in self._pieces(row, of_rows, of_columns):
             grad = -piece.grad if group["maximize"] else piece.grad
             piece.exp_avg.lerp_(grad, 1 - beta1)
@@ -370,10 +376,10 @@ class GossipAdamW(AdamW, SharesStatistics):
             _shrink_and_add(piece.param, 1 - lr * group["weight_decay"], change.view(piece.param.shape))
         row.step.add_(1)
 
-    def _pieces(self, row: _Row, of_rows: Tensor, of_columns: Tensor) -> Iterator[_Piece]:
+    def _pieces(self, row: Row, of_rows: Tensor, of_columns: Tensor) -> Iterator[_Piece]:
         """The parts of a matrix on this worker with their gains: blocks of rows on the CPU, else the whole."""
         tensors = [_local(tensor.detach()) for tensor in row.tensors]
-        whole = _Row.of(tensors, row.step)
+        whole = Row.of(tensors, row.step)
         small = whole.param.numel() <= _BLOCK
         if small or self._stacked > 1 or whole.param.device.type != "cpu" or not _is_plain(whole):
             yield whole, of_rows, of_columns
@@ -381,59 +387,59 @@ class GossipAdamW(AdamW, SharesStatistics):
         size = max(1, _BLOCK * len(whole.param) // whole.param.numel())
         blocks = zip(*(torch.split(tensor, size) for tensor in tensors), strict=True)
         for block, gains in zip(blocks, torch.split(of_rows, size, dim=1), strict=True):
-            yield _Row.of(block, row.step), gains, of_columns
+            yield Row.of(block, row.step), gains, of_columns
 
     def _move(self, param: Tensor, change: Tensor, of_rows: Tensor, of_columns: Tensor, keep: float | Tensor) -> None:
         """param <- keep·param + change·gains"""
         matrices = self._matrices(change.float() if _is_narrow(param) else change)
         _shrink_and_add(param, keep, matrices.mul_(of_rows).mul_(of_columns).view(param.shape))
 
-    def _factors_of(self, group: dict[str, Any], row: _Row, kind: str) -> tuple[Tensor, Tensor]:
+    def _factors_of(self, group: dict[str, Any], row: Row, kind: str) -> tuple[Tensor, Tensor]:
         """Returns gains or roots of rows (stacked, R, 1) and columns (stacked, 1, C), renewed in every fourth step."""
         self._statistics_of(row.param)
         state = self.state[row.param]
-        if int(state[_COUNT]) % self.EVERY == 0:
+        if int(state[COUNT]) % self.EVERY == 0:
             self._take_gradient(group, row, state, kind)
         elif kind not in state:  # it is that of an AdamW, or of a run with another rule
-            self._renew(state, group["betas"][1] ** int(state[_COUNT]), row, kind)
-        state[_COUNT] += 1
+            self._renew(state, group["betas"][1] ** int(state[COUNT]), row, kind)
+        state[COUNT] += 1
         factors = state[kind] if self._stacked > 1 else state[kind][None]
         rows = self._matrices(row.param).shape[1]
         return factors[:, :rows, None], factors[:, None, rows:]
 
-    def _renew(self, state: dict[str, Any], fading: float, row: _Row, kind: str) -> None:
+    def _renew(self, state: dict[str, Any], fading: float, row: Row, kind: str) -> None:
         """Writes the gains or the roots; ``fading`` is the weight of zeros in the averages."""
         rows = self._matrices(row.param).shape[1]
-        of_v, of_all = state[_MEANS].view(self._stacked, -1), state[_SHARED].view(self._stacked, -1)
-        for entry in (_GAINS, _ROOTS):
+        of_v, of_all = state[MEANS].view(self._stacked, -1), state[SHARED].view(self._stacked, -1)
+        for entry in (GAINS, ROOTS):
             state.pop(entry, None)
-        if kind == _ROOTS:
+        if kind == ROOTS:
             factors = _roots(of_v, of_all, rows, self._replicas, fading)
         else:
             factors = _gains(of_v, of_all, rows, self._replicas)
-        state[kind] = factors.view_as(state[_MEANS])
+        state[kind] = factors.view_as(state[MEANS])
 
-    def _take_gradient(self, group: dict[str, Any], row: _Row, state: dict[str, Any], kind: str) -> None:
+    def _take_gradient(self, group: dict[str, Any], row: Row, state: dict[str, Any], kind: str) -> None:
         """Takes a gradient into the statistics, and renews what follows from them."""
-        (beta1, beta2), t = group["betas"], int(state[_COUNT])
+        (beta1, beta2), t = group["betas"], int(state[COUNT])
         grad = self._matrices(row.grad)
-        of_v, of_all = state[_MEANS].view(len(grad), -1), state[_SHARED].view(len(grad), -1)
+        of_v, of_all = state[MEANS].view(len(grad), -1), state[SHARED].view(len(grad), -1)
         squares = signal = common = _means_of_product(grad, grad)
-        if t >= _PLAIN:
+        if t >= PLAIN:
             # m is the average of -g if the loss is maximized.
             sign = -1 if group["maximize"] else 1
             signal = common = _means_of_product(grad, self._matrices(row.exp_avg)).mul_(sign / (1 - beta1**t))
             drift = self._drift(group, row.param)
             if drift is not None:
-                lr, slowest = float(group["lr"]), _FALL * float(state[_LR])
-                state[_LR].fill_(max(lr, slowest))
-                if lr < slowest or lr == 0 or _ROOTS not in state:
+                lr, slowest = float(group["lr"]), FALL * float(state[LR])
+                state[LR].fill_(max(lr, slowest))
+                if lr < slowest or lr == 0 or ROOTS not in state:
                     _, s, c = of_all.chunk(3, dim=1)
-                    common = signal * (c / s.clamp(min=_TINY)).clamp_(0, 1)
+                    common = signal * (c / s.clamp(min=TINY)).clamp_(0, 1)
                 else:
-                    by_gradient = self._drift_by_gradient(drift, grad, state[_ROOTS].view(len(grad), -1), group["eps"])
+                    by_gradient = self._drift_by_gradient(drift, grad, state[ROOTS].view(len(grad), -1), group["eps"])
                     by_gradient.mul_(sign / (lr * self._drift_scale))
-                    common = signal + torch.clamp(by_gradient, -_BOUND * squares, _BOUND * squares)
+                    common = signal + torch.clamp(by_gradient, -BOUND * squares, BOUND * squares)
         weight = 1 - beta2 ** (self.EVERY if t else 1)
         of_v.lerp_(squares, weight)
         of_all.lerp_(torch.cat([squares, signal, common], dim=1), weight)
@@ -495,7 +501,7 @@ def _in_parts(pieces: list[_Piece]) -> Iterator[list[_Piece]]:
         yield part
 
 
-def _is_plain(row: _Row) -> bool:
+def _is_plain(row: Row) -> bool:
     """Whether torch's fused kernel, which looks at memory rather than shapes and strides, takes these tensors."""
     found = {
         (type(tensor) in (Tensor, torch.nn.Parameter), tensor.is_contiguous() and not tensor.is_neg(), tensor.dtype)
@@ -507,8 +513,8 @@ def _is_plain(row: _Row) -> bool:
 def _gains(means: Tensor, shared: Tensor, rows: int, n: int) -> Tensor:
     """The gains of the formula; they and ``means`` (v) are (stacked, R + C), ``shared`` (V, S, C) three times that."""
     v, s, c = shared.chunk(3, dim=1)
-    rho = (v / means.clamp(min=_TINY)).clamp_(1 / n, _LARGE)
-    whole = (v[:, :rows].mean(1) / means[:, :rows].mean(1).clamp(min=_TINY)).clamp_(1 / n, _LARGE)
+    rho = (v / means.clamp(min=TINY)).clamp_(1 / n, LARGE)
+    whole = (v[:, :rows].mean(1) / means[:, :rows].mean(1).clamp(min=TINY)).clamp_(1 / n, LARGE)
     gains = rho.rsqrt_() * _share_of_global_batch(v, s, c, n).pow_(-0.25)
     gains[:, :rows] *= whole.sqrt_()[:, None]
     return gains
@@ -522,14 +528,14 @@ def _roots(means: Tensor, shared: Tensor, rows: int, n: int, fading: float) -> T
     # √F is the product of the fourth roots of rows and columns.
     roots = v.sqrt() * _share_of_global_batch(v, s, c, n).pow_(0.25)
     # The weight of zeros cancels here, so that it is corrected once in a product of roots.
-    roots[:, :rows] *= (v[:, :rows].mean(1, keepdim=True) * (1 - fading)).clamp_(min=_TINY).rsqrt_()
+    roots[:, :rows] *= (v[:, :rows].mean(1, keepdim=True) * (1 - fading)).clamp_(min=TINY).rsqrt_()
     return roots
 
 
 def _share_of_global_batch(v: Tensor, s: Tensor, c: Tensor, n: int) -> Tensor:
     """F of the formula."""
-    of_signal, common = ((part / v.clamp(min=_TINY)).clamp_(0, 1) for part in (s, c))
-    return (common + (1 - of_signal) / n).clamp_(min=_SMALLEST / n)
+    of_signal, common = ((part / v.clamp(min=TINY)).clamp_(0, 1) for part in (s, c))
+    return (common + (1 - of_signal) / n).clamp_(min=SMALLEST / n)
 
 
 def _is_narrow(tensor: Tensor) -> bool:
@@ -545,7 +551,7 @@ def _shrink_and_add(param: Tensor, keep: float | Tensor, change: Tensor) -> None
 
 
 def _drop_statistics(state: dict[str, Any]) -> None:
-    for entry in _STATISTICS & state.keys():
+    for entry in STATISTICS & state.keys():
         del state[entry]
 
 

@@ -1,8 +1,9 @@
 """One update of AccumAdam(W) on lists of tensors. The formula is at the top of `accum`.
 
-Three forms (`compiled` has a fourth), equal up to rounding:
+Four forms (`compiled` has a fifth), equal up to rounding:
 
-* `single_tensor_accum_adam`: one parameter at a time, as the formula is written. The readable twin of the other two.
+* `single_tensor_accum_adam`: one parameter at a time, as the formula is written. The readable twin of the others.
+* a kernel in Triton, for dense parameters on CUDA: one pass over memory, one launch for many tensors.
 * blocked, for dense parameters on the CPU: block by block, each small enough for the cache, with torch's fused Adam kernel.
 * foreach, for all others: one call for many tensors.
 
@@ -16,20 +17,27 @@ import math
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from decent_dp.kernels import tables
+
 __all__ = [
     "Hyperparameters",
     "TensorLists",
+    "kernel_numbers",
     "multi_tensor_accum_adam",
     "single_tensor_accum_adam",
     "split_lists",
     "state_dtype",
     "update_alike",
 ]
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)  # a subclass may keep its values elsewhere
+_Row: TypeAlias = "tuple[Tensor, ...]"  # param, grad, exp_avg, exp_avg_sq, accum_grad
 
 
 @dataclass(frozen=True)
@@ -126,9 +134,14 @@ def split_lists(lists: TensorLists) -> Iterator[tuple[int, TensorLists]]:
 
 def update_alike(lists: TensorLists, step: int, hyper: Hyperparameters) -> None:
     """Update number ``step`` of tensors that share device, dtype and step."""
-    others = _update_blocked(lists, step, hyper) if lists.params[0].device.type == "cpu" else lists
-    if others.params:
-        _update_foreach(others, step, hyper)
+    device = lists.params[0].device
+    if not torch.compiler.is_compiling():
+        if tables.usable(device):
+            lists = _update_by_kernel(lists, step, hyper)
+        elif device.type == "cpu":
+            lists = _update_blocked(lists, step, hyper)
+    if lists.params:
+        _update_foreach(lists, step, hyper)
 
 
 def _update_foreach(lists: TensorLists, step: int, hyper: Hyperparameters) -> None:
@@ -173,15 +186,54 @@ def _refresh_moments(
     torch._foreach_zero_(accum_grads)
 
 
+# ---------------------------------------------------------------------------------------------------- the form in Triton
+
+
+def _update_by_kernel(lists: TensorLists, step: int, hyper: Hyperparameters) -> TensorLists:
+    """Update number ``step`` of those tensors that the kernel can take, in one pass; returns the others."""
+    from decent_dp.kernels import accum_adam  # imports Triton
+
+    others, rows = TensorLists.empty(), []
+    for row in zip(*lists, strict=True):
+        taken = _dense(row[:5])
+        if taken is None:
+            others.append(*row)
+        else:
+            rows.append(taken)
+    if rows:
+        accum_adam.update(rows, kernel_numbers(step, hyper), decoupled=hyper.decoupled, ends=hyper.ends_window(step))
+        torch.autograd.graph.increment_version([row[0] for row in rows])
+    return others
+
+
+def kernel_numbers(step: int, hyper: Hyperparameters) -> list[float]:
+    """With c = sqrt(1-β2^k): 1-lr·wd or wd, 1/s, 1-β1, 1-β2, c·ε, lr·c/(1-β1^k), β1, β2."""
+    k, lr, wd, beta1, beta2 = hyper.window(step), hyper.lr, hyper.weight_decay, hyper.beta1, hyper.beta2
+    c = math.sqrt(1 - beta2**k)
+    decay = 1 - lr * wd if hyper.decoupled else wd
+    return [decay, 1 / hyper.accum_iter, 1 - beta1, 1 - beta2, c * hyper.eps, lr * c / (1 - beta1**k), beta1, beta2]
+
+
+def _dense(row: _Row) -> _Row | None:
+    """The row, or 1-D views of it, in one common order of memory and in dtypes of the kernel; None if there is none."""
+    param, grad, *moments = row
+    device, shape = param.device, param.shape
+    if param.dtype not in tables.DTYPES or grad.dtype not in tables.DTYPES:
+        return None
+    if any(moment.device != device for moment in moments):
+        return None
+    plain = type(param) in _PLAIN and type(grad) in _PLAIN and grad.device == device and not (param.is_neg() or grad.is_neg())
+    if plain and all(tensor.is_contiguous() and tensor.shape == shape for tensor in row):
+        return row
+    return _flat(row)
+
+
 # ---------------------------------------------------------------------------------------------------- the blocked form
 
 # Elements: two to four blocks of scratch and as many of operands stay in a cache of some MiB. Smaller blocks cost calls:
 # 12.3 ms per update with 8 K elements, 7.0 with 32 K, 5.8 with 256 K (docs/log.md, "AccumAdamW in one pass").
 _BLOCK = 256 * 1024
 _SCRATCH = threading.local()
-
-_PLAIN = (Tensor, torch.nn.Parameter)  # a subclass may keep its values elsewhere
-_Row = tuple[Tensor, ...]  # param, grad, exp_avg, exp_avg_sq, accum_grad
 
 
 def _kernel_arguments(hyper: Hyperparameters, step: int) -> dict[str, Any]:
@@ -210,9 +262,9 @@ def _update_blocked(lists: TensorLists, step: int, hyper: Hyperparameters) -> Te
     The tensors share dtype and step, and are on the CPU. The kernel would overwrite both moments, which must stay until the
     window ends: it gets copies of one block at a time, in scratch memory of four blocks per thread.
     """
-    others, rows, compiling = TensorLists.empty(), [], torch.compiler.is_compiling()
+    others, rows = TensorLists.empty(), []
     for row in zip(*lists, strict=True):
-        flat = None if compiling else _flat(row[:5])
+        flat = _flat(row[:5])
         if flat is None:
             others.append(*row)
         else:

@@ -39,6 +39,11 @@ class Data:
     y_test: Tensor
     classes: int
 
+    def to(self, device: torch.device) -> Data:
+        """The same data on ``device``."""
+        x, y, x_test, y_test = (tensor.to(device) for tensor in (self.x, self.y, self.x_test, self.y_test))
+        return Data(x, y, x_test, y_test, self.classes)
+
 
 @cache
 def digits() -> Data:
@@ -54,8 +59,8 @@ def digits() -> Data:
         raise ImportError(f"the digits need scikit-learn; {install_hint('sim')}") from error
     images, labels = load_digits(return_X_y=True)
     split = train_test_split(images / 16, labels, test_size=_TEST_SAMPLES, stratify=labels, random_state=0)
-    x, x_test = (torch.tensor(part, dtype=torch.float32) for part in split[:2])
-    y, y_test = (torch.tensor(part, dtype=torch.int64) for part in split[2:])
+    x, x_test = (torch.tensor(part, dtype=torch.float32, device="cpu") for part in split[:2])
+    y, y_test = (torch.tensor(part, dtype=torch.int64, device="cpu") for part in split[2:])
     return Data(x, y, x_test, y_test, 10)
 
 

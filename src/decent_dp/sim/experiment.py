@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from decent_dp._checks import check_choice, check_integer, check_number, to_float
 from decent_dp.compression import check_compression
@@ -22,7 +22,7 @@ from decent_dp.sim.cluster import VirtualCluster
 from decent_dp.sim.data import Batches, Data, check_alpha, digits, dirichlet_split
 from decent_dp.topo import Topology, make_topology
 
-__all__ = ["DATA", "OPTIMIZERS", "Result", "Row", "Simulation", "run"]
+__all__ = ["DATA", "OPTIMIZERS", "Result", "Row", "Simulation", "find_device", "run"]
 
 DATA: dict[str, Callable[[], Data]] = {"digits": digits}
 
@@ -43,7 +43,7 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Any], float]] = {
 
 @dataclass(frozen=True)
 class Simulation:
-    """The settings of a run. They and the versions of the libraries determine its numbers.
+    """The settings of a run. They and the versions of the libraries determine its numbers; another device rounds otherwise.
 
     Attributes:
         data: 'digits', handwritten digits of 8 x 8 pixels.
@@ -64,6 +64,7 @@ class Simulation:
         hidden: widths of the network's hidden layers.
         seed: of the weights, the split and the batches.
         eval_every: steps between two rows.
+        device: 'cpu', 'cuda' or 'cuda:1', where all replicas are. Weights, split and batches are the same on each.
 
     Raises:
         ValueError, TypeError: a setting is wrong; one line that names it and says what to do.
@@ -87,6 +88,7 @@ class Simulation:
     hidden: tuple[int, ...] = (128, 64)
     seed: int = 0
     eval_every: int = 50
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         for name in ("n", "local_world_size", "steps", "batch", "mix_every", "eval_every"):
@@ -102,6 +104,7 @@ class Simulation:
         if not isinstance(hidden, (tuple, list)):
             raise TypeError(f"hidden must be the widths of the hidden layers, such as (128, 64), got {hidden!r}")
         object.__setattr__(self, "hidden", tuple(check_integer("a width of hidden", width, 1) for width in hidden))
+        _check_device(self.device)
         check_choice("data", self.data, DATA)
         check_choice("optimizer", self.optimizer, OPTIMIZERS)
         check_choice("schedule", self.schedule, ("cosine", "constant"))
@@ -181,6 +184,28 @@ class Result:
         }
 
 
+def _check_device(name: Any) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"device must be the name of a device, 'cpu' or 'cuda', got {name!r}")
+    kind, _, index = name.partition(":")
+    if not (name == "cpu" or (kind == "cuda" and (name == kind or index.isdecimal()))):
+        raise ValueError(f"device must be 'cpu', 'cuda', or a GPU by its number such as 'cuda:1', got {name!r}")
+
+
+def find_device(name: str) -> torch.device:
+    """The device of this name.
+
+    Raises:
+        ValueError: it is a GPU that this process cannot use.
+    """
+    device = torch.device(name)
+    if device.type == "cuda":
+        number = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= number:
+            raise ValueError(f"device {name!r} needs a GPU, and torch {torch.__version__} sees {number} here: use 'cpu'")
+    return device
+
+
 def run(simulation: Simulation, on_row: Callable[[Row], object] | None = None) -> Result:
     """Trains as the settings say; up to 100,000 parameters per replica on one thread.
 
@@ -190,11 +215,13 @@ def run(simulation: Simulation, on_row: Callable[[Row], object] | None = None) -
 
     Raises:
         ImportError: a library for the data is not installed; with the install line.
-        ValueError: there are fewer samples than workers.
+        ValueError: there are fewer samples than workers, or no such device.
     """
+    device = find_device(simulation.device)
     data = DATA[simulation.data]()
     shards = dirichlet_split(data.y.numpy(), simulation.n, simulation.alpha, simulation.seed)
     batches = Batches(shards, simulation.batch, simulation.seed)
+    data = data.to(device)
     cluster = _make_cluster(simulation, data)
     parameters = sum(value[0].numel() for value in cluster.parameters.values())
     sizes = [len(shard) for shard in shards]
@@ -212,14 +239,14 @@ def _train(
     simulation: Simulation, cluster: VirtualCluster, data: Data, batches: Batches, on_row: Callable[[Row], object] | None
 ) -> list[Row]:
     rows: list[Row] = []
-    losses, last = torch.zeros((), dtype=torch.float64), 0
+    losses, last = torch.zeros((), dtype=torch.float64, device=data.x.device), 0
     for t in range(simulation.steps):
-        chosen = batches(t)
+        chosen = batches(t).to(data.x.device)
         losses += cluster.step(data.x[chosen], data.y[chosen]).mean(dtype=torch.float64)
         if (t + 1) % simulation.eval_every and t + 1 != simulation.steps:
             continue
-        accuracy = _accuracy(cluster.mean_model(), data)
-        worst = min(_accuracy(cluster.replica_model(i), data) for i in range(cluster.n))
+        accuracy = float(_accuracy(cluster.mean_model(), data))
+        worst = float(torch.stack([_accuracy(cluster.replica_model(i), data) for i in range(cluster.n)]).min())
         loss, distance = float(losses) / (t + 1 - last), cluster.consensus_distance()
         rows.append(Row(t + 1, loss, distance, accuracy, worst, cluster.bytes_sent))
         losses.zero_()
@@ -230,8 +257,9 @@ def _train(
 
 
 @torch.no_grad()
-def _accuracy(model: nn.Module, data: Data) -> float:
-    return float((model.eval()(data.x_test).argmax(-1) == data.y_test).float().mean())
+def _accuracy(model: nn.Module, data: Data) -> Tensor:
+    logits: Tensor = model.eval()(data.x_test)
+    return (logits.argmax(-1) == data.y_test).float().mean()
 
 
 def make_model(simulation: Simulation, features: int, classes: int) -> nn.Module:
@@ -242,7 +270,8 @@ def make_model(simulation: Simulation, features: int, classes: int) -> nn.Module
         torch.manual_seed(simulation.seed)
         layers: list[nn.Module] = []
         for inside, outside in pairwise(widths):
-            layers += [nn.Linear(inside, outside), nn.ReLU()]
+            # Drawn on the CPU, so that the weights are the same on any device.
+            layers += [nn.Linear(inside, outside, device="cpu"), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 
 
@@ -253,7 +282,7 @@ def _make_cluster(simulation: Simulation, data: Data) -> VirtualCluster:
         warm_up = min(simulation.steps - 1, math.ceil(0.05 * simulation.steps))
         schedule = partial(lr_scheduler_fn_cosine_with_warmup, t_warmup=warm_up, t_max=max(1, simulation.steps - warm_up))
     return VirtualCluster(
-        make_model(simulation, data.x.shape[1], data.classes),
+        make_model(simulation, data.x.shape[1], data.classes).to(data.x.device),
         partial(factory, lr=default if simulation.lr is None else simulation.lr),
         simulation.topology,
         simulation.n,

@@ -73,7 +73,7 @@ class Stack:
     @torch.no_grad()
     def squared_distances(self, rows: list[int] | None = None) -> Tensor:
         """The squared L2 distance of each of ``rows`` (None: of all) to their mean, over the trainable parameters; float64."""
-        total = torch.zeros(self.n if rows is None else len(rows), dtype=torch.float64)
+        total = torch.zeros(self.n if rows is None else len(rows), dtype=torch.float64, device="cpu")
         for stacked in self.params.values():
             param = stacked if rows is None else stacked[rows]
             mean = param.mean(0, dtype=torch.float64)

@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import Store
 from decent_dp.compression import Compression, MessageId
 from decent_dp.faults import Tolerate
 from decent_dp.topo import Edge
+from decent_dp.transport.streams import beside
 
 if TYPE_CHECKING:
     from decent_dp.transport.neighbours import Neighbours
@@ -91,7 +92,9 @@ class ExchangeRequest:
         with torch.no_grad():
             if out.device == compression.device:
                 compression.reduce(compression.chunks[chunk], messages, sizes, out, message_id)
-            else:  # messages are on the CPU, and tensors are on a GPU
+                return
+            # Messages are on the CPU, and tensors on a GPU, which does not finish the computation first.
+            with beside(compression.device, "means of groups"):
                 there = [message.to(compression.device) for message in messages]
                 result = torch.empty_like(there[0])
                 compression.reduce(compression.chunks[chunk], there, sizes, result, message_id)

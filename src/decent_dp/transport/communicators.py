@@ -37,6 +37,9 @@ OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 # The beginning of all keys of this library in a store, and below it that of the run which began last.
 ROOT, NEWEST = "decent_dp", "newest"
 
+# A part of NCCL's error for two ranks on one GPU, in small letters.
+_ONE_GPU = "duplicate gpu"
+
 __all__ = [
     "NEWEST",
     "OUT_OF_DESCRIPTORS",
@@ -111,7 +114,12 @@ class Rendezvous:
         group = process_group if process_group is not None else dist.group.WORLD
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         cards: list[Any] = [None] * world_size
-        dist.all_gather_object(cards, (uuid.uuid4().hex, secrets.token_hex(16), network_stack()), group=group)
+        try:
+            dist.all_gather_object(cards, (uuid.uuid4().hex, secrets.token_hex(16), network_stack()), group=group)
+        except RuntimeError as error:
+            if _ONE_GPU in str(error).lower():
+                raise RuntimeError(_SHARED_GPU) from error
+            raise
         # Without the prefix of the process group, which a process that joins later does not know.
         store = PrefixStore(f"{ROOT}/{cards[0][0]}", whole_store(_get_default_store()))
         # A worker that does not know its stack shares it with nobody.
@@ -196,6 +204,13 @@ class Rendezvous:
         if len(self.local) == self.world_size - 1:  # nothing needs to listen beyond it
             return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
         return dist.ProcessGroupGloo.create_default_device()
+
+
+_SHARED_GPU = (
+    "workers share a GPU, which NCCL refuses: give each worker a GPU of its own (decent_dp.initialize_dist(), or "
+    "torch.cuda.set_device(LOCAL_RANK) before the process group is made), and start no more workers on a node than it has "
+    "GPUs. To share one, make the process group with backend='gloo'."
+)
 
 
 def address_key(rank: int, incarnation: int) -> str:
@@ -292,6 +307,8 @@ def peer_error(error: Exception, ranks: Sequence[int], what: str, notes: Notes, 
         )
     # torch has one class for all errors: only its text distinguishes them.
     text = "" if isinstance(error, ConnectionError) else str(error).lower()
+    if _ONE_GPU in text:
+        return PeerError(f"{what} failed: {_SHARED_GPU}")
     if isinstance(error, TimeoutError) or "timed out" in text or "timeout" in text:
         return PeerTimeoutError(
             f"{who} sent nothing for {what} within the process group's timeout of {timeout.total_seconds():g} s. It is "

@@ -7,16 +7,15 @@ compressions without hints are exchanged here.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from decent_dp.topo import Edge
 from decent_dp.transport.base import DeferredHandle, ExchangeId, ExchangeRequest, Explain, Handle
 from decent_dp.transport.communicators import Communicator
+from decent_dp.transport.streams import beside
 
 __all__ = ["NcclGroups", "NcclPairs"]
 
@@ -89,18 +88,10 @@ def _flags(work: Any, request: ExchangeRequest, read: Callable[[], tuple[int, in
     """Returns the result of ``read`` when ``work`` is done; None on a CPU, where reading the messages costs nothing."""
     if not request.sent.is_cuda:
         return None
-    with torch.cuda.stream(_stream(request.sent.device)):
+    # The training thread waits for the exchange, and not for the backward that is queued.
+    with beside(request.sent.device, "flags"):
         work.wait()
         return read()
-
-
-@functools.cache
-def _stream(device: torch.device) -> Any:
-    """A stream on which the training thread waits for an exchange, and not for the backward that is queued.
-
-    One for all: torch has only a few streams, and gives them out in turn, to users too.
-    """
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _wait(work: Any, explain: Explain, ranks: list[int], exchange_id: ExchangeId) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from collections import defaultdict, deque
@@ -16,13 +15,14 @@ from torch.profiler import record_function
 
 from decent_dp.errors import WireError
 from decent_dp.topo import Edge
-from decent_dp.transport.base import ExchangeId, ExchangeRequest, Explain, Handle, Verdict, written
+from decent_dp.transport.base import ExchangeId, ExchangeRequest, Explain, Handle, Verdict
 from decent_dp.transport.neighbours import Neighbours
 from decent_dp.transport.tcp.connection import Pair, Receiving, Sending
 from decent_dp.transport.tcp.neighbours import TcpNeighbours
 from decent_dp.transport.tcp.protocol import Key
 from decent_dp.transport.tcp.reactor import Reactor
 from decent_dp.transport.tcp.reduction_tree import Place, find_place, group_by_node
+from decent_dp.transport.tcp.staging import Staging
 from decent_dp.transport.waiter import Waiter
 
 __all__ = ["TcpExchanges"]
@@ -70,7 +70,8 @@ class _TcpHandle(Handle):
         self._done, self._read = threading.Event(), threading.Event()
         self._error: BaseException | None = None
         self._error_peer = -1
-        # Staged exchanges copy the received message to its device here.
+        # Staged exchanges copy the received message to its device: from ``land`` on, in the reactor's thread, until ``finish``.
+        self.land: Callable[[], None] = lambda: None
         self.finish: Callable[[], None] = lambda: None
 
     def expect(self, messages: int) -> None:
@@ -81,7 +82,14 @@ class _TcpHandle(Handle):
         """One of the messages has come, or was sent."""
         self._messages_left -= 1
         if not self._messages_left:
-            self._done.set()
+            self._complete()
+
+    def _complete(self) -> None:
+        try:
+            self.land()
+        except Exception as error:  # raised by the wait
+            self.fail(-1, error)
+        self._done.set()
 
     def fail(self, peer: int, error: BaseException) -> None:
         if self._error is None:
@@ -115,7 +123,11 @@ class _TcpHandle(Handle):
             raise RuntimeError(f"{self._exchange_id}: the exchange failed: {error}") from error
 
     def _finish(self) -> None:
-        finish, self.finish = self.finish, lambda: None  # it refers to this handle, and to pinned memory
+        finish, self.finish, self.land = (
+            self.finish,
+            lambda: None,
+            lambda: None,
+        )  # they refer to this handle, and to pinned memory
         finish()
 
     def _wait_for(self, event: threading.Event) -> None:
@@ -164,7 +176,10 @@ class _SettledHandle(_TcpHandle):
         self._settled = verdict
         self._reactor.mailbox.forget(self._peer, _key(self._exchange_id, _HINT))
         self._read.set()
-        self._done.set()
+        if verdict is Verdict.NEITHER:
+            self._done.set()
+        else:
+            self._complete()
 
     @property
     def failed(self) -> bool:
@@ -214,6 +229,8 @@ class TcpExchanges:
         self._pool = _BufferPool()
         self._neighbours: TcpNeighbours | None = None
         self._encodings: deque[Callable[[], bool]] = deque()
+        # By bucket, of tensors on a GPU: an event, when its last message has been copied.
+        self._copied: dict[int, Any] = {}
 
     def tolerate(self, dead_after: float, places: int) -> Neighbours:
         """``Reactor.tolerate``."""
@@ -243,8 +260,8 @@ class TcpExchanges:
         arguments = request, others, self._timeout, self._reactor, self._explain
         neighbours = self._neighbours
         handle = _TcpHandle(*arguments) if neighbours is None else _SettledHandle(*arguments, neighbours)
-        staged = request.sent.device.type != "cpu"
-        on_host = _stage(request, handle) if staged else request
+        staging = self._stage(request, handle) if request.sent.device.type != "cpu" else None
+        on_host = request if staging is None else staging.on_host
         exchange: _PairExchange | _GroupExchange
         if len(others) == 1:
             exchange = _PairExchange(self._reactor, on_host, handle, others[0])
@@ -256,17 +273,17 @@ class TcpExchanges:
         def strides(hints: list[bytes]) -> Iterator[None]:
             last, until = 0, time.monotonic() + _STRIDE_FOR
             for ready in request.encode(hints):
-                over = not staged and last + _STRIDE <= ready < request.compression.nbytes and time.monotonic() >= until
+                over = staging is None and last + _STRIDE <= ready < request.compression.nbytes and time.monotonic() >= until
                 if over:
                     exchange.encoded(ready)
                     last = ready
                     yield
                     until = time.monotonic() + _STRIDE_FOR
             handle.mark_read()
-            if staged:
-                self._copy_to_host(request, on_host, exchange.encoded, handle)
-            else:
+            if staging is None:
                 exchange.encoded(request.compression.nbytes)
+            else:
+                self._send_staged(staging, request, exchange.encoded, handle)
 
         def encode(rest: Iterator[None]) -> bool:
             """Codes the next stride; False when all is coded, or nobody waits for it any more."""
@@ -284,7 +301,7 @@ class TcpExchanges:
 
         def schedule(hints: list[bytes]) -> None:
             rest = strides(hints)
-            if not staged:
+            if staging is None:
                 # Beside the backward, which goes on in the training thread.
                 self._reactor.call(lambda: self._encode_in_turn(lambda: encode(rest)))
                 return
@@ -300,6 +317,22 @@ class TcpExchanges:
             schedule([])
         return handle
 
+    def _stage(self, request: ExchangeRequest, handle: _TcpHandle) -> Staging:
+        staging = Staging(request, self._copied.get(request.exchange_id.bucket))
+
+        def finish() -> None:
+            handle.flags = staging.flags
+            staging.finish()
+
+        handle.land, handle.finish = staging.land, finish
+        return staging
+
+    def _send_staged(
+        self, staging: Staging, request: ExchangeRequest, encoded: Callable[[int], None], handle: _TcpHandle
+    ) -> None:
+        staging.send(self._waiter, encoded, lambda error: handle.fail(-1, error))
+        self._copied[request.exchange_id.bucket] = staging.copied
+
     def _encode_in_turn(self, encode: Callable[[], bool]) -> None:
         """Codes one message after the other, and lets messages move between two strides."""
         self._encodings.append(encode)
@@ -311,36 +344,6 @@ class TcpExchanges:
             self._encodings.popleft()
         if self._encodings:
             self._reactor.call(self._encode_next)
-
-    def _copy_to_host(
-        self, request: ExchangeRequest, on_host: ExchangeRequest, encoded: Callable[[int], None], handle: _TcpHandle
-    ) -> None:
-        ready = written(request.sent)
-
-        def copy() -> None:
-            try:
-                ready()
-                on_host.sent.copy_(request.sent)
-                encoded(request.compression.nbytes)
-            except Exception as error:
-                handle.fail(-1, error)
-
-        self._waiter.submit(copy)
-
-
-def _stage(request: ExchangeRequest, handle: _TcpHandle) -> ExchangeRequest:
-    """The same request with messages on the CPU, for tensors on a GPU."""
-    pin = request.sent.is_cuda
-    sent, received = (
-        torch.empty(request.compression.nbytes, dtype=torch.uint8, device="cpu", pin_memory=pin) for _ in range(2)
-    )
-
-    def finish() -> None:
-        handle.flags = request.compression.flag(sent), request.compression.flag(received)
-        request.received.copy_(received, non_blocking=pin)
-
-    handle.finish = finish
-    return dataclasses.replace(request, sent=sent, received=received)
 
 
 class _BufferPool:

@@ -1,0 +1,118 @@
+"""The step of GossipAdamW by the kernels for CUDA: which parameters they take, and the numbers of each launch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decent_dp.kernels import gossip_adamw as kernels
+from decent_dp.kernels import tables
+from decent_dp.optim.gossip_state import BOUND, COUNT, FALL, GAINS, LARGE, LR, MEANS, PLAIN, ROOTS, SHARED, SMALLEST, TINY, Row
+
+__all__ = ["KernelStep", "takes"]
+
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)  # a subclass may keep its values elsewhere
+_KINDS = {GAINS: kernels.GAINS, ROOTS: kernels.ROOTS}
+
+
+def takes(group: dict[str, Any], row: Row, drift: Tensor | None) -> bool:
+    """Whether the kernels, which look at memory rather than shapes and strides, take this parameter."""
+    param, lr = row.param, group["lr"]
+    if type(param) not in _PLAIN_TYPES or param.dtype not in tables.DTYPES or not tables.usable(param.device):
+        return False
+    if isinstance(lr, Tensor) and lr.device.type != "cpu":  # reading it would wait for the GPU
+        return False
+    if not row.exp_avg.dtype == row.exp_avg_sq.dtype == param.dtype:
+        return False
+    shape, device = param.shape, param.device
+    for tensor in (param, row.grad, row.exp_avg, row.exp_avg_sq):
+        if not tensor.is_contiguous() or tensor.shape != shape or tensor.device != device or tensor.is_neg():
+            return False
+    for tensor in (row.grad,) if drift is None else (row.grad, drift):
+        if type(tensor) not in _PLAIN_TYPES or tensor.dtype not in tables.DTYPES:
+            return False
+    return drift is None or (drift.is_contiguous() and drift.shape == shape and drift.device == device)
+
+
+class KernelStep:
+    """One step of the parameters of a group: gathers what can share a launch, then runs it.
+
+    Args:
+        group: of the optimizer.
+        n: the number of replicas.
+        every: the number of steps from one renewal of the statistics to the next.
+        drift_scale: the factor that drifts are given with.
+    """
+
+    def __init__(self, group: dict[str, Any], n: int, every: int, drift_scale: float) -> None:
+        self._group, self._n, self._every, self._drift_scale = group, n, every, drift_scale
+        self._lr, (self._beta1, self._beta2) = float(group["lr"]), group["betas"]
+        self._sign = -1 if group["maximize"] else 1
+        self._renewals: dict[kernels.Renewal, list[kernels.Matrix]] = {}
+        self._updates: dict[tuple[int, str], list[kernels.Matrix]] = {}  # by the count before the step, and the factors
+        self._counts: list[Tensor] = []
+        self._steps: list[Tensor] = []
+
+    def add_vector(self, row: Row) -> None:
+        """A parameter with AdamW's own update, whose count is on the CPU."""
+        matrix = kernels.Matrix(row.param, row.grad, row.exp_avg, row.exp_avg_sq, 1, row.param.numel())
+        self._updates.setdefault((int(row.step), GAINS), []).append(matrix)
+        self._steps.append(row.step)
+
+    def add_matrix(self, row: Row, state: dict[str, Any], drift: Tensor | None) -> None:
+        """A parameter with statistics, and its drift if its second moment is to be the same for all replicas."""
+        t, factors, other = int(state[COUNT]), *((GAINS, ROOTS) if drift is None else (ROOTS, GAINS))
+        had = factors in state
+        state.pop(other, None)
+        if not had:
+            state[factors] = torch.empty_like(state[MEANS])
+        rows = row.param.shape[0]
+        tensors = row.param, row.grad, row.exp_avg, row.exp_avg_sq
+        size = rows, row.param.numel() // rows
+        matrix = kernels.Matrix(*tensors, *size, state[factors], state[MEANS], state[SHARED], drift)
+        if t % self._every == 0:
+            self._renewals.setdefault(self._of_gradient(t, state, factors, had), []).append(matrix)
+        elif not had:  # they are those of an AdamW, or of a run with another rule
+            self._renewals.setdefault(self._renewal(factors, t, self._beta2**t), []).append(matrix)
+        self._updates.setdefault((t, factors), []).append(matrix)
+        self._counts.append(state[COUNT])
+        self._steps.append(row.step)
+
+    def run(self) -> None:
+        for how, matrices in self._renewals.items():
+            kernels.renew(matrices, how)
+        for (t, factors), matrices in self._updates.items():
+            values = self._values(t + 1, factors)
+            kernels.update(matrices, _KINDS[factors], values, maximize=self._group["maximize"])
+            # Autograd would miss that saved tensors have changed.
+            torch.autograd.graph.increment_version([matrix.param for matrix in matrices])
+        if self._steps:
+            torch._foreach_add_(self._counts + self._steps, 1)
+
+    def _values(self, t: int, factors: str) -> list[float]:
+        beta1, beta2, lr = self._beta1, self._beta2, self._lr
+        correction = 1 / math.sqrt(1 - beta2**t) if factors == GAINS else SMALLEST / (self._n**2 * (1 - beta2**t))
+        keep, scale = 1 - lr * self._group["weight_decay"], -lr / (1 - beta1**t)
+        return [keep, beta1, 1 - beta1, beta2, 1 - beta2, correction, self._group["eps"], scale]
+
+    def _of_gradient(self, t: int, state: dict[str, Any], factors: str, had: bool) -> kernels.Renewal:
+        """The renewal that takes this step's gradient, as `GossipAdamW._take_gradient` does."""
+        changes: dict[str, Any] = {"weight": 1 - self._beta2 ** (self._every if t else 1), "products": 1}
+        if t >= PLAIN:
+            # m is the average of -g if the loss is maximized.
+            changes.update(products=2, of_signal=self._sign / (1 - self._beta1**t))
+            if factors == ROOTS:
+                slowest = FALL * float(state[LR])
+                state[LR].fill_(max(self._lr, slowest))
+                if self._lr < slowest or self._lr == 0 or not had:
+                    changes.update(ratio=True)
+                else:
+                    changes.update(products=3, of_drift=self._sign / (self._lr * self._drift_scale))
+        return self._renewal(factors, t, self._beta2 ** (t + 1), **changes)
+
+    def _renewal(self, factors: str, t: int, fading: float, **changes: Any) -> kernels.Renewal:
+        given: dict[str, Any] = {"bound": BOUND, "smallest": SMALLEST, "tiny": TINY, "large": LARGE, **changes}
+        return kernels.Renewal(kind=_KINDS[factors], eps=self._group["eps"], n=self._n, known=1 - fading, **given)

@@ -1,0 +1,46 @@
+"""Streams of a GPU beside the one that computes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+__all__ = ["beside", "record"]
+
+Purpose: TypeAlias = Literal["to the CPU", "to the GPU", "flags", "means of groups"]
+
+
+@contextlib.contextmanager
+def beside(device: torch.device, purpose: Purpose, after: Any = None) -> Iterator[Any]:
+    """What is queued in this context does not wait for the computation, but for the event ``after``. Yields the stream.
+
+    On other devices than CUDA's, nothing is different.
+    """
+    if device.type != "cuda":
+        yield None
+        return
+    stream = _stream(device, purpose)
+    if after is not None:
+        stream.wait_event(after)
+    with torch.cuda.stream(stream):
+        yield stream
+
+
+def record(stream: Any) -> Any:
+    """An event: what is queued on ``stream`` is done. A thread that waits for it sleeps, and does not spin."""
+    event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event
+
+
+@functools.cache
+def _stream(device: torch.device, purpose: Purpose) -> Any:
+    """One for each purpose, and not for each exchange: torch has only a few streams, and gives them out in turn, to users too.
+
+    Two for copies, as a GPU copies in both directions at once.
+    """
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
