@@ -83,8 +83,8 @@ BREAKAGES = [
     Breakage(
         "an exchange counts as complete before its last message has come",
         "transport/tcp/exchange.py",
-        "        if not self._messages_left:\n            self._done.set()",
-        "        if self._messages_left <= 1:\n            self._done.set()",
+        "        if not self._messages_left:\n            self._complete()",
+        "        if self._messages_left <= 1:\n            self._complete()",
     ),
     Breakage(
         "a lost peer is taken for one that sat out",

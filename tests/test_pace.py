@@ -9,7 +9,7 @@ import zlib
 import pytest
 import torch
 
-from decent_dp.compression import BFloat16, FlatTensor, Lossless, MessageId
+from decent_dp.compression import BFloat16, FlatTensor, Lossless, MessageId, by_kernels
 from decent_dp.compression import casts as casts_module
 from decent_dp.transport.tcp.connection import WINDOW
 from decent_dp.transport.tcp.pace import SMALLEST, Pace
@@ -136,8 +136,12 @@ def test_the_checksum_sees_what_damages_bodies():
 
 @pytest.mark.parametrize("kind", [Lossless, BFloat16])
 @pytest.mark.parametrize("together", [1, 3, 16])
-def test_what_is_encoded_together_is_what_is_encoded_block_by_block(kind, together, monkeypatch):
-    monkeypatch.setattr(casts_module, "_TOGETHER", together)
+@pytest.mark.parametrize("kernels", [True, False])
+def test_what_is_encoded_together_is_what_is_encoded_block_by_block(kind, together, kernels, monkeypatch):
+    for module in (casts_module, by_kernels):
+        monkeypatch.setattr(module, "_TOGETHER", together)
+    if not kernels:
+        monkeypatch.setattr(by_kernels, "load_numba", lambda name: None)
     sizes = [5, 3 * 2**16 + 1, 7, 2**16, 2**16 - 1, 1, 2 * 2**16, 33]  # some chunks end with padding
     values = [torch.randn(size, generator=torch.Generator().manual_seed(size)) for size in sizes]
     for bad in (None, 1, 6):

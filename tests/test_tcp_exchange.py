@@ -225,15 +225,17 @@ def broken_thread(rank: int, n: int) -> list[str]:
     transport.control.gather(None)
     said = []
     if rank == 0:
+        started = threading.Event()
 
         def fail() -> None:
-            time.sleep(0.3)
+            assert started.wait(40)
             raise ZeroDivisionError("a bug of ours")
 
         transport._reactor.call(fail)
         began = time.monotonic()
         # Commands that the thread has not done yet when it ends.
         handle = transport.start(edge, request(torch.ones(3 * _BLOCK_ON_CPU), rank, ExchangeId(0, 0)))
+        started.set()
         handle.wait_for_read()
         with pytest.raises(RuntimeError) as caught:
             handle.wait()

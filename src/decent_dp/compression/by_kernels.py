@@ -1,7 +1,7 @@
 """Compressions by the kernels of ``decent-dp[fast]``: the messages and values of their own forms in torch, sooner.
 
-For float32 values on a CPU. Kernels read and write values where they lie, code several chunks or decode a whole message in one call,
-and do it without the interpreter lock.
+For float32 values on a CPU. Kernels read and write values where they lie, code several chunks or decode a whole message in one
+call, and do it without the interpreter lock.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class _Places:
         self._lengths = [(len(part), sum(len(chunk.blocks) for chunk in part)) for part in parts]
 
     def in_turn(self, values: Sequence[Tensor]) -> Iterator[tuple[int, int, int, IntArray]]:
-        """Yields a number of chunks, their first block, the one behind their last, and addresses, which are valid until the next
-        ones."""
+        """Yields the number of chunks of a call, their first block, the one behind their last, and the addresses of their values,
+        which are valid until the next ones."""
         first = 0
         for chunks, length in self._lengths:
             tensors, last = self._tensors[first : first + length], first + length
