@@ -38,7 +38,7 @@ class _Places:
         self._lengths = [(len(part), sum(len(chunk.blocks) for chunk in part)) for part in parts]
 
     def in_turn(self, values: Sequence[Tensor]) -> Iterator[tuple[int, int, int, IntArray]]:
-        """Yields the number of chunks of a call, their first block, the one behind their last, and the addresses of their values,
+        """Yields the number of chunks of a call, their first block, the one behind their last, and addresses of their values,
         which are valid until the next ones."""
         first = 0
         for chunks, length in self._lengths:
