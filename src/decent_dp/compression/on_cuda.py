@@ -93,15 +93,15 @@ class Int8OnCuda:
     def set_steps(self, steps: FloatArray) -> None:
         """An exchange begins, with these steps of its blocks."""
         self._verified = None
-        self._steps = self._kernels.on_device(
+        self._steps = self._kernels.moved(
             torch.from_numpy(np.stack([steps, 1.0 / steps], axis=1).astype(np.float32)), self._device
         )
 
     def encode(self, values: Sequence[Tensor], out: Tensor, flag: Tensor, message_id: MessageId) -> None:
         """Writes a message."""
         starts = noise_starts((message_id.round, message_id.rank), self._numbers, self._starts).astype(np.int32)
-        on_device = self._kernels.on_device(torch.from_numpy(starts), self._device)
-        arguments = flag, message_id.rank + 1, self._steps, on_device
+        moved = self._kernels.moved(torch.from_numpy(starts), self._device)
+        arguments = flag, message_id.rank + 1, self._steps, moved
         self._encoded = _Reading(self._kernels.encode_int8(self._lattice, list(values), out, *arguments))
 
     def encoded(self) -> tuple[FloatArray, FloatArray] | None:

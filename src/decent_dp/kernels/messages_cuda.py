@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .pieces import on_device
+
 __all__ = [
     "Lattice",
     "Part",
@@ -27,7 +29,7 @@ __all__ = [
     "largest",
     "mix_int8",
     "mix_plain",
-    "on_device",
+    "moved",
     "verify_int8",
 ]
 
@@ -105,7 +107,7 @@ class Tiles:
 
     def _split(self, table: Any, aligned: Any) -> tuple[Tensor, Tensor]:
         aligned = aligned & (table[:, 2] == TILE) & (table[:, 1] * self._code_itemsize % self._code_alignment == 0)
-        wide, rest = (on_device(torch.from_numpy(part), self._device) for part in (table[aligned], table[~aligned]))
+        wide, rest = (moved(torch.from_numpy(part), self._device) for part in (table[aligned], table[~aligned]))
         return wide, rest
 
     @property
@@ -122,16 +124,17 @@ class Tiles:
         wide = all(message.data_ptr() % _VECTOR == 0 for message in messages)
         steps = _VECTOR // self._itemsize, self._code_alignment // self._code_itemsize
         tables = self._bound if values else self._unbound
-        for table, aligned in zip(tables, (wide, False), strict=True):
-            if len(table):
-                multiples = steps if aligned else (1, 1)
-                kernel[(len(table),)](
-                    self._base, table, *arguments, TILE, *multiples, aligned, num_warps=_WARPS, enable_fp_fusion=False
-                )
+        with on_device(self._device):
+            for table, aligned in zip(tables, (wide, False), strict=True):
+                if len(table):
+                    multiples = steps if aligned else (1, 1)
+                    kernel[(len(table),)](
+                        self._base, table, *arguments, TILE, *multiples, aligned, num_warps=_WARPS, enable_fp_fusion=False
+                    )
 
 
-def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy, queued on the current stream without waiting for it."""
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device, queued on its current stream without waiting for it."""
     if device.type != "cuda":
         return tensor.to(device, copy=True)
     return tensor.pin_memory().to(device, non_blocking=True)
@@ -412,7 +415,8 @@ def encode_int8(
     flag.zero_()
     lattice.tiles.bind(values)
     lattice.tiles.launch(_encode_int8, out, sums, steps, starts, lattice.noise, lattice.factors, messages=[out])
-    _write_records[lattice._programs](sums, out.view(torch.float64), lattice.places, flag, mark, lattice.blocks, _LANES)
+    with on_device(out.device):
+        _write_records[lattice._programs](sums, out.view(torch.float64), lattice.places, flag, mark, lattice.blocks, _LANES)
     return sums
 
 
@@ -423,7 +427,8 @@ def verify_int8(lattice: Lattice, sent: Tensor, received: Tensor) -> Tensor:
     found = torch.empty(lattice.blocks, 2, dtype=torch.float64, device=sent.device)
     lattice.tiles.launch(_verify_int8, sent, received, sums, lattice.factors, messages=[sent, received], values=False)
     records = sent.view(torch.float64), received.view(torch.float64)
-    _judge[lattice._programs](sums, *records, lattice.places, found, lattice.blocks, _LANES)
+    with on_device(sent.device):
+        _judge[lattice._programs](sums, *records, lattice.places, found, lattice.blocks, _LANES)
     return found
 
 
