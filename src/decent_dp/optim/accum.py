@@ -209,7 +209,7 @@ class _AccumAdamBase(Optimizer):
 
     def _gather(self, group: dict[str, Any]) -> TensorLists:
         """The rows of the parameters that have a gradient; makes missing state."""
-        lists = TensorLists.empty()
+        rows = []
         for i, param in enumerate(group["params"]):
             grad = param.grad
             if grad is None:
@@ -224,8 +224,8 @@ class _AccumAdamBase(Optimizer):
                 state["step"] = _new_step()
                 for key in _MOMENTS:
                     state[key] = torch.zeros_like(param, dtype=state_dtype(param), memory_format=torch.preserve_format)
-            lists.append(param, grad, *(state[key] for key in _MOMENTS), state["step"])
-        return lists
+            rows.append((param, grad, state["exp_avg"], state["exp_avg_sq"], state["accum_grad"], state["step"]))
+        return TensorLists(*map(list, zip(*rows, strict=True))) if rows else TensorLists.empty()
 
 
 class AccumAdamW(_AccumAdamBase):
