@@ -20,21 +20,27 @@ _KINDS = {GAINS: kernels.GAINS, ROOTS: kernels.ROOTS}
 
 def takes(group: dict[str, Any], row: Row, drift: Tensor | None) -> bool:
     """Whether the kernels, which look at memory rather than shapes and strides, take this parameter."""
-    param, lr = row.param, group["lr"]
+    (param, grad, first, second, _, _), lr = row, group["lr"]
+    # For each parameter in each step: a read of a tensor takes about as long as ten of Python's own steps.
     if type(param) not in _PLAIN_TYPES or param.dtype not in tables.DTYPES or not tables.usable(param.device):
         return False
-    if isinstance(lr, Tensor) and lr.device.type != "cpu":  # reading it would wait for the GPU
+    if isinstance(lr, Tensor) and not lr.is_cpu:  # reading it would wait for the GPU
         return False
-    if not row.exp_avg.dtype == row.exp_avg_sq.dtype == param.dtype:
+    if not first.dtype is second.dtype is param.dtype:
         return False
-    shape, device = param.shape, param.device
-    for tensor in (param, row.grad, row.exp_avg, row.exp_avg_sq):
-        if not tensor.is_contiguous() or tensor.shape != shape or tensor.device != device or tensor.is_neg():
-            return False
-    for tensor in (row.grad,) if drift is None else (row.grad, drift):
+    if not (param.is_contiguous() and grad.is_contiguous() and first.is_contiguous() and second.is_contiguous()):
+        return False
+    if param.is_neg() or grad.is_neg() or first.is_neg() or second.is_neg():
+        return False
+    shape, number = param.shape, param.get_device()
+    if not shape == grad.shape == first.shape == second.shape:
+        return False
+    if not number == grad.get_device() == first.get_device() == second.get_device():
+        return False
+    for tensor in (grad,) if drift is None else (grad, drift):
         if type(tensor) not in _PLAIN_TYPES or tensor.dtype not in tables.DTYPES:
             return False
-    return drift is None or (drift.is_contiguous() and drift.shape == shape and drift.device == device)
+    return drift is None or (drift.is_contiguous() and drift.shape == shape and drift.get_device() == number)
 
 
 class KernelStep:
@@ -64,22 +70,23 @@ class KernelStep:
 
     def add_matrix(self, row: Row, state: dict[str, Any], drift: Tensor | None) -> None:
         """A parameter with statistics, and its drift if its second moment is to be the same for all replicas."""
-        t, factors, other = int(state[COUNT]), *((GAINS, ROOTS) if drift is None else (ROOTS, GAINS))
+        count = state[COUNT]
+        t, (factors, other) = int(count), (GAINS, ROOTS) if drift is None else (ROOTS, GAINS)
         had = factors in state
         state.pop(other, None)
         if not had:
             state[factors] = torch.empty_like(state[MEANS])
-        rows = row.param.shape[0]
-        tensors = row.param, row.grad, row.exp_avg, row.exp_avg_sq
-        size = rows, row.param.numel() // rows
-        matrix = kernels.Matrix(*tensors, *size, state[factors], state[MEANS], state[SHARED], drift)
+        param, grad, first, second, _, step = row
+        rows = len(param)
+        size = rows, param.numel() // rows
+        matrix = kernels.Matrix(param, grad, first, second, *size, state[factors], state[MEANS], state[SHARED], drift)
         if t % self._every == 0:
             self._renewals.setdefault(self._of_gradient(t, state, factors, had), []).append(matrix)
         elif not had:  # they are those of an AdamW, or of a run with another rule
             self._renewals.setdefault(self._renewal(factors, t, self._beta2**t), []).append(matrix)
         self._updates.setdefault((t, factors), []).append(matrix)
-        self._counts.append(state[COUNT])
-        self._steps.append(row.step)
+        self._counts.append(count)
+        self._steps.append(step)
 
     def run(self) -> None:
         for how, matrices in self._renewals.items():
@@ -89,8 +96,13 @@ class KernelStep:
             kernels.update(matrices, _KINDS[factors], values, maximize=self._group["maximize"])
             # Autograd would miss that saved tensors have changed.
             torch.autograd.graph.increment_version([matrix.param for matrix in matrices])
-        if self._steps:
-            torch._foreach_add_(self._counts + self._steps, 1)
+        counts = self._counts + [step for step in self._steps if step.is_cpu]
+        if counts:
+            # Of a plain number torch would make a tensor for each count, which takes longer than the addition.
+            torch._foreach_add_(counts, torch.ones((), device="cpu"), alpha=1)
+        on_gpu = [step for step in self._steps if not step.is_cpu]
+        if on_gpu:
+            torch._foreach_add_(on_gpu, 1)
 
     def _values(self, t: int, factors: str) -> list[float]:
         beta1, beta2, lr = self._beta1, self._beta2, self._lr
