@@ -135,12 +135,12 @@ def update(matrices: Sequence[Matrix], kind: int, values: Sequence[float], *, ma
     """
     alike: dict[tuple[torch.dtype, torch.dtype, bool], list[tuple[int, ...]]] = {}
     for param, grad, first, second, rows, columns, factors, *_ in matrices:
-        addresses = param.data_ptr(), grad.data_ptr(), first.data_ptr(), second.data_ptr()
+        a, b, c, d = param.data_ptr(), grad.data_ptr(), first.data_ptr(), second.data_ptr()
         last = (0, 0, param.numel()) if factors is None else (factors.data_ptr(), rows, columns)
-        key = param.dtype, grad.dtype, aligned(addresses)
+        key = param.dtype, grad.dtype, (a | b | c | d) % 16 == 0  # all aligned
         if key not in alike:
             alike[key] = []
-        alike[key].append(addresses + last)
+        alike[key].append((a, b, c, d, *last))
     device = matrices[0].param.device
     with on_device(device):
         for (of_param, of_grad, vectors), entries in alike.items():

@@ -57,7 +57,8 @@ class KernelStep:
         self._group, self._n, self._every, self._drift_scale = group, n, every, drift_scale
         self._lr, (self._beta1, self._beta2) = float(group["lr"]), group["betas"]
         self._sign = -1 if group["maximize"] else 1
-        self._renewals: dict[kernels.Renewal, list[kernels.Matrix]] = {}
+        # By the factors, the count before the step, and the number of products and the ratio of `kernels.Renewal`.
+        self._renewals: dict[tuple[str, int, int, bool], list[kernels.Matrix]] = {}
         self._updates: dict[tuple[int, str], list[kernels.Matrix]] = {}  # by the count before the step, and the factors
         self._counts: list[Tensor] = []
         self._steps: list[Tensor] = []
@@ -81,16 +82,16 @@ class KernelStep:
         size = rows, param.numel() // rows
         matrix = kernels.Matrix(param, grad, first, second, *size, state[factors], state[MEANS], state[SHARED], drift)
         if t % self._every == 0:
-            self._renewals.setdefault(self._of_gradient(t, state, factors, had), []).append(matrix)
+            self._renewals.setdefault((factors, t, *self._products(t, state, factors, had)), []).append(matrix)
         elif not had:  # they are those of an AdamW, or of a run with another rule
-            self._renewals.setdefault(self._renewal(factors, t, self._beta2**t), []).append(matrix)
+            self._renewals.setdefault((factors, t, 0, False), []).append(matrix)
         self._updates.setdefault((t, factors), []).append(matrix)
         self._counts.append(count)
         self._steps.append(step)
 
     def run(self) -> None:
         for how, matrices in self._renewals.items():
-            kernels.renew(matrices, how)
+            kernels.renew(matrices, self._renewal(*how))
         for (t, factors), matrices in self._updates.items():
             values = self._values(t + 1, factors)
             kernels.update(matrices, _KINDS[factors], values, maximize=self._group["maximize"])
@@ -110,21 +111,25 @@ class KernelStep:
         keep, scale = 1 - lr * self._group["weight_decay"], -lr / (1 - beta1**t)
         return [keep, beta1, 1 - beta1, beta2, 1 - beta2, correction, self._group["eps"], scale]
 
-    def _of_gradient(self, t: int, state: dict[str, Any], factors: str, had: bool) -> kernels.Renewal:
-        """The renewal that takes this step's gradient, as `GossipAdamW._take_gradient` does."""
-        changes: dict[str, Any] = {"weight": 1 - self._beta2 ** (self._every if t else 1), "products": 1}
-        if t >= PLAIN:
-            # m is the average of -g if the loss is maximized.
-            changes.update(products=2, of_signal=self._sign / (1 - self._beta1**t))
-            if factors == ROOTS:
-                slowest = FALL * float(state[LR])
-                state[LR].fill_(max(self._lr, slowest))
-                if self._lr < slowest or self._lr == 0 or not had:
-                    changes.update(ratio=True)
-                else:
-                    changes.update(products=3, of_drift=self._sign / (self._lr * self._drift_scale))
-        return self._renewal(factors, t, self._beta2 ** (t + 1), **changes)
+    def _products(self, t: int, state: dict[str, Any], factors: str, had: bool) -> tuple[int, bool]:
+        """The number of products and the ratio of the renewal that takes this step's gradient."""
+        if t < PLAIN:
+            return 1, False
+        if factors == GAINS:
+            return 2, False
+        slowest = FALL * float(state[LR])
+        state[LR].fill_(max(self._lr, slowest))
+        return (2, True) if self._lr < slowest or self._lr == 0 or not had else (3, False)
 
-    def _renewal(self, factors: str, t: int, fading: float, **changes: Any) -> kernels.Renewal:
-        given: dict[str, Any] = {"bound": BOUND, "smallest": SMALLEST, "tiny": TINY, "large": LARGE, **changes}
-        return kernels.Renewal(kind=_KINDS[factors], eps=self._group["eps"], n=self._n, known=1 - fading, **given)
+    def _renewal(self, factors: str, t: int, products: int, ratio: bool) -> kernels.Renewal:
+        """The renewal that takes this step's gradient, as `GossipAdamW._take_gradient` does; without products none."""
+        given: dict[str, Any] = {"bound": BOUND, "smallest": SMALLEST, "tiny": TINY, "large": LARGE}
+        if products:
+            given.update(products=products, ratio=ratio, weight=1 - self._beta2 ** (self._every if t else 1))
+        if products >= 2:
+            # m is the average of -g if the loss is maximized.
+            given.update(of_signal=self._sign / (1 - self._beta1**t))
+        if products == 3:
+            given.update(of_drift=self._sign / (self._lr * self._drift_scale))
+        known = 1 - self._beta2 ** (t + 1 if products else t)
+        return kernels.Renewal(kind=_KINDS[factors], eps=self._group["eps"], n=self._n, known=known, **given)

@@ -22,6 +22,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -223,7 +224,11 @@ def _update_by_numba(kernels: ModuleType, lists: TensorLists, step: int, hyper: 
     """The same with the kernel for float32 on the CPU, by as many threads as torch uses."""
     rows, others = _rows_for_kernels(lists, (torch.float32,))
     if rows:
-        table = np.array([(*(tensor.data_ptr() for tensor in row), row[0].numel(), 0) for row in rows], np.int64)
+        entries = [
+            (param.data_ptr(), grad.data_ptr(), first.data_ptr(), second.data_ptr(), third.data_ptr(), param.numel(), 0)
+            for param, grad, first, second, third in rows
+        ]
+        table = np.fromiter(chain.from_iterable(entries), np.int64, 7 * len(rows)).reshape(-1, 7)
         ends = table[:, 5].cumsum()
         table[1:, 6] = ends[:-1]
         values = np.array(kernel_numbers(step, hyper), np.float32)
