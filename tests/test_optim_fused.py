@@ -8,6 +8,7 @@ import pickle
 import shutil
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -286,12 +287,16 @@ def test_numba_takes_dense_rows_of_float32(monkeypatch: pytest.MonkeyPatch) -> N
 @needs_numba
 @both_classes
 def test_threads_change_no_bit(cls: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever they cut the tensors, of which some are empty."""
+    """Wherever they cut the tensors, of which some are empty; also where no thread can be had any more."""
     monkeypatch.setattr(update, "_SHARE", 1)
+    ended = ThreadPoolExecutor()
+    ended.shutdown()
     rng = np.random.default_rng(5)
     values = [normal(rng, (n,), torch.float32) for n in (3, 0, 5000, 1, 77)]
     results = []
-    for threads in (1, 2, 3, 7):
+    for threads in (1, 2, 3, 7, 4):
+        if threads == 4:
+            monkeypatch.setattr(update, "_threads", lambda _: ended)
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         params = [leaf(value) for value in values]
         optimizer = cls(params, weight_decay=0.1, accum_iter=2)

@@ -19,8 +19,8 @@ import functools
 import math
 import os
 import threading
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 from types import ModuleType
@@ -239,12 +239,22 @@ def _update_by_numba(kernels: ModuleType, lists: TensorLists, step: int, hyper: 
         def part(i: int) -> None:
             kernels.update(table, cuts[i], cuts[i + 1], values, hyper.decoupled, hyper.ends_window(step))
 
-        started = [_threads(os.getpid()).submit(part, i) for i in range(1, threads)]
+        started = [_start(part, i) for i in range(1, threads)]
         part(0)
         for each in started:
             each.result()
         torch.autograd.graph.increment_version([row[0] for row in rows])
     return others
+
+
+def _start(part: Callable[[int], None], i: int) -> Future[None]:
+    try:
+        return _threads(os.getpid()).submit(part, i)
+    except RuntimeError:  # the main thread has ended, or no more threads can be had: this one does it
+        part(i)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
 
 @functools.cache
