@@ -13,12 +13,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from unittest.mock import patch
 
 import torch
 
 from benchmarks.report import machine
 from benchmarks.setups import BLOCKS, HIDDEN, PARAMETERS, WIDTH
-from decent_dp.optim import AccumAdamW, GossipAdamW
+from decent_dp.optim import AccumAdamW, GossipAdamW, update
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -31,6 +32,16 @@ def make_params() -> list[torch.nn.Parameter]:
     for param in params:
         param.grad = torch.randn(param.shape, generator=draw)
     return params
+
+
+def without_numba(step: Callable[[], object]) -> Callable[[], object]:
+    """The step where the extra is not installed."""
+
+    def run() -> None:
+        with patch.object(update, "load_numba", lambda _: None):
+            step()
+
+    return run
 
 
 def main() -> None:
@@ -52,6 +63,7 @@ def main() -> None:
         "GossipAdamW": gossip_adamw.step,
         "GossipAdamW, DriftCorrection": corrected.step,
         "AccumAdamW": AccumAdamW(make_params()).step,
+        "AccumAdamW, without Numba": without_numba(AccumAdamW(make_params()).step),
         "AccumAdamW, readable": AccumAdamW(make_params(), foreach=False).step,
     }
     if args.compiled:

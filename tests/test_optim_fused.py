@@ -1,12 +1,14 @@
-"""The fast forms of the optimizers: the blocked one and the compiled one against their readable twin; torch's kernels."""
+"""The fast forms of the optimizers: in Numba, blocked and compiled, against their readable twin; torch's kernels."""
 
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import shutil
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from decent_dp.kernels import load_numba
 from decent_dp.optim import (
     AccumAdam,
     AccumAdamW,
@@ -37,6 +40,19 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2**-7, t
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(update, "_BLOCK", 64)
+
+
+def without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(update, "load_numba", lambda name: None)
+
+
+@pytest.fixture(params=["numba", "blocked"])
+def on_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each form for dense float32 parameters."""
+    if request.param == "blocked":
+        without_numba(monkeypatch)
+    elif load_numba("accum_adam_cpu") is None:
+        pytest.skip("needs Numba that compiles")
 
 
 def leaf(values: Tensor) -> nn.Parameter:
@@ -76,7 +92,7 @@ def foreach_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-# ------------------------------------------------------------------------------------------------------ the blocked form
+# --------------------------------------------------------------------------------------------------- in Numba and blocked
 
 
 @given(
@@ -86,15 +102,18 @@ def foreach_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     lr=st.sampled_from([0.0, 1e-3, 0.1]),
     eps=st.sampled_from([1e-8, 0.1]),
     wd=st.sampled_from([0.0, 0.1]),
-    dtype=st.sampled_from([torch.float64, torch.float32]),
+    form=st.sampled_from(["numba", "blocked", "blocked in float64"]),
     cls=st.sampled_from(CLASSES),
     seed=st.integers(0, 10**6),
 )
-@settings(max_examples=80, derandomize=True)
-def test_blocked_equals_readable(lengths, s, betas, lr, eps, wd, dtype, cls, seed) -> None:
+@settings(max_examples=120, derandomize=True)
+def test_fast_equals_readable(lengths, s, betas, lr, eps, wd, form, cls, seed) -> None:
     """Parameters over several blocks, of exactly one and of parts of one; through many windows."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(update, "_BLOCK", 64)
+        if form == "blocked":
+            without_numba(patch)
+        dtype = torch.float64 if "float64" in form else torch.float32
         calls = foreach_calls(patch)
         rng = np.random.default_rng(seed)
         params = [leaf(normal(rng, (n,), dtype)) for n in lengths]
@@ -127,7 +146,7 @@ def test_blocked_narrow_parameters(cls: type, dtype: torch.dtype, small_blocks: 
 
 
 @both_classes
-def test_grouping_changes_no_bit(cls: type, small_blocks: None) -> None:
+def test_grouping_changes_no_bit(cls: type, small_blocks: None, on_cpu: None) -> None:
     rng = np.random.default_rng(1)
     params = [normal(rng, (n,), torch.float32) for n in (200, 7, 64, 1, 90)]
     together, reverse = [leaf(p) for p in params], [leaf(p) for p in params]
@@ -170,7 +189,7 @@ def strange_rows() -> dict[str, tuple[Tensor, Tensor]]:
 
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("name", strange_rows())
-def test_layouts(name: str, decoupled: bool, small_blocks: None) -> None:
+def test_layouts(name: str, decoupled: bool, small_blocks: None, on_cpu: None) -> None:
     """And what lies between the elements of a slice stays."""
     param, grad = strange_rows()[name]
     hyper = update.Hyperparameters(0.9, 0.99, 0.1, 0.2, 1e-8, 2, decoupled)
@@ -191,7 +210,7 @@ def test_layouts(name: str, decoupled: bool, small_blocks: None) -> None:
         torch.testing.assert_close(fast, plain, rtol=tol, atol=tol)
 
 
-def test_rows_that_are_all_sliced_alike() -> None:
+def test_rows_that_are_all_sliced_alike(on_cpu: None) -> None:
     """Equal strides, but with gaps."""
     results, hyper = [], update.Hyperparameters(0.9, 0.99, 0.1, 0, 1e-8, 2, True)
     for form in (update.multi_tensor_accum_adam, update.single_tensor_accum_adam):
@@ -201,7 +220,7 @@ def test_rows_that_are_all_sliced_alike() -> None:
     torch.testing.assert_close(*results)
 
 
-def test_rows_of_other_shapes_do_not_reach_the_kernel() -> None:
+def test_rows_of_other_shapes_do_not_reach_the_kernel(on_cpu: None) -> None:
     """It would read past a short gradient: foreach broadcasts it."""
     x, moments, step = torch.zeros(8), [torch.zeros(8) for _ in range(3)], torch.tensor(0.0)
     numbers = (0.9, 0.99, 0.1, 0.0, 1e-8, 1)
@@ -209,7 +228,7 @@ def test_rows_of_other_shapes_do_not_reach_the_kernel() -> None:
     torch.testing.assert_close(x, torch.full((8,), -0.1))
 
 
-def test_step_allocates_scratch_only() -> None:
+def test_step_allocates_scratch_only(on_cpu: None) -> None:
     """A step's own memory at its peak is far less than the parameters'."""
     p = nn.Parameter(torch.ones(4_000_000))
     optimizer = AccumAdam([p], weight_decay=0.1, accum_iter=2)
@@ -230,6 +249,97 @@ def test_inference_mode_first() -> None:
         accum_adamw_foreach(*([t] for t in x), [torch.tensor(0.0)], 0.9, 0.99, 0.1, 0.0, 1e-8, 1)
     p = nn.Parameter(torch.ones(3, dtype=torch.float64))
     run(AccumAdamW([p]), 2)
+
+
+needs_numba = pytest.mark.skipif(load_numba("accum_adam_cpu") is None, reason="needs Numba that compiles")
+
+
+@needs_numba
+def test_numba_takes_dense_rows_of_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others take their own forms in the same update."""
+    taken: list[int] = []
+    form = update._rows_for_kernels
+
+    def choose(*args: Any) -> Any:
+        rows, others = form(*args)
+        taken.append(len(rows))
+        return rows, others
+
+    monkeypatch.setattr(update, "_rows_for_kernels", choose)
+    rng = np.random.default_rng(6)
+    matrix = normal(rng, (6, 8), torch.float32)
+    values = [matrix, matrix.t(), matrix.bfloat16(), matrix.double(), matrix[:, ::2], matrix + 1]
+    fast, plain = (AccumAdamW([nn.Parameter(v.clone()) for v in values], accum_iter=2, foreach=f) for f in (None, False))
+    for t in range(5):
+        grads = [normal(rng, v.shape, v.dtype) for v in values]
+        for optimizer in (fast, plain):
+            params = optimizer.param_groups[0]["params"]
+            params[4].data = torch.zeros(6, 8)[:, ::2].copy_(params[4].data)  # with gaps
+            for p, grad in zip(params, grads, strict=True):
+                p.grad = torch.empty_like(p).copy_(grad)
+            params[5].grad = None if t == 1 else params[5].grad
+            optimizer.step()
+    # The last one has no gradient in the second update, and then another count of steps.
+    assert taken == [3, 2, 2, 1, 2, 1, 2, 1]
+    close(fast, plain)
+
+
+@needs_numba
+@both_classes
+def test_threads_change_no_bit(cls: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever they cut the tensors, of which some are empty; also where no thread can be had any more."""
+    monkeypatch.setattr(update, "_SHARE", 1)
+    ended = ThreadPoolExecutor()
+    ended.shutdown()
+    rng = np.random.default_rng(5)
+    values = [normal(rng, (n,), torch.float32) for n in (3, 0, 5000, 1, 77)]
+    results = []
+    for threads in (1, 2, 3, 7, 4):
+        if threads == 4:
+            monkeypatch.setattr(update, "_threads", lambda _: ended)
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        params = [leaf(value) for value in values]
+        optimizer = cls(params, weight_decay=0.1, accum_iter=2)
+        run(optimizer, 5)
+        results.append([*params, *(optimizer.state[p][key] for p in params for key in KEYS)])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@needs_numba
+def test_numba_rounds_like_the_readable_form() -> None:
+    """A few units in the last place of what is added to each parameter, and of the moments."""
+    rng = np.random.default_rng(7)
+    x, g = torch.zeros(4001), normal(rng, (4001,), torch.float32) * torch.logspace(-6, 6, 4001)
+    hyper = update.Hyperparameters(0.9, 0.99, 0.1, 0.01, 1e-8, 3, True)
+    results = []
+    for form in (update.multi_tensor_accum_adam, update.single_tensor_accum_adam):
+        tensors = [x.clone(), *(torch.zeros_like(x) for _ in range(3))]
+        param, *moments = tensors
+        step = torch.tensor(0.0)
+        for _ in range(3):
+            param.zero_()
+            form(update.TensorLists([param], [g], *([m] for m in moments), [step]), hyper)
+        results.append(tensors)
+    for fast, plain in zip(*results, strict=True):
+        torch.testing.assert_close(fast, plain, rtol=1e-6, atol=0)
+
+
+@needs_numba
+@pytest.mark.parametrize("special", [0.0, math.inf, -math.inf, math.nan, 1e30])
+def test_numba_and_special_gradients(special: float) -> None:
+    """Infinities and NaNs where the readable form has them, also with ε = 0."""
+    results = []
+    for foreach in (None, False):
+        p = nn.Parameter(torch.ones(40))
+        p.grad = torch.linspace(-1, 1, 40)
+        p.grad[7] = special
+        optimizer = AccumAdamW([p], eps=0.0, accum_iter=2, foreach=foreach)
+        for _ in range(3):
+            optimizer.step()
+        results.append([p, *(optimizer.state[p][key] for key in KEYS)])
+    for fast, plain in zip(*results, strict=True):
+        torch.testing.assert_close(fast, plain, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
 # ----------------------------------------------------------------------------------------------------- the compiled form

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 import triton
@@ -10,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .pieces import TYPES, on_device, pointer_at, quotient, root
-from .tables import aligned, numbers, table, tiles
+from .tables import numbers, table, tiles
 
 __all__ = ["update"]
 
@@ -93,26 +94,28 @@ def update(
         ends: this update is the last one of a window.
     """
     alike: dict[tuple[torch.dtype, torch.dtype, bool], list[tuple[int, ...]]] = {}
-    for row in rows:
-        addresses = tuple(tensor.data_ptr() for tensor in row)
-        key = (row[0].dtype, row[1].dtype, aligned(addresses))
-        alike.setdefault(key, []).append((*addresses, row[0].numel()))
+    for param, grad, first, second, third in rows:
+        a, b, c, d, e = param.data_ptr(), grad.data_ptr(), first.data_ptr(), second.data_ptr(), third.data_ptr()
+        key = param.dtype, grad.dtype, (a | b | c | d | e) % 16 == 0  # all aligned
+        if key not in alike:
+            alike[key] = []
+        alike[key].append((a, b, c, d, e, param.numel()))
     device = rows[0][0].device
     with on_device(device):
-        for (param, grad, vectors), entries in alike.items():
+        for (of_param, of_grad, vectors), entries in alike.items():
             block = block or _BLOCK
-            counts = tuple(-(-entry[-1] // block) for entry in entries)
+            counts = tuple([-(-entry[-1] // block) for entry in entries])
             if not sum(counts):
                 continue
-            whole = table(device, tuple(number for entry in entries for number in entry))
-            wide = param == torch.float64
+            whole = table(device, tuple(chain.from_iterable(entries)))
+            wide = of_param == torch.float64
             _update[(sum(counts),)](
                 whole,
                 tiles(device, counts),
                 numbers(device, values) if wide else whole,
                 *map(float, values),  # for whole numbers Triton would compile anew
-                TYPES[param],
-                TYPES[grad],
+                TYPES[of_param],
+                TYPES[of_grad],
                 tl.float64 if wide else tl.float32,
                 vectors,
                 decoupled,

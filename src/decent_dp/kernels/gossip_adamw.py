@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 import triton
@@ -26,8 +28,7 @@ _PARTS, _ENTRIES = 16, 128  # of their second half
 _CHUNK = 2048  # of the factors
 
 
-@dataclass(frozen=True)
-class Matrix:
+class Matrix(NamedTuple):
     """A parameter of one step: contiguous, as ``rows`` × ``columns``."""
 
     param: Tensor
@@ -133,24 +134,27 @@ def update(matrices: Sequence[Matrix], kind: int, values: Sequence[float], *, ma
         values: 1 - lr·λ, β1, 1-β1, β2, 1-β2, with gains 1/√(1-β2^t), with roots the least share of v, ε, and -lr/(1-β1^t).
     """
     alike: dict[tuple[torch.dtype, torch.dtype, bool], list[tuple[int, ...]]] = {}
-    for each in matrices:
-        addresses = (each.param.data_ptr(), each.grad.data_ptr(), each.exp_avg.data_ptr(), each.exp_avg_sq.data_ptr())
-        last = (0, 0, each.param.numel()) if each.factors is None else (each.factors.data_ptr(), each.rows, each.columns)
-        alike.setdefault((each.param.dtype, each.grad.dtype, aligned(addresses)), []).append((*addresses, *last))
+    for param, grad, first, second, rows, columns, factors, *_ in matrices:
+        a, b, c, d = param.data_ptr(), grad.data_ptr(), first.data_ptr(), second.data_ptr()
+        last = (0, 0, param.numel()) if factors is None else (factors.data_ptr(), rows, columns)
+        key = param.dtype, grad.dtype, (a | b | c | d) % 16 == 0  # all aligned
+        if key not in alike:
+            alike[key] = []
+        alike[key].append((a, b, c, d, *last))
     device = matrices[0].param.device
     with on_device(device):
-        for (param, grad, vectors), entries in alike.items():
-            counts = tuple(-(-max(entry[5], 1) * entry[6] // _BLOCK) for entry in entries)
+        for (of_param, of_grad, vectors), entries in alike.items():
+            counts = tuple([-(-max(entry[5], 1) * entry[6] // _BLOCK) for entry in entries])
             if not sum(counts):
                 continue
-            whole = table(device, tuple(number for entry in entries for number in entry))
+            whole = table(device, tuple(chain.from_iterable(entries)))
             _update[(sum(counts),)](
                 whole,
                 tiles(device, counts),
-                numbers(device, values) if param == torch.float64 else whole,
+                numbers(device, values) if of_param == torch.float64 else whole,
                 *map(float, values),  # for whole numbers Triton would compile anew
-                TYPES[param],
-                TYPES[grad],
+                TYPES[of_param],
+                TYPES[of_grad],
                 vectors,
                 kind,
                 maximize,

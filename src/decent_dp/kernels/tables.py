@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import warnings
 from collections.abc import Sequence
 
@@ -86,7 +87,4 @@ def numbers(device: torch.device, values: Sequence[float]) -> Tensor:
 
 def aligned(addresses: Sequence[int]) -> bool:
     """Whether vectors of 16 bytes can be read from all of them."""
-    merged = 0
-    for address in addresses:
-        merged |= address
-    return merged % 16 == 0
+    return functools.reduce(operator.or_, addresses, 0) % 16 == 0

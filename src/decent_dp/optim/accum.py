@@ -209,7 +209,7 @@ class _AccumAdamBase(Optimizer):
 
     def _gather(self, group: dict[str, Any]) -> TensorLists:
         """The rows of the parameters that have a gradient; makes missing state."""
-        lists = TensorLists.empty()
+        rows = []
         for i, param in enumerate(group["params"]):
             grad = param.grad
             if grad is None:
@@ -224,8 +224,8 @@ class _AccumAdamBase(Optimizer):
                 state["step"] = _new_step()
                 for key in _MOMENTS:
                     state[key] = torch.zeros_like(param, dtype=state_dtype(param), memory_format=torch.preserve_format)
-            lists.append(param, grad, *(state[key] for key in _MOMENTS), state["step"])
-        return lists
+            rows.append((param, grad, state["exp_avg"], state["exp_avg_sq"], state["accum_grad"], state["step"]))
+        return TensorLists(*map(list, zip(*rows, strict=True))) if rows else TensorLists.empty()
 
 
 class AccumAdamW(_AccumAdamBase):
@@ -241,10 +241,12 @@ class AccumAdamW(_AccumAdamBase):
         eps: ε, added to the root of the second moment.
         weight_decay: every update first shrinks x by the factor 1 - lr·weight_decay.
         accum_iter: s, the updates in a window; 1 is AdamW. Each parameter has its own window.
-        foreach: None or True for the fast form, False for the readable one; equal up to rounding.
-        compiled: True for one pass over memory by torch.compile, again equal up to rounding. It compiles for many seconds at
-            the first update and at the first end of a window. It is for runs in which every parameter has a gradient in every
-            update. Without a compiler it warns and runs the fast form.
+        foreach: None or True for the fast form, False for the readable one; equal up to rounding. The fast form is one pass
+            over memory on CUDA with Triton, and for float32 on the CPU with ``decent-dp[fast]``. Otherwise torch's kernels run.
+        compiled: True for one pass over memory by torch.compile, again equal up to rounding. It is for the CPU without
+            ``decent-dp[fast]``, with which the fast form takes no longer. It compiles for many seconds at the first update and
+            at the first end of a window. It is for runs in which every parameter has a gradient in every update. Without a
+            compiler it warns and runs the fast form.
 
     Raises:
         ValueError: an option is out of its range.

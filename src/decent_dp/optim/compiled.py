@@ -1,8 +1,9 @@
 """The update of AccumAdam(W) as one pass over memory, by torch.compile, on request.
 
 It needs a C++ compiler. Without one it warns and runs the forms of `update`. On CUDA the kernel in Triton, which `update` has,
-needs no such request, and runs instead. torch compiles once per list of shapes, and again at the first end of a window;
-inductor's cache on disk (TORCHINDUCTOR_CACHE_DIR) keeps the result.
+needs no such request, and runs instead. On the CPU it is for installations without Numba, whose kernel in `update` takes no
+longer. torch compiles once per list of shapes, and again at the first end of a window; inductor's cache on disk
+(TORCHINDUCTOR_CACHE_DIR) keeps the result.
 """
 
 from __future__ import annotations

@@ -39,7 +39,6 @@ docs/gossip-adamw.md derives this, with the bias and the variance of the estimat
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from typing import Any, NoReturn, TypeAlias, cast
 
 import torch
@@ -267,12 +266,13 @@ class GossipAdamW(AdamW, SharesStatistics):
         rows = []
         moments = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
         for param in group["params"]:
-            if param.grad is None:
+            grad = param.grad
+            if grad is None:
                 continue
-            if param.grad.layout != torch.strided:
+            if grad.layout != torch.strided:
                 raise RuntimeError(
                     f"{type(self).__name__} does not support sparse gradients, but a parameter of shape "
-                    f"{tuple(param.shape)} has one ({param.grad.layout}): make it dense (nn.Embedding(..., sparse=False)) or "
+                    f"{tuple(param.shape)} has one ({grad.layout}): make it dense (nn.Embedding(..., sparse=False)) or "
                     "use torch.optim.SparseAdam"
                 )
             state = self.state[param]
@@ -282,7 +282,8 @@ class GossipAdamW(AdamW, SharesStatistics):
                 state["step"] = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=on)
                 for key in moments:
                     state[key] = torch.zeros_like(param, memory_format=torch.preserve_format)
-            rows.append(Row.of([param, param.grad, *(state[key] for key in moments)], state["step"]))
+            largest = state["max_exp_avg_sq"] if group["amsgrad"] else None
+            rows.append(Row(param, grad, state["exp_avg"], state["exp_avg_sq"], largest, state["step"]))
         return rows
 
     def _adamw(self, group: dict[str, Any], rows: list[Row], **options: Any) -> None:
@@ -333,7 +334,7 @@ class GossipAdamW(AdamW, SharesStatistics):
             elif self._is_matrix(row.param):
                 self._statistics_of(row.param)
                 step.add_matrix(row, self.state[row.param], drift)
-            elif row.step.device.type == "cpu":
+            elif row.step.is_cpu:
                 step.add_vector(row)
             else:  # reading the count of steps would wait for the GPU
                 others.append(row)
@@ -351,7 +352,7 @@ class GossipAdamW(AdamW, SharesStatistics):
         rows = [row for row in rows if id(row.param) not in chosen]
         pieces = [piece for row in rows for piece in self._pieces(row, *self._factors_of(group, row, GAINS))]
         for together in _in_parts(pieces):
-            changes = [replace(row, param=torch.zeros_like(row.param), step=row.step.clone()) for row, _, _ in together]
+            changes = [Row.of([torch.zeros_like(row.param), *row.tensors[1:]], row.step.clone()) for row, _, _ in together]
             self._adamw(group, changes, fused=self._fused(group, changes), weight_decay=0.0)
             for (row, of_rows, of_columns), change in zip(together, changes, strict=True):
                 self._move(row.param, change.param, of_rows, of_columns, 1 - group["lr"] * group["weight_decay"])

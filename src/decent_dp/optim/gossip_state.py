@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -23,8 +23,7 @@ SMALLEST = 0.25
 TINY, LARGE = 1e-38, 1e30
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A parameter of one update, or a part of one, and its state."""
 
     param: Tensor
