@@ -13,7 +13,6 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from unittest import mock
@@ -134,7 +133,7 @@ def main() -> None:
         "threads": 1,
     }
     args.out.mkdir(parents=True, exist_ok=True)
-    found_on = {**machine(), "numba": version("numba")}
+    found_on = machine()
     text = json.dumps({**settings, "machine": found_on, "ns_per_parameter": lines}, indent=2)
     (args.out / "coding.json").write_text(text + "\n")
 
