@@ -18,7 +18,7 @@ help:  ## lists the targets
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,frameworks]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,frameworks,interpreter]'
 	@touch $@
 
 test: lint types suite  ## lint, format, types and the fast tests

@@ -1027,3 +1027,21 @@ def test_a_state_with_a_parameter_that_had_no_gradient_can_be_loaded():
         by.step()
     for one, two in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(one, two)
+
+
+def test_kernels_get_the_matrices_of_each_device_apart(monkeypatch):
+    """One launch knows one device. The second is one without values, as there may be no GPU."""
+    kernels = pytest.importorskip("decent_dp.optim.gossip_kernels", reason="needs Triton")
+    launched: list[set[torch.device]] = []
+    for name in ("renew", "update"):
+        record = lambda matrices, *_, **__: launched.append({matrix.param.device for matrix in matrices})  # noqa: E731
+        monkeypatch.setattr(kernels.kernels, name, record)
+    monkeypatch.setattr(kernels.tables, "usable", lambda device: True)
+    monkeypatch.setattr(kernels, "takes", lambda *_: True)
+    params = [torch.nn.Parameter(torch.ones(4, 3, device=device)) for device in ("cpu", "meta", "cpu")]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer = GossipAdamW(params)
+    optimizer.set_replicas(4)
+    optimizer.step()
+    assert sorted(map(str, launched)) == sorted(map(str, 2 * [{torch.device("cpu")}, {torch.device("meta")}]))

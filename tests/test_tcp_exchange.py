@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -297,3 +298,43 @@ def test_many_failed_requests_for_buffers_do_not_nest():
     assert given == [1] * 5000
     pool.take(1, exchange._POOL_BYTES, fail)  # all of it is free again
     assert len(given) == 5001
+
+
+# -- messages of GPUs ------------------------------------------------------------------------------------------------------
+
+
+def handle_that_lands(timeout: float) -> tuple[Any, list[str]]:
+    """A handle of one message, whose staging notes its calls."""
+    mailbox = SimpleNamespace(waits_for=lambda *_: False)
+    reactor: Any = SimpleNamespace(last_progress=lambda _: 0.0, open_slots=lambda *_: [], mailbox=mailbox)
+    own = request(torch.ones(3), 0, ExchangeId(0, 0))
+    handle = exchange._TcpHandle(own, [1], exchange._Timeout(timeout), reactor, lambda error, *_: RuntimeError(f"is {error!r}"))
+    calls: list[str] = []
+    handle.land, handle.finish = lambda: calls.append("lands"), lambda: calls.append("finishes")
+    handle.expect(1)
+    return handle, calls
+
+
+def test_a_message_lands_when_it_has_come_and_is_finished_by_the_wait():
+    handle, calls = handle_that_lands(10.0)
+    handle.arrive()
+    handle.wait()
+    assert calls == ["lands", "finishes"]
+
+
+def test_what_comes_after_a_failed_wait_does_not_land():
+    """It could get into the messages of a later exchange."""
+    handle, calls = handle_that_lands(0.01)
+    with pytest.raises(RuntimeError, match="TimeoutError"):
+        handle.wait()
+    handle.arrive()
+    assert calls == []
+
+
+def test_what_comes_after_an_error_does_not_land():
+    handle, calls = handle_that_lands(10.0)
+    handle.fail(1, ConnectionError("gone"))
+    handle.arrive()
+    with pytest.raises(RuntimeError, match="gone"):
+        handle.wait()
+    assert calls == []

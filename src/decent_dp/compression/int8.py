@@ -129,6 +129,7 @@ class Int8(Blockwise):
         return [{"ranges": part} for part in torch.split(torch.from_numpy(table), counts)]
 
     def load_state(self, state: Sequence[Mapping[str, Tensor]]) -> None:
+        self._take_encoded()  # the values of an earlier message must not replace what is loaded
         table = torch.cat([part["ranges"] for part in state]).cpu().numpy()
         self._seen, self._expected, self._failed, self._largest = (column.copy() for column in table.T)
 

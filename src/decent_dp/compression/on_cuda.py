@@ -6,7 +6,9 @@ that are computed in float32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,8 @@ from decent_dp.kernels.loading import cuda_kernels
 
 __all__ = ["CastsOnCuda", "Int8OnCuda"]
 
+_log = logging.getLogger(__name__)
+
 
 def _kernels_for(blocks: Sequence[Block], dtype: torch.dtype, device: torch.device) -> Any:
     """The module of the kernels; None without Triton, for other values, and where there is nothing to do."""
@@ -29,6 +33,29 @@ def _kernels_for(blocks: Sequence[Block], dtype: torch.dtype, device: torch.devi
 def _tiles(kernels: Any, blocks: Sequence[Block], dtype: torch.dtype, code: torch.dtype, device: torch.device) -> Any:
     parts = [kernels.Part(block.tensor, block.start, block.numel, block.at) for block in blocks]
     return kernels.Tiles(parts, dtype.itemsize, code.itemsize, device)
+
+
+@functools.cache
+def _works(attempt: Callable[..., None], kernels: Any, code: torch.dtype, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernels run. They are compiled here, for both forms of tiles: later, other workers would wait for that."""
+    try:
+        attempt(kernels, code, dtype, device)
+    except Exception as error:  # a version of Triton that lacks something, a compiler that is missing
+        _log.warning(
+            "Triton's kernels for %s as %s do not work on %s, so that exchanges take longer: %s", dtype, code, device, error
+        )
+        return False
+    return True
+
+
+def _specimen(
+    tile: int, record: int, code: torch.dtype, dtype: torch.dtype, device: torch.device
+) -> tuple[list[Tensor], list[Block], list[Tensor]]:
+    """Values of a whole tile and of one more element, a block for each, and two messages."""
+    first, last = 2 * record, 2 * record + tile * code.itemsize
+    blocks = [Block(0, 0, tile, first, 0), Block(0, tile, tile + 1, last, record)]
+    values = torch.zeros(tile + 1, dtype=dtype, device=device)
+    return [values], blocks, [torch.zeros(last + 2 * FLAG, dtype=torch.uint8, device=device) for _ in range(2)]
 
 
 class CastsOnCuda:
@@ -66,7 +93,18 @@ class Int8OnCuda:
         cls, tensors: Sequence[FlatTensor], blocks: Sequence[Block], dtype: torch.dtype, device: torch.device
     ) -> Int8OnCuda | None:
         kernels = _kernels_for(blocks, dtype, device)
-        return None if kernels is None else cls(kernels, tensors, blocks, dtype, device)
+        if kernels is None or not _works(cls._try, kernels, torch.uint8, dtype, device):
+            return None
+        return cls(kernels, tensors, blocks, dtype, device)
+
+    @classmethod
+    def _try(cls, kernels: Any, code: torch.dtype, dtype: torch.dtype, device: torch.device) -> None:
+        values, blocks, (sent, received) = _specimen(kernels.TILE, 24, code, dtype, device)
+        coder = cls(kernels, [FlatTensor(0, len(values[0]))], blocks, dtype, device)
+        coder.set_steps(np.ones(len(blocks)))
+        coder.encode(values, sent, sent[-FLAG:].view(torch.int64), MessageId(0, 0))
+        coder.mix(values, sent, received, coder.verified(sent, received)[0], 0.5)
+        coder.largest(values)
 
     def __init__(
         self, kernels: Any, tensors: Sequence[FlatTensor], blocks: Sequence[Block], dtype: torch.dtype, device: torch.device

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["DEVICES", "DTYPES", "aligned", "numbers", "table", "tiles", "usable"]
+__all__ = ["DEVICES", "DTYPES", "aligned", "numbers", "refuse_capture", "table", "tiles", "usable"]
 
 # The tests of the kernels on Triton's interpreter add the CPU.
 DEVICES = {"cuda"}
@@ -24,17 +24,31 @@ def usable(device: torch.device) -> bool:
         return False
     try:
         from .probe import probe
-    except ImportError:  # Triton comes with torch's builds for CUDA, and can be missing with others
+    except ImportError as error:  # Triton comes with torch's builds for CUDA
+        _warn(device, error)
         return False
     try:
         probe(device)
     except Exception as error:  # of the compiler, the driver or the device: torch's own kernels run instead
-        reason = " ".join(str(error).split("\n", 2)[:2])
-        warnings.warn(
-            f"Triton does not work on {device}, so that exchanges and optimizers take longer: {reason}", RuntimeWarning, 2
-        )
+        _warn(device, error)
         return False
     return True
+
+
+def _warn(device: torch.device, error: Exception) -> None:
+    reason = " ".join(str(error).split("\n", 2)[:2])
+    warnings.warn(
+        f"Triton does not work on {device}, so that exchanges and optimizers take longer: {reason}", RuntimeWarning, 3
+    )
+
+
+def refuse_capture(what: str) -> None:
+    """Raises RuntimeError while a CUDA graph is captured: it would replay the numbers and addresses of this step."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"a CUDA graph is being captured, and the step of {what} cannot be part of it, as each step has other numbers: "
+            "capture the forward and the backward alone (torch.cuda.make_graphed_callables)."
+        )
 
 
 def table(device: torch.device, values: tuple[int, ...]) -> Tensor:

@@ -322,8 +322,9 @@ class GossipAdamW(AdamW, SharesStatistics):
         """Steps the parameters that the kernels for CUDA can take, many in one launch; returns the others."""
         scaled = any(getattr(self, name, None) is not None for name in ("grad_scale", "found_inf"))
         readable = group["foreach"] is False or group["amsgrad"] or self._stacked > 1 or scaled
-        if readable or not rows or not tables.usable(rows[0].param.device):
+        if readable or not any(tables.usable(device) for device in {row.param.device for row in rows}):
             return rows
+        tables.refuse_capture(type(self).__name__)
         from decent_dp.optim.gossip_kernels import KernelStep, takes  # imports Triton
 
         step, others = KernelStep(group, self._replicas, self.EVERY, self._drift_scale), []

@@ -57,16 +57,17 @@ class KernelStep:
         self._group, self._n, self._every, self._drift_scale = group, n, every, drift_scale
         self._lr, (self._beta1, self._beta2) = float(group["lr"]), group["betas"]
         self._sign = -1 if group["maximize"] else 1
-        # By the factors, the count before the step, and the number of products and the ratio of `kernels.Renewal`.
-        self._renewals: dict[tuple[str, int, int, bool], list[kernels.Matrix]] = {}
-        self._updates: dict[tuple[int, str], list[kernels.Matrix]] = {}  # by the count before the step, and the factors
+        # By the device, the factors, the count before the step, and the number of products and the ratio of `kernels.Renewal`.
+        self._renewals: dict[tuple[torch.device, str, int, int, bool], list[kernels.Matrix]] = {}
+        # By the device, the count before the step, and the factors.
+        self._updates: dict[tuple[torch.device, int, str], list[kernels.Matrix]] = {}
         self._counts: list[Tensor] = []
         self._steps: list[Tensor] = []
 
     def add_vector(self, row: Row) -> None:
         """A parameter with AdamW's own update, whose count is on the CPU."""
         matrix = kernels.Matrix(row.param, row.grad, row.exp_avg, row.exp_avg_sq, 1, row.param.numel())
-        self._updates.setdefault((int(row.step), GAINS), []).append(matrix)
+        self._updates.setdefault((row.param.device, int(row.step), GAINS), []).append(matrix)
         self._steps.append(row.step)
 
     def add_matrix(self, row: Row, state: dict[str, Any], drift: Tensor | None) -> None:
@@ -82,17 +83,17 @@ class KernelStep:
         size = rows, param.numel() // rows
         matrix = kernels.Matrix(param, grad, first, second, *size, state[factors], state[MEANS], state[SHARED], drift)
         if t % self._every == 0:
-            self._renewals.setdefault((factors, t, *self._products(t, state, factors, had)), []).append(matrix)
+            self._renewals.setdefault((param.device, factors, t, *self._products(t, state, factors, had)), []).append(matrix)
         elif not had:  # they are those of an AdamW, or of a run with another rule
-            self._renewals.setdefault((factors, t, 0, False), []).append(matrix)
-        self._updates.setdefault((t, factors), []).append(matrix)
+            self._renewals.setdefault((param.device, factors, t, 0, False), []).append(matrix)
+        self._updates.setdefault((param.device, t, factors), []).append(matrix)
         self._counts.append(count)
         self._steps.append(step)
 
     def run(self) -> None:
-        for how, matrices in self._renewals.items():
-            kernels.renew(matrices, self._renewal(*how))
-        for (t, factors), matrices in self._updates.items():
+        for (_, factors, t, products, ratio), matrices in self._renewals.items():
+            kernels.renew(matrices, self._renewal(factors, t, products, ratio))
+        for (_, t, factors), matrices in self._updates.items():
             values = self._values(t + 1, factors)
             kernels.update(matrices, _KINDS[factors], values, maximize=self._group["maximize"])
             # Autograd would miss that saved tensors have changed.

@@ -211,6 +211,7 @@ def _update_by_triton(lists: TensorLists, step: int, hyper: Hyperparameters) -> 
 
     rows, others = _rows_for_kernels(lists, tables.DTYPES)
     if rows:
+        tables.refuse_capture("AccumAdam(W)")
         accum_adam.update(rows, kernel_numbers(step, hyper), decoupled=hyper.decoupled, ends=hyper.ends_window(step))
         torch.autograd.graph.increment_version([row[0] for row in rows])
     return others

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-__all__ = ["beside", "record"]
+__all__ = ["beside", "on_stream", "record"]
 
 Purpose: TypeAlias = Literal["to the CPU", "to the GPU", "flags", "means of groups"]
 
@@ -26,8 +26,16 @@ def beside(device: torch.device, purpose: Purpose, after: Any = None) -> Iterato
     stream = _stream(device, purpose)
     if after is not None:
         stream.wait_event(after)
-    with torch.cuda.stream(stream):
+    with on_stream(stream):
         yield stream
+
+
+@contextlib.contextmanager
+def on_stream(stream: Any) -> Iterator[None]:
+    """``torch.cuda.stream`` for a thread whose current device may be another one: on its way back that would make a context on
+    GPU 0, of some hundred MB, in each worker."""
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+        yield
 
 
 def record(stream: Any) -> Any:

@@ -259,6 +259,7 @@ class Connection:
         self.heard, self.unheard = self.since, 0.0
         self.write_failed = self.refused = False
         self.checked = stream.family != LOCAL
+        self.coming, self.going = Pace(), Pace()  # it may take another, slower route
         configure(stream, dead_after)
         self.hold_unsent()
         self._selector.register(stream, selectors.EVENT_READ, self)

@@ -17,6 +17,7 @@ from decent_dp.errors import WireError
 from decent_dp.topo import Edge
 from decent_dp.transport.base import ExchangeId, ExchangeRequest, Explain, Handle, Verdict
 from decent_dp.transport.neighbours import Neighbours
+from decent_dp.transport.streams import on_stream
 from decent_dp.transport.tcp.connection import Pair, Receiving, Sending
 from decent_dp.transport.tcp.neighbours import TcpNeighbours
 from decent_dp.transport.tcp.protocol import Key
@@ -86,7 +87,8 @@ class _TcpHandle(Handle):
 
     def _complete(self) -> None:
         try:
-            self.land()
+            if self._error is None:
+                self.land()
         except Exception as error:  # raised by the wait
             self.fail(-1, error)
         self._done.set()
@@ -109,8 +111,12 @@ class _TcpHandle(Handle):
         self._wait_for(self._read)
 
     def wait(self) -> None:
-        self._wait_for(self._done)
-        self._raise()
+        try:
+            self._wait_for(self._done)
+            self._raise()
+        except BaseException:
+            self._forget()  # what comes later must not get into the messages of a later exchange
+            raise
         self._finish()
 
     def _raise(self) -> None:
@@ -123,12 +129,13 @@ class _TcpHandle(Handle):
             raise RuntimeError(f"{self._exchange_id}: the exchange failed: {error}") from error
 
     def _finish(self) -> None:
-        finish, self.finish, self.land = (
-            self.finish,
-            lambda: None,
-            lambda: None,
-        )  # they refer to this handle, and to pinned memory
+        finish = self.finish
+        self._forget()
         finish()
+
+    def _forget(self) -> None:
+        """Nothing is copied to the device any more. Both calls refer to this handle, and to pinned memory."""
+        self.finish = self.land = lambda: None
 
     def _wait_for(self, event: threading.Event) -> None:
         began = time.monotonic()
@@ -192,7 +199,9 @@ class _SettledHandle(_TcpHandle):
     def wait(self) -> None:
         self._wait_for(self._done)
         self._raise()
-        if self._settled is not Verdict.NEITHER:
+        if self._settled is Verdict.NEITHER:
+            self._forget()
+        else:
             self._finish()
 
     def _wait_for(self, event: threading.Event) -> None:
@@ -273,8 +282,7 @@ class TcpExchanges:
         def strides(hints: list[bytes]) -> Iterator[None]:
             last, until = 0, time.monotonic() + _STRIDE_FOR
             for ready in request.encode(hints):
-                over = staging is None and last + _STRIDE <= ready < request.compression.nbytes and time.monotonic() >= until
-                if over:
+                if staging is None and last + _STRIDE <= ready < request.compression.nbytes and time.monotonic() >= until:
                     exchange.encoded(ready)
                     last = ready
                     yield
@@ -548,11 +556,11 @@ def _on_this_stream(call: Callable[[list[bytes]], None], tensor: Tensor) -> Call
         return call
     stream = torch.cuda.current_stream(tensor.device)
 
-    def on_stream(hints: list[bytes]) -> None:
-        with torch.cuda.stream(stream):
+    def there(hints: list[bytes]) -> None:
+        with on_stream(stream):
             call(hints)
 
-    return on_stream
+    return there
 
 
 def _bytes(tensor: Tensor) -> memoryview:
