@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NOT_TAKEN = {"AccumAdamW gaps", "GossipAdamW gaps", "GossipAdamW transposed", "GossipAdamW amsgrad"}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_kernels_equal_the_readable_forms():
     pytest.importorskip("triton")
