@@ -84,7 +84,7 @@ def make_lines(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
     Keys: ``ms`` per exchange or step; ``mb_per_s`` of float32 values in each direction; ``to_gloo`` its ratio to that of
     gloo's pair; ``busy`` processor seconds per GB of the process, ``busy_to_gloo`` their ratio; ``thread``, ``encode``, ``mix``
-    those of the links' thread without coding, of encoding, and of mixing in the training thread; ``spin_ms`` and
+    those of the transport thread without coding, of encoding, and of mixing in the training thread; ``spin_ms`` and
     ``spin_to_gloo`` beside a thread of pure Python, ``held`` the share of the time for which that one waited for the
     interpreter lock, ``longest_ms`` its longest stop of any kind. Absent where they were not measured.
     """
@@ -130,11 +130,11 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "to_gloo": ("vs gloo pair", ".2f"),
     "busy": ("CPU s per GB", ".2f"),
     "busy_to_gloo": ("CPU vs gloo pair", ".2f"),
-    "thread": ("links' thread", ".2f"),
+    "thread": ("transport thread", ".2f"),
     "encode": ("encode", ".2f"),
     "mix": ("mix", ".2f"),
-    "spin_ms": ("ms beside Python", ".0f"),
-    "held": ("Python held up", ".1%"),
+    "spin_ms": ("ms with a busy thread", ".0f"),
+    "held": ("lock wait", ".1%"),
 }
 
 
