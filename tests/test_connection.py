@@ -231,3 +231,14 @@ def test_who_is_behind_goes_on_in_the_round_of_the_others(rounds, dropped, goes_
     assert engine.holes == goes_to - 10
     assert {rank for rank, _ in others.skipped} <= {1, 3}
     assert max((round_ for _, round_ in others.skipped), default=9) == goes_to - 1
+
+
+def test_a_new_connection_measures_its_pace_anew():
+    """It may take another, slower route, on which large frames would hold up everything behind them."""
+    connection, (here, there) = make_connection(), socket.socketpair()
+    old = connection.coming, connection.going
+    connection.open(here, None)
+    assert connection.coming is not old[0]
+    assert connection.going is not old[1]
+    connection.close()
+    there.close()

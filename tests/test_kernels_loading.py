@@ -9,14 +9,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 import decent_dp.kernels
-from decent_dp.compression import FlatTensor, Int8, MessageId
-from decent_dp.kernels import load_numba
+from decent_dp.compression import COMPRESSIONS, FlatTensor, Int8, MessageId, on_cuda
+from decent_dp.kernels import load_numba, tables
 
 numba = pytest.importorskip("numba")
 pytestmark = pytest.mark.skipif(load_numba("int8_cpu") is None, reason="needs Numba that compiles")
@@ -132,3 +133,32 @@ def test_processes_that_compile_at_the_same_time(tmp_path):
     assert together(2) == {expected}
     assert files == sorted(path.name for path in tmp_path.rglob("*.nb?"))
     assert not list(tmp_path.rglob("*.tmp.*"))
+
+
+# -- kernels for CUDA ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [None, "bfloat16", "int8"])
+def test_kernels_of_messages_that_do_not_work_are_left_out(name, monkeypatch, caplog):
+    """They are tried at construction: later they would fail in the middle of an exchange."""
+
+    def fails(*_: object) -> None:
+        raise ValueError("this Triton lacks something")
+
+    broken = ModuleType("broken")
+    vars(broken).update(TILE=8, Part=lambda *place: place, Tiles=fails)
+    monkeypatch.setattr(on_cuda, "cuda_kernels", lambda *_: broken)
+    on_cuda._works.cache_clear()
+    coder = COMPRESSIONS[name]([FlatTensor(0, 5)], torch.float32, torch.device("cpu"))
+    on_cuda._works.cache_clear()
+    assert coder._on_cuda is None
+    assert "do not work on cpu, so that exchanges take longer: " in caplog.text
+
+
+def test_a_step_by_kernels_refuses_to_be_captured(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    tables.refuse_capture("AccumAdamW")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="a CUDA graph is being captured, and the step of AccumAdamW cannot be part of it"):
+        tables.refuse_capture("AccumAdamW")

@@ -64,7 +64,16 @@ class CastsOnCuda:
     @classmethod
     def make(cls, blocks: Sequence[Block], code: torch.dtype, dtype: torch.dtype, device: torch.device) -> CastsOnCuda | None:
         kernels = _kernels_for(blocks, dtype, device)
-        return None if kernels is None else cls(kernels, blocks, code, dtype, device)
+        if kernels is None or not _works(cls._try, kernels, code, dtype, device):
+            return None
+        return cls(kernels, blocks, code, dtype, device)
+
+    @classmethod
+    def _try(cls, kernels: Any, code: torch.dtype, dtype: torch.dtype, device: torch.device) -> None:
+        values, blocks, (sent, received) = _specimen(kernels.TILE, 0, code, dtype, device)
+        coder = cls(kernels, blocks, code, dtype, device)
+        coder.encode(values, sent, sent[-FLAG:].view(torch.int64), MessageId(0, 0))
+        coder.mix(values, sent, received, 0.5)
 
     def __init__(
         self, kernels: Any, blocks: Sequence[Block], code: torch.dtype, dtype: torch.dtype, device: torch.device
