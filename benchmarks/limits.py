@@ -6,7 +6,7 @@ them send nothing to others), those with nothing to send are in the next round a
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from statistics import fmean
 
@@ -16,20 +16,20 @@ __all__ = ["busiest_link", "step_limit"]
 def busiest_link(edges: Sequence[Sequence[int]], local: int, payload: float) -> float:
     """Bytes of one round over the busiest link in its busier direction.
 
-    A pair's members send each other ``payload`` bytes. A larger group needs, in each direction, one copy at every node
-    that it has members in, if they are more than one.
+    A pair's members send each other ``payload`` bytes. A larger group needs 2 (k - 1)/k copies, in each direction, at each of
+    the k nodes that it has members in: one, where they are two, and none within a node. Source: Patarasuk and Yuan, "Bandwidth
+    optimal all-reduce algorithms for clusters of workstations", JPDC 2009.
 
     Args:
         edges: the round: the ranks of each group that mixes.
         local: workers per node; ranks ``[0, local)`` are the first node, and so on.
         payload: a worker's parameters on the wire, in bytes.
     """
-    crossing: Counter[int] = Counter()
+    crossing: defaultdict[int, float] = defaultdict(float)
     for ranks in edges:
         nodes = {rank // local for rank in ranks}
-        if len(nodes) > 1:
-            crossing.update(nodes)
-    # A pair across two nodes is one copy per node and direction, too: both cases count alike, and so do both directions.
+        for node in nodes:
+            crossing[node] += 2 * (len(nodes) - 1) / len(nodes)  # one for two nodes, as of a pair
     return payload * max(crossing.values(), default=0)
 
 

@@ -364,7 +364,7 @@ def traffic(topology: Topology) -> tuple[float, float, float]:
             for piece in range(pieces):
                 for rank in edge.ranks:
                     parent = find_place(list(nodes.values()), piece, rank).parent
-                    for a, b in [] if parent is None else [(rank, parent), (parent, rank)]:
+                    for a, b in [] if parent is None else [(rank, parent.rank), (parent.rank, rank)]:
                         sent += 1 / pieces
                         if a // local != b // local:
                             crossed += 1 / pieces

@@ -39,8 +39,9 @@ def test_crossing_bytes_of_a_round() -> None:
     assert busiest_link(inside, 2, 10) == 0
     assert busiest_link(across, 2, 10) == 20  # both workers of a node send
     assert busiest_link([[0, 2], [1], [3]], 2, 10) == 10
-    assert busiest_link([[0, 1, 2, 3]], 2, 10) == 10  # a group: one copy per node
+    assert busiest_link([[0, 1, 2, 3]], 2, 10) == 10  # a group on two nodes: one copy per node
     assert busiest_link([[0, 1, 2], [3]], 2, 10) == 10
+    assert busiest_link([[0, 1, 2, 3, 4, 5]], 2, 12) == 16  # on three: 2 (k - 1)/k
     assert busiest_link([[1, 2], [3, 4], [5, 0]], 2, 10) == 20
     assert busiest_link([[0], [1]], 1, 10) == 0
 
@@ -60,7 +61,7 @@ COPY_60, COPY_100, COPY_200 = 2244.6, 1346.8, 673.4  # ms of 4 * 4_208_640 bytes
         ("4x2-100", "ours:one-peer-exp", (600 + 2 * 2 * COPY_100) / 3),  # distance 1 stays inside the nodes
         ("4x2-100", "ours:ring", (600 + 2 * COPY_100) / 2),
         ("4x2-100", "ours:alternating-exp-ring", COPY_100),
-        ("4x2-100", "ours:complete", COPY_100),
+        ("4x2-100", "ours:complete", 1.5 * COPY_100),
         ("real-2", "ours:one-peer-exp", 600),
     ],
 )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def one_is_late(rank: int, n: int, numel: int) -> tuple[int, float]:
 
 
 def test_memory_is_bounded_while_a_group_waits_for_a_late_worker(workers):
-    n, numel = 5, 8 * MIB
+    n, numel = 5, 10 * MIB
     found = workers(n, one_is_late, numel)
     assert [mean for _, mean in found] == [2.0] * n
     for grown, _ in found[:-1]:
@@ -59,15 +60,15 @@ def test_memory_is_bounded_while_a_group_waits_for_a_late_worker(workers):
         assert grown < _POOL_BYTES + 5 * MIB < 2 / 5 * 4 * numel, [grown / MIB for grown, _ in found]
 
 
-def one_dies(rank: int, n: int, buckets: int) -> list[tuple[str, str]] | None:
-    """Groups of one chunk have one root, worker 0: only some of them fit into its memory at a time."""
+def one_dies(rank: int, n: int, rounds: int) -> list[tuple[str, str]] | None:
+    """The first chunk of each round has worker 0 as its root: only some of them fit into its memory at a time."""
     transport = ProcessGroupTransport()
     edge = Edge(list(range(n)), 1 / n)
     transport.prepare([edge])
     transport.control.gather(None)
     handles = [
-        transport.start(edge, request(torch.ones(_BLOCK_ON_CPU), rank, ExchangeId(0, bucket)))
-        for bucket in range(0 if rank == n - 1 else buckets)
+        transport.start(edge, request(torch.ones(_BLOCK_ON_CPU), rank, ExchangeId(round_, 0)))
+        for round_ in range(0 if rank == n - 1 else rounds)
     ]
     time.sleep(0.5)
     if rank == n - 1:
@@ -83,13 +84,13 @@ def one_dies(rank: int, n: int, buckets: int) -> list[tuple[str, str]] | None:
 
 
 def test_an_exchange_that_waits_for_memory_fails_with_a_lost_worker(workers):
-    buckets = 40
-    assert 4 * (2 * _BLOCK_ON_CPU) * buckets > 2 * _POOL_BYTES
-    outcomes = workers.outcomes(4, one_dies, buckets)
+    rounds = 40
+    assert 4 * (2 * _BLOCK_ON_CPU) * rounds > 2 * _POOL_BYTES
+    outcomes = workers.outcomes(4, one_dies, rounds)
     value: Any = outcomes[0].value
     assert not outcomes[0].error, outcomes[0].trace
     assert outcomes[0].seconds < 45  # a silent one is waited for 60 s
-    assert len(value) == buckets
+    assert len(value) == rounds
     assert all(message.startswith("worker 3 is gone") for message in value), value
 
 
@@ -110,23 +111,40 @@ def test_every_chunk_reaches_every_worker_once(sizes):
         roots[root] += 1
 
         def stands_for(rank: int, places: dict[int, Place] = places) -> int:
-            for child, size in places[rank].children:
-                assert places[child].parent == rank
-                assert stands_for(child) == size
-            return 1 + sum(size for _, size in places[rank].children)
+            for child in places[rank].children:
+                assert places[child.rank].parent == dataclasses.replace(child, rank=rank)
+                assert stands_for(child.rank) == child.size
+            return 1 + sum(child.size for child in places[rank].children)
 
         assert stands_for(root) == len(ranks)
         parts = [place.part for place in places.values() if place.children and place.parent is not None]
         assert len(set(parts)) == len(parts), "two sums of one round would be rounded alike"
         for rank, place in places.items():
-            if place.parent is not None and node_of[place.parent] != node_of[rank]:
+            if place.parent is not None and node_of[place.parent.rank] != node_of[rank]:
                 sent[node_of[rank]] += 1
-                sent[node_of[place.parent]] += 1
+                sent[node_of[place.parent.rank]] += 1
     # Between nodes 2 (k - 1)/k copies per node, distributed evenly if all nodes have the same number of workers.
     k = len(sizes)
     assert sum(sent.values()) == 24 * 2 * (k - 1)
     if len(set(sizes)) == 1:
         assert set(roots.values()) == {24 // len(ranks)} or 24 % len(ranks)
+
+
+@pytest.mark.parametrize("k", [2, 3, 8])
+def test_in_each_step_a_node_sends_to_one_other_and_receives_from_one_other(k):
+    nodes = [[i] for i in range(k)]
+    to: defaultdict[int, dict[int, int]] = defaultdict(dict)
+    for chunk in range(3 * k):
+        for rank in range(k):
+            parent = find_place(nodes, chunk, rank).parent
+            if parent is not None:
+                assert rank not in to[parent.up]
+                to[parent.up][rank] = parent.rank
+                assert parent.rank not in to[parent.down]
+                to[parent.down][parent.rank] = rank
+    assert len(to) == 3 * 2 * (k - 1)
+    for step, targets in to.items():
+        assert sorted(targets.values()) == list(range(k)), step
 
 
 def on_two_nodes(rank: int, n: int) -> Any:

@@ -307,7 +307,8 @@ def test_trees_send_what_the_transport_sends(local: int, ranks: Any) -> None:
     for piece in range(pieces):
         for rank in ranks:
             place = find_place(list(nodes.values()), piece, rank)
-            for other in [child for child, _ in place.children] + ([] if place.parent is None else [place.parent]):
+            branches = [*place.children, *([] if place.parent is None else [place.parent])]
+            for other in (branch.rank for branch in branches):
                 if other // local == rank // local:
                     inside[rank] += 1
                 else:

@@ -135,7 +135,7 @@ def test_a_trees_latency_is_that_of_its_longest_branch(local: int, ranks: Any) -
         parent = find_place(list(nodes.values()), piece, rank).parent
         if parent is None:
             return 0.0
-        return 3 * (BETA if parent // local == rank // local else ALPHA) + up(piece, parent)
+        return 3 * (BETA if parent.rank // local == rank // local else ALPHA) + up(piece, parent.rank)
 
     longest = max(2 * up(piece, rank) for piece in range(16) for rank in ranks)
     made = collective(cluster(8, local, inter_s=ALPHA, intra_s=BETA), ranks, "tree")

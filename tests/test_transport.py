@@ -350,8 +350,9 @@ def sent_between_processes(rank: int, n: int) -> list[list[int]]:
 
 def test_bytes_sent(workers):
     whole = 9 * 4 * _BLOCK_ON_CPU * 4 // 3
-    # A pair sends its message. In a group with one chunk the first is the root: it sends the mean to both others.
-    expected = [[1200, 600, 2400, 1200, whole], [1200, 600, 1200, 600, whole], [1200, 600, whole]]
+    # A pair sends its message. A group's first chunk of a round has its first worker as the root, which sends the mean to both
+    # others, and the next chunk the second one.
+    expected = [[1200, 600, 2400, 600, whole], [1200, 600, 1200, 1200, whole], [1200, 600, whole]]
     assert workers(3, sent_between_processes) == [[counts] * 2 for counts in expected]
     # In a process every other member gets a copy.
     assert run_replicas(3, sent_bytes)[1] == [1200, 600, 2400, 1200, 9 * 8 * _BLOCK_ON_CPU]

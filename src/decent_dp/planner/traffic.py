@@ -16,7 +16,7 @@ from .describe import DDP, PUSH, Choice, Cluster, Job
 
 __all__ = ["RoundTraffic", "Transfer", "buckets_of", "capacities", "collective", "make_rounds", "node_copies"]
 
-# A worker requests the messages of its groups' trees in quarters of a window (the transport's TCP links).
+# Messages of its groups' trees that a worker requests at a time, or one of each other node (the transport's TCP links).
 _REQUESTED_AT_ONCE = 4
 # Messages one way: the offer, the request and the data (the transport's TCP links).
 _HANDSHAKE = 3
@@ -107,7 +107,7 @@ def collective(cluster: Cluster, ranks: Sequence[int], how: str) -> Transfer:
     """A group's all-reduce by 'ring', 'tree' or 'nccl'.
 
     Trees among k > 2 nodes do not keep links full: every root requests chunks from the other nodes' workers, w at a time, and
-    sometimes several request from the same one. If requests are distributed at random, a link is busy for a share of
+    workers that are not in step request from the same one. If requests are distributed at random, a link is busy for a share of
     w / (w + (k - 2)/(k - 1)) of the time (mean value analysis of a closed network of k equal stations in Schweitzer's
     approximation, where an arriving request sees the queue without itself; Reiser and Lavenberg, JACM 1980).
     """
@@ -119,7 +119,7 @@ def collective(cluster: Cluster, ranks: Sequence[int], how: str) -> Transfer:
     copies = node_copies(k, m, how)
     busy = 1.0
     if how == "tree" and k > 2:
-        requested = _REQUESTED_AT_ONCE * min(len(own) for own in members.values())
+        requested = max(_REQUESTED_AT_ONCE, k - 1) * min(len(own) for own in members.values())
         busy = requested / (requested + (k - 2) / (k - 1))
     loads: list[tuple[int, float]] = []
     for node, own in members.items():

@@ -43,8 +43,9 @@ _log = logging.getLogger(__name__)
 # Bytes that were granted and have not arrived: at least this, and from one peer alone twice what its link holds (its rate
 # times the time in which a grant takes effect), at most ``_LARGEST_WINDOW``. With less, a link starves while the next grant
 # waits behind the data of the other direction. With more, queues overflow, and two streams share a link for long at a change
-# of rounds (docs/log.md, 2026-11-21, "why full links ran dry").
-WINDOW = 2**19
+# of rounds (docs/log.md, 2026-11-21, "why full links ran dry"). From the peers of a group a chunk of each, so that one that is
+# busy with others does not keep the rest waiting (2026-11-26, "'complete' over slow nodes").
+WINDOW, _WINDOW_OF_MANY = 2**19, 2**18
 _LARGEST_WINDOW = 2**25
 # A link is full of messages while the kernel holds so many bytes of them.
 _FULL = 2**16
@@ -59,19 +60,24 @@ _SHARE = 0.1
 # after an exchange has taken much longer.
 _TIMED, _LONGEST_BREAK = 8, 64
 
-# The order in which messages are needed: by key, then by when they were added.
-Priority: TypeAlias = tuple[Key, int]
+# The order in which messages are needed: by round, bucket and step of the exchange, then by when they were added.
+Priority: TypeAlias = tuple[int, int, int, int]
 
 
 @dataclass(eq=False)
 class Message:
-    """A message in one direction. ``done`` and ``failed`` are called in the reactor's thread."""
+    """A message in one direction. ``done`` and ``failed`` are called in the reactor's thread.
+
+    Attributes:
+        step: its place in the order of the messages of its exchange.
+    """
 
     peer: int
     key: Key
     memory: memoryview
     done: Callable[[], None]
     failed: Callable[[BaseException], None]
+    step: int = 0
     granted: int = 0
     order: int = -1
 
@@ -81,7 +87,7 @@ class Message:
 
     @property
     def priority(self) -> Priority:
-        return self.key, self.order
+        return *self.key[:2], self.step, self.order
 
 
 @dataclass(eq=False)
@@ -101,8 +107,13 @@ class Sending(Message):
 
 @dataclass(eq=False)
 class Receiving(Message):
-    """A message that is expected."""
+    """A message that is expected.
 
+    Attributes:
+        sources: the number of peers whose messages of the same exchange share its link.
+    """
+
+    sources: int = 1
     received: int = 0
 
 
@@ -168,10 +179,11 @@ class SharedLink:
         """Whether a message has to wait because the link is full of messages to another peer in an earlier round.
 
         The peer of the later round may have granted it long ago, because it has nothing else to do. The kernel would give
-        each half of the link, and the earlier exchange, for which both its members wait, would take twice as long.
+        each half of the link, and the earlier exchange, for which both its members wait, would take twice as long. A group's
+        messages, which have steps, go to the same peers in every round.
         """
         others = (other for other in connections if other.link is self and other.peer != sending.peer)
-        self.waiting = not self.local and any(other.is_full_before(sending.key[0]) for other in others)
+        self.waiting = not (self.local or sending.step) and any(other.is_full_before(sending.key[0]) for other in others)
         return self.waiting
 
 
@@ -389,11 +401,11 @@ class Connection:
 
     # -- flow control -------------------------------------------------------------------------------------------------
 
-    def window(self) -> int:
-        """Bytes that may be granted on this connection's link and not have arrived."""
+    def window(self, sources: int) -> int:
+        """Bytes that may be granted on this connection's link and not have arrived; ``sources``: as of ``Receiving``."""
         if self.link.local:
             return 4 * WINDOW
-        least = max(WINDOW, 4 * self.coming.piece)
+        least = max(WINDOW, _WINDOW_OF_MANY * sources, 4 * self.coming.piece)
         if self.link.outstanding > self.outstanding:
             return least
         return max(least, min(_LARGEST_WINDOW, int(2 * self.coming.rate * self._latency)))

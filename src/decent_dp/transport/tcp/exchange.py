@@ -22,7 +22,7 @@ from decent_dp.transport.tcp.connection import Pair, Receiving, Sending
 from decent_dp.transport.tcp.neighbours import TcpNeighbours
 from decent_dp.transport.tcp.protocol import Key
 from decent_dp.transport.tcp.reactor import Reactor
-from decent_dp.transport.tcp.reduction_tree import Place, find_place, group_by_node
+from decent_dp.transport.tcp.reduction_tree import Branch, Place, find_place, group_by_node
 from decent_dp.transport.tcp.staging import Staging
 from decent_dp.transport.waiter import Waiter
 
@@ -39,7 +39,7 @@ _STRIDE, _STRIDE_FOR = 2**18, 1e-3
 _LOOK_AT_PEERS = 0.25
 
 # Bytes of the messages of groups that may wait to be reduced. One chunk of a large group may need more.
-_POOL_BYTES = 2**22
+_POOL_BYTES = 2**23
 
 
 def _key(exchange_id: ExchangeId, slot: int) -> Key:
@@ -237,6 +237,9 @@ class TcpExchanges:
         self._waiter, self._timeout, self._explain = waiter, _Timeout(timeout), explain
         self._pool = _BufferPool()
         self._neighbours: TcpNeighbours | None = None
+        # By group: the number of its next chunk in the round that began last.
+        self._counted: dict[tuple[int, ...], int] = {}
+        self._counted_round = -1
         self._encodings: deque[Callable[[], bool]] = deque()
         # By bucket, of tensors on a GPU: an event, when its last message has been copied.
         self._copied: dict[int, Any] = {}
@@ -276,7 +279,8 @@ class TcpExchanges:
             exchange = _PairExchange(self._reactor, on_host, handle, others[0])
         else:
             nodes = group_by_node(edge.ranks, self._node_of)
-            exchange = _GroupExchange(self._reactor, on_host, handle, nodes, self._rank, self._pool)
+            first = self._first_chunk(edge, on_host)
+            exchange = _GroupExchange(self._reactor, on_host, handle, nodes, self._rank, self._pool, first)
         handle.bytes_sent = exchange.bytes_sent
 
         def strides(hints: list[bytes]) -> Iterator[None]:
@@ -324,6 +328,20 @@ class TcpExchanges:
         else:
             schedule([])
         return handle
+
+    def _first_chunk(self, edge: Edge, request: ExchangeRequest) -> int:
+        """The number of an exchange's first chunk among those of its group in this round.
+
+        All buckets' chunks are numbered, so that nodes are roots of equally many.
+        """
+        round_ = request.exchange_id.round
+        if round_ != self._counted_round:
+            self._counted_round = round_
+            self._counted.clear()
+        ranks = tuple(sorted(edge.ranks))
+        first = self._counted.get(ranks, 0)
+        self._counted[ranks] = first + len(request.compression.chunks)
+        return first
 
     def _stage(self, request: ExchangeRequest, handle: _TcpHandle) -> Staging:
         staging = Staging(request, self._copied.get(request.exchange_id.bucket))
@@ -434,10 +452,12 @@ class _GroupExchange:
         nodes: list[list[int]],
         rank: int,
         pool: _BufferPool,
+        first: int,
     ) -> None:
         self.reactor, self.request, self.handle, self.rank, self.pool = reactor, request, handle, rank, pool
         numbers = range(len(request.compression.chunks))
-        self._reductions = [_ChunkReduction(self, number, find_place(nodes, number, rank)) for number in numbers]
+        self._reductions = [_ChunkReduction(self, number, find_place(nodes, first + number, rank)) for number in numbers]
+        self.other_nodes = len(nodes) - 1
         self._encoded = 0
         self.bytes_sent = sum(reduction.bytes_sent for reduction in self._reductions)
         handle.expect(1)  # besides the messages of the chunks: this worker's own one, when it is coded
@@ -478,7 +498,7 @@ class _ChunkReduction:
     def begin(self) -> None:
         self._group.pool.take(len(self._place.children) - 1, len(self._mean), self._receive_parts)
         if self._place.parent is not None:
-            self._receive(self._place.parent, self._down, self._mean, self._send_mean)
+            self._receive(self._place.parent, self._place.parent.down, self._down, self._mean, self._send_mean)
 
     def own_ready(self) -> None:
         self._run(self._group.rank, self._part_ready)
@@ -487,8 +507,8 @@ class _ChunkReduction:
         self._parts, self._pooled = [self._mean, *buffers], buffers
         if self._group.handle.failed:
             self._release(reuse=False)
-        for (child, _), part in zip(self._place.children, self._parts, strict=False):
-            self._receive(child, self._up, part, self._part_ready)
+        for child, part in zip(self._place.children, self._parts, strict=False):
+            self._receive(child, child.up, self._up, part, self._part_ready)
 
     def _part_ready(self) -> None:
         self._missing -= 1
@@ -507,7 +527,7 @@ class _ChunkReduction:
             self._send_mean()
         else:
             # The mean is received in the same place, but not before the parent has all of the sum.
-            self._send(self._place.parent, self._up, self._mean if self._place.children else self._own)
+            self._send(self._place.parent, self._place.parent.up, self._up, self._mean if self._place.children else self._own)
 
     def _release(self, *, reuse: bool) -> None:
         buffers, self._pooled = self._pooled, []
@@ -515,24 +535,26 @@ class _ChunkReduction:
 
     def _reduce(self) -> None:
         # By rank, whatever the root is: so the numbers do not depend on how the bucket is cut into chunks.
-        children = ((child, size, part) for (child, size), part in zip(self._place.children, self._parts, strict=True))
+        children = ((child.rank, child.size, part) for child, part in zip(self._place.children, self._parts, strict=True))
         parts = sorted([(self._group.rank, 1, self._own), *children], key=lambda part: part[0])
         messages, sizes = [message for _, _, message in parts], [size for _, size, _ in parts]
         self._group.request.reduce(self._number, messages, sizes, self._mean, self._place.part)
 
     def _send_mean(self) -> None:
-        for child, _ in self._place.children:
-            self._send(child, self._down, self._mean)
+        for child in self._place.children:
+            self._send(child, child.down, self._down, self._mean)
 
-    def _receive(self, peer: int, key: Key, into: Tensor, then: Callable[[], None]) -> None:
+    def _receive(self, of: Branch, step: int, key: Key, into: Tensor, then: Callable[[], None]) -> None:
         def done() -> None:
-            self._run(peer, then)
+            self._run(of.rank, then)
             self._group.handle.arrive()
 
-        self._group.reactor.receive(Receiving(peer, key, _bytes(into), done, self._failed(peer)))
+        failed, sources = self._failed(of.rank), self._group.other_nodes
+        self._group.reactor.receive(Receiving(of.rank, key, _bytes(into), done, failed, step, sources=sources))
 
-    def _send(self, peer: int, key: Key, data: Tensor) -> None:
-        sending = Sending(peer, key, _bytes(data), self._group.handle.arrive, self._failed(peer), ready=len(data))
+    def _send(self, to: Branch, step: int, key: Key, data: Tensor) -> None:
+        failed = self._failed(to.rank)
+        sending = Sending(to.rank, key, _bytes(data), self._group.handle.arrive, failed, step, ready=len(data))
         self._group.reactor.send(sending)
 
     def _run(self, peer: int, then: Callable[[], None]) -> None:

@@ -203,7 +203,7 @@ class Framing:
         while link.offered:
             receiving = link.offered[0][1]
             connection = self.connections[receiving.peer]
-            window = connection.window()
+            window = connection.window(receiving.sources)
             left, space = receiving.size - receiving.granted, window - link.outstanding
             if space < min(left, window // 4):
                 return
@@ -541,8 +541,7 @@ class Framing:
         """Closes the socket, and forgets what its peer had announced on it."""
         connection.close()
         link = connection.link
-        link.outstanding -= connection.outstanding
-        connection.outstanding = 0
+        connection.count_arrived(connection.outstanding)
         link.offered = [entry for entry in link.offered if entry[1].peer != connection.peer]
         heapq.heapify(link.offered)
         connection.early_offers.clear()
