@@ -63,9 +63,9 @@ ROWS = {
         job(compute_ms=144),
     ),
     "tiny": Row(cluster(8, rate=1e9), OPE, "compute", "(0.0040 ms per round)", job(params=1000)),
-    # Of 8 nodes' links 4 / (4 + 6/7) of the time are used: 1.75 copies of a second each.
+    # Of 8 nodes' links 7 / (7 + 6/7) of the time are used: 1.75 copies of a second each.
     "trees": Row(cluster(8, rate=40e6), Choice("decent_dp", "complete"), "links between nodes",
-                 "send 1.75 copies of the parameters over a node's link to the others in every step, 2125 ms each"),
+                 "send 1.75 copies of the parameters over a node's link to the others in every step, 1964 ms each"),
     "ring": Row(cluster(4, rate=40e6), Choice("ddp"), "links between nodes", "all-reduce sends 1.5 copies of the parameters "
                 "over a node's link to the others in every step, 1500 ms each"),
     "some rounds": Row(cluster(4, 2, rate=40e6), Choice("decent_dp", "alternating-exp-ring"), "links between nodes",
