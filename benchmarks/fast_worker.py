@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import decent_dp
 from decent_dp.compression import BFloat16, Compression, FlatTensor, Int8, Lossless, MessageId, all_finite
 from decent_dp.topo import Edge
-from decent_dp.transport import ExchangeId, ExchangeRequest, ProcessGroupTransport
+from decent_dp.transport import ExchangeId, ExchangeRequest, ProcessGroupTransport, Transport
 from decent_dp.transport.tcp.protocol import checksum
 
 # 25 parameters of a million float32 values, in buckets of about the default size.
@@ -43,22 +43,16 @@ def seconds_of(thread: int) -> float:
     return time.clock_gettime(time.pthread_getcpuclockid(thread))
 
 
-def links_thread() -> int:
-    """The ``ident`` of the thread that moves messages: the newest, of several transports."""
-    found = [thread.ident for thread in threading.enumerate() if thread.name == "decent_dp-transport"]
-    newest = found[-1]
-    assert newest is not None
-    return newest
-
-
 class Contender(ABC):
     """``run`` moves this worker's values once.
 
     Attributes:
         rounds: how many times its turn moves them.
+        way: where its messages go, if that was measured: '' or 'gloo', or 'own'.
     """
 
     rounds = 1
+    way = ""
 
     @abstractmethod
     def run(self, peer: int) -> None: ...
@@ -95,10 +89,13 @@ class Pair(Contender):
 
     def __init__(self, compression: str, transport: ProcessGroupTransport, round_: int) -> None:
         self.transport, self.rank, self.round = transport, dist.get_rank(), round_
+        self.way = _way(transport)
         kind = KINDS[compression]
         self.requests = []
         self.coding = self.mixing = 0.0
-        self.thread = links_thread()
+        ident = transport._reactor._thread.ident  # of the thread that moves messages
+        assert ident is not None
+        self.thread = ident
         self.used = seconds_of(self.thread)
         generator = torch.Generator().manual_seed(self.rank)
         whole = torch.randn(TENSORS * NUMEL, generator=torch.Generator().manual_seed(9))
@@ -142,6 +139,11 @@ class Pair(Contender):
         found = {"thread": used - self.used - coding, "encode": coding, "mix": mixing}
         self.used, self.coding, self.mixing = used, 0.0, 0.0
         return found
+
+
+def _way(transport: Transport) -> str:
+    """The first word of what was measured for pairs."""
+    return transport.measured.get("pairs", "").partition(" ")[0]
 
 
 def _timed(kind: type[Compression], pair: Pair) -> type[Compression]:
@@ -188,7 +190,7 @@ class Steps(Contender):
 
     rounds = STEPS
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, how: str, transport: Literal["auto"] | None = None) -> None:
         model: Any = Model()
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         self.flush: Any = lambda: None
@@ -196,7 +198,10 @@ class Steps(Contender):
             model = DistributedDataParallel(model, gradient_as_bucket_view=True)
         else:
             compression = None if how == "float32" else how
-            self.flush = decent_dp.gossip(model, self.optimizer, topology="one-peer-exp", compression=compression).flush
+            replica = decent_dp.gossip(
+                model, self.optimizer, topology="one-peer-exp", compression=compression, transport=transport
+            )
+            self.flush, self.way = replica.flush, _way(replica.everyone)
         self.model = model
 
     def run(self, peer: int) -> None:
@@ -236,8 +241,8 @@ class Spinner:
         self.thread.join()
 
 
-def make_contenders(transport: ProcessGroupTransport) -> dict[str, Callable[[], Contender]]:
-    """Calls that make them, by name."""
+def make_contenders(transport: ProcessGroupTransport, automatic: ProcessGroupTransport) -> dict[str, Callable[[], Contender]]:
+    """Calls that make them, by name. ``automatic``: a transport that has chosen a way."""
     made: dict[str, Callable[[], Contender]] = {
         "gloo pair": GlooPair,
         "gloo all-reduce": GlooAllReduce,
@@ -245,7 +250,10 @@ def make_contenders(transport: ProcessGroupTransport) -> dict[str, Callable[[], 
     }
     for number, name in enumerate(KINDS):
         made[f"pair {name}"] = partial(Pair, name, transport, 10**6 * number)
-    return made | {f"gossip step {name}": partial(Steps, name) for name in KINDS}
+    made |= {f"gossip step {name}": partial(Steps, name) for name in KINDS}
+    made["pair float32, 'auto'"] = partial(Pair, "float32", automatic, 0)
+    made["gossip step float32, 'auto'"] = partial(Steps, "float32", "auto")
+    return made
 
 
 def passes() -> dict[str, float]:
@@ -317,10 +325,11 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
-    transport = ProcessGroupTransport()
+    transport, automatic = ProcessGroupTransport(), ProcessGroupTransport(auto=True)
     pairs = [Edge(sorted((dist.get_rank(), peer_of(turn))), 0.5) for turn in range(dist.get_world_size().bit_length() - 1)]
-    transport.prepare(pairs)
-    calls = make_contenders(transport)
+    for each in (transport, automatic):
+        each.prepare(pairs)
+    calls = make_contenders(transport, automatic)
     names = args.contenders or list(calls)
     made = {name: calls[name]() for name in names}
     results: dict[str, list[dict[str, float]]] = {name: [] for name in names}
@@ -332,12 +341,14 @@ def main() -> None:
                 found |= measure_spinning(made[name], turn)
             if turn >= 0:
                 results[name].append(found)
-    (args.out / f"{dist.get_rank()}.json").write_text(json.dumps(results))
+    ways = {name: f"{name} ({contender.way})" if contender.way else name for name, contender in made.items()}
+    (args.out / f"{dist.get_rank()}.json").write_text(json.dumps({ways[name]: found for name, found in results.items()}))
     dist.barrier()
     for contender in made.values():
         if isinstance(contender, Steps):
             contender.flush()
-    transport.close()
+    for each in (transport, automatic):
+        each.close()
     dist.destroy_process_group()
 
 

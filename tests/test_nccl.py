@@ -13,7 +13,7 @@ from decent_dp.compression import BFloat16, Int8, Lossless
 from decent_dp.errors import PeerLostError
 from decent_dp.topo import Edge
 from decent_dp.transport import ExchangeId, ProcessGroupTransport
-from decent_dp.transport.nccl import NcclGroups, NcclPairs
+from decent_dp.transport.by_communicator import AllReduceGroups, NcclPairs
 from tests.helpers import came, request
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -97,7 +97,7 @@ def test_groups_on_the_device(dtype):
         asked.append(ranks)
         return noting
 
-    exchange = NcclGroups(1, connect, explain)
+    exchange = AllReduceGroups(1, connect, explain)
     own = request(torch.arange(9).to(dtype), 1, ExchangeId(1, 2))
     handle = exchange.start(Edge([4, 1, 2], 0.5), own)
     handle.wait()
@@ -114,7 +114,7 @@ def test_groups_on_the_device(dtype):
 
 def test_a_group_that_fails_names_the_others():
     for where in ("allreduce", "wait"):
-        exchange = NcclGroups(1, lambda ranks, where=where: Noting(where), explain)
+        exchange = AllReduceGroups(1, lambda ranks, where=where: Noting(where), explain)
         with pytest.raises(PeerLostError, match=r"\[2, 4\] round 1, bucket 3: NCCL error"):
             exchange.start(Edge([4, 1, 2], 0.5), request(torch.ones(10), 1, ExchangeId(1, 3))).wait()
 
@@ -145,5 +145,5 @@ def choosing(rank: int, n: int) -> list[str]:
 
 
 def test_exchanges_that_go_over_nccl(workers):
-    nccl = ["NcclPairs", "NcclGroups", "NcclPairs", "TcpExchanges", "TcpExchanges", "TcpExchanges"]
+    nccl = ["NcclPairs", "AllReduceGroups", "NcclPairs", "TcpExchanges", "TcpExchanges", "TcpExchanges"]
     assert workers(2, choosing) == [nccl + ["TcpExchanges"] * 18] * 2

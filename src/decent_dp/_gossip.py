@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -23,9 +23,9 @@ from decent_dp._sizes import MIB
 from decent_dp.arguments import check_model, check_scaler
 from decent_dp.compression import check_compression
 from decent_dp.engine import Bucket
-from decent_dp.faults import Tolerate, check_faults, most_workers
+from decent_dp.faults import Tolerate, check_faults
 from decent_dp.replica.averaging import check_finite
-from decent_dp.replica.construction import Agreement, Arguments, connect_replicas
+from decent_dp.replica.construction import Agreement, Arguments, connect_replicas, open_transport
 from decent_dp.replica.hidden_state import has_own_state_dict, refuse_hidden_state
 from decent_dp.replica.newcomer import open_doors
 from decent_dp.replica.optimizers import check_optimizers, load_optimizer, params_of, saved_optimizer, signature_of
@@ -40,7 +40,7 @@ from decent_dp.replica.statistics import Statistics, sharing_class, tell_replica
 from decent_dp.rules import Rule
 from decent_dp.rules.base import check_rule
 from decent_dp.topo import Topology
-from decent_dp.transport import Transport, connect
+from decent_dp.transport import Transport
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -65,7 +65,7 @@ def gossip(
     bucket_size_in_mb: float = 25,
     local_world_size: int | None = None,
     process_group: ProcessGroup | None = None,
-    transport: Transport | None = None,
+    transport: Transport | Literal["auto"] | None = None,
 ) -> Gossip:
     """Makes ``model`` a replica that mixes with its neighbours after each ``optimizer.step()``. Called by all workers.
 
@@ -94,14 +94,15 @@ def gossip(
         local_world_size: workers on each node; None for the launcher's ``LOCAL_WORLD_SIZE``, else 1.
         process_group: the workers that mix; None for the default group. A topology's ranks are ranks in it or, with sharded
             replicas, numbers of replicas in the order of their first ranks.
-        transport: the transport for workers that are threads (``InProcessTransport``); None for torch.distributed.
+        transport: None: connections of the library's own, or NCCL. 'auto': on CPUs gloo, if it is measured to be faster, as on
+            networks that outrun a processor. Or an object: ``InProcessTransport`` for workers that are threads, or ``join()``.
 
     Raises:
         ValueError, TypeError: an argument is wrong, or models, optimizers, settings or topologies differ between workers. All
             workers raise the same error.
         RuntimeError: there is no process group.
     """
-    owned, transport = transport is None, transport or connect(process_group, most_workers=most_workers(faults))
+    owned, transport = open_transport(transport, process_group, faults)
     optimizers: list[Optimizer] = []
     older: list[Replica] = []
 
@@ -459,7 +460,8 @@ class Gossip(Replica):
 
     def __repr__(self) -> str:
         kinds = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
-        return f"Gossip({type(self.model).__name__}, {kinds}, rank={self.everyone.rank}, topology={self.topology!r})"
+        ways = "".join(f", {what} over {text}" for what, text in self.everyone.measured.items())
+        return f"Gossip({type(self.model).__name__}, {kinds}, rank={self.everyone.rank}, topology={self.topology!r}{ways})"
 
 
 def _refuse_shared_memory(model: nn.Module) -> None:

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
+from decent_dp._checks import check_choice
 from decent_dp.compression import check_compression
 from decent_dp.engine import fit_rule
 from decent_dp.faults import Tolerate, most_workers
@@ -28,9 +30,9 @@ from decent_dp.topo import Topology, TopologyReg, make_topology
 from decent_dp.topo.epochs import EpochTopology
 from decent_dp.topo.holes import check_pairs
 from decent_dp.topo.registry import why_unfit
-from decent_dp.transport import Neighbours, NewcomerTransport, Transport
+from decent_dp.transport import Neighbours, NewcomerTransport, Transport, connect
 
-__all__ = ["Agreement", "Arguments", "connect_replicas"]
+__all__ = ["Agreement", "Arguments", "connect_replicas", "open_transport"]
 
 # Rounds whose edges are connected at construction. Later ones connect at their first exchange.
 _PREPARED_ROUNDS = 64
@@ -82,6 +84,19 @@ class Agreement:
     signature: Mapping[str, Any] = field(default_factory=dict)
 
 
+def open_transport(given: object, process_group: ProcessGroup | None, faults: object) -> tuple[bool, Transport]:
+    """Whether the replica owns its transport, and the transport, for the argument ``transport``.
+
+    Raises:
+        ValueError: it is neither a transport nor the name of a choice.
+    """
+    if isinstance(given, Transport):
+        return False, given
+    if given is not None:
+        check_choice("transport", given, ["auto"])
+    return True, connect(process_group, most_workers=most_workers(faults), auto=given is not None)
+
+
 def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check: Callable[[], Arguments]) -> Agreement:
     """Checks the arguments of all workers, compares them, and broadcasts parameters and buffers from rank 0 (of sharded
     tensors, from the worker at the same position of the first replica).
@@ -122,7 +137,13 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
         shared: Mapping[str, Any] = {
             "model": model_signature(model),
             "topology": made.fingerprint(),
-            "settings": {**given.settings.signature(), "rule": rule_settings(given.rule), **given.more, "faults": faults},
+            "settings": {
+                **given.settings.signature(),
+                "rule": rule_settings(given.rule),
+                **given.more,
+                "faults": faults,
+                "transport": "auto" if transport.auto else None,
+            },
             "optimizers": given.options.alike,
         }
         if isinstance(transport, NewcomerTransport):
@@ -132,6 +153,10 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
     def check_all() -> Arguments:
         checked = check()
         refuse_wrong_device(model, transport)
+        if transport.auto and checked.faults is not None:
+            raise ValueError(
+                "transport='auto' may choose calls of the process group, which fail with a worker: leave it out with faults=."
+            )
         if joins and checked.faults is None:
             raise ValueError("a process that joins a run needs faults=decent_dp.Tolerate(...), as on the other workers.")
         return checked

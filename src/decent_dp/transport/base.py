@@ -197,6 +197,7 @@ class Transport(ABC):
         store: shared by these workers alone, for a few short texts; any thread may use it. ``get`` waits for a missing key: use
             ``read_text``. ``add`` and ``set`` must not share a key. A store that is gone raises RuntimeError; a stopped one
             hangs (see ``StoreCalls``).
+        auto: exchanges use what was measured to be the fastest. ``measured`` says what that is, for pairs and for groups.
         only_cuda: whether the backend of the process group is NCCL alone, which moves nothing that is on a CPU.
         neighbours: the result of ``tolerate``; None before it.
     """
@@ -208,6 +209,8 @@ class Transport(ABC):
     store: Store
     only_cuda: bool = False
     neighbours: Neighbours | None = field(default=None, init=False)
+    auto: bool = field(default=False, init=False)
+    measured: dict[str, str] = field(default_factory=dict, init=False)
 
     @property
     @abstractmethod

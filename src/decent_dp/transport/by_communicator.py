@@ -1,13 +1,14 @@
-"""Edges of workers with a GPU each, over NCCL.
+"""Exchanges by torch's communicators: over NCCL, and over gloo where it was measured to be faster than our connections.
 
-Everything is launched from the training thread, in the order in which exchanges start. It is the same on all workers: NCCL
-matches calls by their order alone. Only the flags of a message are read on the CPU, so messages carry no exchange id. Only
-compressions without hints are exchanged here.
+Calls are matched by their order: each worker starts its exchanges in the same order of (round, bucket). Messages carry no
+exchange id. Only compressions without hints are exchanged here, and no fault is tolerated.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import torch.distributed as dist
@@ -16,15 +17,37 @@ from decent_dp.topo import Edge
 from decent_dp.transport.base import DeferredHandle, ExchangeId, ExchangeRequest, Explain, Handle
 from decent_dp.transport.communicators import Communicator
 from decent_dp.transport.streams import beside
+from decent_dp.transport.waiter import Waiter
 
-__all__ = ["NcclGroups", "NcclPairs"]
+__all__ = ["AllReduceGroups", "BesideTraining", "Exchanges", "GlooPairs", "NcclPairs"]
+
+# Tags of gloo's messages are 32-bit integers with a sign. A worker that is out of step waits for a message that does not come.
+_TAGS, _BUCKETS = 2**31, 2**12
 
 
-class NcclPairs:
-    """Pairs: both directions as one grouped call."""
+class Exchanges(ABC):
+    """Starts exchanges of one kind."""
+
+    @abstractmethod
+    def bytes_sent(self, edge: Edge, request: ExchangeRequest) -> int:
+        """The bytes that this worker puts on the wire, without flags."""
+
+    @abstractmethod
+    def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
+        """``Transport.start``."""
+
+
+class NcclPairs(Exchanges):
+    """Pairs of workers with a GPU each: both directions as one grouped call, launched from the training thread.
+
+    Only the flags of a message are read on the CPU.
+    """
 
     def __init__(self, communicator: Communicator, rank: int, explain: Explain) -> None:
         self._communicator, self._rank, self._explain = communicator, rank, explain
+
+    def bytes_sent(self, edge: Edge, request: ExchangeRequest) -> int:
+        return request.compression.payload(request.compression.chunks)
 
     def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
         peer = next(rank for rank in edge.ranks if rank != self._rank)
@@ -44,14 +67,48 @@ class NcclPairs:
                 work, request, lambda: (request.compression.flag(request.sent), request.compression.flag(request.received))
             )
 
-        return DeferredHandle(finish, request.compression.payload(request.compression.chunks))
+        return DeferredHandle(finish, self.bytes_sent(edge, request))
 
 
-class NcclGroups:
+class GlooPairs(Exchanges):
+    """Pairs of workers on CPUs: a send and a receive, over a communicator of the two."""
+
+    def __init__(self, rank: int, connect: Callable[[tuple[int, ...]], Communicator], explain: Explain) -> None:
+        self._rank, self._connect, self._explain = rank, connect, explain
+
+    def bytes_sent(self, edge: Edge, request: ExchangeRequest) -> int:
+        return request.compression.payload(request.compression.chunks)
+
+    def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
+        ranks, exchange_id = tuple(sorted(edge.ranks)), request.exchange_id
+        place = 1 - ranks.index(self._rank)
+        peer, communicator = ranks[place], self._connect(ranks)
+        tag = (exchange_id.round * _BUCKETS + exchange_id.bucket) % _TAGS
+        try:
+            received = communicator.recv([request.received], place, tag)
+            for _ in request.encode([]):
+                pass
+            sent = communicator.send([request.sent], place, tag)
+        except RuntimeError as error:
+            raise self._explain(error, [peer], exchange_id) from error
+
+        def finish() -> None:
+            for work in (received, sent):
+                _wait(work, self._explain, [peer], exchange_id)
+
+        return DeferredHandle(finish, self.bytes_sent(edge, request))
+
+
+class AllReduceGroups(Exchanges):
     """Groups, without compression: an all-reduce in float32 at least."""
 
     def __init__(self, rank: int, connect: Callable[[tuple[int, ...]], Communicator], explain: Explain) -> None:
         self._rank, self._connect, self._explain = rank, connect, explain
+
+    def bytes_sent(self, edge: Edge, request: ExchangeRequest) -> int:
+        # In a ring every worker sends 2 (m - 1)/m of the message, in the dtype of the sum.
+        compression, m = request.compression, len(edge.ranks)
+        return 2 * (m - 1) * (compression.nbytes // compression.dtype.itemsize) * compression.compute.itemsize // m
 
     def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
         ranks = tuple(sorted(edge.ranks))
@@ -80,8 +137,34 @@ class NcclGroups:
             request.compression.flag_view(request.received).copy_(flag)
             return _flags(of_flag, request, lambda: (request.compression.flag(request.sent), int(flag.sum())))
 
-        # In a ring every worker sends 2 (m - 1)/m of the payload, in the dtype of the sum.
-        return DeferredHandle(finish, 2 * (len(ranks) - 1) * total.nbytes // len(ranks))
+        return DeferredHandle(finish, self.bytes_sent(edge, request))
+
+
+class BesideTraining(Exchanges):
+    """The exchanges of ``inner``, encoded and started by another thread, one after the other."""
+
+    def __init__(self, inner: Exchanges, waiter: Waiter) -> None:
+        self._inner, self._waiter = inner, waiter
+
+    def bytes_sent(self, edge: Edge, request: ExchangeRequest) -> int:
+        return self._inner.bytes_sent(edge, request)
+
+    def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
+        started = self._waiter.submit(lambda: self._inner.start(edge, request))
+        return _StartedHandle(started, self.bytes_sent(edge, request))
+
+
+class _StartedHandle(Handle):
+    def __init__(self, started: Future[Handle], bytes_sent: int) -> None:
+        self._started, self.bytes_sent = started, bytes_sent
+
+    def wait_for_read(self) -> None:
+        self._started.result()
+
+    def wait(self) -> None:
+        handle = self._started.result()
+        handle.wait()
+        self.flags = handle.flags
 
 
 def _flags(work: Any, request: ExchangeRequest, read: Callable[[], tuple[int, int]]) -> tuple[int, int] | None:

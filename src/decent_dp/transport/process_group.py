@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,9 +18,10 @@ from decent_dp.compression import Lossless
 from decent_dp.faults import Tolerate, default_dead_after
 from decent_dp.topo import Edge
 from decent_dp.transport.base import Control, DeferredHandle, ExchangeId, ExchangeRequest, Handle, Transport
+from decent_dp.transport.by_communicator import AllReduceGroups, BesideTraining, Exchanges, GlooPairs, NcclPairs
 from decent_dp.transport.communicators import Communicator, Notes, Rendezvous, peer_error
+from decent_dp.transport.faster import compare
 from decent_dp.transport.inprocess import InProcessTransport
-from decent_dp.transport.nccl import NcclGroups, NcclPairs
 from decent_dp.transport.neighbours import Neighbours
 from decent_dp.transport.peers import Peers
 from decent_dp.transport.survivors import SurvivorControl
@@ -31,13 +33,18 @@ from decent_dp.transport.waiter import Waiter
 
 __all__ = ["ProcessGroupTransport", "connect"]
 
+_log = logging.getLogger(__name__)
 
-def connect(process_group: dist.ProcessGroup | None, timeout: float | None = None, *, most_workers: int = 0) -> Transport:
+
+def connect(
+    process_group: dist.ProcessGroup | None, timeout: float | None = None, *, most_workers: int = 0, auto: bool = False
+) -> Transport:
     """The transport of this worker in ``process_group`` (None: the default group); called by all its workers together.
 
     Args:
         timeout: seconds without progress after which an exchange fails; None: the process group's, as for everything else.
         most_workers: ``max_workers`` of ``Tolerate``.
+        auto: use gloo for exchanges in which it is measured to be faster.
 
     Raises:
         RuntimeError: there is no process group.
@@ -52,7 +59,7 @@ def connect(process_group: dist.ProcessGroup | None, timeout: float | None = Non
         raise ValueError("this worker is not a member of process_group: call gossip() or wrap the model on its members only.")
     if max(dist.get_world_size(process_group), most_workers) == 1:
         return InProcessTransport()
-    return ProcessGroupTransport(process_group, timeout, most_workers=most_workers)
+    return ProcessGroupTransport(process_group, timeout, most_workers=most_workers, auto=auto)
 
 
 class ProcessGroupTransport(Transport):
@@ -65,13 +72,20 @@ class ProcessGroupTransport(Transport):
         process_group: whose workers, backend and timeout; None for the default group. All its workers call this together.
         timeout: of exchanges, in seconds; None: the process group's. The collectives keep the process group's.
         most_workers: ``max_workers`` of ``Tolerate``.
+        auto: ``prepare`` measures whether gloo is faster than our connections, and the exchanges on CPUs use what is.
     """
 
     def __init__(
-        self, process_group: dist.ProcessGroup | None = None, timeout: float | None = None, *, most_workers: int = 0
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        timeout: float | None = None,
+        *,
+        most_workers: int = 0,
+        auto: bool = False,
     ) -> None:
         self._process_group: Any = process_group if process_group is not None else dist.group.WORLD
         self._meet(Rendezvous.create(process_group, most_workers), timeout)
+        self.auto = auto
         self.only_cuda = str(dist.get_backend(process_group)) == "nccl"
         self._connect_control("all", range(self.world_size))
         self._listen()
@@ -88,6 +102,9 @@ class ProcessGroupTransport(Transport):
         self._controls: dict[str, Control] = {}
         self._faults: Tolerate | None = None
         self._has_failed = False
+        # Of pairs and of groups.
+        self._gloo_is_faster = [False, False]
+        self._starter = Waiter("decent_dp-exchanges")
 
     def _listen(self) -> None:
         shared = self._rendezvous
@@ -117,6 +134,8 @@ class ProcessGroupTransport(Transport):
     def prepare(self, edges: list[Edge]) -> None:
         for t, edge in enumerate(edges):
             self._tcp.connect(edge, ExchangeId(t, 0), ahead=True)
+        if self.auto and self._faults is None and not self._rendezvous.nccl:
+            self._compare_with_gloo(edges)
 
     def _dial(self, peer: int, incarnation: int) -> Any:
         faults = self._faults
@@ -156,6 +175,7 @@ class ProcessGroupTransport(Transport):
 
     def close(self) -> None:
         self._waiter.close()
+        self._starter.close()
         self._reactor.close(says_bye=not self._has_failed)
         self._notes.close()
         self._communicators.clear()
@@ -168,15 +188,29 @@ class ProcessGroupTransport(Transport):
         self._connect_control(name, ranks)
         return Peers(self, ranks, lambda: self._control_of(name))
 
-    def choose(self, edge: Edge, request: ExchangeRequest) -> TcpExchanges | NcclPairs | NcclGroups:
+    def choose(self, edge: Edge, request: ExchangeRequest) -> TcpExchanges | Exchanges:
         """The way of a request, by its device, its compression and the size of its edge."""
-        lossless = isinstance(request.compression, Lossless)
-        # NCCL ends the process when a worker dies.
-        if not (self._rendezvous.nccl and request.sent.is_cuda and lossless) or self._faults is not None:
-            return self._tcp
-        if len(edge.ranks) == 2:
-            return self._nccl_pairs()
-        return self._nccl_groups() if type(request.compression) is Lossless else self._tcp
+        group = len(edge.ranks) > 2
+        can = type(request.compression) is Lossless if group else isinstance(request.compression, Lossless)
+        # NCCL ends the process when a worker dies, and gloo the exchange.
+        if can and self._faults is None:
+            if request.sent.is_cuda and self._rendezvous.nccl:
+                return self._nccl_groups() if group else self._nccl_pairs()
+            if request.sent.device.type == "cpu" and self._gloo_is_faster[group]:
+                return self._by_gloo(group)
+        return self._tcp
+
+    def _compare_with_gloo(self, edges: list[Edge]) -> None:
+        """Measures whether gloo's calls are faster than our connections, for pairs and for groups."""
+        for group in (False, True):
+            found = compare(self.control, self.rank, edges, self._tcp.start, self._by_gloo(group).start, groups=group)
+            if found is None:
+                continue
+            self._gloo_is_faster[group] = found.gloo_is_faster
+            self.measured[("pairs", "groups")[group]] = str(found)
+        if self.rank == 0:
+            for what, text in self.measured.items():
+                _log.info("%s of workers exchange over %s", what, text)
 
     def send_hint(self, edge: Edge, exchange_id: ExchangeId, text: bytes) -> None:
         self._tcp.send_hint(edge, exchange_id, text)
@@ -189,8 +223,15 @@ class ProcessGroupTransport(Transport):
         communicator = self._get_or_make("nccl", everybody, self._rendezvous, Rendezvous.nccl_communicator)
         return NcclPairs(communicator, self.rank, self._explain)
 
-    def _nccl_groups(self) -> NcclGroups:
-        return NcclGroups(self.rank, self._nccl_group, self._explain)
+    def _nccl_groups(self) -> AllReduceGroups:
+        return AllReduceGroups(self.rank, self._nccl_group, self._explain)
+
+    def _by_gloo(self, group: bool) -> Exchanges:
+        def connect(ranks: tuple[int, ...]) -> Communicator:
+            return self._get_or_make(f"gloo/{ranks}", ranks, self._rendezvous, Rendezvous.gloo)
+
+        kind = AllReduceGroups if group else GlooPairs
+        return BesideTraining(kind(self.rank, connect, self._explain), self._starter)
 
     def _nccl_group(self, ranks: tuple[int, ...]) -> Communicator:
         name = f"nccl/{ranks}"

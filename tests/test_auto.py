@@ -1,0 +1,301 @@
+"""transport='auto': exchanges over gloo, and the measurement that chooses them."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import decent_dp
+from decent_dp.ddp import DecentralizedDataParallel
+from decent_dp.topo import Edge
+from decent_dp.transport import (
+    ExchangeId,
+    ExchangeRequest,
+    Handle,
+    InProcessTransport,
+    ProcessGroupTransport,
+    faster,
+    process_group,
+    run_replicas,
+)
+from decent_dp.transport.base import DeferredHandle
+from decent_dp.transport.faster import _COMPARED, _SLOW, Comparison, compare
+from tests.helpers import came, request
+from tests.test_transport import caught, swap, whole_contract
+from tests.workers import shorten
+
+
+class OverGloo(ProcessGroupTransport):
+    """gloo was found to be faster, for pairs and groups."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._gloo_is_faster = [True, True]
+
+
+# -- exchanges over gloo ---------------------------------------------------------------------------------------------------
+
+
+def contract(rank: int, n: int) -> str:
+    return whole_contract(OverGloo())
+
+
+@pytest.mark.parametrize("n", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+def test_contract_over_gloo(workers, n):
+    assert workers(n, contract) == ["done"] * n
+
+
+def train(transport: Any, topology: str, rank: int) -> tuple[list[Tensor], int, list[str]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 300), nn.Tanh(), nn.Linear(300, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    replica = decent_dp.gossip(model, optimizer, topology=topology, transport=transport, bucket_size_in_mb=0.01)
+    data = torch.Generator().manual_seed(rank)
+    for _ in range(6):
+        model(torch.randn(4, 20, generator=data)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    replica.flush()
+    found = [p.detach().clone() for p in model.parameters()]
+    threads = [] if not hasattr(transport, "_communicators") else sorted(transport._communicators)
+    return found, replica.stats().bytes_sent, threads
+
+
+def both_ways(rank: int, n: int) -> list[Any]:
+    return [
+        [train(kind(), topology, rank) for kind in (ProcessGroupTransport, OverGloo)]
+        for topology in ("one-peer-exp", "complete")
+    ]
+
+
+def test_training_over_gloo_equals_training_over_own_connections(workers):
+    for rank, (pairs, groups) in enumerate(workers(4, both_ways)):
+        own, gloo = pairs
+        assert all(torch.equal(a, b) for a, b in zip(own[0], gloo[0], strict=True))
+        assert own[1] == gloo[1]
+        partners = [other for other in range(4) if (other - rank) % 4 in (1, 2, 3) and other != rank]
+        assert set(gloo[2]) <= {"all"} | {f"gloo/{tuple(sorted((rank, other)))}" for other in partners}
+        assert len(gloo[2]) > len(own[2])
+        own, gloo = groups
+        torch.testing.assert_close(own[0], gloo[0], rtol=1e-5, atol=1e-7)  # sums in another order
+        assert gloo[2] == ["all", "gloo/(0, 1, 2, 3)"]
+
+
+def a_peer_dies(rank: int, n: int) -> Any:
+    transport = OverGloo()
+    pairs, group = (Edge([0, 1], 0.5), Edge([0, 2], 0.5)), Edge([0, 1, 2], 1 / 3)
+    for number, edge in enumerate((*pairs, group)):
+        if rank in edge.ranks:
+            swap(transport, edge, ExchangeId(number, 0))
+    transport.control.gather(None)
+    if rank == 2:
+        transport.report("ValueError: the cat ate my batch")
+        os._exit(3)
+    found = caught(swap, transport, (pairs[1] if rank == 0 else group), ExchangeId(3, 0))
+    swap(transport, pairs[0], ExchangeId(4, 0))  # only what needs the lost one is lost
+    transport.close()
+    return found
+
+
+def test_a_peer_that_dies_is_named(workers):
+    outcomes = workers.outcomes(3, a_peer_dies)
+    for outcome, who in zip(outcomes[:2], ("worker 2 is gone", "one of the workers [0, 2] is gone"), strict=True):
+        assert not outcome.error, outcome.trace
+        kind, message, seconds = outcome.value
+        assert (kind, seconds < 45) == ("PeerLostError", True), outcome.value
+        assert message.startswith(who)
+        assert "Worker 2 reported: ValueError: the cat ate my batch" in message
+
+
+def out_of_step(rank: int, n: int) -> Any:
+    transport = OverGloo()
+    shorten(transport, 1.0)
+    found = caught(swap, transport, Edge([0, 1], 0.5), ExchangeId(5 + rank, 0))
+    dist.barrier()
+    transport.close()
+    return found
+
+
+def test_peers_in_other_rounds_wait_for_each_other(workers):
+    for rank, (kind, message, _) in enumerate(workers(2, out_of_step)):
+        assert kind == "PeerTimeoutError", message
+        assert message.startswith(f"worker {1 - rank} sent nothing for round {5 + rank}, bucket 0")
+
+
+def values_change_late(rank: int, n: int) -> float:
+    """What is sent are the values of the start, as soon as they have been read."""
+    transport = OverGloo()
+    values = torch.full((4_000_000,), float(rank))
+    own = request(values, rank, ExchangeId(0, 0))
+    handle = transport.start(Edge([0, 1], 0.5), own)
+    handle.wait_for_read()
+    values.fill_(7.0)
+    handle.wait()
+    transport.close()
+    return float(came(own).max())
+
+
+def test_messages_hold_the_values_of_the_start(workers):
+    assert workers(2, values_change_late) == [1.0, 0.0]
+
+
+# -- the measurement -------------------------------------------------------------------------------------------------------
+
+
+class Way:
+    """Exchanges that take some seconds per value, and count."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.sizes = seconds, []
+
+    def __call__(self, edge: Edge, request: ExchangeRequest) -> Handle:
+        [tensor] = request.compression.tensors
+        self.sizes.append(tensor.numel)
+        return DeferredHandle(lambda: time.sleep(self.seconds * tensor.numel / _COMPARED))
+
+
+def measure(own: float, gloo: float, edges: Callable[[int], list[Edge]], *, groups: bool) -> list[Any]:
+    def work(transport: InProcessTransport) -> Any:
+        ways = Way(own), Way(gloo)
+        found = compare(transport.control, transport.rank, edges(transport.rank), *ways, groups=groups)
+        return found, *(way.sizes for way in ways)
+
+    return run_replicas(3, work)
+
+
+def chain(rank: int) -> list[Edge]:
+    """A round in which nobody mixes, then one in which the first two do."""
+    return [Edge([rank], 1.0), Edge([0, 1], 0.5) if rank < 2 else Edge([2], 1.0)]
+
+
+@pytest.mark.parametrize(("own", "gloo"), [(0.02, 0.06), (0.06, 0.02)])
+def test_the_faster_way_is_chosen_by_all_alike(own, gloo):
+    found = measure(own, gloo, chain, groups=False)
+    assert found[0][0] == found[1][0] == found[2][0]
+    for comparison, *sizes in found[:2]:
+        assert comparison.gloo_is_faster == (gloo < own)
+        assert comparison.own == pytest.approx(own, rel=0.5)
+        assert comparison.gloo == pytest.approx(gloo, rel=0.5)
+        assert all(max(of_way) == _COMPARED for of_way in sizes)
+    assert found[2][1:] == ([], [])
+    text = str(found[0][0])
+    assert text.startswith("gloo (16 MiB in" if gloo < own else "own connections (16 MiB in")
+
+
+def test_pairs_with_slow_links_are_not_measured_over_gloo():
+    for comparison, own, gloo in measure(32 * _SLOW, 0.0, chain, groups=False)[:2]:
+        assert not comparison.gloo_is_faster
+        assert len(own) == 2
+        assert len(gloo) == 1
+        assert str(comparison).startswith("own connections (1 MiB in ")
+        assert str(comparison).endswith("ms: the links are the limit)")
+
+
+def test_groups_are_measured_on_slow_links_with_smaller_messages(monkeypatch):
+    monkeypatch.setattr(faster, "_LONGEST", 0.3)
+    everybody = [Edge([0, 1, 2], 1 / 3)]
+    for comparison, _, gloo in measure(0.6, 0.2, lambda rank: everybody, groups=True):
+        assert comparison.gloo_is_faster
+        assert max(gloo) < _COMPARED
+        assert "MiB in" in str(comparison)
+
+
+def test_edges_that_nobody_has_are_not_measured():
+    assert [found for found, *_ in measure(0.0, 0.0, chain, groups=True)] == [None] * 3
+
+
+# -- the argument ----------------------------------------------------------------------------------------------------------
+
+
+def automatic(rank: int, n: int) -> list[Any]:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("decent_dp.transport.process_group")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    found = []
+    for topology in ("ring", "complete"):  # pairs, with one worker that mixes with none
+        torch.manual_seed(rank)
+        model = nn.Linear(3, 2)
+        plain = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        replica = decent_dp.gossip(model, optimizer, topology=topology, transport="auto")
+        found.append(repr(replica))
+        wrapper = DecentralizedDataParallel(
+            plain, lambda named: torch.optim.SGD([p for _, p in named], lr=0.1), topology=topology, transport="auto"
+        )
+        for _ in range(4):
+            (model(torch.ones(1, 3)).sum() * (1 + rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            (wrapper(torch.ones(1, 3)).sum() * (1 + rank)).backward()
+        with replica.averaged(), wrapper.averaged():
+            pass
+        wrapper.close()
+        replica.close()
+    return [*found, records]
+
+
+def test_auto_measures_and_says_what_it_has_found(workers):
+    found = workers(3, automatic, timeout=120)
+    for rank, (pairs, groups, records) in enumerate(found):
+        assert ", pairs over " in pairs
+        assert " MiB in " in pairs
+        assert ", groups over " in groups
+        assert len(records) == (4 if rank == 0 else 0)
+        if rank == 0:
+            assert records[0].startswith("pairs of workers exchange over ")
+            assert records[2].startswith("groups of workers exchange over ")
+    assert len({pairs.partition("pairs over")[2] for pairs, *_ in found}) == 1
+
+
+def chosen(rank: int, n: int, gloo: float) -> list[str]:
+    process_group.compare = lambda *_, groups: Comparison(4, 1.0, gloo)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    replica = decent_dp.gossip(model, optimizer, topology="one-peer-exp", transport="auto")
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    replica.flush()
+    return sorted(replica.everyone._communicators)
+
+
+def test_exchanges_go_where_they_are_faster(workers):
+    assert workers(2, chosen, 0.5) == [["all", "gloo/(0, 1)"]] * 2
+    assert workers(2, chosen, 2.0) == [["all"]] * 2
+
+
+def wrong_arguments(rank: int, n: int) -> list[str]:
+    found = []
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for options in (
+        {"transport": "fastest"},
+        {"transport": 3},
+        {"transport": "auto", "faults": decent_dp.Tolerate()},
+        {"transport": "auto" if rank else None},
+    ):
+        try:
+            decent_dp.gossip(model, optimizer, **options)
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_wrong_arguments_are_refused_on_all_workers(workers):
+    for unknown, number, with_faults, unequal in workers(2, wrong_arguments):
+        assert unknown == "transport must be 'auto', got 'fastest'."
+        assert number == "transport must be 'auto', got 3."
+        assert with_faults.startswith("transport='auto' may choose calls of the process group")
+        assert "transport" in unequal
+        assert "'auto'" in unequal
