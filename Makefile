@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 OLDEST_PYTHON ?= python3.10
 NEWEST_PYTHON ?= python3.13
 
-.PHONY: help test test-all slow breakages compat compat-pythons compat-oldest compat-newest lint types suite demo accuracy wires learning workbench holes figures bench-net bench-net-long bench-net-nodes bench-gossip bench-faults-net bench-fast bench-time-to-loss bench-optim bench-coding bench-overhead bench-plan bench-faults bench-unequal bench-unequal-sim bench-membership endurance kills chaos-demo bench-checkpoint examples slurm trace gpu docs dist clean
+.PHONY: help test test-all slow breakages compat compat-pythons compat-oldest compat-newest lint types suite demo accuracy wires learning workbench holes figures bench-net bench-net-long bench-net-nodes bench-gossip bench-faults-net bench-fast bench-shapes bench-time-to-loss bench-optim bench-coding bench-overhead bench-plan bench-faults bench-unequal bench-unequal-sim bench-membership endurance kills chaos-demo bench-checkpoint examples slurm trace gpu docs dist clean
 
 help:  ## lists the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -113,6 +113,9 @@ bench-faults-net: $(VENV)/.installed  ## what faults=Tolerate() costs over slow 
 
 bench-fast: $(VENV)/.installed  ## exchanges over fast links, beside gloo and DDP (root, iproute2; 10 minutes): table and JSON under benchmarks/results/
 	$(BIN)/python -m benchmarks.fast
+
+bench-shapes: $(VENV)/.installed  ## steps with pairs for many numbers of workers, sizes and rates, beside their limits (root; 10 minutes)
+	$(BIN)/python -m benchmarks.shapes
 
 bench-time-to-loss: $(VENV)/.installed  ## time to the same loss at any bandwidth, 8 workers (root, iproute2; hours; finished runs are kept)
 	$(BIN)/python -m benchmarks.time_to_loss train times whole report
