@@ -259,11 +259,12 @@ def test_auto_measures_and_says_what_it_has_found(workers):
     assert len({pairs.partition("pairs over")[2] for pairs, *_ in found}) == 1
 
 
-def chosen(rank: int, n: int, gloo: float) -> list[str]:
+def chosen(rank: int, n: int, gloo: float, compression: str | None = None) -> list[str]:
     process_group.compare = lambda *_, groups: Comparison(4, 1.0, gloo)
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    replica = decent_dp.gossip(model, optimizer, topology="one-peer-exp", transport="auto")
+    replica = decent_dp.gossip(model, optimizer, topology="one-peer-exp", compression=compression, transport="auto")
+    assert bool(replica.everyone.measured) == (compression != "int8")
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     replica.flush()
@@ -272,7 +273,9 @@ def chosen(rank: int, n: int, gloo: float) -> list[str]:
 
 def test_exchanges_go_where_they_are_faster(workers):
     assert workers(2, chosen, 0.5) == [["all", "gloo/(0, 1)"]] * 2
+    assert workers(2, chosen, 0.5, "bfloat16") == [["all", "gloo/(0, 1)"]] * 2
     assert workers(2, chosen, 2.0) == [["all"]] * 2
+    assert workers(2, chosen, 0.5, "int8") == [["all"]] * 2  # which nothing else carries
 
 
 def wrong_arguments(rank: int, n: int) -> list[str]:

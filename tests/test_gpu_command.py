@@ -201,6 +201,7 @@ def run_kernels(sizes: str, seconds: float) -> str:
 EVERY = "None of float32, None of float16, int8 of float32, int8 of float16"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_kernels_of_small_messages():
     """Parts of a tile, a whole one, one value, none."""

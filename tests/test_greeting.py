@@ -398,7 +398,7 @@ def test_where_faults_are_tolerated_the_same_process_may_connect_again(by_hand):
 # -- strangers in numbers --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["half", "nothing", "crumbs"])
+@pytest.mark.parametrize("how", ["crumbs", *(pytest.param(how, marks=pytest.mark.slow) for how in ("half", "nothing"))])
 def test_strangers_that_never_greet_are_dropped_and_only_so_many_are_accepted(monkeypatch, how):
     monkeypatch.setattr(acceptor, "_GREETING_SECONDS", 0.5)
     monkeypatch.setattr(acceptor, "_WITHOUT_GREETING", 3)

@@ -196,7 +196,7 @@ def test_a_process_that_has_ended_is_a_hole_at_once(monkeypatch, near):
     peer.reactor.close()
 
 
-@pytest.mark.parametrize("listens", [True, False])
+@pytest.mark.parametrize("listens", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_process_that_has_ended_elsewhere_counts_as_dead_sooner(monkeypatch, listens):
     """After 0.3 of ``dead_after``, if nobody listens at its address."""
     monkeypatch.setattr(Reactor.__init__, "__defaults__", (3.0,))

@@ -182,7 +182,10 @@ def stopping(rank: int, n: int, topology: str, driver: str) -> None:
     raise AssertionError("nothing was raised")
 
 
-@pytest.mark.parametrize(("topology", "n", "driver"), [("complete", 3, "gossip"), ("one-peer-exp", 4, "wrapper")])
+@pytest.mark.parametrize(
+    ("topology", "n", "driver"),
+    [("complete", 3, "gossip"), pytest.param("one-peer-exp", 4, "wrapper", marks=pytest.mark.slow)],
+)
 def test_after_ten_rounds_all_workers_raise(workers, topology, n, driver):
     outcomes = workers.outcomes(n, stopping, topology, driver)
     own = outcomes[1]

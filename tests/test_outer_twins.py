@@ -130,7 +130,7 @@ def test_five_workers(workers):
 @pytest.mark.parametrize(
     ("rule", "topologies"),
     [
-        *((OUTER, ["complete", "unrepeated"]), (SLOW, ["varying"]), (MomentumGossip(0.3), ["varying", "ring"])),
+        *((SLOW, ["varying"]), (MomentumGossip(0.3), ["varying", "ring"])),
         *((Scaled(8.0), ["complete", "ring"]), (Gossip(), ["unrepeated"])),
         *(
             pytest.param(rule, ["complete", "varying", "unrepeated", "ring"], marks=pytest.mark.slow)

@@ -403,7 +403,7 @@ def test_no_more_is_sent_than_was_asked_for(by_hand):
     sent.result(SECONDS)
 
 
-@pytest.mark.parametrize("near", [False, True])
+@pytest.mark.parametrize("near", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_no_more_is_asked_for_than_the_window(near):
     by_hand = ByHand(near=near)
     sizes = [WINDOW * 12 + 12345, SMALL + 1, WINDOW // 2, WINDOW]

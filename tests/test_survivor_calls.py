@@ -93,7 +93,6 @@ def averages(rank: int, n: int, kind: str, where: str, victim: int) -> Any:
     ("kind", "victim", "where"),
     [
         ("gossip", 0, "in the mean"),
-        ("wrapper", 3, "after all have come"),
         *(
             pytest.param(kind, victim, where, marks=pytest.mark.slow)
             for kind, victim in (("gossip", 0), ("gossip", 2), ("wrapper", 3))

@@ -73,7 +73,7 @@ def silent_for_all_buckets(rank: int, n: int) -> Any:
     return found, seconds
 
 
-@pytest.mark.parametrize("n", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_a_timeout_is_waited_for_once_and_not_per_bucket(workers, n):
     for rank, (found, seconds) in enumerate(workers(n, silent_for_all_buckets)[:-1]):
         assert 1.9 < seconds < 15  # eight timeouts, if each bucket waited

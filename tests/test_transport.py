@@ -453,7 +453,7 @@ def a_peer_that_is_gone(rank: int, n: int, staged: bool) -> Any:
     return found
 
 
-@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("staged", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_peer_that_is_gone(workers, staged):
     outcomes = workers.outcomes(4, a_peer_that_is_gone, staged)
     assert outcomes[3].exitcode == 3
@@ -563,7 +563,7 @@ def leavers(rank: int, n: int, size: int, abruptly: bool) -> str:
 @pytest.mark.parametrize(
     ("n", "size", "times"), [(3, 3, 1), *(pytest.param(6, size, 2, marks=pytest.mark.slow) for size in (2, 3))]
 )
-@pytest.mark.parametrize("abruptly", [False, True])
+@pytest.mark.parametrize("abruptly", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_worker_that_exits_first_breaks_no_other(workers, n, size, times, abruptly):
     for _ in range(times):
         outcomes = workers.outcomes(n, leavers, size, abruptly)

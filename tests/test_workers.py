@@ -565,8 +565,8 @@ def failing(rank: int, n: int, how: str, topology: str) -> Any:
 @pytest.mark.parametrize(
     ("how", "topology"),
     [
-        ("raise", "ring"),
         ("kill", "complete"),
+        pytest.param("raise", "ring", marks=pytest.mark.slow),
         pytest.param("raise", "complete", marks=pytest.mark.slow),
         pytest.param("kill", "ring", marks=pytest.mark.slow),
     ],
@@ -789,7 +789,7 @@ def last_exchange(rank: int, n: int, closes: list[bool]) -> Any:
     return values(found[0].module)
 
 
-@pytest.mark.parametrize("closes", [[True] * 3, [False, True, True]])
+@pytest.mark.parametrize("closes", [pytest.param([True] * 3, marks=pytest.mark.slow), [False, True, True]])
 def test_a_worker_that_finishes_first_breaks_no_other(workers, closes):
     assert all(workers(3, last_exchange, closes))
 

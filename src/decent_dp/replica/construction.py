@@ -173,7 +173,10 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
         tensors = [*model.parameters(), *model.buffers()]
         broadcast_(peers.control, [local(tensor) for tensor in tensors if is_sharded(tensor)])
         broadcast_(transport.control, [tensor for tensor in tensors if not is_sharded(tensor)])
-        peers.prepare(agreed.topology._edges_ahead(_PREPARED_ROUNDS))
+        edges = agreed.topology._edges_ahead(_PREPARED_ROUNDS)
+        peers.prepare(edges)
+        on_cpu = all(param.device.type == "cpu" for param in model.parameters())
+        peers.choose_ways(edges, able=on_cpu and not check_compression(agreed.settings.compression).needs_hints)
         # This gather comes last, so that a worker that exits right away is still there for all collectives before it.
         rates, gpus = zip(*transport.control.gather([given.options.rates, gpus_of(model) if owned else []]), strict=True)
         warn_of_rates(rates)

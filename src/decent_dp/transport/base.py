@@ -249,6 +249,14 @@ class Transport(ABC):
     def prepare(self, edges: list[Edge]) -> None:
         """Connects this worker along ``edges`` ahead of their first exchange; called by all workers together."""
 
+    def choose_ways(self, edges: list[Edge], *, able: bool) -> None:
+        """With ``auto``: measures along ``edges``, of the first rounds, which way is faster; called by all workers together.
+
+        Args:
+            able: this worker has tensors on CPUs and a compression without hints, which every way can carry.
+        """
+        return
+
     @abstractmethod
     def report(self, cause: str) -> None:
         """Stores the cause of a failure here, for the errors of workers that lose this one; '' removes it."""

@@ -37,6 +37,9 @@ class Peers(Transport):
     def prepare(self, edges: list[Edge]) -> None:
         self._whole.prepare([self._in_whole(edge) for edge in edges])
 
+    def choose_ways(self, edges: list[Edge], *, able: bool) -> None:
+        self._whole.choose_ways([self._in_whole(edge) for edge in edges], able=able)
+
     def report(self, cause: str) -> None:
         self._whole.report(cause)
 

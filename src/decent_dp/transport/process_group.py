@@ -72,7 +72,7 @@ class ProcessGroupTransport(Transport):
         process_group: whose workers, backend and timeout; None for the default group. All its workers call this together.
         timeout: of exchanges, in seconds; None: the process group's. The collectives keep the process group's.
         most_workers: ``max_workers`` of ``Tolerate``.
-        auto: ``prepare`` measures whether gloo is faster than our connections, and the exchanges on CPUs use what is.
+        auto: ``choose_ways`` measures whether gloo is faster than our connections, and exchanges on CPUs use what is.
     """
 
     def __init__(
@@ -134,8 +134,6 @@ class ProcessGroupTransport(Transport):
     def prepare(self, edges: list[Edge]) -> None:
         for t, edge in enumerate(edges):
             self._tcp.connect(edge, ExchangeId(t, 0), ahead=True)
-        if self.auto and self._faults is None and not self._rendezvous.nccl:
-            self._compare_with_gloo(edges)
 
     def _dial(self, peer: int, incarnation: int) -> Any:
         faults = self._faults
@@ -200,8 +198,9 @@ class ProcessGroupTransport(Transport):
                 return self._by_gloo(group)
         return self._tcp
 
-    def _compare_with_gloo(self, edges: list[Edge]) -> None:
-        """Measures whether gloo's calls are faster than our connections, for pairs and for groups."""
+    def choose_ways(self, edges: list[Edge], *, able: bool) -> None:
+        if not self.auto or not all(self.control.gather(able)):
+            return
         for group in (False, True):
             found = compare(self.control, self.rank, edges, self._tcp.start, self._by_gloo(group).start, groups=group)
             if found is None:
