@@ -25,7 +25,7 @@ from decent_dp.compression import check_compression
 from decent_dp.engine import Bucket
 from decent_dp.faults import Tolerate, check_faults
 from decent_dp.replica.averaging import check_finite
-from decent_dp.replica.construction import Agreement, Arguments, connect_replicas, open_transport
+from decent_dp.replica.construction import Agreement, Arguments, connect_replicas
 from decent_dp.replica.hidden_state import has_own_state_dict, refuse_hidden_state
 from decent_dp.replica.newcomer import open_doors
 from decent_dp.replica.optimizers import check_optimizers, load_optimizer, params_of, saved_optimizer, signature_of
@@ -40,7 +40,7 @@ from decent_dp.replica.statistics import Statistics, sharing_class, tell_replica
 from decent_dp.rules import Rule
 from decent_dp.rules.base import check_rule
 from decent_dp.topo import Topology
-from decent_dp.transport import Transport
+from decent_dp.transport import Transport, open_transport
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -94,8 +94,7 @@ def gossip(
         local_world_size: workers on each node; None for the launcher's ``LOCAL_WORLD_SIZE``, else 1.
         process_group: the workers that mix; None for the default group. A topology's ranks are ranks in it or, with sharded
             replicas, numbers of replicas in the order of their first ranks.
-        transport: None: connections of the library's own, or NCCL. 'auto': on CPUs gloo, if it is measured to be faster, as on
-            networks that outrun a processor. Or an object: ``InProcessTransport`` for workers that are threads, or ``join()``.
+        transport: 'auto': on CPUs gloo, where that is measured to be faster; ``InProcessTransport()``, or that of ``join()``.
 
     Raises:
         ValueError, TypeError: an argument is wrong, or models, optimizers, settings or topologies differ between workers. All

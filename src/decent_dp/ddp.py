@@ -29,7 +29,7 @@ from decent_dp.backward.units import DeferredList
 from decent_dp.compression import check_compression
 from decent_dp.faults import Roster, Tolerate, check_faults
 from decent_dp.replica.averaging import check_finite
-from decent_dp.replica.construction import Arguments, connect_replicas, open_transport
+from decent_dp.replica.construction import Arguments, connect_replicas
 from decent_dp.replica.module_hooks import insert_module
 from decent_dp.replica.newcomer import open_doors
 from decent_dp.replica.registry import find_superseded
@@ -41,7 +41,7 @@ from decent_dp.rules import Rule
 from decent_dp.rules.base import check_rule
 from decent_dp.topo import Topology
 from decent_dp.topo import TopologyReg as TopologyReg  # existing scripts import it from here
-from decent_dp.transport import Transport
+from decent_dp.transport import Transport, open_transport
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -88,8 +88,8 @@ class DecentralizedDataParallel(nn.Module):
         faults: ``Tolerate(...)``: when a worker dies, freezes or cannot be reached, its partners leave it out, and nobody else
             waits; for topologies of pairs. None: it is an error that names the worker, on those that need it.
         process_group: the workers that mix; None for the default group. A topology's ranks are ranks in it.
-        transport: None: connections of the library's own, or NCCL. 'auto': on CPUs gloo, if it is measured to be faster, as on
-            networks that outrun a processor. Or an object: ``InProcessTransport`` for workers that are threads, or ``join()``.
+        transport: None: own connections, or NCCL. 'auto': on CPUs gloo, where that is measured to be faster. An object:
+            ``InProcessTransport`` for workers that are threads, or what ``join()`` returns.
 
     Raises:
         ValueError, TypeError: an argument is wrong, or models, settings or topologies differ between workers. All workers

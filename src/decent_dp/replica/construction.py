@@ -10,9 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 
-from decent_dp._checks import check_choice
 from decent_dp.compression import check_compression
 from decent_dp.engine import fit_rule
 from decent_dp.faults import Tolerate, most_workers
@@ -30,9 +28,9 @@ from decent_dp.topo import Topology, TopologyReg, make_topology
 from decent_dp.topo.epochs import EpochTopology
 from decent_dp.topo.holes import check_pairs
 from decent_dp.topo.registry import why_unfit
-from decent_dp.transport import Neighbours, NewcomerTransport, Transport, connect
+from decent_dp.transport import Neighbours, NewcomerTransport, Transport
 
-__all__ = ["Agreement", "Arguments", "connect_replicas", "open_transport"]
+__all__ = ["Agreement", "Arguments", "connect_replicas"]
 
 # Rounds whose edges are connected at construction. Later ones connect at their first exchange.
 _PREPARED_ROUNDS = 64
@@ -84,19 +82,6 @@ class Agreement:
     signature: Mapping[str, Any] = field(default_factory=dict)
 
 
-def open_transport(given: object, process_group: ProcessGroup | None, faults: object) -> tuple[bool, Transport]:
-    """Whether the replica owns its transport, and the transport, for the argument ``transport``.
-
-    Raises:
-        ValueError: it is neither a transport nor the name of a choice.
-    """
-    if isinstance(given, Transport):
-        return False, given
-    if given is not None:
-        check_choice("transport", given, ["auto"])
-    return True, connect(process_group, most_workers=most_workers(faults), auto=given is not None)
-
-
 def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check: Callable[[], Arguments]) -> Agreement:
     """Checks the arguments of all workers, compares them, and broadcasts parameters and buffers from rank 0 (of sharded
     tensors, from the worker at the same position of the first replica).
@@ -134,16 +119,11 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
         mixing = Topology.every(made, given.settings.mix_every)
         rule = fit_rule(given.rule, check_compression(given.settings.compression), mixing, narrow=narrow)
         faults = None if given.faults is None else given.faults.signature()
+        ways = {"faults": faults, "transport": "auto" if transport.auto else None}
         shared: Mapping[str, Any] = {
             "model": model_signature(model),
             "topology": made.fingerprint(),
-            "settings": {
-                **given.settings.signature(),
-                "rule": rule_settings(given.rule),
-                **given.more,
-                "faults": faults,
-                "transport": "auto" if transport.auto else None,
-            },
+            "settings": {**given.settings.signature(), "rule": rule_settings(given.rule), **given.more, **ways},
             "optimizers": given.options.alike,
         }
         if isinstance(transport, NewcomerTransport):
@@ -173,15 +153,19 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
         tensors = [*model.parameters(), *model.buffers()]
         broadcast_(peers.control, [local(tensor) for tensor in tensors if is_sharded(tensor)])
         broadcast_(transport.control, [tensor for tensor in tensors if not is_sharded(tensor)])
-        edges = agreed.topology._edges_ahead(_PREPARED_ROUNDS)
-        peers.prepare(edges)
-        on_cpu = all(param.device.type == "cpu" for param in model.parameters())
-        peers.choose_ways(edges, able=on_cpu and not check_compression(agreed.settings.compression).needs_hints)
+        _prepare(peers, agreed, model)
         # This gather comes last, so that a worker that exits right away is still there for all collectives before it.
         rates, gpus = zip(*transport.control.gather([given.options.rates, gpus_of(model) if owned else []]), strict=True)
         warn_of_rates(rates)
         warn_of_shared_gpus(gpus, transport.control.ranks.index(transport.rank))
     return agreed
+
+
+def _prepare(peers: Transport, agreed: Agreement, model: nn.Module) -> None:
+    edges = agreed.topology._edges_ahead(_PREPARED_ROUNDS)
+    peers.prepare(edges)
+    on_cpu = all(param.device.type == "cpu" for param in model.parameters())
+    peers.choose_ways(edges, check_compression(agreed.settings.compression), on_cpu=on_cpu)
 
 
 def _maker(topology: object, local_world_size: int) -> Callable[[int], Topology] | None:

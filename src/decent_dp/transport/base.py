@@ -249,11 +249,12 @@ class Transport(ABC):
     def prepare(self, edges: list[Edge]) -> None:
         """Connects this worker along ``edges`` ahead of their first exchange; called by all workers together."""
 
-    def choose_ways(self, edges: list[Edge], *, able: bool) -> None:
+    def choose_ways(self, edges: list[Edge], compression: type[Compression], *, on_cpu: bool) -> None:
         """With ``auto``: measures along ``edges``, of the first rounds, which way is faster; called by all workers together.
 
         Args:
-            able: this worker has tensors on CPUs and a compression without hints, which every way can carry.
+            compression: of all exchanges, the same on all workers.
+            on_cpu: this worker has no tensors on other devices.
         """
         return
 

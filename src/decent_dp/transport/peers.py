@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from decent_dp.compression import Compression
 from decent_dp.topo import Edge
 from decent_dp.transport.base import Control, ExchangeId, ExchangeRequest, Handle, Transport
 
@@ -37,8 +38,8 @@ class Peers(Transport):
     def prepare(self, edges: list[Edge]) -> None:
         self._whole.prepare([self._in_whole(edge) for edge in edges])
 
-    def choose_ways(self, edges: list[Edge], *, able: bool) -> None:
-        self._whole.choose_ways([self._in_whole(edge) for edge in edges], able=able)
+    def choose_ways(self, edges: list[Edge], compression: type[Compression], *, on_cpu: bool) -> None:
+        self._whole.choose_ways([self._in_whole(edge) for edge in edges], compression, on_cpu=on_cpu)
 
     def report(self, cause: str) -> None:
         self._whole.report(cause)

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from decent_dp.compression import Lossless
-from decent_dp.faults import Tolerate, default_dead_after
+from decent_dp._checks import check_choice
+from decent_dp.compression import Compression, Lossless
+from decent_dp.faults import Tolerate, default_dead_after, most_workers
 from decent_dp.topo import Edge
 from decent_dp.transport.base import Control, DeferredHandle, ExchangeId, ExchangeRequest, Handle, Transport
 from decent_dp.transport.by_communicator import AllReduceGroups, BesideTraining, Exchanges, GlooPairs, NcclPairs
@@ -31,9 +32,22 @@ from decent_dp.transport.tcp.greeting import Identity
 from decent_dp.transport.tcp.reactor import Reactor
 from decent_dp.transport.waiter import Waiter
 
-__all__ = ["ProcessGroupTransport", "connect"]
+__all__ = ["ProcessGroupTransport", "connect", "open_transport"]
 
 _log = logging.getLogger(__name__)
+
+
+def open_transport(given: object, process_group: dist.ProcessGroup | None, faults: object) -> tuple[bool, Transport]:
+    """Whether a replica owns its transport, and the transport, for the argument ``transport`` of ``gossip()`` and the wrapper.
+
+    Raises:
+        ValueError: it is neither a transport nor the name of a choice.
+    """
+    if isinstance(given, Transport):
+        return False, given
+    if given is not None:
+        check_choice("transport", given, ["auto"])
+    return True, connect(process_group, most_workers=most_workers(faults), auto=given is not None)
 
 
 def connect(
@@ -189,19 +203,20 @@ class ProcessGroupTransport(Transport):
     def choose(self, edge: Edge, request: ExchangeRequest) -> TcpExchanges | Exchanges:
         """The way of a request, by its device, its compression and the size of its edge."""
         group = len(edge.ranks) > 2
-        can = type(request.compression) is Lossless if group else isinstance(request.compression, Lossless)
         # NCCL ends the process when a worker dies, and gloo the exchange.
-        if can and self._faults is None:
+        if _is_plain(type(request.compression), group) and self._faults is None:
             if request.sent.is_cuda and self._rendezvous.nccl:
                 return self._nccl_groups() if group else self._nccl_pairs()
             if request.sent.device.type == "cpu" and self._gloo_is_faster[group]:
                 return self._by_gloo(group)
         return self._tcp
 
-    def choose_ways(self, edges: list[Edge], *, able: bool) -> None:
-        if not self.auto or not all(self.control.gather(able)):
+    def choose_ways(self, edges: list[Edge], compression: type[Compression], *, on_cpu: bool) -> None:
+        if not self.auto or not all(self.control.gather(on_cpu)):
             return
         for group in (False, True):
+            if not _is_plain(compression, group):
+                continue
             found = compare(self.control, self.rank, edges, self._tcp.start, self._by_gloo(group).start, groups=group)
             if found is None:
                 continue
@@ -267,6 +282,11 @@ class ProcessGroupTransport(Transport):
         if name not in self._controls:
             raise RuntimeError("the transport was closed")
         return self._controls[name]
+
+
+def _is_plain(compression: type[Compression], group: bool) -> bool:
+    """Whether torch's communicators can exchange its messages: they need no hints, and a group's are summed as they are."""
+    return compression is Lossless if group else issubclass(compression, Lossless)
 
 
 class _GlooControl(Control):
