@@ -48,7 +48,7 @@ class Contender(ABC):
 
     Attributes:
         rounds: how many times its turn moves them.
-        way: where its messages go, if that was measured: '' or 'gloo', or 'own'.
+        way: where its messages go, if that was measured; '' if not.
     """
 
     rounds = 1
@@ -93,10 +93,7 @@ class Pair(Contender):
         kind = KINDS[compression]
         self.requests = []
         self.coding = self.mixing = 0.0
-        ident = transport._reactor._thread.ident  # of the thread that moves messages
-        assert ident is not None
-        self.thread = ident
-        self.used = seconds_of(self.thread)
+        self.used = self.seconds()
         generator = torch.Generator().manual_seed(self.rank)
         whole = torch.randn(TENSORS * NUMEL, generator=torch.Generator().manual_seed(9))
         for bucket, tensors in enumerate(torch.arange(TENSORS).tensor_split(BUCKETS)):
@@ -127,6 +124,11 @@ class Pair(Contender):
         for handle in handles:
             handle.wait()
 
+    def seconds(self) -> float:
+        """Processor time of the threads that encode and move messages, without gloo's."""
+        threads = [self.transport._reactor._thread, self.transport._starter._thread]
+        return sum(seconds_of(thread.ident) for thread in threads if thread is not None and thread.ident is not None)
+
     def mix(self) -> None:
         """What the training thread does with the received messages, at a rate that changes nothing."""
         began = time.thread_time()
@@ -135,15 +137,16 @@ class Pair(Contender):
         self.mixing += time.thread_time() - began
 
     def extra(self) -> dict[str, float]:
-        used, coding, mixing = seconds_of(self.thread), self.coding, self.mixing
+        used, coding, mixing = self.seconds(), self.coding, self.mixing
         found = {"thread": used - self.used - coding, "encode": coding, "mix": mixing}
         self.used, self.coding, self.mixing = used, 0.0, 0.0
         return found
 
 
 def _way(transport: Transport) -> str:
-    """The first word of what was measured for pairs."""
-    return transport.measured.get("pairs", "").partition(" ")[0]
+    """What was found to be faster for pairs."""
+    found = transport.measured.get("pairs between nodes")
+    return "" if found is None else "gloo" if found.gloo_is_faster else "own connections"
 
 
 def _timed(kind: type[Compression], pair: Pair) -> type[Compression]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import os
 import time
@@ -29,17 +30,19 @@ from decent_dp.transport import (
 )
 from decent_dp.transport.base import DeferredHandle
 from decent_dp.transport.faster import _COMPARED, _SLOW, Comparison, compare
+from decent_dp.transport.tcp.exchange import TcpExchanges
 from tests.helpers import came, request
 from tests.test_transport import caught, swap, whole_contract
 from tests.workers import shorten
 
 
 class OverGloo(ProcessGroupTransport):
-    """gloo was found to be faster, for pairs and groups."""
+    """gloo was found to be faster, for pairs and groups; its communicators are made when they are needed."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._gloo_is_faster = [True, True]
+    def choose(self, edge: Edge, request: ExchangeRequest) -> Any:
+        found = super().choose(edge, request)
+        plain = isinstance(found, TcpExchanges) and process_group._is_plain(type(request.compression), len(edge.ranks) > 2)
+        return self._by_gloo(len(edge.ranks) > 2) if plain else found
 
 
 # -- exchanges over gloo ---------------------------------------------------------------------------------------------------
@@ -66,8 +69,7 @@ def train(transport: Any, topology: str, rank: int) -> tuple[list[Tensor], int, 
         optimizer.zero_grad()
     replica.flush()
     found = [p.detach().clone() for p in model.parameters()]
-    threads = [] if not hasattr(transport, "_communicators") else sorted(transport._communicators)
-    return found, replica.stats().bytes_sent, threads
+    return found, replica.stats().bytes_sent, sorted(transport._communicators)
 
 
 def both_ways(rank: int, n: int) -> list[Any]:
@@ -82,9 +84,8 @@ def test_training_over_gloo_equals_training_over_own_connections(workers):
         own, gloo = pairs
         assert all(torch.equal(a, b) for a, b in zip(own[0], gloo[0], strict=True))
         assert own[1] == gloo[1]
-        partners = [other for other in range(4) if (other - rank) % 4 in (1, 2, 3) and other != rank]
-        assert set(gloo[2]) <= {"all"} | {f"gloo/{tuple(sorted((rank, other)))}" for other in partners}
-        assert len(gloo[2]) > len(own[2])
+        assert own[2] == ["all"]
+        assert gloo[2] == ["all", *sorted(f"gloo/{tuple(sorted((rank, rank ^ d)))}" for d in (1, 2))]
         own, gloo = groups
         torch.testing.assert_close(own[0], gloo[0], rtol=1e-5, atol=1e-7)  # sums in another order
         assert gloo[2] == ["all", "gloo/(0, 1, 2, 3)"]
@@ -118,17 +119,49 @@ def test_a_peer_that_dies_is_named(workers):
 
 def out_of_step(rank: int, n: int) -> Any:
     transport = OverGloo()
+    group = Edge([0, 1, 2], 1 / 3)
+    found = [caught(swap, transport, group, ExchangeId(5, 0) if rank else exchange_id) for exchange_id in OTHERS]
+    swap(transport, group, ExchangeId(9, 0))
     shorten(transport, 1.0)
-    found = caught(swap, transport, Edge([0, 1], 0.5), ExchangeId(5 + rank, 0))
+    if rank < 2:
+        found.append(caught(swap, transport, Edge([0, 1], 0.5), ExchangeId(5 + rank, 0)))
     dist.barrier()
     transport.close()
     return found
 
 
-def test_peers_in_other_rounds_wait_for_each_other(workers):
-    for rank, (kind, message, _) in enumerate(workers(2, out_of_step)):
+OTHERS = [ExchangeId(6, 0), ExchangeId(4, 0), ExchangeId(5, 1)]
+
+
+def test_peers_in_other_rounds_do_not_mix(workers):
+    for rank, (*groups, pair) in enumerate(workers(3, out_of_step)[:2]):
+        for kind, message, _ in groups:
+            assert kind == "WireError", message
+            assert "a worker of the group was in another exchange" in message
+        kind, message, _ = pair
         assert kind == "PeerTimeoutError", message
         assert message.startswith(f"worker {1 - rank} sent nothing for round {5 + rank}, bucket 0")
+
+
+def cannot_encode(rank: int, n: int) -> str:
+    transport = OverGloo()
+    own = request(torch.ones(5), rank, ExchangeId(0, 0))
+
+    class Broken(type(own.compression)):  # type: ignore[misc]
+        def encode(self, *_: Any) -> Any:
+            raise RuntimeError("no space left on this device")
+            yield
+
+    own.compression.__class__ = Broken
+    try:
+        transport.start(Edge([0, 1], 0.5), own).wait()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_an_error_of_this_worker_is_not_blamed_on_its_peer(workers):
+    assert workers(2, cannot_encode) == ["RuntimeError: no space left on this device"] * 2
 
 
 def values_change_late(rank: int, n: int) -> float:
@@ -163,23 +196,23 @@ class Way:
         return DeferredHandle(lambda: time.sleep(self.seconds * tensor.numel / _COMPARED))
 
 
-def measure(own: float, gloo: float, edges: Callable[[int], list[Edge]], *, groups: bool) -> list[Any]:
+def measure(own: float, gloo: float, edges: Callable[[int], list[Edge | None]]) -> list[Any]:
     def work(transport: InProcessTransport) -> Any:
         ways = Way(own), Way(gloo)
-        found = compare(transport.control, transport.rank, edges(transport.rank), *ways, groups=groups)
+        found = compare(transport.control, transport.rank, edges(transport.rank), *ways)
         return found, *(way.sizes for way in ways)
 
     return run_replicas(3, work)
 
 
-def chain(rank: int) -> list[Edge]:
+def chain(rank: int) -> list[Edge | None]:
     """A round in which nobody mixes, then one in which the first two do."""
-    return [Edge([rank], 1.0), Edge([0, 1], 0.5) if rank < 2 else Edge([2], 1.0)]
+    return [None, Edge([0, 1], 0.5) if rank < 2 else None]
 
 
 @pytest.mark.parametrize(("own", "gloo"), [(0.02, 0.06), (0.06, 0.02)])
 def test_the_faster_way_is_chosen_by_all_alike(own, gloo):
-    found = measure(own, gloo, chain, groups=False)
+    found = measure(own, gloo, chain)
     assert found[0][0] == found[1][0] == found[2][0]
     for comparison, *sizes in found[:2]:
         assert comparison.gloo_is_faster == (gloo < own)
@@ -192,9 +225,9 @@ def test_the_faster_way_is_chosen_by_all_alike(own, gloo):
 
 
 def test_pairs_with_slow_links_are_not_measured_over_gloo():
-    for comparison, own, gloo in measure(32 * _SLOW, 0.0, chain, groups=False)[:2]:
+    for comparison, own, gloo in measure(32 * _SLOW, 0.0, chain)[:2]:
         assert not comparison.gloo_is_faster
-        assert len(own) == 2
+        assert len(own) == 3
         assert len(gloo) == 1
         assert str(comparison).startswith("own connections (1 MiB in ")
         assert str(comparison).endswith("ms: the links are the limit)")
@@ -202,15 +235,48 @@ def test_pairs_with_slow_links_are_not_measured_over_gloo():
 
 def test_groups_are_measured_on_slow_links_with_smaller_messages(monkeypatch):
     monkeypatch.setattr(faster, "_LONGEST", 0.3)
-    everybody = [Edge([0, 1, 2], 1 / 3)]
-    for comparison, _, gloo in measure(0.6, 0.2, lambda rank: everybody, groups=True):
+    for comparison, _, gloo in measure(0.6, 0.2, lambda rank: [Edge([0, 1, 2], 1 / 3)]):
         assert comparison.gloo_is_faster
         assert max(gloo) < _COMPARED
         assert "MiB in" in str(comparison)
 
 
 def test_edges_that_nobody_has_are_not_measured():
-    assert [found for found, *_ in measure(0.0, 0.0, chain, groups=True)] == [None] * 3
+    assert [found for found, *_ in measure(0.0, 0.0, lambda rank: [None, None])] == [None] * 3
+
+
+class InNodes(ProcessGroupTransport):
+    """Four workers on two nodes, whose own links are fast."""
+
+    def choose_ways(self, *args: Any, **options: Any) -> None:
+        self._rendezvous = dataclasses.replace(self._rendezvous, node_of=("a", "a", "b", "b"))
+        super().choose_ways(*args, **options)
+
+
+def between_nodes(rank: int, n: int) -> Any:
+    transport, compared = InNodes(auto=True), []
+
+    def note(control: Any, rank: int, edges: list[Edge | None], *ways: Any) -> Comparison:
+        compared.append([edge and tuple(edge.ranks) for edge in edges])
+        return Comparison(4, 1.0, 0.5 if len(compared) == 1 else 2.0)
+
+    process_group.compare = note
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    replica = decent_dp.gossip(model, optimizer, topology="one-peer-exp", transport=transport)
+    names = sorted(transport._communicators)
+    replica.close()
+    transport.close()
+    return compared, list(transport.measured), names
+
+
+def test_links_in_a_node_and_between_nodes_are_measured_apart(workers):
+    (in_node, between, *groups), measured, names = workers(4, between_nodes)[0]
+    assert in_node == [(0, 1), None]
+    assert between == [None, (0, 2)]
+    assert groups == [[None, None]] * 2
+    assert names == ["all", "gloo/(0, 1)"]
+    assert measured[:2] == ["pairs in a node", "pairs between nodes"]
 
 
 # -- the argument ----------------------------------------------------------------------------------------------------------
@@ -230,7 +296,6 @@ def automatic(rank: int, n: int) -> list[Any]:
         plain = copy.deepcopy(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         replica = decent_dp.gossip(model, optimizer, topology=topology, transport="auto")
-        found.append(repr(replica))
         wrapper = DecentralizedDataParallel(
             plain, lambda named: torch.optim.SGD([p for _, p in named], lr=0.1), topology=topology, transport="auto"
         )
@@ -241,6 +306,9 @@ def automatic(rank: int, n: int) -> list[Any]:
             (wrapper(torch.ones(1, 3)).sum() * (1 + rank)).backward()
         with replica.averaged(), wrapper.averaged():
             pass
+        found.append(repr(replica))
+        measured = list(wrapper.replica.everyone.measured)
+        assert all(f", {what} over " in repr(wrapper) for what in measured), repr(wrapper)
         wrapper.close()
         replica.close()
     return [*found, records]
@@ -249,18 +317,18 @@ def automatic(rank: int, n: int) -> list[Any]:
 def test_auto_measures_and_says_what_it_has_found(workers):
     found = workers(3, automatic, timeout=120)
     for rank, (pairs, groups, records) in enumerate(found):
-        assert ", pairs over " in pairs
+        assert ", pairs in a node over " in pairs
         assert " MiB in " in pairs
-        assert ", groups over " in groups
+        assert ", groups in a node over " in groups
         assert len(records) == (4 if rank == 0 else 0)
         if rank == 0:
-            assert records[0].startswith("pairs of workers exchange over ")
-            assert records[2].startswith("groups of workers exchange over ")
-    assert len({pairs.partition("pairs over")[2] for pairs, *_ in found}) == 1
+            assert records[0].startswith("pairs in a node exchange over ")
+            assert records[2].startswith("groups in a node exchange over ")
+    assert len({pairs.partition("pairs in a node over")[2] for pairs, *_ in found}) == 1
 
 
 def chosen(rank: int, n: int, gloo: float, compression: str | None = None) -> list[str]:
-    process_group.compare = lambda *_, groups: Comparison(4, 1.0, gloo)
+    process_group.compare = lambda *_: Comparison(4, 1.0, gloo)
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     replica = decent_dp.gossip(model, optimizer, topology="one-peer-exp", compression=compression, transport="auto")

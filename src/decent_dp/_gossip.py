@@ -459,8 +459,8 @@ class Gossip(Replica):
 
     def __repr__(self) -> str:
         kinds = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
-        ways = "".join(f", {what} over {text}" for what, text in self.everyone.measured.items())
-        return f"Gossip({type(self.model).__name__}, {kinds}, rank={self.everyone.rank}, topology={self.topology!r}{ways})"
+        names = f"{type(self.model).__name__}, {kinds}, rank={self.everyone.rank}, topology={self.topology!r}"
+        return f"Gossip({', '.join([names, *self.everyone.ways()])})"
 
 
 def _refuse_shared_memory(model: nn.Module) -> None:

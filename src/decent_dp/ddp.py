@@ -432,7 +432,8 @@ class DecentralizedDataParallel(nn.Module):
 
     def extra_repr(self) -> str:
         replica = self.replica
-        return f"rank={replica.transport.rank}, topology={replica.topology!r}, overlap={replica.settings.overlap}"
+        names = f"rank={replica.transport.rank}, topology={replica.topology!r}, overlap={replica.settings.overlap}"
+        return ", ".join([names, *replica.everyone.ways()])
 
     @property
     def _model(self) -> nn.Module:

@@ -164,8 +164,10 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
 def _prepare(peers: Transport, agreed: Agreement, model: nn.Module) -> None:
     edges = agreed.topology._edges_ahead(_PREPARED_ROUNDS)
     peers.prepare(edges)
-    on_cpu = all(param.device.type == "cpu" for param in model.parameters())
-    peers.choose_ways(edges, check_compression(agreed.settings.compression), on_cpu=on_cpu)
+    if peers.auto:
+        first = edges or [agreed.topology.get_edge(t) for t in range(_PREPARED_ROUNDS)]
+        on_cpu = all(param.device.type == "cpu" for param in model.parameters())
+        peers.choose_ways(first, check_compression(agreed.settings.compression), on_cpu=on_cpu)
 
 
 def _maker(topology: object, local_world_size: int) -> Callable[[int], Topology] | None:

@@ -9,10 +9,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import astuple
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import record_function
 
+from decent_dp.errors import WireError
 from decent_dp.topo import Edge
 from decent_dp.transport.base import DeferredHandle, ExchangeId, ExchangeRequest, Explain, Handle
 from decent_dp.transport.communicators import Communicator
@@ -22,7 +27,7 @@ from decent_dp.transport.waiter import Waiter
 __all__ = ["AllReduceGroups", "BesideTraining", "Exchanges", "GlooPairs", "NcclPairs"]
 
 # Tags of gloo's messages are 32-bit integers with a sign. A worker that is out of step waits for a message that does not come.
-_TAGS, _BUCKETS = 2**31, 2**12
+_ROUNDS, _BUCKETS = 2**15, 2**16
 
 
 class Exchanges(ABC):
@@ -51,8 +56,7 @@ class NcclPairs(Exchanges):
 
     def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
         peer = next(rank for rank in edge.ranks if rank != self._rank)
-        for _ in request.encode([]):
-            pass
+        _encode(request)
         try:
             self._communicator._start_coalescing()
             self._communicator.send([request.sent], peer, 0)
@@ -83,11 +87,10 @@ class GlooPairs(Exchanges):
         ranks, exchange_id = tuple(sorted(edge.ranks)), request.exchange_id
         place = 1 - ranks.index(self._rank)
         peer, communicator = ranks[place], self._connect(ranks)
-        tag = (exchange_id.round * _BUCKETS + exchange_id.bucket) % _TAGS
+        tag = exchange_id.round % _ROUNDS * _BUCKETS + exchange_id.bucket % _BUCKETS
+        _encode(request)
         try:
             received = communicator.recv([request.received], place, tag)
-            for _ in request.encode([]):
-                pass
             sent = communicator.send([request.sent], place, tag)
         except RuntimeError as error:
             raise self._explain(error, [peer], exchange_id) from error
@@ -100,7 +103,7 @@ class GlooPairs(Exchanges):
 
 
 class AllReduceGroups(Exchanges):
-    """Groups, without compression: an all-reduce in float32 at least."""
+    """Groups, without compression: an all-reduce in float32 at least, and one of what they must agree on."""
 
     def __init__(self, rank: int, connect: Callable[[tuple[int, ...]], Communicator], explain: Explain) -> None:
         self._rank, self._connect, self._explain = rank, connect, explain
@@ -114,23 +117,27 @@ class AllReduceGroups(Exchanges):
         ranks = tuple(sorted(edge.ranks))
         others = [rank for rank in ranks if rank != self._rank]
         communicator = self._connect(ranks)
-        for _ in request.encode([]):
-            pass
+        _encode(request)
         dtype, compute = request.compression.dtype, request.compression.compute
         received = request.received.view(dtype)
         total = received.copy_(request.sent.view(dtype)) if dtype == compute else request.sent.view(dtype).to(compute)
         largest: Any = dist.AllreduceOptions()
         largest.reduceOp = dist.ReduceOp.MAX
         flag = request.compression.flag_view(request.sent).clone()
+        # To a GPU these few bytes would be copied when the computation is done.
+        identity = torch.cat(_identity(request)) if not flag.is_cuda else flag[:0]
+        both = torch.cat([flag, identity])
         try:
             work = communicator.allreduce([total])
-            of_flag = communicator.allreduce([flag], largest)
+            of_flag = communicator.allreduce([both], largest)
         except RuntimeError as error:
             raise self._explain(error, others, request.exchange_id) from error
 
         def finish() -> tuple[int, int] | None:
             _wait(work, self._explain, others, request.exchange_id)
             _wait(of_flag, self._explain, others, request.exchange_id)
+            flag = both[: len(both) - len(identity)]
+            _check(both[len(flag) :], identity, request)
             total.div_(len(ranks))
             if total is not received:
                 received.copy_(total)
@@ -165,6 +172,28 @@ class _StartedHandle(Handle):
         handle = self._started.result()
         handle.wait()
         self.flags = handle.flags
+
+
+def _identity(request: ExchangeRequest) -> tuple[Tensor, Tensor]:
+    """Numbers of an exchange. Their maximum over a group is what each member has only if all have the same."""
+    numbers = torch.tensor(astuple(request.exchange_id), device="cpu")
+    return numbers, -numbers
+
+
+def _check(largest: Tensor, own: Tensor, request: ExchangeRequest) -> None:
+    """Raises WireError if the members of a group were in other exchanges; ``largest``: the maximum of their identities."""
+    if not largest.is_cuda and not torch.equal(largest, own):
+        round_, bucket = largest[:2].tolist()
+        raise WireError(
+            f"{request.exchange_id}: a worker of the group was in another exchange (the last round is {round_}, and the last "
+            f"bucket {bucket}). The workers have got out of step; start them together from one installation."
+        )
+
+
+def _encode(request: ExchangeRequest) -> None:
+    with record_function("decent_dp.encode"):
+        for _ in request.encode([]):
+            pass
 
 
 def _flags(work: Any, request: ExchangeRequest, read: Callable[[], tuple[int, int]]) -> tuple[int, int] | None:

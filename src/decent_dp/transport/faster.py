@@ -20,9 +20,10 @@ Start: TypeAlias = Callable[[Edge, ExchangeRequest], Handle]
 
 # Float32 values of a message: of the first ones, and at most of those that are compared.
 _PROBE, _COMPARED = 2**18, 2**22
-# Seconds that a first one takes over a link of about 1 Gbit/s. Pairs keep slower links full over the own connections.
-_SLOW = 0.02
-# Seconds that a message may take, and how many are compared. The fastest counts: what delays one is something else.
+# Seconds that a first one takes over a link of about 1 Gbit/s: pairs keep slower ones full over the own connections. And those
+# above which the comparison would take minutes.
+_SLOW, _TOO_SLOW = 0.02, 1.0
+# Seconds that a message may take, and how many are made. The fastest counts: what delays one is something else.
 _LONGEST, _TURNS = 3.0, 3
 
 
@@ -46,23 +47,21 @@ class Comparison:
         return f"{'gloo' if self.gloo_is_faster else 'own connections'} ({times})"
 
 
-def compare(control: Control, rank: int, edges: Sequence[Edge], own: Start, gloo: Start, *, groups: bool) -> Comparison | None:
+def compare(control: Control, rank: int, edges: Sequence[Edge | None], own: Start, gloo: Start) -> Comparison | None:
     """Exchanges along one of this worker's ``edges``, both ways in turns. Called by all workers together.
 
     Args:
-        edges: this worker's, by round; as many on all workers.
+        edges: this worker's, by round; as many on all workers. None where it has no edge of the kind that is compared.
         own, gloo: start an exchange.
-        groups: compare edges of more than two workers, else those of two.
 
     Returns:
         The same on all workers; None if no worker has such an edge.
     """
-    fits = [len(edge.ranks) > 2 if groups else len(edge.ranks) == 2 for edge in edges]
-    counts = [sum(column) for column in zip(*control.gather(fits), strict=True)]
+    counts = [sum(column) for column in zip(*control.gather([edge is not None for edge in edges]), strict=True)]
     if not any(counts):
         return None
     chosen = counts.index(max(counts))  # the round in which most workers have such an edge
-    edge = edges[chosen] if fits[chosen] else None
+    edge = edges[chosen]
     rounds = iter(range(-4 * _TURNS, 0))  # before the first one of the run
 
     def timed(start: Start, numel: int) -> float:
@@ -72,17 +71,16 @@ def compare(control: Control, rank: int, edges: Sequence[Edge], own: Start, gloo
         values = torch.zeros(numel, device="cpu")
         compression = Lossless([FlatTensor(0, numel)], values.dtype, values.device)
         sent, received = (torch.zeros(compression.nbytes, dtype=torch.uint8, device="cpu") for _ in range(2))
-        request = ExchangeRequest(compression, [values], sent, received, b"", rank, ExchangeId(round_, int(groups)))
+        request = ExchangeRequest(compression, [values], sent, received, b"", rank, ExchangeId(round_, 0))
         compression.begin(tuple(sorted(edge.ranks)), rank, round_)
         began = time.perf_counter()
         start(edge, request).wait()
         return time.perf_counter() - began
 
-    # The first exchange of each kind connects.
-    for start in (own, gloo):
-        timed(start, _PROBE)
-    slowest = max(control.gather(timed(own, _PROBE)))
-    if slowest > _SLOW and not groups:
+    timed(gloo, _PROBE)  # the first exchanges connect
+    groups = any(control.gather(edge is not None and len(edge.ranks) > 2))
+    slowest = max(control.gather(min(timed(own, _PROBE) for _ in range(_TURNS))))
+    if slowest > (_TOO_SLOW if groups else _SLOW):
         return Comparison(4 * _PROBE, slowest, math.nan)
     numel = int(min(_COMPARED, _PROBE * max(1.0, _LONGEST / slowest)))
     times = [[timed(start, numel) for start in (own, gloo)] for _ in range(_TURNS)]

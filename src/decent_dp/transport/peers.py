@@ -23,6 +23,7 @@ class Peers(Transport):
     def __init__(self, whole: Transport, ranks: Sequence[int], get_control: Callable[[], Control]) -> None:
         super().__init__(list(ranks).index(whole.rank), len(ranks), whole.run_id, whole.timeout, whole.store)
         self._whole, self._ranks, self._get_control = whole, tuple(ranks), get_control
+        self.auto = whole.auto
 
     @property
     def control(self) -> Control:

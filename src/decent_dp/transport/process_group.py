@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -116,8 +117,6 @@ class ProcessGroupTransport(Transport):
         self._controls: dict[str, Control] = {}
         self._faults: Tolerate | None = None
         self._has_failed = False
-        # Of pairs and of groups.
-        self._gloo_is_faster = [False, False]
         self._starter = Waiter("decent_dp-exchanges")
 
     def _listen(self) -> None:
@@ -207,24 +206,36 @@ class ProcessGroupTransport(Transport):
         if _is_plain(type(request.compression), group) and self._faults is None:
             if request.sent.is_cuda and self._rendezvous.nccl:
                 return self._nccl_groups() if group else self._nccl_pairs()
-            if request.sent.device.type == "cpu" and self._gloo_is_faster[group]:
+            if request.sent.device.type == "cpu" and _gloo_name(edge.ranks) in self._communicators:
                 return self._by_gloo(group)
         return self._tcp
 
     def choose_ways(self, edges: list[Edge], compression: type[Compression], *, on_cpu: bool) -> None:
-        if not self.auto or not all(self.control.gather(on_cpu)):
+        if not all(self.control.gather(on_cpu)):
             return
-        for group in (False, True):
+        node_of = self._rendezvous.node_of
+        for group, apart in itertools.product((False, True), repeat=2):
             if not _is_plain(compression, group):
                 continue
-            found = compare(self.control, self.rank, edges, self._tcp.start, self._by_gloo(group).start, groups=group)
+            # A node's own links are others than those between nodes.
+            kinds = [(len(edge.ranks) > 2, len({node_of[rank] for rank in edge.ranks}) > 1) for edge in edges]
+            chosen = [
+                edge if kind == (group, apart) and len(edge.ranks) > 1 else None
+                for edge, kind in zip(edges, kinds, strict=True)
+            ]
+            found = compare(self.control, self.rank, chosen, self._tcp.start, self._by_gloo(group).start)
             if found is None:
                 continue
-            self._gloo_is_faster[group] = found.gloo_is_faster
-            self.measured[("pairs", "groups")[group]] = str(found)
-        if self.rank == 0:
-            for what, text in self.measured.items():
-                _log.info("%s of workers exchange over %s", what, text)
+            what = ("groups" if group else "pairs") + (" between nodes" if apart else " in a node")
+            self.measured[what] = found
+            if self.rank == 0:
+                _log.info("%s exchange over %s", what, found)
+            for edge in filter(None, chosen):
+                name = _gloo_name(edge.ranks)
+                if found.gloo_is_faster:  # all are made now: one that dies before its first exchange would be waited for
+                    self._connect_gloo(tuple(sorted(edge.ranks)))
+                elif name in self._communicators:
+                    del self._communicators[name]
 
     def send_hint(self, edge: Edge, exchange_id: ExchangeId, text: bytes) -> None:
         self._tcp.send_hint(edge, exchange_id, text)
@@ -241,11 +252,11 @@ class ProcessGroupTransport(Transport):
         return AllReduceGroups(self.rank, self._nccl_group, self._explain)
 
     def _by_gloo(self, group: bool) -> Exchanges:
-        def connect(ranks: tuple[int, ...]) -> Communicator:
-            return self._get_or_make(f"gloo/{ranks}", ranks, self._rendezvous, Rendezvous.gloo)
-
         kind = AllReduceGroups if group else GlooPairs
-        return BesideTraining(kind(self.rank, connect, self._explain), self._starter)
+        return BesideTraining(kind(self.rank, self._connect_gloo, self._explain), self._starter)
+
+    def _connect_gloo(self, ranks: tuple[int, ...]) -> Communicator:
+        return self._get_or_make(_gloo_name(ranks), ranks, self._rendezvous, Rendezvous.gloo)
 
     def _nccl_group(self, ranks: tuple[int, ...]) -> Communicator:
         name = f"nccl/{ranks}"
@@ -287,6 +298,10 @@ class ProcessGroupTransport(Transport):
 def _is_plain(compression: type[Compression], group: bool) -> bool:
     """Whether torch's communicators can exchange its messages: they need no hints, and a group's are summed as they are."""
     return compression is Lossless if group else issubclass(compression, Lossless)
+
+
+def _gloo_name(ranks: Iterable[int]) -> str:
+    return f"gloo/{tuple(sorted(ranks))}"
 
 
 class _GlooControl(Control):

@@ -44,8 +44,8 @@ _log = logging.getLogger(__name__)
 # times the time in which a grant takes effect), at most ``_LARGEST_WINDOW``. With less, a link starves while the next grant
 # waits behind the data of the other direction. With more, queues overflow, and two streams share a link for long at a change
 # of rounds (docs/log.md, 2026-11-21, "why full links ran dry"). From the peers of a group a chunk of each, so that one that is
-# busy with others does not keep the rest waiting (2026-11-26, "'complete' over slow nodes").
-WINDOW, _WINDOW_OF_MANY = 2**19, 2**18
+# busy with others does not keep the rest waiting, up to 3 MiB (2026-11-26, "'complete' over slow links").
+WINDOW, _WINDOW_OF_MANY, _MANY = 2**19, 2**18, 12
 _LARGEST_WINDOW = 2**25
 # A link is full of messages while the kernel holds so many bytes of them.
 _FULL = 2**16
@@ -179,8 +179,8 @@ class SharedLink:
         """Whether a message has to wait because the link is full of messages to another peer in an earlier round.
 
         The peer of the later round may have granted it long ago, because it has nothing else to do. The kernel would give
-        each half of the link, and the earlier exchange, for which both its members wait, would take twice as long. A group's
-        messages, which have steps, go to the same peers in every round.
+        each half of the link, and the earlier exchange, for which both its members wait, would take twice as long. Messages of
+        groups, which have steps, do not wait: one to another peer mostly uses a part of the link that is free.
         """
         others = (other for other in connections if other.link is self and other.peer != sending.peer)
         self.waiting = not (self.local or sending.step) and any(other.is_full_before(sending.key[0]) for other in others)
@@ -405,7 +405,7 @@ class Connection:
         """Bytes that may be granted on this connection's link and not have arrived; ``sources``: as of ``Receiving``."""
         if self.link.local:
             return 4 * WINDOW
-        least = max(WINDOW, _WINDOW_OF_MANY * sources, 4 * self.coming.piece)
+        least = max(WINDOW, _WINDOW_OF_MANY * min(sources, _MANY), 4 * self.coming.piece)
         if self.link.outstanding > self.outstanding:
             return least
         return max(least, min(_LARGEST_WINDOW, int(2 * self.coming.rate * self._latency)))

@@ -38,6 +38,8 @@ _STRIDE, _STRIDE_FOR = 2**18, 1e-3
 # Seconds between two looks at the peer of an exchange, in case that it is gone or silent.
 _LOOK_AT_PEERS = 0.25
 
+# Rounds of groups whose chunks are counted: more than are in flight.
+_ROUNDS = 256
 # Bytes of the messages of groups that may wait to be reduced. One chunk of a large group may need more.
 _POOL_BYTES = 2**23
 
@@ -237,9 +239,8 @@ class TcpExchanges:
         self._waiter, self._timeout, self._explain = waiter, _Timeout(timeout), explain
         self._pool = _BufferPool()
         self._neighbours: TcpNeighbours | None = None
-        # By group: the number of its next chunk in the round that began last.
-        self._counted: dict[tuple[int, ...], int] = {}
-        self._counted_round = -1
+        # By round and group: the number of the next chunk.
+        self._counted: dict[tuple[int, tuple[int, ...]], int] = {}
         self._encodings: deque[Callable[[], bool]] = deque()
         # By bucket, of tensors on a GPU: an event, when its last message has been copied.
         self._copied: dict[int, Any] = {}
@@ -334,13 +335,11 @@ class TcpExchanges:
 
         All buckets' chunks are numbered, so that nodes are roots of equally many.
         """
-        round_ = request.exchange_id.round
-        if round_ != self._counted_round:
-            self._counted_round = round_
-            self._counted.clear()
-        ranks = tuple(sorted(edge.ranks))
-        first = self._counted.get(ranks, 0)
-        self._counted[ranks] = first + len(request.compression.chunks)
+        key = request.exchange_id.round, tuple(sorted(edge.ranks))
+        first = self._counted.get(key, 0)
+        self._counted[key] = first + len(request.compression.chunks)
+        if len(self._counted) > _ROUNDS:
+            del self._counted[next(iter(self._counted))]
         return first
 
     def _stage(self, request: ExchangeRequest, handle: _TcpHandle) -> Staging:

@@ -20,7 +20,7 @@ __all__ = ["Branch", "Place", "find_place", "group_by_node"]
 
 @dataclass(frozen=True)
 class Branch:
-    """What joins a worker to its parent, or to a child, in the tree of one chunk.
+    """The link between a worker and its parent, or a child, in the tree of one chunk.
 
     Attributes:
         rank: the other worker's.
