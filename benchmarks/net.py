@@ -147,6 +147,7 @@ def _environ(lab: Lab, setup: Setup, rank: int, library: Path | None, congestion
         "MASTER_PORT": str(PORT),
         "GLOO_SOCKET_IFNAME": INTERFACE,
         "OMP_NUM_THREADS": "1",
+        "NUMBA_DISABLE_JIT": "1",  # as after a plain install, wherever this runs
         # Numbers in the tables do not depend on a machine whose default is BBR (docs/log.md, 2026-11-21).
         "DECENT_DP_CONGESTION_CONTROL": congestion_control or "cubic,reno",
     }
