@@ -20,9 +20,9 @@ from decent_dp.errors import PeerLostError
 from decent_dp.topo import Edge
 from decent_dp.transport import ExchangeId, ProcessGroupTransport, communicators
 from decent_dp.transport.tcp import addresses
-from decent_dp.transport.tcp.exchange import _POOL_BYTES
+from decent_dp.transport.tcp.exchange import _POOL_BYTES, TcpExchanges
 from decent_dp.transport.tcp.reduction_tree import Place, find_place, group_by_node
-from tests.helpers import came, request
+from tests.helpers import came, compression_of, request
 
 MIB = 2**20
 
@@ -128,6 +128,29 @@ def test_every_chunk_reaches_every_worker_once(sizes):
     assert sum(sent.values()) == 24 * 2 * (k - 1)
     if len(set(sizes)) == 1:
         assert set(roots.values()) == {24 // len(ranks)} or 24 % len(ranks)
+
+
+def test_a_groups_chunks_have_the_same_numbers_whatever_else_its_members_do():
+    """When a run is resumed with ``mix_every``, buckets of several rounds are exchanged again, in the order of the buckets."""
+
+    def numbers(members: list[tuple[int, list[int]]]) -> list[tuple[int, list[int], int]]:
+        exchanges = TcpExchanges.__new__(TcpExchanges)
+        exchanges._counted = {}
+        compression = compression_of([torch.empty(3 * _BLOCK_ON_CPU)])
+        own = request(torch.ones(3 * _BLOCK_ON_CPU), 0, ExchangeId(0, 0), compression=compression)
+        found = []
+        for bucket, (round_, ranks) in enumerate(members):
+            asked = dataclasses.replace(own, exchange_id=ExchangeId(round_, bucket))
+            if len(ranks) > 2:  # pairs do not ask
+                found.append((round_, ranks, exchanges._first_chunk(Edge(ranks, 1 / len(ranks)), asked)))
+        return found
+
+    shared = [0, 1, 4, 5]
+    first = numbers([(7, shared), (6, [0, 1]), (7, shared), (6, [0, 1])])
+    last = numbers([(7, shared), (6, [4, 5, 6, 7]), (7, shared), (6, [4, 5, 6, 7])])
+    assert first == [(7, shared, 0), (7, shared, 3)]
+    assert [entry for entry in last if entry[1] == shared] == first
+    assert [entry[2] for entry in last if entry[1] != shared] == [0, 3]
 
 
 @pytest.mark.parametrize("k", [2, 3, 8])

@@ -16,8 +16,8 @@ from .describe import DDP, PUSH, Choice, Cluster, Job
 
 __all__ = ["RoundTraffic", "Transfer", "buckets_of", "capacities", "collective", "make_rounds", "node_copies"]
 
-# Messages of its groups' trees that a worker requests at a time, or one of each other node (the transport's TCP links).
-_REQUESTED_AT_ONCE = 4
+# Messages of its groups' trees that a worker requests at a time: one of each other node, within these limits (TCP links).
+_REQUESTED_AT_ONCE, _MOST_REQUESTED = 4, 12
 # Messages one way: the offer, the request and the data (the transport's TCP links).
 _HANDSHAKE = 3
 # For messages that NCCL does not take: bytes per second that a worker's one TCP thread moves each way, and the least latency.
@@ -119,7 +119,7 @@ def collective(cluster: Cluster, ranks: Sequence[int], how: str) -> Transfer:
     copies = node_copies(k, m, how)
     busy = 1.0
     if how == "tree" and k > 2:
-        requested = max(_REQUESTED_AT_ONCE, k - 1) * min(len(own) for own in members.values())
+        requested = min(max(_REQUESTED_AT_ONCE, k - 1), _MOST_REQUESTED) * min(len(own) for own in members.values())
         busy = requested / (requested + (k - 2) / (k - 1))
     loads: list[tuple[int, float]] = []
     for node, own in members.items():
