@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import os
 from types import ModuleType
 
 __all__ = ["load_numba"]
@@ -21,10 +22,12 @@ def load_numba(name: str) -> ModuleType | None:
 
     Returns None where Numba is not installed, is told not to compile (``NUMBA_DISABLE_JIT=1``), or cannot compile.
     """
+    # Kernels that are not compiled would be slower than torch by a factor of a thousand, and Numba takes 60 MB to be asked.
+    if os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0"):
+        return None
     try:
         from numba import config
 
-        # Kernels that are not compiled would be slower than torch by a factor of a thousand.
         return None if config.DISABLE_JIT else importlib.import_module(f"{__name__}.{name}")
     except Exception as error:  # of any package below Numba: versions that do not fit, no compiler for this machine
         if not (isinstance(error, ModuleNotFoundError) and error.name == "numba"):
