@@ -26,7 +26,7 @@ from benchmarks.report import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "shapes.json"
-PORT, LAYERS, WARMUP = 29500, 8, 3
+PORT, LAYERS = 29500, 8
 # Bytes of a frame of Ethernet, and of those that are the message's: a segment of TCP with time stamps.
 FRAME, SEGMENT = 1514, 1448
 
@@ -45,10 +45,19 @@ class Shape:
         return self.millions * 1e6 * 4 * 8 / (self.rate * 1e6) * FRAME / SEGMENT
 
     @property
+    def period(self) -> int:
+        """Rounds of 'base-2'."""
+        return {2: 1, 3: 3, 6: 4, 8: 3, 12: 5}[self.workers]
+
+    @property
+    def warmup(self) -> int:
+        """Steps until all workers are as far apart as later: those without a pair in a round are ahead."""
+        return max(3, 2 * self.period if self.workers > 3 else 0)
+
+    @property
     def steps(self) -> int:
-        """Whole periods of 'base-2', of some seconds at least."""
-        period = {2: 1, 3: 3, 6: 4, 8: 3, 12: 5}.get(self.workers, 1)
-        return period * max(3 if period == 1 else 2, round(6 / (period * max(self.limit, 0.3))))
+        """Whole periods, of some seconds at least."""
+        return self.period * max(3 if self.period == 1 else 2, round(6 / (self.period * max(self.limit, 0.3))))
 
 
 GRID = [
@@ -105,8 +114,8 @@ def work(shape: Shape, out: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     replica = decent_dp.gossip(model, optimizer, topology="base-2")
     x = torch.ones(1, requires_grad=True)
-    for step in range(WARMUP + shape.steps):
-        if step == WARMUP:
+    for step in range(shape.warmup + shape.steps):
+        if step == shape.warmup:
             began = time.perf_counter()
         model(x).sum().backward()
         optimizer.step()
@@ -147,7 +156,7 @@ def measure(shape: Shape) -> dict[str, float]:
             with (out / f"{rank}.log").open("wb") as log:
                 lab.start(rank, command, env, log, cwd=ROOT)
         try:
-            failed = lab.wait(90 + 4 * shape.limit * (WARMUP + shape.steps))
+            failed = lab.wait(90 + 4 * shape.limit * (shape.warmup + shape.steps))
         finally:
             lab.stop()
         if failed is not None:
@@ -181,6 +190,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--worker", nargs=3, type=float, metavar=("WORKERS", "MILLIONS", "RATE"), help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument(
+        "--workers", nargs="+", type=int, default=[], help="only these numbers, beside the results of the others"
+    )
     args = parser.parse_args(argv)
     if args.worker:
         work(Shape(int(args.worker[0]), *args.worker[1:]), args.out)
@@ -189,11 +201,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if lacking is not None:
         print(lacking, file=sys.stderr)
         return 2
-    rows: list[dict[str, float]] = []
+    kept = json.loads(args.out.read_text())["rows"] if args.workers and args.out.exists() else []
+    found = {Shape(row["workers"], row["millions"], row["rate"]): row for row in kept}
     try:
         for shape in GRID:
-            rows.append(measure(shape))
-            print(make_table(rows[-1:]).splitlines()[-1], flush=True)
+            if args.workers and shape.workers not in args.workers:
+                continue
+            found[shape] = measure(shape)
+            rows = [found[each] for each in GRID if each in found]
+            print(make_table([found[shape]]).splitlines()[-1], flush=True)
             args.out.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
             args.out.with_suffix(".md").write_text(make_table(rows))
     except (LabError, RuntimeError, TimeoutError) as error:
