@@ -242,3 +242,23 @@ def test_a_new_connection_measures_its_pace_anew():
     assert connection.going is not old[1]
     connection.close()
     there.close()
+
+
+@pytest.mark.parametrize(("sources", "window"), [(1, 2**19), (7, 7 * 2**18), (40, 12 * 2**18)])
+def test_a_group_may_have_a_chunk_of_each_peer_in_flight(sources, window):
+    link = SharedLink(local=False)
+    one, other = (Connection(peer, link, selectors.DefaultSelector()) for peer in (1, 2))
+    other.count_granted(1)
+    assert one.window(sources) == window
+    other.count_arrived(1)
+    assert link.outstanding == other.outstanding == 0
+
+
+def test_messages_of_groups_do_not_wait_for_earlier_rounds(monkeypatch):
+    link = SharedLink(local=False)
+    connections = [Connection(peer, link, selectors.DefaultSelector()) for peer in (1, 2)]
+    monkeypatch.setattr(Connection, "is_full_before", lambda self, round_: True)
+    for step, waits in ((0, True), (3, False)):
+        sending = Sending(1, (5, 0, 2), memoryview(b"x"), lambda: None, lambda error: None, step)
+        assert link.must_wait(sending, connections) == waits
+        assert link.waiting == waits
