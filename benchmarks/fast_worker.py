@@ -332,7 +332,7 @@ def main() -> None:
     pairs = [Edge(sorted((dist.get_rank(), peer_of(turn))), 0.5) for turn in range(dist.get_world_size().bit_length() - 1)]
     for each in (transport, automatic):
         each.prepare(pairs)
-        each.choose_ways(pairs, Lossless, on_cpu=True)
+    automatic.choose_ways(pairs, Lossless, on_cpu=True)
     calls = make_contenders(transport, automatic)
     names = args.contenders or list(calls)
     made = {name: calls[name]() for name in names}
