@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from benchmarks.lab import INTERFACE, Lab, LabError, missing, shape
+from benchmarks.lab import Lab, LabError, missing, shape
 from benchmarks.report import machine
 from benchmarks.setups import Setup
 
@@ -32,7 +32,7 @@ TURNS, FEWER_TURNS = 6, 3
 # Of the shared links; a namespace may always have it.
 CONGESTION_CONTROL = "reno"
 MEGABYTES = 100  # of float32 values that each worker sends and receives (``fast_worker``)
-PORT, START_S, TURN_S = 29500, 60.0, 40.0
+START_S, TURN_S = 60.0, 40.0
 BASE = "gloo pair"
 
 Turns = Sequence[Sequence[Mapping[str, float]]]  # of one contender, by rank
@@ -50,29 +50,7 @@ def run_setup(name: str, turns: int, contenders: Sequence[str] = ()) -> list[dic
         command = [sys.executable, "-m", "benchmarks.fast_worker", "--turns", str(turns), "--out", folder]
         command += ["--contenders", *contenders] if contenders else []
         command += ["--spin"] if setup.rate is None else []
-        for rank in range(setup.nodes):
-            env = {
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": str(setup.nodes),
-                "LOCAL_RANK": "0",
-                "LOCAL_WORLD_SIZE": "1",
-                "MASTER_ADDR": lab.address(0),
-                "MASTER_PORT": str(PORT),
-                "GLOO_SOCKET_IFNAME": INTERFACE,
-                "OMP_NUM_THREADS": "1",
-                "DECENT_DP_CONGESTION_CONTROL": CONGESTION_CONTROL,
-                "PYTHONPATH": str(ROOT / "src"),
-            }
-            with (out / f"{rank}.log").open("wb") as log:
-                lab.start(rank, command, env, log, cwd=ROOT)
-        try:
-            failed = lab.wait(START_S + TURN_S * (turns + 2))
-        finally:
-            lab.stop()
-        if failed is not None:
-            log_of_it = (out / f"{failed[0]}.log").read_text(errors="replace")
-            raise RuntimeError(f"{name}: worker {failed[0]} ended with {failed[1]}: {log_of_it[-2000:]}")
+        lab.run(command, out, START_S + TURN_S * (turns + 2), CONGESTION_CONTROL)
         return [json.loads((out / f"{rank}.json").read_text()) for rank in range(setup.nodes)]
 
 

@@ -144,9 +144,9 @@ class Pair(Contender):
 
 
 def _way(transport: Transport) -> str:
-    """What was found to be faster for pairs."""
-    found = transport.measured.get("pairs between nodes")
-    return "" if found is None else "gloo" if found.gloo_is_faster else "own connections"
+    """What was found to be faster for pairs; '' if that was not measured."""
+    names = ("gloo", "own connections")
+    return next((name for name in names if any(f"pairs between nodes over {name} " in way for way in transport.ways)), "")
 
 
 def _timed(kind: type[Compression], pair: Pair) -> type[Compression]:
@@ -332,7 +332,7 @@ def main() -> None:
     pairs = [Edge(sorted((dist.get_rank(), peer_of(turn))), 0.5) for turn in range(dist.get_world_size().bit_length() - 1)]
     for each in (transport, automatic):
         each.prepare(pairs)
-    automatic.choose_ways(pairs, Lossless, on_cpu=True)
+    automatic.choose_ways(pairs, Lossless, torch.float32)
     calls = make_contenders(transport, automatic)
     names = args.contenders or list(calls)
     made = {name: calls[name]() for name in names}

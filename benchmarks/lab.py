@@ -20,11 +20,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-__all__ = ["INTERFACE", "Lab", "LabError", "missing", "namespaces", "shape"]
+__all__ = ["INTERFACE", "Lab", "LabError", "launcher_variables", "missing", "namespaces", "shape"]
 
 PREFIX = "ddplab-"
 INTERFACE = "lab0"  # a node's link, within its namespace
 LATENCY = "100ms"
+PORT = 29500  # free: every lab has its own namespaces
+ROOT = Path(__file__).resolve().parents[1]
 # Bytes that a link may send at once after it was idle: what it carries in 35 ms, within these limits. With more, a slow link
 # would let short messages pass as if it were a fast one.
 _LEAST_BURST, _MOST_BURST = 16 * 1024, 256 * 1024
@@ -52,6 +54,38 @@ def missing() -> str | None:
     if os.geteuid() != 0:
         return "the network lab needs root, to make network namespaces: sudo .venv/bin/python -m benchmarks.net"
     return None
+
+
+def launcher_variables(
+    rank: int,
+    world_size: int,
+    address: str,
+    port: int = PORT,
+    *,
+    local: int = 1,
+    interface: str = INTERFACE,
+    library: Path | None = None,
+    congestion_control: str = "cubic,reno",
+) -> dict[str, str]:
+    """What a launcher tells a worker, and what is set for all contenders.
+
+    Args:
+        local: workers per node.
+        library: the folder that contains the package, if it is not the installed one.
+        congestion_control: of our links; not the machine's default, which may be BBR (docs/log.md, 2026-11-21).
+    """
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank % local),
+        "LOCAL_WORLD_SIZE": str(local),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": interface,
+        "OMP_NUM_THREADS": "1",
+        "DECENT_DP_CONGESTION_CONTROL": congestion_control,
+        **({} if library is None else {"PYTHONPATH": str(library)}),
+    }
 
 
 def _run(*command: str, seconds: float = 30) -> str:
@@ -239,6 +273,31 @@ class Lab:
             if time.monotonic() > end:
                 raise TimeoutError(f"{codes.count(None)} of {len(codes)} workers still ran after {seconds:.0f} s")
             time.sleep(0.05)
+
+    def run(self, command: Sequence[str], folder: Path, seconds: float, congestion_control: str = "cubic,reno") -> None:
+        """Runs ``command`` with this repository's library as one worker per node, until all have ended.
+
+        Args:
+            folder: where each writes ``{rank}.log``.
+
+        Raises:
+            RuntimeError: one failed; with the end of its log.
+            TimeoutError: some still run after ``seconds``.
+        """
+        for rank in range(self._nodes):
+            env = launcher_variables(
+                rank, self._nodes, self.address(0), library=ROOT / "src", congestion_control=congestion_control
+            )
+            with (folder / f"{rank}.log").open("wb") as log:
+                self.start(rank, command, {**os.environ, **env}, log, cwd=ROOT)
+        try:
+            failed = self.wait(seconds)
+        finally:
+            self.stop()
+        if failed is not None:
+            rank, code = failed
+            said = (folder / f"{rank}.log").read_text(errors="replace")[-3000:]
+            raise RuntimeError(f"worker {rank} of {' '.join(command)} ended with {code}: {said}")
 
     def stop(self) -> None:
         """Kills all processes started here, with their groups, and waits for their end."""

@@ -31,15 +31,14 @@ except ImportError:
     needs = "The network lab needs rich and matplotlib; in the clone of the repository: pip install -e '.[demo]'"
     raise SystemExit(needs) from None
 
-from benchmarks.lab import INTERFACE, Lab, LabError, missing, shape
+from benchmarks.lab import Lab, LabError, launcher_variables, missing, shape
 from benchmarks.limits import step_limit
-from benchmarks.setups import PARAMETERS, PUBLISHED, WIRE_BYTES, Contender, Setup, choose_contenders
+from benchmarks.setups import OURS, PARAMETERS, PUBLISHED, WIRE_BYTES, Contender, Setup, choose_contenders
 from decent_dp.topo import Topology, make_topology
 
 ROOT = Path(__file__).resolve().parents[1]
 PUBLISHED_PATH = ROOT / "benchmarks" / f".{PUBLISHED}"
 DEFAULT_SETUPS = ["8x1-60", "8x1-200", "4x2-100", "real-2", "real-8x1-200"]
-PORT = 29500  # free: every run has its own namespaces
 START_S, STEP_S = 120.0, 15.0  # how long the start of the workers and a step may take, beside four copies over a link
 
 
@@ -105,7 +104,7 @@ def run_contender(lab: Lab, plan: Plan, contender: Contender) -> Run:
     Raises:
         ContenderError: a worker failed, or the time is up.
     """
-    ours = dict.fromkeys(("ours", "gossip", "tolerant"), plan.lib)
+    ours = dict.fromkeys(OURS, plan.lib)
     library = {**ours, PUBLISHED: PUBLISHED_PATH}.get(contender.kind)
     if contender.kind == PUBLISHED:
         install_published()
@@ -137,24 +136,16 @@ def run_contender(lab: Lab, plan: Plan, contender: Contender) -> Run:
 
 
 def _environ(lab: Lab, setup: Setup, rank: int, library: Path | None, congestion_control: str | None) -> dict[str, str]:
-    env = {
-        **os.environ,
-        "RANK": str(rank),
-        "WORLD_SIZE": str(setup.world_size),
-        "LOCAL_RANK": str(rank % setup.local),
-        "LOCAL_WORLD_SIZE": str(setup.local),
-        "MASTER_ADDR": lab.address(0),
-        "MASTER_PORT": str(PORT),
-        "GLOO_SOCKET_IFNAME": INTERFACE,
-        "OMP_NUM_THREADS": "1",
-        "NUMBA_DISABLE_JIT": "1",  # as after a plain install, wherever this runs
-        # Numbers in the tables do not depend on a machine whose default is BBR (docs/log.md, 2026-11-21).
-        "DECENT_DP_CONGESTION_CONTROL": congestion_control or "cubic,reno",
-    }
+    env = {**os.environ, "NUMBA_DISABLE_JIT": "1"}  # as after a plain install, wherever this runs
     env.pop("PYTHONPATH", None)
-    if library is not None:
-        env["PYTHONPATH"] = str(library)
-    return env
+    return env | launcher_variables(
+        rank,
+        setup.world_size,
+        lab.address(0),
+        local=setup.local,
+        library=library,
+        congestion_control=congestion_control or "cubic,reno",
+    )
 
 
 # -- a set-up ---------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["BLOCKS", "PARAMETERS", "PUBLISHED", "WIDTH", "WIRE_BYTES", "Contender", "Setup", "choose_contenders"]
+__all__ = ["BLOCKS", "OURS", "PARAMETERS", "PUBLISHED", "WIDTH", "WIRE_BYTES", "Contender", "Setup", "choose_contenders"]
 
 BLOCKS, WIDTH, HIDDEN = 8, 256, 1024
 # A block: LayerNorm (scale, bias), Linear to HIDDEN and Linear back.
@@ -72,14 +72,18 @@ class Setup:
         return f"{workers}, {link}, {'real compute' if self.real else 'emulated accelerator'}"
 
 
+# Kinds of contenders with this library.
+OURS = ("ours", "gossip", "tolerant", "auto")
+
+
 @dataclass(frozen=True)
 class Contender:
     """A contender and its options.
 
     Attributes:
-        kind: 'alone', 'ddp', the published package, 'ours' (the wrapper), 'gossip' (the user's own optimizer) or 'tolerant'
-            (the same with ``faults=Tolerate()``).
-        topology: of the last four.
+        kind: 'alone', 'ddp', the published package, 'ours' (the wrapper), 'gossip' (the user's own optimizer), 'tolerant' (the
+            same with ``faults=Tolerate()``) or 'auto' (the same with ``transport="auto"``).
+        topology: of all but the first two.
     """
 
     kind: str
@@ -88,18 +92,19 @@ class Contender:
 
     @classmethod
     def parse(cls, name: str) -> Contender:
-        """``alone``, ``ddp``, ``decent-dp-0.2.3:TOPOLOGY``, ``ours:TOPOLOGY[:WIRE]``, or that of ``gossip`` or ``tolerant``.
+        """``alone``, ``ddp``, ``decent-dp-0.2.3:TOPOLOGY``, ``ours:TOPOLOGY[:WIRE]``, or that with another kind of ``OURS``.
 
         Raises:
             ValueError: the name is none of these.
         """
         kind, *rest = name.split(":")
-        ours = dict.fromkeys(("ours", "gossip", "tolerant"), (1, 2))
+        ours = dict.fromkeys(OURS, (1, 2))
         fits = {"alone": (0,), "ddp": (0,), PUBLISHED: (1,), **ours}.get(kind, ())
         if len(rest) not in fits or (len(rest) == 2 and rest[1] not in WIRE_BYTES):
             raise ValueError(
                 f"a contender is alone, ddp, {PUBLISHED}:TOPOLOGY, ours:TOPOLOGY[:{'|'.join(WIRE_BYTES)}] (the wrapper) or "
-                f"gossip:TOPOLOGY[:…] (the user's own optimizer), tolerant:TOPOLOGY[:…] (with faults=); got {name!r}"
+                f"gossip:TOPOLOGY[:…] (the user's own optimizer), tolerant:TOPOLOGY[:…] (with faults=) or "
+                f"auto:TOPOLOGY[:…] (with transport='auto'); got {name!r}"
             )
         return cls(kind, *rest)
 

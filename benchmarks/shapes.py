@@ -21,12 +21,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lab import INTERFACE, Lab, LabError, missing
+from benchmarks.lab import Lab, LabError, missing
 from benchmarks.report import machine
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "shapes.json"
-PORT, LAYERS = 29500, 8
+LAYERS = 8
 # Bytes of a frame of Ethernet, and of those that are the message's: a segment of TCP with time stamps.
 FRAME, SEGMENT = 1514, 1448
 
@@ -119,7 +119,8 @@ def work(shape: Shape, out: Path) -> None:
             began = time.perf_counter()
         model(x).sum().backward()
         optimizer.step()
-    out.write_text(json.dumps((time.perf_counter() - began) / shape.steps))
+    seconds = (time.perf_counter() - began) / shape.steps
+    (out / f"{os.environ['RANK']}.json").write_text(json.dumps(seconds))
     replica.close()
     dist.barrier()
     dist.destroy_process_group()
@@ -138,30 +139,8 @@ def measure(shape: Shape) -> dict[str, float]:
     with Lab(shape.workers, shape.rate) as lab, tempfile.TemporaryDirectory(prefix="ddplab-") as folder:
         out = Path(folder)
         arguments = [str(value) for value in (shape.workers, shape.millions, shape.rate)]
-        for rank in range(shape.workers):
-            env = {
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": str(shape.workers),
-                "LOCAL_RANK": "0",
-                "LOCAL_WORLD_SIZE": "1",
-                "MASTER_ADDR": lab.address(0),
-                "MASTER_PORT": str(PORT),
-                "GLOO_SOCKET_IFNAME": INTERFACE,
-                "OMP_NUM_THREADS": "1",
-                "DECENT_DP_CONGESTION_CONTROL": "cubic,reno",
-                "PYTHONPATH": str(ROOT / "src"),
-            }
-            command = [sys.executable, "-m", "benchmarks.shapes", "--worker", *arguments, "--out", str(out / f"{rank}.json")]
-            with (out / f"{rank}.log").open("wb") as log:
-                lab.start(rank, command, env, log, cwd=ROOT)
-        try:
-            failed = lab.wait(90 + 4 * shape.limit * (shape.warmup + shape.steps))
-        finally:
-            lab.stop()
-        if failed is not None:
-            log_of_it = (out / f"{failed[0]}.log").read_text(errors="replace")
-            raise RuntimeError(f"{shape}: worker {failed[0]} ended with {failed[1]}: {log_of_it[-2000:]}")
+        command = [sys.executable, "-m", "benchmarks.shapes", "--worker", *arguments, "--out", folder]
+        lab.run(command, out, 90 + 4 * shape.limit * (shape.warmup + shape.steps))
         seconds = max(json.loads((out / f"{rank}.json").read_text()) for rank in range(shape.workers))
     return {
         **asdict(shape),

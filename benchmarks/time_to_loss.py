@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.lab import INTERFACE, Lab, missing
+from benchmarks.lab import INTERFACE, PORT, Lab, launcher_variables, missing
 from benchmarks.loss_worker import FULL_STEPS, PUBLISHED, Run, make_model
 from benchmarks.net import PUBLISHED_PATH, install_published
 from benchmarks.report import machine
@@ -46,7 +46,6 @@ RATES = (1, 5, 20, 60, 200, None)
 # times divided by four, each has as much of a processor as if it had a core (Gupta et al., "To infinity and beyond:
 # time-warped network emulation", NSDI 2006). Where steps wait for the network for seconds, the processor does not matter.
 DILATION = 4
-PORT = 29500
 # The same loss: DDP's final one and one per cent.
 TOLERANCE = 1.01
 # What links without a limit are to the planner: Mbit/s that `decent-dp doctor` finds in the lab, 1870, on its clock.
@@ -189,19 +188,8 @@ def key_of(run: Run, rate: float | str | None = None) -> str:
 def environ(published: bool, rank: int, address: str, port: int, interface: str) -> dict[str, str]:
     if published:
         install_published()
-    return {
-        **os.environ,
-        "RANK": str(rank),
-        "WORLD_SIZE": str(N),
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(port),
-        "GLOO_SOCKET_IFNAME": interface,
-        "OMP_NUM_THREADS": "1",
-        "DECENT_DP_CONGESTION_CONTROL": "cubic,reno",
-        "PYTHONPATH": str(PUBLISHED_PATH if published else ROOT / "src"),
-    }
+    library = PUBLISHED_PATH if published else ROOT / "src"
+    return {**os.environ, **launcher_variables(rank, N, address, port, interface=interface, library=library)}
 
 
 def _text(log: Path) -> str:

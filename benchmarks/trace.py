@@ -7,14 +7,13 @@ script would. The ranges go to benchmarks/results/trace.json, and ``make figures
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lab import INTERFACE, Lab, LabError, missing
+from benchmarks.lab import Lab, missing
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "trace.json"
@@ -22,7 +21,7 @@ RESULT = ROOT / "benchmarks" / "results" / "trace.json"
 LINKS: dict[str, tuple[float, str | None]] = {"fast": (400, None), "slow": (100, None), "int8": (100, "int8")}
 RANGES = ("forward", "backward", "step", "decent_dp.wait", "decent_dp.mix", "decent_dp.encode", "decent_dp.send")
 WARM_UP, UPDATES = 4, 2
-PORT, SECONDS = 29500, 200.0
+SECONDS = 200.0
 
 
 def ranges_of(trace: dict[str, Any]) -> list[list[Any]]:
@@ -98,26 +97,7 @@ def train(compression: str | None) -> dict[str, Any] | None:
 def measure(rate: float, compression: str | None) -> list[list[Any]]:
     with Lab(2, rate) as lab, tempfile.TemporaryDirectory(prefix="ddplab-") as folder:
         command = [sys.executable, "-m", "benchmarks.trace", "--worker", folder, compression or ""]
-        for rank in range(2):
-            env = {
-                **os.environ,
-                "RANK": str(rank),
-                "WORLD_SIZE": "2",
-                "LOCAL_RANK": "0",
-                "LOCAL_WORLD_SIZE": "1",
-                "OMP_NUM_THREADS": "1",
-                "MASTER_ADDR": lab.address(0),
-                "MASTER_PORT": str(PORT),
-                "GLOO_SOCKET_IFNAME": INTERFACE,
-            }
-            with Path(folder, f"{rank}.log").open("wb") as log:
-                lab.start(rank, command, env, log, cwd=ROOT)
-        try:
-            failed = lab.wait(SECONDS)
-        finally:
-            lab.stop()
-        if failed is not None:
-            raise LabError(f"worker {failed[0]} failed: {Path(folder, f'{failed[0]}.log').read_text(errors='replace')}")
+        lab.run(command, Path(folder), SECONDS)
         return ranges_of(json.loads(Path(folder, "trace.json").read_text()))
 
 

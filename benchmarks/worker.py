@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.setups import BLOCKS, FORWARD_MS, HIDDEN, WIDTH, Contender, Setup
+from benchmarks.setups import BLOCKS, FORWARD_MS, HIDDEN, OURS, WIDTH, Contender, Setup
 
 
 class Accelerator(torch.autograd.Function):
@@ -85,7 +85,7 @@ def make_training(contender: Contender, wrapper: Any, setup: Setup, rank: int) -
 
         return Training(plain_step, lambda: None)
 
-    if contender.kind in ("gossip", "tolerant"):
+    if contender.kind in OURS[1:]:
         optimizer = _adamw(model.parameters())
         compression = None if contender.wire == "float32" else contender.wire
         mixing = wrapper(model, optimizer, topology=contender.topology, compression=compression)
@@ -133,6 +133,8 @@ def load_wrapper(contender: Contender, library: Path | None) -> Any:
         raise RuntimeError(f"decent_dp was imported from {found}, and not from {library}")
     if contender.kind == "tolerant":
         return partial(decent_dp.gossip, faults=decent_dp.Tolerate())
+    if contender.kind == "auto":
+        return partial(decent_dp.gossip, transport="auto")
     return decent_dp.gossip if contender.kind == "gossip" else DecentralizedDataParallel
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import decent_dp
+from decent_dp.compression import Compression, FlatTensor, Lossless
 from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.topo import Edge
 from decent_dp.transport import (
@@ -30,7 +31,6 @@ from decent_dp.transport import (
 )
 from decent_dp.transport.base import DeferredHandle
 from decent_dp.transport.faster import _COMPARED, _SLOW, Comparison, compare
-from decent_dp.transport.tcp.exchange import TcpExchanges
 from tests.helpers import came, request
 from tests.test_transport import caught, swap, whole_contract
 from tests.workers import shorten
@@ -40,9 +40,10 @@ class OverGloo(ProcessGroupTransport):
     """gloo was found to be faster, for pairs and groups; its communicators are made when they are needed."""
 
     def choose(self, edge: Edge, request: ExchangeRequest) -> Any:
-        found = super().choose(edge, request)
-        plain = isinstance(found, TcpExchanges) and process_group._is_plain(type(request.compression), len(edge.ranks) > 2)
-        return self._by_gloo(len(edge.ranks) > 2) if plain else found
+        ranks = tuple(sorted(edge.ranks))
+        if ranks not in self._over_gloo and process_group._is_plain(type(request.compression), len(ranks) > 2):
+            self._over_gloo[ranks] = self._make_gloo(ranks)
+        return super().choose(edge, request)
 
 
 # -- exchanges over gloo ---------------------------------------------------------------------------------------------------
@@ -69,7 +70,7 @@ def train(transport: Any, topology: str, rank: int) -> tuple[list[Tensor], int, 
         optimizer.zero_grad()
     replica.flush()
     found = [p.detach().clone() for p in model.parameters()]
-    return found, replica.stats().bytes_sent, sorted(transport._communicators)
+    return found, replica.stats().bytes_sent, sorted(transport._over_gloo)
 
 
 def both_ways(rank: int, n: int) -> list[Any]:
@@ -84,11 +85,11 @@ def test_training_over_gloo_equals_training_over_own_connections(workers):
         own, gloo = pairs
         assert all(torch.equal(a, b) for a, b in zip(own[0], gloo[0], strict=True))
         assert own[1] == gloo[1]
-        assert own[2] == ["all"]
-        assert gloo[2] == ["all", *sorted(f"gloo/{tuple(sorted((rank, rank ^ d)))}" for d in (1, 2))]
+        assert own[2] == []
+        assert gloo[2] == sorted(tuple(sorted((rank, rank ^ d))) for d in (1, 2))
         own, gloo = groups
         torch.testing.assert_close(own[0], gloo[0], rtol=1e-5, atol=1e-7)  # sums in another order
-        assert gloo[2] == ["all", "gloo/(0, 1, 2, 3)"]
+        assert gloo[2] == [(0, 1, 2, 3)]
 
 
 def a_peer_dies(rank: int, n: int) -> Any:
@@ -196,10 +197,14 @@ class Way:
         return DeferredHandle(lambda: time.sleep(self.seconds * tensor.numel / _COMPARED))
 
 
-def measure(own: float, gloo: float, edges: Callable[[int], list[Edge | None]]) -> list[Any]:
+def make(numel: int) -> Compression:
+    return Lossless([FlatTensor(0, numel)], torch.float32, torch.device("cpu"))
+
+
+def measure(own: float, gloo: float, edges: Callable[[int], list[Edge | None]], *, group: bool = False) -> list[Any]:
     def work(transport: InProcessTransport) -> Any:
         ways = Way(own), Way(gloo)
-        found = compare(transport.control, transport.rank, edges(transport.rank), *ways)
+        found = compare(transport.control, transport.rank, edges(transport.rank), *ways, make, group=group)
         return found, *(way.sizes for way in ways)
 
     return run_replicas(3, work)
@@ -227,15 +232,15 @@ def test_the_faster_way_is_chosen_by_all_alike(own, gloo):
 def test_pairs_with_slow_links_are_not_measured_over_gloo():
     for comparison, own, gloo in measure(32 * _SLOW, 0.0, chain)[:2]:
         assert not comparison.gloo_is_faster
-        assert len(own) == 3
-        assert len(gloo) == 1
+        assert len(own) == 4
+        assert not gloo
         assert str(comparison).startswith("own connections (1 MiB in ")
         assert str(comparison).endswith("ms: the links are the limit)")
 
 
 def test_groups_are_measured_on_slow_links_with_smaller_messages(monkeypatch):
     monkeypatch.setattr(faster, "_LONGEST", 0.3)
-    for comparison, _, gloo in measure(0.6, 0.2, lambda rank: [Edge([0, 1, 2], 1 / 3)]):
+    for comparison, _, gloo in measure(0.6, 0.2, lambda rank: [Edge([0, 1, 2], 1 / 3)], group=True):
         assert comparison.gloo_is_faster
         assert max(gloo) < _COMPARED
         assert "MiB in" in str(comparison)
@@ -256,7 +261,7 @@ class InNodes(ProcessGroupTransport):
 def between_nodes(rank: int, n: int) -> Any:
     transport, compared = InNodes(auto=True), []
 
-    def note(control: Any, rank: int, edges: list[Edge | None], *ways: Any) -> Comparison:
+    def note(control: Any, rank: int, edges: list[Edge | None], *_: Any, group: bool) -> Comparison:
         compared.append([edge and tuple(edge.ranks) for edge in edges])
         return Comparison(4, 1.0, 0.5 if len(compared) == 1 else 2.0)
 
@@ -264,19 +269,20 @@ def between_nodes(rank: int, n: int) -> Any:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     replica = decent_dp.gossip(model, optimizer, topology="one-peer-exp", transport=transport)
-    names = sorted(transport._communicators)
+    over_gloo = sorted(transport._over_gloo)
     replica.close()
     transport.close()
-    return compared, list(transport.measured), names
+    return compared, transport.ways, over_gloo
 
 
 def test_links_in_a_node_and_between_nodes_are_measured_apart(workers):
-    (in_node, between, *groups), measured, names = workers(4, between_nodes)[0]
+    (in_node, between, *groups), ways, over_gloo = workers(4, between_nodes)[0]
     assert in_node == [(0, 1), None]
     assert between == [None, (0, 2)]
     assert groups == [[None, None]] * 2
-    assert names == ["all", "gloo/(0, 1)"]
-    assert measured[:2] == ["pairs in a node", "pairs between nodes"]
+    assert over_gloo == [(0, 1)]
+    assert ways[0].startswith("pairs in a node over gloo")
+    assert ways[1].startswith("pairs between nodes over own connections")
 
 
 # -- the argument ----------------------------------------------------------------------------------------------------------
@@ -307,8 +313,7 @@ def automatic(rank: int, n: int) -> list[Any]:
         with replica.averaged(), wrapper.averaged():
             pass
         found.append(repr(replica))
-        measured = list(wrapper.replica.everyone.measured)
-        assert all(f", {what} over " in repr(wrapper) for what in measured), repr(wrapper)
+        assert all(f", {way}" in repr(wrapper) for way in wrapper.replica.everyone.ways), repr(wrapper)
         wrapper.close()
         replica.close()
     return [*found, records]
@@ -322,29 +327,46 @@ def test_auto_measures_and_says_what_it_has_found(workers):
         assert ", groups in a node over " in groups
         assert len(records) == (4 if rank == 0 else 0)
         if rank == 0:
-            assert records[0].startswith("pairs in a node exchange over ")
-            assert records[2].startswith("groups in a node exchange over ")
+            assert records[0].startswith("exchanges: pairs in a node over ")
+            assert records[2].startswith("exchanges: groups in a node over ")
     assert len({pairs.partition("pairs in a node over")[2] for pairs, *_ in found}) == 1
 
 
-def chosen(rank: int, n: int, gloo: float, compression: str | None = None) -> list[str]:
-    process_group.compare = lambda *_: Comparison(4, 1.0, gloo)
-    model = nn.Linear(3, 2)
+def chosen(rank: int, n: int, gloo: float, compression: str | None = None, dtype: torch.dtype = torch.float32) -> Any:
+    compared = []
+
+    def note(*arguments: Any, group: bool) -> Comparison:
+        made = arguments[-1](3)
+        compared.append((type(made).__name__, made.dtype, group))
+        return Comparison(4, 1.0, gloo)
+
+    process_group.compare = note
+    model = nn.Linear(3, 2, dtype=dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     replica = decent_dp.gossip(model, optimizer, topology="one-peer-exp", compression=compression, transport="auto")
-    assert bool(replica.everyone.measured) == (compression in (None, "bfloat16"))
-    model(torch.ones(1, 3)).sum().backward()
+    assert all(f", {way}" in repr(replica) for way in replica.everyone.ways)
+    model(torch.ones(1, 3, dtype=dtype)).sum().backward()
     optimizer.step()
     replica.flush()
-    return sorted(replica.everyone._communicators)
+    return sorted(replica.everyone._over_gloo), replica.everyone.ways[-1], compared
 
 
 def test_exchanges_go_where_they_are_faster(workers):
-    assert workers(2, chosen, 0.5) == [["all", "gloo/(0, 1)"]] * 2
-    assert workers(2, chosen, 0.5, "bfloat16") == [["all", "gloo/(0, 1)"]] * 2
-    assert workers(2, chosen, 2.0) == [["all"]] * 2
+    for compression in (None, "bfloat16"):
+        assert [found[0] for found in workers(2, chosen, 0.5, compression)] == [[(0, 1)]] * 2
+    for gloo in (0.97, 2.0):  # a tie is for the own connections
+        assert [found[0] for found in workers(2, chosen, gloo)] == [[]] * 2
     for compression in ("int8", "low-rank:2"):  # which nothing else carries
-        assert workers(2, chosen, 0.5, compression) == [["all"]] * 2
+        for over_gloo, way, compared in workers(2, chosen, 0.5, compression):
+            assert (over_gloo, compared) == ([], [])
+            assert way == f"'auto' changes nothing for {compression} messages"
+
+
+def test_what_is_compared_is_what_will_be_exchanged(workers):
+    for compression, dtype, kind in ((None, torch.float16, "Lossless"), ("bfloat16", torch.float32, "BFloat16")):
+        for _, _, compared in workers(2, chosen, 0.5, compression, dtype):
+            assert set(compared) >= {(kind, dtype, False)}
+            assert all(of == dtype for _, of, _ in compared)
 
 
 def wrong_arguments(rank: int, n: int) -> list[str]:
@@ -354,20 +376,22 @@ def wrong_arguments(rank: int, n: int) -> list[str]:
     for options in (
         {"transport": "fastest"},
         {"transport": 3},
+        {"transport": "fastest" if rank else None},  # on one worker alone
         {"transport": "auto", "faults": decent_dp.Tolerate()},
         {"transport": "auto" if rank else None},
     ):
         try:
             decent_dp.gossip(model, optimizer, **options)
-        except ValueError as error:
-            found.append(str(error))
+        except (ValueError, TypeError) as error:
+            found.append(f"{type(error).__name__}: {error}")
     return found
 
 
 def test_wrong_arguments_are_refused_on_all_workers(workers):
-    for unknown, number, with_faults, unequal in workers(2, wrong_arguments):
-        assert unknown == "transport must be 'auto', got 'fastest'."
-        assert number == "transport must be 'auto', got 3."
-        assert with_faults.startswith("transport='auto' may choose calls of the process group")
+    for unknown, number, on_one, with_faults, unequal in workers(2, wrong_arguments):
+        assert unknown == "ValueError: transport must be 'auto', got 'fastest'."
+        assert number == "TypeError: transport must be None, 'auto' or a Transport, got 3"
+        assert on_one == "ValueError: worker 1: transport must be 'auto', got 'fastest'."
+        assert with_faults.startswith("ValueError: transport='auto' may choose calls of the process group")
         assert "transport" in unequal
         assert "'auto'" in unequal

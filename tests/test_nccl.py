@@ -91,17 +91,11 @@ def test_nccl_pairs_name_the_peer(where):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_groups_on_the_device(dtype):
-    noting, asked = Noting(), []
-
-    def connect(ranks: tuple[int, ...]) -> Noting:
-        asked.append(ranks)
-        return noting
-
-    exchange = AllReduceGroups(1, connect, explain)
+    noting = Noting()
+    exchange = AllReduceGroups(noting, 1, explain)
     own = request(torch.arange(9).to(dtype), 1, ExchangeId(1, 2))
     handle = exchange.start(Edge([4, 1, 2], 0.5), own)
     handle.wait()
-    assert asked == [(1, 2, 4)]
     # All three had the same: the mean of all is what was sent.
     assert torch.equal(came(own), own.values[0])
     assert torch.equal(own.sent.view(dtype)[:9], own.values[0])
@@ -114,7 +108,7 @@ def test_groups_on_the_device(dtype):
 
 def test_a_group_that_fails_names_the_others():
     for where in ("allreduce", "wait"):
-        exchange = AllReduceGroups(1, lambda ranks, where=where: Noting(where), explain)
+        exchange = AllReduceGroups(Noting(where), 1, explain)
         with pytest.raises(PeerLostError, match=r"\[2, 4\] round 1, bucket 3: NCCL error"):
             exchange.start(Edge([4, 1, 2], 0.5), request(torch.ones(10), 1, ExchangeId(1, 3))).wait()
 
@@ -132,7 +126,7 @@ def choosing(rank: int, n: int) -> list[str]:
     found = []
     for nccl in (True, False):
         transport._rendezvous = dataclasses.replace(transport._rendezvous, nccl=nccl)
-        transport._communicators["nccl"] = Noting()
+        transport._communicators |= {"nccl": Noting(), "nccl/(0, 1, 2)": Noting()}
         for on_gpu in (True, False):
             for kind in (Lossless, BFloat16, Int8):
                 own = request(torch.ones(3), rank, ExchangeId(0, 0), kind)

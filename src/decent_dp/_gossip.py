@@ -40,7 +40,7 @@ from decent_dp.replica.statistics import Statistics, sharing_class, tell_replica
 from decent_dp.rules import Rule
 from decent_dp.rules.base import check_rule
 from decent_dp.topo import Topology
-from decent_dp.transport import Transport, open_transport
+from decent_dp.transport import Transport, check_transport, open_transport
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -101,11 +101,12 @@ def gossip(
             workers raise the same error.
         RuntimeError: there is no process group.
     """
-    owned, transport = open_transport(transport, process_group, faults)
+    owned, opened = open_transport(transport, process_group, faults)
     optimizers: list[Optimizer] = []
     older: list[Replica] = []
 
     def check() -> Arguments:
+        check_transport(transport)
         check_model(model, shards=True)
         reshard(fsdp_modules(model))
         mesh = describe_mesh(model)
@@ -113,9 +114,8 @@ def gossip(
         older.extend(find_superseded(model))
         optimizers.extend(check_optimizers(optimizer, model))
         check_compression(compression)
-        settings = Settings(bucket_size_in_mb, bool(overlap), check_scaler(scaler) is not None, compression, mix_every)
         return Arguments(
-            settings,
+            Settings(bucket_size_in_mb, bool(overlap), check_scaler(scaler) is not None, compression, mix_every),
             topology,
             check_rule(rule),
             workers_per_node("local_world_size", local_world_size),
@@ -126,11 +126,11 @@ def gossip(
             check_faults(faults),
         )
 
-    agreed = connect_replicas(model, transport, owned, check)
-    with closed_on_error(transport, owned):
+    agreed = connect_replicas(model, opened, owned, check)
+    with closed_on_error(opened, owned):
         for replica in older:
             replica.supersede()
-        return open_doors(Gossip(model, transport, agreed, optimizers, check_scaler(scaler)))
+        return open_doors(Gossip(model, opened, agreed, optimizers, check_scaler(scaler)))
 
 
 class Gossip(Replica):
@@ -460,7 +460,7 @@ class Gossip(Replica):
     def __repr__(self) -> str:
         kinds = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
         names = f"{type(self.model).__name__}, {kinds}, rank={self.everyone.rank}, topology={self.topology!r}"
-        return f"Gossip({', '.join([names, *self.everyone.ways()])})"
+        return f"Gossip({', '.join([names, *self.everyone.ways])})"
 
 
 def _refuse_shared_memory(model: nn.Module) -> None:

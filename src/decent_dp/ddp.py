@@ -41,7 +41,7 @@ from decent_dp.rules import Rule
 from decent_dp.rules.base import check_rule
 from decent_dp.topo import Topology
 from decent_dp.topo import TopologyReg as TopologyReg  # existing scripts import it from here
-from decent_dp.transport import Transport, open_transport
+from decent_dp.transport import Transport, check_transport, open_transport
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -54,7 +54,7 @@ _log = logging.getLogger(__name__)
 @functools.cache
 def _warn_once_of_complete() -> None:
     _log.warning(
-        "topology='complete' exchanges with all workers in every update, which on slow links takes as long as PyTorch DDP: "
+        "topology='complete' exchanges with all workers in every update, which on slow links takes about as long as PyTorch DDP: "
         "pass topology='base-2' or another topology of pairs there."
     )
 
@@ -122,11 +122,12 @@ class DecentralizedDataParallel(nn.Module):
         **unknown: Any,
     ) -> None:
         super().__init__()
-        owned, transport = open_transport(transport, process_group, faults)
+        owned, opened = open_transport(transport, process_group, faults)
         older: list[Replica] = []
 
         def check() -> Arguments:
             refuse_ddp_keywords(unknown)
+            check_transport(transport)
             if isinstance(model, DecentralizedDataParallel):
                 raise TypeError("model is already wrapped in DecentralizedDataParallel: pass its .module")
             check_model(model)
@@ -149,10 +150,10 @@ class DecentralizedDataParallel(nn.Module):
             scheduled = {"scheduled": lr_scheduler_fn is not None}
             return Arguments(settings, topology, check_rule(rule), local, scheduled, faults=check_faults(faults))
 
-        agreed = connect_replicas(model, transport, owned, check)
-        if topology == "complete" and transport.world_size > 2 and transport.rank == 0:
+        agreed = connect_replicas(model, opened, owned, check)
+        if topology == "complete" and opened.world_size > 2 and opened.rank == 0:
             _warn_once_of_complete()
-        with closed_on_error(transport, owned):
+        with closed_on_error(opened, owned):
             for replica in older:
                 replica.supersede()
         self.module = model
@@ -160,7 +161,7 @@ class DecentralizedDataParallel(nn.Module):
         #: The driver, for the other parts of this library.
         self.replica = BackwardReplica(
             model,
-            transport,
+            opened,
             agreed,
             optim_fn,
             lr_scheduler_fn,
@@ -433,7 +434,7 @@ class DecentralizedDataParallel(nn.Module):
     def extra_repr(self) -> str:
         replica = self.replica
         names = f"rank={replica.transport.rank}, topology={replica.topology!r}, overlap={replica.settings.overlap}"
-        return ", ".join([names, *replica.everyone.ways()])
+        return ", ".join([names, *replica.everyone.ways])
 
     @property
     def _model(self) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -153,7 +154,11 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
         tensors = [*model.parameters(), *model.buffers()]
         broadcast_(peers.control, [local(tensor) for tensor in tensors if is_sharded(tensor)])
         broadcast_(transport.control, [tensor for tensor in tensors if not is_sharded(tensor)])
-        _prepare(peers, agreed, model)
+        edges = agreed.topology._edges_ahead(_PREPARED_ROUNDS)
+        peers.prepare(edges)
+        if transport.auto:
+            first = edges or [agreed.topology.get_edge(t) for t in range(_PREPARED_ROUNDS)]
+            peers.choose_ways(first, check_compression(agreed.settings.compression), _dtype_on_cpu(model))
         # This gather comes last, so that a worker that exits right away is still there for all collectives before it.
         rates, gpus = zip(*transport.control.gather([given.options.rates, gpus_of(model) if owned else []]), strict=True)
         warn_of_rates(rates)
@@ -161,13 +166,14 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
     return agreed
 
 
-def _prepare(peers: Transport, agreed: Agreement, model: nn.Module) -> None:
-    edges = agreed.topology._edges_ahead(_PREPARED_ROUNDS)
-    peers.prepare(edges)
-    if peers.auto:
-        first = edges or [agreed.topology.get_edge(t) for t in range(_PREPARED_ROUNDS)]
-        on_cpu = all(param.device.type == "cpu" for param in model.parameters())
-        peers.choose_ways(first, check_compression(agreed.settings.compression), on_cpu=on_cpu)
+def _dtype_on_cpu(model: nn.Module) -> torch.dtype | None:
+    """The dtype of most values; None if some are not on a CPU."""
+    counts: Counter[torch.dtype] = Counter()
+    for param in model.parameters():
+        if param.device.type != "cpu":
+            return None
+        counts[param.dtype] += param.numel()
+    return max(counts, key=counts.__getitem__, default=None)
 
 
 def _maker(topology: object, local_world_size: int) -> Callable[[int], Topology] | None:

@@ -6,7 +6,7 @@ from decent_dp.transport.base import Control, ExchangeId, ExchangeRequest, Handl
 from decent_dp.transport.inprocess import InProcessTransport, LocalHub, run_replicas
 from decent_dp.transport.neighbours import Neighbours
 from decent_dp.transport.newcomer import NewcomerTransport
-from decent_dp.transport.process_group import ProcessGroupTransport, connect, open_transport
+from decent_dp.transport.process_group import ProcessGroupTransport, check_transport, connect, open_transport
 
 __all__ = [
     "Control",
@@ -20,6 +20,7 @@ __all__ = [
     "ProcessGroupTransport",
     "Transport",
     "Verdict",
+    "check_transport",
     "connect",
     "open_transport",
     "run_replicas",

@@ -18,7 +18,6 @@ from decent_dp.topo import Edge
 from decent_dp.transport.streams import beside
 
 if TYPE_CHECKING:
-    from decent_dp.transport.faster import Comparison
     from decent_dp.transport.neighbours import Neighbours
 
 __all__ = [
@@ -198,7 +197,8 @@ class Transport(ABC):
         store: shared by these workers alone, for a few short texts; any thread may use it. ``get`` waits for a missing key: use
             ``read_text``. ``add`` and ``set`` must not share a key. A store that is gone raises RuntimeError; a stopped one
             hangs (see ``StoreCalls``).
-        auto: exchanges use what was measured to be faster. ``measured`` says what that is, by kind of edge.
+        auto: exchanges use what ``choose_ways`` measures to be faster.
+        ways: what that has found, in words.
         only_cuda: whether the backend of the process group is NCCL alone, which moves nothing that is on a CPU.
         neighbours: the result of ``tolerate``; None before it.
     """
@@ -211,7 +211,7 @@ class Transport(ABC):
     only_cuda: bool = False
     neighbours: Neighbours | None = field(default=None, init=False)
     auto: bool = field(default=False, init=False)
-    measured: dict[str, Comparison] = field(default_factory=dict, init=False)
+    ways: list[str] = field(default_factory=list, init=False)
 
     @property
     @abstractmethod
@@ -250,18 +250,14 @@ class Transport(ABC):
     def prepare(self, edges: list[Edge]) -> None:
         """Connects this worker along ``edges`` ahead of their first exchange; called by all workers together."""
 
-    def choose_ways(self, edges: list[Edge], compression: type[Compression], *, on_cpu: bool) -> None:
+    def choose_ways(self, edges: list[Edge], compression: type[Compression], dtype: torch.dtype | None) -> None:
         """For ``auto``: measures along ``edges``, of the first rounds, which way is faster; called by all workers together.
 
         Args:
             compression: of all exchanges, the same on all workers.
-            on_cpu: this worker has no tensors on other devices.
+            dtype: of most values; None if this worker has some that are not on a CPU.
         """
         return
-
-    def ways(self) -> list[str]:
-        """What was measured, in words."""
-        return [f"{what} over {found}" for what, found in self.measured.items()]
 
     @abstractmethod
     def report(self, cause: str) -> None:

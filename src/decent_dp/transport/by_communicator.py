@@ -77,8 +77,8 @@ class NcclPairs(Exchanges):
 class GlooPairs(Exchanges):
     """Pairs of workers on CPUs: a send and a receive, over a communicator of the two."""
 
-    def __init__(self, rank: int, connect: Callable[[tuple[int, ...]], Communicator], explain: Explain) -> None:
-        self._rank, self._connect, self._explain = rank, connect, explain
+    def __init__(self, communicator: Communicator, rank: int, explain: Explain) -> None:
+        self._communicator, self._rank, self._explain = communicator, rank, explain
 
     def bytes_sent(self, edge: Edge, request: ExchangeRequest) -> int:
         return request.compression.payload(request.compression.chunks)
@@ -86,12 +86,12 @@ class GlooPairs(Exchanges):
     def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
         ranks, exchange_id = tuple(sorted(edge.ranks)), request.exchange_id
         place = 1 - ranks.index(self._rank)
-        peer, communicator = ranks[place], self._connect(ranks)
+        peer = ranks[place]
         tag = exchange_id.round % _ROUNDS * _BUCKETS + exchange_id.bucket % _BUCKETS
         _encode(request)
         try:
-            received = communicator.recv([request.received], place, tag)
-            sent = communicator.send([request.sent], place, tag)
+            received = self._communicator.recv([request.received], place, tag)
+            sent = self._communicator.send([request.sent], place, tag)
         except RuntimeError as error:
             raise self._explain(error, [peer], exchange_id) from error
 
@@ -105,8 +105,8 @@ class GlooPairs(Exchanges):
 class AllReduceGroups(Exchanges):
     """Groups, without compression: an all-reduce in float32 at least, and one of what they must agree on."""
 
-    def __init__(self, rank: int, connect: Callable[[tuple[int, ...]], Communicator], explain: Explain) -> None:
-        self._rank, self._connect, self._explain = rank, connect, explain
+    def __init__(self, communicator: Communicator, rank: int, explain: Explain) -> None:
+        self._communicator, self._rank, self._explain = communicator, rank, explain
 
     def bytes_sent(self, edge: Edge, request: ExchangeRequest) -> int:
         # In a ring every worker sends 2 (m - 1)/m of the message, in the dtype of the sum.
@@ -114,9 +114,7 @@ class AllReduceGroups(Exchanges):
         return 2 * (m - 1) * (compression.nbytes // compression.dtype.itemsize) * compression.compute.itemsize // m
 
     def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
-        ranks = tuple(sorted(edge.ranks))
-        others = [rank for rank in ranks if rank != self._rank]
-        communicator = self._connect(ranks)
+        others = sorted(set(edge.ranks) - {self._rank})
         _encode(request)
         dtype, compute = request.compression.dtype, request.compression.compute
         received = request.received.view(dtype)
@@ -124,25 +122,26 @@ class AllReduceGroups(Exchanges):
         largest: Any = dist.AllreduceOptions()
         largest.reduceOp = dist.ReduceOp.MAX
         flag = request.compression.flag_view(request.sent).clone()
-        # To a GPU these few bytes would be copied when the computation is done.
-        identity = torch.cat(_identity(request)) if not flag.is_cuda else flag[:0]
-        both = torch.cat([flag, identity])
+        # Not on a GPU: these few bytes would be copied to it when the computation is done.
+        identity = None if flag.is_cuda else torch.cat(_identity(request))
+        agreed = flag if identity is None else torch.cat([flag, identity])
         try:
-            work = communicator.allreduce([total])
-            of_flag = communicator.allreduce([both], largest)
+            work = self._communicator.allreduce([total])
+            of_flag = self._communicator.allreduce([agreed], largest)
         except RuntimeError as error:
             raise self._explain(error, others, request.exchange_id) from error
 
         def finish() -> tuple[int, int] | None:
             _wait(work, self._explain, others, request.exchange_id)
             _wait(of_flag, self._explain, others, request.exchange_id)
-            flag = both[: len(both) - len(identity)]
-            _check(both[len(flag) :], identity, request)
-            total.div_(len(ranks))
+            if identity is not None:
+                _check(agreed[len(flag) :], identity, request)
+            total.div_(len(edge.ranks))
             if total is not received:
                 received.copy_(total)
-            request.compression.flag_view(request.received).copy_(flag)
-            return _flags(of_flag, request, lambda: (request.compression.flag(request.sent), int(flag.sum())))
+            largest_flag = agreed[: len(flag)]
+            request.compression.flag_view(request.received).copy_(largest_flag)
+            return _flags(of_flag, request, lambda: (request.compression.flag(request.sent), int(largest_flag.sum())))
 
         return DeferredHandle(finish, self.bytes_sent(edge, request))
 
@@ -182,7 +181,7 @@ def _identity(request: ExchangeRequest) -> tuple[Tensor, Tensor]:
 
 def _check(largest: Tensor, own: Tensor, request: ExchangeRequest) -> None:
     """Raises WireError if the members of a group were in other exchanges; ``largest``: the maximum of their identities."""
-    if not largest.is_cuda and not torch.equal(largest, own):
+    if not torch.equal(largest, own):
         round_, bucket = largest[:2].tolist()
         raise WireError(
             f"{request.exchange_id}: a worker of the group was in another exchange (the last round is {round_}, and the last "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ from typing import TypeAlias
 
 import torch
 
-from decent_dp.compression import FlatTensor, Lossless
+from decent_dp.compression import Compression
 from decent_dp.topo import Edge
 from decent_dp.transport.base import Control, ExchangeId, ExchangeRequest, Handle
 
@@ -18,13 +19,16 @@ __all__ = ["Comparison", "compare"]
 
 Start: TypeAlias = Callable[[Edge, ExchangeRequest], Handle]
 
-# Float32 values of a message: of the first ones, and at most of those that are compared.
+# Values of a message: of the first ones, and at most of those that are compared.
 _PROBE, _COMPARED = 2**18, 2**22
-# Seconds that a first one takes over a link of about 1 Gbit/s: pairs keep slower ones full over the own connections. And those
+# Seconds that a first one takes over a link of 0.4 Gbit/s: pairs keep slower ones full over the own connections. And those
 # above which the comparison would take minutes.
 _SLOW, _TOO_SLOW = 0.02, 1.0
 # Seconds that a message may take, and how many are made. The fastest counts: what delays one is something else.
 _LONGEST, _TURNS = 3.0, 3
+# The part of the time of the own connections that gloo may take at most. They carry checksums and notice a frozen worker in
+# ten seconds, so a tie is theirs.
+_WORTH_IT = 0.95
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class Comparison:
 
     @property
     def gloo_is_faster(self) -> bool:
-        return self.gloo < self.own
+        return self.gloo < _WORTH_IT * self.own
 
     def __str__(self) -> str:
         size = f"{self.nbytes / 2**20:.3g} MiB"
@@ -47,12 +51,23 @@ class Comparison:
         return f"{'gloo' if self.gloo_is_faster else 'own connections'} ({times})"
 
 
-def compare(control: Control, rank: int, edges: Sequence[Edge | None], own: Start, gloo: Start) -> Comparison | None:
+def compare(
+    control: Control,
+    rank: int,
+    edges: Sequence[Edge | None],
+    own: Start,
+    gloo: Start,
+    make: Callable[[int], Compression],
+    *,
+    group: bool,
+) -> Comparison | None:
     """Exchanges along one of this worker's ``edges``, both ways in turns. Called by all workers together.
 
     Args:
         edges: this worker's, by round; as many on all workers. None where it has no edge of the kind that is compared.
         own, gloo: start an exchange.
+        make: returns the compression for so many values.
+        group: edges have more than two members.
 
     Returns:
         The same on all workers; None if no worker has such an edge.
@@ -62,14 +77,14 @@ def compare(control: Control, rank: int, edges: Sequence[Edge | None], own: Star
         return None
     chosen = counts.index(max(counts))  # the round in which most workers have such an edge
     edge = edges[chosen]
-    rounds = iter(range(-4 * _TURNS, 0))  # before the first one of the run
+    rounds = itertools.count(-8 * _TURNS)  # before the first one of the run
 
     def timed(start: Start, numel: int) -> float:
         round_ = next(rounds)
         if edge is None:
             return 0.0
-        values = torch.zeros(numel, device="cpu")
-        compression = Lossless([FlatTensor(0, numel)], values.dtype, values.device)
+        compression = make(numel)
+        values = torch.zeros(numel, dtype=compression.dtype, device="cpu")
         sent, received = (torch.zeros(compression.nbytes, dtype=torch.uint8, device="cpu") for _ in range(2))
         request = ExchangeRequest(compression, [values], sent, received, b"", rank, ExchangeId(round_, 0))
         compression.begin(tuple(sorted(edge.ranks)), rank, round_)
@@ -77,12 +92,17 @@ def compare(control: Control, rank: int, edges: Sequence[Edge | None], own: Star
         start(edge, request).wait()
         return time.perf_counter() - began
 
-    timed(gloo, _PROBE)  # the first exchanges connect
-    groups = any(control.gather(edge is not None and len(edge.ranks) > 2))
-    slowest = max(control.gather(min(timed(own, _PROBE) for _ in range(_TURNS))))
-    if slowest > (_TOO_SLOW if groups else _SLOW):
-        return Comparison(4 * _PROBE, slowest, math.nan)
-    numel = int(min(_COMPARED, _PROBE * max(1.0, _LONGEST / slowest)))
+    def slowest(turns: int) -> float:
+        return float(max(control.gather(min(timed(own, _PROBE) for _ in range(turns)))))
+
+    nbytes, limit = make(1).dtype.itemsize, _TOO_SLOW if group else _SLOW
+    # The first exchange of each way connects, and on a very slow link one is enough.
+    first = slowest(1)
+    probe = first if first > 2 * _TOO_SLOW else slowest(_TURNS)
+    if probe > limit:
+        return Comparison(nbytes * _PROBE, probe, math.nan)
+    timed(gloo, _PROBE)
+    numel = int(min(_COMPARED, _PROBE * max(1.0, _LONGEST / probe)))
     times = [[timed(start, numel) for start in (own, gloo)] for _ in range(_TURNS)]
     found = control.gather([min(column) for column in zip(*times, strict=True)])
-    return Comparison(4 * numel, *(sum(column) / counts[chosen] for column in zip(*found, strict=True)))
+    return Comparison(nbytes * numel, *(sum(column) / counts[chosen] for column in zip(*found, strict=True)))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
+
 from decent_dp.compression import Compression
 from decent_dp.topo import Edge
 from decent_dp.transport.base import Control, ExchangeId, ExchangeRequest, Handle, Transport
@@ -23,7 +25,6 @@ class Peers(Transport):
     def __init__(self, whole: Transport, ranks: Sequence[int], get_control: Callable[[], Control]) -> None:
         super().__init__(list(ranks).index(whole.rank), len(ranks), whole.run_id, whole.timeout, whole.store)
         self._whole, self._ranks, self._get_control = whole, tuple(ranks), get_control
-        self.auto = whole.auto
 
     @property
     def control(self) -> Control:
@@ -39,8 +40,8 @@ class Peers(Transport):
     def prepare(self, edges: list[Edge]) -> None:
         self._whole.prepare([self._in_whole(edge) for edge in edges])
 
-    def choose_ways(self, edges: list[Edge], compression: type[Compression], *, on_cpu: bool) -> None:
-        self._whole.choose_ways([self._in_whole(edge) for edge in edges], compression, on_cpu=on_cpu)
+    def choose_ways(self, edges: list[Edge], compression: type[Compression], dtype: torch.dtype | None) -> None:
+        self._whole.choose_ways([self._in_whole(edge) for edge in edges], compression, dtype)
 
     def report(self, cause: str) -> None:
         self._whole.report(cause)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from decent_dp._checks import check_choice
-from decent_dp.compression import Compression, Lossless
+from decent_dp.compression import Compression, FlatTensor, Lossless
 from decent_dp.faults import Tolerate, default_dead_after, most_workers
 from decent_dp.topo import Edge
 from decent_dp.transport.base import Control, DeferredHandle, ExchangeId, ExchangeRequest, Handle, Transport
@@ -33,7 +34,7 @@ from decent_dp.transport.tcp.greeting import Identity
 from decent_dp.transport.tcp.reactor import Reactor
 from decent_dp.transport.waiter import Waiter
 
-__all__ = ["ProcessGroupTransport", "connect", "open_transport"]
+__all__ = ["ProcessGroupTransport", "check_transport", "connect", "open_transport"]
 
 _log = logging.getLogger(__name__)
 
@@ -41,14 +42,20 @@ _log = logging.getLogger(__name__)
 def open_transport(given: object, process_group: dist.ProcessGroup | None, faults: object) -> tuple[bool, Transport]:
     """Whether a replica owns its transport, and the transport, for the argument ``transport`` of ``gossip()`` and the wrapper.
 
-    Raises:
-        ValueError: it is neither a transport nor the name of a choice.
+    A wrong argument connects, too: ``check_transport`` refuses it on all workers, and for that they must meet.
     """
     if isinstance(given, Transport):
         return False, given
-    if given is not None:
-        check_choice("transport", given, ["auto"])
-    return True, connect(process_group, most_workers=most_workers(faults), auto=given is not None)
+    return True, connect(process_group, most_workers=most_workers(faults), auto=given == "auto")
+
+
+def check_transport(given: object) -> None:
+    """Raises TypeError or ValueError if the argument ``transport`` is not None, a transport or the name of a choice."""
+    if given is None or isinstance(given, Transport):
+        return
+    if not isinstance(given, str):
+        raise TypeError(f"transport must be None, 'auto' or a Transport, got {given!r}")
+    check_choice("transport", given, ["auto"])
 
 
 def connect(
@@ -114,6 +121,8 @@ class ProcessGroupTransport(Transport):
         self._notes = Notes(shared.store, shared.rank)
         self._waiter = Waiter("decent_dp-staging")
         self._communicators: dict[str, Communicator] = {}
+        # The edges whose exchanges gloo carries, by their ranks.
+        self._over_gloo: dict[tuple[int, ...], Exchanges] = {}
         self._controls: dict[str, Control] = {}
         self._faults: Tolerate | None = None
         self._has_failed = False
@@ -190,6 +199,7 @@ class ProcessGroupTransport(Transport):
         self._reactor.close(says_bye=not self._has_failed)
         self._notes.close()
         self._communicators.clear()
+        self._over_gloo.clear()
         self._controls.clear()  # the last references to the communicators
 
     def among(self, ranks: Sequence[int]) -> Transport:
@@ -201,41 +211,54 @@ class ProcessGroupTransport(Transport):
 
     def choose(self, edge: Edge, request: ExchangeRequest) -> TcpExchanges | Exchanges:
         """The way of a request, by its device, its compression and the size of its edge."""
-        group = len(edge.ranks) > 2
+        ranks = _members(edge)
+        group = len(ranks) > 2
         # NCCL ends the process when a worker dies, and gloo the exchange.
         if _is_plain(type(request.compression), group) and self._faults is None:
             if request.sent.is_cuda and self._rendezvous.nccl:
-                return self._nccl_groups() if group else self._nccl_pairs()
-            if request.sent.device.type == "cpu" and _gloo_name(edge.ranks) in self._communicators:
-                return self._by_gloo(group)
+                return self._nccl_groups(ranks) if group else self._nccl_pairs()
+            if request.sent.device.type == "cpu":
+                return self._over_gloo.get(ranks, self._tcp)
         return self._tcp
 
-    def choose_ways(self, edges: list[Edge], compression: type[Compression], *, on_cpu: bool) -> None:
-        if not all(self.control.gather(on_cpu)):
+    def choose_ways(self, edges: list[Edge], compression: type[Compression], dtype: torch.dtype | None) -> None:
+        if not self.auto:
             return
+        on_cpu = all(self.control.gather(dtype is not None))
+        sizes = [group for group in (False, True) if on_cpu and _is_plain(compression, group)]
+
+        def make(numel: int) -> Compression:
+            assert dtype is not None
+            return compression([FlatTensor(0, numel)], dtype, torch.device("cpu"))
+
+        for group, apart in itertools.product(sizes, (False, True)):
+            self._choose_way(edges, group, apart, make)
+        if not sizes:
+            carried = f"{compression.name} messages" if on_cpu else "tensors of GPUs"
+            self.ways.append(f"'auto' changes nothing for {carried}")
+        if self.rank == 0:
+            for way in self.ways:
+                _log.info("exchanges: %s", way)
+
+    def _choose_way(self, edges: list[Edge], group: bool, apart: bool, make: Callable[[int], Compression]) -> None:
+        """For pairs or groups, inside a node or between nodes: a node's own links are others than those between nodes."""
         node_of = self._rendezvous.node_of
-        for group, apart in itertools.product((False, True), repeat=2):
-            if not _is_plain(compression, group):
-                continue
-            # A node's own links are others than those between nodes.
-            kinds = [(len(edge.ranks) > 2, len({node_of[rank] for rank in edge.ranks}) > 1) for edge in edges]
-            chosen = [
-                edge if kind == (group, apart) and len(edge.ranks) > 1 else None
-                for edge, kind in zip(edges, kinds, strict=True)
-            ]
-            found = compare(self.control, self.rank, chosen, self._tcp.start, self._by_gloo(group).start)
-            if found is None:
-                continue
-            what = ("groups" if group else "pairs") + (" between nodes" if apart else " in a node")
-            self.measured[what] = found
-            if self.rank == 0:
-                _log.info("%s exchange over %s", what, found)
-            for edge in filter(None, chosen):
-                name = _gloo_name(edge.ranks)
-                if found.gloo_is_faster:  # all are made now: one that dies before its first exchange would be waited for
-                    self._connect_gloo(tuple(sorted(edge.ranks)))
-                elif name in self._communicators:
-                    del self._communicators[name]
+        kinds = [(len(edge.ranks) > 2, len({node_of[rank] for rank in edge.ranks}) > 1) for edge in edges]
+        of_kind = [
+            edge if kind == (group, apart) and len(edge.ranks) > 1 else None for edge, kind in zip(edges, kinds, strict=True)
+        ]
+        over_gloo = functools.cache(self._make_gloo)
+
+        def start_over_gloo(edge: Edge, request: ExchangeRequest) -> Handle:
+            return over_gloo(_members(edge)).start(edge, request)
+
+        found = compare(self.control, self.rank, of_kind, self._tcp.start, start_over_gloo, make, group=group)
+        if found is None:
+            return
+        self.ways.append(f"{'groups' if group else 'pairs'} {'between nodes' if apart else 'in a node'} over {found}")
+        if found.gloo_is_faster:  # all are made now: a worker that dies before its first exchange would be waited for
+            members = {_members(edge) for edge in of_kind if edge is not None}
+            self._over_gloo |= {ranks: over_gloo(ranks) for ranks in sorted(members)}
 
     def send_hint(self, edge: Edge, exchange_id: ExchangeId, text: bytes) -> None:
         self._tcp.send_hint(edge, exchange_id, text)
@@ -248,19 +271,14 @@ class ProcessGroupTransport(Transport):
         communicator = self._get_or_make("nccl", everybody, self._rendezvous, Rendezvous.nccl_communicator)
         return NcclPairs(communicator, self.rank, self._explain)
 
-    def _nccl_groups(self) -> AllReduceGroups:
-        return AllReduceGroups(self.rank, self._nccl_group, self._explain)
+    def _nccl_groups(self, ranks: tuple[int, ...]) -> AllReduceGroups:
+        communicator = self._get_or_make(f"nccl/{ranks}", ranks, self._rendezvous, Rendezvous.nccl_communicator)
+        return AllReduceGroups(communicator, self.rank, self._explain)
 
-    def _by_gloo(self, group: bool) -> Exchanges:
-        kind = AllReduceGroups if group else GlooPairs
-        return BesideTraining(kind(self.rank, self._connect_gloo, self._explain), self._starter)
-
-    def _connect_gloo(self, ranks: tuple[int, ...]) -> Communicator:
-        return self._get_or_make(_gloo_name(ranks), ranks, self._rendezvous, Rendezvous.gloo)
-
-    def _nccl_group(self, ranks: tuple[int, ...]) -> Communicator:
-        name = f"nccl/{ranks}"
-        return self._get_or_make(name, ranks, self._rendezvous, Rendezvous.nccl_communicator)
+    def _make_gloo(self, ranks: tuple[int, ...]) -> Exchanges:
+        communicator = self._make(f"gloo/{ranks}", ranks, self._rendezvous, Rendezvous.gloo)
+        kind = AllReduceGroups if len(ranks) > 2 else GlooPairs
+        return BesideTraining(kind(communicator, self.rank, self._explain), self._starter)
 
     def _get_or_make(
         self,
@@ -270,12 +288,21 @@ class ProcessGroupTransport(Transport):
         make: Callable[[Rendezvous, str, Sequence[int]], Communicator],
     ) -> Communicator:
         if name not in self._communicators:
-            try:
-                self._communicators[name] = make(rendezvous, name, ranks)
-            except RuntimeError as error:
-                others = [rank for rank in ranks if rank != self.rank]
-                raise peer_error(error, others, "a communicator", self._notes, rendezvous.timeout) from error
+            self._communicators[name] = self._make(name, ranks, rendezvous, make)
         return self._communicators[name]
+
+    def _make(
+        self,
+        name: str,
+        ranks: Sequence[int],
+        rendezvous: Rendezvous,
+        make: Callable[[Rendezvous, str, Sequence[int]], Communicator],
+    ) -> Communicator:
+        try:
+            return make(rendezvous, name, ranks)
+        except RuntimeError as error:
+            others = [rank for rank in ranks if rank != self.rank]
+            raise peer_error(error, others, "a communicator", self._notes, rendezvous.timeout) from error
 
     def _explain(self, error: Exception, ranks: list[int], exchange_id: ExchangeId) -> RuntimeError:
         return peer_error(error, ranks, str(exchange_id), self._notes, self._rendezvous.timeout)
@@ -300,8 +327,8 @@ def _is_plain(compression: type[Compression], group: bool) -> bool:
     return compression is Lossless if group else issubclass(compression, Lossless)
 
 
-def _gloo_name(ranks: Iterable[int]) -> str:
-    return f"gloo/{tuple(sorted(ranks))}"
+def _members(edge: Edge) -> tuple[int, ...]:
+    return tuple(sorted(edge.ranks))
 
 
 class _GlooControl(Control):
