@@ -135,13 +135,17 @@ OTHERS = [ExchangeId(6, 0), ExchangeId(4, 0), ExchangeId(5, 1)]
 
 
 def test_peers_in_other_rounds_do_not_mix(workers):
-    for rank, (*groups, pair) in enumerate(workers(3, out_of_step)[:2]):
+    pairs = []
+    for *groups, pair in workers(3, out_of_step)[:2]:
         for kind, message, _ in groups:
             assert kind == "WireError", message
             assert "a worker of the group was in another exchange" in message
-        kind, message, _ = pair
-        assert kind == "PeerTimeoutError", message
-        assert message.startswith(f"worker {1 - rank} sent nothing for round {5 + rank}, bucket 0")
+        pairs.append(pair[:2])
+    # The first wait that times out breaks the communicator, which the other may see before its own time is up.
+    assert {"PeerTimeoutError"} <= set(dict(pairs)) <= {"PeerTimeoutError", "PeerLostError"}, pairs
+    for rank, (kind, message) in enumerate(pairs):
+        what = "sent nothing for" if kind == "PeerTimeoutError" else "is gone, and"
+        assert message.startswith(f"worker {1 - rank} {what} round {5 + rank}, bucket 0")
 
 
 def cannot_encode(rank: int, n: int) -> str:
