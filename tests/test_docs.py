@@ -662,8 +662,8 @@ def test_the_results_of_the_lab_keep_the_promises(name):
             assert line["to_alone"] <= (1.10 if wire == "int8" else 1.03), wire
         assert line["to_ddp"] < (1 if "x" in name else 1.15)
         if not name.startswith("real"):  # else activations decide
-            # Two messages, and a megabyte of the transport's own.
-            assert line["memory"] <= {"float32": 2.1, "bfloat16": 1.05, "int8": 0.56}[wire]
+            # Two messages, and two megabytes of the transport's own.
+            assert line["memory"] <= {"float32": 2.12, "bfloat16": 1.12, "int8": 0.62}[wire]
         assert name.startswith("real-8") or line["worst_ms"] <= 2 * line["mean_ms"], wire
     if name == "8x1-60":
         assert ours["float32"]["to_published"] <= 1

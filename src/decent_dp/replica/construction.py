@@ -154,11 +154,9 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
         tensors = [*model.parameters(), *model.buffers()]
         broadcast_(peers.control, [local(tensor) for tensor in tensors if is_sharded(tensor)])
         broadcast_(transport.control, [tensor for tensor in tensors if not is_sharded(tensor)])
-        edges = agreed.topology._edges_ahead(_PREPARED_ROUNDS)
-        peers.prepare(edges)
+        peers.prepare(agreed.topology._edges_ahead(_PREPARED_ROUNDS))
         if transport.auto:
-            first = edges or [agreed.topology.get_edge(t) for t in range(_PREPARED_ROUNDS)]
-            peers.choose_ways(first, check_compression(agreed.settings.compression), _dtype_on_cpu(model))
+            _choose_ways(peers, agreed, model)
         # This gather comes last, so that a worker that exits right away is still there for all collectives before it.
         rates, gpus = zip(*transport.control.gather([given.options.rates, gpus_of(model) if owned else []]), strict=True)
         warn_of_rates(rates)
@@ -166,14 +164,16 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
     return agreed
 
 
-def _dtype_on_cpu(model: nn.Module) -> torch.dtype | None:
-    """The dtype of most values; None if some are not on a CPU."""
+def _choose_ways(peers: Transport, agreed: Agreement, model: nn.Module) -> None:
+    """For the dtype of most values, along the edges of the first rounds."""
     counts: Counter[torch.dtype] = Counter()
     for param in model.parameters():
-        if param.device.type != "cpu":
-            return None
         counts[param.dtype] += param.numel()
-    return max(counts, key=counts.__getitem__, default=None)
+    on_cpu = all(param.device.type == "cpu" for param in model.parameters())
+    topology = agreed.topology
+    edges = topology._edges_ahead(_PREPARED_ROUNDS) or [topology.get_edge(t) for t in range(_PREPARED_ROUNDS)]
+    dtype = counts.most_common(1)[0][0] if on_cpu and counts else None
+    peers.choose_ways(edges, check_compression(agreed.settings.compression), dtype)
 
 
 def _maker(topology: object, local_world_size: int) -> Callable[[int], Topology] | None:

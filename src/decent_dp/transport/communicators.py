@@ -186,7 +186,7 @@ class Rendezvous:
         options = gloo._Options()
         options._timeout = self.timeout
         options._threads = 1
-        options._devices = [self._device]
+        options._devices = [self._device()]
         store = PrefixStore(name, self.store)
         return gloo(store, list(ranks).index(self.rank), len(ranks), options)
 
@@ -197,9 +197,7 @@ class Rendezvous:
         store = PrefixStore(name, self.store)
         return dist.ProcessGroupNCCL(store, list(ranks).index(self.rank), len(ranks), options)
 
-    @functools.cached_property
     def _device(self) -> Any:
-        """A socket and a thread, for all communicators."""
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
         if interface:
             return dist.ProcessGroupGloo.create_device(interface=interface)
