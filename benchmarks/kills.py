@@ -164,7 +164,6 @@ class Storm:
     def __init__(self, folder: str, seed: int, dead_after: float = 10.0) -> None:
         self._folder, self._dead_after = folder, dead_after
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch._dynamo", "decent_dp._gossip"])
         self._store = store_on()
         self._random = random.Random(seed)
         self.board = Board(folder)
@@ -387,4 +386,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    # Here alone: a process has one fork server, and that of the tests has its own list.
+    multiprocessing.set_forkserver_preload(["torch", "torch._dynamo", "decent_dp._gossip"])
     sys.exit(main())

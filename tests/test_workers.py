@@ -25,7 +25,7 @@ from decent_dp.topo import Edge, RingTopology, Topology, TopologyReg
 from decent_dp.transport import run_replicas
 from decent_dp.transport.inprocess import LocalHub
 from tests.helpers import SGD, alone, assert_same, batch, errors_of, listening, loss, net, values
-from tests.workers import hear, say, shorten
+from tests.workers import PRELOADED, hear, say, shorten
 
 NAMES = ["complete", "ring", "one-peer-exp", "alternating-exp-ring"]
 
@@ -932,3 +932,12 @@ def test_wrapping_twice():
     third = alone(shared)
     loss(third, 2).backward()
     assert (second.stats().rounds, third.stats().rounds) == (1, 1)
+
+
+def loaded(rank: int, n: int) -> list[str]:
+    return [name for name in PRELOADED if name not in sys.modules]
+
+
+def test_workers_begin_with_what_the_fork_server_has_loaded(workers):
+    """A module that sets another list when tests import it would make each worker import most of this anew."""
+    assert workers(1, loaded) == [[]]

@@ -31,13 +31,12 @@ FOREIGN: list[tuple[str, type[Warning], str]] = [
 _CONTEXT = multiprocessing.get_context("forkserver")
 # torch._dynamo: a second of import that torch's optimizers ask for when the first one is made. Kernels: half a second, and
 # some seconds where they are compiled. (What is not installed is left out.)
-_CONTEXT.set_forkserver_preload(
-    [
-        *("torch", "torch._dynamo", "numpy", "pytest", "hypothesis", "tests.workers"),
-        *("decent_dp._gossip", "decent_dp.checkpoint", "decent_dp.ddp", "decent_dp.optim"),
-        *("decent_dp.kernels.casts_cpu", "decent_dp.kernels.int8_cpu"),
-    ]
-)
+PRELOADED = [
+    *("torch", "torch._dynamo", "numpy", "pytest", "hypothesis", "tests.workers"),
+    *("decent_dp._gossip", "decent_dp.checkpoint", "decent_dp.ddp", "decent_dp.optim"),
+    *("decent_dp.kernels.casts_cpu", "decent_dp.kernels.int8_cpu"),
+]
+_CONTEXT.set_forkserver_preload(PRELOADED)
 _LAUNCHES = count()
 
 

@@ -6,6 +6,7 @@ import argparse
 import fnmatch
 import importlib.util
 import json
+import multiprocessing
 import os
 import sys
 import time
@@ -127,4 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # Here alone: a process has one fork server, and that of the tests has its own list.
+    loaded = ["torch", "torch._dynamo", "numpy", "decent_dp.ddp", "decent_dp.optim", "benchmarks.gpu.runner"]
+    multiprocessing.set_forkserver_preload(loaded)
     sys.exit(main())

@@ -38,9 +38,6 @@ _START, _GRACE = 90.0, 5.0
 
 # A forked process cannot use CUDA if its parent has: importing these does not.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    ["torch", "torch._dynamo", "numpy", "decent_dp.ddp", "decent_dp.optim", "benchmarks.gpu.runner"]
-)
 _LAUNCHES = count()
 
 # The description of the device without a GPU.
