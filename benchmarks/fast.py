@@ -5,7 +5,7 @@
 
 Nodes are network namespaces (``lab.py``), with one worker each (``fast_worker.py``). All contenders move 100 MB of float32
 values per worker and direction, in rotating order within one process per worker, over TCP with the same congestion control.
-Figures are medians over the turns; ratios are to gloo's pair in the same turn. Writes ``fast.json`` and ``fast.md``.
+Figures are medians over the turns; ratios are to gloo's pair in the same turn. Writes ``fast.json``, its tables and its plot.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.lab import Lab, LabError, missing, shape
 from benchmarks.report import machine
 from benchmarks.setups import Setup
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "fast.json"
@@ -150,6 +153,40 @@ def make_tables(result: Mapping[str, Any]) -> str:
     return "\n".join(f"{setup['words']}:\n\n{make_table(setup['lines'])}" for setup in result["setups"])
 
 
+# The contenders of the plot, with their styles.
+DRAWN = {
+    "gloo pair": (0, "--"),
+    "pair float32": (1, "-"),
+    "pair float32, 'auto'": (1, ":"),
+    "pair bfloat16": (2, "-"),
+    "pair int8": (3, "-"),
+    "DDP step": (4, "--"),
+}
+
+
+def draw(result: Mapping[str, Any], path: Path) -> Figure:
+    """The throughput of each contender over each link, a panel for each number of nodes."""
+    from decent_dp.plots import COLOURS, new_figure, written
+
+    figure = new_figure(10.4, 4.0)
+    numbers = sorted({Setup.parse(setup["setup"]).nodes for setup in result["setups"]})
+    for axes, nodes in zip(figure.subplots(1, len(numbers), squeeze=False)[0], numbers, strict=True):
+        setups = [(Setup.parse(setup["setup"]), setup["lines"]) for setup in result["setups"]]
+        setups = sorted((one for one in setups if one[0].nodes == nodes), key=lambda one: one[0].rate or 1e9)
+        for name, (colour, dashes) in DRAWN.items():
+            # The name of an automatic one ends with the way that it has found.
+            of_links = [[line for line in lines if line["contender"].partition(" (")[0] == name] for _, lines in setups]
+            values = [line[0]["mb_per_s"] for line in of_links if line]
+            axes.plot(range(len(values)), values, color=COLOURS[colour], linestyle=dashes, marker="o", markersize=4, label=name)
+        labels = ["no limit" if setup.rate is None else f"{setup.rate / 1e3:g} Gbit/s" for setup, _ in setups]
+        axes.set_xticks(range(len(labels)), labels)
+        axes.set_yscale("log")
+        axes.set_title(f"MB/s per worker and direction, {nodes} nodes", loc="left", fontsize=10)
+        axes.grid(True, color="0.9", linewidth=0.6)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(DRAWN), frameon=False)
+    return written(figure, path)
+
+
 def _words(setup: Setup) -> str:
     limit = "no limit" if setup.rate is None else f"{setup.rate / 1e3:g} Gbit/s per link"
     return f"{setup.nodes} nodes, {limit}"
@@ -170,12 +207,13 @@ def measure(name: str) -> dict[str, Any]:
 
 
 def write(found: Mapping[str, Mapping[str, Any]], passes: Mapping[str, float]) -> None:
-    """Writes both files, with the set-ups in their order."""
+    """Writes all files, with the set-ups in their order."""
     head = {"machine": machine(), "megabytes": MEGABYTES, "congestion_control": CONGESTION_CONTROL, "passes": passes}
     order = [*SETUPS, *found]
     result = {**head, "setups": sorted(found.values(), key=lambda setup: order.index(setup["setup"]))}
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
     RESULT.with_suffix(".md").write_text(make_markdown(result))
+    draw(result, RESULT.with_suffix(".png"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -690,6 +690,7 @@ def test_the_page_shows_the_results_of_fast_links():
     result = json.loads((folder / "fast.json").read_text(encoding="utf-8"))
     assert [setup["setup"] for setup in result["setups"]] == fast.SETUPS
     assert (folder / "fast.md").read_text(encoding="utf-8") == fast.make_markdown(result)
+    assert (folder / "fast.png").is_file()
     page = ROOT / "docs" / "fast-networks.md"
     assert between(page, "passes") == fast.make_passes(result["passes"]).strip()
     assert between(page, "fast") == fast.make_tables(result).strip()
