@@ -30,7 +30,7 @@ from decent_dp.transport import (
     run_replicas,
 )
 from decent_dp.transport.base import DeferredHandle
-from decent_dp.transport.faster import _COMPARED, _SLOW, Comparison, compare
+from decent_dp.transport.faster import _COMPARED, _PROBE, _SLOW, Comparison, compare
 from tests.helpers import came, request
 from tests.test_transport import caught, swap, whole_contract
 from tests.workers import shorten
@@ -41,8 +41,8 @@ class OverGloo(ProcessGroupTransport):
 
     def choose(self, edge: Edge, request: ExchangeRequest) -> Any:
         ranks = tuple(sorted(edge.ranks))
-        if ranks not in self._over_gloo and process_group._is_plain(type(request.compression), len(ranks) > 2):
-            self._over_gloo[ranks] = self._make_gloo(ranks)
+        if process_group._is_plain(type(request.compression), len(ranks) > 2):
+            self._over_gloo.add(ranks)
         return super().choose(edge, request)
 
 
@@ -190,15 +190,15 @@ def test_messages_hold_the_values_of_the_start(workers):
 
 
 class Way:
-    """Exchanges that take some seconds per value, and count."""
+    """Exchanges that take some seconds for the largest message, less for others, and count."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.sizes = seconds, []
 
     def __call__(self, edge: Edge, request: ExchangeRequest) -> Handle:
         [tensor] = request.compression.tensors
-        self.sizes.append(tensor.numel)
-        return DeferredHandle(lambda: time.sleep(self.seconds * tensor.numel / _COMPARED))
+        self.sizes.append(4 * tensor.numel)
+        return DeferredHandle(lambda: time.sleep(self.seconds * self.sizes[-1] / _COMPARED))
 
 
 def make(numel: int) -> Compression:
@@ -248,6 +248,15 @@ def test_groups_are_measured_on_slow_links_with_smaller_messages(monkeypatch):
         assert comparison.gloo_is_faster
         assert max(gloo) < _COMPARED
         assert "MiB in" in str(comparison)
+
+
+@pytest.mark.parametrize("group", [False, True])
+def test_one_message_is_enough_on_a_very_slow_link(monkeypatch, group):
+    monkeypatch.setattr(faster, "_TOO_SLOW", 0.01)
+    for comparison, own, gloo in measure(0.5, 0.0, lambda rank: [Edge([0, 1, 2], 1 / 3)], group=group):
+        assert not comparison.gloo_is_faster
+        assert own == [_PROBE]
+        assert gloo == []
 
 
 def test_edges_that_nobody_has_are_not_measured():
@@ -337,6 +346,7 @@ def test_auto_measures_and_says_what_it_has_found(workers):
 
 
 def chosen(rank: int, n: int, gloo: float, compression: str | None = None, dtype: torch.dtype = torch.float32) -> Any:
+    """The edges that gloo carries, the communicators, the last sentence, and what was compared. Float64 values are frozen."""
     compared = []
 
     def note(*arguments: Any, group: bool) -> Comparison:
@@ -346,31 +356,44 @@ def chosen(rank: int, n: int, gloo: float, compression: str | None = None, dtype
 
     process_group.compare = note
     model = nn.Linear(3, 2, dtype=dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.register_module("frozen", nn.Linear(9, 9, dtype=torch.float64).requires_grad_(False))
+    optimizer = torch.optim.SGD([model.weight, model.bias], lr=0.1)
     replica = decent_dp.gossip(model, optimizer, topology="one-peer-exp", compression=compression, transport="auto")
     assert all(f", {way}" in repr(replica) for way in replica.everyone.ways)
     model(torch.ones(1, 3, dtype=dtype)).sum().backward()
     optimizer.step()
     replica.flush()
-    return sorted(replica.everyone._over_gloo), replica.everyone.ways[-1], compared
+    transport = replica.everyone
+    return sorted(transport._over_gloo), sorted(transport._communicators), transport.ways[-1], compared
 
 
 def test_exchanges_go_where_they_are_faster(workers):
     for compression in (None, "bfloat16"):
-        assert [found[0] for found in workers(2, chosen, 0.5, compression)] == [[(0, 1)]] * 2
+        assert [found[:2] for found in workers(2, chosen, 0.5, compression)] == [([(0, 1)], ["all", "gloo/(0, 1)"])] * 2
     for gloo in (0.97, 2.0):  # a tie is for the own connections
-        assert [found[0] for found in workers(2, chosen, gloo)] == [[]] * 2
+        assert [found[:2] for found in workers(2, chosen, gloo)] == [([], ["all"])] * 2
     for compression in ("int8", "low-rank:2"):  # which nothing else carries
-        for over_gloo, way, compared in workers(2, chosen, 0.5, compression):
+        for over_gloo, _, way, compared in workers(2, chosen, 0.5, compression):
             assert (over_gloo, compared) == ([], [])
             assert way == f"'auto' changes nothing for {compression} messages"
 
 
 def test_what_is_compared_is_what_will_be_exchanged(workers):
     for compression, dtype, kind in ((None, torch.float16, "Lossless"), ("bfloat16", torch.float32, "BFloat16")):
-        for _, _, compared in workers(2, chosen, 0.5, compression, dtype):
+        for *_, compared in workers(2, chosen, 0.5, compression, dtype):
             assert set(compared) >= {(kind, dtype, False)}
             assert all(of == dtype for _, of, _ in compared)
+
+
+def groups_in_bfloat16(rank: int, n: int) -> str:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return repr(decent_dp.gossip(model, optimizer, topology="complete", compression="bfloat16", transport="auto"))
+
+
+def test_it_says_that_there_is_nothing_to_choose(workers):
+    for text in workers(3, groups_in_bfloat16):
+        assert text.endswith(", 'auto' changes nothing for this topology)")
 
 
 def wrong_arguments(rank: int, n: int) -> list[str]:
@@ -393,9 +416,9 @@ def wrong_arguments(rank: int, n: int) -> list[str]:
 
 def test_wrong_arguments_are_refused_on_all_workers(workers):
     for unknown, number, on_one, with_faults, unequal in workers(2, wrong_arguments):
-        assert unknown == "ValueError: transport must be 'auto', got 'fastest'."
+        assert unknown == "ValueError: transport must be None, 'auto' or a Transport, got 'fastest'"
         assert number == "TypeError: transport must be None, 'auto' or a Transport, got 3"
-        assert on_one == "ValueError: worker 1: transport must be 'auto', got 'fastest'."
+        assert on_one == "ValueError: worker 1: transport must be None, 'auto' or a Transport, got 'fastest'"
         assert with_faults.startswith("ValueError: transport='auto' may choose calls of the process group")
         assert "transport" in unequal
         assert "'auto'" in unequal

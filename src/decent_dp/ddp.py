@@ -54,8 +54,8 @@ _log = logging.getLogger(__name__)
 @functools.cache
 def _warn_once_of_complete() -> None:
     _log.warning(
-        "topology='complete' exchanges with all workers in every update, which on slow links takes about as long as PyTorch "
-        "DDP: pass topology='base-2' or another topology of pairs there."
+        "topology='complete' exchanges with all workers in every update, and sends as many bytes as PyTorch DDP. On slow "
+        "links pass topology='base-2' or another topology of pairs."
     )
 
 

@@ -166,10 +166,11 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
 
 def _choose_ways(peers: Transport, agreed: Agreement, model: nn.Module) -> None:
     """For the dtype of most values, along the edges of the first rounds."""
+    trained = [param for param in model.parameters() if param.requires_grad]
     counts: Counter[torch.dtype] = Counter()
-    for param in model.parameters():
+    for param in trained:
         counts[param.dtype] += param.numel()
-    on_cpu = all(param.device.type == "cpu" for param in model.parameters())
+    on_cpu = all(param.device.type == "cpu" for param in trained)
     topology = agreed.topology
     edges = topology._edges_ahead(_PREPARED_ROUNDS) or [topology.get_edge(t) for t in range(_PREPARED_ROUNDS)]
     dtype = counts.most_common(1)[0][0] if on_cpu and counts else None

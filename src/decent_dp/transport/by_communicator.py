@@ -85,6 +85,7 @@ class GlooPairs(Exchanges):
 
     def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
         ranks, exchange_id = tuple(sorted(edge.ranks)), request.exchange_id
+        explain = self._explain  # of its own: what waits, or fails, must not keep the communicator
         place = 1 - ranks.index(self._rank)
         peer = ranks[place]
         tag = exchange_id.round % _ROUNDS * _BUCKETS + exchange_id.bucket % _BUCKETS
@@ -93,11 +94,11 @@ class GlooPairs(Exchanges):
             received = self._communicator.recv([request.received], place, tag)
             sent = self._communicator.send([request.sent], place, tag)
         except RuntimeError as error:
-            raise self._explain(error, [peer], exchange_id) from error
+            raise explain(error, [peer], exchange_id) from error
 
         def finish() -> None:
             for work in (received, sent):
-                _wait(work, self._explain, [peer], exchange_id)
+                _wait(work, explain, [peer], exchange_id)
 
         return DeferredHandle(finish, self.bytes_sent(edge, request))
 
@@ -114,7 +115,7 @@ class AllReduceGroups(Exchanges):
         return 2 * (m - 1) * (compression.nbytes // compression.dtype.itemsize) * compression.compute.itemsize // m
 
     def start(self, edge: Edge, request: ExchangeRequest) -> Handle:
-        others = sorted(set(edge.ranks) - {self._rank})
+        others, explain = sorted(set(edge.ranks) - {self._rank}), self._explain
         _encode(request)
         dtype, compute = request.compression.dtype, request.compression.compute
         received = request.received.view(dtype)
@@ -129,11 +130,11 @@ class AllReduceGroups(Exchanges):
             work = self._communicator.allreduce([total])
             of_flag = self._communicator.allreduce([agreed], largest)
         except RuntimeError as error:
-            raise self._explain(error, others, request.exchange_id) from error
+            raise explain(error, others, request.exchange_id) from error
 
         def finish() -> tuple[int, int] | None:
-            _wait(work, self._explain, others, request.exchange_id)
-            _wait(of_flag, self._explain, others, request.exchange_id)
+            _wait(work, explain, others, request.exchange_id)
+            _wait(of_flag, explain, others, request.exchange_id)
             if identity is not None:
                 _check(agreed[len(flag) :], identity, request)
             total.div_(len(edge.ranks))

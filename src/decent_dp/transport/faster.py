@@ -19,8 +19,8 @@ __all__ = ["Comparison", "compare"]
 
 Start: TypeAlias = Callable[[Edge, ExchangeRequest], Handle]
 
-# Values of a message: of the first ones, and at most of those that are compared.
-_PROBE, _COMPARED = 2**18, 2**22
+# Bytes of the first messages, and the most of those that are compared.
+_PROBE, _COMPARED = 2**20, 2**24
 # Seconds that a first one takes over a link of 0.4 Gbit/s: pairs keep slower ones full over the own connections. And those
 # above which the comparison would take minutes.
 _SLOW, _TOO_SLOW = 0.02, 1.0
@@ -79,12 +79,14 @@ def compare(
     edge = edges[chosen]
     rounds = itertools.count(-8 * _TURNS)  # before the first one of the run
 
-    def timed(start: Start, numel: int) -> float:
+    value = (make(2048).nbytes - make(1024).nbytes) / 1024  # the bytes of one
+
+    def timed(start: Start, nbytes: float) -> float:
         round_ = next(rounds)
         if edge is None:
             return 0.0
-        compression = make(numel)
-        values = torch.zeros(numel, dtype=compression.dtype, device="cpu")
+        compression = make(int(nbytes / value))
+        values = torch.zeros(int(nbytes / value), dtype=compression.dtype, device="cpu")
         sent, received = (torch.zeros(compression.nbytes, dtype=torch.uint8, device="cpu") for _ in range(2))
         request = ExchangeRequest(compression, [values], sent, received, b"", rank, ExchangeId(round_, 0))
         compression.begin(tuple(sorted(edge.ranks)), rank, round_)
@@ -95,14 +97,14 @@ def compare(
     def slowest(turns: int) -> float:
         return float(max(control.gather(min(timed(own, _PROBE) for _ in range(turns)))))
 
-    nbytes, limit = make(1).dtype.itemsize, _TOO_SLOW if group else _SLOW
+    limit = _TOO_SLOW if group else _SLOW
     # The first exchange of each way connects, and on a very slow link one is enough.
     first = slowest(1)
     probe = first if first > 2 * _TOO_SLOW else slowest(_TURNS)
     if probe > limit:
-        return Comparison(nbytes * _PROBE, probe, math.nan)
+        return Comparison(_PROBE, probe, math.nan)
     timed(gloo, _PROBE)
-    numel = int(min(_COMPARED, _PROBE * max(1.0, _LONGEST / probe)))
-    times = [[timed(start, numel) for start in (own, gloo)] for _ in range(_TURNS)]
+    nbytes = int(min(_COMPARED, _PROBE * max(1.0, _LONGEST / probe)))
+    times = [[timed(start, nbytes) for start in (own, gloo)] for _ in range(_TURNS)]
     found = control.gather([min(column) for column in zip(*times, strict=True)])
-    return Comparison(nbytes * numel, *(sum(column) / counts[chosen] for column in zip(*found, strict=True)))
+    return Comparison(nbytes, *(sum(column) / counts[chosen] for column in zip(*found, strict=True)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import logging
@@ -16,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from decent_dp._checks import check_choice
 from decent_dp.compression import Compression, FlatTensor, Lossless
 from decent_dp.faults import Tolerate, default_dead_after, most_workers
 from decent_dp.topo import Edge
@@ -51,11 +49,9 @@ def open_transport(given: object, process_group: dist.ProcessGroup | None, fault
 
 def check_transport(given: object) -> None:
     """Raises TypeError or ValueError if the argument ``transport`` is not None, a transport or the name of a choice."""
-    if given is None or isinstance(given, Transport):
-        return
-    if not isinstance(given, str):
-        raise TypeError(f"transport must be None, 'auto' or a Transport, got {given!r}")
-    check_choice("transport", given, ["auto"])
+    if not (given is None or given == "auto" or isinstance(given, Transport)):
+        error = ValueError if isinstance(given, str) else TypeError
+        raise error(f"transport must be None, 'auto' or a Transport, got {given!r}")
 
 
 def connect(
@@ -94,7 +90,7 @@ class ProcessGroupTransport(Transport):
         process_group: whose workers, backend and timeout; None for the default group. All its workers call this together.
         timeout: of exchanges, in seconds; None: the process group's. The collectives keep the process group's.
         most_workers: ``max_workers`` of ``Tolerate``.
-        auto: ``choose_ways`` measures whether gloo is faster than our connections, and exchanges on CPUs use what is.
+        auto: exchanges on CPUs use gloo where ``choose_ways`` finds it faster than our connections.
     """
 
     def __init__(
@@ -121,8 +117,8 @@ class ProcessGroupTransport(Transport):
         self._notes = Notes(shared.store, shared.rank)
         self._waiter = Waiter("decent_dp-staging")
         self._communicators: dict[str, Communicator] = {}
-        # The edges whose exchanges gloo carries, by their ranks.
-        self._over_gloo: dict[tuple[int, ...], Exchanges] = {}
+        # The ranks of the edges whose exchanges gloo carries.
+        self._over_gloo: set[tuple[int, ...]] = set()
         self._controls: dict[str, Control] = {}
         self._faults: Tolerate | None = None
         self._has_failed = False
@@ -199,7 +195,6 @@ class ProcessGroupTransport(Transport):
         self._reactor.close(says_bye=not self._has_failed)
         self._notes.close()
         self._communicators.clear()
-        self._over_gloo.clear()
         self._controls.clear()  # the last references to the communicators
 
     def among(self, ranks: Sequence[int]) -> Transport:
@@ -217,8 +212,8 @@ class ProcessGroupTransport(Transport):
         if _is_plain(type(request.compression), group) and self._faults is None:
             if request.sent.is_cuda and self._rendezvous.nccl:
                 return self._nccl_groups(ranks) if group else self._nccl_pairs()
-            if request.sent.device.type == "cpu":
-                return self._over_gloo.get(ranks, self._tcp)
+            if request.sent.device.type == "cpu" and ranks in self._over_gloo:
+                return self._gloo_exchanges(ranks)
         return self._tcp
 
     def choose_ways(self, edges: list[Edge], compression: type[Compression], dtype: torch.dtype | None) -> None:
@@ -233,9 +228,9 @@ class ProcessGroupTransport(Transport):
 
         for group, apart in itertools.product(sizes, (False, True)):
             self._choose_way(edges, group, apart, make)
-        if not sizes:
-            carried = f"{compression.name} messages" if on_cpu else "tensors of GPUs"
-            self.ways.append(f"'auto' changes nothing for {carried}")
+        if not self.ways:
+            what = "tensors of GPUs" if not on_cpu else "this topology" if sizes else f"{compression.name} messages"
+            self.ways.append(f"'auto' changes nothing for {what}")
         if self.rank == 0:
             for way in self.ways:
                 _log.info("exchanges: %s", way)
@@ -247,18 +242,20 @@ class ProcessGroupTransport(Transport):
         of_kind = [
             edge if kind == (group, apart) and len(edge.ranks) > 1 else None for edge, kind in zip(edges, kinds, strict=True)
         ]
-        over_gloo = functools.cache(self._make_gloo)
 
         def start_over_gloo(edge: Edge, request: ExchangeRequest) -> Handle:
-            return over_gloo(_members(edge)).start(edge, request)
+            return self._gloo_exchanges(_members(edge)).start(edge, request)
 
         found = compare(self.control, self.rank, of_kind, self._tcp.start, start_over_gloo, make, group=group)
         if found is None:
             return
         self.ways.append(f"{'groups' if group else 'pairs'} {'between nodes' if apart else 'in a node'} over {found}")
-        if found.gloo_is_faster:  # all are made now: a worker that dies before its first exchange would be waited for
-            members = {_members(edge) for edge in of_kind if edge is not None}
-            self._over_gloo |= {ranks: over_gloo(ranks) for ranks in sorted(members)}
+        for ranks in sorted({_members(edge) for edge in of_kind if edge is not None}):
+            if found.gloo_is_faster:
+                self._gloo_exchanges(ranks)  # connects: a worker that dies before its first exchange would be waited for
+                self._over_gloo.add(ranks)
+            else:
+                self._communicators.pop(_gloo_name(ranks), None)
 
     def send_hint(self, edge: Edge, exchange_id: ExchangeId, text: bytes) -> None:
         self._tcp.send_hint(edge, exchange_id, text)
@@ -275,8 +272,8 @@ class ProcessGroupTransport(Transport):
         communicator = self._get_or_make(f"nccl/{ranks}", ranks, self._rendezvous, Rendezvous.nccl_communicator)
         return AllReduceGroups(communicator, self.rank, self._explain)
 
-    def _make_gloo(self, ranks: tuple[int, ...]) -> Exchanges:
-        communicator = self._make(f"gloo/{ranks}", ranks, self._rendezvous, Rendezvous.gloo)
+    def _gloo_exchanges(self, ranks: tuple[int, ...]) -> Exchanges:
+        communicator = self._get_or_make(_gloo_name(ranks), ranks, self._rendezvous, Rendezvous.gloo)
         kind = AllReduceGroups if len(ranks) > 2 else GlooPairs
         return BesideTraining(kind(communicator, self.rank, self._explain), self._starter)
 
@@ -288,21 +285,12 @@ class ProcessGroupTransport(Transport):
         make: Callable[[Rendezvous, str, Sequence[int]], Communicator],
     ) -> Communicator:
         if name not in self._communicators:
-            self._communicators[name] = self._make(name, ranks, rendezvous, make)
+            try:
+                self._communicators[name] = make(rendezvous, name, ranks)
+            except RuntimeError as error:
+                others = [rank for rank in ranks if rank != self.rank]
+                raise peer_error(error, others, "a communicator", self._notes, rendezvous.timeout) from error
         return self._communicators[name]
-
-    def _make(
-        self,
-        name: str,
-        ranks: Sequence[int],
-        rendezvous: Rendezvous,
-        make: Callable[[Rendezvous, str, Sequence[int]], Communicator],
-    ) -> Communicator:
-        try:
-            return make(rendezvous, name, ranks)
-        except RuntimeError as error:
-            others = [rank for rank in ranks if rank != self.rank]
-            raise peer_error(error, others, "a communicator", self._notes, rendezvous.timeout) from error
 
     def _explain(self, error: Exception, ranks: list[int], exchange_id: ExchangeId) -> RuntimeError:
         return peer_error(error, ranks, str(exchange_id), self._notes, self._rendezvous.timeout)
@@ -329,6 +317,10 @@ def _is_plain(compression: type[Compression], group: bool) -> bool:
 
 def _members(edge: Edge) -> tuple[int, ...]:
     return tuple(sorted(edge.ranks))
+
+
+def _gloo_name(ranks: tuple[int, ...]) -> str:
+    return f"gloo/{ranks}"
 
 
 class _GlooControl(Control):
