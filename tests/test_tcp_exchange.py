@@ -78,9 +78,10 @@ def test_a_timeout_is_waited_for_once_and_not_per_bucket(workers, n):
     for rank, (found, seconds) in enumerate(workers(n, silent_for_all_buckets)[:-1]):
         assert 1.9 < seconds < 15  # eight timeouts, if each bucket waited
         for bucket, message in enumerate(found):
-            # Worker 0 is the root of a group of one piece and knows who is missing; the leaves know that it is not the root.
-            others = [r for r in range(1, n) if r != rank]
-            who = f"worker {n - 1}" if rank == 0 or others == [n - 1] else f"one of the workers {others}"
+            # Buckets of one piece take turns at their root, which knows who is missing; the leaves know whether it is the root.
+            root = bucket % n
+            others = [n - 1] if root in (rank, n - 1) else [r for r in range(n) if r not in (rank, root)]
+            who = f"worker {n - 1}" if others == [n - 1] else f"one of the workers {others}"
             assert message.startswith(f"{who} sent nothing for round 2, bucket {bucket}"), (rank, message)
 
 
