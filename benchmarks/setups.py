@@ -7,7 +7,18 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["BLOCKS", "OURS", "PARAMETERS", "PUBLISHED", "WIDTH", "WIRE_BYTES", "Contender", "Setup", "choose_contenders"]
+__all__ = [
+    "BLOCKS",
+    "GOSSIP",
+    "OURS",
+    "PARAMETERS",
+    "PUBLISHED",
+    "WIDTH",
+    "WIRE_BYTES",
+    "Contender",
+    "Setup",
+    "choose_contenders",
+]
 
 BLOCKS, WIDTH, HIDDEN = 8, 256, 1024
 # A block: LayerNorm (scale, bias), Linear to HIDDEN and Linear back.
@@ -72,8 +83,9 @@ class Setup:
         return f"{workers}, {link}, {'real compute' if self.real else 'emulated accelerator'}"
 
 
-# Kinds of contenders with this library.
-OURS = ("ours", "gossip", "tolerant", "auto")
+# Kinds of contenders with this library: those of gossip(), and the wrapper, too.
+GOSSIP = ("gossip", "tolerant", "auto")
+OURS = ("ours", *GOSSIP)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.setups import BLOCKS, FORWARD_MS, HIDDEN, OURS, WIDTH, Contender, Setup
+from benchmarks.setups import BLOCKS, FORWARD_MS, GOSSIP, HIDDEN, WIDTH, Contender, Setup
 
 
 class Accelerator(torch.autograd.Function):
@@ -85,7 +85,7 @@ def make_training(contender: Contender, wrapper: Any, setup: Setup, rank: int) -
 
         return Training(plain_step, lambda: None)
 
-    if contender.kind in OURS[1:]:
+    if contender.kind in GOSSIP:
         optimizer = _adamw(model.parameters())
         compression = None if contender.wire == "float32" else contender.wire
         mixing = wrapper(model, optimizer, topology=contender.topology, compression=compression)
