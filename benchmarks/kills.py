@@ -2,7 +2,7 @@
 
 Eight processes of this machine train small replicas with ``faults=Tolerate()``, base-2, and steps of 10 ms. At random times,
 one per second on average, one of them gets SIGKILL, whatever it does: a step, an exchange, a call of all workers, its own
-start. A new process takes its place half a second later. All average every 20 steps. What is checked:
+start. A new process takes its place half a second later. All average every 20 rounds. What is checked:
 
 - no hang: each worker makes steps, or becomes a member, within 30 seconds;
 - no error: no worker ends that was not killed;
@@ -140,8 +140,7 @@ def work(rank: int, folder: str, port: int, joins: bool, dead_after: float, driv
             if own[MEMBERS] == 0 and replica.roster.seat >= 0 and joins:
                 note(joined=time.monotonic() - began)
             own[MEMBERS] = len(replica.roster.members) if replica.roster.seat >= 0 else 0
-            # All come to the same calls, as their numbers of updates are about equal.
-            if replica.stats().updates % CALLS == 0:
+            if replica.due(CALLS):
                 with replica.averaged():
                     control = replica.everyone.control  # a process that joins gets another one with its first step
                     said = {"ranks": list(control.ranks), "mean": read().tolist(), "order": order, "longest": longest}

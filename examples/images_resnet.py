@@ -93,7 +93,7 @@ def main() -> None:
                 optimizer.step()
                 scheduler.step()
                 at["step"], at["loss"] = step, at["loss"] + loss.detach() / len(loader)
-                if stop and ((due := stop.due) or step % 50 == 0):
+                if stop and ((due := stop.due) or replica.due(50)):
                     saving = save(replica, options.checkpoint, {**at, "scheduler": scheduler.state_dict()}, wait=due)
                     if due:
                         raise SystemExit(saving.error)  # None is exit code 0

@@ -42,7 +42,7 @@ def loss_of(params: list[torch.Tensor], dataset: Points) -> float:
 def collectives(rank: int, n: int, folder: Path) -> Any:
     """Worker 0 dies in a save."""
     *_, replica = make(rank)
-    living = Living(rank, replica.everyone.control)
+    living = Living(rank, replica)
     value = {"path": Path("a"), "x": torch.tensor([float(rank)]), "many": ("text", rank, None)}
     assert [one["many"][1] for one in living.gather(value)] == list(range(n))
     assert living.gather(value)[1] == {**value, "x": torch.tensor([1.0]), "many": ("text", 1, None)}

@@ -244,8 +244,8 @@ def test_a_frozen_worker_is_left_out_and_told_when_it_wakes(make):
     assert "took worker 2 for gone" in str(late)
 
 
-def test_a_worker_that_was_late_is_the_one_that_is_wrong_also_later(make):
-    """It has made a call together with the others since then, by chance of the same name."""
+def test_a_worker_that_was_late_waits_for_the_next_call_of_the_same_name(make):
+    """Also if it has made a call together with the others since then, by chance of the same name."""
     company = make(4, ring(4))
 
     def work(rank: int, control: SurvivorControl) -> Any:
@@ -254,15 +254,38 @@ def test_a_worker_that_was_late_is_the_one_that_is_wrong_also_later(make):
         if rank == 2:
             control.enter(control.calls, first=-1)  # as one that has missed calls
         control.begin("second")
-        both = control.gather(rank)
-        control.begin("averaged" if rank == 2 else "save")
-        return both, control.gather(rank)
+        found = [control.gather(rank)]
+        for call in ("averaged", "third") if rank == 2 else ("save", "flush", "averaged", "third"):
+            control.begin(call)
+            found.append(control.gather(rank))
+        return found
+
+    results, some = company.run(work), [0, 1, 3]
+    assert results.pop(2) == [[0, 1, 2, 3]] * 3
+    assert results == {rank: [[0, 1, 2, 3], some, some, [0, 1, 2, 3], [0, 1, 2, 3]] for rank in some}
+
+
+def test_a_worker_that_was_late_ends_if_the_others_never_make_its_call(make):
+    company = make(3, ring(3), timeout=1.0)
+
+    def work(rank: int, control: SurvivorControl) -> Any:
+        if rank == 2:
+            control.enter(control.calls, first=-1)
+            control._leave = lambda: company.kill(2)
+            control.begin("averaged")
+            return control.gather(rank)
+        for _ in range(40):
+            control.begin("save")
+            found = control.gather(rank)
+            time.sleep(0.05)
+        return found
 
     results = company.run(work)
     late = results.pop(2)
     assert isinstance(late, OutOfStepError)
-    assert "worker 2 has come to a gather of averaged()" in str(late)
-    assert results == {rank: ([0, 1, 2, 3], [0, 1, 3]) for rank in (0, 1, 3)}
+    assert "worker 2 has missed calls of the others, and waits for their next averaged()" in str(late)
+    assert "other ones for 1 s, such as a gather of save()" in str(late)
+    assert results == {0: [0, 1], 1: [0, 1]}
 
 
 def test_a_short_freeze_costs_time_only(make):

@@ -35,7 +35,15 @@ from decent_dp.replica.replica import Replica
 from decent_dp.replica.settings import Settings, workers_per_node
 from decent_dp.replica.shards import describe_mesh, fsdp_modules, local, reshard
 from decent_dp.replica.shutdown import closed_on_error
-from decent_dp.replica.snapshot import ENGINE_ENTRIES, check_engine_state, check_scaler_state, copied, first_loss_scale, restore
+from decent_dp.replica.snapshot import (
+    ENGINE_ENTRIES,
+    check_engine_state,
+    check_scaler_state,
+    copied,
+    engine_entries,
+    first_loss_scale,
+    restore,
+)
 from decent_dp.replica.statistics import Statistics, sharing_class, tell_replicas
 from decent_dp.rules import Rule
 from decent_dp.rules.base import check_rule
@@ -358,7 +366,7 @@ class Gossip(Replica):
         self.reach_step_boundary("state_dict")
         if self.mean.backup is not None:
             raise RuntimeError("state_dict() was called inside averaged(), where the model has other values: call it after it.")
-        found: dict[str, Any] = copied({**self.engine_entries(), **self._progress()})
+        found: dict[str, Any] = copied({**engine_entries(self), **self._progress()})
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

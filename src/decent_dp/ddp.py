@@ -356,6 +356,16 @@ class DecentralizedDataParallel(nn.Module):
         with self.replica.averaged():
             yield
 
+    def due(self, every: int) -> bool:
+        """Whether it is time for a call of all workers: once in ``every`` updates, in the same rounds on all workers.
+
+        Ask after a backward, on every worker. See ``Gossip.due``.
+
+        Raises:
+            ValueError, TypeError: it is no whole number, or less than 1.
+        """
+        return self.replica.due(every)
+
     @property
     def roster(self) -> Roster:
         """Who takes part, and who is left out."""

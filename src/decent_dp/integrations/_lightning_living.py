@@ -31,6 +31,8 @@ class LivingCollectives:
 
     # Of the replica that was last in training, if it tolerates deaths.
     _last_control: Control | None = None
+    # The collectives of a replica, by which they are numbered.
+    _of_replica: tuple[Gossip, Living] | None = None
 
     def current_replica(self) -> Gossip | None:
         """The replica over whose connections the workers speak; None if none is in training."""
@@ -45,7 +47,11 @@ class LivingCollectives:
         control = self._last_control
         if control is None or (replica is None and len(control.ranks) == strategy.world_size):
             return None
-        return Living(strategy.global_rank, None if replica is None else control, control.ranks)
+        if replica is None:
+            return Living(strategy.global_rank, None, control.ranks)
+        if self._of_replica is None or self._of_replica[0] is not replica:
+            self._of_replica = replica, Living(strategy.global_rank, replica)
+        return self._of_replica[1]
 
     @property
     def has_lost_workers(self) -> bool:

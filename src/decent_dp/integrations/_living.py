@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from decent_dp.checkpoint import Saving
 from decent_dp.errors import CheckpointError
 from decent_dp.replica.replica import Replica
-from decent_dp.transport import Control
 
 __all__ = ["Living", "save_again", "tolerates"]
 
@@ -36,15 +35,20 @@ _DATA: list[Any] = [pathlib.PosixPath, pathlib.WindowsPath, pathlib.PurePosixPat
 class Living:
     """Collectives of the living workers, called by all of them in the same order.
 
+    Each one has a name, and a number within its step, so that a worker that has missed some takes part in no other ones.
+
     Args:
         rank: this worker's.
-        control: of all workers; None after the training, when each worker is on its own.
-        ranks: of the living workers, if there is no ``control``.
+        replica: whose workers speak; None after the training, when each worker is on its own.
+        ranks: of the living workers, if there is no ``replica``.
     """
 
-    def __init__(self, rank: int, control: Control | None, ranks: Sequence[int] = ()) -> None:
-        self._rank, self._control = rank, control
+    def __init__(self, rank: int, replica: Replica | None, ranks: Sequence[int] = ()) -> None:
+        self._rank, self._replica = rank, replica
+        self._control = None if replica is None else replica.everyone.control
         self._ranks = ranks
+        # The rounds made at the last collective, and its number since the round before.
+        self._made = self._number = -1
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -64,19 +68,26 @@ class Living:
     def barrier(self) -> None:
         """Waits until all have come."""
         if self._control is not None:
-            self._control.begin("barrier")
+            self._begin("barrier")
             self._control.gather(None)
 
-    def gather(self, value: Any) -> list[Any]:
-        """The values of all, in the order of ``ranks``; tensors arrive on the CPU.
+    def gather(self, value: Any, what: str = "gather") -> list[Any]:
+        """The values of all, in the order of ``ranks``; tensors arrive on the CPU. ``what``: names the call.
 
         Raises:
             TypeError: a value holds something else than tensors, numbers, texts, paths, and lists, tuples and dicts of them.
         """
         if self._control is None:
             return [value]
-        self._control.begin("gather")
+        self._begin(what)
         return [_decoded(text) for text in self._control.gather(_encoded(value))]
+
+    def _begin(self, what: str) -> None:
+        assert self._replica is not None
+        assert self._control is not None
+        made = self._replica.cadence.made
+        self._made, self._number = made, 1 if made != self._made else self._number + 1
+        self._control.begin(f"{what}-{self._number}")
 
     def broadcast(self, value: Any, source: int) -> Any:
         """The value of the worker ``source``, or of the first one if that is gone. Raises as ``gather``."""
@@ -84,7 +95,7 @@ class Living:
         while True:
             ranks = self.ranks
             chosen = source if source in ranks else ranks[0]
-            found = self.gather(value if self._rank == chosen else None)
+            found = self.gather(value if self._rank == chosen else None, "broadcast")
             if self.is_alone:
                 return value
             if chosen in self.ranks:
@@ -104,7 +115,7 @@ class Living:
         if name not in _REDUCTIONS:
             raise ValueError(f"with faults= there is no reduction {operation!r}: choose one of {sorted(_REDUCTIONS)}")
         with torch.no_grad():
-            return tensor.copy_(_REDUCTIONS[name](torch.stack(self.gather(tensor))))
+            return tensor.copy_(_REDUCTIONS[name](torch.stack(self.gather(tensor, "reduce"))))
 
 
 def tolerates(replica: Replica | None) -> bool:

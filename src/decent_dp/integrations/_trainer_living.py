@@ -9,8 +9,10 @@ from typing import Any
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, concatenate, recursively_apply
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import Trainer
 
+from decent_dp import Gossip
 from decent_dp.integrations._living import Living
 
 __all__ = ["LivingTrainer"]
@@ -22,12 +24,22 @@ class LivingTrainer:
     Both are told that they are not distributed, so that they make no collectives of their own, and which position and number
     of workers they have. What they would have gathered is gathered here.
 
+    A worker that was out for a while continues in the round of the others. Its Trainer counts the rounds that it has left out
+    as steps, without their batches and without the logs, evaluations and saves that the others have made meanwhile.
+
     Args:
-        trainer: whose methods, and those of its accelerator, are replaced until ``restore``.
+        trainer: whose methods, and those of its accelerator, are replaced until ``leave``.
+        replica: in training, in its first round.
     """
 
-    def __init__(self, trainer: Trainer, living: Living) -> None:
-        self._trainer, self._living = trainer, living
+    def __init__(self, trainer: Trainer, replica: Gossip) -> None:
+        self._trainer, self._replica = trainer, replica
+        self._living = living = Living(replica.everyone.rank, replica)
+        # Rounds left out so far, and of them those since the last log, and those whose batches are still to be left out.
+        self._left_out = replica.cadence.left_out(replica.engine.round)
+        self._unlogged = self._to_skip = 0
+        # Whether batches of this epoch were left out, and the step before it.
+        self._skips, self._epoch_began = False, trainer.state.global_step
         self._states: list[Any] = [PartialState(), AcceleratorState()]
         first = self._states[0]
         self._before = first.distributed_type, first.process_index, first.num_processes
@@ -40,10 +52,31 @@ class LivingTrainer:
         self._replace(accelerator, "pad_across_processes", self._pad)
         self._replace(accelerator, "reduce", self._reduce)
         self._replace(accelerator, "wait_for_everyone", self.barrier)
+        self._replace(trainer, "get_batch_samples", self._around_batches(trainer.get_batch_samples))
         self._replace(trainer, "store_flos", self._around_flos(trainer.store_flos))
         self._replace(trainer, "_maybe_log_save_evaluate", self._around_log(trainer._maybe_log_save_evaluate))
         self._objects = {"use_gather_object": trainer.args.eval_use_gather_object}
         trainer.gather_function = functools.partial(accelerator.gather_for_metrics, **self._objects)
+
+    def count_steps(self) -> None:
+        """After a step: the rounds that this worker has left out are steps, too."""
+        trainer, replica = self._trainer, self._replica
+        replica.catch_up()
+        before, self._left_out = self._left_out, replica.cadence.left_out(replica.engine.round)
+        lost = self._left_out - before
+        trainer.state.global_step += lost
+        self._unlogged += lost
+        self._to_skip += lost
+        # The Trainer steps these two after an evaluation.
+        if not isinstance(trainer.lr_scheduler, ReduceLROnPlateau) and type(trainer.lr_scheduler).__name__ != "GreedyLR":
+            for _ in range(lost):
+                trainer.lr_scheduler.step()
+
+    def leaves_out_epoch(self) -> bool:
+        """After an epoch: whether this worker has left out all of it, where the Trainer takes the data for empty."""
+        leaves_out = self._skips and self._trainer.state.global_step == self._epoch_began
+        self._skips, self._epoch_began = False, self._trainer.state.global_step
+        return leaves_out
 
     @property
     def first(self) -> int:
@@ -90,8 +123,8 @@ class LivingTrainer:
         state.is_world_process_zero = self._trainer.is_world_process_zero()
         state.is_local_process_zero |= state.is_world_process_zero
 
-    def _gathered(self, value: Any) -> list[Any]:
-        found = self._living.gather(value)
+    def _gathered(self, value: Any, what: str) -> list[Any]:
+        found = self._living.gather(value, what)
         self._regroup()
         return found
 
@@ -100,13 +133,13 @@ class LivingTrainer:
     def _gather(self, tensor: Any) -> Any:
         values = recursively_apply(lambda t: t[None] if t.ndim == 0 else t, tensor, error_on_other_type=True)
         device = self._trainer.accelerator.device
-        return recursively_apply(lambda t: t.to(device), concatenate(self._gathered(values)))
+        return recursively_apply(lambda t: t.to(device), concatenate(self._gathered(values, "gather")))
 
     def _around_metrics(self, gather_for_metrics: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(gather_for_metrics)
         def wrapped(input_data: Any, use_gather_object: bool = False) -> Any:
             if use_gather_object or not _has_only_tensors(input_data):
-                input_data = [entry for own in self._gathered(input_data) for entry in own]
+                input_data = [entry for own in self._gathered(input_data, "gather_for_metrics") for entry in own]
             return gather_for_metrics(input_data, use_gather_object)
 
         return wrapped
@@ -115,7 +148,7 @@ class LivingTrainer:
         def pad(part: Tensor) -> Tensor:
             if not -part.ndim <= dim < part.ndim:
                 return part
-            lacks = max(self._gathered(part.shape[dim])) - part.shape[dim]
+            lacks = max(self._gathered(part.shape[dim], "pad")) - part.shape[dim]
             widths = [0] * (2 * part.ndim)
             widths[2 * (part.ndim - 1 - dim % part.ndim) + (not pad_first)] = lacks
             return nn.functional.pad(part, widths, value=pad_index)
@@ -133,10 +166,25 @@ class LivingTrainer:
 
     # -- methods of the Trainer ---------------------------------------------------------------------------------------
 
+    def _around_batches(self, get_batch_samples: Callable[..., tuple[list[Any], Any]]) -> Callable[..., tuple[list[Any], Any]]:
+        """Leaves out the batches of the steps that this worker has not made."""
+
+        @functools.wraps(get_batch_samples)
+        def wrapped(epoch_iterator: Any, num_batches: int, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
+            batches, items = get_batch_samples(epoch_iterator, num_batches, *args, **kwargs)
+            # The Trainer counts batches to know the last one of an epoch, whose step may have fewer of them.
+            miscounts = self._skips and num_batches < self._trainer.args.gradient_accumulation_steps
+            if self._to_skip <= 0 and not miscounts:
+                return batches, items
+            self._to_skip, self._skips = self._to_skip - 1, True
+            return [], items
+
+        return wrapped
+
     def _around_flos(self, store_flos: Callable[[], None]) -> Callable[[], None]:
         @functools.wraps(store_flos)
         def wrapped() -> None:
-            self._trainer.current_flos = sum(self._gathered(self._trainer.current_flos))
+            self._trainer.current_flos = sum(self._gathered(self._trainer.current_flos, "store_flos"))
             store_flos()
 
         return wrapped
@@ -147,8 +195,14 @@ class LivingTrainer:
         @functools.wraps(log)
         def wrapped(tr_loss: Tensor, *args: Any, **kwargs: Any) -> None:
             trainer, control = self._trainer, self._trainer.control
-            if control.should_log and trainer.state.global_step > trainer._globalstep_last_logged:
-                self._living.reduce_(tr_loss, "mean")
+            if self._replica.cadence.is_behind(self._replica.engine.round):
+                control.should_log = control.should_evaluate = control.should_save = False
+            steps = trainer.state.global_step - trainer._globalstep_last_logged
+            if control.should_log and steps > 0:
+                # The Trainer divides by the steps, which include those that this worker has not made.
+                self._living.reduce_(tr_loss.div_(max(1, steps - self._unlogged)), "mean")
+                tr_loss.mul_(steps)
+                self._unlogged = 0
             if control.should_log or control.should_evaluate or control.should_save:
                 self.barrier()  # the shares of the data, and the worker that writes, are those of the present workers
             log(tr_loss, *args, **kwargs)

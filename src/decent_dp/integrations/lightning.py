@@ -88,6 +88,8 @@ class GossipStrategy(GossipArguments, LivingCollectives, DDPStrategy):  # type: 
         # The checkpoint file of this resume with its note, and the random states that it had.
         self._resumed: tuple[Any, Any] | None = None
         self._random: dict[str, Any] | None = None
+        # Rounds that were left out before the present step.
+        self._left_out = 0
 
     # -- setup and teardown -------------------------------------------------------------------------------------------
 
@@ -113,7 +115,7 @@ class GossipStrategy(GossipArguments, LivingCollectives, DDPStrategy):  # type: 
                 "one worker has no neighbours, and trains alone: pass Trainer(devices=...), or start more with torchrun"
             )
         self.replica = self.make_replica(self.lightning_module, self.optimizers)
-        self._random = None
+        self._left_out, self._random = 0, None
         self._contexts.enter_context(_Stops(self, trainer, self.replica))
         if tolerates(self.replica):
             self._contexts.enter_context(self.living_metrics(self.lightning_module))
@@ -164,10 +166,62 @@ class GossipStrategy(GossipArguments, LivingCollectives, DDPStrategy):  # type: 
 
     def on_train_start(self) -> None:
         assert self._trainer is not None
+        self._take_lost()  # a checkpoint that was loaded is of a later round
         if self._random is not None and self._trainer.fit_loop.restarted_mid_epoch:
             # The data loader's new iterator has drawn a seed, which the uninterrupted run has drawn at the epoch's start.
             set_random_states(self._random, self.lightning_module)
         self._random = None
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        found = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._training and tolerates(self.replica) and self.lightning_module.automatic_optimization:
+            self._leave_out_batches()
+        return found
+
+    def _leave_out_batches(self) -> None:
+        """After a step: leaves out what belongs to the rounds that this worker has left out, up to the end of the epoch."""
+        trainer, replica = self._trainer, self.replica
+        assert trainer is not None
+        assert replica is not None
+        replica.catch_up()
+        lost = self._take_lost()
+        loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
+        for _ in range(lost):
+            _count_steps(loop, 1)
+            for _ in range(trainer.accumulate_grad_batches):
+                if not fetcher.done:
+                    next(fetcher)
+                    for count in ("ready", "started", "processed", "completed"):
+                        getattr(loop.batch_progress, f"increment_{count}")()
+            loop.update_lr_schedulers("step", update_plateau_schedulers=False)
+        if lost:
+            loop.batch_progress.is_last_batch = fetcher.done
+        if replica.cadence.is_behind(replica.engine.round) and not fetcher.done:
+            loop._skip_next_val = True
+            for callback in trainer.callbacks:
+                if isinstance(callback, ModelCheckpoint):
+                    callback._last_global_step_saved = trainer.global_step + 1  # the one that ends now
+
+    def _take_lost(self) -> int:
+        """The rounds that this worker has left out since the last call."""
+        assert self.replica is not None
+        before, self._left_out = self._left_out, self.replica.cadence.left_out(self.replica.engine.round)
+        return self._left_out - before
+
+    def end_epoch(self) -> None:
+        """Whether to stop, and the number of the epoch, are those of all workers: one that was out may be in an earlier one."""
+        trainer, replica = self._trainer, self.replica
+        assert trainer is not None
+        assert replica is not None
+        progress = trainer.fit_loop.epoch_progress
+        replica.everyone.control.begin("end of the epoch")
+        found = replica.everyone.control.gather([bool(trainer.should_stop), progress.current.processed])
+        trainer.should_stop = any(stops for stops, _ in found)
+        later = max(epoch for _, epoch in found) - progress.current.processed
+        for part in (progress.current, progress.total):
+            for count in ("ready", "started", "processed", "completed"):
+                setattr(part, count, getattr(part, count) + later)
+        _count_steps(trainer.fit_loop.epoch_loop, self._take_lost())  # the next epoch begins with all of its batches
 
     # -- the mean -----------------------------------------------------------------------------------------------------
 
@@ -358,9 +412,8 @@ class _Stops:
         type(loop).on_advance_end(loop, fetcher)
 
     def _on_epoch_end(self) -> None:
-        trainer = self._trainer
-        type(trainer.fit_loop).on_advance_end(trainer.fit_loop)
-        trainer.should_stop = self._strategy.stops_any(trainer.should_stop)
+        type(self._trainer.fit_loop).on_advance_end(self._trainer.fit_loop)
+        self._strategy.end_epoch()
 
     def _agree(self) -> None:
         trainer = self._trainer
@@ -379,6 +432,15 @@ class _Stops:
         elif trainer.should_stop or any(timer.time_remaining() <= 0 for timer in self._timers):
             trainer.should_stop = False
             self._stop.request()
+
+
+def _count_steps(loop: Any, number: int) -> None:
+    """These steps of the optimizer count as made."""
+    step = loop.automatic_optimization.optim_progress.optimizer.step
+    for part in (step.current, step.total):
+        part.ready += number
+        part.completed += number
+    loop._batches_that_stepped += number
 
 
 def _nothing() -> None:

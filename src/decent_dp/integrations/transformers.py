@@ -33,7 +33,7 @@ try:
 except ImportError as error:
     raise ImportError(f"the Trainer needs transformers and accelerate; {install_hint('transformers')}") from error
 
-from decent_dp.integrations._living import Living, save_again, tolerates
+from decent_dp.integrations._living import save_again, tolerates
 from decent_dp.integrations._trainer_living import LivingTrainer
 
 if TYPE_CHECKING:
@@ -221,10 +221,10 @@ class GossipCallback(TrainerCallback):  # type: ignore[misc]  # its sources are 
         transport = None if dist.is_initialized() else InProcessTransport()
         replica = gossip(trainer.model, optimizer, scaler=trainer.accelerator.scaler, transport=transport, **self._options)
         self.replica = replica
-        if tolerates(replica):
-            self._living = LivingTrainer(trainer, Living(replica.everyone.rank, replica.everyone.control))
         if self._resume is not None:
             self._load_replicas(Path(self._resume) / _REPLICAS)
+        if tolerates(replica):
+            self._living = LivingTrainer(trainer, replica)
         self._rounds = replica.stats().rounds
         self._stop, self._saved, self._ends = None, -1, False
         if self._signals:
@@ -239,6 +239,8 @@ class GossipCallback(TrainerCallback):  # type: ignore[misc]  # its sources are 
                 f"{kind} made no round in step {state.global_step}: it does not step in its step(). Choose an optimizer that "
                 "does."
             )
+        if self._living is not None:
+            self._living.count_steps()
         if self._stop is not None and self._stop.due:
             control.should_save = control.should_training_stop = True
         return control
@@ -250,6 +252,8 @@ class GossipCallback(TrainerCallback):  # type: ignore[misc]  # its sources are 
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         """Comes after a stop, too: other callbacks have seen its checkpoint, and nothing of a run that has ended follows."""
+        if self._living is not None and self._living.leaves_out_epoch():
+            control.should_training_stop = False
         if self._stop is not None and self._stop.due:
             if self._saved == state.global_step:
                 raise SystemExit(0)

@@ -18,7 +18,7 @@ from decent_dp._checks import check_bool, check_integer, install_hint, to_float
 from decent_dp.checkpoint.trained import Trained, replica_of
 from decent_dp.logging.publisher import publish
 from decent_dp.replica.consistency import check_consistency
-from decent_dp.replica.replica import Listener, Replica
+from decent_dp.replica.replica import Replica
 
 __all__ = ["Recorder"]
 
@@ -107,8 +107,6 @@ class Recorder:
         self._sum: Tensor | None = None
         self._loss, self._losses = 0.0, 0
         self._round: int | None = None
-        self._rounds = _Rounds()
-        replica.listeners.append(self._rounds)
         self._counted = self._count()
         # Since the last point of all workers. Inside join there are points of this worker alone.
         self._unshared = _NOTHING
@@ -129,18 +127,18 @@ class Recorder:
             PeerTimeoutError: a worker has not called it.
         """
         replica = self._replica
-        round_ = replica.engine.round
         if self._round is None:
             # The time before the first step is of another kind, and so may be the rounds (of a checkpoint that was loaded).
             self._counted = self._count()
-            self._round = round_ - 1
+            self._round = replica.engine.round - 1
         self._add(loss)
-        if round_ // self._every > self._round // self._every:
+        replica.catch_up()
+        if replica.cadence.is_due(self._every, replica.engine.round, self) and replica.engine.round != self._round:
             if replica.joining:
                 self._write_local()
             else:
                 self._write_point("log of Recorder")
-        self._round = round_
+        self._round = replica.engine.round
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -195,7 +193,14 @@ class Recorder:
 
     def _count(self) -> tuple[float, ...]:
         stats = self._replica.stats()
-        return self._rounds.made, time.perf_counter(), stats.bytes_sent, stats.waited_s, stats.rejected, stats.nonfinite
+        return (
+            self._replica.cadence.made,
+            time.perf_counter(),
+            stats.bytes_sent,
+            stats.waited_s,
+            stats.rejected,
+            stats.nonfinite,
+        )
 
     def _take_window(self) -> _Window:
         """What has come since the last call."""
@@ -228,16 +233,6 @@ class Recorder:
             means = {name: statistics.fmean(speed[name] for speed in speeds) for name in speeds[0]} if speeds else {}
             total = _sum_of(windows)
             self._run.write(replica.engine.round, total.loss("loss/mean") | distance | means | total.skipped())
-
-
-class _Rounds(Listener):
-    """Counts the rounds made; a load of a checkpoint changes the number of the round."""
-
-    def __init__(self) -> None:
-        self.made = 0
-
-    def round_ended(self) -> None:
-        self.made += 1
 
 
 @dataclass(frozen=True)

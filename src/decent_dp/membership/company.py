@@ -115,7 +115,8 @@ class Company:
         return is_another
 
     def has_to_wait(self, round_: int, *, at_once: bool) -> bool:
-        """Whether this worker goes no further at present, since it is cut off. Called between two rounds.
+        """Whether this worker goes no further at present, since it is cut off, or was stopped and does not know yet in which
+        round the others are. Called between two rounds.
 
         Args:
             at_once: else after ``Tolerate.orphan_for``.
@@ -123,6 +124,10 @@ class Company:
         Raises:
             PeerLostError: as for ``check``, or it has waited for longer than the process group's timeout.
         """
+        if not self.neighbours.is_awake:
+            time.sleep(_PAUSE)
+            self.look(round_)
+            return True
         since, timeout = self._cut_off_since, self._transport.timeout
         patience = 0.0 if at_once else self.faults.orphan_for
         if self.faults.partition != "follow" or since is None or time.monotonic() - since < patience:

@@ -7,7 +7,6 @@ listeners, refuses calls at the wrong time, and holds the state that is saved.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import math
@@ -16,7 +15,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from multiprocessing.util import Finalize
 from typing import Any, ClassVar
 
@@ -24,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from decent_dp._checks import check_integer
 from decent_dp._sizes import MIB
 from decent_dp.arguments import FLOAT_DTYPES
 from decent_dp.compression import check_compression
@@ -31,6 +30,7 @@ from decent_dp.engine import Bucket, Engine
 from decent_dp.faults import Roster
 from decent_dp.membership import Company, Epochs, Line
 from decent_dp.replica.averaging import average_parts_, check_finite, mean_square_distance
+from decent_dp.replica.cadence import Cadence
 from decent_dp.replica.consistency import check_same_call, gather_by_rank
 from decent_dp.replica.construction import Agreement
 from decent_dp.replica.mean import Mean
@@ -40,7 +40,6 @@ from decent_dp.replica.registry import register
 from decent_dp.replica.shutdown import passing_error, shut_down
 from decent_dp.replica.statistics import Statistics, tell_drifts, tell_replicas
 from decent_dp.replica.stats import Stats
-from decent_dp.rules.base import rule_settings
 from decent_dp.topo.epochs import EpochTopology
 from decent_dp.transport import Handle, NewcomerTransport, Transport
 
@@ -86,6 +85,7 @@ class Replica(ABC):
         mean: the backup while the replica holds the mean.
         listeners: notified of every round.
         optimizers: the ones that train this replica.
+        cadence: in which rounds calls of all workers are due.
         scaler: the GradScaler of its loss, or None.
         steps: optimizer steps taken.
         joining: whether it is inside ``join``, where every round tells the others that this worker is active.
@@ -126,6 +126,7 @@ class Replica(ABC):
         self.mean = Mean(self.parameters.locate)
         self.statistics = Statistics([], {})
         self.listeners: list[Listener] = []
+        self.cadence = Cadence()
         self.optimizers: list[Optimizer] = []
         self.scaler: torch.amp.GradScaler | None = None
         self.steps = 0
@@ -200,7 +201,7 @@ class Replica(ABC):
             if self.company.check(self.engine.round):
                 for bucket in self.engine.buckets:
                     bucket.hinted = -1  # it may have gone to another worker
-            self.engine.catch_up()
+            self.catch_up()
 
     def use_buckets(self, buckets: list[Bucket]) -> None:
         """Replaces all buckets, after the optimizers."""
@@ -231,6 +232,7 @@ class Replica(ABC):
             edge = self.topology.get_edge(self.engine.round)
             what = "with a step" if stepped else "without a step"
             _log.debug("worker %d: round %d %s, edge %s", self.everyone.rank, self.engine.round, what, edge.ranks)
+        self.cadence.add(self.engine.round)
         self.engine.advance()
         self.steps += stepped
 
@@ -239,6 +241,29 @@ class Replica(ABC):
         self.everyone.report("")  # an earlier error did not end the run
         for listener in list(self.listeners):
             listener.round_ended()
+
+    def catch_up(self) -> None:
+        """Goes on in the round of the others, if they have gone on without this worker. Called between two rounds."""
+        before = self.engine.round
+        self.engine.catch_up()
+        if self.engine.round > before:
+            self.cadence.fall_behind(self.engine.round)
+
+    def due(self, every: int) -> bool:
+        """Whether it is time for a call of all workers: once in ``every`` rounds, in the same rounds on all workers.
+
+        Ask after a step, on every worker. The answer stays the same until the next round. With ``faults`` it holds for a worker
+        that was out for a while or has joined, too: calls that the others have made without it are not due.
+
+        Raises:
+            ValueError, TypeError: ``every`` is no whole number, or less than 1.
+        """
+        check_integer("every", every, 1, "rounds")
+        self.apply_pending()
+        if self.before_first_round is not None:
+            return False
+        self.catch_up()
+        return self.cadence.is_due(every, self.engine.round)
 
     def reached_boundary(self) -> None:
         """Notifies the listeners, between two rounds and outside any backward. A worker that is cut off waits here."""
@@ -570,28 +595,3 @@ class Replica(ABC):
         """Called when the parameters have their loaded values."""
         self.rebind()
         self.engine.renew()
-
-    @cached_property
-    def _fixed_link(self) -> dict[str, Any]:
-        specs = [[spec.name, list(spec.shape), list(spec.stride), str(spec.dtype)] for spec in self.parameters.specs]
-        return {
-            "rank": self.transport.rank,
-            "topology": self.topology.fingerprint(),
-            "mix_every": int(self.settings.mix_every),
-            "overlap": self.settings.overlap,
-            "compression": self.settings.compression,
-            "rule": rule_settings(self.engine.rule),
-            "parameters": hashlib.sha256(json.dumps(specs).encode()).hexdigest()[:16],
-        }
-
-    def link(self, round_: int) -> dict[str, Any]:
-        """Returns all that the exchange before round ``round_`` depends on, as JSON."""
-        edge = self.topology.get_edge(round_ - 1) if round_ else None
-        statistics = self.statistics.digest()
-        also = {"statistics": statistics} if statistics else {}
-        return {**self._fixed_link, **also, "edge": None if edge is None else [list(edge.ranks), edge.weight]}
-
-    def engine_entries(self) -> dict[str, Any]:
-        """Returns the engine's entries of a snapshot (``decent_dp.replica.snapshot``)."""
-        engine = self.engine
-        return {"driver": self.KIND, "steps": self.steps, **engine.state_dict(), "link": self.link(engine.round)}

@@ -30,11 +30,13 @@ from decent_dp.errors import OutOfStepError
 from decent_dp.replica.consistency import call_on_all, worker_counts
 from decent_dp.replica.replica import Replica
 from decent_dp.replica.shards import local, placed, placement
+from decent_dp.rules.base import rule_settings
 
 __all__ = [
     "ENGINE_ENTRIES",
     "check_scaler_state",
     "copied",
+    "engine_entries",
     "first_loss_scale",
     "put_back",
     "replace_values",
@@ -90,8 +92,32 @@ def take(replica: Replica) -> dict[str, Any]:
         "buffers": {name: own.get(id(buffer), local(buffer).detach()) for name, buffer in model.named_buffers()},
         "extra_state": {name: module.get_extra_state() for name, module in _with_extra_state(model).items()},
         "grads": {name: local(param.grad).detach() for name, param in named if param.grad is not None},
-        **replica.engine_entries(),
+        **engine_entries(replica),
         **replica.saved_entries(),
+    }
+
+
+def engine_entries(replica: Replica) -> dict[str, Any]:
+    """The entries ``ENGINE_ENTRIES`` of a snapshot."""
+    engine = replica.engine
+    return {"driver": replica.KIND, "steps": replica.steps, **engine.state_dict(), "link": _link(replica, engine.round)}
+
+
+def _link(replica: Replica, round_: int) -> dict[str, Any]:
+    """All that the exchange before round ``round_`` depends on, as JSON."""
+    specs = [[spec.name, list(spec.shape), list(spec.stride), str(spec.dtype)] for spec in replica.parameters.specs]
+    edge = replica.topology.get_edge(round_ - 1) if round_ else None
+    statistics = replica.statistics.digest()
+    return {
+        "rank": replica.transport.rank,
+        "topology": replica.topology.fingerprint(),
+        "mix_every": int(replica.settings.mix_every),
+        "overlap": replica.settings.overlap,
+        "compression": replica.settings.compression,
+        "rule": rule_settings(replica.engine.rule),
+        "parameters": hashlib.sha256(json.dumps(specs).encode()).hexdigest()[:16],
+        **({"statistics": statistics} if statistics else {}),
+        "edge": None if edge is None else [list(edge.ranks), edge.weight],
     }
 
 
@@ -161,7 +187,7 @@ def restore(replica: Replica, state: dict[str, Any], check: Callable[[], None], 
 
         def fits() -> bool:
             check()
-            return state["exchange"] is not None and state["link"] == replica.link(state["round"])
+            return state["exchange"] is not None and state["link"] == _link(replica, state["round"])
 
         resumed = _compare(replica, state, call_on_all(control, fits))
         undo = contextlib.ExitStack()

@@ -241,6 +241,10 @@ class _LocalNeighbours(Neighbours):
     def living(self) -> list[int]:
         return sorted(set(range(self._hub.world_size)) - set(self.lost()) - {self._rank})
 
+    @property
+    def is_awake(self) -> bool:
+        return True
+
     def silent(self) -> list[int]:
         return self.lost()
 

@@ -41,6 +41,11 @@ class Neighbours(ABC):
     def living(self) -> list[int]:
         """The workers that are connected and give signs of life."""
 
+    @property
+    @abstractmethod
+    def is_awake(self) -> bool:
+        """False after a stop of this process that was long enough for its edges to become holes, until the others are heard."""
+
     @abstractmethod
     def silent(self) -> list[int]:
         """The workers whose edges are holes at present."""

@@ -58,9 +58,9 @@ class SurvivorControl(Control):
     Each one ends with an agreement on whether all have their result. If not, the living workers make it again. ``ranks`` are
     those that took part in the last one. Data go up and down a tree of connections that work.
 
-    A worker that was silent for a while, or has joined, may have missed calls. Its next call is the next one of the others. If
-    that is another call, it is out. The others do not wait for it in a call that has begun without it: its transport says in
-    its place that it is absent. So does that of a process that has joined, in calls that are made before its first round.
+    A worker that was silent for a while, or has joined, may have missed calls. Its next call is the next one of the others that
+    has the same name. The others do not wait for it in a call that has begun without it: its transport says in its place that
+    it is absent. So does that of a process that has joined, in calls that are made before its first round.
 
     Args:
         ranks: of the workers that began the run.
@@ -93,6 +93,8 @@ class SurvivorControl(Control):
         # Collectives since ``begin``; what has begun; whether this worker has missed calls: then it is the one that is wrong
         # where calls differ.
         self._number, self._call, self._is_late = 0, "", False
+        # When this worker began it, and whether it waits for a later one of the others.
+        self._began, self._is_waiting = 0.0, False
         self._what = ""
         self._parent: int | None = None
         self._children: tuple[int, ...] = ()
@@ -109,6 +111,7 @@ class SurvivorControl(Control):
         with self._lock:
             self.calls, self._first = max(self.calls, self._missed) + 1, -1
         self._history, self._number, self._call = 0, 0, what
+        self._began, self._is_waiting = time.monotonic(), False
         self._round = _NO_ROUND if round_ is None else round_
 
     def enter(self, calls: int, first: int) -> None:
@@ -240,31 +243,16 @@ class SurvivorControl(Control):
             name, self._number = self._name, self._number + 1
             decision = self._await(name, what, text)
             said = _of_the_present({rank: _Said.read(said) for rank, said in decision.texts.items() if said != _ABSENT})
-            # Else it may be that of a process before this one.
+            late = {rank for rank, one in said.items() if one.is_late}
+            first = said[min(said, key=lambda rank: (rank in late, rank))] if said else None
+            out = {rank for rank in late if first is not None and said[rank].call != first.call}
+            # Else what is said may be that of a process before this one.
             if self._rank in said and said[self._rank].incarnation == self._incarnation:
                 self._entered = -1
-                break
-            if self.calls == 0 or self._number > 1:
-                self._leave()
-                raise PeerLostError(
-                    f"the others took worker {self._rank} for gone, and have made this call without it. It cannot take part "
-                    "any more: end this process. The others continue."
-                )
-            with self._lock:
-                self._missed = max(self.calls, self._missed)
-                self.calls = self._missed + 1
-            self._number, self._is_late = 0, True
-            self._plane.stand_in_again()
-            _log.warning("worker %d has missed a call of the others: this %s is their next one", self._rank, self._call)
-        late = {rank for rank, one in said.items() if one.is_late}
-        first = said[min(said, key=lambda rank: (rank in late, rank))]
-        out = {rank for rank in late if said[rank].call != first.call}
-        if self._rank in out:
-            self._leave()
-            raise OutOfStepError(
-                f"worker {self._rank} has come to {said[self._rank].call} and the others to {first.call}, as it has missed "
-                "calls of theirs. It cannot take part any more: end this process. The others continue."
-            )
+                if self._rank not in out:
+                    break
+            self._wait_for_a_later_call("" if first is None else first.call)
+        assert first is not None
         said = {rank: one for rank, one in said.items() if rank not in out}
         leading = min(rank for rank, one in said.items() if one is first)
         for rank, one in said.items():
@@ -280,6 +268,37 @@ class SurvivorControl(Control):
                 )
         self._history = zlib.crc32(f"{name} {list(said)}".encode(), self._history)
         return Decision({rank: one.text for rank, one in said.items()}, decision.links)
+
+    def _wait_for_a_later_call(self, theirs: str) -> None:
+        """This worker takes no part in the call that the others make, but in their next one of the same name.
+
+        Args:
+            theirs: what they make, if this worker has heard it.
+
+        Raises:
+            PeerLostError: they have gone on without this worker in the middle of its call.
+            OutOfStepError: they have made other calls for the process group's timeout.
+        """
+        if self.calls == 0 or self._number > 1:
+            self._leave()
+            raise PeerLostError(
+                f"the others took worker {self._rank} for gone, and have made this call without it. It cannot take part any "
+                "more: end this process. The others continue."
+            )
+        if time.monotonic() - self._began > self._timeout:
+            self._leave()
+            raise OutOfStepError(
+                f"worker {self._rank} has missed calls of the others, and waits for their next {self._call}(). They have made "
+                f"other ones for {self._timeout:g} s, such as {theirs}. It cannot take part any more: end this process. The "
+                "others continue."
+            )
+        if not self._is_waiting:
+            _log.warning("worker %d has missed calls of the others: it waits for their next %s", self._rank, self._call)
+        with self._lock:
+            self._missed = max(self.calls, self._missed)
+            self.calls = self._missed + 1
+        self._number, self._is_late, self._is_waiting = 0, True, True
+        self._plane.stand_in_again()
 
     def _regroup(self, decision: Decision) -> None:
         ranks = tuple(decision.texts)

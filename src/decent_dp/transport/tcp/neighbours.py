@@ -32,6 +32,8 @@ __all__ = ["SILENT", "TcpNeighbours", "silence"]
 SILENT = 0.3
 # Seconds for which an exchange waits for a lost connection to be made again.
 _MENDED = 0.25
+# Seconds in which a process that was stopped reads what came meanwhile, and beats after which one other worker is enough.
+_OLD, _BEATS = 0.1, 1.5
 # Rounds of which the median is taken for the time of a step, and the fewest seconds by which an exchange can be late.
 _STEPS, _LATE = 16, 0.25
 # The part of ``dead_after`` for which a living peer that is not in its exchange is waited for at most: it may itself wait for
@@ -102,6 +104,15 @@ class TcpNeighbours(Neighbours):
 
     def living(self) -> list[int]:
         return self._peers(lambda c: c.state is LinkState.OPEN and self.patience(c.peer, 0.0) > 0)
+
+    @property
+    def is_awake(self) -> bool:
+        since = time.monotonic() - self._reactor.woke()
+        if since > self._dead_after:
+            return True
+        known = [c for c in list(self._framing.connections.values()) if c.state in (LinkState.OPEN, LinkState.BROKEN)]
+        heard = [c for c in known if c.state is LinkState.OPEN and c.heard > self._reactor.woke() + _OLD]
+        return heard == known if since < _BEATS * self._reactor.interval else bool(heard)
 
     def silent(self) -> list[int]:
         return self._peers(lambda c: c.state is not LinkState.NEW and self.patience(c.peer, 0.0) <= 0)

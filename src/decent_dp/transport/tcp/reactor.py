@@ -76,7 +76,7 @@ class Reactor:
         # Called with the connection of a process that is no worker yet, in a thread of its own.
         self.on_guest: Callable[[socket.socket], None] | None = None
         self._dead_after = dead_after
-        self._next_beat = time.monotonic()
+        self._next_beat, self._woke = time.monotonic(), -math.inf
         self._dialler: Dialler | None = None
         self._neighbours: TcpNeighbours | None = None
         self._dial_at = math.inf
@@ -208,10 +208,19 @@ class Reactor:
 
     def now(self) -> float:
         """The time, as far as this thread has looked at its peers since: after a stop of this process they only seem silent."""
-        return min(time.monotonic(), self._next_beat + self._interval)
+        return min(time.monotonic(), self._next_beat + self.interval)
+
+    def woke(self) -> float:
+        """When this process last went on after a stop in which it became a hole, on the monotonic clock; -inf for never."""
+        now = time.monotonic()
+        return now if self._was_stopped(now) else self._woke
+
+    def _was_stopped(self, now: float) -> bool:
+        return now - self._next_beat > SILENT * self._dead_after
 
     @property
-    def _interval(self) -> float:
+    def interval(self) -> float:
+        """Seconds between two heartbeats."""
         return min(_BEAT, self._dead_after / 10)
 
     def lost(self) -> list[int]:
@@ -368,8 +377,9 @@ class Reactor:
     def _beat(self) -> None:
         """Once in a while: gives signs of life, looks for those of the peers, and makes lost connections again."""
         now = time.monotonic()
-        stopped = now - self._next_beat > 2 * self._interval  # this process was, perhaps with all others
-        self._next_beat = now + self._interval
+        stopped = now - self._next_beat > 2 * self.interval  # this process was, perhaps with all others
+        self._woke = now if self._was_stopped(now) else self._woke
+        self._next_beat = now + self.interval
         for connection in list(self._framing.connections.values()):
             if stopped:
                 connection.heard = now
