@@ -1,6 +1,6 @@
 """Compares PyTorch DDP, ``gossip()`` on five topologies and the wrapper, on 4 workers of this machine: ``make demo`` runs it.
 
-    python -m examples.compare                                    # one seed, below two minutes on two cores: make demo
+    python -m examples.compare --optimizers GossipAdamW           # one seed, about a minute on two cores: make demo
     python -m examples.compare --seeds 0 1 2 --out runs/accuracy  # the numbers of the documents: make accuracy
 
 Prints a table, and writes it as digits.json and digits.md, every step as digits_rows.json and a plot as digits.png.
@@ -331,6 +331,7 @@ def run_workers(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--optimizers", nargs="+", default=["GossipAdamW", "AdamW"])
     parser.add_argument("--workers", type=int, default=4, help="processes; alternating-exp-ring takes them as nodes of 2")
     parser.add_argument("--epochs", type=int, default=25)
     parser.add_argument("--rounds", type=int, default=5, help="in which all contenders are timed in turns")
@@ -341,6 +342,7 @@ def main() -> None:
     console, began = make_console(), time.monotonic()
     module = ["examples.contenders", "--epochs", str(options.epochs), "--rounds", str(options.rounds)]
     module += ["--steps", str(options.steps), "--seeds", *map(str, options.seeds)]
+    module += ["--optimizers", *options.optimizers]
     print(f"Training on {options.workers} workers: PyTorch DDP, gossip() on five topologies, and the wrapper.", flush=True)
     before = cpu_time()
     events = run_workers(options.workers, module, console)

@@ -34,7 +34,7 @@ class Contender:
     config: Config
 
 
-def contenders(epochs: int) -> list[Contender]:
+def contenders(epochs: int, optimizers: list[str]) -> list[Contender]:
     """PyTorch DDP, then ``gossip()`` with each topology, and the wrapper once, with each optimizer: all else is the same."""
     methods = {
         "PyTorch DDP": Config(method="ddp"),
@@ -46,8 +46,8 @@ def contenders(epochs: int) -> list[Contender]:
         "alternating-exp-ring": Config(topology="alternating-exp-ring", local_world_size=2),
     }
     return [
-        Contender(name, optimizer, replace(config, optimizer=key, epochs=epochs))
-        for optimizer, key in OPTIMIZERS.items()
+        Contender(name, optimizer, replace(config, optimizer=OPTIMIZERS[optimizer], epochs=epochs))
+        for optimizer in optimizers
         for name, config in methods.items()
     ]
 
@@ -78,9 +78,9 @@ def measure_step(config: Config, steps: int) -> float:
     return 1e3 * seconds / steps
 
 
-def events(seeds: list[int], epochs: int, rounds: int, steps: int) -> Iterator[dict[str, Any]]:
+def events(seeds: list[int], optimizers: list[str], epochs: int, rounds: int, steps: int) -> Iterator[dict[str, Any]]:
     """Yields all events in order. Called by all workers."""
-    field = contenders(epochs)
+    field = contenders(epochs, optimizers)
     yield {
         "event": "plan",
         "runs": len(field) * (len(seeds) + rounds),
@@ -133,11 +133,12 @@ def write_events(make: Callable[[], Iterator[dict[str, Any]]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     parser.add_argument("--epochs", type=int, default=Config().epochs)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()
-    write_events(lambda: events(options.seeds, options.epochs, options.rounds, options.steps))
+    write_events(lambda: events(options.seeds, options.optimizers, options.epochs, options.rounds, options.steps))
 
 
 if __name__ == "__main__":
