@@ -40,14 +40,14 @@ BELOW: dict[str, set[str]] = {
     "kernels": set(),
     "optim": {"kernels"},
     "plots": set(),
-    "launch": {"errors"},
-    "utils": {"errors", "launch"},
 }
 BELOW["topo"] = BELOW["serialization"] = {"errors"}
 for _room in ("rules", "planner"):
     BELOW[_room] = {"errors", "topo"}
 BELOW["compression"] = {"errors", "topo", "kernels"}
 BELOW["transport"] = {"errors", "topo", "compression", "planner", "faults", "kernels"}
+BELOW["launch"] = BELOW["transport"] | {"transport"}
+BELOW["utils"] = BELOW["launch"] | {"launch"}
 BELOW["engine"] = BELOW["transport"] | {"transport", "rules"}
 BELOW["membership"] = BELOW["engine"] | {"engine"}
 BELOW["replica"] = BELOW["membership"] | {"membership", "arguments", "gradients", "optim", "serialization"}

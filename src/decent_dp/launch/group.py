@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from decent_dp.launch.environment import own_gpu, read_environment
+from decent_dp.transport.closed_group import own_default_group
 
 __all__ = ["initialize_dist", "usable_gpus"]
 
@@ -57,6 +58,7 @@ def initialize_dist() -> tuple[int, int]:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             store = _unused_store(launch.address, launch.port or 0, launch.rank, launch.world_size)
         dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size)
+        own_default_group()
     except RuntimeError as error:  # torch 2.6 raises no DistNetworkError
         if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
             raise

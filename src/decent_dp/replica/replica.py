@@ -198,6 +198,8 @@ class Replica(ABC):
             self.before_first_round()
             self.before_first_round = None
         if self.company is not None:
+            if self.engine.started is None:
+                self.everyone.leave_process_group()
             if self.company.check(self.engine.round):
                 for bucket in self.engine.buckets:
                     bucket.hinted = -1  # it may have gone to another worker

@@ -288,6 +288,10 @@ class Transport(ABC):
             f"{type(self).__name__} connects whole replicas, and shards of one lie on processes: leave transport= out."
         )
 
+    def leave_process_group(self) -> None:
+        """Where faults are tolerated, rounds begin: nothing goes over the process group any more."""
+        return
+
     @abstractmethod
     def close(self) -> None:
         """Closes connections and ends threads. All handles must have been waited for."""

@@ -20,6 +20,7 @@ from decent_dp.faults import Tolerate, default_dead_after, most_workers
 from decent_dp.topo import Edge
 from decent_dp.transport.base import Control, DeferredHandle, ExchangeId, ExchangeRequest, Handle, Transport
 from decent_dp.transport.by_communicator import AllReduceGroups, BesideTraining, Exchanges, GlooPairs, NcclPairs
+from decent_dp.transport.closed_group import close_default_group
 from decent_dp.transport.communicators import Communicator, Notes, Rendezvous, peer_error
 from decent_dp.transport.faster import compare
 from decent_dp.transport.inprocess import InProcessTransport
@@ -184,6 +185,10 @@ class ProcessGroupTransport(Transport):
             self.neighbours.round_of,
         )
         return self.neighbours
+
+    def leave_process_group(self) -> None:
+        self._process_group = None
+        close_default_group()
 
     def report(self, cause: str) -> None:
         self._has_failed = bool(cause)
