@@ -34,7 +34,8 @@ def closes(rank: int, n: int, port: int) -> Any:
     left = listening() - of_store
     found: list[Any] = [dist.get_rank(), dist.get_world_size(), decent_dp.initialize_dist(), replica.gather(rank)]
     calls = [dist.barrier, lambda: dist.all_reduce(torch.zeros(1)), lambda: dist.broadcast(torch.zeros(1), 0)]
-    calls += [lambda: dist.all_gather_object([None] * n, rank), lambda: make(rank), lambda: dist.send(torch.zeros(1), (rank + 1) % n)]
+    calls += [lambda: dist.all_gather_object([None] * n, rank), lambda: make(rank)]
+    calls += [lambda: dist.send(torch.zeros(1), (rank + 1) % n)]
     errors = [error_of(call) for call in calls]
     with replica.averaged():
         pass

@@ -99,9 +99,13 @@ def in_process() -> Any:
 
 
 def torn() -> Any:
+    """Worker 3 is outside, and hears so at once."""
+    return gossip(shard(Odd(), mesh_of(2, 2)["shard"]), process_group=torch.distributed.new_group([0, 1, 2]))
+
+
+def torn_hybrid() -> Any:
     mesh = mesh_of(2, 2)
-    model = shard(Odd(), mesh["shard"])
-    return gossip(model, process_group=mesh["replica"].get_group())
+    return gossip(shard(Odd(), mesh), process_group=mesh["replica"].get_group())
 
 
 def made_for_workers() -> Any:
@@ -120,7 +124,8 @@ BAD: dict[str, tuple[Callable[[], Any], str, str]] = {
     "crossed": (crossed, "DisagreementError", "placed as Shard(0) on the workers [1, 0] of each replica"),
     "other dimension": (other_dimension, "DisagreementError", "placed as Shard(1) on the workers [0, 1] of each replica"),
     "in process": (in_process, "ValueError", "are not in the process group that mixes"),
-    "torn": (torn, "ValueError", "process_group must be of whole replicas"),
+    "torn": (torn, "ValueError", ""),  # the texts are below
+    "torn hybrid": (torn_hybrid, "ValueError", "process_group must be of whole replicas, or of the workers at one position"),
     "made for workers": (made_for_workers, "ValueError", "here the process group has world_size=2"),
 }
 
@@ -167,6 +172,13 @@ def crossing_nodes() -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
     return trained(shard(Odd(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "replica"))["shard"]))
+
+
+def same_positions() -> Any:
+    """The group that a mesh gives says the same as none."""
+    mesh = mesh_of(2, 2)
+    of_all = trained(shard(Odd(), mesh["shard"]))
+    return [of_all - trained(shard(Odd(), mesh["shard"]), process_group=mesh["replica"].get_group()), of_all > 0]
 
 
 def in_a_group() -> Any:
@@ -267,6 +279,7 @@ GOOD: dict[str, Callable[[], Any]] = {
     "one shard": one_shard,
     "crossing": crossing_nodes,
     "in a group": in_a_group,
+    "same positions": same_positions,
     "with copies": with_copies,
     "in two dimensions": in_two_dimensions,
     "unreduced": unreduced,
@@ -282,10 +295,13 @@ def test_refused_and_accepted_arguments(workers):
         for rank, (errors, _) in enumerate(outcomes):
             assert errors[name][0] == kind, (name, rank, errors[name])
             assert text in errors[name][1], (name, rank, errors[name][1])
+    assert ["must be of whole replicas, or of" in errors["torn"][1] for errors, _ in outcomes] == [True, True, True, False]
+    assert "this worker is not a member of process_group" in outcomes[3][0]["torn"][1]
     taken = [good for _, good in outcomes]
     for name in ("one shard", "crossing", "offloaded"):
         assert taken[0][name] > 0, name
         assert all(good[name] == taken[0][name] for good in taken), name
+    assert [good["same positions"] for good in taken] == [[0.0, True]] * 4
     assert [good["one replica"] for good in taken] == [0.0] * 4
     assert [good["in two dimensions"] for good in taken] == [0.0] * 4
     assert all("gradients FSDP has not reduced yet" in good["unreduced"] for good in taken)
@@ -324,6 +340,28 @@ def test_replicas_are_whole_disjoint_and_of_one_size():
         Replicas.of([card(0, 0, 2), card(1, 1)])
     with pytest.raises(DisagreementError, match=r"sharded on worker 1 .* not on worker 0"):
         Replicas.of([None, card(1, 1)])
+
+
+def in_halves_of_the_world(rank: int, n: int) -> Any:
+    """Two runs beside each other, each of two replicas of two workers, with a mesh of its own."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    meshes = [DeviceMesh("cpu", torch.arange(4).reshape(2, 2) + first, mesh_dim_names=("replica", "shard")) for first in (0, 4)]
+    mesh = meshes[rank // 4]
+    group = mesh["replica"].get_group()
+    replica = gossip(shard(Odd(), mesh["shard"]), process_group=group)
+    found = repr(replica), replica.topology.world_size, replica.gather(rank)
+    replica.close()
+    return found
+
+
+@pytest.mark.slow
+def test_two_runs_beside_each_other_with_a_mesh_each(workers):
+    for rank, (text, replicas, ranks) in enumerate(workers(8, in_halves_of_the_world)):
+        first = rank // 4 * 4
+        assert f"rank={rank - first}" in text
+        assert replicas == 2
+        assert ranks == {i: first + i for i in range(4)}
 
 
 def test_peers_have_the_ranks_of_the_whole():

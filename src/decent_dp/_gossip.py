@@ -33,7 +33,7 @@ from decent_dp.replica.options import options_of
 from decent_dp.replica.registry import find_superseded, running_steps
 from decent_dp.replica.replica import Replica
 from decent_dp.replica.settings import Settings, workers_per_node
-from decent_dp.replica.shards import describe_mesh, fsdp_modules, local, reshard
+from decent_dp.replica.shards import describe_mesh, fsdp_modules, local, mesh_of, reshard
 from decent_dp.replica.shutdown import closed_on_error
 from decent_dp.replica.snapshot import (
     ENGINE_ENTRIES,
@@ -48,7 +48,7 @@ from decent_dp.replica.statistics import Statistics, sharing_class, tell_replica
 from decent_dp.rules import Rule
 from decent_dp.rules.base import check_rule
 from decent_dp.topo import Topology
-from decent_dp.transport import Transport, check_transport, open_transport
+from decent_dp.transport import Transport, check_transport, group_of_replicas, open_transport
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -100,8 +100,8 @@ def gossip(
             waits; for topologies of pairs. None: it is an error that names the worker, on those that need it.
         bucket_size_in_mb: upper size of a bucket, the unit of exchange, in MiB; 0 for one bucket per parameter.
         local_world_size: workers on each node; None for the launcher's ``LOCAL_WORLD_SIZE``, else 1.
-        process_group: the workers that mix; None for the default group. A topology's ranks are ranks in it or, with sharded
-            replicas, numbers of replicas in the order of their first ranks.
+        process_group: the workers that mix (of shards also ``mesh["replica"].get_group()``); None for the default group. Ranks
+            of a topology are ranks in it or, with sharded replicas, numbers of replicas in the order of their first ranks.
         transport: 'auto': on CPUs gloo, where that is measured to be faster; ``InProcessTransport()``, or that of ``join()``.
 
     Raises:
@@ -109,7 +109,7 @@ def gossip(
             workers raise the same error.
         RuntimeError: there is no process group.
     """
-    owned, opened = open_transport(transport, process_group, faults)
+    owned, opened = open_transport(transport, group_of_replicas(process_group, mesh_of(model)), faults)
     optimizers: list[Optimizer] = []
     older: list[Replica] = []
 

@@ -23,6 +23,7 @@ __all__ = [
     "holds_first_copy",
     "is_sharded",
     "local",
+    "mesh_of",
     "placed",
     "placement",
     "reshard",
@@ -109,6 +110,12 @@ def has_unreduced_gradients(modules: Iterable[Any]) -> bool:
     return False
 
 
+def mesh_of(model: object) -> Any:
+    """The device mesh of a replica's workers; None if this worker has all of it."""
+    tensors: list[Any] = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
+    return next((tensor.device_mesh for tensor in tensors if is_sharded(tensor)), None)
+
+
 # -- workers of a replica ---------------------------------------------------------------------------------------------------
 
 
@@ -189,7 +196,8 @@ class Replicas:
             if outside:
                 raise ValueError(
                     f"the replica of worker {rank} lies on the ranks {one['ranks']} of the default group, and {outside} are "
-                    "not in the process group that mixes: process_group must be of whole replicas, or left out."
+                    "not in the process group that mixes: process_group must be of whole replicas, or of the workers at one "
+                    'position of all replicas (mesh["replica"].get_group()), or left out.'
                 )
         members = [tuple(at[other] for other in one["ranks"]) for one in found]
         for rank, own in enumerate(members):

@@ -53,6 +53,7 @@ __all__ = [
     "address_key",
     "network_stack",
     "peer_error",
+    "timeout_of",
 ]
 
 
@@ -128,7 +129,7 @@ class Rendezvous:
             store,
             rank,
             world_size,
-            _timeout_of(group),
+            timeout_of(group),
             nccl="nccl" in str(dist.get_backend(group)),
             node_of=node_of,
             token=bytes.fromhex(cards[0][1]),
@@ -227,7 +228,8 @@ def network_stack() -> str | None:
         return None
 
 
-def _timeout_of(group: dist.ProcessGroup | None) -> timedelta:
+def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
+    """The timeout of a process group's collectives."""
     for device in ("cpu", "cuda"):
         with contextlib.suppress(RuntimeError, AttributeError):
             backend: Any = group._get_backend(torch.device(device))  # type: ignore[union-attr]

@@ -21,7 +21,7 @@ from decent_dp.topo import Edge
 from decent_dp.transport.base import Control, DeferredHandle, ExchangeId, ExchangeRequest, Handle, Transport
 from decent_dp.transport.by_communicator import AllReduceGroups, BesideTraining, Exchanges, GlooPairs, NcclPairs
 from decent_dp.transport.closed_group import close_default_group
-from decent_dp.transport.communicators import Communicator, Notes, Rendezvous, peer_error
+from decent_dp.transport.communicators import Communicator, Notes, Rendezvous, peer_error, timeout_of
 from decent_dp.transport.faster import compare
 from decent_dp.transport.inprocess import InProcessTransport
 from decent_dp.transport.neighbours import Neighbours
@@ -33,7 +33,7 @@ from decent_dp.transport.tcp.greeting import Identity
 from decent_dp.transport.tcp.reactor import Reactor
 from decent_dp.transport.waiter import Waiter
 
-__all__ = ["ProcessGroupTransport", "check_transport", "connect", "open_transport"]
+__all__ = ["ProcessGroupTransport", "check_transport", "connect", "group_of_replicas", "open_transport"]
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +46,31 @@ def open_transport(given: object, process_group: dist.ProcessGroup | None, fault
     if isinstance(given, Transport):
         return False, given
     return True, connect(process_group, most_workers=most_workers(faults), auto=given == "auto")
+
+
+def group_of_replicas(process_group: Any, mesh: Any) -> Any:
+    """The process group of all workers of all replicas, for the argument ``process_group`` of ``gossip()``.
+
+    With sharded replicas that may be the group of the workers at one position of all replicas, as a mesh gives it.
+
+    Args:
+        mesh: of the workers of this one's replica; None if it has a whole one.
+    """
+    if process_group is None or mesh is None or dist.get_rank(process_group) < 0:
+        return process_group
+    given = dist.get_process_group_ranks(process_group)
+    replicas: list[list[int]] = [[]] * len(given)
+    dist.all_gather_object(replicas, mesh.mesh.flatten().tolist(), group=process_group)
+    ranks = sorted(itertools.chain(*replicas))
+    one_of_each = all(set(given) & set(own) == {rank} for rank, own in zip(given, replicas, strict=True))
+    if not one_of_each or len(set(ranks)) < len(ranks) or len(ranks) == len(given):
+        return process_group
+    if len(ranks) == dist.get_world_size():
+        return None
+    made: Any = dist.new_group(
+        ranks, timeout_of(process_group), dist.get_backend(process_group), use_local_synchronization=True
+    )
+    return made
 
 
 def check_transport(given: object) -> None:
