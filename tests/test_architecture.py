@@ -217,7 +217,7 @@ def test_the_core_needs_torch_and_numpy_alone():
 
 # Users choose the names of their subclasses' attributes, so a topology's own are underscored.
 TOPOLOGYS = {"_at_most_every", "_rank", "_edges_ahead", "_final_part", "_next_mix", "_spread", "_time"}
-TORCHS = {"_values"}  # of a sparse tensor
+TORCHS = {"_values", "_version"}  # of a sparse tensor; of any tensor
 
 
 def test_no_room_reaches_into_another():

@@ -26,6 +26,7 @@ from tests.sharded_cases import (
     step,
     train,
     values,
+    whole,
     zero_grad,
 )
 
@@ -251,3 +252,62 @@ def test_a_replica_that_is_not_finite_stays_alone(workers):
         assert f"a replica held a NaN or an infinity, that of worker {culprit} " in text, (rank, text)
         assert rounds == 10
         assert all(finite) if rank < 2 else not any(finite), (rank, finite)
+
+
+# -- calls between a forward and its backward -------------------------------------------------------------------------------
+
+
+def averaged(run: Any, kept: Any) -> None:
+    with run.gossip.averaged():
+        pass
+
+
+def another_step(run: Any, kept: Any) -> None:
+    for optimizer in run.optimizers:
+        optimizer.step()
+
+
+BETWEEN: dict[str, tuple[Any, bool]] = {
+    "average_": (lambda run, kept: run.gossip.average_(), True),
+    "averaged": (averaged, True),
+    "flush": (lambda run, kept: run.gossip.flush(), True),
+    "load of the model": (lambda run, kept: run.model.load_state_dict(kept), True),
+    "a step": (another_step, True),
+    "consensus_distance": (lambda run, kept: run.gossip.consensus_distance(), False),
+    "state dicts": (lambda run, kept: (run.model.state_dict(), run.gossip.state_dict()), False),
+    "gather": (lambda run, kept: run.gossip.gather(1), False),
+    "evaluation without gradients": (lambda run, kept: run.looked_at(3), False),
+}
+
+
+def between(rank: int, n: int) -> list[tuple[str, float]]:
+    mesh, found = mesh_of(2, 2), []
+    for call, _ in BETWEEN.values():
+        run = Sharded(Case(), mesh)
+        for t in range(3):
+            step(run, t)
+        kept = {name: value.detach().clone() for name, value in run.model.state_dict().items()}
+        zero_grad(run)
+        loss, error = run.loss(3), ""
+        call(run, kept)
+        try:
+            loss.backward()
+        except RuntimeError as stale:
+            error = str(stale)
+        gradient = run.model.out.weight.grad
+        found.append((error, 0.0 if gradient is None else float(whole(gradient).sum())))
+        zero_grad(run)
+        step(run, 4)  # after it all is well again
+        run.gossip.close()
+    return found
+
+
+def test_what_changes_parameters_between_a_forward_and_its_backward_is_an_error(workers):
+    """FSDP would gather the new parameters, and use the activations of the old ones."""
+    for found in workers(4, between):
+        plain = found[-1][1]
+        for (name, (_, changes)), (error, gradient) in zip(BETWEEN.items(), found, strict=True):
+            if changes:
+                assert "parameters have changed between this forward and its backward" in error, name
+            else:
+                assert (error, gradient) == ("", plain), name

@@ -27,13 +27,14 @@ from decent_dp.faults import Tolerate, check_faults
 from decent_dp.replica.averaging import check_finite
 from decent_dp.replica.construction import Agreement, Arguments, connect_replicas
 from decent_dp.replica.hidden_state import has_own_state_dict, refuse_hidden_state
+from decent_dp.replica.module_hooks import called_first
 from decent_dp.replica.newcomer import open_doors
 from decent_dp.replica.optimizers import check_optimizers, load_optimizer, params_of, saved_optimizer, signature_of
 from decent_dp.replica.options import options_of
 from decent_dp.replica.registry import find_superseded, running_steps
 from decent_dp.replica.replica import Replica
 from decent_dp.replica.settings import Settings, workers_per_node
-from decent_dp.replica.shards import describe_mesh, fsdp_modules, local, mesh_of, reshard
+from decent_dp.replica.shards import describe_mesh, fsdp_modules, local, mesh_of, refuse_stale_backward, reshard
 from decent_dp.replica.shutdown import closed_on_error
 from decent_dp.replica.snapshot import (
     ENGINE_ENTRIES,
@@ -186,6 +187,8 @@ class Gossip(Replica):
         self._hooks: list[Any] = [
             optimizer.register_step_post_hook(self._after_step(i)) for i, optimizer in enumerate(self.optimizers)
         ]
+        if fsdp_modules(model):
+            self._hooks += refuse_stale_backward(called_first(model), self.parameters.params)
         if scaler is not None:
             callbacks = {"unscale_": self._scaler_used, "step": self._scaler_used, "update": self._scaler_updated}
             self._hooks += [_ScalerHook(scaler, name, callback) for name, callback in callbacks.items()]

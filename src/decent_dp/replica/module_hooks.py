@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["Hooked", "ModuleHooks", "copy_values", "insert_module", "state_names", "strip_prefix"]
+__all__ = ["Hooked", "ModuleHooks", "called_first", "copy_values", "insert_module", "state_names", "strip_prefix"]
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class ModuleHooks:
                 module.register_load_state_dict_pre_hook(_Hook(me, known, loads.before)),
                 module.register_load_state_dict_post_hook(_Hook(me, known, loads.after)),
             ]
-        for module in _called_first(model):
+        for module in called_first(model):
             self._hooks.append(module.register_forward_pre_hook(_ForwardHook(me, known, _refuse_ddp)))
 
     def remove(self) -> None:
@@ -62,13 +62,13 @@ class ModuleHooks:
             hook.remove()
 
 
-def _called_first(model: nn.Module) -> Iterator[Any]:
+def called_first(model: nn.Module) -> Iterator[Any]:
     """Yields the modules whose forward users call: the model, or the parts of one without a forward (a ModuleDict)."""
     if type(model).forward is not nn.Module.forward:
         yield model
     else:
         for child in model.children():
-            yield from _called_first(child)
+            yield from called_first(child)
 
 
 def _before_save(owner: Hooked, module: nn.Module, prefix: str, keep_vars: bool) -> None:
