@@ -80,7 +80,7 @@ def plain(transport: Any, names: dict[str, Any], start: nn.Module, shards: int) 
     for step in range(config.steps):
         for worker in range(shards):
             batch = names["get_batch"](step, shards * transport.rank + worker, config)
-            (names["get_loss"](model, batch, "cpu") / shards).backward()
+            (names["get_loss"](model, batch, "cpu") / (shards * config.batch * config.length)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), config.max_norm)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
