@@ -205,6 +205,22 @@ def test_the_engine_knows_no_module_and_no_optimizer():
     assert [text for text in wrong if "torch.autograd.graph" not in text] == []
 
 
+FACTORIES = {"arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm"}
+FACTORIES |= {"tensor", "zeros"}
+
+
+def test_tensors_are_made_with_a_dtype_and_a_device():
+    """Users may have chosen other defaults (``torch.set_default_dtype``, ``torch.set_default_device``)."""
+    wrong = []
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            is_factory = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in FACTORIES
+            if (is_factory and ast.unparse(node.func.value) == "torch") or ast.unparse(node).startswith("nn.Linear("):
+                lacks = {"dtype", "device"} - {keyword.arg for keyword in node.keywords}
+                wrong += [f"{path.relative_to(SOURCE)}:{node.lineno} {ast.unparse(node)} lacks {sorted(lacks)}"] * bool(lacks)
+    assert wrong == []
+
+
 def test_the_core_needs_torch_and_numpy_alone():
     allowed = {"decent_dp", "torch", "numpy", *ONLY_IN, *sys.stdlib_module_names}
     assert [str(f) for _, f in ALL_IMPORTS if f.target.split(".")[0] not in allowed] == []

@@ -175,7 +175,7 @@ class LowRank(Compression):
             return torch.zeros(1, dtype=torch.int64, device=self.device)
         numbers = torch.cat(bits).to(torch.int64)
         # Odd weights: no changed bit is lost modulo 2^64.
-        return numbers.mul_(torch.arange(1, 2 * len(numbers), 2, device=self.device)).sum(0, keepdim=True)
+        return numbers.mul_(torch.arange(1, 2 * len(numbers), 2, dtype=torch.int64, device=self.device)).sum(0, keepdim=True)
 
     # -- messages -----------------------------------------------------------------------------------------------------
 

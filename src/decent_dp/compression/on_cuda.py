@@ -121,7 +121,7 @@ class Int8OnCuda:
         self._kernels, self._device = kernels, device
         self._lattice = kernels.Lattice(
             _tiles(kernels, blocks, dtype, torch.uint8, device),
-            torch.tensor([block.record // 8 for block in blocks], device=device),
+            torch.tensor([block.record // 8 for block in blocks], dtype=torch.int64, device=device),
             torch.from_numpy(sum_weights().astype(np.int32)).to(device),
             # Half the bytes of the numbers themselves, which are read as often as the values.
             (noise_table(torch.float32, device) * 2**16 - 0.5).to(torch.int16),

@@ -22,7 +22,7 @@ def probe(device: torch.device) -> None:
     Raises:
         Exception: it does not compile, does not run, or computes something else.
     """
-    values = torch.ones(2, device=device)
+    values = torch.ones(2, dtype=torch.float32, device=device)
     with on_device(device):
         _add_one[(2,)](values)
     if values.tolist() != [2.0, 2.0]:

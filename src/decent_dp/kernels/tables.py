@@ -79,7 +79,7 @@ def _tiles(device: torch.device, _: int, counts: tuple[int, ...]) -> Tensor:
     numbers = torch.tensor(counts, dtype=torch.int64, device="cpu")
     rows = torch.repeat_interleave(numbers)
     firsts = numbers.cumsum(0) - numbers
-    return _moved(torch.stack([rows, torch.arange(len(rows), device="cpu") - firsts[rows]], dim=1), device)
+    return _moved(torch.stack([rows, torch.arange(len(rows), dtype=torch.int64, device="cpu") - firsts[rows]], dim=1), device)
 
 
 def _stream(device: torch.device) -> int:

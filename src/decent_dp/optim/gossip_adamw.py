@@ -192,14 +192,14 @@ class GossipAdamW(AdamW, SharesStatistics):
                 means = _means_of_product(moment, torch.ones_like(moment))
             else:
                 stacked, rows, columns = self._matrices(param).shape
-                means = torch.zeros(stacked, rows + columns, device=_local(param).device)
+                means = torch.zeros(stacked, rows + columns, dtype=torch.float32, device=_local(param).device)
             means = means if self._stacked > 1 else means[0]
             state[MEANS] = means.clone()
             # V and, with κ = 1, S and C. (c + (v - s)/n is linear in them, so a second moment that was loaded fades out.)
             state[SHARED] = torch.cat([means, means, means], dim=-1)
             # AdamW's own count may be on a GPU, where reading it in each step would wait.
-            state[COUNT] = torch.tensor(float(state.get("step", 0)), device="cpu")
-            state[LR] = torch.zeros((), device="cpu")
+            state[COUNT] = torch.tensor(float(state.get("step", 0)), dtype=torch.float32, device="cpu")
+            state[LR] = torch.zeros((), dtype=torch.float32, device="cpu")
         shared: Tensor = state[SHARED]
         return shared
 
@@ -467,7 +467,9 @@ def _means(parts: Iterable[Tensor], whole: Tensor) -> Tensor:
     """The means over each row and each column of the blocks of a matrix: (stacked, R_i, C) -> (stacked, R + C)."""
     _, rows, columns = whole.shape
     # Products with vectors are several times as fast as means, of columns above all.
-    over_rows, over_columns = (torch.full((size,), 1 / size, device=whole.device) for size in (rows, columns))
+    over_rows, over_columns = (
+        torch.full((size,), 1 / size, dtype=torch.float32, device=whole.device) for size in (rows, columns)
+    )
     of_rows, of_columns, done = [], [], 0
     # A backward inside of autocast runs the wrapper's steps there, too.
     with torch.autocast(whole.device.type, enabled=False):

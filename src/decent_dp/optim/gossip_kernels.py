@@ -101,7 +101,7 @@ class KernelStep:
         counts = self._counts + [step for step in self._steps if step.is_cpu]
         if counts:
             # Of a plain number torch would make a tensor for each count, which takes longer than the addition.
-            torch._foreach_add_(counts, torch.ones((), device="cpu"), alpha=1)
+            torch._foreach_add_(counts, torch.ones((), dtype=torch.float32, device="cpu"), alpha=1)
         on_gpu = [step for step in self._steps if not step.is_cpu]
         if on_gpu:
             torch._foreach_add_(on_gpu, 1)

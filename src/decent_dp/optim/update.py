@@ -132,7 +132,7 @@ def split_lists(lists: TensorLists) -> Iterator[tuple[int, TensorLists]]:
     if not lists.params:
         return
     # Of a plain number torch would make a tensor for each step, which takes longer than the addition.
-    torch._foreach_add_(lists.state_steps, torch.ones((), device="cpu"), alpha=1)
+    torch._foreach_add_(lists.state_steps, torch.ones((), dtype=torch.float32, device="cpu"), alpha=1)
     keys = [(row[0].device, row[0].dtype, int(row[-1].item())) for row in zip(lists.params, lists.state_steps, strict=True)]
     if keys.count(keys[0]) == len(keys):
         yield keys[0][-1], lists
@@ -352,7 +352,7 @@ def _update_blocked(lists: TensorLists, step: int, hyper: Hyperparameters) -> Te
         arguments, scratch, one = (
             _kernel_arguments(hyper, step),
             _scratch(state_dtype(rows[0][0])),
-            torch.ones((), device="cpu"),
+            torch.ones((), dtype=torch.float32, device="cpu"),
         )
         for block in _blocks(rows):
             _update_block(block, scratch, one, arguments, hyper)

@@ -73,7 +73,7 @@ def broadcast_object(control: Control, rank: int, message: Any) -> Any:
 
     def broadcast() -> Tensor:
         text = json.dumps(message).encode() if rank == control.ranks[0] else b""
-        size = torch.tensor([len(text)], device="cpu")
+        size = torch.tensor([len(text)], dtype=torch.int64, device="cpu")
         control.broadcast(size)
         raw = torch.zeros(int(size), dtype=torch.uint8, device="cpu")
         if text:

@@ -187,7 +187,7 @@ class Replica(ABC):
         """Called before any bucket is used. ``active``: this worker has not run out of data."""
         if self.joining and active and self.company is None:
             # The first collective of the round, because workers that have run out wait for it.
-            self._flags.append(self.transport.control.mean(torch.ones(1, device="cpu")))
+            self._flags.append(self.transport.control.mean(torch.ones(1, dtype=torch.float32, device="cpu")))
             if len(self._flags) > _FLAGS_IN_FLIGHT:
                 self._flags.popleft().wait()
         if self.mean.backup is not None:  # this round makes the mean the replica's own values
@@ -315,7 +315,7 @@ class Replica(ABC):
 
     def _anybody_active(self) -> bool:
         """Called by a worker that has run out: whether another worker makes the next round."""
-        flag = torch.zeros(1, device="cpu")
+        flag = torch.zeros(1, dtype=torch.float32, device="cpu")
         self.transport.control.mean(flag).wait()
         # Flags are summed in order, so all flags of this worker have been summed too.
         while self._flags:

@@ -358,7 +358,7 @@ def check_scaler_state(scaler: torch.amp.GradScaler | None, saved: Mapping[str, 
 
 def first_loss_scale(scaler: torch.amp.GradScaler, device: torch.device) -> None:
     """Makes a loaded scaler create its scale, as it does for a first loss: the gradients of the snapshot are scaled already."""
-    scaler.scale(torch.zeros((), device=device))
+    scaler.scale(torch.zeros((), dtype=torch.float32, device=device))
 
 
 # -- values ----------------------------------------------------------------------------------------------------------------

@@ -101,7 +101,7 @@ def _example(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor) -> M
     # On the CPU and for one number: torch's fused and captured kinds need a GPU.
     options = {k: v for k, v in group.items() if k in names and k not in ("params", "fused", "capturable", "foreach")}
     with torch.enable_grad():
-        small = Parameter(torch.zeros([1] * param.dim(), dtype=torch.float32))
+        small = Parameter(torch.zeros([1] * param.dim(), dtype=torch.float32, device="cpu"))
         small.grad = torch.ones_like(small)
         try:
             example = kind([small], **options)

@@ -158,8 +158,9 @@ class LosslessExchange(SimulatedExchange):
         lost = [self._faults.is_hole(Edge(pair, 0.5)) for pair in map(list, zip(rows, part.partners.tolist(), strict=True))]
         if not any(lost):
             return [(part, differences)]
-        gone, here = (torch.tensor([hole is which for hole in lost], device=part.partners.device) for which in (True, False))
-        all_rows = torch.tensor(rows, device=part.partners.device)
+        gone = torch.tensor(lost, dtype=torch.bool, device=part.partners.device)
+        here = ~gone
+        all_rows = torch.tensor(rows, dtype=torch.int64, device=part.partners.device)
         arrived = [None if difference is None else difference[here] for difference in differences]
         return [
             (_EqualEdges(all_rows[here], part.partners[here], part.edge), arrived),
@@ -177,8 +178,8 @@ def _equal_edges(edges: Sequence[Edge], n: int, device: torch.device) -> list[_E
         if size == 2:
             others = {rank: other for edge in equal for rank, other in (edge.ranks, edge.ranks[::-1])}
             ranks = sorted(others)
-            partners = torch.tensor([others[rank] for rank in ranks], device=device)
-        rows = None if ranks == list(range(n)) else torch.tensor(ranks, device=device)
+            partners = torch.tensor([others[rank] for rank in ranks], dtype=torch.int64, device=device)
+        rows = None if ranks == list(range(n)) else torch.tensor(ranks, dtype=torch.int64, device=device)
         parts.append(_EqualEdges(rows, partners, equal[0]))
     return parts
 

@@ -271,7 +271,7 @@ def make_model(simulation: Simulation, features: int, classes: int) -> nn.Module
         layers: list[nn.Module] = []
         for inside, outside in pairwise(widths):
             # Drawn on the CPU, so that the weights are the same on any device.
-            layers += [nn.Linear(inside, outside, device="cpu"), nn.ReLU()]
+            layers += [nn.Linear(inside, outside, dtype=torch.float32, device="cpu"), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 
 

@@ -234,7 +234,7 @@ class PerReplica(Stepper):
                 optimizer.set_drifts(drift_lookup(zip(self._params[i], [drift[i] for drift in drifts], strict=True)), scale)
 
     def scales(self) -> Tensor | None:
-        one = torch.ones((), device=self._params[0][0].device)
+        one = torch.ones((), dtype=torch.float32, device=self._params[0][0].device)
         scales = [policy.scaler.scale(one) for policy in self._policies if policy.scaler is not None]
         return torch.stack(scales) if scales else None
 

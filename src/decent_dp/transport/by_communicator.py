@@ -176,7 +176,7 @@ class _StartedHandle(Handle):
 
 def _identity(request: ExchangeRequest) -> tuple[Tensor, Tensor]:
     """Numbers of an exchange. Their maximum over a group is what each member has only if all have the same."""
-    numbers = torch.tensor(astuple(request.exchange_id), device="cpu")
+    numbers = torch.tensor(astuple(request.exchange_id), dtype=torch.int64, device="cpu")
     return numbers, -numbers
 
 

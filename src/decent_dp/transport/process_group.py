@@ -369,7 +369,7 @@ class _GlooControl(Control):
 
     def gather(self, message: Any) -> list[Any]:
         text = json.dumps(message).encode()
-        size, n = torch.tensor([len(text)], device="cpu"), self._communicator.size()
+        size, n = torch.tensor([len(text)], dtype=torch.int64, device="cpu"), self._communicator.size()
         sizes = [torch.zeros_like(size) for _ in range(n)]
         self._wait(lambda: self._communicator.allgather([sizes], [size]), "a gather")
         # Messages are padded to the longest: gloo gathers tensors of one shape.
