@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -55,6 +56,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["Gossip", "gossip"]
+
+_log = logging.getLogger(__name__)
 
 # Stack frames between a scaler's step and the optimizer's post-hook, including wrappers of schedulers and profilers.
 _FRAMES_TO_SCALER = 12
@@ -139,6 +142,8 @@ def gossip(
     with closed_on_error(opened, owned):
         for replica in older:
             replica.supersede()
+        if opened.rank == 0 and topology == "base-2" and faults is None:
+            _advise_on_nodes(agreed, workers_per_node("local_world_size", local_world_size))
         return open_doors(Gossip(model, opened, agreed, optimizers, check_scaler(scaler)))
 
 
@@ -472,6 +477,17 @@ class Gossip(Replica):
         kinds = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
         names = f"{type(self.model).__name__}, {kinds}, rank={self.everyone.rank}, topology={self.topology!r}"
         return f"Gossip({', '.join([names, *self.everyone.ways])})"
+
+
+def _advise_on_nodes(agreed: Agreement, on_node: int) -> None:
+    """Each worker sends a copy of the model, and those of a node share its link."""
+    workers, settings = agreed.peers.world_size, agreed.settings
+    if 1 < on_node < workers and agreed.replicas.shards == 1 and settings.compression is None and settings.mix_every == 1:
+        _log.warning(
+            "nodes have %d workers each, and with topology='base-2' each of them sends a copy of the model per step to another "
+            "node: that may take longer than DDP. topology='hierarchical' sends one copy per node; `decent-dp plan` compares.",
+            on_node,
+        )
 
 
 def _refuse_shared_memory(model: nn.Module) -> None:
