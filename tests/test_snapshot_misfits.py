@@ -93,7 +93,7 @@ UNFIT: list[tuple[str, Any, type[Exception], str]] = [
     ("arrived", "x", ValueError, "'arrived' is 'x'"),
     ("arrived", ["inner.more"], ValueError, r"gradient of 'inner\.more', which is not a trainable"),
     ("exchange", [], ValueError, r"'exchange' is \[\]"),
-    ("exchange/stale", None, ValueError, "'exchange' is {'parameters': "),
+    ("exchange/stale", None, ValueError, "'exchange' is {'in_flight': {.*'parameters': "),
     (
         "exchange/parameters/inner.turned/sent",
         None,

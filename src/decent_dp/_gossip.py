@@ -13,6 +13,7 @@ import itertools
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from reprlib import repr as brief
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
@@ -424,7 +425,9 @@ class Gossip(Replica):
     def _check_progress(self, state: Mapping[str, Any]) -> None:
         stepped = state["stepped"]
         if not isinstance(stepped, list) or any(type(count) is not int for count in stepped):
-            raise ValueError(f"this is no state of a Gossip: its 'stepped' is {stepped!r}")
+            raise ValueError(f"this is no state of a Gossip: its 'stepped' is {brief(stepped)}")
+        if type(state["taken"]) is not bool:
+            raise ValueError(f"this is no state of a Gossip: its 'taken' is {brief(state['taken'])}")
         if len(stepped) != len(self.optimizers):
             raise ValueError(f"this was saved with {len(stepped)} optimizers, and there are {len(self.optimizers)} now")
 

@@ -26,6 +26,7 @@ __all__ = [
     "PeerLostError",
     "PeerTimeoutError",
     "WireError",
+    "shortened",
 ]
 
 
@@ -59,3 +60,11 @@ class NonFiniteError(RuntimeError):
 
 class CheckpointError(RuntimeError):
     """A file of a checkpoint is missing, damaged or from another run; the message names the file and the cause."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(shortened(text))
+
+
+def shortened(text: str) -> str:
+    """A text without its middle, if it is long: messages quote what files contain."""
+    return text if len(text) <= 2000 else f"{text[:1000]} ... {text[-1000:]}"

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from decent_dp.errors import CheckpointError
 
-__all__ = ["RESERVED", "Stored", "decode", "encode", "loaded", "parse"]
+__all__ = ["RESERVED", "Stored", "decode", "encode", "loaded", "parse", "read_json"]
 
 # Keys that a file uses itself.
 RESERVED = ("__metadata__", "__tree__")
@@ -39,6 +39,11 @@ _MAX_DEPTH = 100
 _MAX_KEY = 200
 # Python converts no longer decimals (sys.set_int_max_str_digits).
 _MAX_BITS = 10_000
+# The values of a text are bounded by its marks: at most 2**24 numbers, or 2 million lists. That is about 1 GiB of objects, and
+# some seconds. A key of a dict takes as long as four numbers, and a list or a dict as long as eight.
+_MOST_VALUES, _MARKS = 2**24, {",": 1, ":": 4, "[": 8, "{": 8}
+# Keys of a dict with one hash: more take quadratic time. The hash of an integer is its rest modulo 2**61 - 1.
+_ONE_HASH = 32
 
 # The dtypes of safetensors; tensors of other dtypes are stored as bytes.
 _DIRECT = frozenset(
@@ -72,10 +77,13 @@ def encode(tree: Any, where: str) -> tuple[str, dict[str, Tensor]]:
 
     Raises:
         TypeError: the tree has something else in it, or contains itself; names the place.
+        ValueError: it has more values than ``decode`` reads.
     """
     encoder = _Encoder(where)
-    node = encoder.node(tree)
-    return json.dumps(node, check_circular=False, separators=(",", ":")), encoder.tensors
+    text = json.dumps(encoder.node(tree), check_circular=False, separators=(",", ":"))
+    if _has_too_many(text):
+        raise ValueError(f"{where or 'the tree'} has too many values to be read again: keep numbers in tensors or arrays")
+    return text, encoder.tensors
 
 
 class _Encoder:
@@ -218,7 +226,25 @@ class Stored:
 
 
 # Errors of Python, NumPy and torch for values that ``encode`` does not make.
-_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OverflowError, RecursionError)
+_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, OverflowError, RecursionError, MemoryError)
+
+
+def read_json(text: str) -> Any:
+    """The value of a JSON text that anybody may have written, in bounded time and memory.
+
+    Raises:
+        ValueError: it is not JSON, or has too many values, levels or digits, or a key twice.
+    """
+    if _has_too_many(text):
+        raise ValueError("it has too many values")
+    try:
+        return json.loads(text, object_pairs_hook=_unique)
+    except RecursionError as error:
+        raise ValueError("it has too many levels") from error
+
+
+def _has_too_many(text: str) -> bool:
+    return sum(weight * text.count(mark) for mark, weight in _MARKS.items()) > _MOST_VALUES
 
 
 def decode(text: str, get_tensor: Callable[[str], Tensor]) -> Any:
@@ -233,7 +259,7 @@ def decode(text: str, get_tensor: Callable[[str], Tensor]) -> Any:
 def parse(text: str, get_tensor: Callable[[str], Tensor], where: str = "") -> Any:
     """As `decode`, with a `Stored` in place of each tensor and array; errors begin with ``where``."""
     try:
-        return _Decoder(get_tensor, where).value(json.loads(text, object_pairs_hook=_unique), 0)
+        return _Decoder(get_tensor, where).value(read_json(text), 0)
     except _ERRORS as error:
         raise CheckpointError(f"{where}the saved tree is malformed: {error}") from error
 
@@ -281,7 +307,10 @@ class _Decoder:
 
     def _container(self, tag: str, body: Any, depth: int) -> Any:
         if tag in ("!dict", "!counter"):
-            made = _unique([(_key(key), self.value(member, depth + 1)) for key, member in _list(body)])
+            pairs = [(_key(key), self.value(member, depth + 1)) for key, member in _list(body)]
+            if max(Counter(hash(key) for key, _ in pairs).values(), default=0) > _ONE_HASH:
+                raise ValueError("many of its keys have one hash")
+            made = _unique(pairs)
             return Counter(made) if tag == "!counter" else made
         if tag == "!tuple":
             return tuple(self.value(member, depth + 1) for member in _list(body))

@@ -15,6 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from reprlib import repr as brief
 from typing import Any
 
 import torch
@@ -546,7 +547,7 @@ class BackwardReplica(Replica):
             "arrived": isinstance(snapshot["arrived"], list),
         }.items():
             if not fits:
-                raise ValueError(f"this is not a snapshot of a replica: its '{what}' is {snapshot[what]!r}")
+                raise ValueError(f"this is not a snapshot of a replica: its '{what}' is {brief(snapshot[what])}")
         check_optim_state(snapshot["optim"], names)
         order = snapshot["order"]
         if order is not None and sorted(order) != sorted(names):

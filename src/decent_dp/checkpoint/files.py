@@ -15,13 +15,13 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from decent_dp._checks import check_integer
 from decent_dp.errors import CheckpointError
-from decent_dp.serialization import RESERVED, loaded, parse
+from decent_dp.serialization import RESERVED, loaded, parse, read_json
 
 __all__ = [
     "FORMAT",
@@ -58,6 +58,15 @@ OLDER = (
 
 # Bounds the memory that a damaged record can make this process allocate.
 _MOST_WORKERS = 10**6
+# Tensors in a shard: so many of the user's, each of which takes about 50 µs, and so many for each of the model's, of which
+# optimizers and exchanges make some twenty. And bytes of the header for each: a key has at most 200 characters.
+_TENSORS, _PER_TENSOR, _HEADER = 2**16, 128, 512
+# A file of more bytes than these, and than so many times the model's, must have a quarter of them on the disk. A copy may have
+# holes for zeros.
+_SPARSE, _TIMES = 2**26, 16
+# Each tensor may be read so many times: once for its hash, and a mean reads some twice. One that occurs often in the tree is in
+# the file once, so all reads are counted together, in bytes: a read takes as long as these.
+_READS, _ONE_READ = 8, 1024
 
 _TREE = RESERVED[1]
 # The bytes that are read of a small file. The package's own are shorter.
@@ -115,8 +124,8 @@ class Record:
         check_integer("round", self.round, 0)
         if self.world_size > _MOST_WORKERS:
             raise ValueError(f"{self.world_size} workers are more than {_MOST_WORKERS}")
-        if not isinstance(self.step, str) or not isinstance(self.model, list) or not isinstance(self.sha256, str):
-            raise TypeError("it has an entry of another type")
+        if not isinstance(self.model, list) or not all(isinstance(s, str) and len(s) < 256 for s in (self.step, self.sha256)):
+            raise TypeError("it has an entry of another type, or a name that is too long")
         if self.replicas is not None and not (
             isinstance(self.replicas, list)
             and all(isinstance(own, list) and len(own) == len(self.replicas[0]) for own in self.replicas)
@@ -146,7 +155,7 @@ class Record:
         text = found.get("record", "")
         if _sha256(text.encode()) != found.get("sha256"):
             raise ValueError("its record was changed: the sha256 differs")
-        return cls(**json.loads(text))
+        return cls(**read_json(text))
 
     @property
     def workers(self) -> list[list[int]]:
@@ -166,11 +175,14 @@ def write_shard(folder: Path, record: Record, tensors: Mapping[str, Tensor], tex
         text: the tree they belong to, as ``encode`` returned it.
 
     Raises:
+        ValueError: there are more tensors than a `Shard` reads.
         OSError: it could not be written (a full disk, no folder, no permission); names the file. Nothing is left of it then.
     """
     # A tensor rather than metadata, because safetensors limits the length of a header.
     tree = torch.from_numpy(np.frombuffer(text.encode("ascii"), np.uint8).copy())
     content = {**tensors, _TREE: tree}
+    if len(content) > (most := _most_tensors(record.model)):
+        raise ValueError(f"a checkpoint of this model has at most {most} tensors, got {len(content)}: stack those in `state`")
     own = replace(record, sha256=_digest(content, content)).to_metadata()
     file = folder / shard_name(record.rank)
     replace_file(file, lambda temporary: _save(content, temporary, own))
@@ -185,6 +197,10 @@ def _digest(keys: Iterable[str], tensors: Mapping[str, Tensor] | Shard) -> str:
         raw: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
         digest.update(raw)
     return digest.hexdigest()
+
+
+def _most_tensors(model: Sequence[Any]) -> int:
+    return _TENSORS + _PER_TENSOR * len(model)
 
 
 def _sha256(content: bytes) -> str:
@@ -206,25 +222,41 @@ class Shard:
     Args:
         file: its path.
         rank: the worker that it must be of.
+        sizes: the bytes of each tensor of the model that is to be loaded: they bound what is read.
 
     Raises:
-        CheckpointError: it is missing, cut off, not a plain file or not a shard, or of another worker; names it.
+        CheckpointError: it is missing, cut off, not a plain file or not a shard, of another worker, or too large; names it.
     """
 
-    def __init__(self, file: Path, rank: int) -> None:
+    def __init__(self, file: Path, rank: int, sizes: Sequence[int] = ()) -> None:
         self.file = file
         try:
             self.identity = file_identity(file)
+            self._check_sizes(sizes)
         except OSError as error:
             raise _unreadable(file, error) from error
         # Not mapped into memory: a page of a file that another process removes would end this one.
         self._opened = self._read("its header is broken, or it was cut off", lambda: safe_open(file, "pt", backend="pread"))
         try:
             self._keys = frozenset(self._opened.keys())
+            self._left = max(_READS * (self.identity[2] + _ONE_READ * len(self._keys)), _SPARSE)
             self.record = self._record(rank)
         except BaseException:
             self.close()
             raise
+
+    def _check_sizes(self, sizes: Sequence[int]) -> None:
+        """Before anything is read: a header takes twelve times its size in memory, and a hole in a file takes no disk."""
+        with _open_plain(self.file) as opened:
+            header, found = int.from_bytes(opened.read(8), "little"), os.fstat(opened.fileno())
+            size, on_disk = found.st_size, 512 * found.st_blocks
+            # Some file systems do not tell the blocks, or not at once, and those that compress need few: they have no holes.
+            is_large = size > max(_SPARSE, _TIMES * sum(sizes), 4 * on_disk)
+            sparse = is_large and os.lseek(opened.fileno(), 0, os.SEEK_HOLE) < size
+        if header > (most := max(_HEADER * _most_tensors(sizes), on_disk // 8)):
+            raise CheckpointError(f"{self.file} cannot be used: its header has {header} bytes, and may have {most} here")
+        if sparse:
+            raise CheckpointError(f"{self.file} cannot be used: of its {size} bytes, only {on_disk} are on the disk")
 
     def _record(self, rank: int) -> Record:
         try:
@@ -235,6 +267,8 @@ class Shard:
             raise CheckpointError(f"{self.file} cannot be used: it is the shard of worker {record.rank}, renamed")
         if _TREE not in self._keys:
             raise CheckpointError(f"{self.file} cannot be used: it has no tree")
+        if len(self._keys) > _most_tensors(record.model):
+            raise CheckpointError(f"{self.file} cannot be used: it has {len(self._keys)} tensors, too many for its model")
         return record
 
     def verify(self) -> None:
@@ -255,6 +289,9 @@ class Shard:
         if key not in self._keys:
             raise CheckpointError(f"{self.file} cannot be used: it has no tensor '{key}'")
         tensor: Tensor = self._read(f"tensor '{key}' cannot be read", lambda: self._opened.get_tensor(key))
+        self._left -= tensor.nbytes + _ONE_READ
+        if self._left < 0:
+            raise CheckpointError(f"{self.file} cannot be used: its tree has the same tensors too often")
         return tensor
 
     def tree(self) -> Any:
@@ -284,7 +321,7 @@ class Shard:
             return read()
         except OSError as error:
             raise _unreadable(self.file, error) from error
-        except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
+        except (SafetensorError, KeyError, ValueError, TypeError, AttributeError, RuntimeError, MemoryError) as error:
             raise CheckpointError(f"{self.file} cannot be used: {what} ({error})") from error
 
 
@@ -337,10 +374,15 @@ def read_small(file: Path) -> bytes | None:
     """
     try:
         file_identity(file)
-        with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as opened:
+        with _open_plain(file) as opened:
             return opened.read(_SMALL)
     except FileNotFoundError:
         return None
+
+
+def _open_plain(file: Path) -> BinaryIO:
+    """Neither follows a link nor waits for a pipe."""
+    return open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
 
 
 def file_identity(file: Path) -> list[int]:

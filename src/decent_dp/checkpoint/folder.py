@@ -65,8 +65,9 @@ _OLD_NAME = re.compile(r"step-[0-9]{8,18}(-[0-9]{1,9}-[0-9]{1,9}-[0-9a-f]{6})?")
 _SHARD = re.compile(r"worker-([0-9]{4,9})\.safetensors")
 # The files that a save makes in a checkpoint's folder, safetensors' temporary files, and those that NFS keeps while in use.
 _OURS = re.compile(rf"{_SHARD.pattern}(\.tmp)?|\.tmp\w+|\.nfs\w+")
-# So many of the newest checkpoints are looked at, and more only until one is complete: a folder may have a million names in it.
-_MOST = 64
+# So many of the newest checkpoints are looked at, and more only until one is complete: a folder may have a million names in it,
+# and on a network each takes a millisecond. Where disks are not shared, none is complete on its own.
+_MOST, _MOST_INCOMPLETE = 64, 4096
 
 
 def folder_of(path: Any) -> Path:
@@ -157,7 +158,7 @@ class Sight:
         only: the name of the checkpoint that was asked for, if the path was that of one.
         steps: by name of each checkpoint, newest first: how many workers saved it, and the first and last rank of each run of
             consecutive ranks whose shards are there.
-        latest: there is a file ``latest``, so that a checkpoint has been complete here.
+        latest: a checkpoint may have been complete here: there is a file ``latest``, or more than was looked at.
         hint: the name in it.
     """
 
@@ -186,13 +187,14 @@ def look(path: Path) -> tuple[Path, Sight]:
         sight.latest = _exists(root / LATEST)
         sight.hint = _hint(root)
         done = False
-        for name in steps_in(root):
+        for number, name in enumerate(steps_in(root)):
+            if number >= (_MOST if done else _MOST_INCOMPLETE):
+                sight.latest = sight.latest or not done
+                break
             n, ranks = _look_at(root / name)
-            if ranks or len(sight.steps) < _MOST:
+            if ranks or number < _MOST:
                 sight.steps[name] = n, ranks
                 done = done or missing_rank(name, [sight]) is None
-            if done and len(sight.steps) >= _MOST:
-                break
         if not sight.steps and (old := _folders(root, _OLD_NAME)):
             raise CheckpointError(f"{root / max(old)} {OLDER}")
         return root, sight
@@ -273,7 +275,8 @@ def choose(root: Path, sights: Sequence[Sight]) -> tuple[str, int] | None:
     """
     asked = {sight.only for sight in sights} - {None}
     names = [name for name in _names(sights) if not asked or name in asked]
-    skipped, unseen = [], False
+    skipped: list[str] = []
+    unseen = False
     for name in names:
         missing = missing_rank(name, sights)
         blind = [rank for rank, sight in enumerate(sights) if name not in sight.steps or not sight.steps[name][1]]
@@ -284,6 +287,7 @@ def choose(root: Path, sights: Sequence[Sight]) -> tuple[str, int] | None:
             if asked or lost:
                 raise CheckpointError(f"{what}. Another checkpoint can be loaded by its path.")
         elif not blind:
+            _warn(skipped)
             return name, next(sight.steps[name][0] for sight in sights)
         elif asked or all(not sights[rank].steps for rank in blind):
             raise CheckpointError(
@@ -292,11 +296,20 @@ def choose(root: Path, sights: Sequence[Sight]) -> tuple[str, int] | None:
             )
         else:
             what, unseen = f"{root / name} is not seen by all workers", True
-        _log.warning("%s", what)
         skipped.append(what)
+    _warn(skipped)
     if not unseen and not any(sight.latest for sight in sights):
         return None
     raise CheckpointError(_no_checkpoint(root, sights, skipped))
+
+
+def _warn(skipped: Sequence[str]) -> None:
+    if skipped:
+        _log.warning("%s", _some(skipped))
+
+
+def _some(skipped: Sequence[str]) -> str:
+    return "; ".join([*skipped[:3], *([f"and {len(skipped) - 3} more"] if len(skipped) > 3 else [])])
 
 
 def _no_checkpoint(root: Path, sights: Sequence[Sight], skipped: Sequence[str]) -> str:
@@ -305,8 +318,7 @@ def _no_checkpoint(root: Path, sights: Sequence[Sight], skipped: Sequence[str]) 
     blind = [rank for rank, sight in enumerate(sights) if not sight.steps]
     if skipped:
         some = f"; {_workers(blind)} no checkpoint there" if blind else ""
-        first = "; ".join(skipped[:3])
-        return f"no checkpoint in {root} can be loaded, and no worker starts from scratch: {first}{some}. {advice}"
+        return f"no checkpoint in {root} can be loaded, and no worker starts from scratch: {_some(skipped)}{some}. {advice}"
     hinted = next(sight.hint or "a checkpoint" for sight in sights if sight.latest)
     return (
         f"{root} has a file '{LATEST}', which names {hinted}, and no checkpoint: they were removed, or are on another disk. No "

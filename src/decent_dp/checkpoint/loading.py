@@ -21,9 +21,9 @@ from decent_dp.checkpoint.resize import combined, mean_tensors, sources, state_o
 from decent_dp.checkpoint.saver import saver_of
 from decent_dp.checkpoint.trained import Trained, replica_of
 from decent_dp.errors import CheckpointError
-from decent_dp.replica.consistency import call_on_all, model_signature
+from decent_dp.replica.consistency import call_on_all, model_signature, tensor_sizes
 from decent_dp.replica.replica import Replica
-from decent_dp.replica.snapshot import put_back
+from decent_dp.replica.snapshot import begin_load, put_back
 
 __all__ = ["latest", "load", "read_parameters"]
 
@@ -75,6 +75,7 @@ def load(
     control, rank, n = transport.control, transport.rank, transport.world_size
     if replica.tolerates_faults:
         replica.begin_collective("load")  # all continue in one round
+    begin_load(replica)
 
     def look() -> tuple[Path, Sight]:
         if resize is not None:
@@ -96,7 +97,10 @@ def load(
         tree = call_on_all(control, lambda: _read(shards, replica if same else None))
     try:
         put_back(replica, tree["snapshot"])
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
+        # A value of another kind than was saved raises any of them. Those of this library, or of a GPU without memory, are own.
+        if isinstance(error, RuntimeError) and type(error).__module__ != "builtins":
+            raise
         raise CheckpointError(f"{step} does not fit this run: {error}") from error
     if same:
         set_random_states(tree["random"], replica.model)
@@ -174,21 +178,23 @@ def _open(
 ) -> tuple[list[Shard], bool]:
     """Opens the shards that this worker starts from; whether it resumes exactly, from the shard of its own rank."""
 
+    there, sizes = folder.ranks_in(step), tensor_sizes(replica.model)
+
     def open_one(number: int) -> Shard:
-        file, there = step / shard_name(number), folder.ranks_in(step)
+        file = step / shard_name(number)
         if number not in there:
             others = f" This disk has the shards of the workers {', '.join(map(str, there))}." if there else ""
             raise CheckpointError(
                 f"{file} is missing.{others} On disks that are not shared, start the workers where they were, with the same "
                 "ranks, or copy the files of all workers to all disks."
             )
-        return opened.enter_context(Shard(file, number))
+        shard = opened.enter_context(Shard(file, number, sizes))
+        _check_record(step, shard.record, replica, resize)
+        return shard
 
     # Any record tells how the checkpoint was saved. The own shard is the only one that a disk may have.
-    there = folder.ranks_in(step)
     first = open_one(rank if rank in there or not there else there[0])
     workers, here = first.record.workers, replica.replicas
-    _check_record(step, first.record, replica, resize)
     number, position = here.place_of(rank)
     now = len(here.workers)
     same = len(workers) == now and resize != "mean"

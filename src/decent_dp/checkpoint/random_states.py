@@ -71,7 +71,7 @@ def _check_positions(states: dict[str, Any]) -> None:
 def set_random_states(states: dict[str, Any], model: nn.Module) -> None:
     """The inverse of ``random_states``. GPUs are taken in order, as their numbers may have changed."""
     version, words, gauss = states["python"]
-    random.setstate((version, tuple(int(word) for word in words), gauss))
+    random.setstate((version, tuple(int(word) for word in words[: _WORDS + 2]), gauss))  # too many are refused
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
     for index, state in zip(_gpus(model), states["cuda"], strict=False):

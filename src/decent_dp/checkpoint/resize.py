@@ -64,7 +64,8 @@ def state_of_worker(shard: Shard, tree: Any) -> Any:
     Raises:
         CheckpointError: it is not the state of a worker.
     """
-    fits = isinstance(tree, dict) and all(isinstance(tree.get(key), dict) for key in ("snapshot", "state"))
+    fits = isinstance(tree, dict) and tree.keys() <= {"snapshot", "random", "state"}
+    fits = fits and all(isinstance(tree.get(key), dict) for key in ("snapshot", "state"))
     parts = ("parameters", "buffers", "optim", "grads")
     if not fits or not all(isinstance(tree["snapshot"].get(key), dict) for key in parts):
         raise CheckpointError(f"{shard.file} cannot be used: its tree is not the state of a worker")
@@ -98,7 +99,9 @@ def _naming(shards: Sequence[Shard]) -> Iterator[None]:
     """Names the checkpoint in the errors of values that are not as ``save`` writes them."""
     try:
         yield
-    except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
+    except CheckpointError:
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RuntimeError, MemoryError) as error:
         raise CheckpointError(f"{shards[0].file.parent} cannot be combined: {type(error).__name__}: {error}") from error
 
 
@@ -182,8 +185,10 @@ def _tensor(
         integers: whether tensors of integers have a mean.
         parameter, shards: its name, and whose it is. Other tensors may differ in shape or dtype: the first is returned then.
     """
-    sparse = all(node.kind == "sparse" for node in nodes)
-    first = _read(nodes[0], sparse)
+    kinds = {node.kind for node in nodes}
+    # A sparse one becomes dense if another one is, in the same shape: its own may be of any size.
+    shape = next(node.load().shape for node in nodes if node.kind != "sparse") if len(kinds) > 1 else None
+    first = _read(nodes[0], shape)
     if not isinstance(first, Tensor):
         return first
     averaged = _has_mean(first, integers) and not _too_large(first, len(nodes))
@@ -192,7 +197,7 @@ def _tensor(
     total, equal, exact = None, True, True
     wide = torch.complex128 if first.is_complex() else torch.float64
     for number, node in enumerate(nodes[1:], 1):
-        other = _read(node, sparse)
+        other = _read(node, shape)
         if not isinstance(other, Tensor) or (other.shape, other.dtype) != (first.shape, first.dtype):
             if parameter:
                 what = f"parameter '{parameter}' has another shape or dtype"
@@ -206,9 +211,9 @@ def _tensor(
     return first if total is None or equal or not exact else _as(first, total / len(nodes), counts)
 
 
-def _read(node: Stored, sparse: bool) -> Any:
+def _read(node: Stored, shape: Sequence[int] | None) -> Any:
     value = node.load()
-    return value if sparse or node.kind != "sparse" else value.to_dense()
+    return value.to_dense() if node.kind == "sparse" and value.shape == shape else value
 
 
 def _as(like: Tensor, mean: Tensor, counts: bool) -> Tensor:

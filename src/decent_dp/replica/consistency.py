@@ -25,6 +25,7 @@ __all__ = [
     "error_of_worker",
     "gather_by_rank",
     "model_signature",
+    "tensor_sizes",
     "worker_counts",
 ]
 
@@ -185,6 +186,11 @@ def model_signature(model: nn.Module) -> list[list[Any]]:
     return entries
 
 
+def tensor_sizes(model: nn.Module) -> list[int]:
+    """Returns the bytes of each tensor of the model. What may come from outside is bounded by them."""
+    return [tensor.nbytes for tensor in (*model.parameters(), *model.buffers())]
+
+
 def _try(attempt: Callable[[], T]) -> tuple[tuple[T] | None, Exception | None]:
     try:
         return (attempt(),), None
@@ -195,7 +201,7 @@ def _try(attempt: Callable[[], T]) -> tuple[tuple[T] | None, Exception | None]:
 
 
 def _raise_on_all(control: Control, failure: Exception | None) -> None:
-    own = None if failure is None else [type(failure).__name__, str(failure)]
+    own = None if failure is None else [type(failure).__name__, errors.shortened(str(failure))]
     outcomes = control.gather(own)
     failed = [(rank, outcome) for rank, outcome in zip(control.ranks, outcomes, strict=True) if outcome is not None]
     if not failed:

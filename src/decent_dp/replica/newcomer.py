@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from decent_dp.errors import CheckpointError, PeerLostError
 from decent_dp.membership import Company, Epoch
+from decent_dp.replica.consistency import tensor_sizes
 from decent_dp.replica.host import Host
 from decent_dp.replica.replica import Listener, Replica
 from decent_dp.replica.snapshot import put_back, replace_values
@@ -32,6 +33,8 @@ _HEAL_AGAIN = 1.0
 # Seconds without progress after which another worker is asked, and between two rounds of questions; for all of them, and for
 # those without a connection.
 _STUCK, _AGAIN, _LONGEST, _UNREACHED = 5.0, 0.5, 300.0, 30.0
+# The bytes of a state: at most these, and so many times the model's. LBFGS keeps 200 tensors for each parameter.
+_LEAST, _TIMES = 2**26, 256
 
 
 def open_doors(replica: R) -> R:
@@ -75,7 +78,7 @@ class _Newcomer:
     def fetch(self) -> None:
         """Gets the state of a member."""
         company = self._company
-        rank, state = _fetch_state(company, self._transport, company.newest_members)
+        rank, state = _fetch_state(self._replica, company, company.newest_members)
         _log.info("worker %d has the state of worker %d", self._transport.rank, rank)
         self._replica.engine.count_buckets_from(state["first_bucket"])
         put_back(self._replica, state["snapshot"])
@@ -133,7 +136,7 @@ class _Healer(Listener):
         company = self._company
         try:
             with company.neighbours.paused():
-                rank, state = _fetch_state(company, self._replica.everyone, company.living_members, once=True)
+                rank, state = _fetch_state(self._replica, company, company.living_members, once=True)
             replace_values(self._replica, state["snapshot"])
         except (PeerLostError, ValueError, TypeError) as error:
             _log.warning("this replica is not finite, and no other worker gives its values: %s", error)
@@ -143,16 +146,16 @@ class _Healer(Listener):
 
 
 def _fetch_state(
-    company: Company, transport: Transport, members: Callable[[], dict[int, int]], *, once: bool = False
+    replica: Replica, company: Company, members: Callable[[], dict[int, int]], *, once: bool = False
 ) -> tuple[int, Any]:
     """Gets the state of a member, as ``_ask`` does: one copy, whose parts may come over one connection after the other."""
-    partial = PartialState()
+    partial = PartialState(_LEAST + _TIMES * sum(tensor_sizes(replica.model)))
 
     def get(stream: socket.socket, seconds: float) -> Any:
         say(stream, partial.request)
         return receive_state(stream, seconds, partial)
 
-    return _ask(company, transport, members, "its state", get, once=once, partial=partial)
+    return _ask(company, replica.everyone, members, "its state", get, once=once, partial=partial)
 
 
 def _ask(

@@ -20,6 +20,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Callable, Mapping
+from reprlib import repr as brief
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from decent_dp.rules.base import rule_settings
 
 __all__ = [
     "ENGINE_ENTRIES",
+    "begin_load",
     "check_scaler_state",
     "copied",
     "engine_entries",
@@ -124,17 +126,11 @@ def _link(replica: Replica, round_: int) -> dict[str, Any]:
 # -- resuming --------------------------------------------------------------------------------------------------------------
 
 
-def put_back(replica: Replica, snapshot: dict[str, Any]) -> None:
-    """The replica resumes from a snapshot of this or another run, which is not changed. Called by all workers.
-
-    New buckets are made. The exchange in flight is finished and dropped. The saved one is sent again if every worker can resume
-    it. Otherwise all drop it: the mean over workers stays, and the next exchange makes up for it.
+def begin_load(replica: Replica) -> None:
+    """Makes a pending update, and checks that a state can be loaded now. Called by all workers.
 
     Raises:
-        ValueError, TypeError, RuntimeError: it does not fit this model, optimizer or scaler, or a worker is inside a
-            backward; the same error on all workers, and nothing is changed.
-        OutOfStepError: the workers' snapshots are of different rounds; likewise.
-        RuntimeError: inside ``join``, or after ``close``.
+        RuntimeError: a worker is inside a backward or ``join``, after ``close``, or its model was changed; on all workers.
     """
     # In join, a worker without data waits for another message than the collectives below.
     replica.refuse_in_join("load", "before")
@@ -147,8 +143,24 @@ def put_back(replica: Replica, snapshot: dict[str, Any]) -> None:
         replica.refuse_inside("load")
         replica.parameters.refuse_unreduced("load")
         replica.refuse_stopped()
+        replica.parameters.check_unchanged()
 
     call_on_all(replica.everyone.control, refuse)
+
+
+def put_back(replica: Replica, snapshot: dict[str, Any]) -> None:
+    """The replica resumes from a snapshot of this or another run, which is not changed. Called by all workers.
+
+    New buckets are made. The exchange in flight is finished and dropped. The saved one is sent again if every worker can resume
+    it. Otherwise all drop it: the mean over workers stays, and the next exchange makes up for it.
+
+    Raises:
+        RuntimeError: as `begin_load`.
+        ValueError, TypeError, RuntimeError: it does not fit this model, optimizer or scaler; the same error on all workers, and
+            nothing is changed. With one worker, errors of values of another kind are of other built-in classes, too.
+        OutOfStepError: the workers' snapshots are of different rounds; likewise.
+    """
+    begin_load(replica)
     restore(replica, snapshot, lambda: _check(replica, snapshot), lambda: _write(replica, snapshot))
     replica.mean.backup = None
 
@@ -185,11 +197,15 @@ def restore(replica: Replica, state: dict[str, Any], check: Callable[[], None], 
     with torch.inference_mode(False), torch.no_grad():
         control = replica.everyone.control
 
-        def fits() -> bool:
+        def fits() -> tuple[bool, list[str]]:
             check()
-            return state["exchange"] is not None and state["link"] == _link(replica, state["round"])
+            # As text: tensors have no equality.
+            same = json.dumps(state["link"], sort_keys=True) == json.dumps(_link(replica, state["round"]), sort_keys=True)
+            exchange = state["exchange"] if same else None
+            parts = state.get("order"), sorted(exchange["in_flight"].items()) if exchange is not None else []
+            return exchange is not None, [hashlib.sha256(json.dumps(part).encode()).hexdigest() for part in parts]
 
-        resumed = _compare(replica, state, call_on_all(control, fits))
+        resumed = _compare(replica, state["round"], *call_on_all(control, fits))
         undo = contextlib.ExitStack()
         try:
             buckets, hints = call_on_all(control, lambda: _prepare(replica, state, resumed, undo))
@@ -251,15 +267,15 @@ def check_engine_state(replica: Replica, state: Mapping[str, Any]) -> None:
     """Raises ValueError if ``steps`` or an entry of ``Engine.state_dict`` is malformed, or the rule is another one."""
     exchange, rule = state["exchange"], state["rule"]
     for what, fits in {
-        "steps": type(state["steps"]) is int and state["steps"] >= 0,
-        "round": type(state["round"]) is int and state["round"] >= 0,
+        "steps": type(state["steps"]) is int and 0 <= state["steps"] < 2**62,  # tensors have int64
+        "round": type(state["round"]) is int and 0 <= state["round"] < 2**62,
         "factor": type(state["factor"]) is float and 0.0 <= state["factor"] <= 1.0,
         "rule": isinstance(rule, dict) and rule.keys() == {"kind", "state"} and isinstance(rule["state"], dict),
         "compression": isinstance(state["compression"], dict),
         "exchange": exchange is None or _is_exchange(exchange),
     }.items():
         if not fits:
-            raise ValueError(f"this is not a snapshot of a replica: its '{what}' is {state[what]!r}")
+            raise ValueError(f"this is not a snapshot of a replica: its '{what}' is {brief(state[what])}")
     replica.engine.check_rule_state(rule)
 
 
@@ -275,14 +291,14 @@ def _is_exchange(exchange: Any) -> bool:
     )
 
 
-def _compare(replica: Replica, state: dict[str, Any], fits: bool) -> bool:
-    """Compares the workers' states. Returns whether all can resume the exchange in flight; ``fits``: this one can."""
-    engine, exchange = replica.engine, state["exchange"]
-    order = hashlib.sha256(json.dumps(state.get("order")).encode()).hexdigest()
+def _compare(replica: Replica, round_: int, fits: bool, digests: list[str]) -> bool:
+    """Compares the workers' states. Returns whether all can resume the exchange in flight; ``fits``: this one can.
+
+    ``digests``: of the order of this worker's parameters, and of what it has in flight.
+    """
+    engine, (order, sending) = replica.engine, digests
     now = engine.round if engine.buckets else None
-    in_flight = sorted(exchange["in_flight"].items()) if fits and exchange is not None else []
-    sending = hashlib.sha256(json.dumps(in_flight).encode()).hexdigest()
-    found = replica.everyone.control.gather([state["round"], order, fits, now, sending])
+    found = replica.everyone.control.gather([round_, order, fits, now, sending])
     if len({round_ for round_, *_ in found}) > 1:
         counts = worker_counts([round_ for round_, *_ in found])
         raise OutOfStepError(

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from decent_dp.serialization import decode
+from decent_dp.serialization import decode, read_json
 
 __all__ = ["PartialState", "StateCopy", "hear", "hear_answer", "receive_state", "say", "send_state"]
 
@@ -50,7 +50,7 @@ def hear(stream: socket.socket, largest: int = _LARGEST) -> Any:
     if size > largest:
         raise ConnectionError(f"a message of {size} bytes, where {largest} are allowed")
     try:
-        message = json.loads(bytes(_receive(stream, size)))
+        message = read_json(_receive(stream, size).decode())
     except ValueError as error:
         raise ConnectionError(f"a message that is no JSON: {error}") from error
     if message is not None and not isinstance(message, dict):
@@ -115,12 +115,16 @@ def send_state(stream: socket.socket, copy: StateCopy, begin: int = 0) -> None:
 class PartialState:
     """The part of a state that has been received.
 
+    Args:
+        most: the bytes that its tensors may have.
+
     Attributes:
         filled: bytes of its tensors.
         seconds: in which they came.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = _LARGEST_TREE) -> None:
+        self._most = most
         self.clear()
 
     def clear(self) -> None:
@@ -147,7 +151,10 @@ class PartialState:
         """
         self.clear()
         try:
-            tensors = {key: _empty(name, shape) for key, name, shape in header["tensors"]}
+            blank = {key: _blank(name, shape) for key, name, shape in header["tensors"]}
+            if (size := sum(tensor.nbytes for tensor in blank.values())) > self._most:
+                raise ValueError(f"its tensors have {size} bytes, and {self._most} are allowed for this model")
+            tensors = {key: torch.empty_like(tensor, device="cpu") for key, tensor in blank.items()}
             _ = header["tree"], header["copy"]
         except (LookupError, TypeError, ValueError, RuntimeError) as error:
             raise ConnectionError(f"no state can begin like this: {error}") from error
@@ -199,11 +206,12 @@ def _hash_of(header: Any) -> Any:
     return hashlib.sha256(json.dumps(header).encode())
 
 
-def _empty(name: str, shape: list[int]) -> Tensor:
+def _blank(name: str, shape: list[int]) -> Tensor:
+    """Has no memory yet."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"this torch has no dtype {name!r}, which the other worker's state has")
-    return torch.empty(shape, dtype=dtype, device="cpu")
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _parts(tensors: Iterable[Tensor], begin: int) -> Iterator[memoryview]:
