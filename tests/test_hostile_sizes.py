@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -96,10 +97,10 @@ def hole(file: Path, size: int, *, tree: bool = False) -> None:
     reheaded(file, change, size)
 
 
-def many_tensors(file: Path) -> None:
+def many_tensors(file: Path, n: int) -> None:
     def text() -> Iterator[str]:
         end = file.stat().st_size - 8 - int.from_bytes(file.read_bytes()[:8], "little")
-        for i in range(600_000):
+        for i in range(n):
             yield f',"x{i}":{{"dtype":"U8","shape":[0],"data_offsets":[{end},{end}]}}'
 
     reheaded(file, lambda header, end: None, text="".join(text()))
@@ -127,7 +128,8 @@ def harms(step: Path) -> dict[str, tuple[Callable[[], Any], str]]:
         return lambda: craft(step, 1, put(path, value))
 
     return {
-        "tensors in the header": (lambda: many_tensors(file), "worker-0001.*header has [0-9]+ bytes"),
+        "a header": (lambda: many_tensors(file, 600_000), "worker-0001.*header has [0-9]+ bytes"),
+        "tensors in the header": (lambda: many_tensors(file, 80_000), "worker-0001.*has 800[0-9]+ tensors, too many"),
         "a tensor of 1 TB": (lambda: hole(file, 10**12), "worker-0001.*on the disk"),
         "a tensor of 1 GB": (lambda: hole(file, 10**9), "worker-0001.*on the disk"),
         "a tree of 1 GB": (lambda: hole(file, 10**9, tree=True), "worker-0001.*on the disk"),
@@ -148,11 +150,11 @@ def harms(step: Path) -> dict[str, tuple[Callable[[], Any], str]]:
         ),
         "levels": (lambda: retold(step, "[" * 10**6 + "]" * 10**6), "worker-0001.*too many"),
         "keys of the tree": (lambda: craft(step, 1, lambda tree: {**tree, **keys}), "worker-0001.*not the state of a worker"),
-        "keys of the exchange": (crafted("snapshot/exchange", keys), "'exchange' is {'k0': 0"),
+        "keys of the exchange": (crafted("snapshot/exchange", keys), r"'exchange' is {'k0': 0, .*, \.\.\.}$"),
         "keys of the parameters": (crafted("snapshot/parameters", keys), "'0.weight' is not in the snapshot"),
         "a name": (crafted("snapshot/driver", "x" * 10**6), "saved by xxx"),
         "a round": (crafted("snapshot/round", 10**400), "'round' is 1000"),
-        "words": (crafted("random/python", [3, torch.zeros(MIB).numpy(), None]), "worker-0001.*random states"),
+        "words": (crafted("random/python", [3, np.full(12 * MIB, 1000, np.uint16), None]), "worker-0001.*random states"),
         # Plain data is wanted at these places.
         "a tensor for the exchange": (crafted("snapshot/exchange", three), "'exchange' is tensor"),
         "a tensor in flight": (crafted("snapshot/exchange/in_flight", {"0.weight": three}), "'exchange' is"),
@@ -329,6 +331,22 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path):
         for read in (shard.verify, shard.tree):
             with pytest.raises(CheckpointError, match=r"worker-0000\.safetensors cannot be used"):
                 read()
+
+
+def test_a_tensor_that_does_not_fit_into_memory(tmp_path):
+    file = write_shard(tmp_path, Record("any", 0, 1, 3, []), {"a": torch.ones(3)}, '{"a":{"!tensor":"a"}}')
+    hole(file, 2 * ROOM)
+    with (
+        Shard(file, 0, [2 * ROOM]) as shard,
+        little_memory(),
+        pytest.raises(CheckpointError, match="tensor 'more' cannot be read"),
+    ):
+        shard.verify()
+
+
+def test_a_record_with_a_long_name(tmp_path):
+    with pytest.raises(TypeError, match="a name that is too long"):
+        Record("x" * 256, 0, 1, 3, [])
 
 
 def test_a_sparse_tensor_becomes_dense_in_the_shape_of_another_only(tmp_path):

@@ -15,7 +15,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from reprlib import repr as brief
 from typing import Any
 
 import torch
@@ -547,7 +546,7 @@ class BackwardReplica(Replica):
             "arrived": isinstance(snapshot["arrived"], list),
         }.items():
             if not fits:
-                raise ValueError(f"this is not a snapshot of a replica: its '{what}' is {brief(snapshot[what])}")
+                raise ValueError(f"this is not a snapshot of a replica: its '{what}' is {snapshot[what]!r}")
         check_optim_state(snapshot["optim"], names)
         order = snapshot["order"]
         if order is not None and sorted(order) != sorted(names):
