@@ -26,7 +26,6 @@ __all__ = [
     "PeerLostError",
     "PeerTimeoutError",
     "WireError",
-    "shortened",
 ]
 
 

@@ -205,7 +205,8 @@ def restore(replica: Replica, state: dict[str, Any], check: Callable[[], None], 
             parts = state.get("order"), sorted(exchange["in_flight"].items()) if exchange is not None else []
             return exchange is not None, [hashlib.sha256(json.dumps(part).encode()).hexdigest() for part in parts]
 
-        resumed = _compare(replica, state["round"], *call_on_all(control, fits))
+        fit, digests = call_on_all(control, fits)
+        resumed = _compare(replica, state["round"], fit, digests)
         undo = contextlib.ExitStack()
         try:
             buckets, hints = call_on_all(control, lambda: _prepare(replica, state, resumed, undo))
