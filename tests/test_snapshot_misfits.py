@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,7 +18,7 @@ from decent_dp.errors import OutOfStepError
 from decent_dp.replica.snapshot import put_back, take
 from decent_dp.topo import Edge
 from decent_dp.transport import InProcessTransport, run_replicas
-from tests.helpers import SGD, alone, batch, loss, net
+from tests.helpers import SGD, alone, batch, loss, net, values
 from tests.resuming import (
     ADAMW,
     JOBS,
@@ -461,6 +463,29 @@ def test_a_topology_that_raises_on_one_worker(compression, unknown):
         return str(caught.value)
 
     assert run_replicas(2, body) == [f"worker 1: IndexError: no round {unknown}"] * 2
+
+
+def test_a_topology_of_numpy_numbers_resumes():
+    job = Job({"topology": "one-peer-exp"})
+
+    def body(at: InProcessTransport) -> None:
+        model = trained(job, 3, at)
+        ask = model.replica.topology.get_edge
+
+        def numbers(step: int) -> Edge:
+            edge = ask(step)
+            return Edge([np.int64(rank) for rank in edge.ranks], np.float32(edge.weight))  # type: ignore[misc, arg-type]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(model.replica.topology, "get_edge", numbers)
+            saved = copy.deepcopy(take(model.replica))
+            job.train(model, range(3, 6), at.rank)
+            due = values(model.module)
+            put_back(model.replica, saved)
+            job.train(model, range(3, 6), at.rank)
+            assert_equal(values(model.module), due)
+
+    run_replicas(2, body)
 
 
 def test_a_load_at_different_updates():

@@ -82,7 +82,7 @@ def encode(tree: Any, where: str) -> tuple[str, dict[str, Tensor]]:
     encoder = _Encoder(where)
     text = json.dumps(encoder.node(tree), check_circular=False, separators=(",", ":"))
     if _has_too_many(text):
-        raise ValueError(f"{where or 'the tree'} has too many values to be read again: keep numbers in tensors or arrays")
+        raise ValueError(f"{where or 'the state'} has too many values to be read again: keep numbers in tensors or arrays")
     return text, encoder.tensors
 
 

@@ -199,9 +199,10 @@ def restore(replica: Replica, state: dict[str, Any], check: Callable[[], None], 
 
         def fits() -> tuple[bool, list[str]]:
             check()
-            # As text: tensors have no equality.
-            same = json.dumps(state["link"], sort_keys=True) == json.dumps(_link(replica, state["round"]), sort_keys=True)
-            exchange = state["exchange"] if same else None
+            # As text: tensors have no equality. Ranks and weights of the user's topology may be NumPy's.
+            links = state["link"], _link(replica, state["round"])
+            saved, own = (json.dumps(link, sort_keys=True, default=lambda value: value.item()) for link in links)
+            exchange = state["exchange"] if saved == own else None
             parts = state.get("order"), sorted(exchange["in_flight"].items()) if exchange is not None else []
             return exchange is not None, [hashlib.sha256(json.dumps(part).encode()).hexdigest() for part in parts]
 
