@@ -82,9 +82,8 @@ def gossip(
 ) -> Gossip:
     """Makes ``model`` a replica that mixes with its neighbours after each ``optimizer.step()``. Called by all workers.
 
-    The model stays the same module. The optimizer, ``loss.backward()``, clipping, accumulation, schedulers, EMA and logging
-    stay the user's. Parameters and buffers are copied from rank 0. Replicas differ from then on: evaluate and save
-    their mean (``averaged``).
+    The model stays the same module. The optimizer, ``loss.backward()``, clipping, accumulation, schedulers, EMA and logging stay
+    the user's. All get rank 0's parameters and buffers. Replicas differ from then on: evaluate and save their mean.
 
     A replica may be sharded over several workers (``torch.distributed.fsdp.fully_shard`` on an inner mesh dimension). Every
     worker then mixes its shards with the workers at the same position in other replicas.
@@ -99,14 +98,14 @@ def gossip(
             replicas). 'low-rank:R' or 'low-rank:R,int8': projections of rank R, for topologies of pairs.
         mix_every: mix each parameter in every ``mix_every``-th round only, in turns.
         rule: how received parameters are applied, from ``decent_dp.rules``; None for plain gossip.
-        overlap: exchange during the next forward, backward and step. With False, a step returns after its exchange is mixed in.
+        overlap: exchange during the next forward, backward and step; else a step returns after its exchange is mixed in.
         scaler: the ``torch.GradScaler`` that steps the optimizers; its ``update()`` ends the round.
         faults: ``Tolerate(...)``: when a worker dies, freezes or cannot be reached, its partners leave it out, and nobody else
             waits; for topologies of pairs. None: it is an error that names the worker, on those that need it.
         bucket_size_in_mb: upper size of a bucket, the unit of exchange, in MiB; 0 for one bucket per parameter.
         local_world_size: workers on each node; None for the launcher's ``LOCAL_WORLD_SIZE``, else 1.
-        process_group: the workers that mix (of shards also ``mesh["replica"].get_group()``); None for the default group. Ranks
-            of a topology are ranks in it or, with sharded replicas, numbers of replicas in the order of their first ranks.
+        process_group: the workers that mix (of shards also ``mesh["replica"].get_group()``); None for all. Topologies count
+            its ranks or, with sharded replicas, the replicas in the order of their first ranks.
         transport: 'auto': on CPUs gloo, where that is measured to be faster; ``InProcessTransport()``, or that of ``join()``.
 
     Raises:
@@ -143,8 +142,7 @@ def gossip(
     with closed_on_error(opened, owned):
         for replica in older:
             replica.supersede()
-        if opened.rank == 0 and topology == "base-2" and faults is None:
-            _advise_on_nodes(agreed, workers_per_node("local_world_size", local_world_size))
+        _advise_on_nodes(topology, agreed, workers_per_node("local_world_size", local_world_size), opened.rank)
         return open_doors(Gossip(model, opened, agreed, optimizers, check_scaler(scaler)))
 
 
@@ -482,10 +480,11 @@ class Gossip(Replica):
         return f"Gossip({', '.join([names, *self.everyone.ways])})"
 
 
-def _advise_on_nodes(agreed: Agreement, on_node: int) -> None:
+def _advise_on_nodes(topology: object, agreed: Agreement, on_node: int, rank: int) -> None:
     """Each worker sends a copy of the model, and those of a node share its link."""
-    workers, settings = agreed.peers.world_size, agreed.settings
-    if 1 < on_node < workers and agreed.replicas.shards == 1 and settings.compression is None and settings.mix_every == 1:
+    several = 1 < on_node < agreed.peers.world_size and agreed.replicas.shards == 1
+    plain = topology == "base-2" and agreed.settings.compression is None and agreed.settings.mix_every == 1
+    if rank == 0 and several and plain and agreed.faults is None:
         _log.warning(
             "nodes have %d workers each, and with topology='base-2' each of them sends a copy of the model per step to another "
             "node: that may take longer than DDP. topology='hierarchical' sends one copy per node; `decent-dp plan` compares.",
