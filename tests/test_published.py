@@ -28,7 +28,7 @@ from decent_dp.ddp import DecentralizedDataParallel
 from decent_dp.optim import published
 from decent_dp.replica import construction, devices
 from decent_dp.topo import Edge, Topology, TopologyReg
-from decent_dp.transport import InProcessTransport
+from decent_dp.transport import InProcessTransport, run_replicas
 from tests.helpers import SGD, alone, assert_same, loss, net, seed_cpu, values
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -71,17 +71,17 @@ class Summing(torch.optim.SGD):
 
 
 class OwnGroups(Topology):
-    """Pairs with process groups, as the error says, and one without."""
+    """A pair with a process group of the user's, and one without."""
 
     def _get_topo_edges(self) -> list[list[Edge]]:
         first = [Edge([0, 1], 0.5, dist.new_group([0, 1])), Edge([2], 1.0)]
         return [first, [Edge([1, 2], 0.5), Edge([0], 1.0)], [Edge([0, 1, 2], 1 / 3)]]
 
 
-def sums(rank: int, topology: Any, process_group: Any = None) -> list[Any]:
+def sums(rank: int, topology: Any, process_group: Any = None, **options: Any) -> list[Any]:
     seen: list[Any] = []
     optim_fn = partial(Summing, seen=seen)
-    model = DecentralizedDataParallel(net(), optim_fn, topology=topology, process_group=process_group)
+    model = DecentralizedDataParallel(net(), optim_fn, topology=topology, process_group=process_group, **options)
     for t in range(4):
         loss(model, t, rank).backward()
     model.close()
@@ -124,17 +124,48 @@ def three(workers: Any) -> list[Any]:
     return workers(3, in_three_workers)
 
 
-def test_the_group_of_an_edge_is_that_of_its_workers_or_cannot_be_read(three):
+def total(ranks: list[int]) -> float:
+    return float(sum(10**rank for rank in ranks))
+
+
+def test_the_group_of_an_edge_is_that_of_its_workers(three):
     for rank, ((complete, own, part), *_) in enumerate(three):
         assert complete == [([0, 1, 2], 111.0)] * 3
         assert [ranks for ranks, _ in own] == [ranks for ranks in ([0, 1], [1, 2], [0, 1, 2]) if rank in ranks]
-        for ranks, found in own:
-            if ranks == [1, 2]:
-                assert found.startswith("the edge (1 2) has no process group")
-                assert "torch.distributed.new_group(ranks)" in found
-            else:
-                assert found == {2: 11.0, 3: 111.0}[len(ranks)]
+        assert all(found == total(ranks) for ranks, found in own)
+        # All workers of the process group are one edge.
         assert part == ([([0, 1], 11.0)] * 3 if rank < 2 else [])
+
+
+def in_four_workers(rank: int, n: int) -> Any:
+    """Groups of all edges are made, whatever the order of the buckets; and none with faults."""
+    several = partial(sums, bucket_size_in_mb=0)
+    found = [several(rank, topology) for topology in ("ring", "one-peer-exp", "ring")]
+    found.append(sums(rank, "base-2", overlap=False, mix_every=2))
+    return found, sums(rank, "ring", faults=decent_dp.Tolerate())
+
+
+def test_groups_are_made_for_all_edges(workers):
+    for rank, (found, tolerant) in enumerate(workers(4, in_four_workers)):
+        for seen in found:
+            assert len({tuple(ranks) for ranks, _ in seen}) == 2
+            assert all(rank in ranks and number == total(ranks) for ranks, number in seen)
+        assert tolerant
+        assert all("has no process group: none are made with faults=" in text for _, text in tolerant)
+
+
+def test_workers_that_are_threads_have_no_groups():
+    seen: list[Any] = []
+
+    def train(transport: Any) -> None:
+        model = DecentralizedDataParallel(net(), partial(Summing, seen=seen), topology="ring", transport=transport)
+        for t in range(3):
+            loss(model, t, transport.rank).backward()
+        model.close()
+
+    run_replicas(2, train)
+    assert seen
+    assert all("has no process group" in text for _, text in seen)
 
 
 def test_a_model_on_the_cpu_in_a_group_of_nccl_is_refused_on_all_workers(three):

@@ -82,7 +82,7 @@ def gossip(
 ) -> Gossip:
     """Makes ``model`` a replica that mixes with its neighbours after each ``optimizer.step()``. Called by all workers.
 
-    The model stays the same module. The optimizer, ``loss.backward()``, clipping, accumulation, schedulers, EMA and logging stay
+    The model stays the same module. The optimizer, ``loss.backward()``, clipping, schedulers, accumulation and logging stay
     the user's. All get rank 0's parameters and buffers. Replicas differ from then on: evaluate and save their mean.
 
     A replica may be sharded over several workers (``torch.distributed.fsdp.fully_shard`` on an inner mesh dimension). Every

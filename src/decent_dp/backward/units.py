@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, SupportsIndex, TypeVar, overload
 
 import torch
@@ -21,12 +21,16 @@ from decent_dp.replica.parameters import Parameters
 from decent_dp.replica.settings import Settings
 from decent_dp.replica.statistics import Statistics, tell_replicas
 from decent_dp.topo import Edge
-from decent_dp.topo.edges import GrouplessEdge
+from decent_dp.topo.edges import EdgeOfHook
 from decent_dp.transport import Transport
 
 __all__ = ["Builder", "DeferredList", "Unit"]
 
 T = TypeVar("T")
+
+
+# Rounds of a period for whose edges process groups are made, where the optimizer has a ``pre_average_hook``.
+_MOST_ROUNDS = 64
 
 
 class DeferredList(list[T]):
@@ -97,12 +101,10 @@ class Unit:
         return edit
 
     def _shown(self, edge: Edge) -> Edge:
-        """Returns the edge for a ``pre_average_hook``: its group is the user's, or that of all workers, or cannot be read."""
+        """Returns the edge for a ``pre_average_hook``: its group is the user's, or was made for it."""
         if edge.group is not None:
             return edge
-        if sorted(edge.ranks) == list(range(self.transport.world_size)) and self.transport.process_group is not None:
-            return Edge(edge.ranks, edge.weight, self.transport.process_group)
-        return GrouplessEdge(edge.ranks, edge.weight)
+        return EdgeOfHook(edge.ranks, edge.weight, partial(self.transport.process_group_of, edge.ranks))
 
 
 class Builder:
@@ -143,6 +145,10 @@ class Builder:
             optimizer = make_optimizer(self._optim_fn, named)
             tell_replicas([optimizer], self._transport.world_size)
             units.append(Unit(bucket, optimizer, make_scheduler(self._lr_scheduler_fn, optimizer), self._transport))
+        if any(unit.edit is not None for unit in units):
+            topology = self._engine.topology
+            rounds = range(min(topology.period or 0, _MOST_ROUNDS))
+            self._transport.make_groups(edge for t in rounds for edge in topology.round(t))
         return units
 
     def lay_out_statistics(self, units: Sequence[Unit]) -> tuple[Statistics, list[Bucket]]:

@@ -49,6 +49,7 @@ class Engine:
         neighbours: where faults are tolerated, the result of ``Transport.tolerate``.
 
     Attributes:
+        topology: the one given.
         round: the number of the current or next round, including rounds before a restart.
         factor: the adaptive factor γ.
         exchanges: the number of finished exchanges of single buckets.
@@ -73,7 +74,7 @@ class Engine:
         self._neighbours = neighbours
         self.holes = self.late = 0
         self.nonfinite_in = -1
-        self._transport, self._topology = transport, topology
+        self._transport, self.topology = transport, topology
         self.rule, self._compression = rule, compression
         self.buckets: list[Bucket] = []
         self.round = 0
@@ -116,7 +117,7 @@ class Engine:
         gone = self._gone + len(self.buckets)
         return [
             Bucket(gone + number, FlatBuffer(plan, tensors, as_view=as_view), self._compression, self.rule, topology)
-            for number, (plan, topology) in enumerate(plan_turns(specs, order, limit_bytes, self._topology))
+            for number, (plan, topology) in enumerate(plan_turns(specs, order, limit_bytes, self.topology))
         ]
 
     def lay_out_statistics(
@@ -132,7 +133,7 @@ class Engine:
         if not specs:
             return []
         first = self._gone + len(self.buckets) + after
-        plans, topology = plan_buckets(specs, range(len(specs)), math.inf), self._topology._spread(0, 1, 1)
+        plans, topology = plan_buckets(specs, range(len(specs)), math.inf), self.topology._spread(0, 1, 1)
         topology = topology._at_most_every(statistics_interval(every, self._message_share))
         return [
             Bucket(first + number, FlatBuffer(plan, tensors, as_view=True), Lossless, Gossip(), topology)

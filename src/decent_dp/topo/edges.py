@@ -10,7 +10,7 @@ from typing import Any, overload
 
 import numpy as np
 
-__all__ = ["Edge", "GrouplessEdge", "PairRounds", "Pairs"]
+__all__ = ["Edge", "EdgeOfHook", "PairRounds", "Pairs"]
 
 Pairs = Iterable[tuple[int, int]]
 
@@ -43,23 +43,33 @@ class Edge:
         return (1.0 - self.weight) / (len(self.ranks) - 1) if len(self.ranks) > 1 else 0.0
 
 
-class GrouplessEdge(Edge):
-    """An edge whose ``group`` cannot be read.
+class EdgeOfHook(Edge):
+    """An edge for a ``pre_average_hook``, whose ``group`` is looked up when it is read.
 
-    None would mean all workers to ``torch.distributed``: a collective over the edge would silently be one over all.
+    Args:
+        find: returns the process group of its workers, or None. (None would mean all workers to ``torch.distributed``: a
+            collective over the edge would silently be one over all.)
     """
 
-    def __init__(self, ranks: list[int], weight: float) -> None:
-        self.ranks, self.weight = ranks, weight
+    def __init__(self, ranks: list[int], weight: float, find: Callable[[], Any]) -> None:
+        self.ranks, self.weight, self._find = ranks, weight, find
 
     @property
     def group(self) -> Any:
-        """Raises RuntimeError."""
-        raise RuntimeError(
-            f"the edge ({_few(self.ranks)}) has no process group, because exchanges need none. Give it one in a topology of "
-            "your own, where every worker calls torch.distributed.new_group(ranks) for every edge of the period, in one "
-            "order: Edge(ranks, weight, group)."
-        )
+        """The process group of these workers.
+
+        Raises:
+            RuntimeError: there is none.
+        """
+        found = self._find()
+        if found is None:
+            raise RuntimeError(
+                f"the edge ({_few(self.ranks)}) has no process group: none are made with faults=, with a process_group of your "
+                "own, for a topology without a period (or beyond its 64th round), and between workers that are threads. Use "
+                "comm_buffer, the values of the others, or give the edge a group in a topology of your own: Edge(ranks, "
+                "weight, group)."
+            )
+        return found
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Edge) and (self.ranks, self.weight) == (other.ranks, other.weight)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -267,9 +267,12 @@ class Transport(ABC):
         """What a process must find in the store to join these workers, by key; the secret of the run is among it."""
         return {}
 
-    @property
-    def process_group(self) -> Any:
-        """The process group of these workers, for collectives of the user's; None if there is none."""
+    def make_groups(self, edges: Iterable[Edge]) -> None:
+        """Makes a process group for each of these edges, for collectives of the user's. Called by all workers together."""
+        return
+
+    def process_group_of(self, ranks: Sequence[int]) -> Any:
+        """The process group of all workers, or one of ``make_groups``; None if there is none."""
         return None
 
     def rank_in_all(self, rank: int) -> int:

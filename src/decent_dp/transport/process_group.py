@@ -6,7 +6,7 @@ import itertools
 import json
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -143,6 +143,8 @@ class ProcessGroupTransport(Transport):
         self._notes = Notes(shared.store, shared.rank)
         self._waiter = Waiter("decent_dp-staging")
         self._communicators: dict[str, Communicator] = {}
+        # Of edges, for hooks of the user's.
+        self._groups: dict[tuple[int, ...], Any] = {}
         # The ranks of the edges whose exchanges gloo carries.
         self._over_gloo: set[tuple[int, ...]] = set()
         self._controls: dict[str, Control] = {}
@@ -168,9 +170,19 @@ class ProcessGroupTransport(Transport):
     def control(self) -> Control:
         return self._control_of("all")
 
-    @property
-    def process_group(self) -> Any:
-        return self._process_group
+    def make_groups(self, edges: Iterable[Edge]) -> None:
+        group = self._process_group
+        # All processes of the default group have to call new_group. With use_local_synchronization=True its members alone do,
+        # but its name depends on how many groups each of them is in: if they differ, it waits for ever (torch 2.13).
+        if self._faults is None and group is dist.group.WORLD:
+            for ranks in sorted({_members(edge) for edge in edges if edge.group is None} - self._groups.keys()):
+                if 1 < len(ranks) < self.world_size:
+                    self._groups[ranks] = dist.new_group(list(ranks), timeout_of(group))
+
+    def process_group_of(self, ranks: Sequence[int]) -> Any:
+        if self._faults is not None:
+            return None
+        return self._process_group if len(ranks) == self.world_size else self._groups.get(tuple(sorted(ranks)))
 
     def lost(self) -> list[int]:
         return self._reactor.lost() if self.neighbours is None else self.neighbours.lost()
