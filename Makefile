@@ -26,7 +26,7 @@ define install
 endef
 
 $(VENV)/.demo: pyproject.toml constraints.txt
-	$(call install,demo,PyTorch and what the demo needs (700 MB; about a minute))
+	$(call install,demo,PyTorch and what the demo needs (1.3 GB; about a minute))
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(call install,dev$(comma)frameworks$(comma)interpreter,PyTorch$(comma) the tools of the tests$(comma) and the frameworks that are tested: transformers$(comma) Lightning$(comma) Ray (3.4 GB; two to five minutes))

@@ -343,7 +343,9 @@ def main() -> None:
     module = ["examples.contenders", "--epochs", str(options.epochs), "--rounds", str(options.rounds)]
     module += ["--steps", str(options.steps), "--seeds", *map(str, options.seeds)]
     module += ["--optimizers", *options.optimizers]
-    print(f"Training on {options.workers} workers: PyTorch DDP, gossip() on five topologies, and the wrapper.", flush=True)
+    what = "PyTorch DDP, gossip() on five topologies, and the wrapper"
+    print(f"Training on {options.workers} workers: {what}.", flush=True)
+    print("On two cores this takes about a minute per seed and optimizer.", flush=True)
     before = cpu_time()
     events = run_workers(options.workers, module, console)
     others = share_of_others(before, cpu_time())
