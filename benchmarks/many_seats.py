@@ -38,6 +38,9 @@ from decent_dp.transport.tcp.protocol import HEADER_SIZE, LARGEST_NOTE
 
 T = TypeVar("T")
 
+# The id of the run.
+RUN = "0" * 32
+
 # Seconds: of a step; of a message's way; between looks and questions of an agreement (as ``ControlPlane``); until a lost
 # member is missed (as ``Company``); until a machine that cannot be reached, or a process that was killed, counts as dead;
 # until a process joins in its place.
@@ -91,7 +94,7 @@ class CountedLine(Line):
     """The line of epochs in such a store."""
 
     def __init__(self, store: Any, records: dict[str, str]) -> None:
-        super().__init__(HashStore(), "run", records)
+        super().__init__(HashStore(), RUN, records)
         counted: Any = SimpleNamespace(run=lambda call: call(store))
         self._store = counted
 

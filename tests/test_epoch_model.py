@@ -59,7 +59,7 @@ class FakeLine:
     def __init__(self, store: Store, rank: int) -> None:
         self.store, self.rank = store, rank
 
-    def keep(self, number: int = 0, newest: bool = False) -> bool:
+    def keep(self, number: int = 0) -> bool:
         self.probe()
         return number in self.store.texts
 

@@ -554,10 +554,11 @@ def test_what_join_is_given_is_checked(monkeypatch):
         unused.bind(("127.0.0.1", 0))
         with pytest.raises(PeerLostError, match=r"^no store answers at 127\.0\.0\.1.*refused\)\. It must be that of the run"):
             decent_dp.join(f"127.0.0.1:{unused.getsockname()[1]}")
+    monkeypatch.setattr(joining, "_FREE", 0.2)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with pytest.raises(PeerLostError, match=r"^no run is registered at this store"):
         decent_dp.join(f"127.0.0.1:{store.port}")
-    store.set("decent_dp/newest", "0" * 32)
+    store.set("decent_dp/runs", json.dumps([["0" * 32, "exp"]]))
     run = {"token": "00", "world_size": 4, "places": 5, "node_of": ["a"] * 4, "timeout": 10.0}
     store.set(f"decent_dp/{'0' * 32}/run", json.dumps(run))
     store.set(f"decent_dp/{'0' * 32}/signature", "{}")
@@ -565,7 +566,7 @@ def test_what_join_is_given_is_checked(monkeypatch):
         with pytest.raises(ValueError, match="rank must be from 0 to 4, as this run can have 5 workers"):
             decent_dp.join(f"127.0.0.1:{store.port}", rank=rank)  # type: ignore[arg-type]
     monkeypatch.setenv("RANK", "3")
-    assert joining._look_for_a_place(f"127.0.0.1:{store.port}", None)[1] == 3
+    assert joining._look_for_a_place(f"127.0.0.1:{store.port}", None, None)[2] == 3
 
 
 # -- replicas that are not finite ------------------------------------------------------------------------------------------
@@ -651,6 +652,7 @@ def test_a_wrapper_that_nobody_uses_is_collected(workers):
 
 def test_the_environment_names_the_store_and_the_rank(monkeypatch):
     monkeypatch.setenv("RANK", "3")
+    monkeypatch.setattr(joining, "_FREE", 0.2)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(store.port))

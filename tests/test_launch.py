@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,9 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import decent_dp
 from decent_dp.launch import Launch, initialize_dist, read_environment
 from decent_dp.launch.group import _unused_store
 from tests.helpers import listening
+from tests.test_tolerate import make, step
+from tests.workers import _store
 
 TORCHRUN = {
     "RANK": "3",
@@ -207,14 +211,18 @@ class Machine:
         self.backend, self.options, self.device = None, {}, None
         self.raises: Exception | None = None
         self.environ: dict[str, str] = {}
+        monkeypatch.setattr("decent_dp.launch.group._open_store", self._open_store)
+        monkeypatch.setattr("decent_dp.launch.group._unused_store", lambda *_: None)
         monkeypatch.setattr(dist, "init_process_group", self._init)
         monkeypatch.setattr(dist, "get_rank", lambda *_: self.options["rank"])
         monkeypatch.setattr(dist, "get_world_size", lambda *_: self.options["world_size"])
         self.gpus(0)
 
-    def _init(self, backend: str, **options: Any) -> None:
+    def _open_store(self, launch: Launch) -> None:
         if self.raises is not None:
             raise self.raises
+
+    def _init(self, backend: str, **options: Any) -> None:
         self.backend, self.options = backend, options
 
     def _set_device(self, index: int) -> None:
@@ -436,4 +444,110 @@ def test_workers_do_not_meet_those_of_an_earlier_attempt(monkeypatch):
 
 def _come(port: int, n: int, rank: int, delay: float) -> Any:
     time.sleep(delay)
-    return _unused_store("127.0.0.1", port, rank, n)
+    return _unused_store(dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False), rank, n)
+
+
+def start_as(rank: int, n: int, port: int, served: str = "True") -> tuple[int, int]:
+    """Begins as a process of a launcher does, without any group of before."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    numbers = {"RANK": rank, "WORLD_SIZE": n, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": n, "MASTER_PORT": port}
+    os.environ.update({name: str(number) for name, number in numbers.items()})
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": served})
+    return initialize_dist()
+
+
+def refused_restart(rank: int, n: int, port: int, served: str = "True") -> tuple[str, float]:
+    """What a process is told that is started again alone, and after how many seconds."""
+    began = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        start_as(rank, n, port, served)
+    return str(caught.value), time.monotonic() - began
+
+
+def trains_until(board: Any, word: str, rank: int, dies: bool, run: str) -> str:
+    """A worker of a run; it is killed after some steps, or ends at this word."""
+    model, optimizer, replica = make(rank, faults=decent_dp.Tolerate(dead_after=4.0, run=run))
+    t = 0
+    while not board.check([word]):
+        time.sleep(0.02)
+        step(model, optimizer, t, rank)
+        t += 1
+        if dies and t == 10:
+            board.set("dead", "")
+            os.kill(os.getpid(), signal.SIGKILL)
+    replica.close()
+    return "trained"
+
+
+def restarts_without_join(rank: int, n: int, port: int) -> Any:
+    """Of three workers one dies, and is started again as in the beginning. Then two begin another run at the store, and at last
+    the first run's workers begin anew."""
+    board = _store()
+    found: list[Any] = []
+    if rank < 3:
+        start_as(rank, 3, port)
+        found.append(trains_until(board, "end", rank, rank == 1, "first"))
+        board.set(f"ended {rank}", "")
+    else:
+        if rank == 3:
+            board.wait(["dead"])
+            found.append(refused_restart(1, 3, port))
+            board.set("refused", "")
+        board.wait(["refused"])
+        start_as(rank - 3, 2, port)
+        with pytest.raises(ValueError, match="a run of this name lives at this store"):
+            make(rank - 3, faults=decent_dp.Tolerate(run="first"))
+        board.set(f"second {rank}", "")
+        found.append(trains_until(board, "second 3", rank - 3, False, "second"))
+        board.set("end", "")
+    board.wait(["ended 0", "ended 2"])
+    if rank != 4:
+        found.append(start_as(rank if rank < 3 else 1, 3, port))
+    return found
+
+
+def test_a_process_that_is_started_again_alone_is_told_to_join(workers):
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    outcomes = workers.outcomes(5, restarts_without_join, server.port, timeout=120)
+    assert [outcome.trace for outcome in outcomes] == [""] * 5
+    zero, one, two, (refused, *others), four = [outcome.value for outcome in outcomes]
+    assert (zero, one, two) == (["trained", (0, 3)], None, ["trained", (2, 3)])
+    assert (others, four) == (["trained", (1, 3)], ["trained"])
+    message, seconds = refused
+    assert message.startswith("the run 'first' lives at this store without worker 1")
+    assert "decent_dp.join(run='first')" in message
+    assert seconds < 10
+
+
+def loses_its_store(rank: int, n: int, port: int) -> Any:
+    """Worker 0 keeps the store, dies with it, and is started again alone."""
+    board = _store()
+    if rank < 3:
+        start_as(rank, 3, port, served="False")
+        return trains_until(board, "end", rank, rank == 0, "first")
+    board.wait(["dead"])
+    found = refused_restart(0, 3, port, served="False")
+    board.set("end", "")
+    return found
+
+
+@pytest.mark.slow
+def test_worker_0_that_is_started_again_with_its_store_is_told_to_join(workers):
+    """The members write to the new store, which is where the old one was."""
+    outcomes = workers.outcomes(4, loses_its_store, free_port(range(20000 + os.getpid() % 9000, 30000)), timeout=120)
+    assert [outcome.trace for outcome in outcomes] == [""] * 4
+    _, *trained, (message, seconds) = [outcome.value for outcome in outcomes]
+    assert trained == ["trained", "trained"]
+    assert message.startswith("the run 'first' lives at this store without worker 0")
+    assert seconds < 15
+
+
+def test_worker_0_says_that_it_waits(monkeypatch, caplog):
+    for name, seconds in (("_TIMEOUT", 0.5), ("_SAY", 0.1), ("_LOOK", 0.1)):
+        monkeypatch.setattr(f"decent_dp.launch.group.{name}", seconds)
+    with pytest.raises(RuntimeError, match=r"worker 0 of 2 waited 0\.5 s for the others to start"):
+        _unused_store(dist.HashStore(), 0, 2)
+    (said,) = caplog.messages
+    assert said.startswith("worker 0 of 2 has waited for the others for 0.1 s")
+    assert "decent_dp.join()" in said

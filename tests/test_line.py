@@ -1,34 +1,219 @@
-"""Runs at one store, and those who look at them."""
+"""Runs at one store: their names, which of them live, and those who look at them."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import logging
 import socket
+import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 import decent_dp
+from decent_dp.cli.app import run as command
 from decent_dp.errors import PeerLostError
-from decent_dp.membership import joining
+from decent_dp.membership import joining, runs
 from decent_dp.membership.line import Line
+from decent_dp.membership.runs import Reach, Run, choose, reach, register
+from decent_dp.transport.communicators import network_stack
+from decent_dp.transport.tcp.greeting import Greeting, Identity
 from tests.helpers import SilentStore
 
+A, B, C, D, E = (letter * 32 for letter in "abcde")  # ids of runs
+RECORD = {"token": "00", "world_size": 2, "places": 3, "node_of": ["a", "a"], "timeout": 10.0}
+GONE = {"node": "x", "machine": "m", "pid": 1, "incarnation": 0, "host": "127.0.0.1", "port": 9}
+FAR = {"node": "x", "machine": "m", "pid": 1, "incarnation": 0, "local": "f"}
 
-def test_two_runs_at_one_store_never_meet():
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    lines = {name: Line(server, name, {"run": name, "signature": "{}"}) for name in ("a", "b")}
+
+@pytest.fixture
+def server() -> Any:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def living() -> Iterator[dict[str, Any]]:
+    """The address of a process that greets as a worker does."""
+    with serving(Greeting(Identity(bytes(16), 0, bytes(8)), b"").challenge) as address:
+        yield address
+
+
+@contextlib.contextmanager
+def serving(said: bytes) -> Iterator[dict[str, Any]]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with contextlib.ExitStack() as accepted, contextlib.suppress(OSError):
+                while True:
+                    stream = accepted.enter_context(listener.accept()[0])
+                    stream.sendall(said)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield {**GONE, "port": listener.getsockname()[1]}
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+def line_of(store: Any, run_id: str, name: str | None, *addresses: dict[str, Any]) -> Line:
+    """That of worker 0, which writes the addresses of all."""
+    records = {"run": json.dumps(RECORD), "signature": "{}"}
+    records |= {f"address/{rank}": json.dumps(address) for rank, address in enumerate(addresses)}
+    return Line(store, run_id, records, name)
+
+
+def begin(store: Any, run_id: str, name: str | None, *addresses: dict[str, Any]) -> Line:
+    line = line_of(store, run_id, name, *addresses)
+    register(line)
+    return line
+
+
+def names(line: Line) -> list[str]:
+    return [entry.name for entry in line.ask(runs.runs_in)]
+
+
+def address_of(store: Any) -> str:
+    return f"127.0.0.1:{store.port}"
+
+
+def say(*words: str) -> tuple[int, str]:
+    """The exit code of a command, and what it says."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        code = command(words)
+    return code, said.getvalue()
+
+
+# -- names -----------------------------------------------------------------------------------------------------------------
+
+
+def test_two_runs_at_one_store_never_meet(server, living):
+    lines = {name: begin(server, run_id, name, living, living) for name, run_id in (("a", A), ("b", B))}
     for name, line in lines.items():
-        line.keep(newest=True)
         assert line.write(0, "[]", None) == "[]"
         assert line.write(1, f'[["{{}}", [{len(name)}]]]', None) == '[["{}", [1]]]'
     assert lines["b"].write(2, "second of b", None) == "second of b"
     assert lines["a"].write(2, "second of a", None) == "second of a"
     assert lines["b"].write(2, "another", None) == "second of b"
-    assert joining._whole_store(server).get("a/run") == b"a"
-    assert server.get("decent_dp/newest") == b"b"  # which began last is the one that is joined
+    assert names(lines["a"]) == ["a", "b"]
+    for name in ("run", "signature", "address/0"):
+        assert server.check([f"decent_dp/{A}/{name}", f"decent_dp/{B}/{name}"])
+
+
+def test_of_several_living_runs_one_must_be_named(server, living):
+    begin(server, "0" * 32, "first", living, living)
+    begin(server, "1" * 32, None, living, living)
+    for call in (decent_dp.join, joining.look_at_run):
+        with pytest.raises(ValueError, match=r"^2 runs .*'first' \(2 members\), '11111111' \(2 members\)"):
+            call(address_of(server))
+    assert [joining.look_at_run(server, name).run_id for name in ("first", "1" * 8)] == ["0" * 32, "1" * 32]
+    transport = decent_dp.join(address_of(server), rank=0, run="first")
+    assert transport.run_id == "0" * 32
+    transport.close()
+    code, text = say("status", address_of(server))
+    assert (code, text.count("\n")) == (2, 1)
+    assert "--run" in text
+    assert "'first' (2 members)" in text
+    code, text = say("status", address_of(server), "--run", "first")
+    assert code == 0
+    assert text.startswith("run first: epoch 0, 2 of at most 3 workers\n")
+    for words, code, said in (
+        (("kill", "0", address_of(server)), 2, "2 runs are registered"),
+        (("kill", "0", address_of(server), "--run", "first"), 1, "worker 0 is process 1 on m: run the command there"),
+        (("kill", "0", address_of(server), "--run", "f"), 1, "no run of the name 'f' is registered at this store, which knows"),
+        (("kill", "0", address_of(server), "--run", "a b"), 2, "run must be None or a name of up to 64 letters"),
+    ):
+        found = say(*words)
+        assert (found[0], found[1].count("\n")) == (code, 1)
+        assert said in found[1]
+
+
+def test_the_run_that_lives_needs_no_name(server, living):
+    """Of the others all workers are gone, or have said that they leave."""
+    begin(server, A, "killed", GONE, GONE)
+    left = begin(server, B, "left", FAR, GONE)
+    begin(server, C, "own", GONE, living)
+    assert names(left) == ["left", "own"]  # a run that is over leaves the list when another one begins
+    with pytest.raises(ValueError, match=r"'left' \(2 members, which do not answer from here\), 'own' \(2 members\)"):
+        joining.look_at_run(server)
+    left.close()
+    assert joining.look_at_run(server).name == "own"
+    begin(server, D, "next", living)
+    assert joining.newest_run(address_of(server)).name == "next"  # type: ignore[union-attr]
+
+
+def test_of_runs_that_are_over_the_newest_counts(server):
+    line = begin(server, A, None, GONE, GONE)
+    server.set("decent_dp/runs", json.dumps([[A, "a"], [B, "b"]]))
+    for key in ("run", "signature"):
+        server.set(f"decent_dp/{B}/{key}", server.get(f"decent_dp/{A}/{key}"))
+    for rank in range(2):
+        server.set(f"decent_dp/{B}/address/{rank}", json.dumps(GONE))
+    assert choose(line.ask, None).name == "b"  # type: ignore[union-attr]
+
+
+def test_a_name_belongs_to_one_living_run(server, living, caplog):
+    begin(server, A, "exp", GONE, living)
+    with pytest.raises(ValueError, match=r"faults=Tolerate\(run='exp'\): a run of this name lives at this store"):
+        begin(server, B, "exp", living)
+    begin(server, C, "other", living, GONE)
+    assert joining.look_at_run(server, "exp").run_id == A
+    server.set(f"decent_dp/{A}/address/1", json.dumps(GONE))
+    begin(server, D, "exp", living, GONE)  # that run is over
+    assert joining.look_at_run(server, "exp").run_id == D
+    assert caplog.messages == []
+    server.set(f"decent_dp/{D}/address/0", json.dumps(FAR))
+    begin(server, E, "exp", living, GONE)
+    assert joining.look_at_run(server, "exp").run_id == E
+    (said,) = caplog.messages
+    assert said.startswith("the run 'exp' of before is replaced at the store")
+
+
+def test_of_two_runs_that_begin_at_once_with_one_name_one_begins(server, living):
+    lines = [line_of(server, run_id, "exp", living) for run_id in (A, B, C, D)]
+    refused = []
+
+    def try_to(line: Line) -> None:
+        try:
+            register(line)
+        except ValueError:
+            refused.append(line)
+
+    threads = [threading.Thread(target=try_to, args=(line,)) for line in lines]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(refused) == 3
+    assert names(lines[0]) == ["exp"]
+
+
+@pytest.mark.parametrize("name", ["", "a b", "ä", "x" * 65, "a/b", "a\n", 7, b"a"])
+def test_names_are_checked(name):
+    error = ValueError if isinstance(name, str) else TypeError
+    for call in (lambda: decent_dp.Tolerate(run=name), lambda: decent_dp.join("10.0.0.1:29500", run=name)):
+        with pytest.raises(error, match=r"run must be None or a name of up to 64 letters and digits, '-', '_' and '\.', got"):
+            call()
+    assert decent_dp.Tolerate(run="Exp-7_b.2").signature()["run"] == "Exp-7_b.2"
+
+
+def test_what_an_address_tells(living):
+    assert reach(living) is Reach.ANSWERS
+    with serving(b"") as silent, serving(b"SSH-2.0-OpenSSH") as another:
+        assert reach(silent, 0.1) is Reach.SILENT
+        assert reach(another) is Reach.GONE
+    own = {**FAR, "node": network_stack()}
+    for address, expected in ((GONE, Reach.GONE), ({}, Reach.GONE), (None, Reach.UNKNOWN), (FAR, Reach.UNKNOWN)):
+        assert reach(address) is expected
+    assert network_stack() is None or reach(own) is Reach.GONE
+
+
+# -- a store in trouble ----------------------------------------------------------------------------------------------------
 
 
 def test_a_line_that_was_closed_asks_nothing():
@@ -37,6 +222,104 @@ def test_a_line_that_was_closed_asks_nothing():
     line.close()
     with pytest.raises(ConnectionError, match="the worker has ended"):
         line.probe()
+
+
+def test_an_empty_store_gets_the_run_back_together_with_its_epoch(server, living):
+    """Who found the run without its members, or these without the run, could not join."""
+    first, second = (line_of(server, A, "exp", living) for _ in range(2))
+    assert first.register([])
+    assert first.keep() is second.keep() is True
+    for key in ("runs", *(f"{A}/{name}" for name in ("run", "signature", "address/0", "epoch/0"))):
+        server.delete_key(f"decent_dp/{key}")
+    begin(server, B, "other", living)  # another run is back before
+    assert first.keep() is second.keep() is False
+    assert names(first) == ["other"]
+    assert not server.check([f"decent_dp/{A}/run"])
+    assert first.write(1, '[["{}", [0]]]', "[]") == '[["{}", [0]]]'
+    assert names(first) == ["other", "exp"]
+    assert server.check([f"decent_dp/{A}/run", f"decent_dp/{A}/signature", f"decent_dp/{A}/address/0"])
+    server.delete_key(f"decent_dp/{A}/address/0")  # of a member that did not write the epoch
+    assert second.keep(1)
+    assert server.check([f"decent_dp/{A}/address/0"])
+
+
+def test_a_run_whose_name_was_taken_says_so_once(server, living, caplog):
+    line = begin(server, A, "exp", living)
+    for key in ("runs", f"{A}/run"):
+        server.delete_key(f"decent_dp/{key}")
+    begin(server, B, "exp", living)
+    for _ in range(2):
+        server.delete_key(f"decent_dp/{A}/run")
+        assert line.keep()
+    assert [entry.run_id for entry in line.ask(runs.runs_in)] == [B]
+    assert [message for message in caplog.messages if "another run has taken the name 'exp'" in message] == caplog.messages
+    assert len(caplog.messages) == 1
+
+
+def test_a_run_begins_at_a_store_that_does_not_answer(caplog):
+    line = line_of(dist.HashStore(), A, None)
+    line.close()
+    register(line)
+    assert "the run 'aaaaaaaa' is registered when the store answers: the worker has ended" in caplog.messages
+
+
+GARBAGE = {
+    "no UTF-8": b"\xff\xfe\x00",
+    "no JSON": b"what?",
+    "another shape": b'[7, {"a": null}]',
+    "a number": b"7",
+    "missing fields": b'{"token": "00"}',
+    "nested": b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+@pytest.mark.parametrize("key", ["runs", *(f"{A}/{name}" for name in ("run", "signature", "address/0", "epoch/0", "epoch"))])
+def test_garbage_in_the_store_is_one_clear_error(server, living, key, garbage):
+    begin(server, A, None, living, living)
+    server.set(f"decent_dp/{key}", GARBAGE[garbage])
+    readable = (key, garbage) in {(f"{A}/signature", "missing fields"), (f"{A}/epoch", "a number")}
+    code, text = say("status", address_of(server))
+    if readable:
+        assert code == 0
+        return
+    assert (code, text.count("\n")) == (1, 1), text
+    assert f"under the key 'decent_dp/{key}" in text or (f"{A}/epoch" in key and f"decent_dp/{A}/epoch" in text)
+    assert say("kill", "0", address_of(server)) == (1, text)
+    if "address" not in key:  # which it does not need
+        with pytest.raises(PeerLostError) as caught:
+            decent_dp.join(address_of(server), rank=0)
+        assert f"decent-dp: {caught.value}\n" == text
+        assert caught.value.__cause__ is None
+
+
+def test_a_missing_record_is_named(server, living):
+    begin(server, A, None, living)
+    server.delete_key(f"decent_dp/{A}/run")
+    with pytest.raises(PeerLostError, match=f"the store has nothing under the key 'decent_dp/{A}/run'"):
+        joining.look_at_run(server)
+
+
+def test_a_run_is_registered_where_garbage_was(server, living, caplog):
+    server.set("decent_dp/runs", "what?")
+    line = begin(server, A, None, living)
+    assert names(line) == [A[:8]]
+    assert any("under the key 'decent_dp/runs'" in message and "It is replaced." in message for message in caplog.messages)
+
+
+def test_join_waits_until_the_run_is_registered(server, living, caplog):
+    """A store that was started again does not know it at once."""
+    line = line_of(server, A, "exp", living)
+    timer = threading.Timer(1.0, register, [line])
+    timer.start()
+    with caplog.at_level(logging.WARNING):
+        transport = decent_dp.join(address_of(server), rank=1, run="exp")
+    transport.close()
+    timer.join()
+    (said,) = [message for message in caplog.messages if "waits" in message]
+    assert said.startswith(
+        "no run of the name 'exp' is registered at this store, which knows none. This process waits for 30 s"
+    )
 
 
 def joins_at(rank: int, n: int, port: int) -> str:
@@ -59,20 +342,19 @@ def test_a_process_that_joins_does_not_wait_for_a_store_that_was_stopped_before(
 def test_a_process_that_joins_does_not_wait_for_a_stopped_store(monkeypatch, stops):
     for name in ("RANK", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
-    record = {"places": 2, "world_size": 1}
-    records = {"run": json.dumps(record), "signature": "{}"}
     store = dist.HashStore()
-    Line(store, "run", records).keep(newest=True)
+    begin(store, A, None)
     silent: Any = SilentStore(joining._whole_store(store))
     monkeypatch.setattr(joining, "_whole_store", lambda _: silent)
     monkeypatch.setattr(joining, "_ANSWER", 0.2)
     run = joining.look_at_run()
-    assert run.record == record
+    assert run.record == RECORD
     if stops != "before it looks at the run":
-        monkeypatch.setattr(joining, "look_at_run", lambda _: run)
+        monkeypatch.setattr(joining, "choose", lambda *_: run)
     silent.answers.clear()
     began = time.monotonic()
     with pytest.raises(PeerLostError, match="the store does not answer"):
         decent_dp.join("10.0.0.1:29500", rank=1 if stops == "before it is counted" else None)
     assert time.monotonic() < began + 10
     silent.answers.set()
+    assert isinstance(run, Run)

@@ -51,7 +51,7 @@ def test_workers_under_churn_come_to_one_line_and_all_is_counted(monkeypatch, no
         assert world.epochs[world.common].members == tuple(range(16))
         assert world.common == max(world.epochs) >= 4
         for number, epoch in world.epochs.items():
-            assert epoch == Epoch.read(number, world.store.texts[f"run/epoch/{number}"])
+            assert epoch == Epoch.read(number, world.store.texts[f"{many_seats.RUN}/epoch/{number}"])
         assert sum(world.notes_of.values()) == world.notes
         assert sum(world.bytes_of.values()) == world.note_bytes
     assert (world.notes, world.note_bytes) == (len(sent), sum(sent) + HEADER_SIZE * len(sent))

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from decent_dp._checks import check_choice, check_integer, check_number
 
-__all__ = ["Roster", "Tolerate", "check_faults", "default_dead_after", "most_workers"]
+__all__ = ["Roster", "Tolerate", "check_faults", "check_run", "default_dead_after", "most_workers"]
 
 # Seconds without a sign of life after which a worker is an error, in runs without ``faults``.
 _DEAD_AFTER = "DECENT_DP_DEAD_AFTER"
 _POLICIES = ("follow", "train", "stop")
+_RUN = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,9 @@ class Tolerate:
         orphan_for: in seconds. A call of all workers (a mean, a save) with 'follow' waits at once.
         max_workers: how many workers there can be at a time, for processes that join in addition to those that began the run;
             None: as many as began it.
+        run: the name of the run in its store, for ``join`` and ``decent-dp status`` where several runs use one store: up to 64
+            letters and digits, '-', '_' and '.'. A living run of this name at the store is an error on all workers; one that
+            is over is replaced. None: it is drawn.
 
     Raises:
         ValueError, TypeError: an argument is out of range.
@@ -41,6 +46,7 @@ class Tolerate:
     partition: str = "follow"
     orphan_for: float = 60.0
     max_workers: int | None = None
+    run: str | None = None
 
     def __post_init__(self) -> None:
         check_number("dead_after", self.dead_after, "a number of seconds, at least 0.5", at_least=0.5)
@@ -49,6 +55,7 @@ class Tolerate:
         check_number("orphan_for", self.orphan_for, "a number of seconds, at least 0", at_least=0.0)
         if self.max_workers is not None:
             check_integer("max_workers", self.max_workers, 1, "workers")
+        check_run(self.run)
 
     def signature(self) -> dict[str, Any]:
         """The settings, as JSON."""
@@ -91,6 +98,18 @@ def check_faults(faults: object) -> Tolerate | None:
     if faults is None or isinstance(faults, Tolerate):
         return faults
     raise TypeError(f"faults must be None or a decent_dp.Tolerate, such as Tolerate(dead_after=10.0), got {faults!r}")
+
+
+def check_run(run: object) -> str | None:
+    """Returns ``run``, the name of a run.
+
+    Raises:
+        TypeError, ValueError: it is neither None nor a name.
+    """
+    if run is None or (isinstance(run, str) and _RUN.fullmatch(run)):
+        return run
+    error = ValueError if isinstance(run, str) else TypeError
+    raise error(f"run must be None or a name of up to 64 letters and digits, '-', '_' and '.', got {run!r}")
 
 
 def most_workers(faults: object) -> int:

@@ -160,14 +160,14 @@ def _run_separately(workers: int, max_restarts: int, command: Sequence[str]) -> 
     """Without torchrun, which ends all workers when one fails."""
     from decent_dp.errors import PeerLostError
     from decent_dp.launch.separate import run_separately
-    from decent_dp.membership.joining import look_at_run
+    from decent_dp.membership.joining import newest_run
 
     def look(store: str) -> dict[int, int] | None:
         try:
-            run = look_at_run(store)
+            run = newest_run(store)
         except PeerLostError:
             return None
-        return {rank: run.epoch.incarnations.get(rank, 0) for rank in run.members}
+        return None if run is None else {rank: run.epoch.incarnations.get(rank, 0) for rank in run.members}
 
     outcome = run_separately(workers, command, max_restarts, look, _say)
     if outcome.signal:

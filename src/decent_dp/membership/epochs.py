@@ -40,8 +40,11 @@ _log = logging.getLogger(__name__)
 _PREFIX = "epoch/"
 # Seconds that a promise is ahead of the present round, and rounds at least.
 _AHEAD, _LEAST = 1.0, 2
-# Seconds until a store that did not answer is asked again, and between two looks whether it has lost what it is to keep.
-_AGAIN, _KEEP = 2.0, 10.0
+# Seconds until a store that did not answer is asked again, and between two looks whether it has lost what it is to keep. The
+# lowest member that is here looks so many times as often: it decides on the epoch that brings everything back.
+_AGAIN, _KEEP, _LOWEST = 2.0, 10.0, 5
+# In the statement of a worker that has found the store empty.
+_EMPTY = '"empty": true'
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,10 @@ class Epochs:
         self.absent: frozenset[int] = frozenset()
         # Processes that want to be members, by rank: the incarnation, since when, and what tells them the epoch.
         self._candidates: dict[int, tuple[int, float, Future[Epoch]]] = {}
-        self._keep_at = time.monotonic() + _KEEP
+        self._keep_at, self._kept = time.monotonic() + _KEEP / _LOWEST, Future[None]()
+        self._kept.set_result(None)
+        # Whether the store did not answer the last look.
+        self._is_away = False
         self._rank, self._neighbours, self._topology, self._line = rank, neighbours, topology, line
         self._consensus = neighbours.consensus
         self.newest = Epoch(0, 0, 0, tuple(range(world_size)), {}, "[]")
@@ -130,9 +136,9 @@ class Epochs:
         if (epoch is not None or self._from) and self._from <= round_:
             with self._lock:
                 self._begin_to_mix()
-        if time.monotonic() >= self._keep_at:
-            self._keep_at = time.monotonic() + _KEEP
-            self._prober.submit(self._keep)
+        if time.monotonic() >= self._keep_at and self._kept.done():
+            self._keep_at = time.monotonic() + (_KEEP / _LOWEST if self._rank == min(self._here(), default=-1) else _KEEP)
+            self._kept = self._prober.submit(self._keep)
         self._follow()
         with self._lock:
             number, is_due = self._number, epoch is None and self._result is None and not self._new
@@ -231,10 +237,12 @@ class Epochs:
     def _can_put_back(self) -> bool:
         """Whether the store has lost the newest epoch, and a majority of its members is here. The next epoch brings it back,
         while they still are a majority. The lowest member asks for it: it decides, so that its store must answer."""
-        if not self._is_forgotten:
-            return False
-        here = {self._rank, *self._neighbours.living()}.intersection(self.newest.members)
-        return self._rank == min(here) and 2 * len(here) > len(self.newest.members)
+        here = self._here()
+        return self._is_forgotten and self._rank == min(here, default=-1) and 2 * len(here) > len(self.newest.members)
+
+    def _here(self) -> set[int]:
+        """The members that this worker hears, and itself if it is one."""
+        return {self._rank, *self._neighbours.living()}.intersection(self.newest.members)
 
     def _begin_to_mix(self) -> None:
         """As far as this worker has promised. The caller has the lock."""
@@ -293,7 +301,8 @@ class Epochs:
             since = newest.number, newest.start, newest.dealt, len(newest.members)
             promise = _Promise(until, joining, newest.incarnations, since)
             _log.info("%s: this worker mixes until round %d; seats are wanted by %s", self._name, until, joining)
-            result = self._result = self._consensus.propose(self._name, json.dumps(asdict(promise)))
+            said = json.dumps(asdict(promise) | ({"empty": True} if self._is_forgotten else {}))
+            result = self._result = self._consensus.propose(self._name, said)
         result.add_done_callback(lambda result: self._decide(number, result))
 
     def _decide(self, number: int, result: Future[Decision]) -> None:
@@ -306,6 +315,8 @@ class Epochs:
             self._decided = max(epoch, self._decided, key=lambda epoch: epoch.number)
             is_mine = False
             self._is_forgotten = False
+            if any(_EMPTY in said for said in result.result().texts.values()):
+                self._keep_at = 0.0  # the store has to learn this worker's address, too
             if self._number == number - 1:  # else it was left out of a later one meanwhile
                 has_missed = self._from > 0 or not self.is_member
                 self._number, self._result = number, None
@@ -363,12 +374,17 @@ class Epochs:
 
     def _found(self) -> None:
         with contextlib.suppress(ConnectionError, OSError):  # the first epoch is written by those that need it then
-            self._line.keep(newest=self._rank == 0)
+            self._line.keep()
             self._line.write(0, "[]", None)
 
     def _keep(self) -> None:
-        with contextlib.suppress(ConnectionError, OSError):
+        try:
             self._is_forgotten = not self._line.keep(self._own.number)
+            self._is_away = False
+        except OSError:
+            # At once the first time: the connection may be to a server that was started again meanwhile.
+            self._keep_at = time.monotonic() + (_AGAIN if self._is_away else 0.0)
+            self._is_away = True
 
     def _ratify(self, name: str, decision: Decision) -> Decision | None:
         """Writes a result to the store. Called in a thread of its own.

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import logging
 import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from decent_dp.errors import PeerLostError
-from decent_dp.membership.line import Epoch, newest_epoch
+from decent_dp.faults import check_run
+from decent_dp.membership.index import runs_in
+from decent_dp.membership.runs import Ask, Run, choose, registered
 from decent_dp.transport import NewcomerTransport
-from decent_dp.transport.communicators import NEWEST, ROOT, Rendezvous, address_key, network_stack
-from decent_dp.transport.store import StoreCalls, connect_store, read_text, store_errors, whole_store
+from decent_dp.transport.communicators import ROOT, Rendezvous, network_stack
+from decent_dp.transport.store import StoreCalls, connect_store, store_errors, whole_store
 
-__all__ = ["Run", "join", "look_at_run"]
+__all__ = ["join", "look_at_run", "newest_run"]
 
-# Seconds for a connection to the store, until a place is free, and between two looks for one; and looks after which a process
-# that has taken one and is no member counts as ended.
+_log = logging.getLogger(__name__)
+
+# Seconds for a connection to the store, until a run is registered or a place is free, and between two looks; and looks after
+# which a process that has taken a place and is no member counts as ended.
 _SECONDS, _FREE, _AGAIN, _LOOKS = 5.0, 30.0, 0.5, 10
 # Seconds for the answers of a store, which may be stopped.
 _ANSWER = 20.0
@@ -30,7 +33,7 @@ _ANSWER = 20.0
 T = TypeVar("T")
 
 
-def join(store: str | Store | None = None, *, rank: int | None = None) -> NewcomerTransport:
+def join(store: str | Store | None = None, *, rank: int | None = None, run: str | None = None) -> NewcomerTransport:
     """Prepares this process to join a run with ``faults=Tolerate(...)``: in the place of a worker that is gone, or as one more
     (``Tolerate.max_workers``).
 
@@ -38,87 +41,74 @@ def join(store: str | Store | None = None, *, rank: int | None = None) -> Newcom
     workers. This process needs no process group. It gets parameters, buffers and the state of the optimizers from another
     worker, and is a member from its first rounds on. The others do not wait for it.
 
+    A run that is not registered yet is waited for, for half a minute: a store that was started again, empty, learns of it from
+    its members.
+
     Args:
         store: the run's store, as HOST:PORT; None: MASTER_ADDR and MASTER_PORT of the environment.
         rank: of the worker; None: RANK or SLURM_PROCID of the environment, or if none is set, the first one that no member has.
+        run: the name of the run (``Tolerate.run``); None: the only one at the store, apart from those whose workers are gone.
 
     Raises:
-        ValueError, TypeError: an argument is wrong, or missing.
-        PeerLostError: no store answers there, no run that tolerates faults is registered in it, or it has no place for more.
+        ValueError, TypeError: an argument is wrong, or missing: there are several runs, and none is named.
+        PeerLostError: no store answers there, no such run that tolerates faults is registered in it, what it has of the run is
+            unreadable, or the run has no place for more.
     """
-    run, own = _look_for_a_place(store, rank)
-    record = run.record
+    check_run(run)
+    whole, found, own = _look_for_a_place(store, rank, run)
+    record = found.record
     # A store that has lost its contents counts from the beginning.
-    before = max(run.epoch.incarnations.values(), default=0)
-    incarnation = before + _ask(lambda: run.store.add(f"{run.run_id}/incarnation", 1))
+    before = max(found.epoch.incarnations.values(), default=0)
+    incarnation = before + found.ask(lambda store: store.add(f"{found.run_id}/incarnation", 1))
     stack = network_stack() or f"process {os.getpid()}"
     shared = Rendezvous(
-        PrefixStore(run.run_id, run.store),
+        PrefixStore(found.run_id, whole),
         own,
         record["world_size"],
         timedelta(seconds=record["timeout"]),
         nccl=False,
         node_of=tuple(record["node_of"]),
         token=bytes.fromhex(record["token"]),
-        run_id=run.run_id,
+        run_id=found.run_id,
         node=stack,
         incarnation=incarnation,
         places=record["places"],
     )
-    return NewcomerTransport(shared, run.signature)
+    return NewcomerTransport(shared, found.signature)
 
 
-@dataclass(frozen=True)
-class Run:
-    """What the store knows of the run that began last.
-
-    Attributes:
-        store: with the keys of all runs.
-        record: what its workers have in common (``Transport.records``); the secret is among it.
-        signature: of their settings.
-        epoch: the newest one; epoch 0 names nobody.
-    """
-
-    store: Store
-    run_id: str
-    record: Mapping[str, Any] = field(repr=False)
-    signature: Mapping[str, Any]
-    epoch: Epoch
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        return self.epoch.members or tuple(range(self.record["world_size"]))
-
-    def address(self, rank: int) -> dict[str, Any] | None:
-        """Where the present process of a worker listens, and which process it is; None if the store does not know it."""
-        key = f"{self.run_id}/{address_key(rank, self.epoch.incarnations.get(rank, 0))}"
-        text = _ask(lambda: read_text(self.store, key))
-        return None if text is None else dict(json.loads(text))
-
-
-def look_at_run(store: str | Store | None = None) -> Run:
-    """Reads what the store knows of the run that began last. ``store``: as of ``join``.
+def look_at_run(store: str | Store | None = None, run: str | None = None) -> Run:
+    """Reads what the store knows of a run. ``store``, ``run``: as of ``join``. It does not wait for one.
 
     Raises:
         ValueError, TypeError, PeerLostError: as of ``join``.
     """
+    check_run(run)
+    _, ask = _open(store)
+    found = choose(ask, run)
+    if found is None:
+        raise PeerLostError(registered(ask, run))
+    return found
 
-    def read() -> tuple[Store, str | None, dict[str, str | None], Epoch | None]:
-        whole = _whole_store(store)
-        run_id = read_text(whole, NEWEST)
-        if run_id is None:
-            return whole, None, {}, None
-        found = {name: read_text(whole, f"{run_id}/{name}") for name in ("run", "signature")}
-        return whole, run_id, found, newest_epoch(whole, run_id)
 
-    whole, run_id, found, epoch = _ask(read)
-    if run_id is None or epoch is None or None in found.values():
-        raise PeerLostError(
-            "no run is registered at this store: only a run with faults=decent_dp.Tolerate(...) and a topology that is "
-            "given by name can be joined."
-        )
-    record, signature = (json.loads(found[name] or "") for name in ("run", "signature"))
-    return Run(whole, run_id, record, signature, epoch)
+def newest_run(store: str) -> Run | None:
+    """The run that was registered last, also one that has ended; None if there is none. ``store``: as of ``join``.
+
+    Raises:
+        ValueError, TypeError, PeerLostError: as of ``join``.
+    """
+    _, ask = _open(store)
+    entries = ask(runs_in)
+    return Run.read(ask, entries[-1]) if entries else None
+
+
+def _open(store: str | Store | None) -> tuple[Store, Ask]:
+    whole = _ask(lambda: _whole_store(store))
+
+    def ask(call: Callable[[Store], T]) -> T:
+        return _ask(lambda: call(whole))
+
+    return whole, ask
 
 
 def _ask(call: Callable[[], T]) -> T:
@@ -158,29 +148,43 @@ def _whole_store(store: str | Store | None) -> Store:
         raise ConnectionError(f"no store answers at {store} ({error})") from error
 
 
-def _look_for_a_place(store: str | Store | None, rank: int | None) -> tuple[Run, int]:
-    """The run, and the rank in it that this process is to have."""
+def _look_for_a_place(store: str | Store | None, rank: int | None, name: str | None) -> tuple[Store, Run, int]:
+    """The store, the run, and the rank in it that this process is to have."""
     text: object = os.environ.get("RANK", os.environ.get("SLURM_PROCID")) if rank is None else rank
-    run, deadline = look_at_run(store), time.monotonic() + _FREE
-    places = run.record["places"]
-    if text is not None:
-        with contextlib.suppress(TypeError, ValueError):
-            if int(str(text)) in range(places):
-                return run, int(str(text))
-        raise ValueError(
-            f"rank must be from 0 to {places - 1}, as this run can have {places} workers (faults=Tolerate(max_workers=...)), "
-            f"got {text!r}"
-        )
-    looks = 0
-    while (found := _free_rank(run, shared=looks > _LOOKS)) is None:
-        if time.monotonic() > deadline:
-            raise PeerLostError(
+    deadline, looks, waits = time.monotonic() + _FREE, 0, False
+    while True:
+        whole, ask = _open(store)
+        run = choose(ask, name)
+        if run is None:
+            why = registered(ask, name)
+        else:
+            name = run.name  # of several runs another one may be left meanwhile
+            own = _free_rank(run, shared=looks > _LOOKS) if text is None else _given_rank(run, text)
+            if own is not None:
+                return whole, run, own
+            looks += 1
+            places = run.record["places"]
+            why = (
                 f"the run has {len(run.members)} members, and no place for more. Give the rank of a worker that is gone, or "
                 f"begin the run with faults=Tolerate(max_workers=...) above {places}."
             )
+        if time.monotonic() > deadline:
+            raise PeerLostError(why)
+        if not waits:
+            _log.warning("%s This process waits for %g s.", why, _FREE)
+            waits = True
         time.sleep(_AGAIN)
-        run, looks = look_at_run(store), looks + 1
-    return run, found
+
+
+def _given_rank(run: Run, text: object) -> int:
+    places = run.record["places"]
+    with contextlib.suppress(TypeError, ValueError):
+        if int(str(text)) in range(places):
+            return int(str(text))
+    raise ValueError(
+        f"rank must be from 0 to {places - 1}, as this run can have {places} workers (faults=Tolerate(max_workers=...)), "
+        f"got {text!r}"
+    )
 
 
 def _free_rank(run: Run, *, shared: bool) -> int | None:
@@ -190,18 +194,18 @@ def _free_rank(run: Run, *, shared: bool) -> int | None:
         shared: also one that another process has taken, as that may have ended. The members let one of them in.
     """
 
-    def take() -> int | None:
+    def take(store: Store) -> int | None:
         taken = {}
         for rank in range(run.record["places"]):
             key = f"{run.run_id}/free/{run.epoch.number}/{rank}"
             if rank not in run.members:
-                taken[rank] = run.store.add(key, 0 if shared else 1)
+                taken[rank] = store.add(key, 0 if shared else 1)
                 if taken[rank] == 1 and not shared:
                     return rank
         if taken and shared:
             rank = min(taken, key=lambda rank: taken[rank])
-            run.store.add(f"{run.run_id}/free/{run.epoch.number}/{rank}", 1)
+            store.add(f"{run.run_id}/free/{run.epoch.number}/{rank}", 1)
             return rank
         return None
 
-    return _ask(take)
+    return run.ask(take)

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import Store
 
-from decent_dp.transport.communicators import NEWEST, ROOT
+from decent_dp.membership.index import Entry, enter
+from decent_dp.transport.communicators import ROOT, RUNS
 from decent_dp.transport.store import StoreClient, read_text
 
 __all__ = ["Epoch", "Line", "newest_epoch", "promises_of"]
+
+_log = logging.getLogger(__name__)
+
+# Seconds for the last word of a worker that leaves.
+_LEAVE = 2.0
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -50,22 +60,51 @@ class Epoch:
 
 
 class Line:
-    """Texts of epochs under their numbers, where the first one stays.
+    """Texts of epochs under their numbers, where the first one stays; and what a process needs to join, with the run's name.
 
     Args:
         store: of the run.
         run_id: names the run, as others may use the same server.
         records: ``Transport.records``, and more of the kind.
+        name: of the run, for people; None: the beginning of ``run_id``.
     """
 
-    def __init__(self, store: Store, run_id: str, records: Mapping[str, str]) -> None:
+    def __init__(self, store: Store, run_id: str, records: Mapping[str, str], name: str | None = None) -> None:
         self._run_id, self._records, self._store = run_id, records, StoreClient(store, ROOT)
+        self.entry = Entry(run_id, name or run_id[:8])
+        self._whole, self._warned = store, False
 
-    def keep(self, number: int = 0, newest: bool = False) -> bool:
-        """Writes what a process needs to join, as far as it is missing.
+    def ask(self, call: Callable[[Store], T]) -> T:
+        """The result of calls of the store, of which all keys begin with ``ROOT``.
+
+        Raises:
+            ConnectionError: it does not answer.
+        """
+        return self._store.run(call)
+
+    def register(self, over: Collection[str]) -> bool:
+        """Writes all that a process needs to join a run that begins, as worker 0 does.
 
         Args:
-            newest: this run began just now, and is the one that is joined at this store.
+            over: the ids of runs that this one replaces.
+
+        Returns:
+            False if another run has its name.
+
+        Raises:
+            ConnectionError: the store does not answer.
+        """
+
+        def write(store: Store) -> bool:
+            self._write_records(store)
+            store.compare_set(self._key("epoch/0"), "", "[]")
+            return enter(store, self.entry, over)
+
+        return self._store.run(write)
+
+    def keep(self, number: int = 0) -> bool:
+        """Writes what a process needs to join, as far as it is missing. A store that has lost the epoch gets it together with
+        that (``write``): who found one without the other could not tell who the members are.
 
         Returns:
             Whether the store knows the epoch of this number.
@@ -76,21 +115,18 @@ class Line:
         epoch = self._key(f"epoch/{number}")
 
         def write(store: Store) -> bool:
-            if not newest and store.check([NEWEST, epoch, *map(self._key, self._records)]):
+            if store.check([RUNS, epoch, *map(self._key, self._records)]):
                 return True  # as nearly always: the texts are as long as there are workers, and each of them looks
-            for key, text in self._records.items():
-                if not store.check([self._key(key)]):
-                    store.compare_set(self._key(key), "", text)
-            if newest:
-                store.set(NEWEST, self._run_id)
-            store.compare_set(NEWEST, "", self._run_id)
-            return bool(store.check([epoch]))
+            knows = bool(store.check([epoch]))
+            if knows:
+                self._put_back(store)
+            return knows
 
         return self._store.run(write)
 
     def probe(self) -> None:
         """Raises ConnectionError if the store does not answer."""
-        self._store.run(lambda store: store.check([NEWEST]))
+        self._store.run(lambda store: store.check([RUNS]))
 
     def write(self, number: int, text: str, before: str | None) -> str | None:
         """Writes an epoch.
@@ -113,6 +149,7 @@ class Line:
                 store.compare_set(former, "", before)
             won = store.compare_set(own, "", text).decode()
             store.set(self._key("epoch"), str(number))  # where those that join begin to look
+            self._put_back(store)
             return won
 
         return self._store.run(write)
@@ -126,8 +163,34 @@ class Line:
         return self._store.run(lambda store: newest_epoch(store, self._run_id))
 
     def close(self) -> None:
-        """Nothing is asked any more."""
+        """Nothing is asked any more. The store learns that this process has left: nobody listens at its address."""
         self._store.close()
+        own = next((self._key(name) for name in self._records if name.startswith("address/")), None)
+        if own is None:  # threads of one process
+            return
+        # Through a connection of its own: if the server has ended with worker 0, torch would complain about the old one.
+        client = StoreClient(self._whole, ROOT)
+        with contextlib.suppress(RuntimeError, OSError):  # also where the interpreter ends, and starts no thread
+            client.run(lambda store: store.set(own, ""), _LEAVE)
+        client.close()
+
+    def _write_records(self, store: Store) -> None:
+        for key, text in self._records.items():
+            if not store.check([self._key(key)]):
+                store.compare_set(self._key(key), "", text)
+
+    def _put_back(self, store: Store) -> None:
+        """What a process needs to join. The list of runs comes last: whoever finds this run there finds everything."""
+        if store.check([RUNS, *map(self._key, self._records)]):
+            return
+        self._write_records(store)
+        if not enter(store, self.entry) and not self._warned:
+            self._warned = True
+            _log.warning(
+                "another run has taken the name %r at the store, and nobody can join this one: give each run a name of its own "
+                "(faults=decent_dp.Tolerate(run=...))",
+                self.entry.name,
+            )
 
     def _key(self, name: str) -> str:
         return f"{self._run_id}/{name}"

@@ -15,6 +15,8 @@ from torch import nn
 from decent_dp.compression import check_compression
 from decent_dp.engine import fit_rule
 from decent_dp.faults import Tolerate, most_workers
+from decent_dp.membership import Line
+from decent_dp.membership.runs import register
 from decent_dp.replica.averages import broadcast_
 from decent_dp.replica.consistency import call_on_all, check_consistency, compare, model_signature
 from decent_dp.replica.devices import gpus_of, refuse_wrong_device, warn_of_shared_gpus
@@ -70,7 +72,7 @@ class Agreement:
         replicas: the workers of each replica.
         peers: connects the workers that hold the same part of each replica; its ranks are numbers of replicas.
         faults, neighbours: where faults are tolerated.
-        signature: what was compared between workers (JSON).
+        line: what the run keeps in the store, if processes can join it.
     """
 
     settings: Settings
@@ -80,7 +82,7 @@ class Agreement:
     peers: Transport
     faults: Tolerate | None = None
     neighbours: Neighbours | None = None
-    signature: Mapping[str, Any] = field(default_factory=dict)
+    line: Line | None = None
 
 
 def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check: Callable[[], Arguments]) -> Agreement:
@@ -129,7 +131,8 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
         }
         if isinstance(transport, NewcomerTransport):
             compare(transport.signature, json.loads(json.dumps(shared)), transport.rank)
-        return Agreement(given.settings, mixing, rule, replicas, peers, given.faults, signature=shared), dict(shared)
+        line = _open_line(transport, mixing, given.faults, shared)
+        return Agreement(given.settings, mixing, rule, replicas, peers, given.faults, line=line), dict(shared)
 
     def check_all() -> Arguments:
         checked = check()
@@ -162,6 +165,21 @@ def connect_replicas(model: nn.Module, transport: Transport, owned: bool, check:
         warn_of_rates(rates)
         warn_of_shared_gpus(gpus, transport.control.ranks.index(transport.rank))
     return agreed
+
+
+def _open_line(transport: Transport, topology: Topology, faults: Tolerate | None, signature: Mapping[str, Any]) -> Line | None:
+    """What the run keeps in its store, if processes can join it. Worker 0 registers a run that begins.
+
+    Raises:
+        ValueError: a run of its name lives.
+    """
+    if faults is None or not isinstance(topology, EpochTopology):
+        return None
+    records = {**transport.records(), "signature": json.dumps(signature)}
+    line = Line(transport.store, transport.run_id, records, faults.run)
+    if transport.rank == 0 and not isinstance(transport, NewcomerTransport):
+        register(line)
+    return line
 
 
 def _choose_ways(peers: Transport, agreed: Agreement, model: nn.Module) -> None:

@@ -34,16 +34,16 @@ _STORE_LIMIT = 2.0
 # Errors of the system when a process, or the machine, has too many open files.
 OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
-# The beginning of all keys of this library in a store, and below it that of the run which began last.
-ROOT, NEWEST = "decent_dp", "newest"
+# The beginning of all keys of this library in a store, and below it that of the list of its runs.
+ROOT, RUNS = "decent_dp", "runs"
 
 # A part of NCCL's error for two ranks on one GPU, in small letters.
 _ONE_GPU = "duplicate gpu"
 
 __all__ = [
-    "NEWEST",
     "OUT_OF_DESCRIPTORS",
     "ROOT",
+    "RUNS",
     "Communicator",
     "GreetingError",
     "Notes",
@@ -67,11 +67,12 @@ class UnreachableError(ConnectionError):
     Args:
         where: its address and port; None for a local socket.
         reason: the error of the system.
+        is_refused: nobody listens there.
     """
 
-    def __init__(self, where: str | None, reason: str) -> None:
+    def __init__(self, where: str | None, reason: str, *, is_refused: bool = False) -> None:
         super().__init__(reason)
-        self.where = where
+        self.where, self.is_refused = where, is_refused
 
 
 class GreetingError(ConnectionError):
@@ -155,7 +156,7 @@ class Rendezvous:
             if incarnation or self.incarnation:
                 # The store may be another one than at the start, or stopped.
                 text = self._client.run(lambda store: read_text(store, f"{self.run_id}/{key}"), seconds)
-                if text is None:
+                if not text:  # '': it has left
                     raise RuntimeError(f"worker {rank} has stored no address")
             else:
                 # The store's own timeout, which ``get`` has, is another: half an hour by default.

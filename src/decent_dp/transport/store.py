@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from decent_dp.errors import PeerError
 from decent_dp.transport.waiter import Waiter
 
 __all__ = ["StoreCalls", "StoreClient", "connect_store", "read_text", "server_of", "store_errors", "whole_store"]
@@ -62,6 +63,8 @@ def store_errors() -> Iterator[None]:
     """Raises ConnectionError for a store that does not answer, where torch raises kinds of RuntimeError."""
     try:
         yield
+    except PeerError:
+        raise  # of what the store has answered
     except RuntimeError as error:
         # torch adds a stack in C++ after the first line.
         raise ConnectionError(f"the store does not answer: {str(error).partition(chr(10))[0]}") from error

@@ -92,7 +92,8 @@ def dial_at(address: Mapping[str, Any], node: str, seconds: float) -> socket.soc
         stream.connect(at)
     except OSError as error:
         stream.close()
-        raise UnreachableError(None if is_local else f"{address['host']} port {address['port']}", str(error)) from error
+        where = None if is_local else f"{address['host']} port {address['port']}"
+        raise UnreachableError(where, str(error), is_refused=isinstance(error, ConnectionRefusedError)) from error
     return stream
 
 

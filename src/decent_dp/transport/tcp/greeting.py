@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from decent_dp.transport.communicators import GreetingError
 from decent_dp.transport.tcp.protocol import VERSION
 
-__all__ = ["GUEST", "REPLACED", "Greeting", "GreetingError", "Identity", "ReplacedError", "greet"]
+__all__ = ["GUEST", "REPLACED", "Greeting", "GreetingError", "Identity", "ReplacedError", "greet", "is_greeted"]
 
 _MAGIC = b"decentdp"
 _NONCE = 16
@@ -170,6 +170,17 @@ def greet(stream: socket.socket, identity: Identity, secret: bytes, peer: int, t
             f"worker {peer} refused the connection of worker {identity.rank}: {reason}."
         )
     return Identity(identity.run_id, peer, uid, incarnation)
+
+
+def is_greeted(stream: socket.socket, timeout: float) -> bool:
+    """Whether a worker, of any run, is at the other end of a new connection. Nothing is said to it.
+
+    Raises:
+        TimeoutError: nobody has said anything in time. The process is stopped, or has ended and left the socket to a child.
+        OSError: the connection broke.
+    """
+    stream.settimeout(timeout)
+    return stream.recv(len(_MAGIC)) == _MAGIC
 
 
 def _receive(stream: socket.socket, count: int, peer: int, deadline: float) -> bytes:
