@@ -46,8 +46,6 @@ for _room in ("rules", "planner"):
     BELOW[_room] = {"errors", "topo"}
 BELOW["compression"] = {"errors", "topo", "kernels"}
 BELOW["transport"] = {"errors", "topo", "compression", "planner", "faults", "kernels"}
-BELOW["launch"] = BELOW["transport"] | {"transport"}
-BELOW["utils"] = BELOW["launch"] | {"launch"}
 BELOW["engine"] = BELOW["transport"] | {"transport", "rules"}
 BELOW["membership"] = BELOW["engine"] | {"engine"}
 BELOW["launch"] = BELOW["membership"] | {"membership"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -20,8 +21,8 @@ import pytest
 import torch.distributed as dist
 
 import decent_dp
-from decent_dp.membership import Epoch, Epochs
-from decent_dp.membership import epochs as epochs_module
+from decent_dp.errors import PeerLostError
+from decent_dp.membership import Epoch, Epochs, joining
 from decent_dp.topo import Edge, EveryTopology, Topology, make_topology
 from decent_dp.topo.epochs import EpochTopology
 from decent_dp.transport import InProcessTransport
@@ -334,9 +335,12 @@ def test_without_a_store_changes_wait_and_training_goes_on(workers, how):
 
 
 def has_a_new_store(rank: int, n: int) -> Any:
-    """The store comes back empty while all workers live. Then half of them die, and the others are no majority."""
-    epochs_module._KEEP = 1.0
+    """The store comes back empty while all workers live. Then half of them die, and the others are no majority.
+
+    Worker 0 looks at the new store as a process that joins does: the seconds since it is there, epoch and number of addresses.
+    """
     server, port = meet_at_a_server(rank, n)
+    looks: list[tuple[float, int, int]] = []
     model, optimizer, replica = make(rank, faults=decent_dp.Tolerate(dead_after=1.5, min_workers=1))
 
     def train(epoch: int) -> Any:
@@ -346,14 +350,23 @@ def has_a_new_store(rank: int, n: int) -> Any:
             time.sleep(0.02)
             step(model, optimizer, t, rank)
             t += 1
+            if began is not None and (not looks or looks[-1][2] < n):
+                with contextlib.suppress(PeerLostError):  # no run is registered yet
+                    run = joining.look_at_run(f"127.0.0.1:{port}")
+                    addresses = sum(map(bool, run.addresses(run.members).values()))
+                    looks.append((time.monotonic() - began, run.epoch.number, addresses))
         return replica.roster.members
 
+    began = None
     try:
         train(0)
         if server is not None:
             stop(server)
             server, _ = serve(port)
+            began = time.monotonic()
         members = [train(1)]
+        train(0)
+        began = None
         if rank > 1:
             os.kill(os.getpid(), signal.SIGKILL)
         members.append(train(2))
@@ -361,13 +374,19 @@ def has_a_new_store(rank: int, n: int) -> Any:
     finally:
         if server is not None:
             stop(server)
-    return members
+    return members, looks
 
 
 @pytest.mark.slow
 def test_a_store_that_comes_back_empty_gets_the_newest_epoch_while_its_members_live(workers):
     outcomes = workers.outcomes(4, has_a_new_store)
-    assert [outcome.value for outcome in outcomes] == [[(0, 1, 2, 3), (0, 1)]] * 2 + [None] * 2
+    (members, looks), (others, _) = (outcome.value for outcome in outcomes[:2])
+    assert [outcome.exitcode for outcome in outcomes] == [0, 0, -9, -9]
+    assert members == others == [(0, 1, 2, 3), (0, 1)]
+    # Whoever finds the run finds the members, too; and soon their addresses.
+    assert {epoch for _, epoch, _ in looks} == {1}
+    assert looks[0][0] < 8.0
+    assert looks[-1][2] == 4
 
 
 @pytest.mark.slow

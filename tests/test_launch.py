@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -527,6 +528,10 @@ def loses_its_store(rank: int, n: int, port: int) -> Any:
         start_as(rank, 3, port, served="False")
         return trains_until(board, "end", rank, rank == 0, "first")
     board.wait(["dead"])
+    with contextlib.suppress(ConnectionRefusedError):
+        while True:  # until its store is gone
+            socket.create_connection(("127.0.0.1", port)).close()
+            time.sleep(0.05)
     found = refused_restart(0, 3, port, served="False")
     board.set("end", "")
     return found

@@ -7,7 +7,6 @@ listeners, refuses calls at the wrong time, and holds the state that is saved.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import sys
