@@ -148,6 +148,9 @@ class Worker:
     def consensus(self) -> Any:
         return self
 
+    def fail(self, error: Exception) -> None:
+        raise error
+
     @property
     def round(self) -> int:
         return int(self.world.now / STEP)

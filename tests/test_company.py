@@ -22,7 +22,13 @@ def make_company(rounds: Callable[[], int], decision: Future[Decision], timeout:
     consensus = SimpleNamespace(propose=lambda name, text: decision, missing=lambda name: [1])
     nobody: Callable[[], list[int]] = list
     neighbours: Any = SimpleNamespace(
-        consensus=consensus, living=lambda: [1], round_of=lambda rank: rounds(), silent=nobody, lost=nobody, left=nobody
+        consensus=consensus,
+        living=lambda: [1],
+        round_of=lambda rank: rounds(),
+        silent=nobody,
+        lost=nobody,
+        left=nobody,
+        refuse_failed=lambda: None,
     )
     transport: Any = SimpleNamespace(rank=0, world_size=2, timeout=timeout, rank_in_all=lambda rank: rank)
     return Company(transport, neighbours, Tolerate(), None)

@@ -105,6 +105,9 @@ class Worker:
     def consensus(self) -> Any:
         return self
 
+    def fail(self, error: Exception) -> None:
+        raise error
+
     def govern(self, prefix: str, vote: Any, ratify: Any) -> None:
         self.govern_calls = vote, ratify
 

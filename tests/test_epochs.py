@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -184,6 +185,69 @@ def test_a_worker_that_is_busy_keeps_nobody_from_mixing(workers):
     for _, members, mean in found:
         assert members == (0, 1, 2)
         assert_same(mean, found[0][2])
+
+
+class Lines(logging.Handler):
+    """The lines that this worker logs from now on, at INFO and above."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[tuple[int, str]] = []
+        logging.getLogger().addHandler(self)
+        logging.getLogger("decent_dp").setLevel(logging.INFO)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append((record.levelno, record.getMessage()))
+
+
+def finds_garbage_in_the_store(rank: int, n: int, garbage: list[bytes]) -> Any:
+    """Under the number of each epoch to come; workers die one after the other, the last one first."""
+    log = Lines()
+    model, optimizer, replica = make(rank, topology="ring", faults=decent_dp.Tolerate(dead_after=1.5))
+    if rank == 0:
+        for number, value in enumerate(garbage, 1):
+            replica.everyone.store.set(f"epoch/{number}", value)
+    t, deadline = 0, time.monotonic() + 60
+    for epoch in range(len(garbage) + 1):
+        while replica.roster.epoch < epoch or (t < 30 and epoch == 0):
+            assert time.monotonic() < deadline, log.lines
+            time.sleep(0.02)
+            step(model, optimizer, t, rank)
+            t += 1
+        if rank == n - 1 - epoch and epoch < len(garbage):
+            os.kill(os.getpid(), signal.SIGKILL)
+    members = replica.roster.members
+    before = []
+    for _ in range(2):
+        before.append(replica.stats().exchanges)
+        step(model, optimizer, t, rank)
+        t += 1
+        while not replica.due(100):  # both come to the mean after the same round
+            assert time.monotonic() < deadline, log.lines
+            time.sleep(0.01)
+            step(model, optimizer, t, rank)
+            t += 1
+    assert replica.stats().exchanges > before[1] + 10
+    with replica.averaged():
+        mean = values(model)
+    replica.close()
+    return members, mean, log.lines
+
+
+def test_an_epoch_is_made_over_what_others_have_written_in_its_place(workers):
+    """Once there was no epoch then: mixing ended without a word, and each replica trained on alone."""
+    garbage = [b"\xff\xfe", b"hello", b'[["{}", [0]]]']
+    outcomes = workers.outcomes(5, finds_garbage_in_the_store, garbage, timeout=90)
+    assert [outcome.exitcode for outcome in outcomes[2:]] == [-signal.SIGKILL] * 3
+    assert [outcome.trace for outcome in outcomes[:2]] == ["", ""]
+    said: list[str] = []
+    for members, mean, lines in (outcome.value for outcome in outcomes[:2]):
+        assert members == (0, 1)
+        assert_same(mean, outcomes[0].value[1])
+        said += [line for level, line in lines if "the store has something else" in line and level == logging.WARNING]
+    for number in range(1, len(garbage) + 1):
+        assert sum(f"/epoch/{number}'" in line and "the epoch in its place" in line for line in said) == 1, said
+    assert len(said) == len(garbage)
 
 
 def leaves(rank: int, n: int) -> Any:
@@ -434,6 +498,7 @@ def lone_epochs(heard: str, newest: int) -> tuple[Epochs, list[int | None], list
     """Those of worker 3 of four, what it is confined to, and the results of its proposals."""
     confined: list[int | None] = []
     results: list[Future[Decision]] = []
+    errors: list[Exception] = []
 
     def propose(*_: Any) -> Future[Decision]:
         results.append(Future())
@@ -449,6 +514,7 @@ def lone_epochs(heard: str, newest: int) -> tuple[Epochs, list[int | None], list
         lost=list,
         left=list,
         living=list,
+        fail=errors.append,
     )
     line: Any = SimpleNamespace(keep=lambda *_, **__: True, write=lambda *_: None, close=lambda: None)
     return Epochs(3, 4, neighbours, EpochTopology(ring_of, world_size=4, rank=3), line), confined, results

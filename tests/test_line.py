@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import logging
@@ -10,18 +11,22 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 import decent_dp
 from decent_dp.cli.app import run as command
 from decent_dp.errors import PeerLostError
-from decent_dp.membership import joining, runs
-from decent_dp.membership.line import Line
+from decent_dp.membership import Epoch, joining, runs
+from decent_dp.membership.line import Line, newest_epoch
 from decent_dp.membership.runs import Reach, Run, choose, reach, register
-from decent_dp.transport.communicators import network_stack
+from decent_dp.transport.communicators import Rendezvous, address_key, network_stack
+from decent_dp.transport.store import add_to
 from decent_dp.transport.tcp.greeting import Greeting, Identity
 from tests.helpers import SilentStore
 
@@ -29,6 +34,34 @@ A, B, C, D, E = (letter * 32 for letter in "abcde")  # ids of runs
 RECORD = {"token": "00", "world_size": 2, "places": 3, "node_of": ["a", "a"], "timeout": 10.0}
 GONE = {"node": "x", "machine": "m", "pid": 1, "incarnation": 0, "host": "127.0.0.1", "port": 9}
 FAR = {"node": "x", "machine": "m", "pid": 1, "incarnation": 0, "local": "f"}
+
+
+def epoch_text(*ranks: int, **other: Any) -> str:
+    """An epoch that these workers have agreed on. ``other``: entries of their promise."""
+    promise = {"until": 0, "joining": {}, "processes": {}, "since": (0, 0, 0, 4), **other}
+    return json.dumps([[json.dumps(promise), list(ranks)]])
+
+
+# What no worker writes: no UTF-8, no JSON, JSON of another shape, other types, and nobody.
+UNREADABLE = [
+    b"\xff\xfe",
+    b"",
+    b"hello",
+    b"[" * 10_000,
+    b"{}",
+    b"[1]",
+    b"null",
+    b'[["{}", [0]]]',
+    b'[["no promise", [0]]]',
+    b"[[{}, [0]]]",
+    b'[["[]", [0]]]',
+    b"[]",
+    epoch_text(-1).encode(),
+    *(epoch_text(0, since=since).encode() for since in ((0, 0, 0), (0, 0.5, 0, 4), (0, 0, -9, 4), 7)),
+    *(epoch_text(0, until=until).encode() for until in (1.5, "1", None)),
+    *(epoch_text(0, **{key: {"3": "a"}}).encode() for key in ("joining", "processes")),
+    *(epoch_text(0, **{key: value}).encode() for key in ("joining", "processes") for value in ({"x": 1}, {"-1": 1}, [1], 0)),
+]
 
 
 @pytest.fixture
@@ -94,12 +127,12 @@ def say(*words: str) -> tuple[int, str]:
 
 def test_two_runs_at_one_store_never_meet(server, living):
     lines = {name: begin(server, run_id, name, living, living) for name, run_id in (("a", A), ("b", B))}
-    for name, line in lines.items():
+    for line in lines.values():
         assert line.write(0, "[]", None) == "[]"
-        assert line.write(1, f'[["{{}}", [{len(name)}]]]', None) == '[["{}", [1]]]'
-    assert lines["b"].write(2, "second of b", None) == "second of b"
-    assert lines["a"].write(2, "second of a", None) == "second of a"
-    assert lines["b"].write(2, "another", None) == "second of b"
+        assert line.write(1, epoch_text(1), None) == epoch_text(1)
+    assert lines["b"].write(2, epoch_text(1, 2), None) == epoch_text(1, 2)
+    assert lines["a"].write(2, epoch_text(1, 3), None) == epoch_text(1, 3)
+    assert lines["b"].write(2, epoch_text(1, 4), None) == epoch_text(1, 2)
     assert names(lines["a"]) == ["a", "b"]
     for name in ("run", "signature", "address/0"):
         assert server.check([f"decent_dp/{A}/{name}", f"decent_dp/{B}/{name}"])
@@ -235,7 +268,7 @@ def test_an_empty_store_gets_the_run_back_together_with_its_epoch(server, living
     assert first.keep() is second.keep() is False
     assert names(first) == ["other"]
     assert not server.check([f"decent_dp/{A}/run"])
-    assert first.write(1, '[["{}", [0]]]', "[]") == '[["{}", [0]]]'
+    assert first.write(1, epoch_text(0), "[]") == epoch_text(0)
     assert names(first) == ["other", "exp"]
     assert server.check([f"decent_dp/{A}/run", f"decent_dp/{A}/signature", f"decent_dp/{A}/address/0"])
     server.delete_key(f"decent_dp/{A}/address/0")  # of a member that did not write the epoch
@@ -274,17 +307,16 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)
-@pytest.mark.parametrize("key", ["runs", *(f"{A}/{name}" for name in ("run", "signature", "address/0", "epoch/0", "epoch"))])
+@pytest.mark.parametrize("key", ["runs", *(f"{A}/{name}" for name in ("run", "signature", "address/0"))])
 def test_garbage_in_the_store_is_one_clear_error(server, living, key, garbage):
     begin(server, A, None, living, living)
     server.set(f"decent_dp/{key}", GARBAGE[garbage])
-    readable = (key, garbage) in {(f"{A}/signature", "missing fields"), (f"{A}/epoch", "a number")}
     code, text = say("status", address_of(server))
-    if readable:
+    if (key, garbage) == (f"{A}/signature", "missing fields"):  # it is JSON of the right kind
         assert code == 0
         return
     assert (code, text.count("\n")) == (1, 1), text
-    assert f"under the key 'decent_dp/{key}" in text or (f"{A}/epoch" in key and f"decent_dp/{A}/epoch" in text)
+    assert f"under the key 'decent_dp/{key}" in text
     assert say("kill", "0", address_of(server)) == (1, text)
     if "address" not in key:  # which it does not need
         with pytest.raises(PeerLostError) as caught:
@@ -320,6 +352,119 @@ def test_join_waits_until_the_run_is_registered(server, living, caplog):
     assert said.startswith(
         "no run of the name 'exp' is registered at this store, which knows none. This process waits for 30 s"
     )
+
+
+# -- what others have written there ----------------------------------------------------------------------------------------
+
+
+def said_of_the_store(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_what_no_worker_writes_is_unreadable():
+    assert [value for value in UNREADABLE if Epoch.stored(1, value) is not None] == []
+    assert Epoch.stored(1, None) is None
+    epoch = Epoch.stored(1, epoch_text(0, 2, until=8).encode())
+    assert epoch is not None
+    assert (epoch.start, epoch.members) == (9, (0, 2))
+    first = Epoch.stored(0, b"[]")
+    assert first is not None
+    assert first.members == ()
+
+
+@given(st.binary() | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(lambda x: json.dumps(x).encode()))
+def test_any_bytes_are_an_epoch_or_unreadable(value):
+    epoch = Epoch.stored(1, value)
+    assert epoch is None or epoch.members
+
+
+def a_server() -> Any:
+    """A store with a server of its own, and one inside this process: both keep bytes."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.mark.parametrize("make_store", [a_server, dist.HashStore])
+def test_the_members_write_the_epoch_in_place_of_what_is_unreadable(make_store, caplog):
+    store = make_store()
+    for number, value in enumerate(UNREADABLE):
+        run = f"{make_store is a_server:016x}{number:016x}"
+        lines = [Line(store, run, {}) for _ in range(2)]
+        key = f"decent_dp/{run}/epoch/1"
+        store.set(key, value)
+        assert lines[0].write(0, "[]", None) == "[]"
+        assert newest_epoch(joining._whole_store(store), run).number == 0
+        caplog.clear()
+        won = [line.write(1, epoch_text(rank), None) for rank, line in enumerate(lines)]
+        assert won == [epoch_text(0)] * 2, value
+        found = lines[1].newest()
+        assert (found.number, found.members) == (1, (0,))
+        if value:  # else it is as if nothing was there
+            said = said_of_the_store(caplog)
+            assert [key in line for line in said] == [True], said
+            assert "the members write the epoch in its place" in said[0]
+
+
+def test_those_that_come_later_go_past_what_is_unreadable(caplog):
+    """Whatever of the line it has replaced, and the number where they begin to look."""
+    whole = joining._whole_store(dist.HashStore())
+    texts = {0: "[]", 1: epoch_text(0, 1, 2), 2: epoch_text(0, 1), 3: epoch_text(0)}
+    for counter in ("0", "2", "3", "7", "-1", "9" * 40, b"\xff"):
+        for spoilt, newest in (((), 3), ((3,), 2), ((2, 3), 1), ((1, 2), 3), ((0, 1, 2, 3), 0), ((0,), 3)):
+            run = f"{counter!r} {spoilt}"
+            whole.set(f"{run}/epoch", counter)
+            for number, text in texts.items():
+                whole.set(f"{run}/epoch/{number}", b"\xff" if number in spoilt else text)
+            caplog.clear()
+            found = newest_epoch(whole, run)
+            assert (found.number, found.members) == (newest, Epoch.read(newest, texts[newest]).members), run
+            newest_epoch(whole, run)
+            said = said_of_the_store(caplog)
+            assert len(said) == len(set(said)), said  # once
+            assert bool(said) or not (3 in spoilt or counter in ("-1", "9" * 40, b"\xff"))
+
+
+@pytest.mark.parametrize("make_store", [a_server, dist.HashStore])
+def test_a_counter_that_is_no_number_counts_as_0(make_store):
+    store = make_store()
+    for number, value in enumerate((b"\xff", b"", b"ten", b"9" * 30)):
+        store.set(f"{number}", value)
+        assert [add_to(store, f"{number}", amount) for amount in (1, 0, 1)] == [1, 1, 2]
+
+
+ADDRESS = {"node": "b", "incarnation": 0, "host": "10.0.0.1", "port": 1234}
+
+
+NO_ADDRESSES = [
+    *(b"\xff", b"hello", b"[1]", b"[" * 10_000, b'{"node": "b", "incarnation": 0}'),
+    *(json.dumps({**ADDRESS, "host": host}).encode() for host in (1, None, "x" * 99, "10.0.0.1.1")),
+    *(json.dumps({**ADDRESS, "port": port}).encode() for port in ("1", 10**6, 0, None)),
+    *(json.dumps({**ADDRESS, "local": "\ud800"}).encode(), json.dumps({**ADDRESS, "local": 1}).encode()),
+    json.dumps({**ADDRESS, "incarnation": 3}).encode(),
+    json.dumps({**ADDRESS, "node": None}).encode(),
+]
+
+
+@pytest.mark.parametrize("incarnation", [0, 2])
+@pytest.mark.parametrize("number", range(len(NO_ADDRESSES)))
+def test_an_address_that_is_none_is_an_error_with_its_key(number, incarnation, caplog):
+    name, value = f"addresses {number} {incarnation}", NO_ADDRESSES[number]
+    store = dist.PrefixStore(f"decent_dp/{name}", dist.HashStore())
+    rendezvous = Rendezvous(store, 0, 2, timedelta(seconds=5), False, ("a", "b"), b"", name, "a", 2, incarnation=incarnation)
+    store.set(address_key(1, 0), value)
+    key = f"decent_dp/{name}/address/1"
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="than the address of worker 1") as caught:
+            rendezvous.address_of(1, 0, 5.0)
+        assert key in str(caught.value)
+    with pytest.raises(RuntimeError, match="than the address of worker 1"):
+        dataclasses.replace(rendezvous, addresses={0: ADDRESS}).look_up_addresses()
+    said = said_of_the_store(caplog)
+    assert [key in line for line in said] == [True], said
+    store.set(address_key(1, 0), json.dumps(ADDRESS))
+    assert rendezvous.address_of(1, 0, 5.0) == ADDRESS
+
+
+# -- a store that does not answer ------------------------------------------------------------------------------------------
 
 
 def joins_at(rank: int, n: int, port: int) -> str:

@@ -528,8 +528,9 @@ def test_a_failure_of_the_vote_is_not_blamed_on_the_store(monkeypatch, caplog):
         loss(model, 0).backward()
         monkeypatch.setattr(stop._vote._votes, "wait", lambda *_, **__: {}["a mistake"])
         tell()
-        with pytest.raises(KeyError, match="a mistake"):
+        with pytest.raises(RuntimeError, match="KeyError: 'a mistake'") as caught:
             train(stop, model)
+    assert isinstance(caught.value.__cause__, KeyError)
     model.close()
     model = alone(net())
     with Preemption(model) as stop:

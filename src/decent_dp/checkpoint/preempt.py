@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 from decent_dp._checks import check_number
 from decent_dp.checkpoint.agreement import make_gather
 from decent_dp.checkpoint.trained import Trained, replica_of
-from decent_dp.errors import PeerLostError, PeerTimeoutError
+from decent_dp.errors import PeerError, PeerLostError, PeerTimeoutError
 from decent_dp.replica.replica import Listener, Replica
 
 __all__ = ["Preemption"]
@@ -242,9 +242,10 @@ class _StopVote(Listener):
         Raises:
             PeerLostError, PeerTimeoutError: a worker that has not voted is gone, or has not within the grace period; or this
                 worker has received a signal, and the store is gone.
+            RuntimeError: the voting thread has failed.
         """
         with self._changed:
-            if self._failure is not None and self._request.pending:
+            if self._failure is not None and (self._request.pending or not isinstance(self._failure, PeerError)):
                 raise self._failure
             if self._vote is None or self._engine.round < self._vote:
                 return
@@ -280,13 +281,14 @@ class _StopVote(Listener):
                 "on all workers, around the same loop.",
                 cancelled=self._left,
             )
+            stop_round = None if votes is None else max(map(int, votes.values()))
         except Exception as error:
             self._fail(error)
             return
-        if votes is None:
+        if stop_round is None:
             return
         with self._changed:
-            self._stop_round = max(map(int, votes.values()))
+            self._stop_round = stop_round
             self._changed.notify_all()
         _log.warning("all workers stop after round %d", self._stop_round)
         if not self._left.wait(self._grace) and not self._was_read:
@@ -312,6 +314,12 @@ class _StopVote(Listener):
     def _fail(self, error: Exception) -> None:
         if isinstance(error, ConnectionError):
             error = PeerLostError(f"the workers cannot agree on a stop round: {error}.")
+        elif not isinstance(error, PeerError):
+            name, cause = self._thread.name, error
+            error = RuntimeError(
+                f"the workers cannot agree on a stop round: {type(cause).__name__}: {cause} (in the thread {name})"
+            )
+            error.__cause__ = cause
         with self._changed:
             self._failure = error
             self._changed.notify_all()

@@ -35,7 +35,7 @@ from decent_dp.replica.staging import Staged, Staging
 from decent_dp.serialization import encode
 from decent_dp.transport.base import Transport
 from decent_dp.transport.store import StoreCalls
-from decent_dp.transport.waiter import Waiter
+from decent_dp.transport.waiter import Waiter, telling
 
 __all__ = ["Saver", "Saving", "save", "saver_of"]
 
@@ -172,6 +172,13 @@ class Saving:
         with contextlib.suppress(futures.InvalidStateError):
             self._over.set_result(error)
 
+    def _fail(self, error: Exception) -> None:
+        """One of its threads has raised what nobody expects."""
+        _log.error("%s is not complete", self.path, exc_info=error)
+        with contextlib.suppress(futures.InvalidStateError):
+            self._written.set_result(None)
+        self._finish(error)
+
     def _raise_error(self, *, once: bool = False) -> None:
         """Raises an error that is not only about files; not again if ``once``."""
         error = self.error
@@ -273,10 +280,11 @@ class Saver(Listener):
             self._in_flight.append(refused)
             # By way of the writer, so that it does not overtake the saves before it.
             workers = replica.everyone.control.ranks
-            self._writer.submit(lambda: self._submit(refused, lambda: self._refuse(refused, number, report, workers)))
+            refuse = telling(lambda: self._refuse(refused, number, report, workers), refused._fail)
+            self._writer.submit(telling(lambda: self._submit(refused, refuse), refused._fail))
             raise
         self._in_flight.append(job.saving)
-        self._writer.submit(lambda: self._write(job, staged, text))
+        self._writer.submit(telling(lambda: self._write(job, staged, text), job.saving._fail))
         return job.saving
 
     def drain(self) -> None:
@@ -384,7 +392,7 @@ class Saver(Listener):
         except Exception as caught:
             error = caught
         del staged
-        self._submit(job.saving, lambda: self._finish(job, error))
+        self._submit(job.saving, telling(lambda: self._finish(job, error), job.saving._fail))
 
     def _submit(self, saving: Saving, finish: Callable[[], None]) -> None:
         self._finisher.submit(finish)

@@ -18,6 +18,7 @@ from decent_dp.checkpoint.trained import Trained, replica_of
 from decent_dp.logging.status import BEAT, FolderEntries, Status, StoreEntries, open_folder
 from decent_dp.replica.replica import Listener, Replica
 from decent_dp.transport.store import server_of
+from decent_dp.transport.waiter import telling
 
 __all__ = ["publish"]
 
@@ -69,7 +70,7 @@ class _Publisher(Listener):
         self._samples = deque([self._last])
         self._places: list[FolderEntries | StoreEntries] = []
         self._left = threading.Event()
-        self._thread = threading.Thread(target=self._publish, name="decent_dp-status", daemon=True)
+        self._thread = threading.Thread(target=telling(self._publish, _warn), name="decent_dp-status", daemon=True)
 
     # -- in the training thread ---------------------------------------------------------------------------------------
 
@@ -155,6 +156,13 @@ def _works(call: Callable[[], object]) -> bool:
     try:
         call()
     except (OSError, RuntimeError) as error:
-        _log.warning("the status of this worker cannot be published: %s", str(error).partition("\n")[0])
+        _warn(error)
         return False
     return True
+
+
+def _warn(error: Exception) -> None:
+    """Training does not need it."""
+    is_expected = isinstance(error, (OSError, RuntimeError))
+    what = str(error).partition("\n")[0]
+    _log.warning("the status of this worker cannot be published: %s", what, exc_info=None if is_expected else error)

@@ -109,6 +109,7 @@ class Company:
         Raises:
             PeerLostError: too few workers are left (``Tolerate.min_workers``), or this one has been cut off for too long
                 (``Tolerate.partition``).
+            RuntimeError: a thread of this worker has failed (``Neighbours.fail``).
         """
         self.look(round_)
         is_another, self._is_another_topology = self._is_another_topology, False
@@ -145,6 +146,7 @@ class Company:
 
     def look(self, round_: int) -> None:
         """Looks at the others and at the epochs: what ``check`` and ``has_to_wait`` tell from. Raises as they do."""
+        self.neighbours.refuse_failed()  # first: to a transport that has failed all others look gone
         gone, left = set(self.neighbours.lost()), set(self.neighbours.left())
         silent, lost = set(self.neighbours.silent()) - left, gone - left
         if silent != self._silent or lost != self._lost:

@@ -31,7 +31,7 @@ from decent_dp.membership.line import Epoch, Line, promises_of
 from decent_dp.topo.epochs import EpochTopology
 from decent_dp.transport import Neighbours
 from decent_dp.transport.agreement import Decision
-from decent_dp.transport.waiter import Waiter
+from decent_dp.transport.waiter import Waiter, telling
 
 __all__ = ["Epochs"]
 
@@ -103,14 +103,14 @@ class Epochs:
         # Until this round it mixes with nobody, since it does not know the rounds of the epochs before.
         self._from = 0
         self._lock = threading.RLock()
-        # Looks whether the store answers, before anybody promises anything.
+        # Looks whether the store answers, before anybody promises anything. The result is why it does not.
         self._prober = Waiter("decent_dp-epochs")
-        self._probe: Future[None] | None = None
+        self._probe: Future[OSError | None] | None = None
         self._probe_at, self._warned = 0.0, False
         # The store is another one than before, and does not know the newest epoch.
         self._is_forgotten = False
         if not incarnation:
-            self._prober.submit(self._found)
+            self._prober.submit(telling(self._found, neighbours.fail))
         self._consensus.govern(_PREFIX, self._vote, self._ratify)
 
     @property
@@ -138,7 +138,7 @@ class Epochs:
                 self._begin_to_mix()
         if time.monotonic() >= self._keep_at and self._kept.done():
             self._keep_at = time.monotonic() + (_KEEP / _LOWEST if self._rank == min(self._here(), default=-1) else _KEEP)
-            self._kept = self._prober.submit(self._keep)
+            self._kept = self._prober.submit(telling(self._keep, self._neighbours.fail))
         self._follow()
         with self._lock:
             number, is_due = self._number, epoch is None and self._result is None and not self._new
@@ -184,7 +184,7 @@ class Epochs:
 
     def newest_in_store(self) -> Epoch:
         """The newest epoch, as far as the store answers and knows it."""
-        with contextlib.suppress(ConnectionError, OSError):
+        with contextlib.suppress(OSError):
             return max(self._line.newest(), self._own, key=lambda epoch: epoch.number)
         return self._own
 
@@ -303,13 +303,14 @@ class Epochs:
             _log.info("%s: this worker mixes until round %d; seats are wanted by %s", self._name, until, joining)
             said = json.dumps(asdict(promise) | ({"empty": True} if self._is_forgotten else {}))
             result = self._result = self._consensus.propose(self._name, said)
-        result.add_done_callback(lambda result: self._decide(number, result))
+        # A future drops what its callbacks raise.
+        result.add_done_callback(lambda result: telling(lambda: self._decide(number, result), self._neighbours.fail)())
 
     def _decide(self, number: int, result: Future[Decision]) -> None:
         """Called in the thread that learns the result. A process that joins does not wait for the training thread, which may
         be in a call of all workers, and the others wait in it for that process."""
-        if result.cancelled() or result.exception() is not None:
-            return
+        if result.exception() is not None:
+            return  # the transport was closed, or has failed, which ``Neighbours.refuse_failed`` tells
         epoch = Epoch.read(number, _text_of(result.result()))
         with self._lock:
             self._decided = max(epoch, self._decided, key=lambda epoch: epoch.number)
@@ -340,10 +341,10 @@ class Epochs:
 
     def _propose_if_the_store_answers(self, after: int) -> None:
         if self._probe is None and time.monotonic() >= self._probe_at:
-            self._probe = self._prober.submit(self._line.probe)
+            self._probe = self._prober.submit(self._ask_the_store)
         if self._probe is None or not self._probe.done():
             return
-        error, self._probe = self._probe.exception(), None
+        error, self._probe = self._probe.result(), None
         if error is None:
             self._warned = False
             self._propose(after)
@@ -352,6 +353,13 @@ class Epochs:
         if not self._warned:
             _log.warning("the members cannot change until the store answers. Training continues: %s", error)
         self._warned = True
+
+    def _ask_the_store(self) -> OSError | None:
+        try:
+            self._line.probe()
+        except OSError as error:
+            return error
+        return None
 
     def _apply(self, round_: int) -> Epoch | None:
         """The training thread comes to the next epoch that has been decided, which it returns."""
@@ -373,7 +381,7 @@ class Epochs:
                 future.set_exception(ConnectionError(f"another process is worker {rank} in epoch {epoch.number}"))
 
     def _found(self) -> None:
-        with contextlib.suppress(ConnectionError, OSError):  # the first epoch is written by those that need it then
+        with contextlib.suppress(OSError):  # the first epoch is written by those that need it then
             self._line.keep()
             self._line.write(0, "[]", None)
 
@@ -401,7 +409,7 @@ class Epochs:
         is_newest = newest.number == number - 1 and 2 * len(decision.texts.keys() & members) > len(members)
         before = newest.text if is_newest else None
         won: str | None = None
-        with contextlib.suppress(ConnectionError, OSError):
+        with contextlib.suppress(OSError):
             won = self._line.write(number, text, before)
         if won is None:
             # What was promised stays promised: the text may be written, and others may learn of it.

@@ -18,7 +18,7 @@ from decent_dp.membership.index import runs_in
 from decent_dp.membership.runs import Ask, Run, choose, registered
 from decent_dp.transport import NewcomerTransport
 from decent_dp.transport.communicators import ROOT, Rendezvous, network_stack
-from decent_dp.transport.store import StoreCalls, connect_store, store_errors, whole_store
+from decent_dp.transport.store import StoreCalls, add_to, connect_store, store_errors, whole_store
 
 __all__ = ["join", "look_at_run", "newest_run"]
 
@@ -59,7 +59,7 @@ def join(store: str | Store | None = None, *, rank: int | None = None, run: str 
     record = found.record
     # A store that has lost its contents counts from the beginning.
     before = max(found.epoch.incarnations.values(), default=0)
-    incarnation = before + found.ask(lambda store: store.add(f"{found.run_id}/incarnation", 1))
+    incarnation = before + found.ask(lambda store: add_to(store, f"{found.run_id}/incarnation", 1))
     stack = network_stack() or f"process {os.getpid()}"
     shared = Rendezvous(
         PrefixStore(found.run_id, whole),
@@ -199,12 +199,12 @@ def _free_rank(run: Run, *, shared: bool) -> int | None:
         for rank in range(run.record["places"]):
             key = f"{run.run_id}/free/{run.epoch.number}/{rank}"
             if rank not in run.members:
-                taken[rank] = store.add(key, 0 if shared else 1)
+                taken[rank] = add_to(store, key, 0 if shared else 1)
                 if taken[rank] == 1 and not shared:
                     return rank
         if taken and shared:
             rank = min(taken, key=lambda rank: taken[rank])
-            store.add(f"{run.run_id}/free/{run.epoch.number}/{rank}", 1)
+            add_to(store, f"{run.run_id}/free/{run.epoch.number}/{rank}", 1)
             return rank
         return None
 

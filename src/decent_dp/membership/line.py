@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import Store
 
 from decent_dp.membership.index import Entry, enter
 from decent_dp.transport.communicators import ROOT, RUNS
-from decent_dp.transport.store import StoreClient, read_text
+from decent_dp.transport.store import StoreClient, count_of, read_bytes, warn_of_unreadable
 
 __all__ = ["Epoch", "Line", "newest_epoch", "promises_of"]
 
@@ -57,6 +57,22 @@ class Epoch:
         # An epoch may follow another one before that begins. It does not begin earlier.
         start = max([since, *(promise["until"] + 1 for promise in said)], default=1)
         return cls(number, start, before + (start - since) * size, members, _newest([joining, processes]), text)
+
+    @classmethod
+    def stored(cls, number: int, value: bytes | None) -> Epoch | None:
+        """The epoch that the store has under this number; None: no worker has written it. So it counts as if it was not there.
+
+        A function of the number and the bytes alone: all find the same.
+        """
+        if value is None:
+            return None
+        try:
+            epoch = cls.read(number, value.decode())
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+            return None
+        found = [epoch.start, epoch.dealt, *epoch.members, *epoch.incarnations, *epoch.incarnations.values()]
+        is_whole = all(type(n) is int and n >= 0 for n in found) and bool(epoch.members) is (number > 0)
+        return epoch if is_whole else None
 
 
 class Line:
@@ -135,7 +151,8 @@ class Line:
             before: the text of the epoch before, if it may be written when the store knows nothing of it.
 
         Returns:
-            The text that counts; None if the store knows nothing of the epoch before, and may not be told.
+            The text that counts; None if the store knows nothing of the epoch before, and may not be told, or if it cannot be
+            written.
 
         Raises:
             ConnectionError: the store does not answer. The text may be written.
@@ -143,14 +160,19 @@ class Line:
         former, own = self._key(f"epoch/{number - 1}"), self._key(f"epoch/{number}")
 
         def write(store: Store) -> str | None:
-            if number and read_text(store, former) is None:
+            if number and not store.check([former]):
                 if before is None:
                     return None
                 store.compare_set(former, "", before)
-            won = store.compare_set(own, "", text).decode()
+            won = store.compare_set(own, "", text)
+            if Epoch.stored(number, won) is None:
+                warn_of_unreadable(own, "the members write the epoch in its place")
+                won = store.compare_set(own, won, text)  # type: ignore[arg-type]  # unless another one was faster
+            if (epoch := Epoch.stored(number, won)) is None:
+                return None
             store.set(self._key("epoch"), str(number))  # where those that join begin to look
             self._put_back(store)
-            return won
+            return epoch.text
 
         return self._store.run(write)
 
@@ -203,11 +225,22 @@ def promises_of(text: str) -> dict[int, str]:
 
 def newest_epoch(store: Store, run_id: str) -> Epoch:
     """The newest epoch in a store, of which all keys begin with ``ROOT``. Epoch 0 names nobody."""
-    number = int(read_text(store, f"{run_id}/epoch") or 0)  # it may be an older one
-    text = read_text(store, f"{run_id}/epoch/{number}") or "[]"
-    while (newer := read_text(store, f"{run_id}/epoch/{number + 1}")) is not None:
-        number, text = number + 1, newer
-    return Epoch.read(number, text)
+
+    def read(number: int) -> bytes | None:
+        return read_bytes(store, f"{run_id}/epoch/{number}")
+
+    first = count_of(store, f"{run_id}/epoch")  # it may be an older one
+    if read(first) is None:
+        first = 0
+    newest, number = None, first
+    while (value := read(number)) is not None:
+        if (epoch := Epoch.stored(number, value)) is None:
+            warn_of_unreadable(f"{run_id}/epoch/{number}", "the epochs before and after it count")
+        newest, number = epoch or newest, number + 1
+    while newest is None and first > 0:
+        first -= 1
+        newest = Epoch.stored(first, read(first))
+    return newest or Epoch.read(0, "[]")
 
 
 def _newest(parts: Iterable[Mapping[Any, int]]) -> dict[int, int]:

@@ -71,7 +71,7 @@ class Run:
             UnreadableError: what the store has is something else.
         """
         keys = [f"{entry.run_id}/{name}" for name in ("run", "signature")]
-        texts, epoch = ask(lambda store: ([read_text(store, key) for key in keys], _newest_epoch(store, entry.run_id)))
+        texts, epoch = ask(lambda store: ([read_text(store, key) for key in keys], newest_epoch(store, entry.run_id)))
         record = parse(keys[0], "what the workers of a run have in common", texts[0], _is_record)
         signature = parse(keys[1], "the settings of a run", texts[1], lambda found: isinstance(found, dict))
         return cls(ask, entry.run_id, entry.name, record, signature, epoch)
@@ -239,13 +239,6 @@ def _describe(ask: Ask, entry: Entry, reached: Reach) -> str:
     except UnreadableError:
         size = "unreadable"
     return f"'{entry.name}' ({size}{', which do not answer from here' * (reached is not Reach.ANSWERS)})"
-
-
-def _newest_epoch(store: Store, run_id: str) -> Epoch:
-    try:
-        return newest_epoch(store, run_id)
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise UnreadableError(f"{run_id}/epoch", "the members of a run", f"something unreadable ({error})") from None
 
 
 def _has(found: Any, kinds: Mapping[str, Any]) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import ipaddress
 import json
 import os
 import secrets
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store, default_pg_timeout
 
 from decent_dp.errors import PeerError, PeerLostError, PeerTimeoutError
-from decent_dp.transport.store import StoreCalls, StoreClient, read_text, whole_store
+from decent_dp.transport.store import ROOT, StoreCalls, StoreClient, read_bytes, read_text, warn_of_unreadable, whole_store
 
 # torch's stubs leave out what its communicators can do (send, recv, allreduce, … on lists of tensors).
 Communicator: TypeAlias = Any
@@ -34,8 +35,8 @@ _STORE_LIMIT = 2.0
 # Errors of the system when a process, or the machine, has too many open files.
 OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
-# The beginning of all keys of this library in a store, and below it that of the list of its runs.
-ROOT, RUNS = "decent_dp", "runs"
+# The key, below ROOT, of the list of runs.
+RUNS = "runs"
 
 # A part of NCCL's error for two ranks on one GPU, in small letters.
 _ONE_GPU = "duplicate gpu"
@@ -148,21 +149,42 @@ class Rendezvous:
 
         Raises:
             OSError: the store does not answer.
-            RuntimeError: the process has stored no address, or not in time if it began with this one.
+            RuntimeError: the process has stored no address, or not in time if it began with this one; or something else has.
         """
         address = self.addresses.get(rank)
         if address is None or address["incarnation"] != incarnation:
             key = address_key(rank, incarnation)
             if incarnation or self.incarnation:
                 # The store may be another one than at the start, or stopped.
-                text = self._client.run(lambda store: read_text(store, f"{self.run_id}/{key}"), seconds)
-                if not text:  # '': it has left
+                value = self._client.run(lambda store: read_bytes(store, f"{self.run_id}/{key}"), seconds)
+                if not value:  # b"": it has left
                     raise RuntimeError(f"worker {rank} has stored no address")
             else:
                 # The store's own timeout, which ``get`` has, is another: half an hour by default.
                 self.store.wait([key], timedelta(seconds=seconds))
-                text = self.store.get(key).decode()
-            address = self.addresses[rank] = dict(json.loads(text))
+                value = self.store.get(key)
+            address = self._keep_address(rank, incarnation, value)
+        return address
+
+    def look_up_addresses(self) -> None:
+        """Reads the addresses of all workers that began the run, so that ``address_of`` does not need the store.
+
+        Raises:
+            RuntimeError: as of ``address_of``.
+        """
+        others = [rank for rank in range(self.world_size) if rank not in self.addresses]
+        keys = [address_key(rank, 0) for rank in others]
+        self.store.wait(keys, self.timeout)
+        for rank, value in zip(others, self.store.multi_get(keys), strict=True):
+            self._keep_address(rank, 0, value)
+
+    def _keep_address(self, rank: int, incarnation: int, value: bytes) -> dict[str, Any]:
+        address = _read_address(value, incarnation)
+        if address is None:
+            key = f"{self.run_id}/{address_key(rank, incarnation)}"
+            warn_of_unreadable(key, f"no connection to worker {rank} is made until it is there again")
+            raise RuntimeError(f"the store has something else under '{ROOT}/{key}' than the address of worker {rank}")
+        self.addresses[rank] = address
         return address
 
     def records(self) -> dict[str, str]:
@@ -213,6 +235,20 @@ _SHARED_GPU = (
     "torch.cuda.set_device(LOCAL_RANK) before the process group is made), and start no more workers on a node than it has "
     "GPUs. To share one, make the process group with backend='gloo'."
 )
+
+
+def _read_address(value: bytes, incarnation: int) -> dict[str, Any] | None:
+    """What ``listen`` has stored; None: it is something else."""
+    with contextlib.suppress(ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        address = json.loads(value)
+        host, port, local, node = (address.get(name) for name in ("host", "port", "local", "node"))
+        if host is not None and not (ipaddress.ip_address(str(host)) and type(port) is int and 0 < port < 2**16):
+            return None
+        if local is not None and not (isinstance(local, str) and local.encode()):
+            return None
+        if (host or local) and isinstance(node, str) and address["incarnation"] == incarnation:
+            return dict(address)
+    return None
 
 
 def address_key(rank: int, incarnation: int) -> str:

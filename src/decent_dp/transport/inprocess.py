@@ -222,6 +222,7 @@ class _LocalNeighbours(Neighbours):
     def __init__(self, rank: int, hub: LocalHub, run_id: str) -> None:
         self._rank, self._hub, self._consensus = rank, hub, _LocalConsensus(rank, hub, run_id)
         self._round, self._last = -1, math.inf
+        self._error: Exception | None = None
 
     def available(self, edge: Edge, exchange_id: ExchangeId) -> bool:
         return exchange_id.round <= self._last and not set(edge.ranks) & set(self.lost())
@@ -231,6 +232,13 @@ class _LocalNeighbours(Neighbours):
 
     def skip(self, edge: Edge, exchange_id: ExchangeId) -> None:
         return
+
+    def fail(self, error: Exception) -> None:
+        self._error = self._error or error
+
+    def refuse_failed(self) -> None:
+        if self._error is not None:
+            raise RuntimeError(f"this worker has failed: {type(self._error).__name__}: {self._error}") from self._error
 
     def announce(self, round_: int) -> None:
         self._round = round_

@@ -30,6 +30,15 @@ class Neighbours(ABC):
         """Tells the other worker that this one leaves an exchange out, and all earlier ones of its bucket that are open."""
 
     @abstractmethod
+    def fail(self, error: Exception) -> None:
+        """Something has failed in a thread of this worker, and nobody expects it: the worker can go on no more. For the others
+        it is gone, and ``refuse_failed`` raises from now on. Any thread may call it."""
+
+    @abstractmethod
+    def refuse_failed(self) -> None:
+        """Raises RuntimeError, from the first error, after ``fail`` or an error in the transport's own thread."""
+
+    @abstractmethod
     def announce(self, round_: int) -> None:
         """This worker is in a round; the others learn of it."""
 

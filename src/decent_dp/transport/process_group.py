@@ -27,7 +27,7 @@ from decent_dp.transport.inprocess import InProcessTransport
 from decent_dp.transport.neighbours import Neighbours
 from decent_dp.transport.peers import Peers
 from decent_dp.transport.survivors import SurvivorControl
-from decent_dp.transport.tcp.addresses import dial, listen, look_up
+from decent_dp.transport.tcp.addresses import dial, listen
 from decent_dp.transport.tcp.exchange import TcpExchanges
 from decent_dp.transport.tcp.greeting import Identity
 from decent_dp.transport.tcp.reactor import Reactor
@@ -202,7 +202,7 @@ class ProcessGroupTransport(Transport):
     def tolerate(self, faults: Tolerate) -> Neighbours:
         shared = self._control_rendezvous
         if not shared.incarnation:  # a process that joins looks up those that it meets
-            look_up(shared)
+            shared.look_up_addresses()
         self._faults, self.neighbours = faults, self._tcp.tolerate(faults.dead_after, shared.places)
         # gloo names no rank, and cannot be left: a frozen worker would stop it until the timeout.
         self._communicators.pop("all", None)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import socket
 import threading
 import weakref
@@ -16,19 +18,82 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from decent_dp.errors import PeerError
 from decent_dp.transport.waiter import Waiter
 
-__all__ = ["StoreCalls", "StoreClient", "connect_store", "read_text", "server_of", "store_errors", "whole_store"]
+__all__ = [
+    "ROOT",
+    "StoreCalls",
+    "StoreClient",
+    "add_to",
+    "connect_store",
+    "count_of",
+    "read_bytes",
+    "read_text",
+    "server_of",
+    "store_errors",
+    "warn_of_unreadable",
+    "whole_store",
+]
 
 T = TypeVar("T")
 
+_log = logging.getLogger(__name__)
+
+# The beginning of all keys of this library in a store.
+ROOT = "decent_dp"
 # Seconds for a connection of a client, and for an answer of a store that may hang.
 _SECONDS, _LIMIT = 2.0, 5.0
+# Digits of a counter: the server's own numbers have 64 bits.
+_DIGITS = 18
 # Calls that may hang, each with a connection of its own, before no other is made: the server is stopped, perhaps.
 _MOST_HANGING = 3
 
 
 def read_text(store: Store, key: str) -> str | None:
     """The text that is stored under ``key``; None if there is none. Does not wait, as ``store.get`` would."""
-    return store.get(key).decode(errors="replace") if store.check([key]) else None
+    value = read_bytes(store, key)
+    return None if value is None else value.decode(errors="replace")
+
+
+def read_bytes(store: Store, key: str) -> bytes | None:
+    """As ``read_text``, for what may be no text."""
+    return store.get(key) if store.check([key]) else None
+
+
+def count_of(store: Store, key: str) -> int:
+    """The number of a counter below ``ROOT``; 0 for none, and for what is no number."""
+    value = read_bytes(store, key)
+    return 0 if value is None or _is_unreadable(key, value) else int(value)
+
+
+def add_to(store: Store, key: str, amount: int) -> int:
+    """``store.add``, to what ``count_of`` returns. Where there is no number, the server would close the connection."""
+    value = read_bytes(store, key)
+    if value is not None and _is_unreadable(key, value):
+        store.compare_set(key, value, "0")  # type: ignore[arg-type]
+    return store.add(key, amount)
+
+
+def _is_unreadable(key: str, count: bytes) -> bool:
+    if count.isdigit() and len(count) <= _DIGITS:
+        return False
+    warn_of_unreadable(key, "it counts as 0")
+    return True
+
+
+@functools.cache  # once per process
+def warn_of_unreadable(key: str, meaning: str) -> None:
+    """Logs a warning for a value that no worker can have written.
+
+    Args:
+        key: below ``ROOT``.
+        meaning: what is made of it.
+    """
+    _log.warning(
+        "the store has something else under '%s/%s' than workers write there, and it is skipped: %s. See who else writes to "
+        "this store.",
+        ROOT,
+        key,
+        meaning,
+    )
 
 
 def whole_store(store: Store) -> Store:
@@ -102,7 +167,10 @@ class StoreCalls:
             ConnectionError: it does not return within ``limit`` seconds, or an earlier call still hangs.
         """
         if not self.hangs:
-            future = self._thread.submit(call)
+            try:
+                future = self._thread.submit(call)
+            except RuntimeError as error:  # the worker ends, or the system gives it no thread
+                raise ConnectionError(f"the store cannot be asked: {error}") from error
             if futures.wait([future], limit).done:
                 return future.result()
             self._hanging = future

@@ -1,27 +1,46 @@
-"""A thread that waits in place of the training thread."""
+"""Threads beside the training thread. An error in one of them that nobody expects is told to whoever started it."""
 
 from __future__ import annotations
 
 import logging
 import queue
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-__all__ = ["Waiter", "start_thread"]
+from decent_dp.transport.repeats import Repeats
+
+__all__ = ["Waiter", "start_thread", "telling"]
 
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# By the name of a thread.
+_NOT_STARTED: defaultdict[str, Repeats] = defaultdict(Repeats)
 
-def start_thread(target: Callable[[], None], name: str) -> bool:
-    """Starts a daemon thread. Returns whether that was possible: a system limits their number."""
+
+def telling(target: Callable[[], object], failed: Callable[[Exception], None]) -> Callable[[], None]:
+    """A call of ``target`` for another thread, where nobody else sees what it raises: ``failed`` is called with it."""
+
+    def call() -> None:
+        try:
+            target()
+        except Exception as error:
+            failed(error)
+
+    return call
+
+
+def start_thread(target: Callable[[], None], name: str, failed: Callable[[Exception], None]) -> bool:
+    """Starts a daemon thread. Returns whether that was possible: a system limits their number. ``failed``: of ``telling``."""
     try:
-        threading.Thread(target=target, name=name, daemon=True).start()
+        threading.Thread(target=telling(target, failed), name=name, daemon=True).start()
     except RuntimeError as error:
-        _log.warning("the thread %s cannot be started: %s", name, error)
+        if _NOT_STARTED[name].again():
+            _log.warning("the thread %s cannot be started: %s (%d times by now)", name, error, _NOT_STARTED[name].times)
         return False
     return True
 
@@ -48,6 +67,7 @@ class Waiter:
                 self._thread = thread
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
+        """The result is the job's, or its error. A job of which nobody reads it is to be ``telling``."""
         if self._closed:
             raise RuntimeError(f"{self._name} was closed")
         self.start()

@@ -15,7 +15,7 @@ from typing import Any
 from decent_dp.transport.communicators import Rendezvous, UnreachableError, address_key
 from decent_dp.transport.tcp.descriptors import own
 
-__all__ = ["address_of", "dial", "dial_at", "listen", "look_up"]
+__all__ = ["address_of", "dial", "dial_at", "listen"]
 
 # An address that nobody has (RFC 5737): the way to it is the default route.
 _ELSEWHERE = "192.0.2.1"
@@ -54,14 +54,6 @@ def listen(rendezvous: Rendezvous) -> list[socket.socket]:
     return listeners
 
 
-def look_up(rendezvous: Rendezvous) -> None:
-    """Reads the addresses of all workers, so that ``dial`` does not need the store."""
-    others = [rank for rank in range(rendezvous.world_size) if rank not in rendezvous.addresses]
-    keys = [f"address/{rank}" for rank in others]
-    rendezvous.store.wait(keys, rendezvous.timeout)
-    rendezvous.addresses.update(zip(others, map(json.loads, rendezvous.store.multi_get(keys)), strict=True))
-
-
 def dial(rendezvous: Rendezvous, peer: int, seconds: float, incarnation: int = 0) -> socket.socket:
     """A connection to ``peer``, which is the process of this incarnation, within about so many seconds.
 
@@ -82,6 +74,8 @@ def dial_at(address: Mapping[str, Any], node: str, seconds: float) -> socket.soc
     """
     is_local = address["node"] == node and "local" in address
     at: bytes | tuple[str, int]
+    if not is_local and "host" not in address:
+        raise UnreachableError(None, f"it listens on its own machine ({address['node']}) alone")
     if is_local:
         family, at = socket.AF_UNIX, b"\0" + address["local"].encode()
     else:

@@ -33,6 +33,7 @@ class ControlPlane(Consensus):
         call: runs a function in the reactor's thread.
         send_note: to a worker; in the reactor's thread.
         view, connect, is_silent: as of ``Agreements``.
+        failed: ends this worker with an error of another thread.
         some_are_to_come: whether the first round of a connected worker is a later one.
     """
 
@@ -44,11 +45,12 @@ class ControlPlane(Consensus):
         send_note: Callable[[int, Key, bytes], None],
         view: Callable[[int], View],
         connect: Callable[[int], None],
+        failed: Callable[[Exception], None],
         incarnation: int = 0,
         is_silent: Callable[[int], bool] = lambda peer: False,
         some_are_to_come: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._some_are_to_come = some_are_to_come
+        self._some_are_to_come, self._failed = some_are_to_come, failed
         self._call, self.view = call, view
         self.courier = Courier(lambda peer, key, block: call(lambda: send_note(peer, key, block)))
         self._agreements = Agreements(
@@ -187,19 +189,16 @@ class ControlPlane(Consensus):
     def _ratify(self, name: str, decision: Decision) -> bool:
         for prefix, (_, ratify) in self._governed.items():
             if name.startswith(prefix):
-                if not start_thread(partial(self._run_ratify, name, decision, ratify), "decent_dp-ratify"):
+                if not start_thread(partial(self._run_ratify, name, decision, ratify), "decent_dp-ratify", self._failed):
                     self._ratified(name, None)
                 return False
         return True
 
     def _run_ratify(self, name: str, decision: Decision, ratify: Callable[[str, Decision], Decision | None]) -> None:
-        result = None
-        try:
-            result = ratify(name, decision)
-        finally:  # an error is the thread's; the decision is made again
-            if result is None:
-                time.sleep(_AGAIN)
-            self._ratified(name, result)
+        result = ratify(name, decision)
+        if result is None:
+            time.sleep(_AGAIN)
+        self._ratified(name, result)
 
     def _ratified(self, name: str, result: Decision | None) -> None:
         with contextlib.suppress(RuntimeError):  # the transport was closed

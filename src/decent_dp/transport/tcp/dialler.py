@@ -38,6 +38,7 @@ class Dialler:
         timeout: seconds that a worker has to greet this one.
         dials: whether this worker makes the connection to another one.
         is_silent: whether a connected worker gives no signs of life.
+        failed: ends this worker with an error of another thread.
 
     Attributes:
         replaced: another process is this worker by now.
@@ -53,8 +54,9 @@ class Dialler:
         timeout: float,
         dials: Callable[[int], bool],
         is_silent: Callable[[Connection], bool],
+        failed: Callable[[Exception], None],
     ) -> None:
-        self._dials = dials
+        self._dials, self._on_error = dials, failed
         self.replaced = False
         self._framing, self._identity, self._secret = framing, identity, secret
         self._dial, self._call, self._timeout, self._is_silent = dial, call, timeout, is_silent
@@ -76,7 +78,7 @@ class Dialler:
             elif time.monotonic() >= due:
                 self._due[peer] = math.inf
                 # A thread for each, as one that cannot be reached takes long.
-                if not start_thread(partial(self._try, peer), "decent_dp-dial"):
+                if not start_thread(partial(self._try, peer), "decent_dp-dial", self._on_error):
                     self._try_again(peer)
         return min(self._due.values(), default=math.inf)
 
@@ -99,7 +101,7 @@ class Dialler:
                     raise
                 stream.close()
                 outcome = partial(self._try_again, peer)
-        except Exception as error:  # also of a store that answers nonsense: it is tried again
+        except (OSError, RuntimeError) as error:
             if stream is not None:
                 stream.close()
             self.replaced |= isinstance(error, ReplacedError)

@@ -86,8 +86,13 @@ class TcpNeighbours(Neighbours):
     def _skip(self, peer: int, exchange_id: ExchangeId) -> None:
         self._framing.settlement.skip(peer, exchange_id.round, exchange_id.bucket)
 
-    def announce(self, round_: int) -> None:
+    def fail(self, error: Exception) -> None:
+        self._reactor.fail(error)
+
+    def refuse_failed(self) -> None:
         self._reactor.refuse_failed()
+
+    def announce(self, round_: int) -> None:
         self._framing.paused = False
         now, last = time.monotonic(), self._framing.round
         if last >= 0 and round_ > last:

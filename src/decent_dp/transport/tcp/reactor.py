@@ -18,6 +18,7 @@ from functools import partial
 
 from decent_dp.transport.agreement import View
 from decent_dp.transport.communicators import SilentError
+from decent_dp.transport.repeats import Repeats
 from decent_dp.transport.tcp.acceptor import Acceptor
 from decent_dp.transport.tcp.connection import Connection, LinkState, Receiving, Sending, unacknowledged
 from decent_dp.transport.tcp.control_plane import ControlPlane
@@ -75,6 +76,7 @@ class Reactor:
         self._dialled: set[int] = set()
         # Called with the connection of a process that is no worker yet, in a thread of its own.
         self.on_guest: Callable[[socket.socket], None] | None = None
+        self._guest_errors = Repeats()
         self._dead_after = dead_after
         self._next_beat, self._woke = time.monotonic(), -math.inf
         self._dialler: Dialler | None = None
@@ -92,6 +94,7 @@ class Reactor:
             self._send_note,
             self._view,
             self._want,
+            self.fail,
             identity.incarnation,
             self._is_silent,
             lambda: any(c.start > self._framing.round for c in self._framing.connections.values()),
@@ -105,7 +108,9 @@ class Reactor:
         self._waker.setblocking(False)
         self._woken = False
         self._closing: float | None = None
+        # What has ended the thread, and the name of the thread in which it was raised.
         self._error: BaseException | None = None
+        self._failed_in = ""
         self._thread = threading.Thread(target=self._run, name="decent_dp-transport", daemon=True)
         _REACTORS.add(self)
         self._thread.start()
@@ -248,6 +253,7 @@ class Reactor:
             timeout,
             self._dials,
             lambda c: self._is_silent(c.peer),
+            self.fail,
         )
         self.call(self._beat)  # it is more often from now on
         self._neighbours = TcpNeighbours(self, self._framing, self._identity.rank, dead_after)
@@ -268,15 +274,28 @@ class Reactor:
             with contextlib.suppress(OSError):
                 self._waker.send(b"!")
 
+    def fail(self, error: Exception) -> None:
+        """``Neighbours.fail``."""
+        name = threading.current_thread().name
+
+        def end() -> None:
+            self._failed_in = self._failed_in or name
+            raise error
+
+        if self._closing is None:
+            with contextlib.suppress(RuntimeError):  # it has ended
+                self.call(end)
+
     def refuse_failed(self) -> None:
-        """Raises RuntimeError if the thread has ended with an error: all peers look gone."""
+        """``Neighbours.refuse_failed``."""
         if self._error is not None:
             raise self._is_over() from self._error
 
     def _is_over(self) -> RuntimeError:
         if self._error is None:
             return RuntimeError("the transport was closed")
-        return RuntimeError(f"the transport of this worker has failed: {type(self._error).__name__}: {self._error}")
+        what = f"{type(self._error).__name__}: {self._error}"
+        return RuntimeError(f"the transport of this worker has failed: {what} (in the thread {self._failed_in})")
 
     def close(self, *, says_bye: bool = True) -> None:
         """Ends the thread once everything that was sent has arrived, or cannot any more.
@@ -323,10 +342,13 @@ class Reactor:
             while self._closing is None or not self._is_drained():
                 self._step()
         except BaseException as error:
+            self._failed_in = self._failed_in or self._thread.name
             self._error = error
             _log.exception("the transport of worker %d has failed", self._identity.rank)
+            over = self._is_over()
+            over.__cause__ = error
             for connection in list(self._framing.connections.values()):
-                self._framing.fail(connection, error)
+                self._framing.fail(connection, over)
         finally:
             self._shut_down()
 
@@ -436,13 +458,18 @@ class Reactor:
     def _open(self, worker: Identity, stream: socket.socket) -> None:
         if worker.rank == GUEST:
             assert self.on_guest is not None
-            if not start_thread(partial(self.on_guest, stream), "decent_dp-guest"):
+            if not start_thread(partial(self.on_guest, stream), "decent_dp-guest", self._guest_failed):
                 stream.close()
             return
         connection = self._framing.connection(worker.rank)
         if connection.state is LinkState.OPEN:  # the peer has seen first that it was lost
             self._framing.lose(connection, "replaced by the peer")
         self._framing.open(worker.rank, stream, worker.uid)
+
+    def _guest_failed(self, error: Exception) -> None:
+        """The process asks another worker, and this one trains on."""
+        if self._guest_errors.again():
+            _log.warning("a process that joins was not served (%d times by now)", self._guest_errors.times, exc_info=error)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import torch
 
 from decent_dp.transport.base import ExchangeRequest
 from decent_dp.transport.streams import beside, record
-from decent_dp.transport.waiter import Waiter
+from decent_dp.transport.waiter import Waiter, telling
 
 __all__ = ["Staging"]
 
@@ -64,18 +64,15 @@ class Staging:
                 self.copied = record(stream)
 
         def wait() -> None:
-            try:
-                for stop, copied in pieces:
-                    copied.synchronize()
-                    ready(stop)
-                if not self._on_cuda:
-                    target.copy_(source)
-                if not pieces:  # of another device, or an empty message
-                    ready(len(target))
-            except Exception as error:
-                failed(error)
+            for stop, copied in pieces:
+                copied.synchronize()
+                ready(stop)
+            if not self._on_cuda:
+                target.copy_(source)
+            if not pieces:  # of another device, or an empty message
+                ready(len(target))
 
-        waiter.submit(wait)
+        waiter.submit(telling(wait, failed))
 
     def land(self) -> None:
         """Begins to copy the received message to the device, and to compare it with the sent one. Any thread may call it, and

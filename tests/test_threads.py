@@ -1,0 +1,211 @@
+"""Errors that nobody expects, in the threads beside the training: each becomes the worker's error, or, where training does not
+need the thread, a warning."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import decent_dp
+from decent_dp.checkpoint import saver as saver_module
+from decent_dp.checkpoint.preempt import Preemption
+from decent_dp.logging import publisher as publisher_module
+from decent_dp.transport import InProcessTransport, run_replicas
+from decent_dp.transport.tcp import dialler as dialler_module
+from decent_dp.transport.waiter import Waiter, start_thread, telling
+from tests.helpers import alone, loss, net
+from tests.test_epochs import Lines
+from tests.test_tolerate import make, step
+from tests.workers import has_said, say
+
+
+def fail(*_: Any, **__: Any) -> Any:
+    raise ZeroDivisionError("a bug of ours")
+
+
+def train(make_step: Callable[[int], None], steps: int) -> None:
+    for t in range(steps):
+        make_step(t)
+        time.sleep(0.01)
+
+
+def test_what_a_thread_raises_is_told():
+    told: list[Exception] = []
+    done = threading.Event()
+    waiter = Waiter("test")
+    waiter.submit(telling(fail, told.append)).result(20)
+    assert start_thread(fail, "test", lambda error: [told.append(error), done.set()])  # type: ignore[func-returns-value]
+    assert done.wait(20)
+    waiter.close()
+    assert [type(error) for error in told] == [ZeroDivisionError] * 2
+
+
+# -- where faults are tolerated --------------------------------------------------------------------------------------------
+
+
+def break_connections(replica: Any) -> None:
+    reactor = replica.everyone._reactor
+    reactor.call(lambda: [reactor._framing.lose(c, "a test") for c in reactor._framing.connections.values()])
+
+
+def break_keep(replica: Any) -> None:
+    replica.company.epochs._line.keep, replica.company.epochs._keep_at = fail, 0.0
+
+
+def break_dial(replica: Any) -> None:
+    dialler_module.greet = fail
+    break_connections(replica)
+
+
+# The thread, the workers on which something in it is broken, and what. Worker 2 leaves, so that the others want an epoch.
+# Worker 0 decides on it, and either may be the one that asks the store before. Of two workers the second one dials.
+FATAL: list[tuple[str, set[int], Callable[[Any], None]]] = [
+    ("decent_dp-epochs", {0}, break_keep),
+    ("decent_dp-epochs", {0, 1}, lambda replica: setattr(replica.company.epochs._line, "probe", fail)),
+    ("decent_dp-ratify", {0}, lambda replica: setattr(replica.company.epochs._line, "write", fail)),
+    ("decent_dp-transport", {0}, lambda replica: setattr(replica.company.epochs, "_seat", fail)),
+    ("decent_dp-dial", {1}, break_dial),
+]
+
+
+def fails_beside_the_training(rank: int, n: int) -> Any:
+    """In each case: the error of this worker, and what has caused it; None if it has gone on."""
+    found: list[Any] = []
+    for number, (_, victims, break_it) in enumerate(FATAL):
+        faults = decent_dp.Tolerate(dead_after=2.0, min_workers=1)
+        model, optimizer, replica = make(rank, topology="ring", faults=faults)
+        for t in range(5):
+            step(model, optimizer, t, rank)
+        if rank in victims:
+            break_it(replica)
+        error: BaseException | None = None
+        t, deadline = 5, time.monotonic() + 40
+        while rank != 2 and not has_said(f"{number} is over"):
+            assert time.monotonic() < deadline, number
+            time.sleep(0.01)
+            try:
+                step(model, optimizer, t, rank)
+            except Exception as raised:
+                error = raised
+                say(f"{number} is over")
+            t += 1
+        message, cause = str(error), error
+        while cause is not None and cause.__cause__ is not None:
+            cause = cause.__cause__
+        found.append(None if error is None else (message, repr(cause)))
+        with contextlib.suppress(RuntimeError):
+            replica.close()
+        dist.barrier()
+    return found
+
+
+def test_an_error_beside_the_training_ends_the_worker(workers):
+    for (thread, victims, _), errors in zip(FATAL, zip(*workers(3, fails_beside_the_training), strict=True), strict=True):
+        failed = {rank: error for rank, error in enumerate(errors) if error is not None}
+        assert failed, thread
+        assert failed.keys() <= victims, failed
+        for message, cause in failed.values():
+            assert cause == "ZeroDivisionError('a bug of ours')", message
+            assert message == "a bug of ours" or message.endswith(f"ZeroDivisionError: a bug of ours (in the thread {thread})")
+
+
+def test_an_error_in_a_decision_ends_a_worker_that_is_a_thread():
+    def body(transport: InProcessTransport) -> str:
+        model, optimizer, replica = make(0, transport=transport, topology="ring")
+        if transport.rank == 0:
+            replica.company.epochs._seat = fail
+        if transport.rank == 2:
+            return ""
+        try:
+            train(lambda t: step(model, optimizer, t, transport.rank), 200)
+        except RuntimeError as error:
+            return f"{error}, from {error.__cause__!r}"
+        return ""
+
+    found = run_replicas(3, body)
+    assert found == [
+        "this worker has failed: ZeroDivisionError: a bug of ours, from ZeroDivisionError('a bug of ours')",
+        "",
+        "",
+    ]
+
+
+def has_guests(rank: int, n: int) -> Any:
+    log = Lines()
+    model, optimizer, replica = make(rank)
+    neighbours = replica.company.neighbours
+    if rank == 0:
+        replica.everyone._reactor.on_guest = fail
+        say("broken")
+    else:
+        while not has_said("broken"):
+            time.sleep(0.01)
+        for _ in range(3):
+            with neighbours.visit(0, 0) as stream:
+                stream.settimeout(20)
+                assert stream.recv(1) == b""
+        say("visited")
+    t = 0
+    while not has_said("visited") or t < 10:
+        step(model, optimizer, t, rank)
+        t += 1
+    replica.close()
+    return [line for _, line in log.lines if "that joins" in line]
+
+
+def test_an_error_about_a_process_that_joins_is_a_warning(workers):
+    told, nothing = workers(2, has_guests)
+    assert nothing == []
+    assert [line.endswith(f"({times} times by now)") for line, times in zip(told, (1, 2), strict=True)] == [True, True], told
+
+
+# -- the others ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_status_that_fails_is_one_warning(monkeypatch, caplog):
+    monkeypatch.setattr(publisher_module._Publisher, "_status", fail)
+    model = alone(net())
+    decent_dp.logging.publish(model)
+    for t in range(3):
+        loss(model, t).backward()
+    deadline = time.monotonic() + 20
+    while not (said := [r for r in caplog.records if r.levelno >= logging.WARNING]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    model.close()
+    assert [record.getMessage() for record in said] == ["the status of this worker cannot be published: a bug of ours"]
+    assert said[0].exc_info is not None
+
+
+@pytest.mark.parametrize("where", ["after it is complete", "on the way to the others"])
+def test_a_save_whose_thread_fails_does_not_hang(monkeypatch, tmp_path, where, caplog):
+    if where == "after it is complete":
+        monkeypatch.setattr(saver_module.folder, "write_latest", fail)
+    else:
+        monkeypatch.setattr(saver_module.Saver, "_submit", fail)
+    model = alone(net())
+    loss(model, 0).backward()
+    saving = decent_dp.checkpoint.save(model, tmp_path, wait=False)
+    with pytest.raises(ZeroDivisionError, match="a bug of ours"):
+        saving.wait(20)
+    assert "is not complete" in caplog.text
+    model.close()
+
+
+def test_votes_that_are_none_are_an_error(monkeypatch):
+    model = alone(net())
+    votes: Any = SimpleNamespace(asked=lambda: True, put=lambda *_, **__: None, wait=lambda *_, **__: {0: "?"})
+    monkeypatch.setattr("decent_dp.checkpoint.preempt.make_gather", lambda *_: votes)
+    with Preemption(model, signals=()), pytest.raises(RuntimeError, match="cannot agree on a stop round: ValueError") as caught:
+        train(lambda t: loss(model, t).backward(), 1000)
+    assert "(in the thread decent_dp-preemption)" in str(caught.value)
+    assert isinstance(caught.value.__cause__, ValueError)
+    with contextlib.suppress(RuntimeError):
+        model.close()
