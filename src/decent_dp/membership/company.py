@@ -13,6 +13,7 @@ from decent_dp.faults import Roster, Tolerate
 from decent_dp.membership.epochs import Epochs
 from decent_dp.membership.line import Epoch
 from decent_dp.transport import Neighbours, Transport
+from decent_dp.transport.repeats import Repeats
 
 __all__ = ["Company"]
 
@@ -43,6 +44,9 @@ class Company:
         self._lost: set[int] = set()
         # Members that are missed, and since when, on the monotonic clock.
         self._missed: dict[int, float] = {}
+        # For which of them another epoch is wanted, and how often.
+        self._wanted_for: list[int] | None = None
+        self._wishes = Repeats()
         # Members that are gone for this worker since before it promised the newest epoch: others have named them in it.
         self._vouched: set[int] = set()
         self._coming: tuple[Epoch, Roster] | None = None
@@ -166,6 +170,14 @@ class Company:
             self._cut_off_since, self._waits = None, False
         self._is_another_topology |= self._look_at_epochs(round_, gone | left)
 
+    def _say_wanted(self, round_: int) -> None:
+        """While the store does not answer, each round wants the same."""
+        missed = sorted(self._missed)
+        if missed != self._wanted_for:
+            self._wanted_for, self._wishes = missed, Repeats()
+        if self._wishes.again():
+            _log.info("round %d: another epoch is wanted (%d times by now), missed are %s", round_, self._wishes.times, missed)
+
     def _look_at_epochs(self, round_: int, gone: set[int]) -> bool:
         if self.epochs is None:
             return False
@@ -176,7 +188,7 @@ class Company:
         is_missed = any(now - since > _SETTLE for since in self._missed.values()) and bool(self.neighbours.living())
         wanted = is_missed or self.epochs.offered(_SETTLE)
         if wanted:
-            _log.info("round %d: another epoch is wanted, missed are %s", round_, sorted(self._missed))
+            self._say_wanted(round_)
         epoch = self.epochs.look(round_, wanted=wanted)
         if self.epochs.replaced or self.neighbours.replaced:
             raise PeerLostError(

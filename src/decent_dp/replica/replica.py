@@ -349,6 +349,7 @@ class Replica(ABC):
             nonfinite=engine.nonfinite,
             holes=engine.holes,
             one_sided=0 if self.company is None else self.company.neighbours.one_sided,
+            reconnects=0 if self.company is None else self.company.neighbours.reconnects,
         )
 
     # -- life ---------------------------------------------------------------------------------------------------------

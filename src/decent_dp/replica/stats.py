@@ -26,6 +26,7 @@ class Stats:
             0 without ``faults``.
         one_sided: exchanges that this worker has dropped, as the other one counts as dead, and that the other one may have
             mixed: the only ones that can move the mean over the replicas.
+        reconnects: connections to other workers that were made in place of lost ones; 0 without ``faults``.
     """
 
     updates: int
@@ -38,3 +39,4 @@ class Stats:
     nonfinite: int = 0
     holes: int = 0
     one_sided: int = 0
+    reconnects: int = 0

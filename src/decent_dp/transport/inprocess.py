@@ -310,6 +310,10 @@ class _LocalNeighbours(Neighbours):
     def one_sided(self) -> int:
         return 0
 
+    @property
+    def reconnects(self) -> int:
+        return 0
+
 
 class _LocalConsensus(Consensus):
     """Of the threads that have not ended."""

@@ -144,3 +144,8 @@ class Neighbours(ABC):
     @abstractmethod
     def one_sided(self) -> int:
         """Exchanges that were dropped here, because the other worker counts as dead, and that it may have mixed."""
+
+    @property
+    @abstractmethod
+    def reconnects(self) -> int:
+        """Connections that were made in place of lost ones."""

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from decent_dp.transport.base import Verdict
+from decent_dp.transport.repeats import Repeats
 from decent_dp.transport.tcp.pace import Pace
 from decent_dp.transport.tcp.protocol import HEADER_SIZE, Frame, Key
 from decent_dp.transport.tcp.votes import Votes
@@ -54,6 +55,8 @@ LOCAL = getattr(socket, "AF_UNIX", None)
 # Names of TCP congestion controls, separated by commas, of which the first that the system permits is used.
 _CONGESTION_CONTROL = "DECENT_DP_CONGESTION_CONTROL"
 
+# Losses of one connection, each within a minute of the one before, from which on they are worth a warning.
+_OFTEN = 4
 # The part of each round's time for which a worker waits for peers that are not in their exchanges.
 _SHARE = 0.1
 # Exchanges of one bucket with one peer from which the usual time of one is known, and the most meetings that are left out
@@ -206,6 +209,7 @@ class Connection:
         notes: where faults are tolerated: the last two notes for each bucket, for this exchange and the next, to be sent again
             on a new connection.
         refused: nobody listens at the peer's address, since the connection was lost.
+        lost: why it was, until it is made again. ``losses``: how often.
         patience: seconds for which this worker still waits for a living peer that is not in its exchange. Each round adds a
             tenth of a step: a slow peer costs its partners a tenth of their pace, and one that is late for once is waited for.
     """
@@ -224,6 +228,8 @@ class Connection:
         self.pairs: dict[int, Pair] = {}
         self.notes: dict[int, deque[bytes]] = {}
         self.refused = False
+        self.lost: str | None = None
+        self.losses = Repeats(_OFTEN)
         self.patience, self._waited_in = math.inf, -1
         # Bytes of dropped messages that were granted and will still come.
         self.unwanted: dict[Key, int] = {}

@@ -14,6 +14,7 @@ import errno
 import heapq
 import itertools
 import logging
+import math
 import selectors
 import socket
 import time
@@ -84,6 +85,7 @@ class Framing:
         paused: this worker makes no rounds at present.
         epoch: the number of the newest one that this worker knows.
         turn: the seconds that one turn of the thread takes at present.
+        reconnects: connections that were made in place of lost ones.
         settlement: of the exchanges with verdicts.
     """
 
@@ -103,6 +105,7 @@ class Framing:
         self.dead_after: float | None = None
         self.round, self.first_bucket, self.paused, self.epoch = -1, 0, False, 0
         self.turn = 0.0
+        self.reconnects = 0
         self.settlement = Settlement(self)
 
     @property
@@ -125,6 +128,8 @@ class Framing:
             self.lose(connection, str(error))
             return
         if self.tolerant:
+            self.reconnects += connection.lost is not None
+            connection.lost = None
             self._start_again(connection)
             self._on_open(peer)
 
@@ -529,6 +534,16 @@ class Framing:
             self._let_go(connection)
             connection.enter(LinkState.BROKEN)
             connection.rewind()
+            connection.lost = reason
+            if connection.losses.again():
+                _log.warning(
+                    "the connection to worker %d has broken %d times within %.0f s, the last time as follows: %s. It is made "
+                    "again, and what was on its way is sent again. See what damages or cuts it: a cable, a firewall, a tunnel",
+                    connection.peer,
+                    connection.losses.times,
+                    math.ceil(connection.losses.seconds),
+                    reason,
+                )
 
     def give_up(self, connection: Connection, reason: str) -> None:
         """Where faults are tolerated: the peer has left, or no process listens at its address any more."""

@@ -189,6 +189,10 @@ class TcpNeighbours(Neighbours):
     def one_sided(self) -> int:
         return self._framing.settlement.one_sided
 
+    @property
+    def reconnects(self) -> int:
+        return self._framing.reconnects
+
     # -- a single exchange --------------------------------------------------------------------------------------------
 
     def open(self, pair: Pair) -> None:
