@@ -74,8 +74,9 @@ class Asked:
         return [question for question, _ in itertools.groupby(self.log)]
 
     def ask(self, **options: Any) -> tuple[int, float]:
-        transport: Any = SimpleNamespace(timeout=60.0, rank=9)
-        rank, state = newcomer_module._fetch_state(self, transport, lambda: dict(self.members), **options)  # type: ignore[arg-type]
+        everyone = SimpleNamespace(timeout=60.0, rank=9)
+        replica: Any = SimpleNamespace(model=torch.nn.Linear(100, 1), everyone=everyone)
+        rank, state = newcomer_module._fetch_state(replica, self, lambda: dict(self.members), **options)  # type: ignore[arg-type]
         assert len(set(state["w"].tolist())) == 1
         return rank, float(state["w"][0])
 

@@ -143,7 +143,7 @@ def test_a_new_connection_begins_with_the_round_and_the_epoch():
     peer.reactor._dial = refused
     peer.reactor.tolerate(10.0).enter_epoch(7)
     peer.reactor._framing.round = 40
-    wait_for(lambda: peer.reactor._interval == 1.0 and not peer.reactor._commands)
+    wait_for(lambda: peer.reactor.interval == 1.0 and not peer.reactor._commands)
     peer.reactor._next_beat = time.monotonic() + 60
     peer.stream.close()
     peer.stream = connect_by_hand(peer.name, 1)

@@ -100,7 +100,12 @@ def check_model(model: Any, *, shards: bool = False) -> None:
         )
     for name, param in trained:
         if param.dtype not in FLOAT_DTYPES:
-            raise ValueError(f"parameter '{name}' is {param.dtype}: trainable parameters must be of {FLOAT_DTYPES}")
+            instead = (
+                "keep torch.view_as_real(it) as the parameter, and torch.view_as_complex() that in forward"
+                if param.is_complex()
+                else "freeze it (requires_grad=False), or convert it"
+            )
+            raise ValueError(f"parameter '{name}' is {param.dtype}, and only {FLOAT_DTYPES} are mixed: {instead}")
 
 
 def check_factories(optim_fn: Any, lr_scheduler_fn: Any) -> None:
