@@ -214,8 +214,10 @@ def test_tensors_are_made_with_a_dtype_and_a_device():
     wrong = []
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text())):
-            is_factory = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in FACTORIES
-            if (is_factory and ast.unparse(node.func.value) == "torch") or ast.unparse(node).startswith("nn.Linear("):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            owner, name = ast.unparse(node.func.value), node.func.attr
+            if (owner == "torch" and name in FACTORIES) or (owner, name) == ("nn", "Linear"):
                 lacks = {"dtype", "device"} - {keyword.arg for keyword in node.keywords}
                 wrong += [f"{path.relative_to(SOURCE)}:{node.lineno} {ast.unparse(node)} lacks {sorted(lacks)}"] * bool(lacks)
     assert wrong == []

@@ -332,6 +332,7 @@ def automatic(rank: int, n: int) -> list[Any]:
     return [*found, records]
 
 
+@pytest.mark.slow
 def test_auto_measures_and_says_what_it_has_found(workers):
     found = workers(3, automatic, timeout=120)
     for rank, (pairs, groups, records) in enumerate(found):

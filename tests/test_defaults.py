@@ -65,9 +65,9 @@ TOLERANT = {"faults": decent_dp.Tolerate()}
 CASES = {
     "plain": Case(),
     "adamw, complete": Case(ADAMW, {"topology": "complete"}, torchs=True),
-    "gossip-adamw": Case(GOSSIP_ADAMW, rounds=True, fast=True),
+    "gossip-adamw": Case(GOSSIP_ADAMW, rounds=True),
     "gossip-adamw, complete, drift": Case(GOSSIP_ADAMW, {"topology": "complete", "rule": DriftCorrection()}, rounds=True),
-    "accum-adamw, int8": Case(partial(AccumAdamW, lr=0.01, accum_iter=2), {"compression": "int8"}, fast=True),
+    "accum-adamw, int8": Case(partial(AccumAdamW, lr=0.01, accum_iter=2), {"compression": "int8"}),
     "accum-adam, bfloat16": Case(partial(AccumAdam, lr=0.01, accum_iter=2), {"compression": "bfloat16", "mix_every": 2}),
     "low-rank": Case(SGD, {"compression": "low-rank:2", "topology": "one-peer-exp"}),
     "low-rank, int8": Case(SGD, {"compression": "low-rank:2,int8"}, fast=True),

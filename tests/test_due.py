@@ -28,7 +28,7 @@ from tests.test_tolerate import DEAD_AFTER, error_of, make
 
 N, FROZEN, EVERY = 4, 3, 20
 # Seconds of a step, the round in which a worker is stopped, for so many seconds, and the last round.
-PACE, STOP_AT, STOPPED, LAST = 0.02, 35, 1.5 * DEAD_AFTER, 600
+PACE, STOP_AT, STOPPED, LAST = 0.02, 35, 1.5 * DEAD_AFTER, 360
 
 # Found rather than imported: the imports take seconds, which only the workers need to spend.
 _MISSING = [name for name in ("transformers", "accelerate", "lightning") if importlib.util.find_spec(name) is None]
@@ -180,6 +180,7 @@ def test_a_worker_that_was_stopped_keeps_the_pace_of_the_others(workers, kind):
     assert_same_pace(steps, their_steps, woke_at(steps))
 
 
+@pytest.mark.slow
 def test_a_recorder_that_was_stopped_keeps_the_pace_of_the_others(workers, tmp_path):
     pytest.importorskip("tensorboard")
     found = workers(N, is_stopped, "gossip", str(tmp_path))

@@ -443,6 +443,7 @@ def sync_batchnorm(rank: int, n: int) -> bool:
     return bool(torch.isfinite(wrapper(batch(0)[0])).all())
 
 
+@pytest.mark.slow
 def test_sync_batchnorm_is_constructed_and_evaluated(workers):
     assert all(workers(2, sync_batchnorm))
 

@@ -51,6 +51,7 @@ def one_is_late(rank: int, n: int, numel: int) -> tuple[int, float]:
     return grown, float(mean[0])
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_while_a_group_waits_for_a_late_worker(workers):
     n, numel = 5, 10 * MIB
     found = workers(n, one_is_late, numel)

@@ -176,6 +176,7 @@ def told_with_a_full_disk(rank: int, n: int, folder: str) -> None:
     train(rank, n, folder, folder)
 
 
+@pytest.mark.slow
 def test_workers_that_could_not_save_do_not_say_that_all_is_well(workers, tmp_path):
     outcomes = workers.outcomes(2, told_with_a_full_disk, str(tmp_path))
     assert [outcome.error for outcome in outcomes] == ["SystemExit"] * 2, outcomes

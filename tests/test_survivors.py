@@ -328,7 +328,7 @@ def test_a_connection_that_breaks_is_made_again(make, near):
 
 
 def test_who_does_not_come_is_named(make):
-    company = make(3, ring(3), timeout=1.0)
+    company = make(3, ring(3), timeout=0.3)
     results = company.run(lambda rank, control: control.gather(rank), [0, 1])
     for error in results.values():
         assert isinstance(error, PeerTimeoutError)

@@ -51,6 +51,7 @@ def slow_but_moving(rank: int, n: int) -> float:
     return seconds
 
 
+@pytest.mark.slow
 def test_a_message_that_takes_longer_than_the_timeout_arrives_if_it_moves(workers):
     assert workers(2, slow_but_moving)[0] > 4
 
