@@ -267,6 +267,7 @@ def test_no_more_than_two_saves_are_in_flight(tmp_path):
     assert max(most) == 2
 
 
+@pytest.mark.slow
 def test_a_third_save_raises_what_the_first_one_did_not_get(tmp_path):
     def work(transport: InProcessTransport) -> Any:
         if transport.rank == 1:  # never saves

@@ -372,6 +372,7 @@ def test_on_roster_needs_tolerance(kind):
     replica.close()
 
 
+@pytest.mark.slow
 def test_the_store_listens_on_its_address_only():
     server, port = serve()
     lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]

@@ -83,6 +83,7 @@ dist.destroy_process_group()
 )
 
 
+@pytest.mark.slow
 def test_a_script_runs_as_python_would_run_it_on_each_worker(tmp_path):
     scripts = tmp_path / "scripts"
     scripts.mkdir()

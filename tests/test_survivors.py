@@ -532,6 +532,7 @@ def test_nobody_meets_a_process_that_joins_before_its_first_round(make):
         assert neighbours.round_of(1) == (51 if meets else -1)
 
 
+@pytest.mark.slow
 def test_a_worker_that_makes_rounds_is_waited_for(make):
     """For longer than the timeout. One that makes none is not."""
     company = make(2, ring(2))
